@@ -1,0 +1,103 @@
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <vector>
+
+#include "bindings.hpp"
+#include "checks.hpp"
+#include "flatweights/average.hpp"
+#include "flatweights/nonfinite.hpp"
+#include "flatweights/parallel.hpp"
+
+namespace flatweights::bind {
+namespace {
+
+// Slot i of source k, for all k of one i side by side.
+class SourceTable {
+ public:
+  SourceTable(std::size_t num_slots, std::size_t num_sources)
+      : num_sources_(num_sources), starts_(num_slots * num_sources) {}
+
+  void set(std::size_t source, const std::vector<std::byte*>& slots) {
+    for (std::size_t i = 0; i < slots.size(); ++i) starts_[i * num_sources_ + source] = slots[i];
+  }
+  [[nodiscard]] const std::vector<const std::byte*>& starts() const { return starts_; }
+
+ private:
+  std::size_t num_sources_;
+  std::vector<const std::byte*> starts_;
+};
+
+void run(const BoundLayout& bound, const std::vector<std::byte*>& out, const SourceTable& sources,
+         const std::vector<double>& weights, double total) {
+  check_overlap(bound, out, sources.starts(), weights.size());
+  (void)num_threads();  // raises for a malformed environment before a byte moves
+  std::vector<AveragePart> parts;
+  parts.reserve(out.size());
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    const Slot& slot = bound.layout.slots()[i];
+    parts.push_back(AveragePart{slot.dtype, slot.size, slot.nbytes, out[i]});
+  }
+  const py::gil_scoped_release nogil;
+  average_into(parts, sources.starts(), weights, total);
+}
+
+void check_count(const py::list& sources, const std::vector<double>& weights) {
+  if (weights.empty() || sources.size() != weights.size())
+    throw py::value_error("expected one weight per source, and at least one source");
+}
+
+void average_parts_into(const BoundLayout& bound, const py::list& out, const py::list& sources,
+                        const std::vector<double>& weights, double total) {
+  check_count(sources, weights);
+  const std::vector<std::byte*> out_slots = check_parts(out, bound, Place::kOut, Access::kWrite);
+  SourceTable table(out_slots.size(), sources.size());
+  for (std::size_t k = 0; k < sources.size(); ++k)
+    table.set(k, check_parts(sources[k].cast<py::list>(), bound, static_cast<std::ptrdiff_t>(k),
+                             Access::kRead));
+  run(bound, out_slots, table, weights, total);
+}
+
+void average_packed_into(const BoundLayout& bound, const py::array& out, const py::list& sources,
+                         const std::vector<double>& weights, double total) {
+  check_count(sources, weights);
+  const auto out_slots =
+      slots_of_packed(check_packed(out, bound, "out", Access::kWrite), bound.layout);
+  SourceTable table(out_slots.size(), sources.size());
+  for (std::size_t k = 0; k < sources.size(); ++k) {
+    const std::string what = "source " + std::to_string(k);
+    const py::array source = as_array(sources[k], what);
+    table.set(k, slots_of_packed(check_packed(source, bound, what, Access::kRead), bound.layout));
+  }
+  run(bound, out_slots, table, weights, total);
+}
+
+std::size_t screen(const BoundLayout& bound, const std::vector<std::byte*>& slots) {
+  (void)num_threads();
+  std::vector<ScreenedPart> parts;
+  parts.reserve(slots.size());
+  for (std::size_t i = 0; i < slots.size(); ++i)
+    parts.push_back(
+        ScreenedPart{bound.layout.slots()[i].dtype, bound.layout.slots()[i].size, slots[i]});
+  const py::gil_scoped_release nogil;
+  return first_nonfinite(parts);
+}
+
+}  // namespace
+
+void bind_average(py::module_& m) {
+  m.def("average_parts_into", &average_parts_into, py::arg("layout"), py::arg("out"),
+        py::arg("sources"), py::arg("weights"), py::arg("total"));
+  m.def("average_packed_into", &average_packed_into, py::arg("layout"), py::arg("out").noconvert(),
+        py::arg("sources"), py::arg("weights"), py::arg("total"));
+  m.def(
+      "first_nonfinite",
+      [](const BoundLayout& bound, const py::list& parts) {
+        return screen(bound, check_parts(parts, bound, Place::kNoSource, Access::kRead));
+      },
+      py::arg("layout"), py::arg("parts"));
+}
+
+}  // namespace flatweights::bind

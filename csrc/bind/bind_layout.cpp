@@ -1,0 +1,120 @@
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.hpp"
+#include "checks.hpp"
+
+namespace flatweights::bind {
+namespace {
+
+constexpr std::size_t kMostDimensions = 64;  // NPY_MAXDIMS of NumPy 2
+
+BoundLayout make_layout(const std::vector<std::string>& names,
+                        const std::vector<std::vector<py::ssize_t>>& shapes,
+                        std::vector<py::dtype> dtypes) {
+  if (names.size() != shapes.size() || names.size() != dtypes.size())
+    throw py::value_error("names, shapes and dtypes differ in length");
+  std::vector<Slot> slots(names.size());
+  const PyObject* last_dtype = nullptr;
+  DType last_class = DType::kOther;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    Slot& slot = slots[i];
+    slot.name = names[i];
+    const std::string where = "slot " + std::to_string(i) + " '" + slot.name + "': ";
+    if (shapes[i].size() > kMostDimensions)
+      throw py::value_error(where + "expected at most " + std::to_string(kMostDimensions) +
+                            " dimensions, got " + std::to_string(shapes[i].size()));
+    for (const py::ssize_t dimension : shapes[i]) {
+      if (dimension < 0) throw py::value_error(where + "expected no negative dimension");
+      slot.shape.push_back(static_cast<std::size_t>(dimension));
+    }
+    // Models have few dtypes and runs of one: classify each run once.
+    if (dtypes[i].ptr() != last_dtype) {
+      last_dtype = dtypes[i].ptr();
+      last_class = classify(dtypes[i]);
+    }
+    slot.dtype = last_class;
+    slot.itemsize = static_cast<std::size_t>(dtypes[i].itemsize());
+    if (slot.itemsize == 0 || dtypes[i].attr("hasobject").cast<bool>())
+      throw py::type_error(where + "expected a dtype of fixed size without Python objects, got " +
+                           py::str(dtypes[i]).cast<std::string>());
+  }
+  return BoundLayout{Layout(std::move(slots)), std::move(dtypes)};
+}
+
+// A new one-dimensional uint8 array at a 64-byte boundary, contents undefined.
+py::array_t<std::uint8_t> allocate(std::size_t nbytes) {
+  void* memory = ::operator new(nbytes, std::align_val_t{kAlignment});
+  const py::capsule owner(
+      memory, [](void* p) { ::operator delete(p, std::align_val_t{kAlignment}); });
+  return py::array_t<std::uint8_t>(static_cast<py::ssize_t>(nbytes),
+                                   static_cast<std::uint8_t*>(memory), owner);
+}
+
+py::array view(const py::array& owner, const py::dtype& dtype, const Slot& slot,
+               const std::byte* at) {
+  return py::array(dtype, std::vector<py::ssize_t>(slot.shape.begin(), slot.shape.end()), at,
+                   owner);
+}
+
+py::list packed_views(const BoundLayout& self, const py::array& buffer) {
+  const std::byte* packed = check_packed(buffer, self, "buffer", Access::kRead);
+  const std::vector<Slot>& slots = self.layout.slots();
+  py::list views(slots.size());
+  for (std::size_t i = 0; i < slots.size(); ++i)
+    views[i] = view(buffer, self.dtypes[i], slots[i], packed + slots[i].offset);
+  return views;
+}
+
+py::list vector_views(const BoundLayout& self, const py::array& flat) {
+  const auto size = static_cast<py::ssize_t>(self.layout.size());
+  if (flat.ndim() != 1 || flat.size() != size)
+    throw py::value_error("flat: expected shape (" + std::to_string(size) + ",), got " +
+                          describe(flat));
+  if (!is_contiguous(flat)) throw py::value_error("flat: expected a contiguous array, got strides");
+  const py::dtype dtype = flat.dtype();
+  const auto itemsize = static_cast<std::size_t>(dtype.itemsize());
+  const auto* begin = static_cast<const std::byte*>(flat.data());
+  const std::vector<Slot>& slots = self.layout.slots();
+  py::list views(slots.size());
+  for (std::size_t i = 0; i < slots.size(); ++i)
+    views[i] = view(flat, dtype, slots[i], begin + slots[i].start * itemsize);
+  return views;
+}
+
+template <class Field>
+py::list each_slot(const BoundLayout& self, Field field) {
+  py::list values;
+  for (const Slot& slot : self.layout.slots()) values.append(slot.*field);
+  return values;
+}
+
+}  // namespace
+
+void bind_layout(py::module_& m) {
+  py::class_<BoundLayout>(m, "Layout")
+      .def(py::init(&make_layout), py::arg("names"), py::arg("shapes"), py::arg("dtypes"))
+      .def_property_readonly("size", [](const BoundLayout& self) { return self.layout.size(); })
+      .def_property_readonly("nbytes", [](const BoundLayout& self) { return self.layout.nbytes(); })
+      .def_property_readonly("starts",
+                             [](const BoundLayout& self) { return each_slot(self, &Slot::start); })
+      .def_property_readonly("offsets",
+                             [](const BoundLayout& self) { return each_slot(self, &Slot::offset); })
+      .def("new_buffer",
+           [](const BoundLayout& self) {
+             auto buffer = allocate(self.layout.nbytes());
+             self.layout.zero_padding(reinterpret_cast<std::byte*>(buffer.mutable_data()));
+             return buffer;
+           })
+      .def("packed_views", &packed_views, py::arg("buffer").noconvert())
+      .def("vector_views", &vector_views, py::arg("flat").noconvert());
+  m.def("empty", &allocate, py::arg("nbytes"));
+}
+
+}  // namespace flatweights::bind

@@ -1,0 +1,27 @@
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "bindings.hpp"
+#include "flatweights/parallel.hpp"
+
+namespace flatweights::bind {
+
+namespace py = pybind11;
+
+void bind_parallel(py::module_& m) {
+  m.def("get_num_threads", &num_threads);
+  m.def(
+      "set_num_threads",
+      [](py::ssize_t count) {
+        constexpr py::ssize_t kMost = 1024;
+        if (count < 1 || count > kMost)
+          throw py::value_error("expected a number of threads from 1 to " + std::to_string(kMost) +
+                                ", got " + std::to_string(count));
+        set_num_threads(static_cast<unsigned>(count));
+      },
+      py::arg("count").noconvert());
+}
+
+}  // namespace flatweights::bind

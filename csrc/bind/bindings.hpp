@@ -1,0 +1,14 @@
+// What each bind_*.cpp adds to the extension module.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace flatweights::bind {
+
+void bind_layout(pybind11::module_& m);
+void bind_flatten(pybind11::module_& m);
+void bind_average(pybind11::module_& m);
+void bind_running_average(pybind11::module_& m);
+void bind_parallel(pybind11::module_& m);
+
+}  // namespace flatweights::bind

@@ -1,0 +1,186 @@
+#include "checks.hpp"
+
+#include <algorithm>
+
+namespace flatweights::bind {
+namespace {
+
+// NumPy's type numbers, which its C interface promises not to change.
+constexpr int kNumPyBool = 0;
+constexpr int kNumPyLastInteger = 10;
+constexpr int kNumPyFloat32 = 11;
+constexpr int kNumPyFloat64 = 12;
+constexpr int kNumPyComplex64 = 14;
+constexpr int kNumPyComplex128 = 15;
+constexpr int kNumPyFloat16 = 23;
+constexpr int kNumPyFirstUser = 256;
+
+std::string shape_text(const std::vector<std::size_t>& shape) {
+  std::string text = "(";
+  for (std::size_t i = 0; i < shape.size(); ++i)
+    text += (i > 0 ? ", " : "") + std::to_string(shape[i]);
+  return text + (shape.size() == 1 ? ",)" : ")");
+}
+
+std::vector<std::size_t> shape_of(const py::array& array) {
+  std::vector<std::size_t> shape;
+  for (py::ssize_t i = 0; i < array.ndim(); ++i)
+    shape.push_back(static_cast<std::size_t>(array.shape(i)));
+  return shape;
+}
+
+std::byte* memory_of(const py::array& array) {
+  return static_cast<std::byte*>(const_cast<void*>(array.data()));
+}
+
+[[noreturn]] void throw_no_array(py::handle object, const std::string& what) {
+  throw py::type_error(what + ": expected a NumPy array, got " +
+                       py::str(py::type::of(object).attr("__name__")).cast<std::string>());
+}
+
+bool has_shape(const py::array& array, const std::vector<std::size_t>& shape) {
+  return std::equal(shape.begin(), shape.end(), array.shape(), array.shape() + array.ndim(),
+                    [](std::size_t a, py::ssize_t b) { return static_cast<py::ssize_t>(a) == b; });
+}
+
+}  // namespace
+
+std::string Place::text() const {
+  std::string text;
+  if (source == kOut) text = "out";
+  if (source >= 0) text = "source " + std::to_string(source);
+  const std::string& name = bound.layout.slots()[slot].name;
+  if (bound.layout.slots().size() == 1 && name.empty()) return text.empty() ? "array" : text;
+  if (!text.empty()) text += ", ";
+  return text + "slot " + std::to_string(slot) + " '" + name + "'";
+}
+
+DType classify(const py::dtype& dtype) {
+  if (!dtype.attr("isnative").cast<bool>()) return DType::kOther;
+  const int number = dtype.num();
+  if (number >= kNumPyBool && number <= kNumPyLastInteger) return DType::kInteger;
+  switch (number) {
+    case kNumPyFloat16:
+      return DType::kFloat16;
+    case kNumPyFloat32:
+      return DType::kFloat32;
+    case kNumPyFloat64:
+      return DType::kFloat64;
+    case kNumPyComplex64:
+      return DType::kComplex64;
+    case kNumPyComplex128:
+      return DType::kComplex128;
+    default:
+      break;
+  }
+  if (number >= kNumPyFirstUser) {  // registered by ml_dtypes
+    const auto name = dtype.attr("name").cast<std::string>();
+    if (name == "bfloat16") return DType::kBFloat16;
+    if (name.starts_with("int") || name.starts_with("uint")) return DType::kInteger;
+  }
+  return DType::kOther;
+}
+
+bool same_dtype(const py::dtype& a, const py::dtype& b) {
+  return a.ptr() == b.ptr() ||
+         py::detail::npy_api::get().PyArray_EquivTypes_(a.ptr(), b.ptr());
+}
+
+std::string describe(const py::dtype& dtype, const std::vector<std::size_t>& shape) {
+  return py::str(dtype).cast<std::string>() + " " + shape_text(shape);
+}
+
+std::string describe(const py::array& array) { return describe(array.dtype(), shape_of(array)); }
+
+bool is_contiguous(const py::array& array) {
+  return (array.flags() & py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_) != 0;
+}
+
+py::array as_array(py::handle object, const std::string& what) {
+  if (!py::isinstance<py::array>(object)) throw_no_array(object, what);
+  return py::reinterpret_borrow<py::array>(object);
+}
+
+std::byte* check_part(py::handle object, const Place& place, Access access) {
+  const Slot& slot = place.bound.layout.slots()[place.slot];
+  const py::dtype& dtype = place.bound.dtypes[place.slot];
+  // The text of a place is built for errors alone: this runs once per part.
+  if (!py::isinstance<py::array>(object)) throw_no_array(object, place.text());
+  const auto array = py::reinterpret_borrow<py::array>(object);
+  const bool dtype_agrees = same_dtype(array.dtype(), dtype);
+  if (!dtype_agrees || !has_shape(array, slot.shape)) {
+    const std::string message =
+        place.text() + ": expected " + describe(dtype, slot.shape) + ", got " + describe(array);
+    if (!dtype_agrees) throw py::type_error(message);
+    throw py::value_error(message);
+  }
+  if (!is_contiguous(array))
+    throw py::value_error(place.text() + ": expected a C-contiguous array, got strides");
+  if (access == Access::kWrite && !array.writeable())
+    throw py::value_error(place.text() + ": expected a writable array, got a read-only one");
+  return memory_of(array);
+}
+
+std::vector<std::byte*> check_parts(const py::list& parts, const BoundLayout& bound,
+                                    std::ptrdiff_t source, Access access) {
+  const std::size_t count = bound.layout.slots().size();
+  if (parts.size() != count)
+    throw py::value_error((source >= 0 ? "source " + std::to_string(source) + ": " : std::string()) +
+                          "expected " + std::to_string(count) + " parts, got " +
+                          std::to_string(parts.size()));
+  std::vector<std::byte*> starts;
+  starts.reserve(count);
+  for (std::size_t i = 0; i < count; ++i)
+    starts.push_back(check_part(parts[i], Place{bound, i, source}, access));
+  return starts;
+}
+
+std::byte* check_packed(const py::array& buffer, const BoundLayout& bound, const std::string& what,
+                        Access access) {
+  const std::size_t nbytes = bound.layout.nbytes();
+  if (buffer.ndim() != 1 || !is_contiguous(buffer) || !same_dtype(buffer.dtype(), py::dtype("u1")) ||
+      static_cast<std::size_t>(buffer.size()) != nbytes)
+    throw py::value_error(what + ": expected contiguous uint8 (" + std::to_string(nbytes) +
+                          ",), got " + describe(buffer));
+  if (access == Access::kWrite && !buffer.writeable())
+    throw py::value_error(what + ": expected a writable buffer, got a read-only one");
+  return memory_of(buffer);
+}
+
+std::vector<std::byte*> slots_of_packed(std::byte* packed, const Layout& layout) {
+  std::vector<std::byte*> starts;
+  starts.reserve(layout.slots().size());
+  for (const Slot& slot : layout.slots()) starts.push_back(packed + slot.offset);
+  return starts;
+}
+
+void check_overlap(const BoundLayout& bound, const std::vector<std::byte*>& out,
+                   const std::vector<const std::byte*>& sources, std::size_t num_sources) {
+  const std::vector<Slot>& slots = bound.layout.slots();
+  std::vector<std::size_t> order;  // slots with memory, by address in `out`
+  for (std::size_t i = 0; i < slots.size(); ++i)
+    if (slots[i].nbytes > 0) order.push_back(i);
+  std::sort(order.begin(), order.end(),
+            [&](std::size_t a, std::size_t b) { return out[a] < out[b]; });
+  for (std::size_t j = 1; j < order.size(); ++j)
+    if (out[order[j - 1]] + slots[order[j - 1]].nbytes > out[order[j]])
+      throw py::value_error(Place{bound, order[j], Place::kOut}.text() +
+                            ": overlaps another part of out");
+  for (const std::size_t i : order) {
+    for (std::size_t k = 0; k < num_sources; ++k) {
+      const std::byte* begin = sources[i * num_sources + k];
+      if (begin == out[i]) continue;
+      const std::byte* end = begin + slots[i].nbytes;
+      // The first part of `out` that ends after this one begins.
+      const auto found = std::partition_point(order.begin(), order.end(), [&](std::size_t j) {
+        return out[j] + slots[j].nbytes <= begin;
+      });
+      if (found != order.end() && out[*found] < end)
+        throw py::value_error(
+            Place{bound, i, static_cast<std::ptrdiff_t>(k)}.text() +
+            ": overlaps out; only the very same array may be a source and the result");
+    }
+  }
+}
+
+}  // namespace flatweights::bind

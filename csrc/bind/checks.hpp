@@ -1,0 +1,78 @@
+// Python objects to checked memory. Every error that a caller can cause is
+// raised here, with the GIL held, before a byte moves.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "flatweights/layout.hpp"
+
+namespace flatweights::bind {
+
+namespace py = pybind11;
+
+// A layout with the NumPy dtype of each slot.
+struct BoundLayout {
+  Layout layout;
+  std::vector<py::dtype> dtypes;
+};
+
+enum class Access { kRead, kWrite };
+
+// Where a part comes from, for messages: "source 2, slot 3 'dense/bias'". A
+// layout of one nameless slot stands for a bare array and is not mentioned.
+struct Place {
+  const BoundLayout& bound;
+  std::size_t slot;
+  std::ptrdiff_t source = kNoSource;
+
+  static constexpr std::ptrdiff_t kNoSource = -1;
+  static constexpr std::ptrdiff_t kOut = -2;
+
+  [[nodiscard]] std::string text() const;
+};
+
+[[nodiscard]] DType classify(const py::dtype& dtype);
+
+[[nodiscard]] bool same_dtype(const py::dtype& a, const py::dtype& b);
+
+// "float32 (64,)"
+[[nodiscard]] std::string describe(const py::array& array);
+[[nodiscard]] std::string describe(const py::dtype& dtype, const std::vector<std::size_t>& shape);
+
+[[nodiscard]] bool is_contiguous(const py::array& array);
+
+// `object` as an array without a conversion; `what` names it in the error.
+[[nodiscard]] py::array as_array(py::handle object, const std::string& what);
+
+// Where `object` begins: an array of the slot's dtype and shape, C-contiguous,
+// and writable for Access::kWrite.
+[[nodiscard]] std::byte* check_part(py::handle object, const Place& place, Access access);
+
+// The beginnings of all slots of `bound` in `parts`, one array each.
+[[nodiscard]] std::vector<std::byte*> check_parts(const py::list& parts, const BoundLayout& bound,
+                                                  std::ptrdiff_t source, Access access);
+
+// Where the one-dimensional uint8 `buffer`, `bound.layout.nbytes()` long, begins.
+[[nodiscard]] std::byte* check_packed(const py::array& buffer, const BoundLayout& bound,
+                                      const std::string& what, Access access);
+
+// The beginnings of all slots of a packed buffer.
+[[nodiscard]] std::vector<std::byte*> slots_of_packed(std::byte* packed, const Layout& layout);
+
+// Raises unless every slot of `out` is disjoint from every slot of the sources
+// and of `out` itself, but for being exactly the same slot of a source. The
+// row of slot i in `sources` is `[i * num_sources, (i + 1) * num_sources)`.
+void check_overlap(const BoundLayout& bound, const std::vector<std::byte*>& out,
+                   const std::vector<const std::byte*>& sources, std::size_t num_sources);
+
+[[nodiscard]] inline bool ranges_overlap(const std::byte* a, std::size_t a_size, const std::byte* b,
+                                         std::size_t b_size) {
+  return a_size > 0 && b_size > 0 && a < b + b_size && b < a + a_size;
+}
+
+}  // namespace flatweights::bind

@@ -1,0 +1,128 @@
+#include "flatweights/parallel.hpp"
+
+#include <atomic>
+#include <cerrno>
+#include <cmath>
+#include <cstdlib>
+#include <fstream>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#ifdef __linux__
+#include <sched.h>
+#endif
+
+namespace flatweights {
+namespace {
+
+constexpr std::size_t kBorder = 1024;
+constexpr long kMostThreads = 1024;
+
+std::atomic<unsigned> chosen{0};
+
+// The leading number of `text`, or 0 where there is none from 1 to kMostThreads.
+unsigned parse_count(const char* text) {
+  errno = 0;
+  char* end = nullptr;
+  const long value = std::strtol(text, &end, 10);
+  if (end == text || errno != 0 || value < 1) return 0;
+  return static_cast<unsigned>(std::min(value, kMostThreads));
+}
+
+// Processors that a "quota period" pair allows; 0 where it sets no limit.
+unsigned processors_of_quota(double quota, double period) {
+  if (!(quota > 0) || !(period > 0)) return 0;
+  return static_cast<unsigned>(std::max(1.0, std::floor(quota / period)));
+}
+
+unsigned cgroup_limit() {
+  unsigned limit = 0;
+  const auto consider = [&limit](unsigned found) {
+    if (found != 0 && (limit == 0 || found < limit)) limit = found;
+  };
+  std::vector<std::string> folders{"/sys/fs/cgroup"};
+  std::ifstream own("/proc/self/cgroup");
+  for (std::string line; std::getline(own, line);)
+    if (line.rfind("0::/", 0) == 0 && line.size() > 4)
+      folders.push_back("/sys/fs/cgroup" + line.substr(3));
+  for (const std::string& folder : folders) {
+    std::ifstream file(folder + "/cpu.max");
+    double quota = 0, period = 0;
+    // An unlimited group says "max", which is no number.
+    if (file >> quota >> period) consider(processors_of_quota(quota, period));
+  }
+  std::ifstream quota_file("/sys/fs/cgroup/cpu/cpu.cfs_quota_us");
+  std::ifstream period_file("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+  double quota = 0, period = 0;
+  if (quota_file >> quota && period_file >> period) consider(processors_of_quota(quota, period));
+  return limit;
+}
+
+unsigned usable_processors() {
+  unsigned count = std::max(1u, std::thread::hardware_concurrency());
+#ifdef __linux__
+  cpu_set_t affinity;
+  if (sched_getaffinity(0, sizeof(affinity), &affinity) == 0)
+    count = static_cast<unsigned>(std::max(1, CPU_COUNT(&affinity)));
+#endif
+  const unsigned limit = cgroup_limit();
+  return limit == 0 ? count : std::min(count, limit);
+}
+
+unsigned decide() {
+  if (const char* text = std::getenv("FLATWEIGHTS_NUM_THREADS"); text != nullptr && *text != '\0') {
+    const unsigned count = parse_count(text);
+    if (count == 0)
+      throw std::invalid_argument("FLATWEIGHTS_NUM_THREADS: expected a positive number, got '" +
+                                  std::string(text) + "'");
+    return count;
+  }
+  if (const char* text = std::getenv("OMP_NUM_THREADS"); text != nullptr)
+    if (const unsigned count = parse_count(text); count != 0) return count;
+  return usable_processors();
+}
+
+}  // namespace
+
+unsigned num_threads() {
+  unsigned count = chosen.load(std::memory_order_relaxed);
+  if (count == 0) {
+    unsigned undecided = 0;
+    count = decide();
+    // A set_num_threads that came in between wins.
+    if (!chosen.compare_exchange_strong(undecided, count)) count = undecided;
+  }
+  return count;
+}
+
+void set_num_threads(unsigned count) noexcept { chosen.store(count, std::memory_order_relaxed); }
+
+void detail::run(std::size_t size, std::size_t grain, Body body, void* context) {
+  const std::size_t threads = std::min<std::size_t>(num_threads(), size / std::max<std::size_t>(grain, 1));
+  if (threads <= 1) {
+    if (size > 0) body(context, 0, size);
+    return;
+  }
+  const auto border = [&](std::size_t i) {
+    return i == threads ? size : size / threads * i / kBorder * kBorder;
+  };
+  std::vector<std::thread> helpers;
+  helpers.reserve(threads - 1);
+  std::size_t mine = threads;  // ranges from here on are the caller's
+  for (std::size_t i = 1; i < threads; ++i) {
+    try {
+      helpers.emplace_back(body, context, border(i), border(i + 1));
+    } catch (const std::system_error&) {  // no more threads to be had: do the work here
+      mine = i;
+      break;
+    }
+  }
+  body(context, 0, border(1));
+  if (mine < threads) body(context, border(mine), size);
+  for (std::thread& helper : helpers) helper.join();
+}
+
+}  // namespace flatweights

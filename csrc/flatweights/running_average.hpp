@@ -1,0 +1,41 @@
+// Weighted sums of models that arrive one after the other.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "flatweights/layout.hpp"
+
+namespace flatweights {
+
+// Holds, for every real number of the floating and complex slots of one layout,
+// the sum that average_into would hold, so that the same sources added in the
+// same order give the same bits.
+class RunningSum {
+ public:
+  explicit RunningSum(const Layout& layout);
+
+  // Adds `weight * source`; `source[i]` is where slot i begins.
+  void add(std::span<const std::byte* const> source, double weight);
+
+  // Whether `other` is a sum over parts of the same sizes and dtypes.
+  [[nodiscard]] bool fits(const RunningSum& other) const noexcept {
+    return dtypes_ == other.dtypes_ && starts_ == other.starts_;
+  }
+
+  // Adds `scale * other`, another sum that fits.
+  void merge(const RunningSum& other, double scale);
+
+  // Writes `sum / total` to `out`; `out[i]` is where slot i begins. Slots of
+  // integers are left alone.
+  void divide_into(std::span<std::byte* const> out, double total) const;
+
+ private:
+  std::vector<DType> dtypes_;
+  std::vector<std::size_t> starts_;  // reals before each slot
+  std::vector<double> sum_;
+  std::vector<double> compensation_;  // empty where no slot is compensated
+};
+
+}  // namespace flatweights

@@ -1,0 +1,29 @@
+"""Move and average the weights of models, as one contiguous buffer.
+
+`flatweights` itself needs NumPy and ml_dtypes alone. `flatweights.tensorflow` has
+`TensorFlowVariables`; `flatweights.ray` has averaging drivers and workers.
+"""
+
+from flatweights._average import average, average_into
+from flatweights._config import show_config
+from flatweights._core import __version__, get_num_threads, set_num_threads
+from flatweights._flatten import flatten, unflatten, unflatten_into
+from flatweights._layout import Layout, Slot
+from flatweights._running_average import RunningAverage
+from flatweights._weights import FlatWeights
+
+__all__ = [
+    "FlatWeights",
+    "Layout",
+    "RunningAverage",
+    "Slot",
+    "__version__",
+    "average",
+    "average_into",
+    "flatten",
+    "get_num_threads",
+    "set_num_threads",
+    "show_config",
+    "unflatten",
+    "unflatten_into",
+]

@@ -1,0 +1,179 @@
+"""The weighted mean of several models, in one pass over memory."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
+
+from numpy.typing import NDArray
+
+from flatweights import _core
+from flatweights._sources import Kind, Template
+
+Nonfinite = Literal["propagate", "raise", "skip"]
+
+Source = TypeVar("Source")
+"""An array, `FlatWeights`, a mapping of arrays, or a sequence of arrays."""
+
+
+def average(
+    sources: Iterable[Source],
+    weights: Iterable[float] | None = None,
+    *,
+    out: Source | None = None,
+    nonfinite: Nonfinite = "propagate",
+) -> Source:
+    """Return the weighted mean of ``sources``.
+
+    One pass reads each source once and writes the result once, without the GIL. Floating
+    and complex parts are averaged. Within a model, integer and boolean parts (counters,
+    seeds) keep the value of the first source; an array that is nothing but integers
+    raises `TypeError`. A vector is averaged throughout, also what was promoted into it.
+
+    float16, bfloat16, float32 and complex64 are summed in float64; float64 and complex128
+    with compensation (Neumaier, "Rundungsfehleranalyse einiger Verfahren zur Summation
+    endlicher Summen", ZAMM 54, 1974). Sources are added in the order given; the sum is
+    divided by the sum of the weights last, and rounded once. Weights enter as ratios to the
+    first positive one, so weights that are all equal give what None gives. The bits of
+    the result do not depend on threads or alignment. As in NumPy, a float64 sum out of
+    range is infinite, and a NaN in a source of weight 0 is a NaN in the result.
+
+    It replaces ``{k: sum(w[k] for w in ws) / len(ws) for k in ws[0]}``.
+
+    >>> a, b = {"w": np.array([1.0, 2.0])}, {"w": np.array([3.0, 6.0])}
+    >>> average([a, b])
+    {'w': array([2., 4.])}
+    >>> average([a["w"], b["w"]], weights=[3, 1])
+    array([1.5, 3. ])
+
+    Args:
+        sources: Models, all of one kind: arrays, `FlatWeights`, mappings of arrays with
+            the same keys, or sequences of arrays (Keras ``get_weights()``). They agree in
+            shapes and dtypes, `FlatWeights` in `Layout.digest`. Strided arrays are
+            copied first.
+        weights: One weight per source, such as the number of samples that it saw: finite,
+            not negative, not all 0. Equal weights, if None.
+        out: Where to write: of the same kind, writable, without strides. It may be one
+            of the sources. If None, a new model: of the kind of the sources, a dict
+            for mappings, a list for sequences.
+        nonfinite: What to do about NaN and infinity: ``"propagate"`` them; ``"raise"``,
+            naming source and slot; or ``"skip"``: leave the source out and divide by the
+            weights of the rest.
+
+    Returns:
+        ``out``, or the new model.
+
+    Raises:
+        TypeError: If the sources differ in kind or dtype, or a dtype has no mean.
+        ValueError: If there is no source; if keys, shapes or digests differ; if weights are
+            not as above; if ``out`` overlaps a source that it is not; or if NaN and
+            infinity were to be raised, or leave no source.
+    """
+    models = list(sources)
+    if not models:
+        raise ValueError("expected at least one source, got none")
+    if nonfinite not in ("propagate", "raise", "skip"):
+        raise ValueError(f"nonfinite: expected 'propagate', 'raise' or 'skip', got {nonfinite!r}")
+    given = read_weights(weights, len(models))
+    template = Template.of(models[0])
+    parts = [template.read(model, f"source {k}") for k, model in enumerate(models)]
+    result = template.new() if out is None else out
+    written = template.read_out(result)
+    used = list(range(len(models)))
+    if nonfinite != "propagate":
+        used = [k for k in used if _is_finite(template, parts[k], k, nonfinite)]
+        if sum(given[k] for k in used) <= 0:
+            raise ValueError("every source of positive weight holds NaN or infinity")
+    relative = relative_weights([given[k] for k in used])
+    total = add_up(relative)
+    if template.kind is Kind.FLAT_WEIGHTS:
+        buffers = [models[k].buffer for k in used]  # type: ignore[attr-defined]
+        _core.average_packed_into(
+            template.layout.code,
+            result.buffer,
+            buffers,
+            relative,
+            total,
+        )
+    else:
+        used_parts = [parts[k] for k in used]
+        _core.average_parts_into(template.layout.code, written, used_parts, relative, total)
+    return result  # type: ignore[no-any-return]
+
+
+def average_into(out: Source, sources: Iterable[Source], weights: Iterable[float] | None = None) -> None:
+    """Write the weighted mean of ``sources`` to ``out``, which may be one of them.
+
+    As `average` with ``out``.
+
+    >>> a, b = np.array([1.0, 2.0]), np.array([3.0, 6.0])
+    >>> average_into(a, [a, b])
+    >>> a
+    array([2., 4.])
+
+    Args:
+        out: Where to write: of the kind of the sources, writable, without strides.
+        sources: Models, all of one kind.
+        weights: One weight per source. Equal weights, if None.
+
+    Raises:
+        TypeError: As `average`.
+        ValueError: As `average`.
+    """
+    average(sources, weights, out=out)
+
+
+def read_weights(weights: Iterable[float] | None, count: int) -> list[float]:
+    """Return ``count`` checked weights."""
+    if weights is None:
+        return [1.0] * count
+    given = [read_weight(weight, f"weight {k}") for k, weight in enumerate(weights)]
+    if len(given) != count:
+        raise ValueError(f"expected {count} weights, one per source, got {len(given)}")
+    if not any(given):
+        raise ValueError("expected a positive weight, got zeros alone")
+    return given
+
+
+def read_weight(weight: float, where: str) -> float:
+    """Return ``weight`` as a checked float."""
+    value = float(weight)
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{where}: expected a finite weight, not negative, got {weight!r}")
+    return value
+
+
+def relative_weights(weights: list[float]) -> list[float]:
+    """Return ``weights`` as ratios to the first positive one."""
+    base = next(weight for weight in weights if weight > 0)
+    return [ratio(weight, base) for weight in weights]
+
+
+def ratio(weight: float, base: float) -> float:
+    """Return ``weight / base``.
+
+    Raises:
+        ValueError: If that is out of the range of float64.
+    """
+    value = weight / base
+    if not math.isfinite(value):
+        raise ValueError(f"weights {base!r} and {weight!r} differ by more than float64 can hold")
+    return value
+
+
+def add_up(relative: list[float]) -> float:
+    """Return the sum, one rounded addition after the other as in `RunningAverage`."""
+    total = 0.0
+    for weight in relative:  # sum() compensates from Python 3.12 on
+        total += weight
+    return total
+
+
+def _is_finite(
+    template: Template, parts: list[NDArray[Any]], k: int, nonfinite: Nonfinite
+) -> bool:
+    i = _core.first_nonfinite(template.layout.code, parts)
+    if i == len(parts):
+        return True
+    if nonfinite == "raise":
+        raise ValueError(f"source {k}{template.place(i)}: holds NaN or infinity")
+    return False

@@ -1,0 +1,107 @@
+"""How a dtype is written down, and which dtype a vector of several has."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+_ML_DTYPES = frozenset(
+    name
+    for name in dir(ml_dtypes)
+    if isinstance(getattr(ml_dtypes, name), type) and issubclass(getattr(ml_dtypes, name), np.generic)
+)
+
+
+def is_ml_dtype(dtype: np.dtype[Any]) -> bool:
+    """Whether ``dtype`` is one that ml_dtypes adds to NumPy, such as bfloat16."""
+    return dtype.type.__module__.partition(".")[0] == "ml_dtypes"
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Whether ``dtype`` holds real floating-point numbers, bfloat16 and float8 included."""
+    if is_ml_dtype(dtype):
+        return "float" in dtype.name
+    return dtype.kind == "f"
+
+
+def is_integer(dtype: np.dtype[Any]) -> bool:
+    """Whether ``dtype`` holds integers or booleans, int4 and its kin included."""
+    if is_ml_dtype(dtype):
+        return "int" in dtype.name
+    return dtype.kind in "biu"
+
+
+def encode_dtype(dtype: np.dtype[Any]) -> str:
+    """Return a text for ``dtype`` that is the same in every process and on every machine."""
+    if is_ml_dtype(dtype):
+        return dtype.name
+    if dtype.names is not None:
+        return json.dumps(np.lib.format.dtype_to_descr(dtype))
+    return dtype.str
+
+
+def decode_dtype(code: str) -> np.dtype[Any]:
+    """Return the dtype that `encode_dtype` wrote as ``code``.
+
+    Raises:
+        ValueError: If ``code`` is not such a text.
+    """
+    try:
+        if code in _ML_DTYPES:
+            return np.dtype(getattr(ml_dtypes, code))
+        if code.startswith("["):
+            dtype = np.lib.format.descr_to_dtype(_with_tuples(json.loads(code)))
+        else:
+            dtype = np.dtype(code)
+        canonical = encode_dtype(dtype) == code
+    except Exception as error:  # NumPy raises many kinds for malformed descriptions
+        raise ValueError(f"expected the name of a dtype, got {code!r}") from error
+    if not canonical:
+        raise ValueError(f"expected the name of a dtype, got {code!r}")
+    return dtype
+
+
+def _with_tuples(descr: list[Any]) -> list[tuple[Any, ...]]:
+    # JSON turned the tuples of a description, and the shapes within, into lists.
+    return [
+        (
+            field[0],
+            _with_tuples(field[1]) if isinstance(field[1], list) else field[1],
+            *(tuple(shape) for shape in field[2:]),
+        )
+        for field in descr
+    ]
+
+
+def promote(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any] | None:
+    """Return the dtype of a vector that holds all of ``dtypes``, or None if there is none.
+
+    As `numpy.concatenate` promotes. Where that refuses a type of ml_dtypes (bfloat16
+    with an integer of 16 bits or more, or with float16), that type counts as float32.
+    No dtypes at all give float64, as `numpy.zeros` does.
+    """
+    distinct = sorted(set(dtypes), key=encode_dtype)
+    if not distinct:
+        return np.dtype(np.float64)
+    if len(distinct) == 1:
+        return distinct[0]
+    try:
+        return np.result_type(*distinct)
+    except TypeError:
+        pass
+    stand_ins = [
+        np.dtype(np.float32) if is_ml_dtype(d) and is_floating(d) else d for d in distinct
+    ]
+    try:
+        return np.result_type(*stand_ins)
+    except TypeError:
+        return None
+
+
+def has_mean(dtype: np.dtype[Any]) -> bool:
+    """Whether the kernels average ``dtype``: 16 to 64-bit floats, and complex, in native order."""
+    if is_ml_dtype(dtype):
+        return dtype.name == "bfloat16"
+    return dtype.isnative and dtype.kind in "fc" and dtype.itemsize <= 8 * (1 + (dtype.kind == "c"))

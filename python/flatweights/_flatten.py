@@ -1,0 +1,118 @@
+"""Parts to one vector and back."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights import _core
+from flatweights._cast import copy_cast
+from flatweights._dtypes import promote
+from flatweights._layout import Layout, Parts, named_arrays
+
+
+def flatten(parts: Parts, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    """Return ``parts`` back to back in one vector.
+
+    Each byte is read once and written once, without the GIL for parts that have the
+    vector's dtype and no strides; the others are converted by NumPy as they are copied.
+
+    >>> flatten([np.array([[1.0, 2.0]]), np.array([3.0])])
+    array([1., 2., 3.])
+
+    Args:
+        parts: A mapping from name to array, or a sequence of arrays.
+        out: Where to write: a contiguous vector of the parts' common dtype (as
+            `numpy.concatenate` promotes) and total size. A new one, if None.
+
+    Returns:
+        ``out``, or the new vector.
+
+    Raises:
+        TypeError: If the parts have no common dtype, or ``out`` has another one.
+        ValueError: If ``out`` has another length, is strided or read-only, or overlaps
+            a part.
+    """
+    _, arrays = named_arrays(parts)
+    dtypes = {array.dtype for array in arrays}
+    dtype = promote(dtypes)
+    if dtype is None:
+        raise TypeError(f"no vector holds these dtypes: {', '.join(sorted(map(str, dtypes)))}")
+    if dtype.hasobject:
+        raise TypeError(f"expected dtypes without Python objects, got {dtype}")
+    if out is None:
+        out = new_vector(sum(array.size for array in arrays), dtype)
+    elif not isinstance(out, np.ndarray) or out.dtype != dtype:
+        got = out.dtype if isinstance(out, np.ndarray) else type(out).__name__
+        raise TypeError(f"out: expected a vector of {dtype}, got {got}")
+    # A strided or converted part that overlaps out must be refused before anything moves.
+    for i, array in enumerate(arrays):
+        plain = array.dtype == dtype and array.flags.c_contiguous
+        if not plain and np.may_share_memory(array, out):
+            raise ValueError(f"part {i}: overlaps out")
+    left = _core.flatten_into(out, arrays)
+    if left:
+        ends = np.cumsum([array.size for array in arrays])
+        for i in left:
+            piece = out[ends[i] - arrays[i].size : ends[i]]
+            copy_cast(piece.reshape(arrays[i].shape), arrays[i])
+    return out
+
+
+def unflatten(flat: NDArray[Any], layout: Layout) -> dict[str, NDArray[Any]] | list[NDArray[Any]]:
+    """Return one view into ``flat`` per slot of ``layout``.
+
+    No bytes move: writing to a view writes to ``flat``, and each view keeps ``flat``
+    alive. A read-only ``flat`` gives read-only views. All views have the dtype of
+    ``flat``, whatever the slots' own.
+
+    >>> layout = Layout.of([np.zeros((2, 2)), np.zeros(3)])
+    >>> unflatten(np.arange(7.0), layout)[1]
+    array([4., 5., 6.])
+
+    Args:
+        flat: One-dimensional contiguous array of ``layout.size`` elements.
+        layout: Shapes and places of the parts.
+
+    Returns:
+        A dict from name to view if a mapping named the layout, else a list.
+
+    Raises:
+        TypeError: If ``flat`` is no NumPy array.
+        ValueError: If ``flat`` has another length or is not contiguous.
+    """
+    views = layout.vector_views(flat)
+    return dict(zip(layout.names, views, strict=True)) if layout.named else views
+
+
+def unflatten_into(parts: Parts, flat: NDArray[Any]) -> None:
+    """Write the vector ``flat`` into ``parts``: the inverse of `flatten`.
+
+    Each byte is read once and written once, without the GIL.
+
+    >>> a, b = np.zeros((1, 2)), np.zeros(1)
+    >>> unflatten_into([a, b], np.array([1.0, 2.0, 3.0]))
+    >>> a, b
+    (array([[1., 2.]]), array([3.]))
+
+    Args:
+        parts: A mapping from name to array, or a sequence of arrays: each writable,
+            C-contiguous and of the dtype of ``flat``.
+        flat: Contiguous vector of as many elements as the parts have together.
+
+    Raises:
+        TypeError: If a part is no NumPy array, or has another dtype.
+        ValueError: If the lengths differ, a part is strided or read-only, or overlaps
+            ``flat``.
+    """
+    given = list(parts.values() if hasattr(parts, "values") else parts)
+    # What asarray would copy would be written and lost.
+    for i, part in enumerate(given):
+        if not isinstance(part, np.ndarray):
+            raise TypeError(f"part {i}: expected a NumPy array, got {type(part).__name__}")
+    _core.unflatten_into(given, flat)
+
+
+def new_vector(size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return a vector at a 64-byte boundary, its contents undefined."""
+    return _core.empty(size * dtype.itemsize).view(dtype)

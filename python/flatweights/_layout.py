@@ -1,0 +1,448 @@
+"""Where each part of a model lies, in the vector and in the packed form."""
+
+import hashlib
+import json
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from flatweights import _core
+from flatweights._dtypes import decode_dtype, encode_dtype, is_floating, promote
+
+Parts = Mapping[str, ArrayLike] | Sequence[ArrayLike]
+
+ALIGNMENT = 64
+_FORMAT = "flatweights.layout/1"
+_KEPT_LAYOUTS = 64
+_MOST_PICKLED_BYTES = 1 << 28
+
+
+class Slot(NamedTuple):
+    """Where one part lies.
+
+    Attributes:
+        name: Name of the part.
+        shape: Its shape.
+        dtype: Its dtype in the packed form.
+        start: First element in the vector.
+        offset: First byte in the packed form.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    start: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size = 1
+        for dimension in self.shape:
+            size *= dimension
+        return size
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes, without padding."""
+        return self.size * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        """Name, dtype and shape, as error messages give them."""
+        return f"{self.name!r} {self.dtype} {self.shape}"
+
+
+class Layout:
+    """The ordered slots of one model: immutable, hashable, the same in every process.
+
+    In the **vector** the parts lie back to back, all in one dtype; slot ``s`` begins at
+    element ``s.start``. In the **packed** form each part keeps its own dtype and begins
+    at byte ``s.offset``, a multiple of 64, with zeros between.
+
+    Build one with `Layout.of`. Two layouts are equal if they have the same names,
+    order, shapes and dtypes and were both named by a mapping or both by position.
+
+    >>> layout = Layout.of({"kernel": np.zeros((2, 3), np.float32), "step": np.int64(0)})
+    >>> layout.names, layout.size, layout.nbytes, str(layout.dtype)
+    (('kernel', 'step'), 7, 128, 'float64')
+    >>> layout["step"].start, layout["step"].offset
+    (6, 64)
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_by_name",
+        "_code",
+        "_digest",
+        "_dtype",
+        "_dtypes",
+        "_named",
+        "_names",
+        "_pickled",
+        "_shapes",
+        "_signature",
+        "_slots",
+    )
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[DTypeLike],
+        *,
+        named: bool = True,
+    ) -> None:
+        """Place parts of the given names, shapes and dtypes one after the other.
+
+        Args:
+            names: One name per part, none twice.
+            shapes: One shape per part.
+            dtypes: One dtype of fixed size per part.
+            named: Whether a mapping gave the names; else they are positions and
+                `flatweights.unflatten` returns a list.
+
+        Raises:
+            TypeError: If a name is no string, or a dtype holds Python objects.
+            ValueError: If a name occurs twice, a dimension is negative, or the
+                arguments differ in length.
+            OverflowError: If the parts need more bytes than can be addressed.
+        """
+        self._names = tuple(names)
+        self._dtypes = tuple(np.dtype(dtype) for dtype in dtypes)
+        self._shapes = tuple(tuple(shape) for shape in shapes)
+        for i, name in enumerate(self._names):
+            if not isinstance(name, str):
+                raise TypeError(f"slot {i}: expected a name of type str, got {name!r}")
+        self._by_name = {name: i for i, name in enumerate(self._names)}
+        if len(self._by_name) != len(self._names):
+            twice = next(n for i, n in enumerate(self._names) if self._by_name[n] != i)
+            raise ValueError(f"expected unique names, got {twice!r} twice")
+        self._code = _core.Layout(self._names, self._shapes, self._dtypes)
+        self._named = named
+        self._dtype = promote(self._dtypes)
+        self._slots: tuple[Slot, ...] | None = None
+        self._digest: str | None = None
+        self._signature: str | None = None
+        self._pickled: bytes | None = None
+
+    @classmethod
+    def of(cls, parts: Parts) -> "Layout":
+        """Return the layout of ``parts``.
+
+        Args:
+            parts: A mapping from name to array, or a sequence of arrays, whose
+                names become ``"0"``, ``"1"``, and so on.
+
+        Raises:
+            TypeError: If a name is no string, or an array holds Python objects.
+        """
+        names, arrays = named_arrays(parts)
+        return cls.of_arrays(names, arrays, named=isinstance(parts, Mapping))
+
+    @classmethod
+    def of_arrays(
+        cls, names: Sequence[str], arrays: Sequence[NDArray[Any]], *, named: bool = True
+    ) -> "Layout":
+        """Return the layout of ``arrays`` under ``names``."""
+        return cls(names, [a.shape for a in arrays], [a.dtype for a in arrays], named=named)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots in order."""
+        if self._slots is None:
+            places = zip(
+                self._names,
+                self._shapes,
+                self._dtypes,
+                self._code.starts,
+                self._code.offsets,
+                strict=True,
+            )
+            self._slots = tuple(Slot(*place) for place in places)
+        return self._slots
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in order."""
+        return self._names
+
+    @property
+    def named(self) -> bool:
+        """Whether a mapping gave the names; else they are positions."""
+        return self._named
+
+    @property
+    def size(self) -> int:
+        """Elements of the vector."""
+        return self._code.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed form, a multiple of 64."""
+        return self._code.nbytes
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the vector: what `numpy.concatenate` would promote the parts to.
+
+        Raises:
+            TypeError: If the parts have no common dtype.
+        """
+        if self._dtype is None:
+            kinds = ", ".join(sorted({str(d) for d in self._dtypes}))
+            raise TypeError(f"no vector holds these dtypes: {kinds}; use the packed form")
+        return self._dtype
+
+    @property
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal, of names, order, shapes and dtypes."""
+        if self._digest is None:
+            self._digest = _sha256(list(zip(self._names, *self._described(), strict=True)))
+        return self._digest
+
+    @property
+    def signature(self) -> str:
+        """SHA-256, in hexadecimal, of order, shapes and dtypes, without names."""
+        if self._signature is None:
+            self._signature = _sha256(list(zip(*self._described(), strict=True)))
+        return self._signature
+
+    def _described(self) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
+        return self._shapes, tuple(encode_dtype(dtype) for dtype in self._dtypes)
+
+    def astype(self, dtype: DTypeLike) -> "Layout":
+        """Return this layout with its real floating slots changed to ``dtype``.
+
+        >>> Layout.of({"w": np.zeros(3), "step": np.int64(0)}).astype("float16").nbytes
+        128
+        """
+        target = np.dtype(dtype)
+        dtypes = [target if is_floating(d) else d for d in self._dtypes]
+        return Layout(self._names, self._shapes, dtypes, named=self._named)
+
+    def index(self, name: str) -> int:
+        """Return the position of the slot called ``name``.
+
+        Raises:
+            KeyError: If there is none.
+        """
+        return self._by_name[name]
+
+    def __getitem__(self, key: str | int) -> Slot:
+        """Return the slot of this name or position."""
+        return self.slots[self._by_name[key] if isinstance(key, str) else key]
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a slot called ``name``."""
+        return name in self._by_name
+
+    def __len__(self) -> int:
+        """Return the number of slots."""
+        return len(self._names)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have equal slots, named in the same way."""
+        if self is other:
+            return True
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return (
+            self._named == other._named
+            and self._names == other._names
+            and self._shapes == other._shapes
+            and self._dtypes == other._dtypes
+        )
+
+    def __hash__(self) -> int:
+        """Hash of what `__eq__` compares."""
+        return hash((self._named, self._names, self._shapes, self._dtypes))
+
+    def __repr__(self) -> str:
+        """Sizes and the beginning of the digest."""
+        return (
+            f"<Layout of {len(self)} slots, {self.size} elements, {self.nbytes} bytes packed, "
+            f"digest {self.digest[:12]}>"
+        )
+
+    def to_json(self) -> str:
+        """Return a JSON text that `from_json` reads back, here or on another machine."""
+        slots = [
+            {
+                "name": slot.name,
+                "shape": list(slot.shape),
+                "dtype": encode_dtype(slot.dtype),
+                "start": slot.start,
+                "offset": slot.offset,
+            }
+            for slot in self.slots
+        ]
+        record = {
+            "format": _FORMAT,
+            "named": self._named,
+            "size": self.size,
+            "nbytes": self.nbytes,
+            "digest": self.digest,
+            "slots": slots,
+        }
+        return json.dumps(record, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Layout":
+        """Return the layout that `to_json` wrote.
+
+        Raises:
+            ValueError: If ``text`` is anything else: truncated, altered, or with slots
+                that overlap, overflow, are negative or unaligned.
+        """
+        try:
+            record = json.loads(text)
+            if record["format"] != _FORMAT:
+                raise ValueError(f"expected format {_FORMAT!r}, got {record['format']!r}")
+            slots = record["slots"]
+            layout = cls(
+                [_typed(slot["name"], str) for slot in slots],
+                [[_typed(n, int) for n in _typed(slot["shape"], list)] for slot in slots],
+                [decode_dtype(_typed(slot["dtype"], str)) for slot in slots],
+                named=_typed(record["named"], bool),
+            )
+            _check_places(layout, slots)
+            for key in ("size", "nbytes", "digest"):
+                if record[key] != getattr(layout, key):
+                    raise ValueError(f"{key}: expected {getattr(layout, key)}, got {record[key]}")
+        except ValueError as error:
+            raise ValueError(f"not a layout: {error}") from error
+        except (KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"not a layout: {type(error).__name__}: {error}") from error
+        return layout
+
+    def new_buffer(self) -> NDArray[np.uint8]:
+        """Return a packed buffer, 64-byte aligned: padding zero, parts undefined."""
+        return self._code.new_buffer()
+
+    def packed_views(self, buffer: NDArray[np.uint8]) -> list[NDArray[Any]]:
+        """Return one view of the packed ``buffer`` per slot. No bytes move.
+
+        Raises:
+            ValueError: If ``buffer`` is not a contiguous uint8 vector of `nbytes`.
+        """
+        return self._code.packed_views(buffer)
+
+    def vector_views(self, flat: NDArray[Any]) -> list[NDArray[Any]]:
+        """Return one view of the vector ``flat`` per slot, in its dtype. No bytes move.
+
+        Raises:
+            ValueError: If ``flat`` is not a contiguous vector of `size` elements.
+        """
+        return self._code.vector_views(flat)
+
+    @property
+    def code(self) -> _core.Layout:
+        """The form that the kernels take; private to the package."""
+        return self._code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as compressed JSON; unpickling looks it up before it rebuilds."""
+        if self._pickled is None:
+            self._pickled = zlib.compress(self.to_json().encode())
+            _seen.add(self._pickled, self)
+        return _unpickle, (self._pickled,)
+
+
+class _SeenLayouts:
+    """The layouts pickled or unpickled last, by their pickled form.
+
+    A round of data-parallel training sends one layout with every message: it is
+    rebuilt once per process.
+    """
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._lock = threading.Lock()
+        self._layouts: OrderedDict[bytes, Layout] = OrderedDict()
+
+    def get(self, pickled: bytes) -> Layout | None:
+        with self._lock:
+            layout = self._layouts.get(pickled)
+            if layout is not None:
+                self._layouts.move_to_end(pickled)
+            return layout
+
+    def add(self, pickled: bytes, layout: Layout) -> None:
+        with self._lock:
+            self._layouts[pickled] = layout
+            self._layouts.move_to_end(pickled)
+            while len(self._layouts) > self._kept:
+                self._layouts.popitem(last=False)
+
+
+_seen = _SeenLayouts(_KEPT_LAYOUTS)
+
+
+def _unpickle(pickled: bytes) -> Layout:
+    layout = _seen.get(pickled)
+    if layout is None:
+        layout = Layout.from_json(_decompress(pickled))
+        layout._pickled = pickled
+        _seen.add(pickled, layout)
+    return layout
+
+
+def _decompress(pickled: bytes) -> bytes:
+    stream = zlib.decompressobj()
+    try:
+        text = stream.decompress(pickled, _MOST_PICKLED_BYTES)
+    except (zlib.error, TypeError) as error:
+        raise ValueError(f"not a layout: {error}") from error
+    if not stream.eof:
+        raise ValueError("not a layout: truncated or too large")
+    return text
+
+
+def named_arrays(parts: Parts) -> tuple[list[str], list[NDArray[Any]]]:
+    """Return the names and the arrays of ``parts``, in order.
+
+    Arrays are taken as they are; what is not one goes through `numpy.asarray`.
+    """
+    if isinstance(parts, Mapping):
+        return list(parts.keys()), [np.asarray(part) for part in parts.values()]
+    if isinstance(parts, (str, bytes, np.ndarray)) or not isinstance(parts, Sequence):
+        raise TypeError(
+            f"expected a mapping or a sequence of arrays, got {type(parts).__name__}"
+        )
+    return [str(i) for i in range(len(parts))], [np.asarray(part) for part in parts]
+
+
+def _typed(value: Any, expected: type) -> Any:
+    # JSON's true is an int to isinstance.
+    if type(value) is not expected:
+        raise ValueError(f"expected {expected.__name__}, got {value!r}")
+    return value
+
+
+def _check_places(layout: Layout, records: list[dict[str, Any]]) -> None:
+    """Raise unless each record puts its slot where ``layout`` does."""
+    ends = {"start": 0, "offset": 0}
+    for i, (slot, record) in enumerate(zip(layout.slots, records, strict=True)):
+        for key, end in ends.items():
+            got, expected = _typed(record[key], int), getattr(slot, key)
+            if got == expected:
+                continue
+            if got < 0:
+                why = "negative"
+            elif key == "offset" and got % ALIGNMENT:
+                why = f"not a multiple of {ALIGNMENT}"
+            elif got < end:
+                why = "overlaps the slot before it"
+            else:
+                why = "leaves a gap or lies beyond the end"
+            raise ValueError(f"slot {i} {slot.name!r}: expected {key} {expected}, got {got} ({why})")
+        ends = {"start": slot.start + slot.size, "offset": slot.offset + slot.nbytes}
+
+
+def _sha256(description: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(description, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,162 @@
+"""The four kinds of model that are averaged, read into arrays in one order."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights._dtypes import has_mean, is_integer
+from flatweights._flatten import new_vector
+from flatweights._layout import Layout
+from flatweights._weights import FlatWeights
+
+
+class Kind(Enum):
+    """What a model was handed over as."""
+
+    FLAT_WEIGHTS = "FlatWeights"
+    ARRAY = "an array"
+    MAPPING = "a mapping of arrays"
+    SEQUENCE = "a sequence of arrays"
+
+
+@dataclass(frozen=True)
+class Template:
+    """What the models of one average have in common.
+
+    Attributes:
+        kind: How they were handed over.
+        layout: The slots; a bare array is one slot with an empty name.
+        keys: The keys of a mapping, in the order of the slots.
+    """
+
+    kind: Kind
+    layout: Layout
+    keys: tuple[Hashable, ...] = ()
+
+    @classmethod
+    def of(cls, source: Any) -> "Template":
+        """Return the template that ``source`` sets for those after it.
+
+        Raises:
+            TypeError: If ``source`` is of no known kind, or has a part without a mean.
+        """
+        kind = _kind_of(source)
+        if kind is Kind.FLAT_WEIGHTS:
+            template = cls(kind, source.layout)
+        elif kind is Kind.ARRAY:
+            template = cls(kind, Layout.of_arrays([""], [np.asarray(source)], named=False))
+        elif kind is Kind.SEQUENCE:
+            template = cls(kind, Layout.of(list(source)))
+        else:
+            keys = tuple(source)
+            names = [k if isinstance(k, str) else repr(k) for k in keys]
+            arrays = [np.asarray(source[k]) for k in keys]
+            template = cls(kind, Layout.of_arrays(names, arrays), keys)
+        template._check_means()
+        return template
+
+    def _check_means(self) -> None:
+        for i, slot in enumerate(self.layout.slots):
+            kept = is_integer(slot.dtype) and self.kind is not Kind.ARRAY
+            if not kept and not has_mean(slot.dtype):
+                raise TypeError(
+                    f"source 0{self.place(i)}: expected float16, bfloat16, float32, float64 or complex numbers "
+                    f"in native byte order, got {slot.dtype}"
+                )
+
+    def place(self, i: int) -> str:
+        """Return how errors go on to name slot ``i`` after the source."""
+        return "" if self.kind is Kind.ARRAY else f", slot {i} {self.layout.names[i]!r}"
+
+    def read(self, source: Any, where: str) -> list[NDArray[Any]]:
+        """Return the parts of ``source`` in the order of the slots, without strides.
+
+        Strided parts are copied. Shapes and dtypes of other kinds than `FlatWeights` are
+        left for the kernels' checks.
+
+        Args:
+            source: A model.
+            where: How errors name it.
+
+        Raises:
+            TypeError: If it is of another kind.
+            ValueError: If its keys, its number of parts or its digest differ.
+        """
+        return [a if a.flags.c_contiguous else a.copy(order="C") for a in self._arrays(source, where)]
+
+    def read_out(self, out: Any) -> list[NDArray[Any]]:
+        """Return the parts of ``out``, to be written to; raises as `read` does."""
+        arrays = self._arrays(out, "out")
+        given = {
+            Kind.ARRAY: lambda: [out],
+            Kind.MAPPING: lambda: [out[key] for key in self.keys],
+            Kind.SEQUENCE: lambda: list(out),
+            Kind.FLAT_WEIGHTS: lambda: arrays,
+        }[self.kind]()
+        for part in given:
+            if not isinstance(part, np.ndarray):  # a converted copy would be written and lost
+                raise TypeError(f"out: expected NumPy arrays, got {type(part).__name__}")
+        return arrays
+
+    def _arrays(self, source: Any, where: str) -> list[NDArray[Any]]:
+        kind = _kind_of(source)
+        if kind is not self.kind:
+            raise TypeError(f"{where}: expected {self.kind.value}, got {kind.value}")
+        if kind is Kind.FLAT_WEIGHTS:
+            self.check_layout(source.layout, where)
+            return list(source.values())
+        if kind is Kind.ARRAY:
+            return [np.asarray(source)]
+        if kind is Kind.SEQUENCE:
+            return [np.asarray(part) for part in source]
+        if len(source) != len(self.keys) or any(key not in source for key in self.keys):
+            missing = [key for key in self.keys if key not in source]
+            unknown = [key for key in source if key not in self.keys]
+            raise ValueError(
+                f"{where}: expected the keys of the first; missing {missing}, unknown {unknown}"
+            )
+        return [np.asarray(source[key]) for key in self.keys]
+
+    def check_layout(self, layout: Layout, where: str) -> None:
+        """Raise `ValueError`, naming the first difference, unless the digests agree."""
+        if layout is self.layout or layout.digest == self.layout.digest:
+            return
+        if len(layout) != len(self.layout):
+            difference = f"expected {len(self.layout)} slots, got {len(layout)}"
+        else:
+            pairs = zip(self.layout.slots, layout.slots, strict=True)
+            difference = next(
+                f"slot {i}: expected {ours}, got {theirs}"
+                for i, (ours, theirs) in enumerate(pairs)
+                if ours != theirs
+            )
+        raise ValueError(f"{where}: {difference}")
+
+    def new(self) -> Any:
+        """Return a model of this kind over new memory, values undefined."""
+        if self.kind is Kind.FLAT_WEIGHTS:
+            return FlatWeights.empty(self.layout)
+        if self.kind is Kind.ARRAY:
+            slot = self.layout.slots[0]
+            return new_vector(slot.size, slot.dtype).reshape(slot.shape)
+        views = self.layout.packed_views(self.layout.new_buffer())
+        return views if self.kind is Kind.SEQUENCE else dict(zip(self.keys, views, strict=True))
+
+
+def _kind_of(source: Any) -> Kind:
+    if isinstance(source, FlatWeights):
+        return Kind.FLAT_WEIGHTS
+    if isinstance(source, Mapping):
+        return Kind.MAPPING
+    if isinstance(source, (np.ndarray, np.generic)) or hasattr(source, "__array__"):
+        return Kind.ARRAY
+    if isinstance(source, Sequence) and not isinstance(source, (str, bytes)):
+        return Kind.SEQUENCE
+    raise TypeError(
+        "expected an array, FlatWeights, a mapping of arrays or a sequence of arrays, "
+        f"got {type(source).__name__}"
+    )

@@ -1,0 +1,213 @@
+"""A dict of arrays over one packed buffer."""
+
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from flatweights._cast import move_parts, settable
+from flatweights._layout import Layout, Parts, named_arrays
+
+
+class FlatWeights(dict[str, NDArray[Any]]):
+    """A ``dict`` from name to array whose arrays are views of one packed buffer.
+
+    Code that reads a dict of arrays, adds to its items, or builds a new dict from them
+    works unchanged. Pickled with protocol 5, as Ray does, the whole travels as one
+    out-of-band buffer, and is unpickled as read-only views of it without a copy.
+
+    It differs from a dict of arrays in this:
+
+    * The keys are fixed: adding or deleting one raises `TypeError`. ``dict(w)`` is a
+      plain dict over the same arrays.
+    * Assigning writes through to the buffer instead of putting another array in place:
+      ``w[k] = a`` casts ``a`` to the part's dtype as ``np.copyto(casting="same_kind")``
+      does (integer parts take the rounded value) and wants its exact shape. `update`
+      and ``|=`` check everything before they write anything.
+    * Over a read-only buffer, which is what `ray.get` gives, assigning raises
+      `ValueError`. ``w.copy()`` is writable. (``w[k] += 1`` is refused by NumPy itself, as
+      for any read-only array.)
+    * ``w.copy()``, ``copy.copy(w)`` and ``copy.deepcopy(w)`` copy the buffer, once, and give
+      `FlatWeights`; ``w | other`` gives a plain dict.
+    * Libraries that rebuild mappings by ``type(w)()`` (`tf.nest.map_structure`) raise;
+      hand them ``dict(w)``.
+
+    >>> w = FlatWeights({"kernel": np.ones((2, 2), np.float32), "bias": np.zeros(2)})
+    >>> w["kernel"] += 1
+    >>> w["bias"] = [3.0, 4.0]
+    >>> w["kernel"].sum(), w["bias"].sum(), w.buffer.nbytes
+    (np.float32(8.0), np.float64(7.0), 128)
+    """
+
+    __slots__ = ("__weakref__", "_buffer", "_layout")
+
+    _buffer: NDArray[np.uint8]
+    _layout: Layout
+
+    def __init__(self, parts: Parts) -> None:
+        """Copy ``parts`` into a new buffer; each byte moves once.
+
+        Args:
+            parts: A mapping from name to array, or a sequence of arrays, whose names
+                become ``"0"``, ``"1"``, and so on.
+
+        Raises:
+            TypeError: If a name is no string, or an array holds Python objects.
+        """
+        super().__init__()
+        names, arrays = named_arrays(parts)
+        layout = Layout.of_arrays(names, arrays)
+        self._view(layout.new_buffer(), layout)
+        move_parts(list(self.values()), arrays)
+
+    @classmethod
+    def wrap(cls, buffer: NDArray[np.uint8], layout: Layout) -> "FlatWeights":
+        """Return a view of the packed ``buffer``. No bytes move.
+
+        The views keep ``buffer`` alive and are read-only if it is.
+
+        Args:
+            buffer: Contiguous uint8 vector of ``layout.nbytes`` bytes.
+            layout: What lies where in it.
+
+        Raises:
+            ValueError: If ``buffer`` is not such a vector.
+        """
+        self = cls.__new__(cls)
+        self._view(buffer, layout)
+        return self
+
+    @classmethod
+    def empty(cls, layout: Layout) -> "FlatWeights":
+        """Return weights of ``layout`` over a new buffer, values undefined, padding zero."""
+        return cls.wrap(layout.new_buffer(), layout)
+
+    def _view(self, buffer: NDArray[np.uint8], layout: Layout) -> None:
+        views = layout.packed_views(buffer)
+        self._buffer = buffer
+        self._layout = layout
+        super().update(zip(layout.names, views, strict=True))
+
+    @property
+    def layout(self) -> Layout:
+        """What lies where in the buffer."""
+        return self._layout
+
+    @property
+    def buffer(self) -> NDArray[np.uint8]:
+        """The packed buffer itself."""
+        return self._buffer
+
+    def __setitem__(self, name: str, value: ArrayLike) -> None:
+        """Write ``value`` to the part called ``name``.
+
+        Raises:
+            TypeError: If there is no such part, or the dtype cannot be cast.
+            ValueError: If the shape differs, or the buffer is read-only.
+        """
+        if self.get(name) is value and self._buffer.flags.writeable:
+            return  # the last step of ``w[name] += x``: the view has been changed in place
+        self._write({name: value})
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Write many parts, checking all of them first; arguments as for `dict.update`.
+
+        Raises:
+            TypeError: If there is no such part, or a dtype cannot be cast.
+            ValueError: If a shape differs, or the buffer is read-only.
+        """
+        self._write(dict(*args, **kwargs))
+
+    def __ior__(  # type: ignore[override, misc]
+        self, other: Mapping[str, ArrayLike] | Iterable[tuple[str, ArrayLike]]
+    ) -> "FlatWeights":
+        """Write the parts of ``other``, as `update` does."""
+        self.update(other)
+        return self
+
+    def setdefault(self, name: str, default: Any = None) -> NDArray[Any]:
+        """Return the part called ``name``; there being no others, ``default`` is never used.
+
+        Raises:
+            TypeError: If there is no such part.
+        """
+        if name not in self:
+            self._refuse_key(name)
+        return self[name]
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        prepared = []
+        for name, value in values.items():
+            if name not in self:
+                self._refuse_key(name)
+            i = self._layout.index(name)
+            array = settable(value, self._layout.slots[i], f"slot {i} {name!r}")
+            # What is read must not change while its neighbours are written.
+            if array is not self[name] and np.may_share_memory(array, self._buffer):
+                array = array.copy()
+            prepared.append(array)
+        if not self._buffer.flags.writeable:
+            raise ValueError(
+                "these weights are read-only (ray.get gives such views of shared memory); "
+                "assign to what copy() returns"
+            )
+        move_parts([self[name] for name in values], prepared)
+
+    def _refuse_key(self, name: object) -> NoReturn:
+        raise TypeError(
+            f"the keys of FlatWeights are fixed and {name!r} is none of them; "
+            "dict(weights) is a plain dict over the same arrays"
+        )
+
+    def _refuse_deletion(self) -> NoReturn:
+        raise TypeError(
+            "the keys of FlatWeights are fixed; dict(weights) is a plain dict over the same "
+            "arrays, from which items can be deleted"
+        )
+
+    def __delitem__(self, name: str) -> NoReturn:
+        """Raise `TypeError`: the keys are fixed."""
+        self._refuse_deletion()
+
+    def pop(self, *args: Any) -> NoReturn:  # type: ignore[override]
+        """Raise `TypeError`: the keys are fixed."""
+        self._refuse_deletion()
+
+    def popitem(self) -> NoReturn:
+        """Raise `TypeError`: the keys are fixed."""
+        self._refuse_deletion()
+
+    def clear(self) -> NoReturn:
+        """Raise `TypeError`: the keys are fixed."""
+        self._refuse_deletion()
+
+    @classmethod
+    def fromkeys(cls, *args: Any) -> NoReturn:  # type: ignore[override]
+        """Raise `TypeError`: a name alone has no shape; see `empty`."""
+        raise TypeError("FlatWeights cannot be made from names alone; see FlatWeights.empty")
+
+    def copy(self) -> "FlatWeights":
+        """Return a writable copy: one buffer, copied once."""
+        buffer = self._layout.new_buffer()
+        move_parts([buffer], [self._buffer])
+        return type(self).wrap(buffer, self._layout)
+
+    def __copy__(self) -> "FlatWeights":
+        """Copy the buffer."""
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FlatWeights":
+        """Copy the buffer."""
+        return self.copy()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle as layout and buffer; with protocol 5 the buffer is out of band."""
+        if protocol >= 5:
+            return _unpickle, (type(self), self._layout, pickle.PickleBuffer(self._buffer))
+        return _unpickle, (type(self), self._layout, bytearray(self._buffer))
+
+
+def _unpickle(cls: type[FlatWeights], layout: Layout, buffer: Any) -> FlatWeights:
+    return cls.wrap(np.frombuffer(buffer, np.uint8), layout)
