@@ -1,0 +1,84 @@
+"""Which of a model's slots a mapping of weights is meant for."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flatweights._layout import Layout
+from flatweights._weights import FlatWeights
+
+NO_MATCH = (
+    "No variables in the input matched those in the network. Possible cause: Two networks "
+    "were defined in the same TensorFlow graph. To fix this, place each network definition "
+    "in its own tf.Graph."
+)
+
+
+def match_slots(
+    given: Mapping[str, Any],
+    layout: Layout,
+    *,
+    strict: bool = False,
+    rename: Mapping[str, str] | None = None,
+) -> dict[int, str]:
+    """Return the position of the slot that each of the ``given`` weights is for.
+
+    In this order: if all names are known, by name; else, if the weights are a full set
+    whose shapes and dtypes agree in order, by position; else, if some names are
+    known, those, with a warning that lists the others.
+
+    Args:
+        given: Weights by name.
+        layout: Slots of the model.
+        strict: Accept nothing but all names, each known.
+        rename: Names in ``given`` to names of the model.
+
+    Returns:
+        Position of a slot to the name in ``given`` of its weights.
+
+    Raises:
+        AssertionError: If nothing matches, with the explanation that Ray's class gives.
+        ValueError: If ``strict`` and a name is missing or unknown, or if ``rename`` maps
+            from a name that is not given, or two names to one.
+    """
+    names = _renamed(list(given), rename or {})
+    known = {layout.index(name): key for key, name in names.items() if name in layout}
+    unknown = [key for key, name in names.items() if name not in layout]
+    if strict:
+        missing = [name for i, name in enumerate(layout.names) if i not in known]
+        if missing or unknown:
+            raise ValueError(
+                f"strict: expected the names of the model; missing {missing}, unknown {unknown}"
+            )
+    if known and not unknown:
+        return known
+    if len(given) == len(layout) and _layout_of(given).signature == layout.signature:
+        return dict(enumerate(given))
+    if not known:
+        raise AssertionError(NO_MATCH)
+    warnings.warn(
+        f"set_weights ignores {len(unknown)} weights that the model does not have: {unknown}",
+        stacklevel=3,
+    )
+    return known
+
+
+def _renamed(keys: list[str], rename: Mapping[str, str]) -> dict[str, str]:
+    absent = [key for key in rename if key not in keys]
+    if absent:
+        raise ValueError(f"rename: expected names that are given, got {absent}")
+    names = {key: rename.get(key, key) for key in keys}
+    targets = list(names.values())
+    twice = sorted({name for name in targets if targets.count(name) > 1}) if rename else []
+    if twice:
+        raise ValueError(f"rename: expected one name for each slot, got several for {twice}")
+    return names
+
+
+def _layout_of(given: Mapping[str, Any]) -> Layout:
+    if isinstance(given, FlatWeights):
+        return given.layout
+    arrays = [np.asarray(value) for value in given.values()]
+    return Layout.of_arrays([str(i) for i in range(len(arrays))], arrays)

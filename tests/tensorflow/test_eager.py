@@ -1,0 +1,318 @@
+"""What is particular to eager variables: structure, names, functions that trace once."""
+
+import gc
+import pickle
+import subprocess
+import sys
+import textwrap
+import weakref
+
+import cloudpickle
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from keras.src.backend.common.variables import AutocastScope
+from tf_models import mixed_values
+
+from flatweights.tensorflow import TensorFlowVariables
+
+tf1 = tf.compat.v1
+
+
+def sequential(units=(4, 2)):
+    return keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(n) for n in units)])
+
+
+class Blocks(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = [keras.layers.Dense(3), keras.layers.Dense(3)]
+        self.heads = {"policy": keras.layers.Dense(2), "value": keras.layers.Dense(1)}
+        self._hidden = keras.layers.BatchNormalization()
+        self.drop = keras.layers.Dropout(0.5)
+        self.scale = self.add_weight(shape=(), name="scale")
+
+    def call(self, x):
+        for block in self.blocks:
+            x = block(x)
+        x = self.drop(self._hidden(x))
+        return self.heads["policy"](x) * self.scale, self.heads["value"](x)
+
+
+BLOCKS_NAMES = {
+    "scale",
+    *(f"blocks/{i}/{v}" for i in range(2) for v in ("kernel", "bias")),
+    *(f"heads/{h}/{v}" for h in ("policy", "value") for v in ("kernel", "bias")),
+    *(f"hidden/{v}" for v in ("gamma", "beta", "moving_mean", "moving_variance")),
+    "drop/seed_generator_state",
+}
+
+
+def blocks():
+    model = Blocks()
+    model(np.zeros((1, 3)))
+    return model
+
+
+def values_of(model):
+    return [np.array(v.numpy()) for v in model.variables]
+
+
+def test_a_keras_model_gives_its_variables_in_its_order():
+    model = blocks()
+    weights = TensorFlowVariables(model)
+    assert list(weights.variables.values()) == model.variables
+    for array, value in zip(weights.get_weights().values(), values_of(model), strict=True):
+        np.testing.assert_array_equal(array, value, strict=True)
+
+
+def test_names_of_a_sequential_model_count_afresh():
+    sequential()  # moves Keras's own counters on
+    assert list(TensorFlowVariables(sequential()).variables) == [
+        *("dense/kernel", "dense/bias", "dense_1/kernel", "dense_1/bias"),
+    ]
+
+
+def test_names_of_a_subclass_are_its_attributes():
+    assert set(TensorFlowVariables(blocks()).variables) == BLOCKS_NAMES
+
+
+def test_names_that_were_given_are_kept():
+    inputs = keras.Input((4,))
+    x = keras.layers.Dense(3, name="stem")(inputs)
+    x = keras.layers.Dense(3)(x)
+    nested = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name="head")
+    model = keras.Model(inputs, nested(x))
+    assert list(TensorFlowVariables(model).variables) == [
+        *("stem/kernel", "stem/bias", "dense/kernel", "dense/bias"),
+        *("head/dense/kernel", "head/dense/bias"),
+    ]
+
+
+def test_a_shared_layer_comes_once():
+    shared = keras.layers.Dense(4)
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, shared(shared(inputs)))
+    assert list(TensorFlowVariables([model, shared]).variables) == [
+        "0/dense/kernel",
+        "0/dense/bias",
+    ]
+
+
+def test_names_of_nested_outputs():
+    a, b = tf.Variable(1.0, name="a"), tf.Variable(2.0, name="b")
+    same = [tf.Variable(float(i)) for i in range(3)]
+    assert list(TensorFlowVariables([a, b]).variables) == ["a", "b"]
+    assert list(TensorFlowVariables([a, [b]]).variables) == ["a", "1/b"]
+    assert list(TensorFlowVariables(same).variables) == ["Variable", "Variable_1", "Variable_2"]
+    assert list(TensorFlowVariables({"x": a, "y": {"z": b}}).variables) == ["x", "y/z"]
+    assert list(TensorFlowVariables(a, input_variables=[b, a]).variables) == ["a", "b"]
+    assert list(TensorFlowVariables({"pi": sequential((2,)), "v": sequential((1,))}).variables) == [
+        *("pi/dense/kernel", "pi/dense/bias", "v/dense/kernel", "v/dense/bias"),
+    ]
+
+
+def test_a_module_gives_its_attributes_and_keras_layers_within():
+    class Module(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = tf.Variable([1.0, 2.0])
+            self.parts = [tf.Variable(3.0), {"k": tf.Variable(4.0)}]
+            self.inner = None
+            self.layer = keras.layers.Dense(1)
+            self.note = "not a variable"
+
+    module = Module()
+    module.inner = Module()
+    for one in (module, module.inner):
+        one.layer.build((None, 2))
+    assert list(TensorFlowVariables(module).variables) == [
+        *("inner/layer/kernel", "inner/layer/bias", "inner/parts/0", "inner/parts/1/k", "inner/w"),
+        *("layer/kernel", "layer/bias", "parts/0", "parts/1/k", "w"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "message"),
+    [
+        (lambda: keras.Sequential([keras.layers.Dense(2)]), ValueError, "not built.*call build()"),
+        (lambda: keras.layers.Dense(2), ValueError, r"Dense 'dense.*' is not built"),
+        (Blocks, ValueError, r"Blocks 'blocks.*' is not built.*unbuilt: blocks"),
+        (lambda: keras.optimizers.Adam(), TypeError, "Adam is not supported: pass its list"),
+        (lambda: object(), TypeError, "expected operations or tensors .* got object"),
+        (lambda: "name", TypeError, "got str"),
+        (list, ValueError, "to have variables, found none"),
+        (lambda: None, ValueError, "to have variables, found none"),
+        (lambda: tf.Variable("text", name="label"), TypeError, "'label': expected numbers"),
+        (
+            lambda: tf.Variable([1.0], shape=tf.TensorShape([None]), name="loose"),
+            ValueError,
+            "'loose': expected a fixed shape",
+        ),
+        (lambda: tf.constant(1.0), TypeError, "got EagerTensor"),
+    ],
+)
+def test_what_is_not_accepted_says_so(output, error, message):
+    with pytest.raises(error, match=message):
+        TensorFlowVariables(output())
+
+
+def test_tf_keras_models_are_refused_by_name():
+    model = tf_keras.Sequential([tf_keras.layers.Dense(2, input_shape=(3,))])
+    with pytest.raises(TypeError, match=r"tf_keras.*is not supported: pass its list of variables"):
+        TensorFlowVariables(model)
+    weights = TensorFlowVariables(model.variables)
+    weights.set_flat(np.arange(8))
+    np.testing.assert_array_equal(model.variables[1].numpy(), [6, 7])
+
+
+def test_distributed_variables_are_refused():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        variable = tf.Variable(1.0, name="mirrored")
+    with pytest.raises(TypeError, match="'mirrored' is distributed over replicas"):
+        TensorFlowVariables(variable)
+    component = strategy.experimental_local_results(variable)[0]
+    assert TensorFlowVariables(component).get_flat() == [1]
+
+
+def test_variables_on_two_devices_move_together():
+    with tf.device("CPU:1"):
+        a = tf.Variable([1.0, 2.0], name="a")
+    with tf.device("CPU:0"):
+        b = tf.Variable([3.0], name="b")
+    with tf.device("CPU:1"):
+        c = tf.Variable([4.0], name="c")
+    weights = TensorFlowVariables([a, b, c])
+    np.testing.assert_array_equal(weights.get_flat(), [1, 2, 3, 4])
+    weights.set_flat([5, 6, 7, 8])
+    assert [v.numpy().tolist() for v in (a, b, c)] == [[5, 6], [7], [8]]
+    assert "CPU:1" in a.device
+    assert "CPU:0" in b.device
+
+
+HISTORY = textwrap.dedent(
+    """
+    import os
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    import sys
+    import keras, tensorflow as tf
+    from flatweights.tensorflow import TensorFlowVariables
+
+    for _ in range(int(sys.argv[1])):  # moves the automatic numbers on
+        keras.Sequential([keras.Input((2,)), keras.layers.Dense(1), keras.layers.Dense(1)])
+
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = keras.layers.Dense(2), keras.layers.Dense(2)
+            self.tower = keras.Sequential([keras.layers.Dense(2), keras.layers.Dropout(0.1)])
+        def call(self, x):
+            return self.tower(self.second(self.first(x)))
+
+    keras.utils.set_random_seed(int(sys.argv[1]))
+    net = Net()
+    net(tf.zeros((1, 3)))
+    weights = TensorFlowVariables(net)
+    print(weights.layout.to_json())
+    """
+)
+
+
+def test_processes_with_different_histories_agree_on_the_layout():
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", HISTORY, history], capture_output=True, text=True, check=True
+        )
+        for history in ("0", "3")
+    ]
+    first, second = (run.stdout.splitlines()[-1] for run in runs)
+    assert first == second
+    assert '"first/kernel"' in first
+
+
+def test_functions_are_traced_once():
+    weights = TensorFlowVariables([tf.Variable(v) for v in mixed_values().values()])
+    for _ in range(20):
+        weights.set_flat(weights.get_flat())
+        weights.set_weights(weights.get_weights())
+    transport = weights._transport
+    assert transport._read_function.experimental_get_tracing_count() == 1
+    assert transport._write_function.experimental_get_tracing_count() == 1
+
+
+def test_a_model_that_trains_is_seen_as_it_is():
+    model = sequential()
+    model.compile("adam", "mse")
+    weights = TensorFlowVariables(model)
+    x, y = np.random.default_rng(0).normal(size=(2, 16, 8))
+    for _ in range(3):
+        model.fit(x, y[:, :2], verbose=0)
+        expected = np.concatenate([v.reshape(-1) for v in values_of(model)])
+        np.testing.assert_array_equal(weights.get_flat(), expected)
+        weights.set_flat(expected / 2)
+        np.testing.assert_array_equal(
+            np.concatenate([v.reshape(-1) for v in values_of(model)]), expected / 2
+        )
+
+
+def test_within_an_autocast_scope_the_variables_are_read_not_their_casts():
+    layer = keras.layers.Dense(4, dtype="mixed_bfloat16")
+    layer.build((None, 8))
+    with AutocastScope("bfloat16"):
+        assert layer.kernel.value.dtype == tf.bfloat16
+        weights = TensorFlowVariables(layer)
+        expected = layer.kernel._value.numpy()
+        np.testing.assert_array_equal(weights.get_weights()["kernel"], expected, strict=True)
+
+
+def test_calls_within_a_graph_context_reach_eager_variables():
+    weights = TensorFlowVariables(tf.Variable([1.0, 2.0]))
+    with tf.Graph().as_default():
+        weights.set_flat([3, 4])
+        np.testing.assert_array_equal(weights.get_flat(), [3, 4])
+
+
+def test_calls_within_a_tf_function_are_refused():
+    weights = TensorFlowVariables(tf.Variable([1.0, 2.0], name="w"))
+    for call in (weights.get_flat, lambda: weights.set_flat([3, 4]), weights.get_weights):
+
+        @tf.function(autograph=False)
+        def traced(call=call):
+            call()
+
+        with pytest.raises(RuntimeError, match=r"inside a tf\.function"):
+            traced()
+    np.testing.assert_array_equal(weights.get_flat(), [1, 2])
+
+
+def test_eager_variables_have_no_session():
+    weights = TensorFlowVariables(tf.Variable(1.0))
+    assert weights.sess is None
+    weights.set_session(None)
+    with tf1.Session(graph=tf.Graph()) as session, pytest.raises(ValueError, match="got eager"):
+        weights.set_session(session)
+    with pytest.raises(AttributeError, match="eager variables have no placeholders"):
+        _ = weights.placeholders
+    assert not hasattr(weights, "assignment_nodes")
+
+
+@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
+def test_pickling_is_refused_with_the_remedy(dumps):
+    weights = TensorFlowVariables(tf.Variable(1.0))
+    with pytest.raises(TypeError, match="Build the model inside the actor"):
+        dumps(weights)
+
+
+def test_variables_are_let_go():
+    def construct():
+        variable = tf.Variable(np.zeros(10, np.float32))
+        weights = TensorFlowVariables(variable)
+        weights.set_flat(weights.get_flat())
+        return weakref.ref(variable)
+
+    gone = construct()
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,202 @@
+"""get_flat and set_flat, in both modes."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tf_models import build_eager, build_graph, mixed_values, random_values
+
+
+def concatenated(values):
+    return np.concatenate([np.asarray(v).reshape(-1) for v in values.values()])
+
+
+def test_get_flat_is_the_concatenation(build):
+    values = random_values()
+    model = build(values)
+    flat = model.weights.get_flat()
+    np.testing.assert_array_equal(flat, concatenated(values), strict=True)
+    assert model.weights.get_flat_size() == flat.size
+    assert type(model.weights.get_flat_size()) is int
+
+
+def test_set_flat_sets_every_variable(build):
+    model = build(random_values(0))
+    wanted = random_values(1)
+    model.weights.set_flat(concatenated(wanted))
+    for name, value in model.read().items():
+        np.testing.assert_array_equal(value, wanted[name], strict=True)
+
+
+def test_both_modes_give_the_same_bytes():
+    eager, graph = build_eager(mixed_values()), build_graph(mixed_values())
+    assert eager.weights.layout == graph.weights.layout
+    assert eager.weights.get_flat().tobytes() == graph.weights.get_flat().tobytes()
+    assert (
+        eager.weights.get_weights().buffer.tobytes() == graph.weights.get_weights().buffer.tobytes()
+    )
+
+
+def test_mixed_dtypes_promote_and_come_back(build):
+    values = mixed_values()
+    model = build(values)
+    flat = model.weights.get_flat()
+    assert flat.dtype == np.float64
+    expected = np.concatenate(
+        [np.asarray(v).reshape(-1).astype(np.float64) for v in values.values()]
+    )
+    np.testing.assert_array_equal(flat, expected)
+    for name, value in values.items():
+        model.write(name, np.zeros_like(value))
+    model.weights.set_flat(flat)
+    for name, value in model.read().items():
+        np.testing.assert_array_equal(value, values[name])
+
+
+def test_get_flat_writes_into_out(build):
+    values = random_values()
+    model = build(values)
+    room = np.full(model.weights.get_flat_size() + 2, np.nan, np.float32)
+    out = room[1:-1]  # aligned to nothing but its own elements
+    assert model.weights.get_flat(out) is out
+    np.testing.assert_array_equal(out, concatenated(values))
+    assert np.isnan(room[[0, -1]]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16, np.complex64])
+def test_get_flat_converts(build, dtype):
+    values = random_values()
+    model = build(values)
+    flat = model.weights.get_flat(dtype=dtype)
+    np.testing.assert_array_equal(flat, concatenated(values).astype(dtype), strict=True)
+    out = np.empty(flat.shape, dtype)
+    assert model.weights.get_flat(out, dtype=dtype) is out
+    np.testing.assert_array_equal(out, flat)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16, np.int8, bool])
+def test_set_flat_casts(build, dtype):
+    model = build(random_values())
+    flat = np.arange(model.weights.get_flat_size()).astype(dtype)
+    model.weights.set_flat(flat)
+    np.testing.assert_array_equal(model.weights.get_flat(), flat.astype(np.float32))
+
+
+def test_set_flat_takes_lists_strides_and_read_only(build):
+    model = build(random_values())
+    size = model.weights.get_flat_size()
+    wanted = np.arange(size, dtype=np.float32)
+    model.weights.set_flat(list(range(size)))
+    np.testing.assert_array_equal(model.weights.get_flat(), wanted)
+    model.weights.set_flat(np.repeat(wanted + 1, 2)[::2])
+    np.testing.assert_array_equal(model.weights.get_flat(), wanted + 1)
+    frozen = wanted + 2
+    frozen.setflags(write=False)
+    model.weights.set_flat(frozen)
+    np.testing.assert_array_equal(model.weights.get_flat(), wanted + 2)
+
+
+def test_integers_take_the_rounded_value(build):
+    model = build({"w": np.zeros(1, np.float32), "n": np.zeros(5, np.int32)})
+    model.weights.set_flat(np.array([0.5, 0.5, 1.5, -2.4, 7.0, 2.6]))
+    np.testing.assert_array_equal(model.read()["n"], [0, 2, -2, 7, 3])
+    np.testing.assert_array_equal(model.read()["w"], np.float32([0.5]))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 2.0**31, -(2.0**31) - 1])
+def test_what_does_not_fit_an_integer_changes_nothing(build, bad):
+    model = build({"w": np.ones(2, np.float32), "n": np.int32(3)})
+    with pytest.raises(ValueError, match=r"slot 1 'n': expected values that fit int32"):
+        model.weights.set_flat(np.array([5.0, 5.0, bad]))
+    np.testing.assert_array_equal(model.weights.get_flat(), [1, 1, 3])
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_what_was_set_does_not_follow_the_callers_array(build, aligned):
+    # TensorFlow aliases aligned NumPy memory where it may.
+    model = build({"w": np.zeros(4096, np.float32)})
+    room = np.zeros(4096 + 16, np.float32)
+    first = (-room.ctypes.data // 4) % 16 + (0 if aligned else 1)
+    flat = room[first : first + 4096]
+    flat[:] = 1
+    model.weights.set_flat(flat)
+    flat[:] = 2
+    assert (model.read()["w"] == 1).all()
+    model.weights.set_weights({"w": flat})
+    flat[:] = 3
+    assert (model.read()["w"] == 2).all()
+
+
+def test_a_subset_does_not_follow_the_callers_array(build):
+    model = build({"w": np.zeros(4096, np.float32), "b": np.zeros(4096, np.float32)})
+    room = np.zeros(4096 + 16, np.float32)
+    first = (-room.ctypes.data // 4) % 16
+    flat = room[first : first + 4096]
+    model.weights.set_weights({"w": flat})
+    flat[:] = 3
+    assert (model.read()["w"] == 0).all()
+
+
+def test_what_was_read_does_not_alias_the_model(build):
+    model = build({"w": np.zeros(4096, np.float32)})
+    flat, weights = model.weights.get_flat(), model.weights.get_weights()
+    flat[:] = 1
+    weights["w"][:] = 1
+    assert (model.read()["w"] == 0).all()
+    model.write("w", np.full(4096, 2, np.float32))
+    assert (flat == 1).all()
+    assert (weights["w"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("flat", "error", "message"),
+    [
+        (np.zeros(3, np.float32), ValueError, r"new_weights: expected shape \(4,\), got \(3,\)"),
+        (np.zeros((2, 2), np.float32), ValueError, r"expected shape \(4,\), got \(2, 2\)"),
+        (
+            np.zeros(4, np.complex64),
+            TypeError,
+            r"slot 0 'w': expected float32 \(3,\), got complex64",
+        ),
+        (np.zeros(4, "U1"), TypeError, r"expected float32 \(3,\), got <U1 \(3,\)"),
+        (np.zeros(4, object), TypeError, r"expected float32 \(3,\), got object \(3,\)"),
+    ],
+)
+def test_a_wrong_vector_changes_nothing(build, flat, error, message):
+    model = build({"w": np.ones(3, np.float32), "b": np.float32(1)})
+    with pytest.raises(error, match=message):
+        model.weights.set_flat(flat)
+    assert (model.weights.get_flat() == 1).all()
+
+
+def read_only(array):
+    array.setflags(write=False)
+    return array
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "message"),
+    [
+        (np.zeros(4), TypeError, r"out: expected float32 \(4,\), got float64 \(4,\)"),
+        (
+            np.zeros(5, np.float32),
+            ValueError,
+            r"expected contiguous float32 \(4,\), got float32 \(5,\)",
+        ),
+        (np.zeros((4, 1), np.float32), ValueError, r"got float32 \(4, 1\)"),
+        (np.zeros(8, np.float32)[::2], ValueError, r"with strides \(8,\)"),
+        (read_only(np.zeros(4, np.float32)), ValueError, "expected a writable array"),
+        ([0.0] * 4, TypeError, "expected a NumPy array, got list"),
+    ],
+)
+def test_a_wrong_out_is_not_written(build, out, error, message):
+    model = build({"w": np.ones(3, np.float32), "b": np.float32(1)})
+    with pytest.raises(error, match=message):
+        model.weights.get_flat(out)
+    assert not np.any(np.asarray(out))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, bool, "U4", object])
+def test_a_dtype_that_cannot_hold_the_weights_is_refused(build, dtype):
+    model = build({"w": np.ones(3, np.float32)})
+    with pytest.raises(TypeError, match="dtype: expected one that holds float32, got"):
+        model.weights.get_flat(dtype=dtype)

@@ -1,0 +1,273 @@
+"""What is particular to TF1 graphs: sessions, search, and graphs that do not grow."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tf_models import build_graph, mixed_values
+
+from flatweights.tensorflow import TensorFlowVariables
+
+tf1 = tf.compat.v1
+
+
+@pytest.fixture
+def graph():
+    with tf.Graph().as_default() as new:
+        yield new
+
+
+def variable(name, value=0.0, **kwargs):
+    return tf1.Variable(np.float32(value), name=name, **kwargs)
+
+
+def initialized():
+    session = tf1.Session()
+    session.run(tf1.global_variables_initializer())
+    return session
+
+
+@pytest.mark.parametrize("use_resource", [True, False])
+def test_search_finds_what_the_output_depends_on(graph, use_resource):
+    a, b, unused, c = (variable(n, use_resource=use_resource) for n in ("a", "b", "unused", "c"))
+    loss = tf.square(tf.sin(c) + a * 2) + tf.exp(b)
+    weights = TensorFlowVariables(loss)
+    assert list(weights.variables) == ["a", "b", "c"], "order of creation, not of discovery"
+    assert weights.variables["c"] is c
+    assert unused.op.name not in weights.layout
+
+
+def test_search_goes_through_control_inputs(graph):
+    counter, a = variable("counter"), variable("a")
+    with tf.control_dependencies([tf1.assign_add(counter, 1.0)]):
+        loss = tf.identity(a)
+    assert list(TensorFlowVariables(loss).variables) == ["counter", "a"]
+    assert list(TensorFlowVariables(loss.op).variables) == ["counter", "a"], "operations too"
+
+
+def test_search_survives_loops_of_the_graph(graph):
+    tf1.disable_control_flow_v2()
+    try:
+        a = variable("a", 1.0)
+        _, total = tf1.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, x + a), [0, 0.0])
+        b = variable("b", 1.0)
+        chosen = tf1.cond(total > 2, lambda: total * b, lambda: total)
+        assert {"a", "b"} <= set(TensorFlowVariables(chosen).variables)
+    finally:
+        tf1.enable_control_flow_v2()
+
+
+def test_captured_variables_of_functional_control_flow_are_found(graph):
+    a, b = variable("a", 1.0), variable("b", 1.0)
+    chosen = tf.cond(a > 0, lambda: a * b, lambda: a)
+    assert list(TensorFlowVariables(chosen).variables) == ["a", "b"]
+
+
+def test_a_list_of_outputs_and_input_variables(graph):
+    a, b, c = variable("a"), variable("b"), variable("c")
+    step = tf1.Variable(np.int64(7), name="step", trainable=False)
+    weights = TensorFlowVariables([b * 2, a + 1], initialized(), input_variables=[step, a, c])
+    assert list(weights.variables) == ["a", "b", "step", "c"]
+    assert weights.get_weights()["step"].dtype == np.int64
+    weights.set_flat([1, 2, 3, 4])
+    assert weights.sess.run([a, b, step, c]) == [1, 2, 3, 4]
+
+
+def test_none_with_input_variables(graph):
+    a = variable("a", 3.0)
+    weights = TensorFlowVariables(None, initialized(), [a])
+    np.testing.assert_array_equal(weights.get_flat(), np.float32([3]))
+
+
+def test_local_variables_can_be_listed(graph):
+    kind = tf1.GraphKeys.LOCAL_VARIABLES
+    local = tf1.get_variable("local", initializer=np.float32(2), collections=[kind])
+    session = tf1.Session()
+    session.run(tf1.local_variables_initializer())
+    assert TensorFlowVariables(None, session, [local]).get_flat() == [2]
+
+
+def test_two_networks_in_one_graph_take_each_others_weights(graph):
+    def network(scope):
+        with tf1.variable_scope(scope):
+            x = tf1.get_variable("x", [3])
+            return tf.reduce_sum(x * tf1.get_variable("y", [3]))
+
+    first, second = network("one"), network("two")
+    session = initialized()
+    one, two = TensorFlowVariables(first, session), TensorFlowVariables(second, session)
+    assert list(two.variables) == ["two/x", "two/y"]
+    two.set_weights(one.get_weights())
+    np.testing.assert_array_equal(two.get_flat(), one.get_flat())
+
+
+def test_the_attributes_of_rays_class(graph):
+    a = variable("scope/a", 1.0)
+    session = initialized()
+    weights = TensorFlowVariables(a * 2, session)
+    assert weights.sess is session
+    assert list(weights.placeholders) == list(weights.assignment_nodes) == ["scope/a"]
+    assert weights.placeholders["scope/a"].name == "Placeholder_scope/a:0"
+    session.run(
+        weights.assignment_nodes["scope/a"], {weights.placeholders["scope/a"]: np.float32(5)}
+    )
+    assert weights.get_flat() == [5]
+    assert session.run(weights.variables) == {"scope/a": 5}
+
+
+def test_the_session_may_be_set_later_and_changed(graph):
+    a = variable("a", 1.0)
+    weights = TensorFlowVariables(a)
+    for call in (weights.get_flat, weights.get_weights, lambda: weights.set_flat([1])):
+        with pytest.raises(RuntimeError, match=r"session is not set.*set_session"):
+            call()
+    first, second = initialized(), initialized()
+    weights.set_session(first)
+    weights.set_flat([2])
+    weights.set_session(second)
+    assert weights.get_flat() == [1]
+    weights.set_session(first)
+    assert weights.get_flat() == [2]
+
+
+def test_a_session_of_another_graph_is_refused(graph):
+    weights = TensorFlowVariables(variable("a"))
+    with tf1.Session(graph=tf.Graph()) as other, pytest.raises(ValueError, match="of the graph"):
+        weights.set_session(other)
+    assert weights.sess is None
+
+
+def test_uninitialized_variables_are_named(graph):
+    a, _, c = (variable(n, 1.0) for n in "abc")
+    session = tf1.Session()
+    session.run([a.initializer, c.initializer])
+    weights = TensorFlowVariables(tf1.global_variables(), session)
+    with pytest.raises(RuntimeError, match=r"got uninitialized: 'b'; run tf\.compat\.v1"):
+        weights.get_weights()
+    weights.set_flat([5, 6, 7])
+    np.testing.assert_array_equal(weights.get_flat(), [5, 6, 7])
+
+
+def test_a_closed_session_raises_and_another_serves(graph):
+    weights = TensorFlowVariables(variable("a", 1.0), initialized())
+    weights.sess.close()
+    with pytest.raises(RuntimeError, match="closed Session"):
+        weights.get_flat()
+    weights.set_session(initialized())
+    assert weights.get_flat() == [1]
+
+
+def test_a_finalized_graph_is_refused_at_construction_and_works_after(graph):
+    a = variable("a", 1.0)
+    weights = TensorFlowVariables(a, initialized())
+    graph.finalize()
+    with pytest.raises(RuntimeError, match=r"graph is finalized: construct .* before"):
+        TensorFlowVariables(a)
+    weights.set_flat([2])
+    weights.set_weights({"a": 3})
+    assert weights.get_weights()["a"] == 3
+
+
+def test_no_call_adds_to_the_graph():
+    model = build_graph(mixed_values())
+    weights = model.weights
+    graph = weights.sess.graph
+    before = len(graph.get_operations())
+    for _ in range(50):
+        weights.set_flat(weights.get_flat())
+        weights.set_weights(weights.get_weights())
+        weights.set_weights({"single": np.zeros(4)})
+    assert len(graph.get_operations()) == before
+
+
+def test_construction_ignores_the_callers_scopes(graph):
+    a = variable("a", 1.0)
+    blocker = tf1.placeholder(tf.float32, [], name="never_fed")
+    with tf1.name_scope("scope"), tf.control_dependencies([blocker]), tf.device("/CPU:1"):
+        weights = TensorFlowVariables(a)
+    assert weights.placeholders["a"].name == "Placeholder_a:0"
+    weights.set_session(initialized())
+    weights.set_flat([2])
+    assert weights.get_flat() == [2]
+
+
+def test_a_session_without_its_context_works_from_outside():
+    with tf.Graph().as_default():
+        weights = TensorFlowVariables(variable("a", 1.0), initialized())
+    assert tf.executing_eagerly()
+    weights.set_flat([4])
+    weights.set_weights({"a": weights.get_flat()[0] + 1})
+    assert weights.get_flat() == [5]
+
+
+def test_variables_on_two_devices_move_together(graph):
+    with tf.device("/CPU:1"):
+        a = variable("a", 1.0)
+    b = variable("b", 2.0)
+    session = tf1.Session(config=tf1.ConfigProto(device_count={"CPU": 2}))
+    session.run(tf1.global_variables_initializer())
+    weights = TensorFlowVariables([a, b], session)
+    np.testing.assert_array_equal(weights.get_flat(), [1, 2])
+    weights.set_flat([3, 4])
+    assert session.run([a, b]) == [3, 4]
+
+
+def test_variables_of_two_graphs_are_refused():
+    with tf.Graph().as_default():
+        a = variable("a")
+    with tf.Graph().as_default():
+        b = variable("b")
+    with pytest.raises(ValueError, match="expected variables of one graph, got some of 2 graphs"):
+        TensorFlowVariables([a, b])
+
+
+def test_eager_variables_among_those_of_a_graph_are_refused():
+    eager = tf.Variable(1.0)
+    expected = "expected variables of a graph, got eager ones"
+    with tf.Graph().as_default(), pytest.raises(ValueError, match=expected):
+        TensorFlowVariables([variable("a"), eager])
+    with tf1.Session(graph=tf.Graph()) as session, pytest.raises(ValueError, match="got eager"):
+        TensorFlowVariables(eager, session)
+
+
+def test_an_output_without_variables_is_refused(graph):
+    with pytest.raises(ValueError, match="to have variables, found none"):
+        TensorFlowVariables(tf1.placeholder(tf.float32))
+
+
+def test_a_string_variable_is_refused_by_name(graph):
+    label = tf1.Variable("text", name="label")
+    with pytest.raises(TypeError, match=r"variable 'label': expected numbers .* got string"):
+        TensorFlowVariables(label)
+
+
+def test_a_keras_3_model_in_a_graph(graph):
+    import keras
+
+    hidden, output = keras.layers.Dense(3), keras.layers.Dense(2)
+    y = output(hidden(tf1.placeholder(tf.float32, [None, 4])))
+    session = initialized()
+    by_search = TensorFlowVariables(y, session)
+    by_layer = TensorFlowVariables([hidden, output], session)
+    assert by_search.layout == by_layer.layout
+    assert len(by_search.layout) == 4
+    by_layer.set_flat(np.arange(23))
+    np.testing.assert_array_equal(by_search.get_flat(), np.arange(23))
+    np.testing.assert_array_equal(session.run(output.bias._value), [21, 22])
+
+
+def test_the_graph_is_let_go(graph):
+    del graph
+
+    def construct():
+        with tf.Graph().as_default() as own:
+            weights = TensorFlowVariables(variable("a", 1.0), initialized())
+            weights.get_flat()
+            weights.sess.close()
+        return weakref.ref(own)
+
+    gone = construct()
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,92 @@
+"""TensorFlow with two logical CPUs, and one set of variables built in either mode."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import ml_dtypes
+import numpy as np
+import tensorflow as tf
+
+from flatweights.tensorflow import TensorFlowVariables
+
+_CPU = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(_CPU, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+tf1 = tf.compat.v1
+
+
+@dataclass
+class Model:
+    """Variables, with a way to read and write each that is none of ours."""
+
+    weights: TensorFlowVariables
+    read: Callable[[], dict[str, np.ndarray]]
+    write: Callable[[str, Any], None]
+
+
+def build_eager(values: Mapping[str, np.ndarray], **kwargs: Any) -> Model:
+    variables = {name: tf.Variable(value, name=name) for name, value in values.items()}
+    return Model(
+        TensorFlowVariables(list(variables.values()), **kwargs),
+        lambda: {name: np.array(v.numpy()) for name, v in variables.items()},
+        lambda name, value: variables[name].assign(value),
+    )
+
+
+def build_graph(values: Mapping[str, np.ndarray], *, use_resource: bool = True) -> Model:
+    graph = tf.Graph()
+    with graph.as_default():
+        variables = {
+            name: tf1.Variable(value, name=name, use_resource=use_resource)
+            for name, value in values.items()
+        }
+        feeds = {name: tf1.placeholder(v.dtype.base_dtype) for name, v in variables.items()}
+        assignments = {
+            name: tf1.assign(v, tf.reshape(feeds[name], v.shape)) for name, v in variables.items()
+        }
+        initializer = tf1.global_variables_initializer()
+    session = tf1.Session(graph=graph)
+    session.run(initializer)
+    return Model(
+        TensorFlowVariables(list(variables.values()), session),
+        lambda: session.run(variables),
+        lambda name, value: session.run(assignments[name].op, {feeds[name]: value}),
+    )
+
+
+def build_ref_graph(values: Mapping[str, np.ndarray]) -> Model:
+    return build_graph(values, use_resource=False)
+
+
+BUILDERS = {"eager": build_eager, "graph": build_graph, "ref-graph": build_ref_graph}
+
+
+def random_values(seed: int = 0) -> dict[str, np.ndarray]:
+    """Shapes that have tripped people up: a number, no elements, ones, and odd sizes."""
+    rng = np.random.default_rng(seed)
+    return {
+        "kernel": rng.normal(size=(7, 5)).astype(np.float32),
+        "scalar": np.float32(rng.normal()),
+        "empty": np.zeros((0, 3), np.float32),
+        "ones": rng.normal(size=(1, 1, 1)).astype(np.float32),
+        "bias": rng.normal(size=5).astype(np.float32),
+    }
+
+
+def mixed_values(seed: int = 0) -> dict[str, np.ndarray]:
+    """Dtypes that interleave, so that no dtype's variables lie side by side."""
+    rng = np.random.default_rng(seed)
+    return {
+        "half": rng.normal(size=(3, 2)).astype(np.float16),
+        "step": np.int64(2**40 + 1),
+        "single": rng.normal(size=4).astype(np.float32),
+        "seed": rng.integers(0, 2**32, size=2, dtype=np.uint32),
+        "double": rng.normal(size=(2, 2)),
+        "brain": rng.normal(size=3).astype(ml_dtypes.bfloat16),
+        "flag": np.array([True, False, True]),
+        "single2": rng.normal(size=2).astype(np.float32),
+    }
