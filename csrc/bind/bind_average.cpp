@@ -94,10 +94,11 @@ void bind_average(py::module_& m) {
         py::arg("sources"), py::arg("weights"), py::arg("total"));
   m.def(
       "first_nonfinite",
-      [](const BoundLayout& bound, const py::list& parts) {
-        return screen(bound, check_parts(parts, bound, Place::kNoSource, Access::kRead));
+      [](const BoundLayout& bound, const py::list& parts, std::size_t source) {
+        return screen(
+            bound, check_parts(parts, bound, static_cast<std::ptrdiff_t>(source), Access::kRead));
       },
-      py::arg("layout"), py::arg("parts"));
+      py::arg("layout"), py::arg("parts"), py::arg("source"));
 }
 
 }  // namespace flatweights::bind

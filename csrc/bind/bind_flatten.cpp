@@ -1,6 +1,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,12 @@ py::array vector_argument(py::handle object, const char* what, Access access) {
   return flat;
 }
 
+// `total + size`, or the largest number where there is none: broadcast arrays may
+// have more elements than memory.
+py::ssize_t saturating_sum(py::ssize_t total, py::ssize_t size) {
+  return size > PTRDIFF_MAX - total ? PTRDIFF_MAX : total + size;
+}
+
 [[noreturn]] void throw_length(const char* what, py::ssize_t expected, const py::array& flat) {
   throw py::value_error(std::string(what) + ": expected shape (" + std::to_string(expected) +
                         ",), got " + describe(flat));
@@ -47,11 +54,12 @@ py::list flatten_into(const py::object& out_object, const py::list& parts) {
   py::list left;
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const py::array part = as_array(parts[i], "part " + std::to_string(i));
+    const py::ssize_t start = total;
+    total = saturating_sum(total, part.size());
+    if (total > out.size()) continue;  // refused below, with the whole length
     const auto* data = static_cast<const std::byte*>(part.data());
     const std::size_t nbytes = static_cast<std::size_t>(part.size()) * itemsize;
-    std::byte* const to = begin + static_cast<std::size_t>(total) * itemsize;
-    total += part.size();
-    if (total > out.size()) continue;  // refused below, with the whole length
+    std::byte* const to = begin + static_cast<std::size_t>(start) * itemsize;
     if (!same_dtype(part.dtype(), dtype) || !is_contiguous(part)) {
       left.append(i);
       continue;
@@ -66,6 +74,22 @@ py::list flatten_into(const py::object& out_object, const py::list& parts) {
   return left;
 }
 
+// Raises where two of `copies` write to the same memory: which of them came last
+// would depend on the threads. `indices` are those of their parts.
+void check_disjoint(const std::vector<Copy>& copies, const std::vector<std::size_t>& indices) {
+  std::vector<std::size_t> order;
+  for (std::size_t j = 0; j < copies.size(); ++j)
+    if (copies[j].nbytes > 0) order.push_back(j);
+  std::sort(order.begin(), order.end(),
+            [&](std::size_t a, std::size_t b) { return copies[a].to < copies[b].to; });
+  for (std::size_t k = 1; k < order.size(); ++k) {
+    const Copy& before = copies[order[k - 1]];
+    if (before.to + before.nbytes > copies[order[k]].to)
+      throw py::value_error("part " + std::to_string(indices[order[k]]) + ": overlaps part " +
+                            std::to_string(indices[order[k - 1]]));
+  }
+}
+
 void unflatten_into(const py::list& parts, const py::object& flat_object) {
   const py::array flat = vector_argument(flat_object, "flat", Access::kRead);
   const py::dtype dtype = flat.dtype();
@@ -75,6 +99,8 @@ void unflatten_into(const py::list& parts, const py::object& flat_object) {
   py::ssize_t total = 0;
   std::vector<Copy> copies;
   copies.reserve(parts.size());
+  std::vector<std::size_t> indices;
+  indices.reserve(parts.size());
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const std::string where = "part " + std::to_string(i);
     const py::array part = as_array(parts[i], where);
@@ -85,17 +111,20 @@ void unflatten_into(const py::list& parts, const py::object& flat_object) {
       throw py::value_error(where + ": expected a C-contiguous array, got strides");
     if (!part.writeable())
       throw py::value_error(where + ": expected a writable array, got a read-only one");
-    auto* const to = static_cast<std::byte*>(const_cast<void*>(part.data()));
-    const std::byte* const from = begin + static_cast<std::size_t>(total) * itemsize;
-    const auto nbytes = static_cast<std::size_t>(part.nbytes());
-    total += part.size();
+    const py::ssize_t start = total;
+    total = saturating_sum(total, part.size());
     if (total > flat.size()) continue;  // refused below, with the whole length
+    auto* const to = static_cast<std::byte*>(const_cast<void*>(part.data()));
+    const std::byte* const from = begin + static_cast<std::size_t>(start) * itemsize;
+    const auto nbytes = static_cast<std::size_t>(part.nbytes());
     if (to == from) continue;
     if (ranges_overlap(to, nbytes, begin, flat_bytes))
       throw py::value_error(where + ": overlaps flat");
     copies.push_back(Copy{to, from, nbytes});
+    indices.push_back(i);
   }
   if (total != flat.size()) throw_length("flat", total, flat);
+  check_disjoint(copies, indices);
   copy_without_gil(copies);
 }
 

@@ -19,7 +19,10 @@ BoundLayout make_layout(const std::vector<std::string>& names,
                         const std::vector<std::vector<py::ssize_t>>& shapes,
                         std::vector<py::dtype> dtypes) {
   if (names.size() != shapes.size() || names.size() != dtypes.size())
-    throw py::value_error("names, shapes and dtypes differ in length");
+    throw py::value_error("expected one shape and one dtype per name, got " +
+                          std::to_string(names.size()) + " names, " +
+                          std::to_string(shapes.size()) + " shapes, " +
+                          std::to_string(dtypes.size()) + " dtypes");
   std::vector<Slot> slots(names.size());
   const PyObject* last_dtype = nullptr;
   DType last_class = DType::kOther;
@@ -50,20 +53,27 @@ BoundLayout make_layout(const std::vector<std::string>& names,
 
 // A new one-dimensional uint8 array at a 64-byte boundary, contents undefined.
 py::array_t<std::uint8_t> allocate(std::size_t nbytes) {
-  void* memory = ::operator new(nbytes, std::align_val_t{kAlignment});
-  const py::capsule owner(
-      memory, [](void* p) { ::operator delete(p, std::align_val_t{kAlignment}); });
+  // Sanitizers end the process where the form that throws finds no memory.
+  void* memory = ::operator new(nbytes, std::align_val_t{kAlignment}, std::nothrow);
+  if (memory == nullptr) throw std::bad_alloc();
+  const py::capsule owner(memory,
+                          [](void* p) { ::operator delete(p, std::align_val_t{kAlignment}); });
   return py::array_t<std::uint8_t>(static_cast<py::ssize_t>(nbytes),
                                    static_cast<std::uint8_t*>(memory), owner);
 }
 
 py::array view(const py::array& owner, const py::dtype& dtype, const Slot& slot,
                const std::byte* at) {
-  return py::array(dtype, std::vector<py::ssize_t>(slot.shape.begin(), slot.shape.end()), at,
-                   owner);
+  std::vector<py::ssize_t> shape(slot.shape.begin(), slot.shape.end());
+  if (slot.size > 0) return py::array(dtype, std::move(shape), at, owner);
+  // An array without elements may have dimensions whose strides overflow where
+  // `dtype` is wider than the slot's own: its strides are never used.
+  std::vector<py::ssize_t> strides(shape.size(), dtype.itemsize());
+  return py::array(dtype, std::move(shape), std::move(strides), at, owner);
 }
 
-py::list packed_views(const BoundLayout& self, const py::array& buffer) {
+py::list packed_views(const BoundLayout& self, const py::object& object) {
+  const py::array buffer = as_array(object, "buffer");
   const std::byte* packed = check_packed(buffer, self, "buffer", Access::kRead);
   const std::vector<Slot>& slots = self.layout.slots();
   py::list views(slots.size());
@@ -72,7 +82,8 @@ py::list packed_views(const BoundLayout& self, const py::array& buffer) {
   return views;
 }
 
-py::list vector_views(const BoundLayout& self, const py::array& flat) {
+py::list vector_views(const BoundLayout& self, const py::object& object) {
+  const py::array flat = as_array(object, "flat");
   const auto size = static_cast<py::ssize_t>(self.layout.size());
   if (flat.ndim() != 1 || flat.size() != size)
     throw py::value_error("flat: expected shape (" + std::to_string(size) + ",), got " +
@@ -112,8 +123,8 @@ void bind_layout(py::module_& m) {
              self.layout.zero_padding(reinterpret_cast<std::byte*>(buffer.mutable_data()));
              return buffer;
            })
-      .def("packed_views", &packed_views, py::arg("buffer").noconvert())
-      .def("vector_views", &vector_views, py::arg("flat").noconvert());
+      .def("packed_views", &packed_views, py::arg("buffer"))
+      .def("vector_views", &vector_views, py::arg("flat"));
   m.def("empty", &allocate, py::arg("nbytes"));
 }
 

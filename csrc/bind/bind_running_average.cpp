@@ -52,6 +52,7 @@ void bind_running_average(py::module_& m) {
           "divide_into",
           [](const BoundSum& self, const py::list& out, double total) {
             const auto slots = check_parts(out, self.bound(), Place::kOut, Access::kWrite);
+            check_overlap(self.bound(), slots, {}, 0);
             (void)num_threads();
             const py::gil_scoped_release nogil;
             self.sum.divide_into(slots, total);

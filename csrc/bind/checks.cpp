@@ -17,8 +17,10 @@ constexpr int kNumPyFirstUser = 256;
 
 std::string shape_text(const std::vector<std::size_t>& shape) {
   std::string text = "(";
-  for (std::size_t i = 0; i < shape.size(); ++i)
-    text += (i > 0 ? ", " : "") + std::to_string(shape[i]);
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    if (i > 0) text += ", ";
+    text += std::to_string(shape[i]);
+  }
   return text + (shape.size() == 1 ? ",)" : ")");
 }
 
@@ -82,8 +84,7 @@ DType classify(const py::dtype& dtype) {
 }
 
 bool same_dtype(const py::dtype& a, const py::dtype& b) {
-  return a.ptr() == b.ptr() ||
-         py::detail::npy_api::get().PyArray_EquivTypes_(a.ptr(), b.ptr());
+  return a.ptr() == b.ptr() || py::detail::npy_api::get().PyArray_EquivTypes_(a.ptr(), b.ptr());
 }
 
 std::string describe(const py::dtype& dtype, const std::vector<std::size_t>& shape) {
@@ -125,7 +126,9 @@ std::vector<std::byte*> check_parts(const py::list& parts, const BoundLayout& bo
                                     std::ptrdiff_t source, Access access) {
   const std::size_t count = bound.layout.slots().size();
   if (parts.size() != count)
-    throw py::value_error((source >= 0 ? "source " + std::to_string(source) + ": " : std::string()) +
+    throw py::value_error((source >= 0             ? "source " + std::to_string(source) + ": "
+                           : source == Place::kOut ? "out: "
+                                                   : "") +
                           "expected " + std::to_string(count) + " parts, got " +
                           std::to_string(parts.size()));
   std::vector<std::byte*> starts;
@@ -138,7 +141,8 @@ std::vector<std::byte*> check_parts(const py::list& parts, const BoundLayout& bo
 std::byte* check_packed(const py::array& buffer, const BoundLayout& bound, const std::string& what,
                         Access access) {
   const std::size_t nbytes = bound.layout.nbytes();
-  if (buffer.ndim() != 1 || !is_contiguous(buffer) || !same_dtype(buffer.dtype(), py::dtype("u1")) ||
+  if (buffer.ndim() != 1 || !is_contiguous(buffer) ||
+      !same_dtype(buffer.dtype(), py::dtype("u1")) ||
       static_cast<std::size_t>(buffer.size()) != nbytes)
     throw py::value_error(what + ": expected contiguous uint8 (" + std::to_string(nbytes) +
                           ",), got " + describe(buffer));

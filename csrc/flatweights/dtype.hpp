@@ -128,8 +128,8 @@ template <>
   const std::uint32_t bits = all ^ sign;
   // Below the smallest normal number, adding 0.5 lines the mantissas up and
   // rounds to nearest even.
-  const std::uint32_t subnormal =
-      std::bit_cast<std::uint32_t>(std::bit_cast<float>(bits) + 0.5f) - std::bit_cast<std::uint32_t>(0.5f);
+  const std::uint32_t subnormal = std::bit_cast<std::uint32_t>(std::bit_cast<float>(bits) + 0.5f) -
+                                  std::bit_cast<std::uint32_t>(0.5f);
   const std::uint32_t normal = (bits - ((127u - 15u) << 23) + 0xfffu + ((bits >> 13) & 1u)) >> 13;
   const std::uint32_t special = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
   const std::uint32_t magnitude =

@@ -23,11 +23,13 @@ constexpr long kMostThreads = 1024;
 
 std::atomic<unsigned> chosen{0};
 
-// The leading number of `text`, or 0 where there is none from 1 to kMostThreads.
-unsigned parse_count(const char* text) {
+// The number at the beginning of `text`, at most kMostThreads, or 0 where there
+// is no positive one. What follows it is up to the caller: `rest`.
+unsigned parse_count(const char* text, const char*& rest) {
   errno = 0;
   char* end = nullptr;
   const long value = std::strtol(text, &end, 10);
+  rest = end;
   if (end == text || errno != 0 || value < 1) return 0;
   return static_cast<unsigned>(std::min(value, kMostThreads));
 }
@@ -74,14 +76,17 @@ unsigned usable_processors() {
 
 unsigned decide() {
   if (const char* text = std::getenv("FLATWEIGHTS_NUM_THREADS"); text != nullptr && *text != '\0') {
-    const unsigned count = parse_count(text);
-    if (count == 0)
+    const char* rest = nullptr;
+    const unsigned count = parse_count(text, rest);
+    if (count == 0 || *rest != '\0')
       throw std::invalid_argument("FLATWEIGHTS_NUM_THREADS: expected a positive number, got '" +
                                   std::string(text) + "'");
     return count;
   }
-  if (const char* text = std::getenv("OMP_NUM_THREADS"); text != nullptr)
-    if (const unsigned count = parse_count(text); count != 0) return count;
+  if (const char* text = std::getenv("OMP_NUM_THREADS"); text != nullptr) {
+    const char* inner_levels = nullptr;  // "4,2": the outermost level counts
+    if (const unsigned count = parse_count(text, inner_levels); count != 0) return count;
+  }
   return usable_processors();
 }
 
@@ -101,7 +106,8 @@ unsigned num_threads() {
 void set_num_threads(unsigned count) noexcept { chosen.store(count, std::memory_order_relaxed); }
 
 void detail::run(std::size_t size, std::size_t grain, Body body, void* context) {
-  const std::size_t threads = std::min<std::size_t>(num_threads(), size / std::max<std::size_t>(grain, 1));
+  const std::size_t threads =
+      std::min<std::size_t>(num_threads(), size / std::max<std::size_t>(grain, 1));
   if (threads <= 1) {
     if (size > 0) body(context, 0, size);
     return;

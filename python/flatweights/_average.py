@@ -11,6 +11,9 @@ from flatweights._sources import Kind, Template
 
 Nonfinite = Literal["propagate", "raise", "skip"]
 
+# float32 reaches to 2**128: such a sum over any number of sources stays finite.
+_MOST_RATIO = 2.0**512
+
 Source = TypeVar("Source")
 """An array, `FlatWeights`, a mapping of arrays, or a sequence of arrays."""
 
@@ -51,7 +54,8 @@ def average(
             shapes and dtypes, `FlatWeights` in `Layout.digest`. Strided arrays are
             copied first.
         weights: One weight per source, such as the number of samples that it saw: finite,
-            not negative, not all 0. Equal weights, if None.
+            not negative, not all 0, and none above 2**512 times the first positive one.
+            Equal weights, if None.
         out: Where to write: of the same kind, writable, without strides. It may be one
             of the sources. If None, a new model: of the kind of the sources, a dict
             for mappings, a list for sequences.
@@ -68,6 +72,17 @@ def average(
             not as above; if ``out`` overlaps a source that it is not; or if NaN and
             infinity were to be raised, or leave no source.
     """
+    return average_used(sources, weights, out=out, nonfinite=nonfinite)[0]
+
+
+def average_used(
+    sources: Iterable[Source],
+    weights: Iterable[float] | None = None,
+    *,
+    out: Source | None = None,
+    nonfinite: Nonfinite = "propagate",
+) -> tuple[Source, list[int]]:
+    """Return what `average` does, and which sources ``nonfinite`` did not leave out."""
     models = list(sources)
     if not models:
         raise ValueError("expected at least one source, got none")
@@ -76,7 +91,7 @@ def average(
     given = read_weights(weights, len(models))
     template = Template.of(models[0])
     parts = [template.read(model, f"source {k}") for k, model in enumerate(models)]
-    result = template.new() if out is None else out
+    result: Any = template.new() if out is None else out
     written = template.read_out(result)
     used = list(range(len(models)))
     if nonfinite != "propagate":
@@ -97,10 +112,12 @@ def average(
     else:
         used_parts = [parts[k] for k in used]
         _core.average_parts_into(template.layout.code, written, used_parts, relative, total)
-    return result  # type: ignore[no-any-return]
+    return result, used
 
 
-def average_into(out: Source, sources: Iterable[Source], weights: Iterable[float] | None = None) -> None:
+def average_into(
+    out: Source, sources: Iterable[Source], weights: Iterable[float] | None = None
+) -> None:
     """Write the weighted mean of ``sources`` to ``out``, which may be one of them.
 
     As `average` with ``out``.
@@ -152,11 +169,14 @@ def ratio(weight: float, base: float) -> float:
     """Return ``weight / base``.
 
     Raises:
-        ValueError: If that is out of the range of float64.
+        ValueError: If that is so large that float64 could not hold the sums.
     """
     value = weight / base
-    if not math.isfinite(value):
-        raise ValueError(f"weights {base!r} and {weight!r} differ by more than float64 can hold")
+    if not value <= _MOST_RATIO:
+        raise ValueError(
+            f"expected weights at most {_MOST_RATIO:.2g} times the first positive one, "
+            f"got {base!r} and {weight!r}"
+        )
     return value
 
 
@@ -168,10 +188,8 @@ def add_up(relative: list[float]) -> float:
     return total
 
 
-def _is_finite(
-    template: Template, parts: list[NDArray[Any]], k: int, nonfinite: Nonfinite
-) -> bool:
-    i = _core.first_nonfinite(template.layout.code, parts)
+def _is_finite(template: Template, parts: list[NDArray[Any]], k: int, nonfinite: Nonfinite) -> bool:
+    i = _core.first_nonfinite(template.layout.code, parts, k)
     if i == len(parts):
         return True
     if nonfinite == "raise":

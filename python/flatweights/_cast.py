@@ -44,9 +44,7 @@ def settable(value: ArrayLike, slot: Slot, where: str) -> NDArray[Any]:
     """
     array = np.asarray(value)
     if array.shape != slot.shape or not is_settable(array.dtype, slot.dtype):
-        message = (
-            f"{where}: expected {slot.dtype} {slot.shape}, got {array.dtype} {array.shape}"
-        )
+        message = f"{where}: expected {slot.dtype} {slot.shape}, got {array.dtype} {array.shape}"
         raise (ValueError if array.shape != slot.shape else TypeError)(message)
     if is_integer(slot.dtype) and array.dtype != slot.dtype:
         return _to_integers(array, slot.dtype, where)
@@ -62,6 +60,9 @@ def move_parts(targets: list[NDArray[Any]], sources: list[NDArray[Any]]) -> None
 def copy_cast(target: NDArray[Any], source: NDArray[Any]) -> None:
     """Write ``source`` to ``target``, cast; what is too large becomes infinity, silently."""
     with np.errstate(all="ignore"):
+        if not np.can_cast(source.dtype, target.dtype, casting="unsafe"):
+            # Some pairs of 8-bit types have no conversion; float32 holds each exactly.
+            source = source.astype(np.float32)
         np.copyto(target, source, casting="unsafe")
 
 
@@ -71,13 +72,14 @@ def _to_integers(array: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArr
         values = array.astype(np.int64) if is_ml_dtype(array.dtype) else array
         fits = values.size == 0 or (low <= int(values.min()) and int(values.max()) <= high)
     else:
-        wide = array.dtype if array.dtype.kind == "f" else np.dtype(np.float64)
+        # float64 holds the bounds, which the narrower types do not.
+        wide = array.dtype if array.dtype.char == "g" else np.dtype(np.float64)
         values = np.rint(array.astype(wide))
         # high + 1 is a power of two, or 2, and so exact; high itself may not be.
         fits = bool(np.all((values >= float(low)) & (values < float(high + 1))))
     if not fits:
         raise ValueError(f"{where}: expected values that fit {dtype}, got some that do not")
-    return values.astype(dtype)
+    return np.asarray(values.astype(dtype))  # rint makes a number of an array without axes
 
 
 def _integer_range(dtype: np.dtype[Any]) -> tuple[int, int]:

@@ -10,7 +10,8 @@ import numpy as np
 _ML_DTYPES = frozenset(
     name
     for name in dir(ml_dtypes)
-    if isinstance(getattr(ml_dtypes, name), type) and issubclass(getattr(ml_dtypes, name), np.generic)
+    if isinstance(getattr(ml_dtypes, name), type)
+    and issubclass(getattr(ml_dtypes, name), np.generic)
 )
 
 
@@ -34,12 +35,18 @@ def is_integer(dtype: np.dtype[Any]) -> bool:
 
 
 def encode_dtype(dtype: np.dtype[Any]) -> str:
-    """Return a text for ``dtype`` that is the same in every process and on every machine."""
+    """Return a text for ``dtype`` that is the same in every process and on every machine.
+
+    Raises:
+        TypeError: If ``dtype`` is a subarray, or has fields with titles.
+    """
     if is_ml_dtype(dtype):
-        return dtype.name
+        return str(dtype.name)
     if dtype.names is not None:
-        return json.dumps(np.lib.format.dtype_to_descr(dtype))
-    return dtype.str
+        return json.dumps(_structure(dtype), separators=(",", ":"))
+    if dtype.subdtype is not None:
+        raise TypeError(f"expected the dtype of an array, got {dtype}; put its shape in the part's")
+    return str(dtype.str)
 
 
 def decode_dtype(code: str) -> np.dtype[Any]:
@@ -49,12 +56,11 @@ def decode_dtype(code: str) -> np.dtype[Any]:
         ValueError: If ``code`` is not such a text.
     """
     try:
+        dtype: np.dtype[Any]
         if code in _ML_DTYPES:
-            return np.dtype(getattr(ml_dtypes, code))
-        if code.startswith("["):
-            dtype = np.lib.format.descr_to_dtype(_with_tuples(json.loads(code)))
-        else:
-            dtype = np.dtype(code)
+            dtype = np.dtype(getattr(ml_dtypes, code))
+            return dtype
+        dtype = _from_structure(json.loads(code)) if code.startswith("{") else np.dtype(code)
         canonical = encode_dtype(dtype) == code
     except Exception as error:  # NumPy raises many kinds for malformed descriptions
         raise ValueError(f"expected the name of a dtype, got {code!r}") from error
@@ -63,16 +69,30 @@ def decode_dtype(code: str) -> np.dtype[Any]:
     return dtype
 
 
-def _with_tuples(descr: list[Any]) -> list[tuple[Any, ...]]:
-    # JSON turned the tuples of a description, and the shapes within, into lists.
-    return [
-        (
-            field[0],
-            _with_tuples(field[1]) if isinstance(field[1], list) else field[1],
-            *(tuple(shape) for shape in field[2:]),
-        )
-        for field in descr
-    ]
+def _structure(dtype: np.dtype[Any]) -> dict[str, Any]:
+    # NumPy's own description, dtype.descr, knows nothing of ml_dtypes.
+    formats, offsets = [], []
+    names = dtype.names or ()
+    for name in names:
+        # A mapping, as dtype has names.
+        field, offset, *title = dtype.fields[name]  # type: ignore[index]
+        if title:
+            raise TypeError(f"expected fields without titles, got {dtype}")
+        formats.append([encode_dtype(field.base), list(field.shape)])
+        offsets.append(int(offset))
+    return {
+        "names": list(names),
+        "formats": formats,
+        "offsets": offsets,
+        "itemsize": dtype.itemsize,
+    }
+
+
+def _from_structure(record: dict[str, Any]) -> np.dtype[Any]:
+    formats = [(decode_dtype(code), tuple(shape)) for code, shape in record["formats"]]
+    description: Any = {**record, "formats": formats}
+    dtype: np.dtype[Any] = np.dtype(description)
+    return dtype
 
 
 def promote(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any] | None:
@@ -85,15 +105,11 @@ def promote(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any] | None:
     distinct = sorted(set(dtypes), key=encode_dtype)
     if not distinct:
         return np.dtype(np.float64)
-    if len(distinct) == 1:
-        return distinct[0]
     try:
         return np.result_type(*distinct)
     except TypeError:
         pass
-    stand_ins = [
-        np.dtype(np.float32) if is_ml_dtype(d) and is_floating(d) else d for d in distinct
-    ]
+    stand_ins = [np.dtype(np.float32) if is_ml_dtype(d) and is_floating(d) else d for d in distinct]
     try:
         return np.result_type(*stand_ins)
     except TypeError:
@@ -103,5 +119,6 @@ def promote(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any] | None:
 def has_mean(dtype: np.dtype[Any]) -> bool:
     """Whether the kernels average ``dtype``: 16 to 64-bit floats, and complex, in native order."""
     if is_ml_dtype(dtype):
-        return dtype.name == "bfloat16"
-    return dtype.isnative and dtype.kind in "fc" and dtype.itemsize <= 8 * (1 + (dtype.kind == "c"))
+        return bool(dtype.name == "bfloat16")
+    widest = {"f": 8, "c": 16}.get(dtype.kind, 0)
+    return dtype.isnative and dtype.itemsize <= widest

@@ -38,8 +38,8 @@ def flatten(parts: Parts, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
     dtype = promote(dtypes)
     if dtype is None:
         raise TypeError(f"no vector holds these dtypes: {', '.join(sorted(map(str, dtypes)))}")
-    if dtype.hasobject:
-        raise TypeError(f"expected dtypes without Python objects, got {dtype}")
+    if dtype.hasobject or dtype.itemsize == 0:
+        raise TypeError(f"expected dtypes of fixed size without Python objects, got {dtype}")
     if out is None:
         out = new_vector(sum(array.size for array in arrays), dtype)
     elif not isinstance(out, np.ndarray) or out.dtype != dtype:
@@ -103,7 +103,7 @@ def unflatten_into(parts: Parts, flat: NDArray[Any]) -> None:
     Raises:
         TypeError: If a part is no NumPy array, or has another dtype.
         ValueError: If the lengths differ, a part is strided or read-only, or overlaps
-            ``flat``.
+            ``flat`` or another part.
     """
     given = list(parts.values() if hasattr(parts, "values") else parts)
     # What asarray would copy would be written and lost.

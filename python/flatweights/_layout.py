@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import operator
+import sys
 import threading
 import zlib
 from collections import OrderedDict
@@ -108,16 +110,15 @@ class Layout:
 
         Raises:
             TypeError: If a name is no string, or a dtype holds Python objects.
-            ValueError: If a name occurs twice, a dimension is negative, or the
-                arguments differ in length.
+            ValueError: If a name occurs twice or is not Unicode, a dimension is negative,
+                or the arguments differ in length.
             OverflowError: If the parts need more bytes than can be addressed.
         """
         self._names = tuple(names)
         self._dtypes = tuple(np.dtype(dtype) for dtype in dtypes)
-        self._shapes = tuple(tuple(shape) for shape in shapes)
+        self._shapes = tuple(_dimensions(i, shape) for i, shape in enumerate(shapes))
         for i, name in enumerate(self._names):
-            if not isinstance(name, str):
-                raise TypeError(f"slot {i}: expected a name of type str, got {name!r}")
+            _check_name(i, name)
         self._by_name = {name: i for i, name in enumerate(self._names)}
         if len(self._by_name) != len(self._names):
             twice = next(n for i, n in enumerate(self._names) if self._by_name[n] != i)
@@ -384,6 +385,8 @@ _seen = _SeenLayouts(_KEPT_LAYOUTS)
 
 
 def _unpickle(pickled: bytes) -> Layout:
+    if not isinstance(pickled, bytes):
+        raise ValueError(f"not a layout: expected bytes, got {type(pickled).__name__}")
     layout = _seen.get(pickled)
     if layout is None:
         layout = Layout.from_json(_decompress(pickled))
@@ -396,10 +399,10 @@ def _decompress(pickled: bytes) -> bytes:
     stream = zlib.decompressobj()
     try:
         text = stream.decompress(pickled, _MOST_PICKLED_BYTES)
-    except (zlib.error, TypeError) as error:
+    except zlib.error as error:
         raise ValueError(f"not a layout: {error}") from error
-    if not stream.eof:
-        raise ValueError("not a layout: truncated or too large")
+    if not stream.eof or stream.unused_data:
+        raise ValueError("not a layout: truncated, too large, or with more after its end")
     return text
 
 
@@ -411,10 +414,27 @@ def named_arrays(parts: Parts) -> tuple[list[str], list[NDArray[Any]]]:
     if isinstance(parts, Mapping):
         return list(parts.keys()), [np.asarray(part) for part in parts.values()]
     if isinstance(parts, (str, bytes, np.ndarray)) or not isinstance(parts, Sequence):
-        raise TypeError(
-            f"expected a mapping or a sequence of arrays, got {type(parts).__name__}"
-        )
+        raise TypeError(f"expected a mapping or a sequence of arrays, got {type(parts).__name__}")
     return [str(i) for i in range(len(parts))], [np.asarray(part) for part in parts]
+
+
+def _check_name(i: int, name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"slot {i}: expected a name of type str, got {name!r}")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"slot {i}: expected a name in Unicode, got {name!r}") from error
+
+
+def _dimensions(i: int, shape: Sequence[int]) -> tuple[int, ...]:
+    dimensions = tuple(int(operator.index(n)) for n in shape)
+    for n in dimensions:
+        if n < 0:
+            raise ValueError(f"slot {i}: expected no negative dimension, got {dimensions}")
+        if n > sys.maxsize:
+            raise OverflowError(f"slot {i}: more bytes than can be addressed: {dimensions}")
+    return dimensions
 
 
 def _typed(value: Any, expected: type) -> Any:
@@ -440,7 +460,9 @@ def _check_places(layout: Layout, records: list[dict[str, Any]]) -> None:
                 why = "overlaps the slot before it"
             else:
                 why = "leaves a gap or lies beyond the end"
-            raise ValueError(f"slot {i} {slot.name!r}: expected {key} {expected}, got {got} ({why})")
+            raise ValueError(
+                f"slot {i} {slot.name!r}: expected {key} {expected}, got {got} ({why})"
+            )
         ends = {"start": slot.start + slot.size, "offset": slot.offset + slot.nbytes}
 
 

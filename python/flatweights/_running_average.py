@@ -98,12 +98,13 @@ class RunningAverage:
             template.check_layout(other._template.layout, "other")
             base = self._base if self._base is not None else other._base
             scale = ratio(other._base, base) if other._base and base else 1.0
+            added = ratio(scale * other._relative_total, 1.0)
             total = self._sum or _core.RunningSum(template.layout.code)
             total.merge(other._sum, scale)
             if self._template is None:
                 self._begin(template, total, other._kept)
             self._base = base
-            self._relative_total += scale * other._relative_total
+            self._relative_total += added
             self._total += other._total
 
     def mean(self, *, out: Any = None) -> Any:

@@ -44,7 +44,7 @@ class Template:
         Raises:
             TypeError: If ``source`` is of no known kind, or has a part without a mean.
         """
-        kind = _kind_of(source)
+        kind = _kind_of(source, "source 0")
         if kind is Kind.FLAT_WEIGHTS:
             template = cls(kind, source.layout)
         elif kind is Kind.ARRAY:
@@ -53,7 +53,9 @@ class Template:
             template = cls(kind, Layout.of(list(source)))
         else:
             keys = tuple(source)
-            names = [k if isinstance(k, str) else repr(k) for k in keys]
+            # repr keeps apart what str would not: 1 and "1".
+            named = all(isinstance(k, str) for k in keys)
+            names = [k if named else repr(k) for k in keys]
             arrays = [np.asarray(source[k]) for k in keys]
             template = cls(kind, Layout.of_arrays(names, arrays), keys)
         template._check_means()
@@ -64,8 +66,8 @@ class Template:
             kept = is_integer(slot.dtype) and self.kind is not Kind.ARRAY
             if not kept and not has_mean(slot.dtype):
                 raise TypeError(
-                    f"source 0{self.place(i)}: expected float16, bfloat16, float32, float64 or complex numbers "
-                    f"in native byte order, got {slot.dtype}"
+                    f"source 0{self.place(i)}: expected float16, bfloat16, float32, float64 "
+                    f"or complex numbers in native byte order, got {slot.dtype}"
                 )
 
     def place(self, i: int) -> str:
@@ -86,24 +88,27 @@ class Template:
             TypeError: If it is of another kind.
             ValueError: If its keys, its number of parts or its digest differ.
         """
-        return [a if a.flags.c_contiguous else a.copy(order="C") for a in self._arrays(source, where)]
+        return [
+            a if a.flags.c_contiguous else a.copy(order="C") for a in self._arrays(source, where)
+        ]
 
     def read_out(self, out: Any) -> list[NDArray[Any]]:
         """Return the parts of ``out``, to be written to; raises as `read` does."""
         arrays = self._arrays(out, "out")
-        given = {
-            Kind.ARRAY: lambda: [out],
-            Kind.MAPPING: lambda: [out[key] for key in self.keys],
-            Kind.SEQUENCE: lambda: list(out),
-            Kind.FLAT_WEIGHTS: lambda: arrays,
-        }[self.kind]()
+        given: list[Any] = arrays
+        if self.kind is Kind.ARRAY:
+            given = [out]
+        elif self.kind is Kind.MAPPING:
+            given = [out[key] for key in self.keys]
+        elif self.kind is Kind.SEQUENCE:
+            given = list(out)
         for part in given:
             if not isinstance(part, np.ndarray):  # a converted copy would be written and lost
                 raise TypeError(f"out: expected NumPy arrays, got {type(part).__name__}")
         return arrays
 
     def _arrays(self, source: Any, where: str) -> list[NDArray[Any]]:
-        kind = _kind_of(source)
+        kind = _kind_of(source, where)
         if kind is not self.kind:
             raise TypeError(f"{where}: expected {self.kind.value}, got {kind.value}")
         if kind is Kind.FLAT_WEIGHTS:
@@ -147,7 +152,7 @@ class Template:
         return views if self.kind is Kind.SEQUENCE else dict(zip(self.keys, views, strict=True))
 
 
-def _kind_of(source: Any) -> Kind:
+def _kind_of(source: Any, where: str) -> Kind:
     if isinstance(source, FlatWeights):
         return Kind.FLAT_WEIGHTS
     if isinstance(source, Mapping):
@@ -157,6 +162,6 @@ def _kind_of(source: Any) -> Kind:
     if isinstance(source, Sequence) and not isinstance(source, (str, bytes)):
         return Kind.SEQUENCE
     raise TypeError(
-        "expected an array, FlatWeights, a mapping of arrays or a sequence of arrays, "
+        f"{where}: expected an array, FlatWeights, a mapping of arrays or a sequence of arrays, "
         f"got {type(source).__name__}"
     )

@@ -107,7 +107,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
             TypeError: If there is no such part, or the dtype cannot be cast.
             ValueError: If the shape differs, or the buffer is read-only.
         """
-        if self.get(name) is value and self._buffer.flags.writeable:
+        if name in self and self[name] is value and self._buffer.flags.writeable:
             return  # the last step of ``w[name] += x``: the view has been changed in place
         self._write({name: value})
 
@@ -171,7 +171,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
         """Raise `TypeError`: the keys are fixed."""
         self._refuse_deletion()
 
-    def pop(self, *args: Any) -> NoReturn:  # type: ignore[override]
+    def pop(self, *args: Any) -> NoReturn:
         """Raise `TypeError`: the keys are fixed."""
         self._refuse_deletion()
 
@@ -184,7 +184,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
         self._refuse_deletion()
 
     @classmethod
-    def fromkeys(cls, *args: Any) -> NoReturn:  # type: ignore[override]
+    def fromkeys(cls, *args: Any) -> NoReturn:
         """Raise `TypeError`: a name alone has no shape; see `empty`."""
         raise TypeError("FlatWeights cannot be made from names alone; see FlatWeights.empty")
 
@@ -205,7 +205,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle as layout and buffer; with protocol 5 the buffer is out of band."""
         if protocol >= 5:
-            return _unpickle, (type(self), self._layout, pickle.PickleBuffer(self._buffer))
+            return _unpickle, (type(self), self._layout, pickle.PickleBuffer(self._buffer.data))
         return _unpickle, (type(self), self._layout, bytearray(self._buffer))
 
 

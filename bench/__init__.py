@@ -1,0 +1,1 @@
+"""Benchmarks of flatweights against what its users would do otherwise."""

@@ -1,0 +1,92 @@
+"""What people do instead: one function per rival, so that a bench reads as a list of names."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Arrays = Sequence[NDArray[Any]]
+
+
+def python_sum(sources: Arrays) -> Any:
+    """``sum(ws) / n``: the comprehension's line, one temporary per addition."""
+    return sum(sources) / np.asarray(len(sources), sources[0].dtype)
+
+
+def numpy_mean(sources: Arrays) -> Any:
+    """``np.mean(ws, axis=0)``: stacks first."""
+    return np.mean(sources, axis=0)
+
+
+def numpy_in_place(sources: Arrays, out: NDArray[Any]) -> Any:
+    """The best that NumPy alone does: one buffer, one pass per source."""
+    np.copyto(out, sources[0])
+    for source in sources[1:]:
+        np.add(out, source, out=out)
+    np.divide(out, np.asarray(len(sources), out.dtype), out=out)
+    return out
+
+
+def numexpr_mean(sources: Arrays, out: NDArray[Any]) -> Any:
+    """One expression over all sources, in blocks, on several threads."""
+    import numexpr
+
+    names = [f"s{i}" for i in range(len(sources))]
+    expression = f"({' + '.join(names)}) / {len(sources)}"
+    values = dict(zip(names, sources, strict=True))
+    return numexpr.evaluate(expression, values, out=out, casting="same_kind")
+
+
+def flower_aggregate(sources: Arrays) -> Any:
+    """Federated averaging as Flower describes it: weighted lists, reduced layer by layer.
+
+    Written from its documentation (Beutel et al., "Flower: A Friendly Federated Learning
+    Research Framework", 2020); its package does not install beside the rest.
+    """
+    weighted = [source * 1 for source in sources]  # times the number of examples
+    return reduce(np.add, weighted) / np.asarray(len(sources), sources[0].dtype)
+
+
+def tensorflow_add_n(sources: Arrays, *, jit: bool) -> Callable[[], Any]:
+    """Return ``tf.add_n`` over tensors made beforehand, divided; fused by XLA or not."""
+    import tensorflow as tf
+
+    tensors = [tf.constant(source) for source in sources]
+    count = tf.constant(len(sources), tensors[0].dtype)
+
+    def mean(*given: Any) -> Any:
+        return tf.add_n(given) / count
+
+    compiled = tf.function(mean, jit_compile=jit)
+    return lambda: compiled(*tensors)
+
+
+def torch_mean(sources: Arrays) -> Callable[[], Any] | None:
+    """Return the mean of stacked tensors with PyTorch; None where it is not installed."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    tensors = [torch.from_numpy(source) for source in sources]
+
+    def mean() -> Any:
+        total = tensors[0].clone()
+        for tensor in tensors[1:]:
+            total.add_(tensor)
+        return total.div_(len(tensors)).numpy()
+
+    return mean
+
+
+def ravel_concatenate(parts: Arrays) -> Any:
+    """Ray's ``get_flat`` of arrays: ravel each, concatenate."""
+    return np.concatenate([part.ravel() for part in parts])
+
+
+def optree_ravel(parts: Arrays) -> Callable[[], Any]:
+    """Return optree's ``tree_ravel``."""
+    from optree.integrations.numpy import tree_ravel
+
+    return lambda: tree_ravel(list(parts))[0]

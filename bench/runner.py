@@ -1,0 +1,175 @@
+"""Times rivals in turn, checks their results, prints a table, writes JSON, draws a plot."""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from bench import machine
+
+OURS = "flatweights"
+
+
+@dataclass
+class Row:
+    """How long one contender took for one case.
+
+    Attributes:
+        case: What was done, such as ``"float32, N=4, 100 MB"``.
+        contender: Who did it; ours begin with `OURS`.
+        seconds: Median.
+        spread: Half the distance between the quartiles, relative to the median.
+        nbytes: The fewest bytes that must move for the case.
+        error: Largest difference from the float64 result, relative to its largest value.
+    """
+
+    case: str
+    contender: str
+    seconds: float
+    spread: float
+    nbytes: int
+    error: float | None = None
+    ratio: float | None = field(default=None)
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of those that must move."""
+        return self.nbytes / self.seconds
+
+
+def time_case(
+    case: str,
+    contenders: dict[str, Callable[[], Any]],
+    *,
+    nbytes: int,
+    oracle: NDArray[Any] | None = None,
+    tolerance: float = 1e-2,
+    budget: float = 1.0,
+) -> list[Row]:
+    """Run ``contenders`` in turn until the time is used up, and return a row for each.
+
+    Args:
+        case: What is done.
+        contenders: Calls by name; each returns its result.
+        nbytes: The fewest bytes that must move.
+        oracle: The float64 result; none for calls without a result to compare.
+        tolerance: Largest relative error that still counts as the same result.
+        budget: Seconds for all of them together.
+
+    Raises:
+        AssertionError: If a result is wrong.
+    """
+    errors = {}
+    for name, call in contenders.items():
+        result = call()  # also warms up: compilation, page faults, caches
+        errors[name] = None if oracle is None else _error(result, oracle)
+        error = errors[name]
+        assert error is None or error <= tolerance, f"{case}: {name} is off by {error}"
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    end = time.perf_counter() + budget
+    while time.perf_counter() < end or len(times[next(iter(times))]) < 3:
+        for name, call in contenders.items():
+            # A fast call is repeated until the clock can tell it from nothing.
+            previous = times[name]
+            repeats = 1 if not previous else max(1, min(1000, int(5e-4 / max(previous[-1], 1e-7))))
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            previous.append((time.perf_counter() - begin) / repeats)
+    rows = []
+    for name, seconds in times.items():
+        low, middle, high = statistics.quantiles(seconds, n=4)
+        rows.append(Row(case, name, middle, (high - low) / 2 / middle, nbytes, errors[name]))
+    ours = next((row for row in rows if row.contender == OURS), None)
+    for row in rows:
+        row.ratio = row.seconds / ours.seconds if ours else None
+    return rows
+
+
+def _error(result: Any, oracle: NDArray[Any]) -> float:
+    got = np.asarray(result).reshape(-1).astype(oracle.dtype)
+    scale = float(np.max(np.abs(oracle), initial=0)) or 1.0
+    return float(np.max(np.abs(got - oracle.reshape(-1)), initial=0)) / scale
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """Return the options that every bench has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, less time for each")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw percent of the limit")
+    return parser.parse_args()
+
+
+def report(
+    title: str, rows: Sequence[Row], limits: dict[str, float], options: argparse.Namespace
+) -> None:
+    """Print a table of ``rows``, and write what ``options`` ask for."""
+    console = Console(width=120)
+    info = machine.describe()
+    console.print(f"[bold]{title}[/bold]")
+    console.print("  ".join(f"{key}: {value}" for key, value in info.items()), highlight=False)
+    best = max((*limits.values(), *(row.rate for row in rows if row.nbytes > 10**8)), default=0.0)
+    if limits:
+        console.print("GB/s: " + ", ".join(f"{k} {v / 1e9:.1f}" for k, v in limits.items()))
+    table = Table("case", "contender", "time", "±%", "GB/s", "% of limit", "vs. ours", "error")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    case = None
+    for row in rows:
+        if case is not None and row.case != case:
+            table.add_section()
+        is_ours = row.contender.startswith(OURS)
+        table.add_row(
+            row.case if row.case != case else "",
+            row.contender,
+            _duration(row.seconds),
+            f"{100 * row.spread:.0f}",
+            f"{row.rate / 1e9:.1f}",
+            f"{100 * row.rate / best:.0f}" if best and row.nbytes > 10**8 else "",
+            f"{row.ratio:.2f}" if row.ratio is not None else "",
+            f"{row.error:.1e}" if row.error is not None else "",
+            style="bold" if is_ours else None,
+        )
+        case = row.case
+    console.print(table)
+    if options.json:
+        record = {"machine": info, "limits": limits, "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(record, indent=1))
+    if options.plot:
+        _plot(title, rows, options.plot)
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds * 1e6:.1f} µs"
+
+
+def _plot(title: str, rows: Sequence[Row], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    cases = list(dict.fromkeys(row.case for row in rows))
+    figure, axes = plt.subplots(figsize=(10, 0.32 * len(rows) + 1.5), layout="constrained")
+    labels = [f"{row.case}: {row.contender}" for row in rows]
+    colours = ["tab:blue" if row.contender.startswith(OURS) else "tab:gray" for row in rows]
+    axes.barh(range(len(rows)), [row.ratio or 1.0 for row in rows], color=colours)
+    axes.set_yticks(range(len(rows)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("time, ours = 1")
+    axes.set_title(f"{title} ({len(cases)} cases)")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,222 @@
+"""Oracles and helpers that the tests share; nothing here calls flatweights."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+REAL = tuple(np.dtype(t) for t in (np.float16, BFLOAT16, np.float32, np.float64))
+COMPLEX = tuple(np.dtype(t) for t in (np.complex64, np.complex128))
+AVERAGED = REAL + COMPLEX
+INTEGERS = tuple(
+    np.dtype(t)
+    for t in ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", ml_dtypes.int4, ml_dtypes.uint4)
+)
+# Moved, never averaged.
+OTHERS = tuple(
+    np.dtype(t)
+    for t in (
+        ">f4",
+        "M8[ns]",
+        "S5",
+        "U3",
+        "V7",
+        [("x", "f4"), ("y", "i2", (2,))],
+        np.longdouble,
+        ml_dtypes.float8_e4m3fn,
+    )
+)
+MOVED = AVERAGED + INTEGERS + OTHERS
+
+# The kernels sum blocks of 1024.
+BLOCK = 1024
+SIZES = (0, 1, 2, 7, 8, 9, 63, 64, 65, *(BLOCK * n + d for n in (1, 2) for d in (-1, 0, 1)))
+MISALIGNMENTS = (0, 1, 4, 61)
+
+# Half a unit in the last place, relative; a little more where sums are not exact.
+TOLERANCE = {
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "float32": 2.0**-24 * 1.001,
+    "float64": 2.0**-52,
+    "complex64": 2.0**-23,
+    "complex128": 2.0**-51,
+}
+
+# dtype: (bits of the significand, smallest and largest exponent of a normal number)
+_FORMATS = {
+    "float16": (11, -14, 15),
+    "bfloat16": (8, -126, 127),
+    "float32": (24, -126, 127),
+    "float64": (53, -1022, 1023),
+}
+
+
+def dtype_id(dtype: np.dtype[Any]) -> str:
+    return dtype.name if dtype.names is None and dtype.isnative else str(dtype)
+
+
+def random_array(
+    rng: np.random.Generator, shape: int | tuple[int, ...], dtype: np.dtype[Any]
+) -> NDArray[Any]:
+    """Values of ``dtype`` around 1, or any bits for dtypes that are only moved."""
+    if dtype.kind == "c":
+        return (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(dtype)
+    if dtype in REAL:
+        return rng.normal(size=shape).astype(dtype)
+    if dtype in INTEGERS:
+        return rng.integers(0, 2, size=shape).astype(dtype)
+    if dtype.kind == "U":
+        return rng.choice(["a", "bc", "äöü"], size=shape).astype(dtype)
+    if dtype.kind == "M" or dtype.char == "g" or dtype.name.startswith("float8"):
+        return rng.integers(0, 100, size=shape).astype(dtype)
+    array = np.empty(shape, dtype)
+    flat = array.reshape(-1).view(np.uint8)
+    flat[:] = rng.integers(1, 100, size=flat.size)
+    return array
+
+
+def exponent(value: Fraction) -> int:
+    """The e with 2**e <= abs(value) < 2**(e + 1)."""
+    guess = value.numerator.bit_length() - value.denominator.bit_length()
+    return guess if abs(value) >= Fraction(2) ** guess else guess - 1
+
+
+def ulp(value: Fraction, dtype: np.dtype[Any]) -> Fraction:
+    """The distance between the numbers of ``dtype`` around ``value``."""
+    bits, smallest, _ = _FORMATS[dtype.name]
+    e = smallest if value == 0 else max(exponent(value), smallest)
+    return Fraction(2) ** (e - bits + 1)
+
+
+def nearest(value: Fraction, dtype: np.dtype[Any]) -> float:
+    """The number of ``dtype`` next to ``value``, ties to even."""
+    unit = ulp(value, dtype)
+    rounded = round(value / unit) * unit
+    if abs(rounded) >= Fraction(2) ** (_FORMATS[dtype.name][2] + 1):
+        return float("inf") if value > 0 else float("-inf")
+    return float(rounded)
+
+
+def exact_mean(values: Sequence[Any], weights: Sequence[float] | None = None) -> Fraction:
+    """The weighted mean of real numbers, without any rounding."""
+    factors = [Fraction(w) for w in weights] if weights else [Fraction(1)] * len(values)
+    total = sum((w * Fraction(float(v)) for w, v in zip(factors, values, strict=True)), Fraction(0))
+    return total / sum(factors)
+
+
+def wide_mean(
+    sources: Sequence[NDArray[Any]], weights: Sequence[float] | None = None
+) -> NDArray[Any]:
+    """The weighted mean in 80-bit numbers."""
+    dtype = np.clongdouble if sources[0].dtype.kind == "c" else np.longdouble
+    factors = np.asarray([1.0] * len(sources) if weights is None else weights, np.longdouble)
+    total = np.zeros(sources[0].shape, dtype)
+    for factor, source in zip(factors, sources, strict=True):
+        total += factor * source.astype(np.complex128 if dtype == np.clongdouble else np.float64)
+    return total / factors.sum()
+
+
+def assert_mean(
+    result: NDArray[Any],
+    sources: Sequence[NDArray[Any]],
+    weights: Sequence[float] | None = None,
+) -> None:
+    """Fail unless ``result`` is the mean, within what its dtype can hold."""
+    assert result.dtype == sources[0].dtype
+    assert result.shape == sources[0].shape
+    expected = wide_mean(sources, weights)
+    tolerance, scale = TOLERANCE[result.dtype.name], np.abs(expected)
+    if weights is not None and result.dtype.name in ("float64", "complex128"):
+        # Each weight and its product with a value are rounded: what cancels leaves that.
+        tolerance *= 2
+        scale = wide_mean([np.abs(source) for source in sources], weights)
+    got = result.astype(np.complex128 if result.dtype.kind == "c" else np.float64)
+    assert np.all(np.abs(got - expected) <= tolerance * scale + np.finfo(np.float32).tiny)
+
+
+def classes_of_16_bits(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Which of the 16-bit ``values`` are NaN, and which are finite, judged by their bits."""
+    magnitude = values.view(np.uint16) & 0x7FFF
+    infinity = np.array([np.inf]).astype(values.dtype).view(np.uint16)[0]
+    return magnitude > infinity, magnitude < infinity
+
+
+def same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """Whether both have the same shape, dtype and bytes."""
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+class Guarded:
+    """A contiguous array at a chosen alignment, with sentinels on both sides.
+
+    Attributes:
+        array: The array.
+    """
+
+    _MARGIN = 64
+    _SENTINEL = 0xA5
+
+    def __init__(self, values: NDArray[Any], misalignment: int = 0) -> None:
+        values = np.ascontiguousarray(values).reshape(values.shape)
+        self._raw = np.full(values.nbytes + 3 * self._MARGIN, self._SENTINEL, np.uint8)
+        self._begin = self._MARGIN + (misalignment - self._raw.ctypes.data) % self._MARGIN
+        self._end = self._begin + values.nbytes
+        self.array = self._raw[self._begin : self._end].view(values.dtype).reshape(values.shape)
+        self.array[...] = values
+        assert values.size == 0 or self.array.ctypes.data % self._MARGIN == misalignment
+
+    def is_intact(self) -> bool:
+        """Whether nobody wrote beside the array."""
+        around = np.concatenate([self._raw[: self._begin], self._raw[self._end :]])
+        return bool(np.all(around == self._SENTINEL))
+
+
+@contextmanager
+def refuses(error: type[Exception], match: str, *arrays: NDArray[Any]) -> Iterator[None]:
+    """Expect ``error`` with a message like ``match``, and no byte of ``arrays`` changed."""
+    before = [array.tobytes() for array in arrays]
+    with pytest.raises(error, match=match):
+        yield
+    assert [array.tobytes() for array in arrays] == before
+
+
+def read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """A view that cannot be written to, as `ray.get` gives."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def run_python(code: str, env: Mapping[str, str] | None = None) -> str:
+    """What ``code`` prints in a process of its own, with warnings as errors.
+
+    Args:
+        code: A program.
+        env: Its environment; that of the tests without what counts threads, if None.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=clean_environment() if env is None else dict(env),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    """The environment of the tests without what counts threads, and with ``extra``."""
+    counts = ("FLATWEIGHTS_NUM_THREADS", "OMP_NUM_THREADS")
+    return {k: v for k, v in os.environ.items() if k not in counts} | extra

@@ -1,0 +1,127 @@
+import ast
+import doctest
+import importlib
+import re
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from reference import run_python
+
+import flatweights as fw
+from flatweights import _core
+
+REPOSITORY = Path(__file__).parents[1]
+STUB = ast.parse(Path(fw.__file__).with_name("_core.pyi").read_text())
+MODULES = [
+    "_average",
+    "_cast",
+    "_config",
+    "_dtypes",
+    "_flatten",
+    "_layout",
+    "_running_average",
+    "_sources",
+    "_weights",
+]
+
+
+def test_versions_agree() -> None:
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    (written,) = re.findall(r'^version = "(.*)"$', project, re.MULTILINE)
+    assert fw.__version__ == _core.__version__ == metadata.version("flatweights") == written
+    assert fw.show_config()["flatweights"] == written
+
+
+def test_the_configuration_names_versions_and_choices() -> None:
+    config = fw.show_config()
+    assert config["numpy"] == np.__version__
+    assert config["ml_dtypes"] == metadata.version("ml_dtypes")
+    assert {"python", "machine", "tensorflow", "ray", "instruction set"} <= set(config)
+    assert all(isinstance(text, str) and text for text in config.values())
+
+
+def test_what_is_exported_exists_and_is_described() -> None:
+    assert sorted(set(fw.__all__)) == sorted(fw.__all__)
+    for name in fw.__all__:
+        assert hasattr(fw, name)
+        assert name == "__version__" or getattr(fw, name).__doc__
+
+
+def names_in(tree: ast.Module | ast.ClassDef) -> set[str]:
+    named = {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
+    return named | {
+        n.target.id
+        for n in tree.body
+        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
+
+
+def public(owner: object) -> set[str]:
+    return {name for name in vars(owner) if not name.startswith("_")}
+
+
+def test_the_stub_names_what_the_module_has() -> None:
+    assert names_in(STUB) == public(_core) | {"__version__"}
+    for cls in STUB.body:
+        if isinstance(cls, ast.ClassDef):
+            assert names_in(cls) - {"__init__"} == public(getattr(_core, cls.name)), cls.name
+
+
+def functions() -> list[tuple[object, ast.FunctionDef]]:
+    found: list[tuple[object, ast.FunctionDef]] = []
+    for node in STUB.body:
+        owner: object = _core
+        inner = node.body if isinstance(node, ast.ClassDef) else [node]
+        if isinstance(node, ast.ClassDef):
+            owner = getattr(_core, node.name)
+        found += [
+            (getattr(owner, f.name), f)
+            for f in inner
+            if isinstance(f, ast.FunctionDef) and not f.decorator_list
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("function", "stub"), functions(), ids=lambda f: getattr(f, "name", ""))
+def test_the_stub_has_the_parameters_of_the_module(function: object, stub: ast.FunctionDef) -> None:
+    # pybind11 writes the signature into the first line of the docstring.
+    signature = (function.__doc__ or "").splitlines()[0]
+    parameters = re.findall(r"[(,] *(\w+): ", signature)
+    expected = [a.arg for a in stub.args.args]
+    assert [p for p in parameters if p != "self"] == [p for p in expected if p != "self"]
+
+
+def test_import_needs_neither_tensorflow_nor_ray() -> None:
+    code = """
+import sys
+import flatweights
+flatweights.show_config()
+heavy = {"tensorflow", "keras", "ray", "torch", "sklearn", "matplotlib", "rich", "cloudpickle"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    assert run_python(code).split() == ["[]"]
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(f"flatweights.{name}")
+
+
+def test_every_module_of_the_core_is_listed() -> None:
+    files = {path.stem for path in Path(fw.__file__).parent.glob("_*.py")}
+    assert files == {"__init__", *MODULES}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_are_right(name: str) -> None:
+    globs = {"np": np, **{n: getattr(fw, n) for n in fw.__all__}}
+    failed, _ = doctest.testmod(module(name), extraglobs=globs)
+    assert failed == 0
+
+
+def test_there_are_examples() -> None:
+    finder = doctest.DocTestFinder()
+    found = {n: sum(bool(t.examples) for t in finder.find(module(n))) for n in MODULES}
+    assert all(found[n] for n in ("_average", "_flatten", "_layout", "_weights"))

@@ -1,0 +1,24 @@
+"""The README's first example prints what the README says it prints."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def block(language):
+    return re.search(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)[1]
+
+
+def test_the_first_example_prints_its_output(tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(block("python"))
+    run = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    # Ray relays what its workers print, TensorFlow's greetings among it.
+    printed = [line for line in run.stdout.splitlines() if "pid=" not in line]
+    assert "\n".join(printed).endswith(block("text").rstrip())
