@@ -118,6 +118,8 @@ def test_bfloat16_counts_as_float32_where_numpy_refuses(other: Any, expected: An
 
 def test_there_may_be_no_common_dtype() -> None:
     assert promote([np.dtype("M8[s]"), np.dtype("f4")]) is None
+    # Nothing stands in for integers.
+    assert promote([np.dtype(ml_dtypes.int4), np.dtype(ml_dtypes.uint4)]) is None
 
 
 @pytest.mark.parametrize("dtype", MOVED, ids=dtype_id)

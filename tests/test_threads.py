@@ -251,10 +251,11 @@ def test_a_malformed_number_is_an_error_before_anything_changes(text: str) -> No
     code = """
 import numpy as np
 import flatweights as fw
-a, out = np.ones(3), np.zeros(3)
+a, out, n = np.ones(3), np.zeros(3), np.array([0])
 calls = [
     fw.get_num_threads,
     lambda: fw.average_into(out, [a, a]),
+    lambda: fw.average_into([n, out], [[np.array([5]), a]] * 2),
     lambda: fw.flatten([a], out=out),
     lambda: fw.unflatten_into([out], a),
     lambda: fw.RunningAverage().add(a),
@@ -265,9 +266,10 @@ for call in calls:
     except ValueError as error:
         print(error)
 assert out.tolist() == [0, 0, 0]
+assert n.tolist() == [0]
 """
     printed = run_python(code, clean_environment(FLATWEIGHTS_NUM_THREADS=text)).splitlines()
-    assert printed == [f"FLATWEIGHTS_NUM_THREADS: expected a positive number, got '{text}'"] * 5
+    assert printed == [f"FLATWEIGHTS_NUM_THREADS: expected a positive number, got '{text}'"] * 6
 
 
 def test_a_child_after_fork_may_use_threads() -> None:

@@ -1,0 +1,186 @@
+"""The command `flatweights`."""
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import flatweights
+from flatweights import demo
+
+_DEMO_NEEDS = ("tensorflow", "ray", "sklearn", "rich", "matplotlib")
+_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: What follows the command's name; `sys.argv` if None.
+
+    Returns:
+        The exit code: 0, 1 if the demo failed, 130 if it was interrupted.
+
+    Raises:
+        SystemExit: With code 2 for arguments that do not make sense, 0 after ``--help``.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        code: int = options.command(parser, options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be stopped
+        print("flatweights: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has gone; Python would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _info(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    config = flatweights.show_config()
+    width = max(map(len, config))
+    for key, value in config.items():
+        print(f"{key:<{width}}  {value}")
+    return 0
+
+
+def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    missing = [name for name in _DEMO_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"flatweights demo: {', '.join(missing)} not installed: pip install 'flatweights[all]'",
+            file=sys.stderr,
+        )
+        return 2
+    schedule = demo.SCHEDULES[options.mode]
+    try:
+        demo.run(
+            demo.Options(
+                workers=options.workers,
+                rounds=options.rounds or schedule.rounds,
+                local_steps=options.local_steps or schedule.local_steps,
+                mode=options.mode,
+                seed=options.seed,
+                plot=options.plot,
+            )
+        )
+    except demo.DemoError as error:
+        print(f"flatweights demo: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="flatweights", description=flatweights.__doc__)
+    parser.add_argument(
+        "--version", action="version", version=f"flatweights {flatweights.__version__}"
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    info = commands.add_parser("info", help="print versions, threads and code paths in use")
+    info.set_defaults(command=_info)
+
+    train = commands.add_parser(
+        "demo",
+        help="train on handwritten digits in Ray actors, beside the loop from Ray's guide",
+        description=(
+            "Train a small convolutional Keras model on scikit-learn's handwritten digits, "
+            "data-parallel in Ray actors on this machine: once exchanging one buffer through "
+            "flatweights, once as in Ray's guide, a dict of arrays; and compare."
+        ),
+    )
+    train.set_defaults(command=_demo)
+    train.add_argument(
+        "--workers",
+        type=_integer(1, 64),
+        default=2,
+        metavar="N",
+        help="number of Ray actors (default: %(default)s)",
+    )
+    train.add_argument(
+        "--rounds",
+        type=_integer(1, 100_000),
+        metavar="N",
+        help=f"averages to take (default: {_by_mode('rounds')})",
+    )
+    train.add_argument(
+        "--local-steps",
+        type=_integer(1, 100_000),
+        metavar="N",
+        help=(
+            "batches that each worker sees per round: steps of its own optimizer, or gradients "
+            f"that it adds up (default: {_by_mode('local_steps')})"
+        ),
+    )
+    train.add_argument(
+        "--mode",
+        choices=tuple(demo.SCHEDULES),
+        default="weights",
+        help="what is averaged (default: %(default)s)",
+    )
+    train.add_argument(
+        "--seed",
+        type=_integer(0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="of the data's split, the batches and the weights (default: %(default)s)",
+    )
+    train.add_argument(
+        "--plot",
+        type=_plot_file,
+        metavar="FILE",
+        help=f"draw loss, accuracy and the time split ({', '.join(_PLOT_SUFFIXES)})",
+    )
+    return parser
+
+
+def _by_mode(field: str) -> str:
+    return ", ".join(
+        f"{getattr(schedule, field)} for {mode}" for mode, schedule in demo.SCHEDULES.items()
+    )
+
+
+def _integer(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"expected an integer from {least} to {most}, got {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def _plot_file(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in _PLOT_SUFFIXES:
+        raise argparse.ArgumentTypeError(
+            f"expected a file name ending in {', '.join(_PLOT_SUFFIXES)}, got {text!r}"
+        )
+    existed = path.exists()
+    try:
+        # Opening tells what permissions alone do not: read-only and full file systems.
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a file that can be written, got {text!r}: {error.strerror}"
+        ) from None
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

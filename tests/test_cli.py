@@ -1,0 +1,130 @@
+"""The command's arguments, and `flatweights info`."""
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flatweights
+from flatweights.cli import main
+
+
+def in_fresh_interpreter(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_command_is_installed():
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="flatweights")
+    assert script.load() is main
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"flatweights {flatweights.__version__}\n"
+
+
+def test_info_prints_the_configuration(capsys):
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    config = flatweights.show_config()
+    assert [line.split("  ")[0] for line in lines] == list(config)
+    assert [line[max(map(len, config)) + 2 :] for line in lines] == list(config.values())
+
+
+def test_info_imports_none_of_the_extras():
+    run = in_fresh_interpreter(
+        "import sys; from flatweights.cli import main; code = main(['info'])\n"
+        "extras = {'tensorflow', 'keras', 'ray', 'rich', 'sklearn', 'matplotlib'}\n"
+        "sys.exit(str(extras & set(sys.modules)) if extras & set(sys.modules) else code)"
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert all(key in run.stdout for key in flatweights.show_config())
+
+
+def test_info_works_on_the_base_install():
+    run = in_fresh_interpreter(
+        "import sys; sys.modules.update(dict.fromkeys(['tensorflow', 'ray', 'rich', 'sklearn']))\n"
+        "from flatweights.cli import main; sys.exit(main(['info']))"
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_demo_on_the_base_install_says_what_to_install():
+    run = in_fresh_interpreter(
+        "import sys; sys.modules.update(dict.fromkeys(['ray', 'rich']))\n"
+        "from flatweights.cli import main; sys.exit(main(['demo']))"
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == (
+        "flatweights demo: ray, rich not installed: pip install 'flatweights[all]'\n"
+    )
+
+
+def test_reader_that_left_is_no_traceback():
+    run = subprocess.run(
+        f"{sys.executable} -m flatweights.cli info | true",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "the following arguments are required: command"),
+        (["train"], "invalid choice: 'train'"),
+        (["demo", "--workers", "0"], "--workers: expected an integer from 1 to 64, got '0'"),
+        (["demo", "--workers", "65"], "--workers: expected an integer from 1 to 64, got '65'"),
+        (["demo", "--rounds", "-1"], "--rounds: expected an integer from 1 to 100000, got '-1'"),
+        (["demo", "--rounds", "0"], "--rounds: expected an integer from 1 to 100000, got '0'"),
+        (["demo", "--local-steps", "0"], "--local-steps: expected an integer from 1"),
+        (["demo", "--local-steps", "1.5"], "--local-steps: expected an integer from 1"),
+        (["demo", "--seed", "-1"], "--seed: expected an integer from 0 to 4294967295, got '-1'"),
+        (["demo", "--seed", "4294967296"], "--seed: expected an integer from 0 to 4294967295"),
+        (["demo", "--mode", "both"], "--mode: invalid choice: 'both'"),
+    ],
+)
+def test_bad_arguments_say_what_was_expected(arguments, expected, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("missing/plot.png", "No such file or directory"),
+        ("file/plot.png", "Not a directory"),
+        ("directory.png", "Is a directory"),
+        ("plot.doc", "expected a file name ending in .png, .svg, .pdf"),
+        ("plot", "expected a file name ending in .png, .svg, .pdf"),
+    ],
+)
+def test_plot_that_cannot_be_written_is_refused_before_training(name, expected, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    (tmp_path / "directory.png").mkdir()
+    with pytest.raises(SystemExit) as exit_:
+        main(["demo", "--plot", str(tmp_path / name)])
+    assert exit_.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_refused_arguments_leave_no_plot_behind(tmp_path: Path, capsys):
+    old = tmp_path / "old.png"
+    old.write_bytes(b"kept")
+    for plot in (old, tmp_path / "new.png"):
+        with pytest.raises(SystemExit):
+            main(["demo", "--plot", str(plot), "--workers", "0"])
+    assert [path.name for path in tmp_path.iterdir()] == ["old.png"]
+    assert old.read_bytes() == b"kept"
