@@ -243,12 +243,22 @@ def test_nonfinite_values_go_where_arithmetic_takes_them(
 def test_raise_names_source_and_slot(kind: str, value: float, rng: np.random.Generator) -> None:
     models, _ = models_of(rng, 4, kind)
     arrays_of(models[2])[2][3] = value
-    out = models_of(rng, 1, kind)[0][0]
+    separate = models_of(rng, 1, kind)[0][0]
     name = 2 if kind == "list" else "bias"
-    with refuses(ValueError, f"source 2, slot 2 '{name}': holds NaN or infinity", *arrays_of(out)):
-        fw.average(models, nonfinite="raise", out=out)
-    with refuses(ValueError, "source 2", *arrays_of(models[0])):
-        fw.average(models, nonfinite="raise", out=models[0])
+    for out in (separate, models[0], models[2]):
+        # A separate out holds nothing of use afterwards; the sources are as they were.
+        sources = [array for model in models for array in arrays_of(model)]
+        with refuses(ValueError, f"source 2, slot 2 '{name}': holds NaN or infinity", *sources):
+            fw.average(models, nonfinite="raise", out=out)
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "raise", "skip"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_overflowing_sum_of_finite_sources_is_infinite(nonfinite: str, in_place: bool) -> None:
+    sources = [np.array([1.5e308, 1.0]) for _ in range(2)]
+    out = sources[1] if in_place else None
+    result = fw.average(sources, nonfinite=nonfinite, out=out)  # type: ignore[arg-type]
+    assert result.tolist() == [np.inf, 1.0]
 
 
 @pytest.mark.parametrize("part", [0, 1, 0.5])
@@ -308,9 +318,8 @@ def test_skip_with_all_finite_changes_nothing(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("weights", [None, [1, 0]])
 def test_skip_raises_where_no_weight_is_left(weights: Any) -> None:
     bad, good = np.array([np.nan]), np.array([1.0])
-    out = np.array([7.0])
-    with refuses(ValueError, "every source of positive weight holds NaN or infinity", out):
-        fw.average([bad, bad if weights is None else good], weights, nonfinite="skip", out=out)
+    with refuses(ValueError, "every source of positive weight holds NaN or infinity", bad, good):
+        fw.average([bad, bad if weights is None else good], weights, nonfinite="skip", out=bad)
 
 
 def test_integers_are_always_finite() -> None:

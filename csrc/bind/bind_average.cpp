@@ -9,7 +9,6 @@
 #include "checks.hpp"
 #include "flatweights/average.hpp"
 #include "flatweights/nonfinite.hpp"
-#include "flatweights/parallel.hpp"
 
 namespace flatweights::bind {
 namespace {
@@ -30,10 +29,10 @@ class SourceTable {
   std::vector<const std::byte*> starts_;
 };
 
-void run(const BoundLayout& bound, const std::vector<std::byte*>& out, const SourceTable& sources,
+bool run(const BoundLayout& bound, const std::vector<std::byte*>& out, const SourceTable& sources,
          const std::vector<double>& weights, double total) {
   check_overlap(bound, out, sources.starts(), weights.size());
-  (void)num_threads();  // raises for a malformed environment before a byte moves
+  check_environment();
   std::vector<AveragePart> parts;
   parts.reserve(out.size());
   for (std::size_t i = 0; i < out.size(); ++i) {
@@ -41,7 +40,7 @@ void run(const BoundLayout& bound, const std::vector<std::byte*>& out, const Sou
     parts.push_back(AveragePart{slot.dtype, slot.size, slot.nbytes, out[i]});
   }
   const py::gil_scoped_release nogil;
-  average_into(parts, sources.starts(), weights, total);
+  return average_into(parts, sources.starts(), weights, total);
 }
 
 void check_count(const py::list& sources, const std::vector<double>& weights) {
@@ -49,7 +48,7 @@ void check_count(const py::list& sources, const std::vector<double>& weights) {
     throw py::value_error("expected one weight per source, and at least one source");
 }
 
-void average_parts_into(const BoundLayout& bound, const py::list& out, const py::list& sources,
+bool average_parts_into(const BoundLayout& bound, const py::list& out, const py::list& sources,
                         const std::vector<double>& weights, double total) {
   check_count(sources, weights);
   const std::vector<std::byte*> out_slots = check_parts(out, bound, Place::kOut, Access::kWrite);
@@ -57,10 +56,10 @@ void average_parts_into(const BoundLayout& bound, const py::list& out, const py:
   for (std::size_t k = 0; k < sources.size(); ++k)
     table.set(k, check_parts(sources[k].cast<py::list>(), bound, static_cast<std::ptrdiff_t>(k),
                              Access::kRead));
-  run(bound, out_slots, table, weights, total);
+  return run(bound, out_slots, table, weights, total);
 }
 
-void average_packed_into(const BoundLayout& bound, const py::array& out, const py::list& sources,
+bool average_packed_into(const BoundLayout& bound, const py::array& out, const py::list& sources,
                          const std::vector<double>& weights, double total) {
   check_count(sources, weights);
   const auto out_slots =
@@ -71,11 +70,11 @@ void average_packed_into(const BoundLayout& bound, const py::array& out, const p
     const py::array source = as_array(sources[k], what);
     table.set(k, slots_of_packed(check_packed(source, bound, what, Access::kRead), bound.layout));
   }
-  run(bound, out_slots, table, weights, total);
+  return run(bound, out_slots, table, weights, total);
 }
 
 std::size_t screen(const BoundLayout& bound, const std::vector<std::byte*>& slots) {
-  (void)num_threads();
+  check_environment();
   std::vector<ScreenedPart> parts;
   parts.reserve(slots.size());
   for (std::size_t i = 0; i < slots.size(); ++i)

@@ -8,13 +8,12 @@
 #include "bindings.hpp"
 #include "checks.hpp"
 #include "flatweights/flatten.hpp"
-#include "flatweights/parallel.hpp"
 
 namespace flatweights::bind {
 namespace {
 
 void copy_without_gil(const std::vector<Copy>& copies) {
-  (void)num_threads();  // raises for a malformed environment before a byte moves
+  check_environment();
   const py::gil_scoped_release nogil;
   copy_all(copies);
 }

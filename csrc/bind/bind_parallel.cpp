@@ -4,6 +4,7 @@
 #include <string>
 
 #include "bindings.hpp"
+#include "flatweights/kernels.hpp"
 #include "flatweights/parallel.hpp"
 
 namespace flatweights::bind {
@@ -11,6 +12,7 @@ namespace flatweights::bind {
 namespace py = pybind11;
 
 void bind_parallel(py::module_& m) {
+  m.def("get_isa", [] { return kernels().name; });
   m.def("get_num_threads", &num_threads);
   m.def(
       "set_num_threads",

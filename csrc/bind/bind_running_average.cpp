@@ -5,7 +5,6 @@
 
 #include "bindings.hpp"
 #include "checks.hpp"
-#include "flatweights/parallel.hpp"
 #include "flatweights/running_average.hpp"
 
 namespace flatweights::bind {
@@ -33,7 +32,7 @@ void bind_running_average(py::module_& m) {
           [](BoundSum& self, const py::list& parts, double weight) {
             const auto slots = check_parts(parts, self.bound(), Place::kNoSource, Access::kRead);
             const std::vector<const std::byte*> source(slots.begin(), slots.end());
-            (void)num_threads();
+            check_environment();
             const py::gil_scoped_release nogil;
             self.sum.add(source, weight);
           },
@@ -43,7 +42,7 @@ void bind_running_average(py::module_& m) {
           [](BoundSum& self, const BoundSum& other, double scale) {
             if (&self == &other || !self.sum.fits(other.sum))
               throw py::value_error("expected another sum over parts of the same sizes and dtypes");
-            (void)num_threads();
+            check_environment();
             const py::gil_scoped_release nogil;
             self.sum.merge(other.sum, scale);
           },
@@ -53,7 +52,7 @@ void bind_running_average(py::module_& m) {
           [](const BoundSum& self, const py::list& out, double total) {
             const auto slots = check_parts(out, self.bound(), Place::kOut, Access::kWrite);
             check_overlap(self.bound(), slots, {}, 0);
-            (void)num_threads();
+            check_environment();
             const py::gil_scoped_release nogil;
             self.sum.divide_into(slots, total);
           },

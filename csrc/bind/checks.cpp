@@ -2,6 +2,9 @@
 
 #include <algorithm>
 
+#include "flatweights/kernels.hpp"
+#include "flatweights/parallel.hpp"
+
 namespace flatweights::bind {
 namespace {
 
@@ -55,6 +58,11 @@ std::string Place::text() const {
   if (bound.layout.slots().size() == 1 && name.empty()) return text.empty() ? "array" : text;
   if (!text.empty()) text += ", ";
   return text + "slot " + std::to_string(slot) + " '" + name + "'";
+}
+
+void check_environment() {
+  (void)num_threads();
+  (void)kernels();
 }
 
 DType classify(const py::dtype& dtype) {

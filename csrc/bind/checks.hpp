@@ -36,6 +36,10 @@ struct Place {
   [[nodiscard]] std::string text() const;
 };
 
+// Raises for environment variables that are malformed, before a byte moves: those
+// are read when threads and loops are first wanted.
+void check_environment();
+
 [[nodiscard]] DType classify(const py::dtype& dtype);
 
 [[nodiscard]] bool same_dtype(const py::dtype& a, const py::dtype& b);

@@ -7,9 +7,10 @@
 #include <fstream>
 #include <stdexcept>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <vector>
+
+#include "flatweights/thread_pool.hpp"
 
 #ifdef __linux__
 #include <sched.h>
@@ -19,6 +20,7 @@ namespace flatweights {
 namespace {
 
 constexpr std::size_t kBorder = 1024;
+constexpr std::size_t kChunksPerThread = 8;
 constexpr long kMostThreads = 1024;
 
 std::atomic<unsigned> chosen{0};
@@ -106,29 +108,17 @@ unsigned num_threads() {
 void set_num_threads(unsigned count) noexcept { chosen.store(count, std::memory_order_relaxed); }
 
 void detail::run(std::size_t size, std::size_t grain, Body body, void* context) {
-  const std::size_t threads =
-      std::min<std::size_t>(num_threads(), size / std::max<std::size_t>(grain, 1));
+  if (size == 0) return;
+  const std::size_t shares = size / std::max<std::size_t>(grain, 1);
+  const auto threads = static_cast<unsigned>(std::min<std::size_t>(num_threads(), shares));
   if (threads <= 1) {
-    if (size > 0) body(context, 0, size);
+    body(context, 0, size);
     return;
   }
-  const auto border = [&](std::size_t i) {
-    return i == threads ? size : size / threads * i / kBorder * kBorder;
-  };
-  std::vector<std::thread> helpers;
-  helpers.reserve(threads - 1);
-  std::size_t mine = threads;  // ranges from here on are the caller's
-  for (std::size_t i = 1; i < threads; ++i) {
-    try {
-      helpers.emplace_back(body, context, border(i), border(i + 1));
-    } catch (const std::system_error&) {  // no more threads to be had: do the work here
-      mine = i;
-      break;
-    }
-  }
-  body(context, 0, border(1));
-  if (mine < threads) body(context, border(mine), size);
-  for (std::thread& helper : helpers) helper.join();
+  // Several chunks for each thread: one that is held up leaves its share to the others.
+  const std::size_t even = size / (threads * kChunksPerThread) + 1;
+  const std::size_t chunk = (std::max(even, grain) + kBorder - 1) / kBorder * kBorder;
+  ThreadPool::instance().run(size, chunk, threads, body, context);
 }
 
 }  // namespace flatweights

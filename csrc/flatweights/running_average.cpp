@@ -1,12 +1,12 @@
 #include "flatweights/running_average.hpp"
 
-#include "flatweights/average.hpp"
+#include "flatweights/kernels.hpp"
 #include "flatweights/parallel.hpp"
 
 namespace flatweights {
 namespace {
 
-constexpr std::size_t kGrain = std::size_t{1} << 18;  // reals
+constexpr std::size_t kGrain = std::size_t{1} << 16;  // reals
 
 }  // namespace
 
@@ -25,41 +25,40 @@ RunningSum::RunningSum(const Layout& layout) {
 }
 
 void RunningSum::add(std::span<const std::byte* const> source, double weight) {
+  const Kernels& loops = kernels();
   parallel_for(sum_.size(), kGrain, [&](std::size_t begin, std::size_t end) {
     for_each_piece(starts_, begin, end, [&](std::size_t i, std::size_t from, std::size_t to) {
       const std::size_t at = starts_[i] + from;
-      double* compensation = compensation_.empty() ? nullptr : compensation_.data() + at;
-      visit_real(dtypes_[i], [&]<class T>() {
-        add_block<T>(sum_.data() + at, compensation, source[i], from, to - from, weight);
-      });
+      double* lost = compensation_.empty() ? nullptr : compensation_.data() + at;
+      loops.add[real_of(dtypes_[i])](sum_.data() + at, lost, source[i], weight, from, to);
     });
   });
 }
 
 void RunningSum::merge(const RunningSum& other, double scale) {
+  const auto add = kernels().add[real_of(DType::kFloat64)];
   parallel_for(sum_.size(), kGrain, [&](std::size_t begin, std::size_t end) {
     for_each_piece(starts_, begin, end, [&](std::size_t i, std::size_t from, std::size_t to) {
       const std::size_t at = starts_[i] + from;
-      const auto* theirs = reinterpret_cast<const std::byte*>(other.sum_.data() + at);
+      const std::size_t stop = starts_[i] + to;
       if (!is_compensated(dtypes_[i])) {
-        for (std::size_t r = at; r < at + (to - from); ++r) sum_[r] += scale * other.sum_[r];
+        for (std::size_t r = at; r < stop; ++r) sum_[r] += scale * other.sum_[r];
         return;
       }
-      add_block<double>(sum_.data() + at, compensation_.data() + at, theirs, 0, to - from, scale);
-      for (std::size_t r = at; r < at + (to - from); ++r)
-        compensation_[r] += scale * other.compensation_[r];
+      const auto* theirs = reinterpret_cast<const std::byte*>(other.sum_.data());
+      add(sum_.data() + at, compensation_.data() + at, theirs, scale, at, stop);
+      for (std::size_t r = at; r < stop; ++r) compensation_[r] += scale * other.compensation_[r];
     });
   });
 }
 
 void RunningSum::divide_into(std::span<std::byte* const> out, double total) const {
+  const Kernels& loops = kernels();
   parallel_for(sum_.size(), kGrain, [&](std::size_t begin, std::size_t end) {
     for_each_piece(starts_, begin, end, [&](std::size_t i, std::size_t from, std::size_t to) {
       const std::size_t at = starts_[i] + from;
-      const double* compensation = compensation_.empty() ? nullptr : compensation_.data() + at;
-      visit_real(dtypes_[i], [&]<class T>() {
-        divide_block<T>(out[i], from, sum_.data() + at, compensation, to - from, total);
-      });
+      const double* lost = compensation_.empty() ? nullptr : compensation_.data() + at;
+      loops.divide[real_of(dtypes_[i])](out[i], sum_.data() + at, lost, total, from, to);
     });
   });
 }

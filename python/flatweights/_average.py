@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
@@ -61,7 +62,9 @@ def average(
             for mappings, a list for sequences.
         nonfinite: What to do about NaN and infinity: ``"propagate"`` them; ``"raise"``,
             naming source and slot; or ``"skip"``: leave the source out and divide by the
-            weights of the rest.
+            weights of the rest. They are found in the pass that averages, so after
+            ``"raise"`` an ``out`` that is not among the sources holds nothing of use; one
+            that is has been left as it was.
 
     Returns:
         ``out``, or the new model.
@@ -94,25 +97,42 @@ def average_used(
     result: Any = template.new() if out is None else out
     written = template.read_out(result)
     used = list(range(len(models)))
-    if nonfinite != "propagate":
-        used = [k for k in used if _is_finite(template, parts[k], k, nonfinite)]
-        if sum(given[k] for k in used) <= 0:
-            raise ValueError("every source of positive weight holds NaN or infinity")
-    relative = relative_weights([given[k] for k in used])
-    total = add_up(relative)
-    if template.kind is Kind.FLAT_WEIGHTS:
-        buffers = [models[k].buffer for k in used]  # type: ignore[attr-defined]
-        _core.average_packed_into(
-            template.layout.code,
-            result.buffer,
-            buffers,
-            relative,
-            total,
-        )
-    else:
-        used_parts = [parts[k] for k in used]
-        _core.average_parts_into(template.layout.code, written, used_parts, relative, total)
+    screened = nonfinite == "propagate"
+    if not screened and out is not None and _share_memory(written, parts):
+        used = _finite(template, parts, given, nonfinite)  # before a source is overwritten
+        screened = True
+    finite = _run(template, result, written, models, parts, given, used)
+    if not screened and not finite:
+        # Which source it was is looked up only now; none, if float64 overflowed.
+        used = _finite(template, parts, given, nonfinite)
+        if len(used) < len(models):
+            _run(template, result, written, models, parts, given, used)
     return result, used
+
+
+def _run(
+    template: Template,
+    result: Any,
+    written: list[NDArray[Any]],
+    models: list[Any],
+    parts: list[list[NDArray[Any]]],
+    weights: list[float],
+    used: list[int],
+) -> bool:
+    """Write the mean of the ``used`` models; return whether all sums were finite."""
+    relative = relative_weights([weights[k] for k in used])
+    total = add_up(relative)
+    code = template.layout.code
+    if template.kind is Kind.FLAT_WEIGHTS:
+        buffers = [models[k].buffer for k in used]
+        return _core.average_packed_into(code, result.buffer, buffers, relative, total)
+    return _core.average_parts_into(code, written, [parts[k] for k in used], relative, total)
+
+
+def _share_memory(written: list[NDArray[Any]], parts: list[list[NDArray[Any]]]) -> bool:
+    # Sources with too few or too many parts are refused later, by name.
+    pairs = (pair for row in parts for pair in zip(written, row, strict=False))
+    return any(np.may_share_memory(*pair) for pair in pairs)
 
 
 def average_into(
@@ -188,10 +208,17 @@ def add_up(relative: list[float]) -> float:
     return total
 
 
-def _is_finite(template: Template, parts: list[NDArray[Any]], k: int, nonfinite: Nonfinite) -> bool:
-    i = _core.first_nonfinite(template.layout.code, parts, k)
-    if i == len(parts):
-        return True
-    if nonfinite == "raise":
-        raise ValueError(f"source {k}{template.place(i)}: holds NaN or infinity")
-    return False
+def _finite(
+    template: Template, parts: list[list[NDArray[Any]]], weights: list[float], nonfinite: Nonfinite
+) -> list[int]:
+    """Return the models without NaN and infinity; raise for the first one with, if asked to."""
+    found = []
+    for k, arrays in enumerate(parts):
+        i = _core.first_nonfinite(template.layout.code, arrays, k)
+        if i == len(arrays):
+            found.append(k)
+        elif nonfinite == "raise":
+            raise ValueError(f"source {k}{template.place(i)}: holds NaN or infinity")
+    if not any(weights[k] for k in found):
+        raise ValueError("every source of positive weight holds NaN or infinity")
+    return found

@@ -1,0 +1,66 @@
+// Copies memory, within the caches or past them. Included by kernels.cpp alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__) && !defined(FLATWEIGHTS_PORTABLE)
+#include <immintrin.h>
+#define FLATWEIGHTS_STREAMS 1
+#endif
+
+namespace flatweights {
+namespace {
+
+inline constexpr std::size_t kLine = 64;
+
+// Copies whole lines to `to`, a line's beginning, past the caches: the lines are not
+// read before they are written, which saves a third of a copy's traffic.
+inline void stream_lines(std::byte* to, const std::byte* from, std::size_t nbytes) noexcept {
+#if defined(FLATWEIGHTS_STREAMS) && defined(__AVX512F__)
+  for (std::size_t i = 0; i < nbytes; i += 64)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
+#elif defined(FLATWEIGHTS_STREAMS) && defined(__AVX2__)
+  for (std::size_t i = 0; i < nbytes; i += 32)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+#elif defined(FLATWEIGHTS_STREAMS)
+  for (std::size_t i = 0; i < nbytes; i += 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+#else
+  std::memcpy(to, from, nbytes);
+#endif
+}
+
+// Streamed lines are ordered with nothing until this.
+inline void end_streaming() noexcept {
+#if defined(FLATWEIGHTS_STREAMS)
+  _mm_sfence();
+#endif
+}
+
+// Bytes from `to` to the next beginning of a line.
+inline std::size_t bytes_to_line(const std::byte* to) noexcept {
+  return (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine;
+}
+
+// As `copy` of Kernels.
+inline void copy_range(std::byte* to, const std::byte* from, std::size_t nbytes,
+                       bool stream) noexcept {
+  const std::size_t head = bytes_to_line(to);
+  if (!stream || nbytes < head + kLine) {
+    if (nbytes > 0) std::memcpy(to, from, nbytes);
+    return;
+  }
+  const std::size_t lines = (nbytes - head) / kLine * kLine;
+  const std::size_t tail = nbytes - head - lines;
+  std::memcpy(to, from, head);
+  stream_lines(to + head, from + head, lines);
+  std::memcpy(to + head + lines, from + head + lines, tail);
+  end_streaming();
+}
+
+}  // namespace
+}  // namespace flatweights

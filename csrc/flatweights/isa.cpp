@@ -1,0 +1,82 @@
+// The one place where an instruction set is chosen.
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "flatweights/kernels.hpp"
+
+namespace flatweights {
+
+extern const Kernels kernels_portable;
+#ifdef FLATWEIGHTS_X86
+extern const Kernels kernels_baseline;
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+namespace {
+
+struct Candidate {
+  const Kernels* kernels;
+  bool runs_here;
+};
+
+// Returns the named set, or the first that runs here: they are in order of speed.
+const Kernels* decide() {
+#ifdef FLATWEIGHTS_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq");
+  const Candidate candidates[] = {{&kernels_avx512, avx512},
+                                  {&kernels_avx2, avx2},
+                                  {&kernels_baseline, true},
+                                  {&kernels_portable, true}};
+#else
+  const Candidate candidates[] = {{&kernels_portable, true}};
+#endif
+  const char* const wanted = std::getenv("FLATWEIGHTS_ISA");
+  const bool any = wanted == nullptr || *wanted == '\0';
+  std::string usable;
+  for (const Candidate& candidate : candidates) {
+    if (!candidate.runs_here) continue;
+    if (any || std::string_view(wanted) == candidate.kernels->name) return candidate.kernels;
+    usable += (usable.empty() ? "" : ", ") + std::string(candidate.kernels->name);
+  }
+  throw std::invalid_argument("FLATWEIGHTS_ISA: expected one of " + usable + ", got '" + wanted +
+                              "'");
+}
+
+std::size_t last_cache() noexcept {
+  constexpr long kUnknown = 32L << 20;
+#ifdef _SC_LEVEL3_CACHE_SIZE
+  const long found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#else
+  const long found = 0;
+#endif
+  return static_cast<std::size_t>(found > 0 ? found : kUnknown);
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static std::atomic<const Kernels*> chosen{nullptr};
+  const Kernels* found = chosen.load(std::memory_order_relaxed);
+  if (found == nullptr) {
+    found = decide();
+    chosen.store(found, std::memory_order_relaxed);
+  }
+  return *found;
+}
+
+bool pays_to_stream(std::size_t nbytes) noexcept {
+  static const std::size_t limit = last_cache();
+  return nbytes > limit;
+}
+
+}  // namespace flatweights

@@ -1,0 +1,49 @@
+// The inner loops, compiled once per instruction set, and the choice between them.
+#pragma once
+
+#include <cstddef>
+
+#include "flatweights/dtype.hpp"
+
+namespace flatweights {
+
+// One instruction set's loops. Positions are elements of the real type that the index
+// stands for; memory may be aligned to nothing. All sets give the same bits.
+struct Kernels {
+  const char* name;
+
+  // Writes the mean of `sources[k][begin, end)` over k < count, with `weights[k]` and
+  // their sum `total`, to `out[begin, end)`. `out` may be one of the sources unless
+  // `stream`, which writes past the caches. Returns whether all sums are finite: if
+  // so, all sources are; if not, float64 may merely have overflowed.
+  bool (*average[kReals])(std::byte* out, const std::byte* const* sources, const double* weights,
+                          std::size_t count, double total, std::size_t begin, std::size_t end,
+                          bool stream) noexcept;
+
+  // Adds `weight * source[begin, end)` to `sum[0, end - begin)`; what is rounded away
+  // goes to `compensation`, for float64 alone.
+  void (*add[kReals])(double* sum, double* compensation, const std::byte* source, double weight,
+                      std::size_t begin, std::size_t end) noexcept;
+
+  // Writes `sum[0, end - begin) / total` to `out[begin, end)`.
+  void (*divide[kReals])(std::byte* out, const double* sum, const double* compensation,
+                         double total, std::size_t begin, std::size_t end) noexcept;
+
+  // Whether `data[begin, end)` holds NaN or infinity.
+  bool (*has_nonfinite[kReals])(const std::byte* data, std::size_t begin, std::size_t end) noexcept;
+
+  // Copies `from[0, nbytes)` to `to[0, nbytes)`, which are disjoint; with `stream`, past
+  // the caches.
+  void (*copy)(std::byte* to, const std::byte* from, std::size_t nbytes, bool stream) noexcept;
+};
+
+// The loops in use. Decided at the first call: the best that this processor runs, or
+// the one that the environment variable FLATWEIGHTS_ISA names. Throws
+// std::invalid_argument where it names one that is not there.
+[[nodiscard]] const Kernels& kernels();
+
+// Whether a job that reads and writes this many bytes in all should write past the
+// caches: it would push everything out of them, its own result included.
+[[nodiscard]] bool pays_to_stream(std::size_t nbytes) noexcept;
+
+}  // namespace flatweights

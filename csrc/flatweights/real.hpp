@@ -1,0 +1,132 @@
+// Real numbers of 16 to 64 bits: how each is widened to float64 and rounded back.
+//
+// Included by kernels.cpp alone, which is compiled once per instruction set. The
+// anonymous namespace keeps the linker from replacing one set's code by another's.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "flatweights/dtype.hpp"
+
+namespace flatweights {
+namespace {
+
+// Reads element `i` of memory that may be aligned to nothing.
+template <class T>
+inline T load(const std::byte* memory, std::size_t i) noexcept {
+  T value;
+  std::memcpy(&value, memory + i * sizeof(T), sizeof(T));
+  return value;
+}
+
+template <class T>
+inline void store(std::byte* memory, std::size_t i, T value) noexcept {
+  std::memcpy(memory + i * sizeof(T), &value, sizeof(T));
+}
+
+template <class T>
+inline constexpr bool is_half = std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
+
+inline float widen_bfloat16(std::uint16_t bits) noexcept {
+  return __builtin_bit_cast(float, std::uint32_t{bits} << 16);
+}
+
+inline float widen_float16(std::uint16_t bits) noexcept {
+  constexpr std::uint32_t kExponent = 0x7c00u << 13;
+  constexpr std::uint32_t kRebias = (127u - 15u) << 23;
+  constexpr std::uint32_t kLeast = 113u << 23;  // 2^-14
+  const std::uint32_t magnitude = (bits & 0x7fffu) << 13;
+  const std::uint32_t sign = (bits & 0x8000u) << 16;
+  const std::uint32_t exponent = magnitude & kExponent;
+  // Infinity and NaN take the rest of the way to the largest exponent.
+  const std::uint32_t normal =
+      magnitude + kRebias + (exponent == kExponent ? (128u - 16u) << 23 : 0u);
+  // A subnormal has no hidden bit: build it with one, then subtract that.
+  const float subnormal =
+      __builtin_bit_cast(float, magnitude + kLeast) - __builtin_bit_cast(float, kLeast);
+  const std::uint32_t chosen =
+      exponent == 0 ? __builtin_bit_cast(std::uint32_t, subnormal) : normal;
+  return __builtin_bit_cast(float, chosen | sign);
+}
+
+// Writes `source[begin, begin + count)` to `out[0, count)`, exactly.
+template <class T>
+inline void widen_block(const std::byte* source, std::size_t begin, std::size_t count,
+                        float* __restrict out) noexcept {
+  std::size_t i = 0;
+  if constexpr (std::is_same_v<T, Float16>) {
+#if defined(__F16C__)
+    for (; i + 8 <= count; i += 8) {
+      __m128i bits;
+      std::memcpy(&bits, source + (begin + i) * sizeof(T), sizeof(bits));
+      _mm256_storeu_ps(out + i, _mm256_cvtph_ps(bits));
+    }
+#endif
+    for (; i < count; ++i) out[i] = widen_float16(load<std::uint16_t>(source, begin + i));
+  } else {
+    for (; i < count; ++i) out[i] = widen_bfloat16(load<std::uint16_t>(source, begin + i));
+  }
+}
+
+inline bool is_nan(double value) noexcept { return value != value; }
+
+// Rounds to float so that a second rounding, to 16 bits, gives what one
+// rounding of `value` would have given: the last bit is set where anything was
+// lost ("round to odd": Boldo and Melquiond, "Emulation of FMA and correctly
+// rounded sums", IEEE Transactions on Computers 57(4), 2008).
+inline std::uint32_t round_to_odd(double value) noexcept {
+  const float nearest = static_cast<float>(value);
+  const double back = static_cast<double>(nearest);
+  const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, nearest);
+  const std::uint32_t towards_zero =
+      bits - (__builtin_fabs(back) > __builtin_fabs(value) ? 1u : 0u);
+  return back == value || is_nan(value) ? bits : (towards_zero | 1u);
+}
+
+// Every NaN becomes the same one: which of two NaN an addition keeps is up to the
+// compiler, and results are to have the same bits everywhere.
+inline constexpr std::uint16_t kNanBFloat16 = 0x7fc0;
+inline constexpr std::uint16_t kNanFloat16 = 0x7e00;
+
+inline std::uint16_t narrow_bfloat16(std::uint32_t odd) noexcept {
+  const std::uint32_t rounded = (odd + 0x7fffu + ((odd >> 16) & 1u)) >> 16;
+  const bool nan = (odd & 0x7fffffffu) > 0x7f800000u;
+  return static_cast<std::uint16_t>(nan ? kNanBFloat16 : rounded);
+}
+
+inline std::uint16_t narrow_float16(std::uint32_t odd) noexcept {
+  const std::uint32_t sign = odd & 0x80000000u;
+  const std::uint32_t bits = odd ^ sign;
+  // Below the smallest normal number, adding 0.5 lines the mantissas up and
+  // rounds to nearest even.
+  const std::uint32_t subnormal =
+      __builtin_bit_cast(std::uint32_t, __builtin_bit_cast(float, bits) + 0.5f) -
+      __builtin_bit_cast(std::uint32_t, 0.5f);
+  const std::uint32_t normal = (bits - ((127u - 15u) << 23) + 0xfffu + ((bits >> 13) & 1u)) >> 13;
+  const std::uint32_t finite = bits < 0x38800000u ? subnormal : normal;
+  const std::uint32_t signed_ = (bits >= 0x47800000u ? 0x7c00u : finite) | (sign >> 16);
+  return static_cast<std::uint16_t>(bits > 0x7f800000u ? kNanFloat16 : signed_);
+}
+
+// Writes 16-bit roundings of `odd[0, count)`, made by round_to_odd, to `out` from
+// element `begin` on.
+template <class T>
+inline void narrow_block(const std::uint32_t* __restrict odd, std::size_t count, std::byte* out,
+                         std::size_t begin) noexcept {
+  for (std::size_t i = 0; i < count; ++i) {
+    if constexpr (std::is_same_v<T, Float16>)
+      store(out, begin + i, narrow_float16(odd[i]));
+    else
+      store(out, begin + i, narrow_bfloat16(odd[i]));
+  }
+}
+
+}  // namespace
+}  // namespace flatweights

@@ -1,0 +1,90 @@
+#include "flatweights/thread_pool.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <system_error>
+#include <thread>
+
+namespace flatweights {
+namespace {
+
+std::atomic<ThreadPool*> current{nullptr};
+
+// In a forked child the old pool's locks may be held by threads that are not there: it is
+// left behind as it is.
+void forget() { current.store(nullptr); }
+
+}  // namespace
+
+ThreadPool& ThreadPool::instance() {
+  static const int registered = pthread_atfork(nullptr, nullptr, forget);
+  (void)registered;
+  ThreadPool* pool = current.load();
+  if (pool == nullptr) {
+    // Never deleted: helpers sleep in it until the process ends.
+    auto* const made = new ThreadPool;
+    if (current.compare_exchange_strong(pool, made))
+      pool = made;
+    else
+      delete made;  // it has no threads yet
+  }
+  return *pool;
+}
+
+void ThreadPool::Job::work() noexcept {
+  for (;;) {
+    const std::size_t begin = next.fetch_add(chunk, std::memory_order_relaxed);
+    if (begin >= size) return;
+    body(context, begin, std::min(begin + chunk, size));
+  }
+}
+
+void ThreadPool::run(std::size_t size, std::size_t chunk, unsigned threads, Body body,
+                     void* context) {
+  const std::unique_lock<std::mutex> only(one_job_, std::try_to_lock);
+  if (!only.owns_lock() || threads < 2) {
+    body(context, 0, size);
+    return;
+  }
+  Job job{size, chunk, body, context};
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    start_helpers(threads - 1);
+    job_ = &job;
+    wanted_ = std::min(threads - 1, started_);
+  }
+  for (unsigned i = 1; i < threads; ++i) wake_.notify_one();
+  job.work();
+  std::unique_lock<std::mutex> lock(mutex_);
+  job_ = nullptr;
+  wanted_ = 0;
+  idle_.wait(lock, [this] { return working_ == 0; });
+}
+
+void ThreadPool::start_helpers(unsigned count) {
+  while (started_ < count) {
+    try {
+      std::thread([this] { help(); }).detach();
+    } catch (const std::system_error&) {
+      return;  // no more threads to be had: those that there are do the work
+    }
+    ++started_;
+  }
+}
+
+void ThreadPool::help() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [this] { return wanted_ > 0; });
+    --wanted_;
+    ++working_;
+    Job* const job = job_;
+    lock.unlock();
+    job->work();
+    lock.lock();
+    if (--working_ == 0) idle_.notify_one();
+  }
+}
+
+}  // namespace flatweights

@@ -1,0 +1,111 @@
+"""Every instruction set gives the bits that the portable loops give."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+import flatweights as fw
+
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.complex64, np.complex128]
+SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-7, 6e-8, 1e-40, 5e-324, 65504.0, 3.4e38]
+SETS = ["portable", "baseline", "avx2", "avx512"]
+
+
+def misaligned(array: NDArray[Any], by: int) -> NDArray[Any]:
+    """Return a copy that begins ``by`` bytes after a line."""
+    room = np.empty(array.nbytes + 128, np.uint8)
+    first = -room.ctypes.data % 64 + by
+    copy = room[first : first + array.nbytes].view(array.dtype)
+    copy[:] = array
+    return copy
+
+
+def source(rng: np.random.Generator, size: int, dtype: Any, special: bool) -> NDArray[Any]:
+    values = rng.normal(size=size) * np.exp(rng.normal(scale=6, size=size))
+    if special and size:
+        at = rng.integers(0, size, size // 8 + 1)
+        values[at] = rng.choice(SPECIAL, at.size)
+    with np.errstate(all="ignore"):
+        return values.astype(dtype)
+
+
+def results() -> Iterator[NDArray[Any]]:
+    """Averages over dtypes, numbers of sources, sizes, places, weights and odd values."""
+    rng = np.random.default_rng(7)
+    for dtype in DTYPES:
+        for size in (0, 1, 7, 63, 64, 65, 1023, 1024, 1025, 2049, 5000):
+            for count in (1, 2, 3, 4, 5, 8, 9):
+                sources = [source(rng, size, dtype, special=size % 2 == 1) for _ in range(count)]
+                by = int(rng.integers(0, 64))
+                weights = None if count % 2 else rng.uniform(0.1, 3, count)
+                out = misaligned(np.zeros(size, dtype), by)
+                yield fw.average([misaligned(s, by ^ 8) for s in sources], weights, out=out)
+                running = fw.RunningAverage()
+                for one in sources:
+                    running.add(one)
+                yield running.mean()
+        # Past the caches: streaming stores, whole lines and the ends around them.
+        large = [source(rng, 40_000_003 // np.dtype(dtype).itemsize, dtype, False)] * 2
+        yield fw.average([*large, large[0][::-1].copy()])
+        out = misaligned(np.zeros_like(large[0]), np.dtype(dtype).itemsize)
+        yield fw.average(large, out=out)
+        yield fw.flatten([large[0][:7], large[0]])
+
+
+def digest() -> str:
+    found = hashlib.sha256()
+    for result in results():
+        found.update(result.tobytes())
+    return found.hexdigest()
+
+
+def run(isa: str, threads: int) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "FLATWEIGHTS_ISA": isa, "FLATWEIGHTS_NUM_THREADS": str(threads)}
+    return subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_all_instruction_sets_and_thread_counts_give_the_same_bits() -> None:
+    runs = {(isa, threads): run(isa, threads) for threads, isa in enumerate(SETS, start=1)}
+    digests = {}
+    for (isa, threads), done in runs.items():
+        if "FLATWEIGHTS_ISA: expected one of" in done.stderr:
+            continue  # this processor does not have it
+        assert done.returncode == 0, done.stderr
+        name, _, found = done.stdout.partition(" ")
+        assert name == isa, "the loops that were asked for ran"
+        digests[isa, threads] = found
+    assert len(digests) >= 1
+    assert len(set(digests.values())) == 1, digests
+
+
+def test_an_unknown_instruction_set_is_refused_before_anything_is_written() -> None:
+    code = (
+        "import numpy as np, flatweights as fw\n"
+        "out = np.full(3, 7.0)\n"
+        "try: fw.average([np.ones(3)], out=out)\n"
+        "except ValueError as error: print(error, out)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "FLATWEIGHTS_ISA": "mmx"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("FLATWEIGHTS_ISA: expected one of ")
+    assert done.stdout.endswith("got 'mmx' [7. 7. 7.]\n")
+
+
+if __name__ == "__main__":
+    from flatweights import _core
+
+    print(_core.get_isa(), digest())
