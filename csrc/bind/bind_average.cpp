@@ -43,33 +43,16 @@ bool run(const BoundLayout& bound, const std::vector<std::byte*>& out, const Sou
   return average_into(parts, sources.starts(), weights, total);
 }
 
-void check_count(const py::list& sources, const std::vector<double>& weights) {
+bool average_arrays_into(const BoundLayout& bound, bool packed, const py::list& out,
+                         const py::list& sources, const std::vector<double>& weights,
+                         double total) {
   if (weights.empty() || sources.size() != weights.size())
     throw py::value_error("expected one weight per source, and at least one source");
-}
-
-bool average_parts_into(const BoundLayout& bound, const py::list& out, const py::list& sources,
-                        const std::vector<double>& weights, double total) {
-  check_count(sources, weights);
-  const std::vector<std::byte*> out_slots = check_parts(out, bound, Place::kOut, Access::kWrite);
+  const auto out_slots = check_model(out, bound, packed, Place::kOut, Access::kWrite);
   SourceTable table(out_slots.size(), sources.size());
   for (std::size_t k = 0; k < sources.size(); ++k)
-    table.set(k, check_parts(sources[k].cast<py::list>(), bound, static_cast<std::ptrdiff_t>(k),
-                             Access::kRead));
-  return run(bound, out_slots, table, weights, total);
-}
-
-bool average_packed_into(const BoundLayout& bound, const py::array& out, const py::list& sources,
-                         const std::vector<double>& weights, double total) {
-  check_count(sources, weights);
-  const auto out_slots =
-      slots_of_packed(check_packed(out, bound, "out", Access::kWrite), bound.layout);
-  SourceTable table(out_slots.size(), sources.size());
-  for (std::size_t k = 0; k < sources.size(); ++k) {
-    const std::string what = "source " + std::to_string(k);
-    const py::array source = as_array(sources[k], what);
-    table.set(k, slots_of_packed(check_packed(source, bound, what, Access::kRead), bound.layout));
-  }
+    table.set(k, check_model(sources[k].cast<py::list>(), bound, packed,
+                             static_cast<std::ptrdiff_t>(k), Access::kRead));
   return run(bound, out_slots, table, weights, total);
 }
 
@@ -87,17 +70,15 @@ std::size_t screen(const BoundLayout& bound, const std::vector<std::byte*>& slot
 }  // namespace
 
 void bind_average(py::module_& m) {
-  m.def("average_parts_into", &average_parts_into, py::arg("layout"), py::arg("out"),
-        py::arg("sources"), py::arg("weights"), py::arg("total"));
-  m.def("average_packed_into", &average_packed_into, py::arg("layout"), py::arg("out").noconvert(),
+  m.def("average_into", &average_arrays_into, py::arg("layout"), py::arg("packed"), py::arg("out"),
         py::arg("sources"), py::arg("weights"), py::arg("total"));
   m.def(
       "first_nonfinite",
-      [](const BoundLayout& bound, const py::list& parts, std::size_t source) {
-        return screen(
-            bound, check_parts(parts, bound, static_cast<std::ptrdiff_t>(source), Access::kRead));
+      [](const BoundLayout& bound, bool packed, const py::list& parts, std::size_t source) {
+        return screen(bound, check_model(parts, bound, packed, static_cast<std::ptrdiff_t>(source),
+                                         Access::kRead));
       },
-      py::arg("layout"), py::arg("parts"), py::arg("source"));
+      py::arg("layout"), py::arg("packed"), py::arg("parts"), py::arg("source"));
 }
 
 }  // namespace flatweights::bind

@@ -29,14 +29,15 @@ void bind_running_average(py::module_& m) {
            py::arg("layout"))
       .def(
           "add",
-          [](BoundSum& self, const py::list& parts, double weight) {
-            const auto slots = check_parts(parts, self.bound(), Place::kNoSource, Access::kRead);
+          [](BoundSum& self, bool packed, const py::list& parts, double weight) {
+            const auto slots =
+                check_model(parts, self.bound(), packed, Place::kNoSource, Access::kRead);
             const std::vector<const std::byte*> source(slots.begin(), slots.end());
             check_environment();
             const py::gil_scoped_release nogil;
             self.sum.add(source, weight);
           },
-          py::arg("parts"), py::arg("weight"))
+          py::arg("packed"), py::arg("parts"), py::arg("weight"))
       .def(
           "merge",
           [](BoundSum& self, const BoundSum& other, double scale) {
@@ -49,14 +50,14 @@ void bind_running_average(py::module_& m) {
           py::arg("other"), py::arg("scale"))
       .def(
           "divide_into",
-          [](const BoundSum& self, const py::list& out, double total) {
-            const auto slots = check_parts(out, self.bound(), Place::kOut, Access::kWrite);
+          [](const BoundSum& self, bool packed, const py::list& out, double total) {
+            const auto slots = check_model(out, self.bound(), packed, Place::kOut, Access::kWrite);
             check_overlap(self.bound(), slots, {}, 0);
             check_environment();
             const py::gil_scoped_release nogil;
             self.sum.divide_into(slots, total);
           },
-          py::arg("out"), py::arg("total"));
+          py::arg("packed"), py::arg("out"), py::arg("total"));
 }
 
 }  // namespace flatweights::bind

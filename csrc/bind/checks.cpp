@@ -159,10 +159,15 @@ std::byte* check_packed(const py::array& buffer, const BoundLayout& bound, const
   return memory_of(buffer);
 }
 
-std::vector<std::byte*> slots_of_packed(std::byte* packed, const Layout& layout) {
+std::vector<std::byte*> check_model(const py::list& parts, const BoundLayout& bound, bool packed,
+                                    std::ptrdiff_t source, Access access) {
+  if (!packed) return check_parts(parts, bound, source, access);
+  const std::string what = source == Place::kOut ? "out" : "source " + std::to_string(source);
+  if (parts.size() != 1) throw py::value_error(what + ": expected one packed buffer");
+  std::byte* const begin = check_packed(as_array(parts[0], what), bound, what, access);
   std::vector<std::byte*> starts;
-  starts.reserve(layout.slots().size());
-  for (const Slot& slot : layout.slots()) starts.push_back(packed + slot.offset);
+  starts.reserve(bound.layout.slots().size());
+  for (const Slot& slot : bound.layout.slots()) starts.push_back(begin + slot.offset);
   return starts;
 }
 

@@ -65,8 +65,11 @@ void check_environment();
 [[nodiscard]] std::byte* check_packed(const py::array& buffer, const BoundLayout& bound,
                                       const std::string& what, Access access);
 
-// The beginnings of all slots of a packed buffer.
-[[nodiscard]] std::vector<std::byte*> slots_of_packed(std::byte* packed, const Layout& layout);
+// The beginnings of all slots of a model: of its parts, or of the one packed buffer
+// that `parts` consists of.
+[[nodiscard]] std::vector<std::byte*> check_model(const py::list& parts, const BoundLayout& bound,
+                                                  bool packed, std::ptrdiff_t source,
+                                                  Access access);
 
 // Raises unless every slot of `out` is disjoint from every slot of the sources
 // and of `out` itself, but for being exactly the same slot of a source. The

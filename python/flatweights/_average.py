@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._sources import Kind, Template
+from flatweights._sources import Template
 
 Nonfinite = Literal["propagate", "raise", "skip"]
 
@@ -101,32 +101,32 @@ def average_used(
     if not screened and out is not None and _share_memory(written, parts):
         used = _finite(template, parts, given, nonfinite)  # before a source is overwritten
         screened = True
-    finite = _run(template, result, written, models, parts, given, used)
+    finite = _run(template, written, parts, given, used)
     if not screened and not finite:
         # Which source it was is looked up only now; none, if float64 overflowed.
         used = _finite(template, parts, given, nonfinite)
         if len(used) < len(models):
-            _run(template, result, written, models, parts, given, used)
+            _run(template, written, parts, given, used)
     return result, used
 
 
 def _run(
     template: Template,
-    result: Any,
     written: list[NDArray[Any]],
-    models: list[Any],
     parts: list[list[NDArray[Any]]],
     weights: list[float],
     used: list[int],
 ) -> bool:
     """Write the mean of the ``used`` models; return whether all sums were finite."""
     relative = relative_weights([weights[k] for k in used])
-    total = add_up(relative)
-    code = template.layout.code
-    if template.kind is Kind.FLAT_WEIGHTS:
-        buffers = [models[k].buffer for k in used]
-        return _core.average_packed_into(code, result.buffer, buffers, relative, total)
-    return _core.average_parts_into(code, written, [parts[k] for k in used], relative, total)
+    return _core.average_into(
+        template.layout.code,
+        template.packed,
+        written,
+        [parts[k] for k in used],
+        relative,
+        add_up(relative),
+    )
 
 
 def _share_memory(written: list[NDArray[Any]], parts: list[list[NDArray[Any]]]) -> bool:
@@ -214,8 +214,8 @@ def _finite(
     """Return the models without NaN and infinity; raise for the first one with, if asked to."""
     found = []
     for k, arrays in enumerate(parts):
-        i = _core.first_nonfinite(template.layout.code, arrays, k)
-        if i == len(arrays):
+        i = _core.first_nonfinite(template.layout.code, template.packed, arrays, k)
+        if i == len(template.layout):
             found.append(k)
         elif nonfinite == "raise":
             raise ValueError(f"source {k}{template.place(i)}: holds NaN or infinity")

@@ -83,6 +83,7 @@ class Layout:
         "_digest",
         "_dtype",
         "_dtypes",
+        "_hash",
         "_named",
         "_names",
         "_pickled",
@@ -129,6 +130,7 @@ class Layout:
         self._slots: tuple[Slot, ...] | None = None
         self._digest: str | None = None
         self._signature: str | None = None
+        self._hash: int | None = None
         self._pickled: bytes | None = None
 
     @classmethod
@@ -261,7 +263,9 @@ class Layout:
 
     def __hash__(self) -> int:
         """Hash of what `__eq__` compares."""
-        return hash((self._named, self._names, self._shapes, self._dtypes))
+        if self._hash is None:
+            self._hash = hash((self._named, self._names, self._shapes, self._dtypes))
+        return self._hash
 
     def __repr__(self) -> str:
         """Sizes and the beginning of the digest."""

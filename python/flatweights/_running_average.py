@@ -64,9 +64,9 @@ class RunningAverage:
             base = self._base if self._base is not None else (value or None)
             relative = ratio(value, base) if base is not None else 0.0
             total = self._sum or _core.RunningSum(template.layout.code)
-            total.add(parts, relative)
+            total.add(template.packed, parts, relative)
             if self._template is None:
-                self._begin(template, total, _kept_parts(template, parts))
+                self._begin(template, total, _kept_parts(template, source))
             self._base = base
             self._relative_total += relative
             self._total += value
@@ -126,8 +126,10 @@ class RunningAverage:
                 raise ValueError("expected at least one source of positive weight, got none")
             result = self._template.new() if out is None else out
             parts = self._template.read_out(result)
-            self._sum.divide_into(parts, self._relative_total)
-            move_parts([parts[i] for i in self._kept], list(self._kept.values()))
+            self._sum.divide_into(self._template.packed, parts, self._relative_total)
+            if self._kept:
+                views = self._template.views(result)
+                move_parts([views[i] for i in self._kept], list(self._kept.values()))
             return result
 
     def _begin(
@@ -136,9 +138,7 @@ class RunningAverage:
         self._template, self._sum, self._kept = template, total, kept
 
 
-def _kept_parts(template: Template, parts: list[NDArray[Any]]) -> dict[int, NDArray[Any]]:
-    return {
-        i: np.array(parts[i])
-        for i, slot in enumerate(template.layout.slots)
-        if not has_mean(slot.dtype)
-    }
+def _kept_parts(template: Template, source: Any) -> dict[int, NDArray[Any]]:
+    kept = [i for i, slot in enumerate(template.layout.slots) if not has_mean(slot.dtype)]
+    views = template.views(source) if kept else []
+    return {i: np.array(views[i]) for i in kept}

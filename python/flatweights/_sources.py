@@ -1,5 +1,6 @@
 """The four kinds of model that are averaged, read into arrays in one order."""
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -45,21 +46,32 @@ class Template:
             TypeError: If ``source`` is of no known kind, or has a part without a mean.
         """
         kind = _kind_of(source, "source 0")
+        # Hot loops average the same layouts and shapes again and again.
         if kind is Kind.FLAT_WEIGHTS:
-            template = cls(kind, source.layout)
-        elif kind is Kind.ARRAY:
-            template = cls(kind, Layout.of_arrays([""], [np.asarray(source)], named=False))
-        elif kind is Kind.SEQUENCE:
-            template = cls(kind, Layout.of(list(source)))
-        else:
-            keys = tuple(source)
-            # repr keeps apart what str would not: 1 and "1".
-            named = all(isinstance(k, str) for k in keys)
-            names = [k if named else repr(k) for k in keys]
-            arrays = [np.asarray(source[k]) for k in keys]
-            template = cls(kind, Layout.of_arrays(names, arrays), keys)
+            _check_flat_weights(source.layout)
+            return cls(kind, source.layout)
+        if kind is Kind.ARRAY:
+            array = np.asarray(source)
+            return _array_template(array.shape, array.dtype)
+        if kind is Kind.SEQUENCE:
+            return cls._checked(kind, Layout.of(list(source)))
+        keys = tuple(source)
+        # repr keeps apart what str would not: 1 and "1".
+        named = all(isinstance(k, str) for k in keys)
+        names = [k if named else repr(k) for k in keys]
+        arrays = [np.asarray(source[k]) for k in keys]
+        return cls._checked(kind, Layout.of_arrays(names, arrays), keys)
+
+    @classmethod
+    def _checked(cls, *fields: Any) -> "Template":
+        template = cls(*fields)
         template._check_means()
         return template
+
+    @property
+    def packed(self) -> bool:
+        """Whether models are read and written as one packed buffer."""
+        return self.kind is Kind.FLAT_WEIGHTS
 
     def _check_means(self) -> None:
         for i, slot in enumerate(self.layout.slots):
@@ -75,7 +87,7 @@ class Template:
         return "" if self.kind is Kind.ARRAY else f", slot {i} {self.layout.names[i]!r}"
 
     def read(self, source: Any, where: str) -> list[NDArray[Any]]:
-        """Return the parts of ``source`` in the order of the slots, without strides.
+        """Return the parts of ``source`` in the order of the slots, or its packed buffer.
 
         Strided parts are copied. Shapes and dtypes of other kinds than `FlatWeights` are
         left for the kernels' checks.
@@ -107,13 +119,17 @@ class Template:
                 raise TypeError(f"out: expected NumPy arrays, got {type(part).__name__}")
         return arrays
 
+    def views(self, source: Any) -> list[NDArray[Any]]:
+        """Return the parts of ``source`` one by one, a packed one's too."""
+        return list(source.values()) if self.packed else self._arrays(source, "source")
+
     def _arrays(self, source: Any, where: str) -> list[NDArray[Any]]:
         kind = _kind_of(source, where)
         if kind is not self.kind:
             raise TypeError(f"{where}: expected {self.kind.value}, got {kind.value}")
         if kind is Kind.FLAT_WEIGHTS:
             self.check_layout(source.layout, where)
-            return list(source.values())
+            return [source.buffer]
         if kind is Kind.ARRAY:
             return [np.asarray(source)]
         if kind is Kind.SEQUENCE:
@@ -152,10 +168,23 @@ class Template:
         return views if self.kind is Kind.SEQUENCE else dict(zip(self.keys, views, strict=True))
 
 
+@functools.lru_cache(maxsize=256)
+def _check_flat_weights(layout: Layout) -> None:
+    Template._checked(Kind.FLAT_WEIGHTS, layout)
+
+
+@functools.lru_cache(maxsize=256)
+def _array_template(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Template:
+    return Template._checked(Kind.ARRAY, Layout([""], [shape], [dtype], named=False))
+
+
 def _kind_of(source: Any, where: str) -> Kind:
+    # Exact types first: to ask an abstract base class takes longer than all the rest.
+    if type(source) is np.ndarray:
+        return Kind.ARRAY
     if isinstance(source, FlatWeights):
         return Kind.FLAT_WEIGHTS
-    if isinstance(source, Mapping):
+    if isinstance(source, dict | Mapping):
         return Kind.MAPPING
     if isinstance(source, (np.ndarray, np.generic)) or hasattr(source, "__array__"):
         return Kind.ARRAY
