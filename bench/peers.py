@@ -80,6 +80,23 @@ def torch_mean(sources: Arrays) -> Callable[[], Any] | None:
     return mean
 
 
+def numexpr_axpy(y: NDArray[Any], a: Any, x: NDArray[Any]) -> Any:
+    """``y += a * x`` in blocks, on several threads."""
+    import numexpr
+
+    return numexpr.evaluate("y + a * x", {"y": y, "a": a, "x": x}, out=y, casting="same_kind")
+
+
+def blas(name: str, dtype: np.dtype[Any]) -> Callable[..., Any] | None:
+    """Return BLAS's ``name`` for ``dtype``, as SciPy ships it; None where there is none."""
+    letter = {"float32": "s", "float64": "d"}.get(dtype.name)
+    try:
+        from scipy.linalg import blas as routines
+    except ImportError:
+        return None
+    return getattr(routines, letter + name) if letter else None
+
+
 def ravel_concatenate(parts: Arrays) -> Any:
     """Ray's ``get_flat`` of arrays: ravel each, concatenate."""
     return np.concatenate([part.ravel() for part in parts])

@@ -1,4 +1,5 @@
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from reference import (
     MISALIGNMENTS,
     SIZES,
     Guarded,
+    nearest,
     random_array,
     read_only,
     refuses,
@@ -326,3 +328,37 @@ def test_unflatten_into_refuses_parts_that_overlap_each_other() -> None:
     # Parts without elements overlap nothing, and neighbours are apart.
     fw.unflatten_into([base[:3], base[1:1], base[3:]], np.ones(10))
     assert base.tolist() == [1.0] * 10
+
+
+REALS = [np.float16, BFLOAT16, np.float32, np.float64]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("target", REALS)
+@pytest.mark.parametrize("source", REALS)
+def test_real_parts_are_converted_with_one_rounding(
+    source: Any, target: Any, threads: int, use_threads: Callable[[int], None]
+) -> None:
+    use_threads(threads)
+    rng = np.random.default_rng(3)
+    # An odd number of 2-byte elements first: later parts begin within lines, and the
+    # borders between threads within elements.
+    values = [rng.normal(size=n) * 10.0 ** rng.integers(-6, 5, n) for n in (3, 200_001, 1025, 1)]
+    parts = [value.astype(source) for value in values]
+    targets = [np.full(part.shape, 7, target) for part in parts]
+    assert fw._core.copy_parts(targets, parts) == []
+    for part, converted in zip(parts, targets, strict=True):
+        wide = part.astype(np.float64)
+        if target == BFLOAT16:  # ml_dtypes rounds float64 twice
+            expected = np.array([nearest(Fraction(x), BFLOAT16) for x in wide[:2000]])
+            converted = converted[:2000]
+        else:
+            expected = wide.astype(target)
+        np.testing.assert_array_equal(converted.astype(np.float64), expected.astype(np.float64))
+
+
+def test_mixed_floats_are_flattened_into_the_widest() -> None:
+    parts = [np.float16([1.5, -0.0]), np.arange(3, dtype=np.float64), np.array(3.25, BFLOAT16)]
+    flat = fw.flatten([np.asarray(part) for part in parts])
+    assert flat.dtype == np.float64
+    assert flat.tolist() == [1.5, -0.0, 0, 1, 2, 3.25]

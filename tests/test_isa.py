@@ -36,6 +36,20 @@ def source(rng: np.random.Generator, size: int, dtype: Any, special: bool) -> ND
         return values.astype(dtype)
 
 
+def changed_in_place(y: NDArray[Any], x: NDArray[Any], a: float) -> Iterator[NDArray[Any]]:
+    """What becomes of ``y`` by each operation, one after the other, and its norms."""
+    yield np.array([fw.norm(y), fw.norm(x), fw.isfinite(y)])
+    fw.axpy_(y, a, x)
+    yield y.copy()
+    fw.lerp_(y, x, a)
+    yield y.copy()
+    fw.scale_(y, a)
+    yield y.copy()
+    if fw.isfinite(y):
+        yield np.array([fw.clip_by_norm_(y, a), fw.norm(y)])
+    yield y
+
+
 def results() -> Iterator[NDArray[Any]]:
     """Averages over dtypes, numbers of sources, sizes, places, weights and odd values."""
     rng = np.random.default_rng(7)
@@ -51,11 +65,14 @@ def results() -> Iterator[NDArray[Any]]:
                 for one in sources:
                     running.add(one)
                 yield running.mean()
+                x = misaligned(sources[-1], by ^ 16)
+                yield from changed_in_place(out, x, float(rng.uniform(0, 1)))
         # Past the caches: streaming stores, whole lines and the ends around them.
         large = [source(rng, 40_000_003 // np.dtype(dtype).itemsize, dtype, False)] * 2
         yield fw.average([*large, large[0][::-1].copy()])
         out = misaligned(np.zeros_like(large[0]), np.dtype(dtype).itemsize)
         yield fw.average(large, out=out)
+        yield from changed_in_place(out[:500_003], large[0][:500_003].copy(), 0.3)
         yield fw.flatten([large[0][:7], large[0]])
 
 

@@ -21,6 +21,7 @@ MODULES = [
     "_config",
     "_dtypes",
     "_flatten",
+    "_inplace",
     "_layout",
     "_running_average",
     "_sources",

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings.hpp"
@@ -39,8 +40,39 @@ py::ssize_t saturating_sum(py::ssize_t total, py::ssize_t size) {
                         ",), got " + describe(flat));
 }
 
-// Copies the parts that have the vector's dtype and no strides; returns the
-// indices of the others, for NumPy to convert.
+std::string part_text(std::size_t i) { return "part " + std::to_string(i); }
+
+// The array at `parts[i]`; the text that names it is made for the error alone.
+py::array part_at(const py::list& parts, std::size_t i) {
+  return py::isinstance<py::array>(parts[i]) ? py::reinterpret_borrow<py::array>(parts[i])
+                                             : as_array(parts[i], part_text(i));
+}
+
+bool is_real(DType dtype) { return is_averaged(dtype) && reals_per_element(dtype) == 1; }
+
+// Whether `copy`, from an array of dtype `from` to one of dtype `to`, can be carried out
+// by the core: bytes, or real numbers to be converted. Sets its dtypes.
+bool plan_dtypes(Copy& copy, const py::dtype& to, const py::dtype& from) {
+  if (same_dtype(to, from)) return true;
+  copy.to_dtype = classify(to);
+  copy.from_dtype = classify(from);
+  return is_real(copy.to_dtype) && is_real(copy.from_dtype);
+}
+
+// The bytes that `array`'s elements lie in, strided as they may be.
+std::pair<const std::byte*, std::size_t> extent(const py::array& array) {
+  const auto* low = static_cast<const std::byte*>(array.data());
+  if (array.size() == 0) return {low, 0};
+  const std::byte* high = low + array.itemsize();
+  for (py::ssize_t i = 0; i < array.ndim(); ++i) {
+    const py::ssize_t reach = (array.shape(i) - 1) * array.strides(i);
+    (reach < 0 ? low : high) += reach;
+  }
+  return {low, static_cast<std::size_t>(high - low)};
+}
+
+// Moves the parts that are free of strides, converting real numbers where the vector's
+// dtype is another; returns the indices of the others, for NumPy to convert.
 py::list flatten_into(const py::object& out_object, const py::list& parts) {
   const py::array out = vector_argument(out_object, "out", Access::kWrite);
   const py::dtype dtype = out.dtype();
@@ -52,21 +84,22 @@ py::list flatten_into(const py::object& out_object, const py::list& parts) {
   copies.reserve(parts.size());
   py::list left;
   for (std::size_t i = 0; i < parts.size(); ++i) {
-    const py::array part = as_array(parts[i], "part " + std::to_string(i));
+    const py::array part = part_at(parts, i);
     const py::ssize_t start = total;
     total = saturating_sum(total, part.size());
     if (total > out.size()) continue;  // refused below, with the whole length
-    const auto* data = static_cast<const std::byte*>(part.data());
-    const std::size_t nbytes = static_cast<std::size_t>(part.size()) * itemsize;
-    std::byte* const to = begin + static_cast<std::size_t>(start) * itemsize;
-    if (!same_dtype(part.dtype(), dtype) || !is_contiguous(part)) {
+    const auto size = static_cast<std::size_t>(part.size());
+    Copy copy{begin + static_cast<std::size_t>(start) * itemsize,
+              static_cast<const std::byte*>(part.data()), size, itemsize};
+    const bool planned = plan_dtypes(copy, dtype, part.dtype()) && is_contiguous(part);
+    if (planned && copy.from == copy.to && copy.from_dtype == copy.to_dtype) continue;
+    const auto [low, nbytes] = extent(part);
+    if (ranges_overlap(low, nbytes, begin, out_bytes))
+      throw py::value_error(part_text(i) + ": overlaps out");
+    if (planned)
+      copies.push_back(copy);
+    else
       left.append(i);
-      continue;
-    }
-    if (data == to) continue;
-    if (ranges_overlap(data, nbytes, begin, out_bytes))
-      throw py::value_error("part " + std::to_string(i) + ": overlaps out");
-    copies.push_back(Copy{to, data, nbytes});
   }
   if (total != out.size()) throw_length("out", total, out);
   copy_without_gil(copies);
@@ -78,12 +111,12 @@ py::list flatten_into(const py::object& out_object, const py::list& parts) {
 void check_disjoint(const std::vector<Copy>& copies, const std::vector<std::size_t>& indices) {
   std::vector<std::size_t> order;
   for (std::size_t j = 0; j < copies.size(); ++j)
-    if (copies[j].nbytes > 0) order.push_back(j);
+    if (copies[j].size > 0) order.push_back(j);
   std::sort(order.begin(), order.end(),
             [&](std::size_t a, std::size_t b) { return copies[a].to < copies[b].to; });
   for (std::size_t k = 1; k < order.size(); ++k) {
     const Copy& before = copies[order[k - 1]];
-    if (before.to + before.nbytes > copies[order[k]].to)
+    if (before.to + before.size * before.itemsize > copies[order[k]].to)
       throw py::value_error("part " + std::to_string(indices[order[k]]) + ": overlaps part " +
                             std::to_string(indices[order[k - 1]]));
   }
@@ -101,25 +134,24 @@ void unflatten_into(const py::list& parts, const py::object& flat_object) {
   std::vector<std::size_t> indices;
   indices.reserve(parts.size());
   for (std::size_t i = 0; i < parts.size(); ++i) {
-    const std::string where = "part " + std::to_string(i);
-    const py::array part = as_array(parts[i], where);
+    const py::array part = part_at(parts, i);
     if (!same_dtype(part.dtype(), dtype))
-      throw py::type_error(where + ": expected " + py::str(dtype).cast<std::string>() + ", got " +
-                           describe(part));
+      throw py::type_error(part_text(i) + ": expected " + py::str(dtype).cast<std::string>() +
+                           ", got " + describe(part));
     if (!is_contiguous(part))
-      throw py::value_error(where + ": expected a C-contiguous array, got strides");
+      throw py::value_error(part_text(i) + ": expected a C-contiguous array, got strides");
     if (!part.writeable())
-      throw py::value_error(where + ": expected a writable array, got a read-only one");
+      throw py::value_error(part_text(i) + ": expected a writable array, got a read-only one");
     const py::ssize_t start = total;
     total = saturating_sum(total, part.size());
     if (total > flat.size()) continue;  // refused below, with the whole length
     auto* const to = static_cast<std::byte*>(const_cast<void*>(part.data()));
     const std::byte* const from = begin + static_cast<std::size_t>(start) * itemsize;
-    const auto nbytes = static_cast<std::size_t>(part.nbytes());
+    const auto size = static_cast<std::size_t>(part.size());
     if (to == from) continue;
-    if (ranges_overlap(to, nbytes, begin, flat_bytes))
-      throw py::value_error(where + ": overlaps flat");
-    copies.push_back(Copy{to, from, nbytes});
+    if (ranges_overlap(to, size * itemsize, begin, flat_bytes))
+      throw py::value_error(part_text(i) + ": overlaps flat");
+    copies.push_back(Copy{to, from, size, itemsize});
     indices.push_back(i);
   }
   if (total != flat.size()) throw_length("flat", total, flat);
@@ -127,9 +159,9 @@ void unflatten_into(const py::list& parts, const py::object& flat_object) {
   copy_without_gil(copies);
 }
 
-// Copies `sources[i]` to `targets[i]` where both have one dtype, one number of
-// elements, and no strides or common memory; returns the indices of the others.
-// Targets are disjoint from the sources of other pairs.
+// Moves `sources[i]` to `targets[i]` where both have one number of elements and no
+// strides or common memory, converting real numbers; returns the indices of the
+// others. Targets are disjoint from the sources of other pairs.
 py::list copy_parts(const py::list& targets, const py::list& sources) {
   if (targets.size() != sources.size())
     throw py::value_error("expected " + std::to_string(targets.size()) + " sources, got " +
@@ -138,20 +170,21 @@ py::list copy_parts(const py::list& targets, const py::list& sources) {
   copies.reserve(targets.size());
   py::list left;
   for (std::size_t i = 0; i < targets.size(); ++i) {
-    const py::array target = as_array(targets[i], "target " + std::to_string(i));
-    const py::array source = as_array(sources[i], "source " + std::to_string(i));
-    if (!target.writeable())
-      throw py::value_error("target " + std::to_string(i) + ": expected a writable array");
-    auto* const to = static_cast<std::byte*>(const_cast<void*>(target.data()));
-    const auto* const from = static_cast<const std::byte*>(source.data());
-    const auto nbytes = static_cast<std::size_t>(target.nbytes());
-    if (!same_dtype(target.dtype(), source.dtype()) || target.size() != source.size() ||
-        !is_contiguous(target) || !is_contiguous(source) ||
-        ranges_overlap(to, nbytes, from, nbytes)) {
+    const py::array target = part_at(targets, i);
+    const py::array source = part_at(sources, i);
+    if (!target.writeable()) throw py::value_error(part_text(i) + ": expected a writable array");
+    Copy copy{static_cast<std::byte*>(const_cast<void*>(target.data())),
+              static_cast<const std::byte*>(source.data()), static_cast<std::size_t>(target.size()),
+              static_cast<std::size_t>(target.itemsize())};
+    const bool planned = target.size() == source.size() && is_contiguous(target) &&
+                         is_contiguous(source) &&
+                         plan_dtypes(copy, target.dtype(), source.dtype()) &&
+                         !ranges_overlap(copy.to, static_cast<std::size_t>(target.nbytes()),
+                                         copy.from, static_cast<std::size_t>(source.nbytes()));
+    if (planned)
+      copies.push_back(copy);
+    else
       left.append(i);
-      continue;
-    }
-    copies.push_back(Copy{to, from, nbytes});
   }
   copy_without_gil(copies);
   return left;

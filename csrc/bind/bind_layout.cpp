@@ -2,13 +2,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings.hpp"
 #include "checks.hpp"
+#include "new_array.hpp"
 
 namespace flatweights::bind {
 namespace {
@@ -49,17 +49,6 @@ BoundLayout make_layout(const std::vector<std::string>& names,
                            py::str(dtypes[i]).cast<std::string>());
   }
   return BoundLayout{Layout(std::move(slots)), std::move(dtypes)};
-}
-
-// A new one-dimensional uint8 array at a 64-byte boundary, contents undefined.
-py::array_t<std::uint8_t> allocate(std::size_t nbytes) {
-  // Sanitizers end the process where the form that throws finds no memory.
-  void* memory = ::operator new(nbytes, std::align_val_t{kAlignment}, std::nothrow);
-  if (memory == nullptr) throw std::bad_alloc();
-  const py::capsule owner(memory,
-                          [](void* p) { ::operator delete(p, std::align_val_t{kAlignment}); });
-  return py::array_t<std::uint8_t>(static_cast<py::ssize_t>(nbytes),
-                                   static_cast<std::uint8_t*>(memory), owner);
 }
 
 py::array view(const py::array& owner, const py::dtype& dtype, const Slot& slot,
@@ -119,13 +108,12 @@ void bind_layout(py::module_& m) {
                              [](const BoundLayout& self) { return each_slot(self, &Slot::offset); })
       .def("new_buffer",
            [](const BoundLayout& self) {
-             auto buffer = allocate(self.layout.nbytes());
+             auto buffer = new_array(self.layout.nbytes());
              self.layout.zero_padding(reinterpret_cast<std::byte*>(buffer.mutable_data()));
              return buffer;
            })
       .def("packed_views", &packed_views, py::arg("buffer"))
       .def("vector_views", &vector_views, py::arg("flat"));
-  m.def("empty", &allocate, py::arg("nbytes"));
 }
 
 }  // namespace flatweights::bind

@@ -7,7 +7,9 @@ namespace flatweights::bind {
 
 void bind_layout(pybind11::module_& m);
 void bind_flatten(pybind11::module_& m);
+void bind_buffer_pool(pybind11::module_& m);
 void bind_average(pybind11::module_& m);
+void bind_inplace(pybind11::module_& m);
 void bind_running_average(pybind11::module_& m);
 void bind_parallel(pybind11::module_& m);
 

@@ -48,12 +48,26 @@ bool has_shape(const py::array& array, const std::vector<std::size_t>& shape) {
                     [](std::size_t a, py::ssize_t b) { return static_cast<py::ssize_t>(a) == b; });
 }
 
+// How messages call a model; "" for the only one.
+std::string model_text(std::ptrdiff_t source) {
+  switch (source) {
+    case Place::kNoSource:
+      return "";
+    case Place::kOut:
+      return "out";
+    case Place::kX:
+      return "x";
+    case Place::kY:
+      return "y";
+    default:
+      return "source " + std::to_string(source);
+  }
+}
+
 }  // namespace
 
 std::string Place::text() const {
-  std::string text;
-  if (source == kOut) text = "out";
-  if (source >= 0) text = "source " + std::to_string(source);
+  std::string text = model_text(source);
   const std::string& name = bound.layout.slots()[slot].name;
   if (bound.layout.slots().size() == 1 && name.empty()) return text.empty() ? "array" : text;
   if (!text.empty()) text += ", ";
@@ -133,12 +147,11 @@ std::byte* check_part(py::handle object, const Place& place, Access access) {
 std::vector<std::byte*> check_parts(const py::list& parts, const BoundLayout& bound,
                                     std::ptrdiff_t source, Access access) {
   const std::size_t count = bound.layout.slots().size();
-  if (parts.size() != count)
-    throw py::value_error((source >= 0             ? "source " + std::to_string(source) + ": "
-                           : source == Place::kOut ? "out: "
-                                                   : "") +
-                          "expected " + std::to_string(count) + " parts, got " +
-                          std::to_string(parts.size()));
+  if (parts.size() != count) {
+    const std::string text = model_text(source);
+    throw py::value_error((text.empty() ? text : text + ": ") + "expected " +
+                          std::to_string(count) + " parts, got " + std::to_string(parts.size()));
+  }
   std::vector<std::byte*> starts;
   starts.reserve(count);
   for (std::size_t i = 0; i < count; ++i)
@@ -162,7 +175,7 @@ std::byte* check_packed(const py::array& buffer, const BoundLayout& bound, const
 std::vector<std::byte*> check_model(const py::list& parts, const BoundLayout& bound, bool packed,
                                     std::ptrdiff_t source, Access access) {
   if (!packed) return check_parts(parts, bound, source, access);
-  const std::string what = source == Place::kOut ? "out" : "source " + std::to_string(source);
+  const std::string what = source == Place::kNoSource ? "source" : model_text(source);
   if (parts.size() != 1) throw py::value_error(what + ": expected one packed buffer");
   std::byte* const begin = check_packed(as_array(parts[0], what), bound, what, access);
   std::vector<std::byte*> starts;
@@ -172,7 +185,8 @@ std::vector<std::byte*> check_model(const py::list& parts, const BoundLayout& bo
 }
 
 void check_overlap(const BoundLayout& bound, const std::vector<std::byte*>& out,
-                   const std::vector<const std::byte*>& sources, std::size_t num_sources) {
+                   const std::vector<const std::byte*>& sources, std::size_t num_sources,
+                   std::ptrdiff_t out_name, std::ptrdiff_t first_source) {
   const std::vector<Slot>& slots = bound.layout.slots();
   std::vector<std::size_t> order;  // slots with memory, by address in `out`
   for (std::size_t i = 0; i < slots.size(); ++i)
@@ -181,8 +195,8 @@ void check_overlap(const BoundLayout& bound, const std::vector<std::byte*>& out,
             [&](std::size_t a, std::size_t b) { return out[a] < out[b]; });
   for (std::size_t j = 1; j < order.size(); ++j)
     if (out[order[j - 1]] + slots[order[j - 1]].nbytes > out[order[j]])
-      throw py::value_error(Place{bound, order[j], Place::kOut}.text() +
-                            ": overlaps another part of out");
+      throw py::value_error(Place{bound, order[j], out_name}.text() +
+                            ": overlaps another part of " + model_text(out_name));
   for (const std::size_t i : order) {
     for (std::size_t k = 0; k < num_sources; ++k) {
       const std::byte* begin = sources[i * num_sources + k];
@@ -194,8 +208,8 @@ void check_overlap(const BoundLayout& bound, const std::vector<std::byte*>& out,
       });
       if (found != order.end() && out[*found] < end)
         throw py::value_error(
-            Place{bound, i, static_cast<std::ptrdiff_t>(k)}.text() +
-            ": overlaps out; only the very same array may be a source and the result");
+            Place{bound, i, first_source + static_cast<std::ptrdiff_t>(k)}.text() + ": overlaps " +
+            model_text(out_name) + "; only the very same array may be a source and the result");
     }
   }
 }

@@ -23,7 +23,7 @@ struct BoundLayout {
 
 enum class Access { kRead, kWrite };
 
-// Where a part comes from, for messages: "source 2, slot 3 'dense/bias'". A
+// Where a part comes from, for messages: "source 2, slot 3 'dense/bias'", "y". A
 // layout of one nameless slot stands for a bare array and is not mentioned.
 struct Place {
   const BoundLayout& bound;
@@ -32,6 +32,8 @@ struct Place {
 
   static constexpr std::ptrdiff_t kNoSource = -1;
   static constexpr std::ptrdiff_t kOut = -2;
+  static constexpr std::ptrdiff_t kX = -3;
+  static constexpr std::ptrdiff_t kY = -4;
 
   [[nodiscard]] std::string text() const;
 };
@@ -73,9 +75,11 @@ void check_environment();
 
 // Raises unless every slot of `out` is disjoint from every slot of the sources
 // and of `out` itself, but for being exactly the same slot of a source. The
-// row of slot i in `sources` is `[i * num_sources, (i + 1) * num_sources)`.
+// row of slot i in `sources` is `[i * num_sources, (i + 1) * num_sources)`. Messages
+// call the models `out` and `first_source`, `first_source + 1`, ...
 void check_overlap(const BoundLayout& bound, const std::vector<std::byte*>& out,
-                   const std::vector<const std::byte*>& sources, std::size_t num_sources);
+                   const std::vector<const std::byte*>& sources, std::size_t num_sources,
+                   std::ptrdiff_t out_name = Place::kOut, std::ptrdiff_t first_source = 0);
 
 [[nodiscard]] inline bool ranges_overlap(const std::byte* a, std::size_t a_size, const std::byte* b,
                                          std::size_t b_size) {

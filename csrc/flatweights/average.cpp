@@ -38,6 +38,8 @@ bool average_into(std::span<const AveragePart> parts, std::span<const std::byte*
   if (reals == 0) return true;
 
   const std::size_t traffic = nbytes * (num_sources + 1);
+  const bool weighted =
+      std::any_of(weights.begin(), weights.end(), [](double w) { return w != 1; });
   const bool large = pays_to_stream(traffic);
   const std::size_t grain = std::max<std::size_t>(1, reals / (traffic / kGrain + 1));
   std::atomic<bool> finite{true};
@@ -46,7 +48,8 @@ bool average_into(std::span<const AveragePart> parts, std::span<const std::byte*
       const AveragePart& part = parts[i];
       const auto row = sources.subspan(i * num_sources, num_sources);
       const bool stream = large && std::find(row.begin(), row.end(), part.out) == row.end();
-      const bool fine = loops.average[real_of(part.dtype)](part.out, row.data(), weights.data(),
+      const bool fine = loops.average[real_of(part.dtype)](part.out, row.data(),
+                                                           weighted ? weights.data() : nullptr,
                                                            num_sources, total, from, to, stream);
       if (!fine) finite.store(false, std::memory_order_relaxed);
     });

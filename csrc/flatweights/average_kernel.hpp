@@ -14,16 +14,54 @@ namespace {
 inline constexpr std::size_t kBlock = 1024;  // a block's sums stay in the first cache
 inline constexpr std::size_t kGroup = 4;     // sources whose sum is kept in a register
 
-// Adds `weights[k] * sources[k][begin, begin + count)` for k < Count, in order, to
-// `sum[0, count)`, which counts as 0 where First.
+// What is added up for one element.
+struct Sum {
+  double total;
+  double lost;  // by rounding, for float64 alone
+};
+
+// Adds `weight[k] * source[k][i]` for k < Count, in order; where not Weighted, all
+// weights are 1.
 //
-// float16, bfloat16 and float32 are summed in float64. Sums of float64 carry in
-// `compensation` what each addition rounded away (Neumaier's variant of Kahan
-// summation, with Knuth's TwoSum: ZAMM 54, 1974); the narrower types leave it alone.
+// float16, bfloat16 and float32 are summed in float64. Sums of float64 carry along what
+// each addition rounded away (Neumaier's variant of Kahan summation, with Knuth's
+// TwoSum: ZAMM 54, 1974).
+template <class T, std::size_t Count, bool Weighted>
+[[gnu::always_inline]] inline void add_terms(Sum& sum, const std::byte* const* source,
+                                             [[maybe_unused]] const double* weight,
+                                             std::size_t i) noexcept {
+#pragma GCC unroll 4
+  for (std::size_t k = 0; k < Count; ++k) {
+    double term = static_cast<double>(load<T>(source[k], i));
+    if constexpr (Weighted) term *= weight[k];
+    const double next = sum.total + term;
+    if constexpr (std::is_same_v<T, double>) {
+      const double added = next - sum.total;
+      sum.lost += (sum.total - (next - added)) + (term - added);
+    }
+    sum.total = next;
+  }
+}
+
+template <class T, bool First>
+[[gnu::always_inline]] inline Sum begin_sum(const double* total,
+                                            [[maybe_unused]] const double* lost,
+                                            std::size_t i) noexcept {
+  if constexpr (First)
+    return {0.0, 0.0};
+  else if constexpr (std::is_same_v<T, double>)
+    return {total[i], lost[i]};
+  else
+    return {total[i], 0.0};
+}
+
+// Adds `weights[k] * sources[k][begin, begin + count)` for k < Count to the sums in
+// `total` and `lost`, which count as 0 where First.
 template <class T, std::size_t Count, bool First>
-inline void add_sources(double* __restrict sum, [[maybe_unused]] double* __restrict compensation,
+inline void add_sources(double* __restrict total, double* __restrict lost,
                         const std::byte* const* sources, const double* weights, std::size_t begin,
                         std::size_t count) noexcept {
+  if (count > kBlock) __builtin_unreachable();
   const std::byte* source[Count];
   double weight[Count];
   for (std::size_t k = 0; k < Count; ++k) {
@@ -31,100 +69,164 @@ inline void add_sources(double* __restrict sum, [[maybe_unused]] double* __restr
     weight[k] = weights[k];
   }
   for (std::size_t i = 0; i < count; ++i) {
-    double total = First ? 0.0 : sum[i];
-    if constexpr (std::is_same_v<T, double>) {
-      double lost = First ? 0.0 : compensation[i];
-      for (std::size_t k = 0; k < Count; ++k) {
-        const double term = weight[k] * load<double>(source[k], begin + i);
-        const double next = total + term;
-        const double added = next - total;
-        lost += (total - (next - added)) + (term - added);
-        total = next;
-      }
-      compensation[i] = lost;
-    } else {
-      for (std::size_t k = 0; k < Count; ++k)
-        total += weight[k] * static_cast<double>(load<T>(source[k], begin + i));
-    }
-    sum[i] = total;
+    Sum sum = begin_sum<T, First>(total, lost, i);
+    add_terms<T, Count, true>(sum, source, weight, begin + i);
+    total[i] = sum.total;
+    if constexpr (std::is_same_v<T, double>) lost[i] = sum.lost;
   }
 }
 
-template <class T, bool First>
-inline void add_group(double* sum, double* compensation, const std::byte* const* sources,
-                      const double* weights, std::size_t group, std::size_t begin,
-                      std::size_t count) noexcept {
-  static_assert(kGroup == 4);
-  switch (group) {
-    case 1:
-      return add_sources<T, 1, First>(sum, compensation, sources, weights, begin, count);
-    case 2:
-      return add_sources<T, 2, First>(sum, compensation, sources, weights, begin, count);
-    case 3:
-      return add_sources<T, 3, First>(sum, compensation, sources, weights, begin, count);
-    default:
-      return add_sources<T, 4, First>(sum, compensation, sources, weights, begin, count);
+// Division by the sum of the weights. The inverse of a power of two is exact, and
+// multiplying by it gives what dividing would.
+struct Divisor {
+  double factor;
+  bool multiply;
+
+  explicit Divisor(double total) noexcept {
+    multiply = (__builtin_bit_cast(std::uint64_t, total) << 12) == 0 && 1.0 / total * total == 1.0;
+    factor = multiply ? 1.0 / total : total;
   }
+};
+
+// The mean that `sum` amounts to. Marks `nonfinite` where the sum is.
+template <class T, bool Multiply>
+[[gnu::always_inline]] inline double divide(Sum sum, double factor,
+                                            std::uint64_t& nonfinite) noexcept {
+  // Infinity minus itself is NaN, which is not equal to 0.
+  nonfinite |= sum.total - sum.total == 0.0 ? 0u : 1u;
+  double value = sum.total;
+  // An infinite sum has no meaningful remainder.
+  if constexpr (std::is_same_v<T, double>) value += sum.lost - sum.lost == 0.0 ? sum.lost : 0.0;
+  return Multiply ? value * factor : value / factor;
 }
 
-// Adds a group of at most kGroup sources, at most kBlock elements of each.
-template <class T, bool First>
-inline void add_block(double* sum, double* compensation, const std::byte* const* sources,
-                      const double* weights, std::size_t group, std::size_t begin,
-                      std::size_t count) noexcept {
-  if constexpr (is_half<T>) {
-    alignas(kLine) float wide[kGroup][kBlock];
-    const std::byte* widened[kGroup];
-    for (std::size_t k = 0; k < group; ++k) {
-      widen_block<T>(sources[k], begin, count, wide[k]);
-      widened[k] = reinterpret_cast<const std::byte*>(wide[k]);
-    }
-    add_group<float, First>(sum, compensation, widened, weights, group, 0, count);
-  } else {
-    add_group<T, First>(sum, compensation, sources, weights, group, begin, count);
-  }
-}
-
-// Writes `value(i)`, rounded to T once, to `out[begin, begin + count)`, count <= kBlock.
+// Writes `value(i, marks)`, rounded to T once, to `out[begin, begin + count)`, count <=
+// kBlock. Returns the bits that the calls have set in `marks`.
 template <class T, class Value>
-inline void round_block(std::byte* out, std::size_t begin, std::size_t count,
-                        Value value) noexcept {
+inline std::uint64_t round_block(std::byte* __restrict out, std::size_t begin, std::size_t count,
+                                 Value value) noexcept {
+  if (count > kBlock) __builtin_unreachable();
+  std::uint64_t marks = 0;
   if constexpr (is_half<T>) {
     alignas(kLine) std::uint32_t odd[kBlock];
-    for (std::size_t i = 0; i < count; ++i) odd[i] = round_to_odd(value(i));
+    for (std::size_t i = 0; i < count; ++i) odd[i] = round_to_odd(value(i, marks));
     narrow_block<T>(odd, count, out, begin);
   } else {
     for (std::size_t i = 0; i < count; ++i) {
-      const double exact = value(i);
-      store(out, begin + i,
-            is_nan(exact) ? static_cast<T>(__builtin_nan("")) : static_cast<T>(exact));
+      store(out, begin + i, with_one_nan(static_cast<T>(value(i, marks))));
     }
   }
+  return marks;
 }
 
-// Writes `sum / total` to `out[begin, begin + count)`, count <= kBlock. Returns whether
-// all sums are finite.
+// Adds the last Count sources to the sums, divides, and writes the means, rounded to T,
+// to `out[to, to + count)`. Returns whether all sums are finite. The sources are of
+// type Loaded: T, or float where T has been widened.
+template <class T, class Loaded, std::size_t Count, bool First, bool Weighted, bool Multiply>
+inline bool finish_sources(std::byte* out, std::size_t to, const double* __restrict total,
+                           const double* __restrict lost, const std::byte* const* sources,
+                           const double* weights, std::size_t begin, std::size_t count,
+                           double factor) noexcept {
+  const std::byte* source[Count];
+  double weight[Count];
+  for (std::size_t k = 0; k < Count; ++k) {
+    source[k] = sources[k];
+    weight[k] = Weighted ? weights[k] : 1.0;
+  }
+  return round_block<T>(out, to, count, [=](std::size_t i, std::uint64_t& nonfinite) {
+           Sum sum = begin_sum<Loaded, First>(total, lost, i);
+           add_terms<Loaded, Count, Weighted>(sum, source, weight, begin + i);
+           return divide<Loaded, Multiply>(sum, factor, nonfinite);
+         }) == 0;
+}
+
+// At most kGroup sources of one block, as float64 or as what they are.
 template <class T>
-inline bool divide_block(std::byte* out, std::size_t begin, double* __restrict sum,
-                         [[maybe_unused]] const double* __restrict compensation, std::size_t count,
-                         double total) noexcept {
-  std::uint64_t nonfinite = 0;
-  for (std::size_t i = 0; i < count; ++i) {
-    // Infinity minus itself is NaN, which is not equal to 0.
-    nonfinite |= sum[i] - sum[i] == 0.0 ? 0u : 1u;
-    if constexpr (std::is_same_v<T, double>) {
-      // An infinite sum has no meaningful remainder.
-      const double corrected = sum[i] + compensation[i];
-      sum[i] = compensation[i] - compensation[i] == 0.0 ? corrected : sum[i];
+class Group {
+ public:
+  Group(const std::byte* const* sources, std::size_t size, std::size_t begin,
+        std::size_t count) noexcept
+      : size_(size), begin_(begin), count_(count) {
+    if constexpr (is_half<T>) begin_ = 0;
+    for (std::size_t k = 0; k < size; ++k) {
+      if constexpr (is_half<T>) {
+        widen_block<T>(sources[k], begin, count, wide_[k]);
+        sources_[k] = reinterpret_cast<const std::byte*>(wide_[k]);
+      } else {
+        sources_[k] = sources[k];
+      }
     }
   }
-  // The inverse of a power of two is exact: multiplying gives what dividing would.
-  const double inverse = 1.0 / total;
-  if (inverse * total == 1.0 && (__builtin_bit_cast(std::uint64_t, total) << 12) == 0)
-    round_block<T>(out, begin, count, [=](std::size_t i) { return sum[i] * inverse; });
-  else
-    round_block<T>(out, begin, count, [=](std::size_t i) { return sum[i] / total; });
-  return nonfinite == 0;
+
+  template <bool First>
+  void add(double* total, double* lost, const double* weights) const noexcept {
+    with_size([&]<std::size_t Count>() {
+      add_sources<Loaded, Count, First>(total, lost, sources_, weights, begin_, count_);
+      return true;
+    });
+  }
+
+  template <bool First>
+  bool finish(std::byte* out, std::size_t to, const double* total, const double* lost,
+              const double* weights, Divisor divisor) const noexcept {
+    return with_size([&]<std::size_t Count>() {
+      const auto run = [&]<bool Weighted, bool Multiply>() {
+        return finish_sources<T, Loaded, Count, First, Weighted, Multiply>(
+            out, to, total, lost, sources_, weights, begin_, count_, divisor.factor);
+      };
+      if (weights == nullptr)
+        return divisor.multiply ? run.template operator()<false, true>()
+                                : run.template operator()<false, false>();
+      return divisor.multiply ? run.template operator()<true, true>()
+                              : run.template operator()<true, false>();
+    });
+  }
+
+ private:
+  using Loaded = std::conditional_t<is_half<T>, float, T>;
+
+  template <class Body>
+  bool with_size(Body body) const noexcept {
+    static_assert(kGroup == 4);
+    switch (size_) {
+      case 1:
+        return body.template operator()<1>();
+      case 2:
+        return body.template operator()<2>();
+      case 3:
+        return body.template operator()<3>();
+      default:
+        return body.template operator()<4>();
+    }
+  }
+
+  std::size_t size_;
+  std::size_t begin_;
+  std::size_t count_;
+  const std::byte* sources_[kGroup] = {};
+  alignas(kLine) float wide_[is_half<T> ? kGroup : 1][is_half<T> ? kBlock : 1];
+};
+
+// Writes the means of one block to `out[to, to + size)`; returns whether all sums are
+// finite.
+template <class T>
+inline bool average_block(std::byte* out, std::size_t to, const std::byte* const* sources,
+                          const double* weights, std::size_t count, Divisor divisor,
+                          std::size_t begin, std::size_t size) noexcept {
+  if (count <= kGroup)
+    return Group<T>(sources, count, begin, size)
+        .template finish<true>(out, to, nullptr, nullptr, weights, divisor);
+  alignas(kLine) double total[kBlock];
+  alignas(kLine) double lost[std::is_same_v<T, double> ? kBlock : 1];
+  static constexpr double kOnes[kGroup] = {1, 1, 1, 1};
+  const auto from = [weights](std::size_t k) { return weights == nullptr ? kOnes : weights + k; };
+  Group<T>(sources, kGroup, begin, size).template add<true>(total, lost, from(0));
+  std::size_t k = kGroup;
+  for (; k + kGroup < count; k += kGroup)
+    Group<T>(sources + k, kGroup, begin, size).template add<false>(total, lost, from(k));
+  return Group<T>(sources + k, count - k, begin, size)
+      .template finish<false>(out, to, total, lost, weights == nullptr ? weights : weights + k,
+                              divisor);
 }
 
 // As `average` of Kernels.
@@ -132,63 +234,66 @@ template <class T>
 bool average_range(std::byte* out, const std::byte* const* sources, const double* weights,
                    std::size_t count, double total, std::size_t begin, std::size_t end,
                    bool stream) noexcept {
-  alignas(kLine) double sum[kBlock];
-  alignas(kLine) double compensation[std::is_same_v<T, double> ? kBlock : 1];
+  const Divisor divisor(total);
   alignas(kLine) std::byte lines[kBlock * sizeof(T)];
   bool finite = true;
   // The first block ends where a line of `out` does, so that whole ones follow.
   const std::size_t head = bytes_to_line(out + begin * sizeof(T));
+  if (head % sizeof(T) != 0) stream = false;  // lines begin within elements
   std::size_t most = stream && head > 0 ? head / sizeof(T) : kBlock;
-  if (head % sizeof(T) != 0) {  // lines begin within elements
-    most = kBlock;
-    stream = false;
-  }
   for (; begin < end; most = kBlock) {
     const std::size_t size = end - begin < most ? end - begin : most;
-    for (std::size_t k = 0; k < count; k += kGroup) {
-      const std::size_t group = count - k < kGroup ? count - k : kGroup;
-      if (k == 0)
-        add_block<T, true>(sum, compensation, sources, weights, group, begin, size);
-      else
-        add_block<T, false>(sum, compensation, sources + k, weights + k, group, begin, size);
-    }
-    if (stream) {
-      finite &= divide_block<T>(lines, 0, sum, compensation, size, total);
-      copy_range(out + begin * sizeof(T), lines, size * sizeof(T), size == kBlock);
-    } else {
-      finite &= divide_block<T>(out, begin, sum, compensation, size, total);
-    }
+    // Through `lines`, since `out` may be a source: the loops then know that what they
+    // write is nothing that they read.
+    finite &= average_block<T>(lines, 0, sources, weights, count, divisor, begin, size);
+    if (stream && size == kBlock)
+      stream_lines(out + begin * sizeof(T), lines, sizeof(lines));
+    else
+      std::memcpy(out + begin * sizeof(T), lines, size * sizeof(T));
     begin += size;
   }
+  if (stream) end_streaming();
   return finite;
+}
+
+// Calls `body(done, size)` for consecutive blocks of `[0, count)`.
+template <class Body>
+inline void for_each_block(std::size_t count, Body body) noexcept {
+  for (std::size_t done = 0; done < count; done += kBlock)
+    body(done, count - done < kBlock ? count - done : kBlock);
 }
 
 // As `add` of Kernels.
 template <class T>
 void add_range(double* sum, double* compensation, const std::byte* source, double weight,
                std::size_t begin, std::size_t end) noexcept {
-  for (std::size_t done = 0; begin + done < end;) {
-    const std::size_t left = end - begin - done;
-    const std::size_t size = left < kBlock ? left : kBlock;
-    double* lost = compensation == nullptr ? nullptr : compensation + done;
-    add_block<T, false>(sum + done, lost, &source, &weight, 1, begin + done, size);
-    done += size;
-  }
+  for_each_block(end - begin, [&](std::size_t done, std::size_t size) {
+    double* const lost = compensation == nullptr ? nullptr : compensation + done;
+    Group<T>(&source, 1, begin + done, size).template add<false>(sum + done, lost, &weight);
+  });
 }
 
 // As `divide` of Kernels.
 template <class T>
 void divide_range(std::byte* out, const double* sum, const double* compensation, double total,
                   std::size_t begin, std::size_t end) noexcept {
-  alignas(kLine) double block[kBlock];
-  for (std::size_t done = 0; begin + done < end;) {
-    const std::size_t left = end - begin - done;
-    const std::size_t size = left < kBlock ? left : kBlock;
-    for (std::size_t i = 0; i < size; ++i) block[i] = sum[done + i];
-    const double* lost = compensation == nullptr ? nullptr : compensation + done;
-    divide_block<T>(out, begin + done, block, lost, size, total);
-    done += size;
-  }
+  const Divisor divisor(total);
+  for_each_block(end - begin, [&](std::size_t done, std::size_t size) {
+    const auto value = [=]<bool Multiply>(std::size_t i, std::uint64_t& nonfinite) {
+      const Sum found = begin_sum<T, false>(sum + done, compensation + done, i);
+      return divide<T, Multiply>(found, divisor.factor, nonfinite);
+    };
+    const auto multiplied = [=](std::size_t i, std::uint64_t& nonfinite) {
+      return value.template operator()<true>(i, nonfinite);
+    };
+    const auto divided = [=](std::size_t i, std::uint64_t& nonfinite) {
+      return value.template operator()<false>(i, nonfinite);
+    };
+    if (divisor.multiply)
+      round_block<T>(out, begin + done, size, multiplied);
+    else
+      round_block<T>(out, begin + done, size, divided);
+  });
 }
 
 }  // namespace

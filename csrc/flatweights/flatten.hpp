@@ -4,16 +4,24 @@
 #include <cstddef>
 #include <span>
 
+#include "flatweights/dtype.hpp"
+
 namespace flatweights {
 
+// One piece: `size` elements from `from` to `to`. Where both are real types that are
+// averaged and not the same, values are converted, rounded once; else bytes are copied,
+// and the dtypes do not matter.
 struct Copy {
   std::byte* to;
   const std::byte* from;
-  std::size_t nbytes;
+  std::size_t size;
+  std::size_t itemsize;  // bytes of an element of `to`
+  DType to_dtype = DType::kOther;
+  DType from_dtype = DType::kOther;
 };
 
-// Copies `from[0, nbytes)` to `to[0, nbytes)` for each of `copies`. Each byte is
-// read once and written once. No destination overlaps any other range.
+// Carries out `copies`. Each element is read once and written once. No destination
+// overlaps any other range.
 void copy_all(std::span<const Copy> copies);
 
 }  // namespace flatweights

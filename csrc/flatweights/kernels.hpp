@@ -12,10 +12,10 @@ namespace flatweights {
 struct Kernels {
   const char* name;
 
-  // Writes the mean of `sources[k][begin, end)` over k < count, with `weights[k]` and
-  // their sum `total`, to `out[begin, end)`. `out` may be one of the sources unless
-  // `stream`, which writes past the caches. Returns whether all sums are finite: if
-  // so, all sources are; if not, float64 may merely have overflowed.
+  // Writes the mean of `sources[k][begin, end)` over k < count, with `weights[k]` (null
+  // for weights of 1) and their sum `total`, to `out[begin, end)`. `out` may be one of the sources
+  // unless `stream`, which writes past the caches. Returns whether all sums are finite: if so, all
+  // sources are; if not, float64 may merely have overflowed.
   bool (*average[kReals])(std::byte* out, const std::byte* const* sources, const double* weights,
                           std::size_t count, double total, std::size_t begin, std::size_t end,
                           bool stream) noexcept;
@@ -31,6 +31,24 @@ struct Kernels {
 
   // Whether `data[begin, end)` holds NaN or infinity.
   bool (*has_nonfinite[kReals])(const std::byte* data, std::size_t begin, std::size_t end) noexcept;
+
+  // Change `y[begin, end)` in place: to `a * y`, to `y + a * x`, and to `y + a * (x - y)`.
+  // `x` may be `y`.
+  void (*scale[kReals])(std::byte* y, double a, std::size_t begin, std::size_t end) noexcept;
+  void (*axpy[kReals])(std::byte* y, double a, const std::byte* x, std::size_t begin,
+                       std::size_t end) noexcept;
+  void (*lerp[kReals])(std::byte* y, const std::byte* x, double a, std::size_t begin,
+                       std::size_t end) noexcept;
+
+  // Adds the squares of `scale * data[begin, end)` to `total + lost`, in an order that
+  // `begin` and `end` alone decide.
+  void (*squares[kReals])(double* total, double* lost, const std::byte* data, double scale,
+                          std::size_t begin, std::size_t end) noexcept;
+
+  // Writes `from[begin, end)`, of the first index's type, to `to[begin, end)`, of the
+  // second's, rounded once. The ranges are disjoint.
+  void (*convert[kReals][kReals])(std::byte* to, const std::byte* from, std::size_t begin,
+                                  std::size_t end) noexcept;
 
   // Copies `from[0, nbytes)` to `to[0, nbytes)`, which are disjoint; with `stream`, past
   // the caches.

@@ -95,6 +95,16 @@ inline std::uint32_t round_to_odd(double value) noexcept {
 inline constexpr std::uint16_t kNanBFloat16 = 0x7fc0;
 inline constexpr std::uint16_t kNanFloat16 = 0x7e00;
 
+template <class T>
+inline T with_one_nan(T value) noexcept {
+  using Bits = std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>;
+  constexpr Bits kNan = sizeof(T) == 4 ? Bits{0x7fc00000} : static_cast<Bits>(0x7ff8ULL << 48);
+  // By masks, not by a choice: a choice keeps some loops from being vectorised.
+  const Bits nan = static_cast<Bits>(Bits{0} - Bits{value != value});
+  const Bits bits = __builtin_bit_cast(Bits, value);
+  return __builtin_bit_cast(T, static_cast<Bits>((bits & ~nan) | (kNan & nan)));
+}
+
 inline std::uint16_t narrow_bfloat16(std::uint32_t odd) noexcept {
   const std::uint32_t rounded = (odd + 0x7fffu + ((odd >> 16) & 1u)) >> 16;
   const bool nan = (odd & 0x7fffffffu) > 0x7f800000u;

@@ -37,7 +37,8 @@ class ThreadPool {
   void help();
 
   std::mutex one_job_;
-  std::mutex mutex_;  // guards all below
+  std::atomic<unsigned> jobs_{0};  // begun so far
+  std::mutex mutex_;               // guards all below
   std::condition_variable wake_;
   std::condition_variable idle_;
   Job* job_ = nullptr;   // null once no helper may join

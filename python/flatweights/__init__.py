@@ -6,8 +6,9 @@
 
 from flatweights._average import average, average_into
 from flatweights._config import show_config
-from flatweights._core import __version__, get_num_threads, set_num_threads
+from flatweights._core import __version__, clear_pool, get_num_threads, set_num_threads
 from flatweights._flatten import flatten, unflatten, unflatten_into
+from flatweights._inplace import axpy_, clip_by_norm_, isfinite, lerp_, norm, scale_
 from flatweights._layout import Layout, Slot
 from flatweights._running_average import RunningAverage
 from flatweights._weights import FlatWeights
@@ -20,8 +21,15 @@ __all__ = [
     "__version__",
     "average",
     "average_into",
+    "axpy_",
+    "clear_pool",
+    "clip_by_norm_",
     "flatten",
     "get_num_threads",
+    "isfinite",
+    "lerp_",
+    "norm",
+    "scale_",
     "set_num_threads",
     "show_config",
     "unflatten",

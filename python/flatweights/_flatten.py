@@ -8,14 +8,15 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._cast import copy_cast
 from flatweights._dtypes import promote
-from flatweights._layout import Layout, Parts, named_arrays
+from flatweights._layout import Layout, Parts, arrays_of
 
 
 def flatten(parts: Parts, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
     """Return ``parts`` back to back in one vector.
 
-    Each byte is read once and written once, without the GIL for parts that have the
-    vector's dtype and no strides; the others are converted by NumPy as they are copied.
+    Each byte is read once and written once, without the GIL where a part has no strides
+    and the vector's dtype, or where both are real floating types; other parts are
+    converted by NumPy as they are copied.
 
     >>> flatten([np.array([[1.0, 2.0]]), np.array([3.0])])
     array([1., 2., 3.])
@@ -33,8 +34,11 @@ def flatten(parts: Parts, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
         ValueError: If ``out`` has another length, is strided or read-only, or overlaps
             a part.
     """
-    _, arrays = named_arrays(parts)
-    dtypes = {array.dtype for array in arrays}
+    arrays = arrays_of(parts)
+    # One dtype is the rule, and hashing it for every part would take as long as the copy.
+    first = [array.dtype for array in arrays[:1]]
+    one = all(array.dtype is first[0] for array in arrays)
+    dtypes = set(first if one else [array.dtype for array in arrays])
     dtype = promote(dtypes)
     if dtype is None:
         raise TypeError(f"no vector holds these dtypes: {', '.join(sorted(map(str, dtypes)))}")
@@ -45,11 +49,6 @@ def flatten(parts: Parts, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
     elif not isinstance(out, np.ndarray) or out.dtype != dtype:
         got = out.dtype if isinstance(out, np.ndarray) else type(out).__name__
         raise TypeError(f"out: expected a vector of {dtype}, got {got}")
-    # A strided or converted part that overlaps out must be refused before anything moves.
-    for i, array in enumerate(arrays):
-        plain = array.dtype == dtype and array.flags.c_contiguous
-        if not plain and np.may_share_memory(array, out):
-            raise ValueError(f"part {i}: overlaps out")
     left = _core.flatten_into(out, arrays)
     if left:
         ends = np.cumsum([array.size for array in arrays])

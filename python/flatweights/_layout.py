@@ -7,7 +7,7 @@ import sys
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -415,11 +415,20 @@ def named_arrays(parts: Parts) -> tuple[list[str], list[NDArray[Any]]]:
 
     Arrays are taken as they are; what is not one goes through `numpy.asarray`.
     """
+    arrays = arrays_of(parts)
+    names = parts.keys() if isinstance(parts, Mapping) else map(str, range(len(arrays)))
+    return list(names), arrays
+
+
+def arrays_of(parts: Parts) -> list[NDArray[Any]]:
+    """Return the arrays of ``parts``, in order."""
     if isinstance(parts, Mapping):
-        return list(parts.keys()), [np.asarray(part) for part in parts.values()]
-    if isinstance(parts, (str, bytes, np.ndarray)) or not isinstance(parts, Sequence):
+        values: Iterable[ArrayLike] = parts.values()
+    elif isinstance(parts, Sequence) and not isinstance(parts, (str, bytes)):
+        values = parts
+    else:
         raise TypeError(f"expected a mapping or a sequence of arrays, got {type(parts).__name__}")
-    return [str(i) for i in range(len(parts))], [np.asarray(part) for part in parts]
+    return [v if type(v) is np.ndarray else np.asarray(v) for v in values]
 
 
 def _check_name(i: int, name: object) -> None:

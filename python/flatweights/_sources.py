@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flatweights._dtypes import has_mean, is_integer
 from flatweights._flatten import new_vector
-from flatweights._layout import Layout
+from flatweights._layout import Layout, arrays_of
 from flatweights._weights import FlatWeights
 
 
@@ -39,33 +39,33 @@ class Template:
     keys: tuple[Hashable, ...] = ()
 
     @classmethod
-    def of(cls, source: Any) -> "Template":
+    def of(cls, source: Any, where: str = "source 0") -> "Template":
         """Return the template that ``source`` sets for those after it.
+
+        Args:
+            source: A model.
+            where: How errors name it.
 
         Raises:
             TypeError: If ``source`` is of no known kind, or has a part without a mean.
         """
-        kind = _kind_of(source, "source 0")
+        kind = _kind_of(source, where)
         # Hot loops average the same layouts and shapes again and again.
         if kind is Kind.FLAT_WEIGHTS:
-            _check_flat_weights(source.layout)
+            _check_flat_weights(source.layout, where)
             return cls(kind, source.layout)
         if kind is Kind.ARRAY:
             array = np.asarray(source)
-            return _array_template(array.shape, array.dtype)
-        if kind is Kind.SEQUENCE:
-            return cls._checked(kind, Layout.of(list(source)))
-        keys = tuple(source)
-        # repr keeps apart what str would not: 1 and "1".
-        named = all(isinstance(k, str) for k in keys)
-        names = [k if named else repr(k) for k in keys]
-        arrays = [np.asarray(source[k]) for k in keys]
-        return cls._checked(kind, Layout.of_arrays(names, arrays), keys)
+            return _array_template(array.shape, array.dtype, where)
+        keys = tuple(source) if kind is Kind.MAPPING else tuple(range(len(source)))
+        arrays = [np.asarray(source[key]) for key in keys]
+        shapes, dtypes = tuple(a.shape for a in arrays), tuple(a.dtype for a in arrays)
+        return _parts_template(kind, keys, shapes, dtypes, where)
 
     @classmethod
-    def _checked(cls, *fields: Any) -> "Template":
+    def _checked(cls, where: str, *fields: Any) -> "Template":
         template = cls(*fields)
-        template._check_means()
+        template._check_means(where)
         return template
 
     @property
@@ -73,12 +73,12 @@ class Template:
         """Whether models are read and written as one packed buffer."""
         return self.kind is Kind.FLAT_WEIGHTS
 
-    def _check_means(self) -> None:
+    def _check_means(self, where: str) -> None:
         for i, slot in enumerate(self.layout.slots):
             kept = is_integer(slot.dtype) and self.kind is not Kind.ARRAY
             if not kept and not has_mean(slot.dtype):
                 raise TypeError(
-                    f"source 0{self.place(i)}: expected float16, bfloat16, float32, float64 "
+                    f"{where}{self.place(i)}: expected float16, bfloat16, float32, float64 "
                     f"or complex numbers in native byte order, got {slot.dtype}"
                 )
 
@@ -133,7 +133,7 @@ class Template:
         if kind is Kind.ARRAY:
             return [np.asarray(source)]
         if kind is Kind.SEQUENCE:
-            return [np.asarray(part) for part in source]
+            return arrays_of(source)
         if len(source) != len(self.keys) or any(key not in source for key in self.keys):
             missing = [key for key in self.keys if key not in source]
             unknown = [key for key in source if key not in self.keys]
@@ -169,13 +169,28 @@ class Template:
 
 
 @functools.lru_cache(maxsize=256)
-def _check_flat_weights(layout: Layout) -> None:
-    Template._checked(Kind.FLAT_WEIGHTS, layout)
+def _check_flat_weights(layout: Layout, where: str) -> None:
+    Template._checked(where, Kind.FLAT_WEIGHTS, layout)
 
 
 @functools.lru_cache(maxsize=256)
-def _array_template(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Template:
-    return Template._checked(Kind.ARRAY, Layout([""], [shape], [dtype], named=False))
+def _array_template(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> Template:
+    return Template._checked(where, Kind.ARRAY, Layout([""], [shape], [dtype], named=False))
+
+
+@functools.lru_cache(maxsize=64)
+def _parts_template(
+    kind: Kind,
+    keys: tuple[Hashable, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[np.dtype[Any], ...],
+    where: str,
+) -> Template:
+    # repr keeps apart what str would not: 1 and "1".
+    named = all(isinstance(key, str) for key in keys)
+    names = [str(key) if named else repr(key) for key in keys]
+    layout = Layout(names, shapes, dtypes, named=kind is Kind.MAPPING)
+    return Template._checked(where, kind, layout, keys)
 
 
 def _kind_of(source: Any, where: str) -> Kind:

@@ -1,0 +1,105 @@
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+#include "bindings.hpp"
+#include "checks.hpp"
+#include "flatweights/inplace.hpp"
+#include "flatweights/nonfinite.hpp"
+
+namespace flatweights::bind {
+namespace {
+
+std::vector<InPlacePart> parts_of(const BoundLayout& bound, const std::vector<std::byte*>& y,
+                                  const std::vector<const std::byte*>& x) {
+  check_overlap(bound, y, x, x.empty() ? 0 : 1, Place::kY, Place::kX);
+  check_environment();
+  std::vector<InPlacePart> parts;
+  parts.reserve(y.size());
+  for (std::size_t i = 0; i < y.size(); ++i) {
+    const Slot& slot = bound.layout.slots()[i];
+    parts.push_back(InPlacePart{slot.dtype, slot.size, y[i], x.empty() ? nullptr : x[i]});
+  }
+  return parts;
+}
+
+std::vector<InPlacePart> check_y(const BoundLayout& bound, bool packed, const py::list& y) {
+  return parts_of(bound, check_model(y, bound, packed, Place::kY, Access::kWrite), {});
+}
+
+std::vector<InPlacePart> check_y_and_x(const BoundLayout& bound, bool packed, const py::list& y,
+                                       const py::list& x) {
+  const auto written = check_model(y, bound, packed, Place::kY, Access::kWrite);
+  const auto read = check_model(x, bound, packed, Place::kX, Access::kRead);
+  return parts_of(bound, written, {read.begin(), read.end()});
+}
+
+// The parts of `x` as `Part`, which is made of dtype, size and memory.
+template <class Part>
+std::vector<Part> check_x(const BoundLayout& bound, bool packed, const py::list& x) {
+  const auto slots = check_model(x, bound, packed, Place::kX, Access::kRead);
+  check_environment();
+  std::vector<Part> parts;
+  parts.reserve(slots.size());
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const Slot& slot = bound.layout.slots()[i];
+    parts.push_back(Part{slot.dtype, slot.size, slots[i]});
+  }
+  return parts;
+}
+
+}  // namespace
+
+void bind_inplace(py::module_& m) {
+  m.def(
+      "scale_",
+      [](const BoundLayout& bound, bool packed, const py::list& y, double a) {
+        const auto parts = check_y(bound, packed, y);
+        const py::gil_scoped_release nogil;
+        scale(parts, a);
+      },
+      py::arg("layout"), py::arg("packed"), py::arg("y"), py::arg("a"));
+  m.def(
+      "axpy_",
+      [](const BoundLayout& bound, bool packed, const py::list& y, double a, const py::list& x) {
+        const auto parts = check_y_and_x(bound, packed, y, x);
+        const py::gil_scoped_release nogil;
+        axpy(parts, a);
+      },
+      py::arg("layout"), py::arg("packed"), py::arg("y"), py::arg("a"), py::arg("x"));
+  m.def(
+      "lerp_",
+      [](const BoundLayout& bound, bool packed, const py::list& y, const py::list& x, double a) {
+        const auto parts = check_y_and_x(bound, packed, y, x);
+        const py::gil_scoped_release nogil;
+        lerp(parts, a);
+      },
+      py::arg("layout"), py::arg("packed"), py::arg("y"), py::arg("x"), py::arg("a"));
+  m.def(
+      "norm",
+      [](const BoundLayout& bound, bool packed, const py::list& x) {
+        const auto parts = check_x<NormPart>(bound, packed, x);
+        const py::gil_scoped_release nogil;
+        return norm(parts);
+      },
+      py::arg("layout"), py::arg("packed"), py::arg("x"));
+  m.def(
+      "clip_by_norm_",
+      [](const BoundLayout& bound, bool packed, const py::list& y, double max_norm) {
+        const auto parts = check_y(bound, packed, y);
+        const py::gil_scoped_release nogil;
+        return clip_by_norm(parts, max_norm);
+      },
+      py::arg("layout"), py::arg("packed"), py::arg("y"), py::arg("max_norm"));
+  m.def(
+      "isfinite",
+      [](const BoundLayout& bound, bool packed, const py::list& x) {
+        const auto parts = check_x<ScreenedPart>(bound, packed, x);
+        const py::gil_scoped_release nogil;
+        return first_nonfinite(parts) == parts.size();
+      },
+      py::arg("layout"), py::arg("packed"), py::arg("x"));
+}
+
+}  // namespace flatweights::bind

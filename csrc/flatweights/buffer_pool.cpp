@@ -1,0 +1,123 @@
+#include "flatweights/buffer_pool.hpp"
+
+#include <pthread.h>
+
+#include <mutex>
+#include <new>
+#include <vector>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+namespace flatweights {
+namespace {
+
+constexpr std::size_t kLeastKept = std::size_t{64} << 10;  // below, malloc is as fast
+constexpr std::size_t kPage = std::size_t{4} << 10;
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+constexpr std::size_t kLine = 64;
+
+std::mutex mutex;
+
+// Oldest first. Never destroyed: arrays may outlive static objects.
+std::vector<Buffer>& kept() {
+  static auto* const buffers = new std::vector<Buffer>;
+  return *buffers;
+}
+
+std::size_t total_kept = 0;
+
+bool in_huge_pages(std::size_t capacity) { return capacity >= 2 * kHugePage; }
+
+std::align_val_t alignment_of(std::size_t capacity) {
+  return std::align_val_t{in_huge_pages(capacity) ? kHugePage : kLine};
+}
+
+// Sizes are rounded up, so that models of nearly one size share buffers.
+std::size_t capacity_for(std::size_t nbytes) {
+  if (nbytes < kLeastKept) return nbytes;
+  const std::size_t unit = in_huge_pages(nbytes) ? kHugePage : kPage;
+  return (nbytes + unit - 1) / unit * unit;
+}
+
+void release(Buffer buffer) noexcept {
+  ::operator delete(buffer.memory, alignment_of(buffer.capacity));
+}
+
+std::byte* allocate(std::size_t capacity) noexcept {
+  // Sanitizers end the process where the form that throws finds no memory.
+  void* const memory = ::operator new(capacity, alignment_of(capacity), std::nothrow);
+#ifdef __linux__
+  // Only advice: where it is not taken, pages are small.
+  if (memory != nullptr && in_huge_pages(capacity)) madvise(memory, capacity, MADV_HUGEPAGE);
+#endif
+  return static_cast<std::byte*>(memory);
+}
+
+// A child must not inherit a lock that another thread of its parent holds.
+void register_fork_handlers() {
+  static const int registered =
+      pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
+  (void)registered;
+}
+
+}  // namespace
+
+Buffer take_buffer(std::size_t nbytes) {
+  const std::size_t capacity = capacity_for(nbytes);
+  if (capacity >= kLeastKept) {
+    register_fork_handlers();
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::vector<Buffer>& buffers = kept();
+    // The one kept last is the likeliest to be in a cache.
+    for (std::size_t i = buffers.size(); i-- > 0;) {
+      if (buffers[i].capacity != capacity) continue;
+      const Buffer found = buffers[i];
+      buffers.erase(buffers.begin() + static_cast<std::ptrdiff_t>(i));
+      total_kept -= capacity;
+      return found;
+    }
+  }
+  std::byte* memory = allocate(capacity);
+  if (memory == nullptr) {
+    clear_buffers();
+    memory = allocate(capacity);
+    if (memory == nullptr) throw std::bad_alloc();
+  }
+  return Buffer{memory, capacity};
+}
+
+void give_buffer(Buffer buffer) noexcept {
+  if (buffer.capacity < kLeastKept || buffer.capacity > kMostKept) {
+    release(buffer);
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::vector<Buffer>& buffers = kept();
+  while (total_kept + buffer.capacity > kMostKept) {
+    total_kept -= buffers.front().capacity;
+    release(buffers.front());
+    buffers.erase(buffers.begin());
+  }
+  try {
+    buffers.push_back(buffer);
+    total_kept += buffer.capacity;
+  } catch (const std::bad_alloc&) {
+    release(buffer);
+  }
+}
+
+void clear_buffers() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const Buffer& buffer : kept()) release(buffer);
+  kept().clear();
+  total_kept = 0;
+}
+
+std::size_t kept_bytes() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return total_kept;
+}
+
+}  // namespace flatweights

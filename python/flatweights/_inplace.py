@@ -1,0 +1,254 @@
+"""Operations in place that follow an average: scaled steps, moving averages, norms."""
+
+import math
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights import _core
+from flatweights._dtypes import is_floating, is_integer
+from flatweights._sources import Kind, Template
+from flatweights._weights import FlatWeights
+
+Model = TypeVar("Model", NDArray[Any], FlatWeights)
+"""A contiguous array of any shape, or `FlatWeights`."""
+
+
+def scale_(y: Model, a: float) -> None:
+    """Multiply ``y`` by ``a`` in place.
+
+    One pass over memory, without the GIL; no other bytes move. The products are taken in
+    float64 and rounded once to the dtype of ``y``. The bits do not depend on threads,
+    alignment or instruction set; every NaN becomes the same one. Within `FlatWeights`,
+    integer and boolean parts stay as they are.
+
+    It replaces ``np.multiply(y, a, out=y)``.
+
+    >>> y = np.array([1.0, 2.0])
+    >>> scale_(y, 0.5)
+    >>> y
+    array([0.5, 1. ])
+
+    Args:
+        y: Array of any shape, C-contiguous and writable, or `FlatWeights` over a writable
+            buffer; float16, bfloat16, float32, float64 or complex.
+        a: A finite real number.
+
+    Raises:
+        TypeError: If ``y`` is neither, or has no floating dtype; or ``a`` is no real number.
+        ValueError: If ``y`` is read-only or strided, or ``a`` is not finite.
+    """
+    template, parts = _read_y(y)
+    _core.scale_(template.layout.code, template.packed, parts, _finite(a, "a"))
+
+
+def axpy_(y: Model, a: float, x: Model) -> None:
+    """Add ``a * x`` to ``y`` in place.
+
+    One pass over memory, without the GIL. Product and sum are taken in float64, one after
+    the other (no fused multiply-add), and rounded once to the dtype of ``y``; for
+    float64, that is what NumPy gives. The bits do not depend on threads, alignment
+    or instruction set; every NaN becomes the same one. Within `FlatWeights`, integer
+    and boolean parts of ``y`` stay as they are.
+
+    It replaces ``y += a * x`` without the temporary; the name is that of BLAS (Lawson et al.,
+    "Basic Linear Algebra Subprograms for Fortran Usage", ACM TOMS 5(3), 1979).
+
+    >>> y = np.array([1.0, 2.0])
+    >>> axpy_(y, -0.5, np.array([2.0, 2.0]))
+    >>> y
+    array([0., 1.])
+
+    Args:
+        y: Array of any shape, C-contiguous and writable, or `FlatWeights` over a writable
+            buffer; float16, bfloat16, float32, float64 or complex.
+        a: A finite real number.
+        x: Of the kind, shape and dtype of ``y``, C-contiguous; `FlatWeights` of the same
+            `Layout.digest`. It may be ``y``.
+
+    Raises:
+        TypeError: If ``y`` and ``x`` are neither, or differ in kind or dtype, or have no
+            floating dtype; or ``a`` is no real number.
+        ValueError: If shapes or digests differ, ``y`` is read-only, one is strided,
+            ``x`` overlaps a ``y`` that it is not, or ``a`` is not finite.
+    """
+    template, parts = _read_y(y)
+    others = _read_x(x, template)
+    _core.axpy_(template.layout.code, template.packed, parts, _finite(a, "a"), others)
+
+
+def lerp_(y: Model, x: Model, a: float) -> None:
+    """Move ``y`` towards ``x``, by the fraction ``a`` of the way, in place.
+
+    ``y += a * (x - y)``: the exponential moving average, the soft update of a target
+    network. One pass over memory, without the GIL. It is computed in float64 without
+    fused multiply-add, and rounded once to the dtype of ``y``. From ``a`` = 0.5 on it
+    is computed as ``x - (1 - a) * (x - y)``, the same number with its rounding errors
+    relative to the nearer end: but for signs of zero, 0 leaves ``y`` and 1 gives ``x``.
+    The bits do not depend on threads, alignment or instruction set; every NaN
+    becomes the same one. Within `FlatWeights`, integer and boolean parts of ``y`` stay
+    as they are.
+
+    >>> y = np.array([0.0, 2.0])
+    >>> lerp_(y, np.array([4.0, 2.0]), 0.25)
+    >>> y
+    array([1., 2.])
+
+    Args:
+        y: Array of any shape, C-contiguous and writable, or `FlatWeights` over a writable
+            buffer; float16, bfloat16, float32, float64 or complex.
+        x: Of the kind, shape and dtype of ``y``, C-contiguous; `FlatWeights` of the same
+            `Layout.digest`. It may be ``y``.
+        a: A finite real number; outside of 0 to 1 it extrapolates.
+
+    Raises:
+        TypeError: As `axpy_`.
+        ValueError: As `axpy_`.
+    """
+    template, parts = _read_y(y)
+    others = _read_x(x, template)
+    _core.lerp_(template.layout.code, template.packed, parts, others, _finite(a, "a"))
+
+
+def norm(x: Model) -> float:
+    """Return the square root of the sum of the squares of all numbers in ``x``.
+
+    Real and imaginary parts count alike; within `FlatWeights`, integer and boolean parts do
+    not. One pass over memory, without the GIL, in float64 for all dtypes: in blocks of
+    1024 over 16 lanes, added up in one order, so that the bits do not depend on threads,
+    alignment or instruction set. Sums of float64 are compensated (Neumaier, ZAMM 54, 1974),
+    which leaves an error of about one unit in the last place. Only where the sum has
+    overflowed, or has come so close to 0 that squares may have been lost, a second
+    pass scales by a power of two (Blue, "A Portable Fortran Program to Find the Euclidean
+    Norm of a Vector", ACM TOMS 4(1), 1978).
+
+    >>> norm(np.array([3.0, 4.0], np.float32))
+    5.0
+    >>> norm(np.full(4, 1e300))
+    2e+300
+
+    Args:
+        x: Array of any shape, C-contiguous, or `FlatWeights`; float16, bfloat16, float32,
+            float64 or complex.
+
+    Returns:
+        The norm: NaN or infinite if ``x`` holds such a number, infinite too where float64
+        does not reach so far, 0.0 if ``x`` is empty.
+
+    Raises:
+        TypeError: If ``x`` is neither, or has no floating dtype.
+        ValueError: If ``x`` is strided.
+    """
+    template, parts = _read(x, "x")
+    return _core.norm(template.layout.code, template.packed, parts)
+
+
+def clip_by_norm_(y: Model, max_norm: float) -> float:
+    """Scale ``y`` in place so that its `norm` is ``max_norm``, if it exceeds that.
+
+    Two passes over memory, without the GIL: `norm`, and only where it exceeds ``max_norm``,
+    `scale_` by ``max_norm / norm``. As the results are rounded, their norm may exceed
+    ``max_norm`` by a rounding error.
+
+    >>> y = np.array([3.0, 4.0])
+    >>> clip_by_norm_(y, 1.0)
+    5.0
+    >>> y
+    array([0.6, 0.8])
+
+    Args:
+        y: Array of any shape, C-contiguous and writable, or `FlatWeights` over a writable
+            buffer; float16, bfloat16, float32, float64 or complex.
+        max_norm: Not negative; infinity changes nothing.
+
+    Returns:
+        The norm before.
+
+    Raises:
+        TypeError: If ``y`` is neither, or has no floating dtype; or ``max_norm`` is no real
+            number.
+        ValueError: If ``y`` is read-only or strided, ``max_norm`` is negative or NaN, or the
+            norm is not finite; ``y`` is then as it was.
+    """
+    template, parts = _read_y(y)
+    most = _number(max_norm, "max_norm")
+    if not most >= 0:
+        raise ValueError(f"max_norm: expected a number that is not negative, got {max_norm!r}")
+    before = _core.clip_by_norm_(template.layout.code, template.packed, parts, most)
+    if not math.isfinite(before):
+        raise ValueError(f"y: expected a finite norm, got {before}")
+    return before
+
+
+def isfinite(x: Model) -> bool:
+    """Return whether ``x`` holds neither NaN nor infinity.
+
+    One pass over memory, without the GIL. Integer and boolean parts of `FlatWeights` are
+    finite. It replaces ``np.isfinite(x).all()`` without the temporary.
+
+    >>> isfinite(np.array([1.0, 2.0])), isfinite(np.array([1.0, np.nan]))
+    (True, False)
+
+    Args:
+        x: Array of any shape, C-contiguous, or `FlatWeights`; float16, bfloat16, float32,
+            float64 or complex.
+
+    Raises:
+        TypeError: If ``x`` is neither, or has no floating dtype.
+        ValueError: If ``x`` is strided.
+    """
+    template, parts = _read(x, "x")
+    return _core.isfinite(template.layout.code, template.packed, parts)
+
+
+def _memory(model: Any, where: str) -> tuple[Kind, NDArray[Any]]:
+    if isinstance(model, FlatWeights):
+        return Kind.FLAT_WEIGHTS, model.buffer
+    if isinstance(model, (np.ndarray, np.generic)) or hasattr(model, "__array__"):
+        return Kind.ARRAY, np.asarray(model)
+    raise TypeError(f"{where}: expected an array or FlatWeights, got {type(model).__name__}")
+
+
+def _read(model: Any, where: str) -> tuple[Template, list[NDArray[Any]]]:
+    """Return what ``model`` is, and its memory; strides are left for the kernels to refuse."""
+    _, memory = _memory(model, where)
+    return Template.of(model, where), [memory]
+
+
+def _read_y(y: Any) -> tuple[Template, list[NDArray[Any]]]:
+    if not isinstance(y, (np.ndarray, FlatWeights)):  # a converted copy would be written and lost
+        raise TypeError(f"y: expected a NumPy array or FlatWeights, got {type(y).__name__}")
+    return _read(y, "y")
+
+
+def _read_x(x: Any, template: Template) -> list[NDArray[Any]]:
+    """Return the memory of ``x``; dtype and shape of an array are left for the kernels."""
+    kind, memory = _memory(x, "x")
+    if kind is not template.kind:
+        raise TypeError(f"x: expected {template.kind.value}, got {kind.value}")
+    if kind is Kind.FLAT_WEIGHTS:
+        template.check_layout(x.layout, "x")
+    return [memory]
+
+
+def _number(value: Any, where: str) -> float:
+    """Return ``value`` as a float; texts, complex numbers and arrays are none."""
+    if type(value) is float:
+        return value
+    real = hasattr(value, "__float__") or hasattr(value, "__index__")
+    if isinstance(value, (np.ndarray, np.generic)):  # NumPy's texts know float() too
+        real = value.ndim == 0 and (is_floating(value.dtype) or is_integer(value.dtype))
+    if not real:
+        raise TypeError(f"{where}: expected a real number, got {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:  # an integer
+        return math.inf if value > 0 else -math.inf
+
+
+def _finite(value: Any, where: str) -> float:
+    number = _number(value, where)
+    if not math.isfinite(number):
+        raise ValueError(f"{where}: expected a finite number, got {value!r}")
+    return number

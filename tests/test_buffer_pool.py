@@ -1,0 +1,130 @@
+"""Memory of large results is used again, within a bound, and never while it is in use."""
+
+import gc
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import flatweights as fw
+from flatweights import _core
+
+SIZE = 1 << 20  # bytes; large enough to be kept
+MOST_KEPT = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def empty_pool():
+    gc.collect()
+    fw.clear_pool()
+    yield
+    fw.clear_pool()
+
+
+def address(array):
+    return array.__array_interface__["data"][0]
+
+
+def test_a_dropped_result_gives_its_memory_to_the_next():
+    sources = [np.ones(SIZE // 4, np.float32)] * 2
+    first = fw.average(sources)
+    place = address(first)
+    del first
+    assert _core.pool_bytes() >= SIZE
+    second = fw.average(sources)
+    assert address(second) == place
+    assert _core.pool_bytes() == 0
+    assert (second == 1).all()
+
+
+def test_memory_in_use_is_not_given_away():
+    sources = [np.ones(SIZE // 4, np.float32)] * 2
+    first = fw.average(sources)
+    view = first[7:9]
+    del first
+    gc.collect()
+    results = [fw.average([source * 0]) for source in sources]
+    assert all((result == 0).all() for result in results)
+    assert view.tolist() == [1, 1]
+
+
+def test_every_kind_of_result_comes_from_the_pool():
+    parts = [np.ones((64, 4096), np.float32), np.ones(3, np.float32)]
+    for make in (
+        lambda: fw.flatten(parts),
+        lambda: fw.average([parts[0]]),
+        lambda: fw.FlatWeights(parts),
+        lambda: fw.FlatWeights(parts).copy(),
+        lambda: fw.average([fw.FlatWeights(parts)]),
+    ):
+        fw.clear_pool()
+        made = make()
+        before = _core.pool_bytes()
+        del made
+        gc.collect()
+        assert _core.pool_bytes() > before
+
+
+def test_clear_pool_gives_everything_back():
+    del_me = fw.flatten([np.ones(SIZE)])
+    del del_me
+    assert _core.pool_bytes() > 0
+    fw.clear_pool()
+    assert _core.pool_bytes() == 0
+
+
+def test_small_results_are_not_kept():
+    small = fw.flatten([np.ones(100)])
+    del small
+    assert _core.pool_bytes() == 0
+
+
+def test_what_is_kept_is_bounded():
+    # Never touched, so no memory is behind these.
+    buffers = [_core.empty(MOST_KEPT // 4 - i * SIZE) for i in range(8)]
+    while buffers:
+        buffers.pop()
+        assert _core.pool_bytes() <= MOST_KEPT
+    assert _core.pool_bytes() > 0
+    huge = _core.empty(MOST_KEPT + SIZE)
+    del huge
+    assert _core.pool_bytes() <= MOST_KEPT
+
+
+def test_after_an_error_nothing_that_was_begun_is_lost():
+    sources = [np.ones(SIZE), np.ones(SIZE - 1)]
+    for _ in range(3):
+        with pytest.raises(ValueError, match="source 1"):
+            fw.average(sources)
+    gc.collect()
+    assert _core.pool_bytes() <= 2 * SIZE * 8, "one buffer, used again"
+
+
+def test_an_impossible_size_raises_and_what_was_kept_makes_room_first():
+    kept = fw.flatten([np.ones(SIZE)])
+    del kept
+    with pytest.raises(MemoryError):
+        _core.empty(1 << 60)
+    assert _core.pool_bytes() == 0
+
+
+def test_results_are_aligned_for_tensorflow_and_cache_lines():
+    for nbytes in (0, 1, 100, SIZE, 5 * SIZE + 1):
+        assert address(_core.empty(nbytes)) % 64 == 0
+
+
+def test_a_forked_child_can_use_the_pool():
+    code = (
+        "import os, warnings\n"
+        "warnings.simplefilter('ignore', DeprecationWarning)\n"
+        "import numpy as np, flatweights as fw\n"
+        "fw.flatten([np.ones(1 << 18)])\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    ok = fw.flatten([np.ones(1 << 18)]).sum() == 1 << 18\n"
+        "    os._exit(0 if ok else 1)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ), timeout=60)
