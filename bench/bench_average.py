@@ -3,6 +3,7 @@
 ``python -m bench.bench_average [--quick] [--json FILE] [--plot FILE]``
 """
 
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -63,9 +64,8 @@ def case(nbytes: int, count: int, dtype: Any, *, budget: float, tensorflow: bool
     )
 
 
-def main() -> None:
+def run(options: Namespace) -> None:
     """Run the bench."""
-    options = runner.arguments(__doc__ or "")
     cases: list[tuple[int, int, Any]] = [
         (1000, 4, np.float32),
         (MB, 4, np.float32),
@@ -85,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(runner.arguments(__doc__ or ""))

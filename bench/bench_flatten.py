@@ -3,6 +3,7 @@
 ``python -m bench.bench_flatten [--quick] [--json FILE] [--plot FILE]``
 """
 
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -51,9 +52,8 @@ def unflatten_contenders(parts: list[Any]) -> dict[str, Callable[[], Any]]:
     }
 
 
-def main() -> None:
+def run(options: Namespace) -> None:
     """Run the bench."""
-    options = runner.arguments(__doc__ or "")
     shapes: dict[str, models.Shapes] = {
         "policy": models.POLICY,
         "resnet20": models.resnet20(),
@@ -81,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(runner.arguments(__doc__ or ""))

@@ -3,6 +3,7 @@
 ``python -m bench.bench_inplace [--quick] [--json FILE] [--plot FILE]``
 """
 
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -146,9 +147,8 @@ OPERATIONS: dict[str, tuple[Callable[[Case], tuple[Contenders, Array]], int]] = 
 }
 
 
-def main() -> None:
+def run(options: Namespace) -> None:
     """Run the bench."""
-    options = runner.arguments(__doc__ or "")
     cases: list[tuple[int, Any]] = [(1000, np.float32), (MB, np.float32), (100 * MB, np.float32)]
     if not options.quick:
         cases += [(200 * MB, np.float64), (50 * MB, np.float16), (50 * MB, ml_dtypes.bfloat16)]
@@ -173,4 +173,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(runner.arguments(__doc__ or ""))

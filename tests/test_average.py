@@ -785,3 +785,35 @@ def test_an_out_of_other_parts_is_refused() -> None:
     frozen = fw.FlatWeights.wrap(read_only(w.buffer.copy()), w.layout)
     with pytest.raises(ValueError, match="out: expected a writable buffer, got a read-only one"):
         fw.average([w], out=frozen)
+
+
+class OnlyDLPack:
+    """An array of a library that NumPy knows nothing of."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+class OnlyInterface:
+    """An array by its ``__array_interface__``."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.__array_interface__ = array.__array_interface__
+
+
+@pytest.mark.parametrize("wrap", [OnlyDLPack, OnlyInterface, memoryview])
+def test_other_libraries_arrays_are_read_in_place(wrap: Callable[[np.ndarray], Any]) -> None:
+    arrays = [np.float32([1, 2, 3]), np.float32([3, 6, 9])]
+    foreign: list[Any] = [wrap(array) for array in arrays]
+    assert fw.average(foreign).tolist() == [2, 4, 6]
+    assert fw.average([{"w": one} for one in foreign])["w"].tolist() == [2, 4, 6]
+    assert fw.flatten(foreign).tolist() == [1, 2, 3, 3, 6, 9]
+    arrays[0][:] = 5
+    assert fw.average([foreign[0]]).tolist() == [5, 5, 5], "read in place, not copied when wrapped"

@@ -413,7 +413,7 @@ def _decompress(pickled: bytes) -> bytes:
 def named_arrays(parts: Parts) -> tuple[list[str], list[NDArray[Any]]]:
     """Return the names and the arrays of ``parts``, in order.
 
-    Arrays are taken as they are; what is not one goes through `numpy.asarray`.
+    Arrays are taken as they are; what is not one goes through `as_array`.
     """
     arrays = arrays_of(parts)
     names = parts.keys() if isinstance(parts, Mapping) else map(str, range(len(arrays)))
@@ -428,7 +428,19 @@ def arrays_of(parts: Parts) -> list[NDArray[Any]]:
         values = parts
     else:
         raise TypeError(f"expected a mapping or a sequence of arrays, got {type(parts).__name__}")
-    return [v if type(v) is np.ndarray else np.asarray(v) for v in values]
+    return [v if type(v) is np.ndarray else as_array(v) for v in values]
+
+
+def as_array(value: Any) -> NDArray[Any]:
+    """Return ``value`` as an array, reading it in place where it is in this process's memory.
+
+    Anything with the buffer protocol, ``__array_interface__`` or ``__array__`` (NumPy, eager
+    tensors of TensorFlow, PyTorch, JAX), or with ``__dlpack__`` on the CPU.
+    """
+    array = np.asarray(value)
+    if array.dtype == object and hasattr(value, "__dlpack__"):  # NumPy does not try by itself
+        return np.from_dlpack(value)
+    return array
 
 
 def _check_name(i: int, name: object) -> None:

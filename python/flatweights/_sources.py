@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from flatweights._dtypes import has_mean, is_integer
 from flatweights._flatten import new_vector
-from flatweights._layout import Layout, arrays_of
+from flatweights._layout import Layout, arrays_of, as_array
 from flatweights._weights import FlatWeights
+
+_ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__dlpack__")
 
 
 class Kind(Enum):
@@ -55,10 +57,10 @@ class Template:
             _check_flat_weights(source.layout, where)
             return cls(kind, source.layout)
         if kind is Kind.ARRAY:
-            array = np.asarray(source)
+            array = as_array(source)
             return _array_template(array.shape, array.dtype, where)
         keys = tuple(source) if kind is Kind.MAPPING else tuple(range(len(source)))
-        arrays = [np.asarray(source[key]) for key in keys]
+        arrays = [as_array(source[key]) for key in keys]
         shapes, dtypes = tuple(a.shape for a in arrays), tuple(a.dtype for a in arrays)
         return _parts_template(kind, keys, shapes, dtypes, where)
 
@@ -131,7 +133,7 @@ class Template:
             self.check_layout(source.layout, where)
             return [source.buffer]
         if kind is Kind.ARRAY:
-            return [np.asarray(source)]
+            return [as_array(source)]
         if kind is Kind.SEQUENCE:
             return arrays_of(source)
         if len(source) != len(self.keys) or any(key not in source for key in self.keys):
@@ -140,7 +142,7 @@ class Template:
             raise ValueError(
                 f"{where}: expected the keys of the first; missing {missing}, unknown {unknown}"
             )
-        return [np.asarray(source[key]) for key in self.keys]
+        return [as_array(source[key]) for key in self.keys]
 
     def check_layout(self, layout: Layout, where: str) -> None:
         """Raise `ValueError`, naming the first difference, unless the digests agree."""
@@ -201,11 +203,23 @@ def _kind_of(source: Any, where: str) -> Kind:
         return Kind.FLAT_WEIGHTS
     if isinstance(source, dict | Mapping):
         return Kind.MAPPING
-    if isinstance(source, (np.ndarray, np.generic)) or hasattr(source, "__array__"):
+    if isinstance(source, (list, tuple)):
+        return Kind.SEQUENCE
+    if any(hasattr(source, name) for name in _ARRAY_PROTOCOLS) or _has_buffer(source):
         return Kind.ARRAY
-    if isinstance(source, Sequence) and not isinstance(source, (str, bytes)):
+    if isinstance(source, Sequence) and not isinstance(source, (str, bytes, bytearray)):
         return Kind.SEQUENCE
     raise TypeError(
         f"{where}: expected an array, FlatWeights, a mapping of arrays or a sequence of arrays, "
         f"got {type(source).__name__}"
     )
+
+
+def _has_buffer(source: Any) -> bool:
+    if isinstance(source, (bytes, bytearray)):
+        return False
+    try:
+        memoryview(source)
+    except TypeError:
+        return False
+    return True
