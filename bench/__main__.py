@@ -7,9 +7,14 @@ Each bench puts its name before the ending of the files: ``out.json`` becomes
 from argparse import Namespace
 from pathlib import Path
 
-from bench import bench_average, bench_flatten, bench_inplace, runner
+from bench import bench_average, bench_contention, bench_flatten, bench_inplace, runner
 
-BENCHES = {"average": bench_average, "flatten": bench_flatten, "inplace": bench_inplace}
+BENCHES = {
+    "average": bench_average,
+    "flatten": bench_flatten,
+    "inplace": bench_inplace,
+    "contention": bench_contention,
+}
 
 
 def main() -> None:

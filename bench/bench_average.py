@@ -19,8 +19,18 @@ MB = 1_000_000
 def contenders(sources: list[Any], *, tensorflow: bool) -> dict[str, Callable[[], Any]]:
     """Return all ways to average ``sources``."""
     out, numpy_out, expression_out = (np.zeros_like(sources[0]) for _ in range(3))
+    threads = flatweights.get_num_threads()
+
+    def on_one_thread() -> Any:
+        flatweights.set_num_threads(1)
+        try:
+            return flatweights.average(sources, out=out)
+        finally:
+            flatweights.set_num_threads(threads)
+
     found: dict[str, Callable[[], Any]] = {
         runner.OURS: lambda: flatweights.average(sources, out=out),
+        f"{runner.OURS}, one thread": on_one_thread,
         f"{runner.OURS}, fresh result": lambda: flatweights.average(sources),
         f"{runner.OURS}, weighted": lambda: flatweights.average(
             sources, [1.0 + 1e-9 * k for k in range(len(sources))], out=out
@@ -76,7 +86,7 @@ def run(options: Namespace) -> None:
     if options.quick:
         cases = [(MB, 4, np.float32), (100 * MB, 4, np.float32), (50 * MB, 4, np.float16)]
     else:
-        cases += [(400 * MB, 4, np.float32), (10 * MB, 64, np.float32)]
+        cases += [(400 * MB, 4, np.float32), (10 * MB, 64, np.float32), (MB, 4, np.float64)]
     limits = machine.limits(rounds=3 if options.quick else 7)
     rows = []
     for nbytes, count, dtype in cases:

@@ -270,19 +270,3 @@ assert n.tolist() == [0]
 """
     printed = run_python(code, clean_environment(FLATWEIGHTS_NUM_THREADS=text)).splitlines()
     assert printed == [f"FLATWEIGHTS_NUM_THREADS: expected a positive number, got '{text}'"] * 6
-
-
-def test_a_child_after_fork_may_use_threads() -> None:
-    code = """
-import os
-import numpy as np
-import flatweights as fw
-fw.set_num_threads(3)
-sources = [np.full(2_000_000, v, np.float32) for v in (1, 3)]
-assert np.all(fw.average(sources) == 2)
-child = os.fork()
-if child == 0:
-    os._exit(0 if np.all(fw.average(sources) == 2) else 1)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    assert run_python(code).split() == ["0"]
