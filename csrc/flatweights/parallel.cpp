@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "flatweights/float_environment.hpp"
 #include "flatweights/thread_pool.hpp"
 
 #ifdef __linux__
@@ -112,6 +113,7 @@ void detail::run(std::size_t size, std::size_t grain, Body body, void* context) 
   const std::size_t shares = size / std::max<std::size_t>(grain, 1);
   const auto threads = static_cast<unsigned>(std::min<std::size_t>(num_threads(), shares));
   if (threads <= 1) {
+    const DefaultFloatEnvironment standard;
     body(context, 0, size);
     return;
   }

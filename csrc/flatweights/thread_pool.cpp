@@ -7,6 +7,8 @@
 #include <system_error>
 #include <thread>
 
+#include "flatweights/float_environment.hpp"
+
 namespace flatweights {
 namespace {
 
@@ -49,6 +51,7 @@ ThreadPool& ThreadPool::instance() {
 }
 
 void ThreadPool::Job::work() noexcept {
+  const DefaultFloatEnvironment standard;
   for (;;) {
     const std::size_t begin = next.fetch_add(chunk, std::memory_order_relaxed);
     if (begin >= size) return;
@@ -60,6 +63,7 @@ void ThreadPool::run(std::size_t size, std::size_t chunk, unsigned threads, Body
                      void* context) {
   const std::unique_lock<std::mutex> only(one_job_, std::try_to_lock);
   if (!only.owns_lock() || threads < 2) {
+    const DefaultFloatEnvironment standard;
     body(context, 0, size);
     return;
   }
