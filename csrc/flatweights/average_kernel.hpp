@@ -12,7 +12,11 @@ namespace flatweights {
 namespace {
 
 inline constexpr std::size_t kBlock = 1024;  // a block's sums stay in the first cache
-inline constexpr std::size_t kGroup = 4;     // sources whose sum is kept in a register
+// Each source of a block is read from a page or more: with many sources, larger blocks
+// win more from the hardware that follows streams than their sums lose to the second cache.
+inline constexpr std::size_t kMostBlock = 4 * kBlock;
+inline constexpr std::size_t kManySources = 8;
+inline constexpr std::size_t kGroup = 4;  // sources whose sum is kept in a register
 
 // What is added up for one element.
 struct Sum {
@@ -61,7 +65,7 @@ template <class T, std::size_t Count, bool First>
 inline void add_sources(double* __restrict total, double* __restrict lost,
                         const std::byte* const* sources, const double* weights, std::size_t begin,
                         std::size_t count) noexcept {
-  if (count > kBlock) __builtin_unreachable();
+  if (count > kMostBlock) __builtin_unreachable();
   const std::byte* source[Count];
   double weight[Count];
   for (std::size_t k = 0; k < Count; ++k) {
@@ -101,14 +105,14 @@ template <class T, bool Multiply>
 }
 
 // Writes `value(i, marks)`, rounded to T once, to `out[begin, begin + count)`, count <=
-// kBlock. Returns the bits that the calls have set in `marks`.
+// kMostBlock. Returns the bits that the calls have set in `marks`.
 template <class T, class Value>
 inline std::uint64_t round_block(std::byte* __restrict out, std::size_t begin, std::size_t count,
                                  Value value) noexcept {
-  if (count > kBlock) __builtin_unreachable();
+  if (count > kMostBlock) __builtin_unreachable();
   std::uint64_t marks = 0;
   if constexpr (is_half<T>) {
-    alignas(kLine) std::uint32_t odd[kBlock];
+    alignas(kLine) std::uint32_t odd[kMostBlock];
     for (std::size_t i = 0; i < count; ++i) odd[i] = round_to_odd(value(i, marks));
     narrow_block<T>(odd, count, out, begin);
   } else {
@@ -204,7 +208,7 @@ class Group {
   std::size_t begin_;
   std::size_t count_;
   const std::byte* sources_[kGroup] = {};
-  alignas(kLine) float wide_[is_half<T> ? kGroup : 1][is_half<T> ? kBlock : 1];
+  alignas(kLine) float wide_[is_half<T> ? kGroup : 1][is_half<T> ? kMostBlock : 1];
 };
 
 // Writes the means of one block to `out[to, to + size)`; returns whether all sums are
@@ -216,8 +220,8 @@ inline bool average_block(std::byte* out, std::size_t to, const std::byte* const
   if (count <= kGroup)
     return Group<T>(sources, count, begin, size)
         .template finish<true>(out, to, nullptr, nullptr, weights, divisor);
-  alignas(kLine) double total[kBlock];
-  alignas(kLine) double lost[std::is_same_v<T, double> ? kBlock : 1];
+  alignas(kLine) double total[kMostBlock];
+  alignas(kLine) double lost[std::is_same_v<T, double> ? kMostBlock : 1];
   static constexpr double kOnes[kGroup] = {1, 1, 1, 1};
   const auto from = [weights](std::size_t k) { return weights == nullptr ? kOnes : weights + k; };
   Group<T>(sources, kGroup, begin, size).template add<true>(total, lost, from(0));
@@ -235,19 +239,20 @@ bool average_range(std::byte* out, const std::byte* const* sources, const double
                    std::size_t count, double total, std::size_t begin, std::size_t end,
                    bool stream) noexcept {
   const Divisor divisor(total);
-  alignas(kLine) std::byte lines[kBlock * sizeof(T)];
+  alignas(kLine) std::byte lines[kMostBlock * sizeof(T)];
   bool finite = true;
   // The first block ends where a line of `out` does, so that whole ones follow.
   const std::size_t head = bytes_to_line(out + begin * sizeof(T));
   if (head % sizeof(T) != 0) stream = false;  // lines begin within elements
-  std::size_t most = stream && head > 0 ? head / sizeof(T) : kBlock;
-  for (; begin < end; most = kBlock) {
+  const std::size_t block = count > kManySources ? kMostBlock : kBlock;
+  std::size_t most = stream && head > 0 ? head / sizeof(T) : block;
+  for (; begin < end; most = block) {
     const std::size_t size = end - begin < most ? end - begin : most;
     // Through `lines`, since `out` may be a source: the loops then know that what they
     // write is nothing that they read.
     finite &= average_block<T>(lines, 0, sources, weights, count, divisor, begin, size);
-    if (stream && size == kBlock)
-      stream_lines(out + begin * sizeof(T), lines, sizeof(lines));
+    if (stream && size == block)
+      stream_lines(out + begin * sizeof(T), lines, size * sizeof(T));
     else
       std::memcpy(out + begin * sizeof(T), lines, size * sizeof(T));
     begin += size;
