@@ -13,9 +13,6 @@ from typing import NamedTuple
 
 import pytest
 
-pytest.importorskip("ray")
-pytest.importorskip("tensorflow")
-
 COMMAND = [sys.executable, "-m", "flatweights.cli", "demo"]
 TIMEOUT_S = 300
 LAST_LINE = re.compile(r"test accuracy (\d\.\d{4}), SHA-256 of the weights ([0-9a-f]{64})")

@@ -56,17 +56,6 @@ bool average_arrays_into(const BoundLayout& bound, bool packed, const py::list& 
   return run(bound, out_slots, table, weights, total);
 }
 
-std::size_t screen(const BoundLayout& bound, const std::vector<std::byte*>& slots) {
-  check_environment();
-  std::vector<ScreenedPart> parts;
-  parts.reserve(slots.size());
-  for (std::size_t i = 0; i < slots.size(); ++i)
-    parts.push_back(
-        ScreenedPart{bound.layout.slots()[i].dtype, bound.layout.slots()[i].size, slots[i]});
-  const py::gil_scoped_release nogil;
-  return first_nonfinite(parts);
-}
-
 }  // namespace
 
 void bind_average(py::module_& m) {
@@ -75,8 +64,10 @@ void bind_average(py::module_& m) {
   m.def(
       "first_nonfinite",
       [](const BoundLayout& bound, bool packed, const py::list& parts, std::size_t source) {
-        return screen(bound, check_model(parts, bound, packed, static_cast<std::ptrdiff_t>(source),
-                                         Access::kRead));
+        const auto screened =
+            read_parts<ScreenedPart>(parts, bound, packed, static_cast<std::ptrdiff_t>(source));
+        const py::gil_scoped_release nogil;
+        return first_nonfinite(screened);
       },
       py::arg("layout"), py::arg("packed"), py::arg("parts"), py::arg("source"));
 }

@@ -35,20 +35,6 @@ std::vector<InPlacePart> check_y_and_x(const BoundLayout& bound, bool packed, co
   return parts_of(bound, written, {read.begin(), read.end()});
 }
 
-// The parts of `x` as `Part`, which is made of dtype, size and memory.
-template <class Part>
-std::vector<Part> check_x(const BoundLayout& bound, bool packed, const py::list& x) {
-  const auto slots = check_model(x, bound, packed, Place::kX, Access::kRead);
-  check_environment();
-  std::vector<Part> parts;
-  parts.reserve(slots.size());
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    const Slot& slot = bound.layout.slots()[i];
-    parts.push_back(Part{slot.dtype, slot.size, slots[i]});
-  }
-  return parts;
-}
-
 }  // namespace
 
 void bind_inplace(py::module_& m) {
@@ -79,7 +65,7 @@ void bind_inplace(py::module_& m) {
   m.def(
       "norm",
       [](const BoundLayout& bound, bool packed, const py::list& x) {
-        const auto parts = check_x<NormPart>(bound, packed, x);
+        const auto parts = read_parts<NormPart>(x, bound, packed, Place::kX);
         const py::gil_scoped_release nogil;
         return norm(parts);
       },
@@ -95,7 +81,7 @@ void bind_inplace(py::module_& m) {
   m.def(
       "isfinite",
       [](const BoundLayout& bound, bool packed, const py::list& x) {
-        const auto parts = check_x<ScreenedPart>(bound, packed, x);
+        const auto parts = read_parts<ScreenedPart>(x, bound, packed, Place::kX);
         const py::gil_scoped_release nogil;
         return first_nonfinite(parts) == parts.size();
       },
