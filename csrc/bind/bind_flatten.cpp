@@ -48,15 +48,13 @@ py::array part_at(const py::list& parts, std::size_t i) {
                                              : as_array(parts[i], part_text(i));
 }
 
-bool is_real(DType dtype) { return is_averaged(dtype) && reals_per_element(dtype) == 1; }
-
 // Whether `copy`, from an array of dtype `from` to one of dtype `to`, can be carried out
 // by the core: bytes, or real numbers to be converted. Sets its dtypes.
 bool plan_dtypes(Copy& copy, const py::dtype& to, const py::dtype& from) {
   if (same_dtype(to, from)) return true;
   copy.to_dtype = classify(to);
   copy.from_dtype = classify(from);
-  return is_real(copy.to_dtype) && is_real(copy.from_dtype);
+  return can_convert(copy.to_dtype, copy.from_dtype);
 }
 
 // The bytes that `array`'s elements lie in, strided as they may be.

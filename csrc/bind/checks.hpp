@@ -46,6 +46,14 @@ void check_environment();
 
 [[nodiscard]] bool same_dtype(const py::dtype& a, const py::dtype& b);
 
+// Whether the core converts between two dtypes that differ: real numbers.
+[[nodiscard]] constexpr bool can_convert(DType a, DType b) {
+  const auto is_real = [](DType dtype) {
+    return is_averaged(dtype) && reals_per_element(dtype) == 1;
+  };
+  return is_real(a) && is_real(b);
+}
+
 // "float32 (64,)"
 [[nodiscard]] std::string describe(const py::array& array);
 [[nodiscard]] std::string describe(const py::dtype& dtype, const std::vector<std::size_t>& shape);

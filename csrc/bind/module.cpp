@@ -12,4 +12,5 @@ PYBIND11_MODULE(_core, m) {
   flatweights::bind::bind_inplace(m);
   flatweights::bind::bind_running_average(m);
   flatweights::bind::bind_parallel(m);
+  flatweights::bind::bind_variables(m);
 }

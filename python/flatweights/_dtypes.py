@@ -34,6 +34,11 @@ def is_integer(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "biu"
 
 
+def is_averaged(dtype: np.dtype[Any]) -> bool:
+    """Whether ``dtype`` is one that the core computes with, rather than merely moves."""
+    return dtype.isnative and (dtype.name == "bfloat16" or dtype.char in "efdFD")
+
+
 def encode_dtype(dtype: np.dtype[Any]) -> str:
     """Return a text for ``dtype`` that is the same in every process and on every machine.
 

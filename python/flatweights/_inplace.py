@@ -40,7 +40,7 @@ def scale_(y: Model, a: float) -> None:
         ValueError: If ``y`` is read-only or strided, or ``a`` is not finite.
     """
     template, parts = _read_y(y)
-    _core.scale_(template.layout.code, template.packed, parts, _finite(a, "a"))
+    _core.scale_(template.layout.code, template.packed, parts, finite(a, "a"))
 
 
 def axpy_(y: Model, a: float, x: Model) -> None:
@@ -75,7 +75,7 @@ def axpy_(y: Model, a: float, x: Model) -> None:
     """
     template, parts = _read_y(y)
     others = _read_x(x, template)
-    _core.axpy_(template.layout.code, template.packed, parts, _finite(a, "a"), others)
+    _core.axpy_(template.layout.code, template.packed, parts, finite(a, "a"), others)
 
 
 def lerp_(y: Model, x: Model, a: float) -> None:
@@ -108,7 +108,7 @@ def lerp_(y: Model, x: Model, a: float) -> None:
     """
     template, parts = _read_y(y)
     others = _read_x(x, template)
-    _core.lerp_(template.layout.code, template.packed, parts, others, _finite(a, "a"))
+    _core.lerp_(template.layout.code, template.packed, parts, others, finite(a, "a"))
 
 
 def norm(x: Model) -> float:
@@ -247,7 +247,13 @@ def _number(value: Any, where: str) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _finite(value: Any, where: str) -> float:
+def finite(value: Any, where: str) -> float:
+    """Return ``value`` as a float.
+
+    Raises:
+        TypeError: If it is no real number.
+        ValueError: If it is not finite.
+    """
     number = _number(value, where)
     if not math.isfinite(number):
         raise ValueError(f"{where}: expected a finite number, got {value!r}")

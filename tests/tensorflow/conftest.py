@@ -9,3 +9,10 @@ from tf_models import BUILDERS, Model
 def build(request: pytest.FixtureRequest) -> Callable[[Mapping[str, Any]], Model]:
     """Builds variables of given values, eagerly or in a graph with a session."""
     return BUILDERS[request.param]
+
+
+@pytest.fixture(params=["bound", "ops"], autouse=True)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Forces the way in which weights are moved: every test here runs on both."""
+    monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", request.param)
+    return request.param

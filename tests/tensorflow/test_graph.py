@@ -153,7 +153,7 @@ def test_uninitialized_variables_are_named(graph):
 def test_a_closed_session_raises_and_another_serves(graph):
     weights = TensorFlowVariables(variable("a", 1.0), initialized())
     weights.sess.close()
-    with pytest.raises(RuntimeError, match="closed Session"):
+    with pytest.raises(RuntimeError, match="session is closed"):
         weights.get_flat()
     weights.set_session(initialized())
     assert weights.get_flat() == [1]

@@ -1,56 +1,87 @@
-"""Eager variables, moved by one `tf.function` that reads and one that writes."""
+"""Operations on eager variables: one `tf.function` for each group that reads, one that writes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
+from tensorflow.python.eager import context as eager_context
 
-from flatweights._layout import Layout
-from flatweights.tensorflow._transport import Transport
+from flatweights.tensorflow._groups import Group
+from flatweights.tensorflow._library import Library
+from flatweights.tensorflow._operations import Operations
 
 
-class EagerTransport(Transport):
-    """Reads and writes eager variables; each function is traced once."""
+class EagerOperations(Operations):
+    """Reads and writes eager variables; each function is traced once, at its first use."""
 
-    def __init__(self, variables: Sequence[tf.Variable], layout: Layout) -> None:
-        """Take ``variables`` in the order of the slots of ``layout``."""
-        super().__init__(variables, layout)
+    def __init__(
+        self, variables: Sequence[tf.Variable], groups: list[Group], library: Library | None
+    ) -> None:
+        """Take ``variables`` in the order of the slots of their layout, and in ``groups``."""
+        self.groups = groups
+        self.context = eager_context.context()
         self._variables = list(variables)
-        groups = self._groups  # the functions hold no reference to self: no cycle
+        self._library = library
+        self._functions = {id(group): _Functions(group) for group in groups}
 
-        def read() -> list[tf.Tensor]:
-            return [group.concat() for group in groups]
+    def check(self) -> None:
+        """Wait for operations that this thread dispatched to run later."""
+        if tf.inside_function():
+            raise RuntimeError(
+                "inside a tf.function weights would be moved once, when it is traced, and never "
+                "again: call this outside"
+            )
+        if self.context.is_async():
+            self.context.executor.wait()
 
-        def write(*vectors: tf.Tensor) -> None:
-            for group, vector in zip(groups, vectors, strict=True):
-                for variable, value in zip(group.variables, group.split(vector), strict=True):
-                    variable.assign(value, read_value=False)
+    def place(self) -> object:
+        """Return the one place there is."""
+        return None
 
-        signature = [tf.TensorSpec([group.layout.size], group.dtype) for group in groups]
-        self._read_function = tf.function(read, autograph=False)
-        self._write_function = tf.function(write, autograph=False, input_signature=signature)
-
-    def _read(self) -> list[NDArray[Any]]:
+    def bind(self, groups: Sequence[Group]) -> list[NDArray[np.int64]]:
+        """Run the op for each variable of ``groups``."""
+        assert self._library is not None
         with _eagerly():
-            return [np.asarray(vector) for vector in self._read_function()]
+            return [
+                np.asarray(self._library.bind(variable.handle))
+                for group in groups
+                for variable in group.variables
+            ]
 
-    def _write(self, vectors: list[NDArray[Any]]) -> None:
+    def read(self, groups: Sequence[Group]) -> list[NDArray[Any]]:
+        """Run one concat per group."""
         with _eagerly():
-            self._write_function(*(tf.convert_to_tensor(vector) for vector in vectors))
+            return [np.asarray(self._functions[id(group)].read()) for group in groups]
 
-    def _write_some(self, values: dict[int, NDArray[Any]]) -> None:
+    def write(self, groups: Sequence[Group], vectors: Sequence[NDArray[Any]]) -> None:
+        """Run one split per group."""
+        with _eagerly():
+            tensors = [tf.convert_to_tensor(vector) for vector in vectors]
+            for group, tensor in zip(groups, tensors, strict=True):
+                self._functions[id(group)].write(tensor)
+
+    def write_some(self, values: Mapping[int, NDArray[Any]]) -> None:
+        """Assign each."""
         with _eagerly():
             for i, value in values.items():
                 self._variables[i].assign(value, read_value=False)
 
 
+class _Functions:
+    """The functions of one group; they hold no reference to their owner: no cycle."""
+
+    def __init__(self, group: Group) -> None:
+        def write(vector: tf.Tensor) -> None:
+            for variable, value in zip(group.variables, group.split(vector), strict=True):
+                variable.assign(value, read_value=False)
+
+        signature = [tf.TensorSpec([group.layout.size], group.dtype)]
+        self.read = tf.function(group.concat, autograph=False)
+        self.write = tf.function(write, autograph=False, input_signature=signature)
+
+
 def _eagerly() -> Any:
     """Return a context in which calls run at once, also within ``with Graph().as_default()``."""
-    if tf.inside_function():
-        raise RuntimeError(
-            "inside a tf.function weights would be moved once, when it is traced, and never "
-            "again: call this outside"
-        )
     return tf.__internal__.eager_context.eager_mode()

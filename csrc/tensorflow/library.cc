@@ -1,0 +1,93 @@
+// The op library: one source, since TensorFlow's headers cost seconds for each.
+
+#include <dlfcn.h>
+
+#include <exception>
+
+#include "alias_buffer.hpp"
+#include "bound_ids.hpp"
+#include "locked_variables.hpp"
+#include "variables_api.hpp"
+
+namespace flatweights {
+namespace {
+
+// TensorFlow's C interface to eager execution is in a library that wheels do not offer for
+// linking, but that is in the process.
+struct ExecutorFunctions {
+  void* (*executor_of_thread)(void* context);
+  bool (*is_async)(void* executor);
+  void (*destroy)(void* executor);
+
+  ExecutorFunctions() {
+    void* library = dlopen("libtensorflow_cc.so.2", RTLD_LAZY | RTLD_NOLOAD);
+    if (library == nullptr) library = RTLD_DEFAULT;
+    find(library, "TFE_ContextGetExecutorForThread", executor_of_thread);
+    find(library, "TFE_ExecutorIsAsync", is_async);
+    find(library, "TFE_DeleteExecutor", destroy);
+  }
+
+  [[nodiscard]] bool found() const {
+    return executor_of_thread != nullptr && is_async != nullptr && destroy != nullptr;
+  }
+
+  static const ExecutorFunctions& instance() {
+    static const ExecutorFunctions functions;
+    return functions;
+  }
+
+ private:
+  template <class Function>
+  static void find(void* library, const char* name, Function& function) {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+  }
+};
+
+bool is_async(void* context) {
+  const ExecutorFunctions& functions = ExecutorFunctions::instance();
+  void* const executor = functions.executor_of_thread(context);
+  const bool async = functions.is_async(executor);
+  functions.destroy(executor);
+  return async;
+}
+
+// No exception crosses into code of another compiler.
+template <class F>
+auto without_exceptions(VariableFailure* failure, F&& body) -> decltype(body()) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    fail(failure, VariableTrouble::kOther, 0, error.what());
+    return nullptr;
+  }
+}
+
+Variables* make(const WantedVariable* wanted, std::size_t count, VariableFailure* failure) {
+  return without_exceptions(failure, [&] { return make_variables(wanted, count, failure); });
+}
+
+LockedVariables* lock(Variables* variables, VariableAccess access, const std::size_t* chosen,
+                      std::size_t count, const VariableAlias* alias, VariableMemory* memory,
+                      VariableFailure* failure) {
+  return without_exceptions(failure, [&] {
+    return lock_variables(variables, access, chosen, count, alias, memory, failure);
+  });
+}
+
+}  // namespace
+}  // namespace flatweights
+
+extern "C" __attribute__((visibility("default"))) const flatweights::VariablesApi*
+flatweights_variables_api() {
+  namespace fw = flatweights;
+  static const fw::VariablesApi api{
+      fw::kVariablesApiVersion,
+      fw::BoundIds::instance().nonce(),
+      &fw::make,
+      [](fw::Variables* variables) { delete variables; },
+      &fw::lock,
+      &fw::unlock_variables,
+      fw::ExecutorFunctions::instance().found() ? &fw::is_async : nullptr,
+  };
+  return &api;
+}

@@ -1,0 +1,212 @@
+// Variables that are bound, and the locks that a gather or a scatter holds on them.
+//
+// TensorFlow lets several locks be held if they are taken in the order of the mutexes'
+// addresses (resource_var.h), as its own optimizers do. Here all are, from the first check
+// to the last byte: nothing is half-written, and a gather sees all of a scatter or nothing.
+#pragma once
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "alias_buffer.hpp"
+#include "bound_ids.hpp"
+#include "variables_api.hpp"
+
+namespace flatweights {
+
+struct BoundVariable {
+  tensorflow::core::WeakPtr<tensorflow::Var> variable;
+  tensorflow::DataType dtype;
+  tensorflow::TensorShape shape;
+};
+
+// In the order of their mutexes' addresses; `index` is the position that the caller knows.
+class Variables {
+ public:
+  struct Entry {
+    BoundVariable bound;
+    std::size_t index;
+  };
+  std::vector<Entry> entries;
+};
+
+// As NumPy would say it: "float64 (64,)".
+inline std::string describe(tensorflow::DataType dtype, const tensorflow::TensorShape& shape) {
+  std::string text = tensorflow::DataTypeString(dtype);
+  if (dtype == tensorflow::DT_FLOAT) text = "float32";
+  if (dtype == tensorflow::DT_DOUBLE) text = "float64";
+  if (dtype == tensorflow::DT_HALF) text = "float16";
+  text += " (";
+  for (int i = 0; i < shape.dims(); ++i)
+    text += (i > 0 ? ", " : "") + std::to_string(shape.dim_size(i));
+  return text + (shape.dims() == 1 ? ",)" : ")");
+}
+
+inline void fail(VariableFailure* failure, VariableTrouble trouble, std::size_t index,
+                 const std::string& text = "") {
+  failure->trouble = trouble;
+  failure->index = index;
+  std::snprintf(failure->text, sizeof failure->text, "%s", text.c_str());
+}
+
+inline Variables* make_variables(const WantedVariable* wanted, std::size_t count,
+                                 VariableFailure* failure) {
+  auto variables = std::make_unique<Variables>();
+  std::vector<std::pair<const void*, std::size_t>> order;  // a mutex's address, a position
+  std::vector<BoundVariable> found(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    found[i].variable = BoundIds::instance().take(wanted[i].id);
+    found[i].dtype = static_cast<tensorflow::DataType>(wanted[i].dtype);
+    for (int d = 0; d < wanted[i].rank; ++d) found[i].shape.AddDim(wanted[i].dims[d]);
+    const auto variable = found[i].variable.GetNewRef();
+    if (variable == nullptr) {
+      fail(failure, VariableTrouble::kGone, i);
+      return nullptr;
+    }
+    order.emplace_back(variable->mu(), i);
+  }
+  std::sort(order.begin(), order.end());
+  for (std::size_t i = 1; i < count; ++i) {
+    if (order[i].first == order[i - 1].first) {
+      fail(failure, VariableTrouble::kOther, order[i].second, "the same variable twice");
+      return nullptr;
+    }
+  }
+  variables->entries.reserve(count);
+  for (const auto& [mutex, i] : order) variables->entries.push_back({std::move(found[i]), i});
+  return variables.release();
+}
+
+class LockedVariables {
+ public:
+  LockedVariables() = default;
+  LockedVariables(const LockedVariables&) = delete;
+  LockedVariables& operator=(const LockedVariables&) = delete;
+
+  // Old values are dropped last, without a lock: that may run an owner's code.
+  ~LockedVariables() {
+    for (const Held& held : held_) {
+      if (held.exclusive)
+        held.variable->mu()->unlock();
+      else
+        held.variable->mu()->unlock_shared();
+    }
+  }
+
+  void reserve(std::size_t count) { held_.reserve(count); }
+
+  // Locks and checks one variable; false, and nothing of it locked, after a failure.
+  bool add(const Variables::Entry& entry, VariableAccess access, const VariableAlias* alias,
+           const std::shared_ptr<AliasOwner>& owner, VariableMemory* memory,
+           VariableFailure* failure);
+
+  void commit() noexcept {
+    for (auto& [variable, value] : values_) std::swap(*variable->tensor(), value);
+  }
+
+ private:
+  struct Held {
+    tensorflow::core::RefCountPtr<tensorflow::Var> variable;
+    bool exclusive;
+  };
+  struct Value {
+    tensorflow::Var* variable;
+    tensorflow::Tensor tensor;
+  };
+
+  std::vector<Held> held_;
+  std::vector<Value> values_;  // what variables get when it is committed
+};
+
+// Sparse updates write in place while they hold the lock shared, so reading such
+// a variable wants it alone.
+inline bool lock_for(tensorflow::Var& variable, VariableAccess access) {
+  if (access == VariableAccess::kRead) {
+    if (!variable.copy_on_read_mode.load()) {
+      variable.mu()->lock_shared();
+      // The mode is switched on under the exclusive lock, and never off.
+      if (!variable.copy_on_read_mode.load()) return false;
+      variable.mu()->unlock_shared();
+    }
+  }
+  variable.mu()->lock();
+  return true;
+}
+
+inline bool LockedVariables::add(const Variables::Entry& entry, VariableAccess access,
+                                 const VariableAlias* alias,
+                                 const std::shared_ptr<AliasOwner>& owner, VariableMemory* memory,
+                                 VariableFailure* failure) {
+  const BoundVariable& bound = entry.bound;
+  auto variable = bound.variable.GetNewRef();
+  if (variable == nullptr) {
+    fail(failure, VariableTrouble::kGone, entry.index);
+    return false;
+  }
+  tensorflow::Var& locked = *variable;
+  const bool exclusive = lock_for(locked, access);
+  held_.push_back({std::move(variable), exclusive});
+
+  const tensorflow::Tensor& value = *locked.tensor();
+  if (!locked.is_initialized || !value.IsInitialized()) {
+    fail(failure, VariableTrouble::kUninitialized, entry.index);
+    return false;
+  }
+  if (value.dtype() != bound.dtype || value.shape() != bound.shape) {
+    fail(failure, VariableTrouble::kOther, entry.index, describe(value.dtype(), value.shape()));
+    return false;
+  }
+  VariableMemory& where = memory[entry.index];
+  where = {nullptr, nullptr};
+  if (value.NumElements() == 0) return true;
+  if (alias != nullptr && alias->data[entry.index] != nullptr && !locked.copy_on_read_mode.load()) {
+    auto* const buffer = new AliasBuffer(alias->data[entry.index], value.TotalBytes(), owner);
+    values_.push_back({&locked, tensorflow::Tensor(bound.dtype, bound.shape, buffer)});
+    buffer->Unref();  // the tensor has taken its own reference
+    return true;
+  }
+  if (access == VariableAccess::kRead || value.RefCountIsOne()) {
+    where.data = value.data();
+    return true;
+  }
+  tensorflow::Tensor fresh(bound.dtype, bound.shape);
+  if (!fresh.IsInitialized()) {
+    fail(failure, VariableTrouble::kOther, entry.index, "no memory for a new value");
+    return false;
+  }
+  where.data = fresh.data();
+  if (access == VariableAccess::kUpdate) where.before = value.data();
+  values_.push_back({&locked, std::move(fresh)});
+  return true;
+}
+
+inline LockedVariables* lock_variables(Variables* variables, VariableAccess access,
+                                       const std::size_t* chosen, std::size_t count,
+                                       const VariableAlias* alias, VariableMemory* memory,
+                                       VariableFailure* failure) {
+  const std::vector<Variables::Entry>& entries = variables->entries;
+  // First: from here on the owner is released, whatever happens.
+  std::shared_ptr<AliasOwner> owner;
+  if (alias != nullptr) owner = std::make_shared<AliasOwner>(alias->owner, alias->release);
+  auto locked = std::make_unique<LockedVariables>();
+  std::vector<char> wanted(chosen == nullptr ? 0 : entries.size());
+  for (std::size_t i = 0; chosen != nullptr && i < count; ++i) wanted[chosen[i]] = 1;
+  locked->reserve(chosen == nullptr ? entries.size() : count);
+  for (const Variables::Entry& entry : entries) {
+    if (chosen != nullptr && wanted[entry.index] == 0) continue;
+    if (!locked->add(entry, access, alias, owner, memory, failure)) return nullptr;
+  }
+  return locked.release();
+}
+
+inline void unlock_variables(LockedVariables* locked, bool commit) noexcept {
+  if (commit) locked->commit();
+  delete locked;
+}
+
+}  // namespace flatweights

@@ -1,0 +1,87 @@
+// What the op library offers to the Python bindings: plain C++17 data and functions, so that
+// the two may differ in compiler, language standard and what they link.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace flatweights {
+
+// Raised with every change to this file; libraries of another version are not used.
+inline constexpr std::uint32_t kVariablesApiVersion = 1;
+
+// The exported function, `const VariablesApi*()`.
+inline constexpr char kVariablesApiSymbol[] = "flatweights_variables_api";
+
+class Variables;        // variables that have been bound
+class LockedVariables;  // some of them, during one gather or scatter
+
+// A variable to bind.
+struct WantedVariable {
+  std::int64_t id;  // what the op FlatweightsBindVariable returned
+  int dtype;        // tensorflow::DataType
+  int rank;
+  const std::int64_t* dims;
+};
+
+enum class VariableAccess {
+  kRead,
+  kOverwrite,  // what the variables held may be lost
+  kUpdate,
+};
+
+// Where a locked variable's elements are.
+struct VariableMemory {
+  void* data;          // null where there is nothing to move
+  const void* before;  // the value, to be copied to `data` before it is updated; else null
+};
+
+enum class VariableTrouble {
+  kNone,
+  kGone,           // destroyed: to be bound again
+  kUninitialized,  // exists, has no value
+  kOther,          // another dtype, shape or memory; see `text`
+};
+
+struct VariableFailure {
+  VariableTrouble trouble;
+  std::size_t index;  // of the variable
+  char text[256];     // what was found, such as "float64 (64,)"
+};
+
+// Memory that variables may alias instead of copying it.
+struct VariableAlias {
+  const void* const* data;       // for each variable; null where it is to be copied
+  void* owner;                   // keeps all of `data` alive
+  void (*release)(void* owner);  // called once, on any thread, when none aliases it
+};
+
+struct VariablesApi {
+  std::uint32_t version;
+
+  // Part of what the op returns: an id means nothing in another process.
+  std::int64_t nonce;
+
+  // Binds variables, consuming their ids; null after a failure.
+  Variables* (*make)(const WantedVariable* wanted, std::size_t count, VariableFailure* failure);
+  void (*destroy)(Variables* variables);
+
+  // Locks the variables at the `count` positions `chosen` (all where that is null), checks
+  // that each is what it was bound as, and writes where it is to `memory`, one for each of
+  // all variables. Null after a failure: then nothing is locked and nothing has changed.
+  //
+  // For writing, `memory` is nobody else's: where the value is visible elsewhere, it is
+  // a new buffer, which becomes the variable's when unlock commits. With `alias`, variables
+  // will alias what is given for them, but for those that TensorFlow writes to in place;
+  // its owner is released in any case, after a failure at once.
+  LockedVariables* (*lock)(Variables* variables, VariableAccess access, const std::size_t* chosen,
+                           std::size_t count, const VariableAlias* alias, VariableMemory* memory,
+                           VariableFailure* failure);
+  void (*unlock)(LockedVariables* locked, bool commit);
+
+  // Whether operations that this thread dispatches run later; `context` is a TFE_Context.
+  // Null where this TensorFlow does not tell.
+  bool (*is_async)(void* context);
+};
+
+}  // namespace flatweights

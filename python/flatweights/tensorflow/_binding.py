@@ -1,0 +1,117 @@
+"""Variables that are bound: moved by the core, without an operation of TensorFlow."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from flatweights import _core
+from flatweights._layout import Layout
+from flatweights.tensorflow._groups import Group
+from flatweights.tensorflow._library import Library
+from flatweights.tensorflow._operations import Operations
+
+# What the op says of a variable.
+_BOUND, _UNINITIALIZED, _NOT_ON_HOST = range(3)
+
+
+class Binding(NamedTuple):
+    """Which variables of a model are bound, at one time in one place.
+
+    Attributes:
+        bound: The bound ones, for the core; None if there are none.
+        positions: Theirs in the layout, ascending.
+        others: Groups that TensorFlow's operations have to move.
+        reasons: Why, by the name of each variable of ``others``.
+        place: Where they are bound; the binding is void elsewhere.
+        may_improve: Whether more may be bound later: some are not initialized yet.
+    """
+
+    bound: _core.BoundVariables | None
+    positions: list[int]
+    others: list[Group]
+    reasons: dict[str, str]
+    place: object = None
+    may_improve: bool = True
+
+
+def unbound(groups: Sequence[Group], reason: str, *, may_improve: bool) -> Binding:
+    """Return a binding of nothing."""
+    reasons = {slot.name: reason for group in groups for slot in group.layout.slots}
+    return Binding(None, [], list(groups), reasons, None, may_improve)
+
+
+def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
+    """Bind the groups of ``operations`` whose variables can all be bound.
+
+    Args:
+        operations: Operations on the variables, usable now.
+        layout: Slots of the variables.
+        library: The op library.
+    """
+    groups = [group for group in operations.groups if group.has_handles]
+    try:
+        results = operations.bind(groups)
+    except tf.errors.OpError as error:  # a server elsewhere does not know the op
+        return unbound(
+            operations.groups, f"binding failed: {error.message}", may_improve=False
+        )._replace(place=operations.place())
+    found = iter(results)
+    chosen: list[tuple[int, tf.Variable, NDArray[np.int64]]] = []
+    others: list[Group] = []
+    reasons: dict[str, str] = {}
+    may_improve = False
+    for group in operations.groups:
+        given = [next(found) for _ in group.slots] if group.has_handles else []
+        reason, later = _obstacle(group, given, library)
+        if reason is None:
+            chosen += zip(group.slots, group.variables, given, strict=True)
+        else:
+            others.append(group)
+            reasons |= {slot.name: reason for slot in group.layout.slots}
+            may_improve |= later
+    chosen.sort(key=lambda item: item[0])
+    bound = None
+    if chosen:
+        try:
+            bound = _bound(chosen, layout, library, operations.context)
+        except ValueError as error:  # two of them share their memory
+            return unbound(operations.groups, str(error), may_improve=False)._replace(
+                place=operations.place()
+            )
+    positions = [position for position, _, _ in chosen]
+    return Binding(bound, positions, others, reasons, operations.place(), may_improve)
+
+
+def _obstacle(
+    group: Group, given: Sequence[NDArray[np.int64]], library: Library
+) -> tuple[str | None, bool]:
+    """Return why ``group`` cannot be bound, or None, and whether that may change."""
+    if not group.has_handles:
+        return "a ref-type variable, which has no handle", False
+    if any(result[1] != library.core.nonce for result in given):
+        return "the session runs in another process", False
+    statuses = {int(result[2]) for result in given}
+    if _NOT_ON_HOST in statuses:
+        return "not in host memory", False
+    if _UNINITIALIZED in statuses:
+        return "not initialized", True
+    return None, False
+
+
+def _bound(
+    chosen: Sequence[tuple[int, tf.Variable, NDArray[np.int64]]],
+    layout: Layout,
+    library: Library,
+    context: Any,
+) -> _core.BoundVariables:
+    return _core.BoundVariables(
+        library.core,
+        layout.code,
+        [position for position, _, _ in chosen],
+        [int(result[0]) for _, _, result in chosen],
+        [variable.dtype.base_dtype.as_datatype_enum for _, variable, _ in chosen],
+        context,
+    )

@@ -1,0 +1,144 @@
+"""Compiles the op library against the TensorFlow that is installed.
+
+Uses nothing else of the package: the package's own build runs this file as a program,
+``python _compile.py SOURCES FOLDER``, where it finds a TensorFlow.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+LIBRARY = "_tf.so"
+RECORD = "_tf.json"
+
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
+_TIMEOUT = 600  # seconds
+
+
+class CompileError(Exception):
+    """The op library cannot be compiled here; the message says why."""
+
+
+def identity(sources: Path) -> dict[str, str]:
+    """Return what a library must have been compiled from and for, to be loaded here.
+
+    TensorFlow's headers do not say which version they are of, and a library for another
+    version fails with undefined symbols, at best.
+
+    Args:
+        sources: Folder of the library's sources.
+    """
+    import tensorflow as tf
+
+    digest = hashlib.sha256()
+    for path in sorted(sources.iterdir()):
+        if path.suffix in (".cc", ".hpp"):
+            digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+    flags = [flag for flag in tf.sysconfig.get_compile_flags() if not flag.startswith("-I")]
+    return {
+        "tensorflow": tf.version.VERSION,
+        "git": tf.version.GIT_VERSION,
+        "flags": " ".join((*flags, *_FLAGS)),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "sources": digest.hexdigest(),
+    }
+
+
+def find_compiler() -> str:
+    """Return the compiler's command: that of the environment variable CXX, or a usual one.
+
+    Raises:
+        CompileError: If there is none.
+    """
+    chosen = os.environ.get("CXX", "")
+    if chosen:
+        if shutil.which(shlex.split(chosen)[0]) is None:
+            raise CompileError(f"the C++ compiler of CXX, {chosen!r}, is not there")
+        return chosen
+    for name in _COMPILERS:
+        if shutil.which(name) is not None:
+            return name
+    raise CompileError("there is no C++ compiler (install g++ or clang++, or set CXX)")
+
+
+def compile_library(sources: Path, folder: Path) -> Path:
+    """Compile the library into ``folder``, beside a record of what it is for.
+
+    Both appear at once and whole: the library first, so that a record is never alone.
+
+    Args:
+        sources: Folder of the library's sources.
+        folder: Where the library goes.
+
+    Returns:
+        Path of the library.
+
+    Raises:
+        CompileError: If there is no compiler, there are no headers, or it fails.
+    """
+    import tensorflow as tf
+
+    compiler = find_compiler()
+    headers = Path(tf.sysconfig.get_include())
+    if not (headers / "tensorflow/core/framework/resource_var.h").is_file():
+        raise CompileError(f"TensorFlow's headers are not in {headers}")
+    flags = [flag for flag in tf.sysconfig.get_compile_flags() if not flag.startswith("-I")]
+    with tempfile.TemporaryDirectory(dir=folder, prefix="compiling-") as work:
+        library = Path(work, LIBRARY)
+        command = [
+            *shlex.split(compiler),
+            *flags,
+            *_FLAGS,
+            # Their warnings are not ours.
+            *("-isystem", str(headers)),
+            str(sources / "library.cc"),
+            *("-o", str(library)),
+            *tf.sysconfig.get_link_flags(),
+        ]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CompileError(f"{compiler} did not run: {error}") from error
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines()
+            errors = [line for line in lines if "error" in line] or lines[-1:] or ["no message"]
+            raise CompileError(f"{compiler} failed: {errors[0].strip()}")
+        record = Path(work, RECORD)
+        record.write_text(json.dumps(identity(sources), indent=1))
+        library.replace(folder / LIBRARY)
+        record.replace(folder / RECORD)
+    return folder / LIBRARY
+
+
+def is_for_this(folder: Path, wanted: dict[str, str]) -> bool:
+    """Whether the library in ``folder`` is there, and of the `identity` that is wanted."""
+    try:
+        return (folder / LIBRARY).is_file() and json.loads((folder / RECORD).read_text()) == wanted
+    except (OSError, ValueError):
+        return False
+
+
+def main() -> int:
+    """Compile as the command line says; return the exit code."""
+    sources, folder = map(Path, sys.argv[1:])
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        compile_library(sources, folder)
+    except CompileError as error:
+        print(f"the op library for TensorFlow: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

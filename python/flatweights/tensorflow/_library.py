@@ -1,0 +1,201 @@
+"""The op library that binds variables: found, compiled once if need be, and loaded.
+
+It comes with the package where the package was built beside a TensorFlow. Else the first
+use compiles it into this user's cache: seconds, once for a version of TensorFlow.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from flatweights import _core
+from flatweights.tensorflow._cache import CacheError, cache_folder, locked, private_folder
+from flatweights.tensorflow._compile import (
+    LIBRARY,
+    CompileError,
+    compile_library,
+    find_compiler,
+    identity,
+    is_for_this,
+)
+
+SETTING = "FLATWEIGHTS_TENSORFLOW"
+"""Environment variable: ``bound`` to insist on the library, ``ops`` to do without."""
+
+PACKAGED = Path(_core.__file__).parent / "_tf"
+"""The library's sources in the package, and the library itself where that was built."""
+
+_FAILED = "failed.json"
+_log = logging.getLogger("flatweights")
+
+
+class Library(NamedTuple):
+    """The op library in this process.
+
+    Attributes:
+        path: Where it was loaded from.
+        bind: The function that adds its op: resource handle in, int64 (3,) out.
+        core: The form that `_core.BoundVariables` takes.
+    """
+
+    path: Path
+    bind: Any
+    core: _core.VariablesLibrary
+
+
+class LibraryError(Exception):
+    """The library cannot be had; the message says why."""
+
+
+_lock = threading.Lock()
+_loaded: Library | LibraryError | None = None
+
+
+def load_library() -> Library | None:
+    """Return the library, found or compiled at the first call; None to do without.
+
+    Raises:
+        RuntimeError: If FLATWEIGHTS_TENSORFLOW is ``bound`` and it cannot be had.
+        ValueError: If FLATWEIGHTS_TENSORFLOW is something unknown.
+    """
+    setting = _setting()
+    if setting == "ops":
+        return None
+    found = _load_once()
+    if isinstance(found, Library):
+        return found
+    if setting == "bound":
+        raise RuntimeError(f"{SETTING}=bound, but {found}") from found
+    return None
+
+
+def status() -> str:
+    """Return which way weights are moved and why, as text."""
+    try:
+        setting = _setting()
+    except ValueError as error:
+        return str(error)
+    if setting == "ops":
+        return f"TensorFlow's operations, since {SETTING}=ops"
+    if isinstance(_loaded, Library):
+        return f"bound variables, by {_loaded.path}"
+    if _loaded is not None:
+        return f"TensorFlow's operations, since {_loaded}"
+    try:
+        folder = _folder_of_library(identity(PACKAGED))
+    except (CacheError, OSError) as error:
+        return f"TensorFlow's operations, since {error}"
+    if folder is None:
+        return "bound variables, once the first use has compiled the op library"
+    return f"bound variables, by {folder / LIBRARY}"
+
+
+def build_library() -> Path:
+    """Compile the library ahead of its first use; return where it is.
+
+    Does nothing if it is there. An earlier failure is forgotten.
+
+    Raises:
+        LibraryError: If it cannot be compiled.
+    """
+    wanted = identity(PACKAGED)
+    try:
+        found = _folder_of_library(wanted)
+        return (_compile_into_cache(wanted, again=True) if found is None else found) / LIBRARY
+    except (CacheError, CompileError, OSError) as error:
+        raise LibraryError(str(error)) from error
+
+
+def _setting() -> str:
+    setting = os.environ.get(SETTING, "")
+    if setting not in ("", "bound", "ops"):
+        raise ValueError(f"{SETTING}: expected 'bound', 'ops' or nothing, got {setting!r}")
+    return setting
+
+
+def _load_once() -> Library | LibraryError:
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            try:
+                _loaded = _load()
+            except LibraryError as error:
+                _loaded = error
+                warnings.warn(
+                    f"flatweights moves weights by TensorFlow's operations, which is slower: "
+                    f"{error}. When that is mended, run 'flatweights build-tf'; to do without "
+                    f"and without this warning, set {SETTING}=ops",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+        return _loaded
+
+
+def _load() -> Library:
+    wanted = identity(PACKAGED)
+    try:
+        folder = _folder_of_library(wanted) or _compile_into_cache(wanted)
+    except (CacheError, CompileError, OSError) as error:
+        raise LibraryError(f"its op library cannot be compiled: {error}") from error
+    path = folder / LIBRARY
+    try:
+        module = tf.load_op_library(str(path))
+        return Library(path, module.flatweights_bind_variable, _core.VariablesLibrary(str(path)))
+    except (tf.errors.OpError, OSError, ImportError, AttributeError) as error:
+        raise LibraryError(f"its op library {path} cannot be loaded: {error}") from error
+
+
+def _folder_of_library(wanted: dict[str, str]) -> Path | None:
+    """Return the folder of a library that is ready to be loaded, or None."""
+    if is_for_this(PACKAGED, wanted):
+        return PACKAGED
+    cached = _cached(wanted)
+    return cached if is_for_this(cached, wanted) else None
+
+
+def _cached(wanted: dict[str, str]) -> Path:
+    key = "".join(wanted[name] for name in ("git", "flags", "machine", "sources"))
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    return private_folder(cache_folder() / f"tensorflow-{wanted['tensorflow']}-{digest}")
+
+
+def _compile_into_cache(wanted: dict[str, str], *, again: bool = False) -> Path:
+    """Compile, unless another process has just done it, or failed at it and nothing is new."""
+    folder = _cached(wanted)
+    failed = folder / _FAILED
+    with locked(folder):
+        if is_for_this(folder, wanted):
+            return folder
+        compiler = find_compiler()
+        if not again:
+            _raise_earlier_failure(failed, compiler)
+        _log.warning(
+            "flatweights: compiling its op library for TensorFlow %s, once, into %s",
+            wanted["tensorflow"],
+            folder,
+        )
+        try:
+            compile_library(PACKAGED, folder)
+        except CompileError as error:
+            failed.write_text(json.dumps({"compiler": compiler, "reason": str(error)}))
+            raise
+        failed.unlink(missing_ok=True)
+    return folder
+
+
+def _raise_earlier_failure(failed: Path, compiler: str) -> None:
+    try:
+        earlier = json.loads(failed.read_text())
+        known = earlier["compiler"] == compiler
+        reason = str(earlier["reason"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if known:
+        raise CompileError(reason)

@@ -1,0 +1,298 @@
+"""Moves all variables of a model: bound ones by the core, others by TensorFlow's operations."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights import _core
+from flatweights._cast import copy_cast, move_parts, settable
+from flatweights._dtypes import is_averaged
+from flatweights._inplace import axpy_, lerp_
+from flatweights._layout import Layout
+from flatweights.tensorflow._binding import Binding, bind, unbound
+from flatweights.tensorflow._groups import Group
+from flatweights.tensorflow._library import Library
+from flatweights.tensorflow._operations import Operations
+
+# A variable may be destroyed and made again while it is being bound; not for ever.
+_MOST_ATTEMPTS = 3
+
+
+class Update(NamedTuple):
+    """A way to change weights in place, by others and a number.
+
+    Attributes:
+        vector: Changes bound variables by a vector of their dtype.
+        packed: Changes bound variables by a packed buffer.
+        in_place: Changes one vector by another.
+    """
+
+    vector: Callable[[_core.BoundVariables, NDArray[Any], float, bool], None]
+    packed: Callable[[_core.BoundVariables, NDArray[np.uint8], float, bool], None]
+    in_place: Callable[[NDArray[Any], NDArray[Any], float], None]
+
+
+ADD = Update(
+    _core.BoundVariables.add_vector,
+    _core.BoundVariables.add_packed,
+    lambda y, x, a: axpy_(y, a, x),
+)
+LERP = Update(_core.BoundVariables.lerp_vector, _core.BoundVariables.lerp_packed, lerp_)
+
+
+class Mover:
+    """Moves the variables of one model.
+
+    Whatever moves all bound variables from or to one buffer is tried at once. Where that
+    cannot be, the general way checks, binds again, converts, and uses operations.
+    """
+
+    def __init__(self, operations: Operations, layout: Layout, library: Library | None) -> None:
+        """Take the ``operations`` on the variables at the slots of ``layout``."""
+        self._operations = operations
+        self._layout = layout
+        self._library = library
+        # Eager variables are checked by the core at each call, sessions here.
+        self._guard = operations.context is not None
+        self._left: dict[np.dtype[Any], list[int]] = {}
+        self._averaged = [i for i, slot in enumerate(layout.slots) if is_averaged(slot.dtype)]
+        self._averaged_dtypes = {layout.slots[i].dtype for i in self._averaged}
+        self._binding = (
+            unbound(operations.groups, "not bound yet", may_improve=True)
+            if library is not None
+            else unbound(operations.groups, "the op library is not in use", may_improve=False)
+        )
+
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """Names of the variables that operations move, and why."""
+        return self._binding.reasons
+
+    def bind(self) -> None:
+        """Bind what can be bound now."""
+        if self._library is not None:
+            self._binding = bind(self._operations, self._layout, self._library)
+
+    def get_at_once(self, out: Any) -> NDArray[Any] | None:
+        """Read all variables into ``out``, or a new vector if it is None.
+
+        Returns:
+            The vector; None if that takes more than moving bytes, and nothing was done.
+        """
+        bound = self._whole()
+        try:
+            return None if bound is None else bound.get_at_once(out)
+        except _core.UnreadyError:
+            return None
+
+    def set_at_once(self, flat: Any) -> bool:
+        """Write all variables from ``flat``; False if that takes more than moving bytes."""
+        bound = self._whole()
+        try:
+            return bound is not None and bound.set_at_once(flat)
+        except _core.UnreadyError:
+            return False
+
+    def get_vector(self, out: NDArray[Any]) -> None:
+        """Read all variables into the vector ``out``, cast to its dtype."""
+        left = self._left_by(out.dtype)
+        bound = self._whole()
+        if bound is not None:
+            own = [self._empty(i) for i in left]
+            try:
+                bound.get_vector(out, left, own, self._guard)
+            except _core.UnreadyError:
+                pass
+            else:
+                for i, array in zip(left, own, strict=True):
+                    slot = self._layout.slots[i]
+                    copy_cast(out[slot.start : slot.start + slot.size].reshape(slot.shape), array)
+                return
+        self._gather(self._layout.vector_views(out))
+
+    def get_packed(self, buffer: NDArray[np.uint8]) -> None:
+        """Read all variables into the packed ``buffer``."""
+        bound = self._whole()
+        if bound is not None:
+            try:
+                return bound.get_packed(buffer, self._guard)
+            except _core.UnreadyError:
+                pass
+        return self._gather(self._layout.packed_views(buffer))
+
+    def set_vector(self, flat: NDArray[Any], *, share: bool = False) -> None:
+        """Write all variables from the contiguous vector ``flat``, cast as by `settable`."""
+        left = self._left_by(flat.dtype)
+        views = self._layout.vector_views(flat) if left else []
+        own = [self._direct(i, self._settable(i, views[i])) for i in left]
+        bound = self._whole()
+        if bound is not None:
+            try:
+                return bound.set_vector(flat, left, own, share, self._guard)
+            except _core.UnreadyError:
+                pass
+        values = dict(enumerate(self._layout.vector_views(flat)))
+        values.update(zip(left, own, strict=True))
+        return self._scatter(values, share=share)
+
+    def set_packed(self, buffer: NDArray[np.uint8], *, share: bool = False) -> None:
+        """Write all variables from the packed ``buffer``."""
+        bound = self._whole()
+        if bound is not None:
+            try:
+                return bound.set_packed(buffer, share, self._guard)
+            except _core.UnreadyError:
+                pass
+        values = dict(enumerate(self._layout.packed_views(buffer)))
+        return self._scatter(values, share=share)
+
+    def set_parts(self, values: Mapping[int, NDArray[Any]], *, share: bool = False) -> None:
+        """Write the variables at these positions, from arrays made by `settable`."""
+        self._scatter(values, share=share)
+
+    def update(self, update: Update, flat: NDArray[Any], a: float) -> None:
+        """Change all variables of a floating dtype by the contiguous vector ``flat``."""
+        bound = self._whole()
+        if bound is not None and self._averaged_dtypes <= {flat.dtype}:
+            try:
+                return update.vector(bound, flat, a, self._guard)
+            except _core.UnreadyError:
+                pass
+        packed = self._layout.new_buffer()
+        parts = self._layout.packed_views(packed)
+        views = self._layout.vector_views(flat)
+        values = [self._settable(i, views[i]) for i in self._averaged]
+        move_parts([parts[i] for i in self._averaged], values)
+        return self._update(update, packed, parts, a)
+
+    def _whole(self) -> _core.BoundVariables | None:
+        """Return the bound variables, if they are all and there is nothing to do first."""
+        binding = self._binding
+        if binding.others or not (self._guard or self._is_here(binding)):
+            return None
+        return binding.bound
+
+    def _is_here(self, binding: Binding) -> bool:
+        return binding.place is not None and self._operations.place() is binding.place
+
+    def _left_by(self, dtype: np.dtype[Any]) -> list[int]:
+        """Return the positions whose values the core does not convert from or to ``dtype``."""
+        left = self._left.get(dtype)
+        if left is None:
+            left = [
+                i
+                for i, slot in enumerate(self._layout.slots)
+                if not _core.can_convert(slot.dtype, dtype)
+            ]
+            self._left[dtype] = left
+        return left
+
+    def _empty(self, i: int) -> NDArray[Any]:
+        slot = self._layout.slots[i]
+        return np.empty(slot.shape, slot.dtype)
+
+    def _settable(self, i: int, value: NDArray[Any]) -> NDArray[Any]:
+        slot = self._layout.slots[i]
+        return settable(value, slot, f"slot {i} {slot.name!r}")
+
+    def _with_binding(self, move: Callable[[Binding], None]) -> None:
+        """Call ``move`` with a binding that is good here and now."""
+        for _ in range(_MOST_ATTEMPTS):
+            self._operations.check()
+            binding = self._binding
+            if binding.may_improve or binding.place is not self._operations.place():
+                self.bind()
+                binding = self._binding
+            try:
+                return move(binding)
+            except _core.UnreadyError:
+                self._binding = binding._replace(may_improve=True)
+        raise RuntimeError("the variables are destroyed as fast as they are bound")
+
+    def _gather(self, targets: Sequence[NDArray[Any]]) -> None:
+        """Read every variable into its target, one array per slot, cast to its dtype."""
+
+        def move(binding: Binding) -> None:
+            pairs: list[tuple[NDArray[Any], NDArray[Any]]] = []
+            if binding.bound is not None:
+                own = {
+                    i: self._empty(i)
+                    for i in binding.positions
+                    if not _core.can_convert(self._layout.slots[i].dtype, targets[i].dtype)
+                }
+                direct = [own.get(i, targets[i]) for i in binding.positions]
+                binding.bound.get_parts(direct, False)
+                pairs += [(targets[i], array) for i, array in own.items()]
+            if binding.others:
+                vectors = self._operations.read(binding.others)
+                for group, vector in zip(binding.others, vectors, strict=True):
+                    pieces = group.layout.vector_views(vector)
+                    pairs += zip((targets[i] for i in group.slots), pieces, strict=True)
+            move_parts([target for target, _ in pairs], [piece for _, piece in pairs])
+
+        self._with_binding(move)
+
+    def _scatter(self, values: Mapping[int, NDArray[Any]], *, share: bool) -> None:
+        """Write the variables at these positions, from arrays made by `settable`."""
+
+        def move(binding: Binding) -> None:
+            positions = [i for i in binding.positions if i in values]
+            if binding.bound is not None and positions:
+                arrays = [self._direct(i, values[i]) for i in positions]
+                binding.bound.set_parts(positions, arrays, share, False)
+            whole = [group for group in binding.others if all(i in values for i in group.slots)]
+            if whole:
+                self._write_groups(whole, values)
+            some = {
+                i: values[i]
+                for group in binding.others
+                if group not in whole
+                for i in group.slots
+                if i in values
+            }
+            if some:
+                self._operations.write_some(self._private(some))
+
+        self._with_binding(move)
+
+    def _direct(self, i: int, value: NDArray[Any]) -> NDArray[Any]:
+        """Return ``value`` as the core can move it: contiguous, of a dtype it converts."""
+        slot = self._layout.slots[i]
+        if value.flags.c_contiguous and _core.can_convert(value.dtype, slot.dtype):
+            return value
+        array = self._empty(i)
+        copy_cast(array, value)
+        return array
+
+    def _private(self, values: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[Any]]:
+        # A session aliases aligned arrays that it is fed, and a variable that they are
+        # assigned to goes on doing so: it must not see what becomes of the caller's.
+        own = {i: self._empty(i) for i in values}
+        move_parts(list(own.values()), list(values.values()))
+        return own
+
+    def _write_groups(self, groups: Sequence[Group], values: Mapping[int, NDArray[Any]]) -> None:
+        vectors = []
+        for group in groups:
+            vector = np.empty(group.layout.size, group.dtype.as_numpy_dtype)
+            move_parts(group.layout.vector_views(vector), [values[i] for i in group.slots])
+            vectors.append(vector)
+        self._operations.write(groups, vectors)
+
+    def _update(
+        self, update: Update, packed: NDArray[np.uint8], parts: Sequence[NDArray[Any]], a: float
+    ) -> None:
+        def move(binding: Binding) -> None:
+            if binding.bound is not None:
+                update.packed(binding.bound, packed, a, False)
+            groups = [group for group in binding.others if is_averaged(group.layout.slots[0].dtype)]
+            changed = [np.array(vector) for vector in self._operations.read(groups)]
+            for group, vector in zip(groups, changed, strict=True):
+                by = np.empty_like(vector)
+                move_parts(group.layout.vector_views(by), [parts[i] for i in group.slots])
+                update.in_place(vector, by, a)
+            self._operations.write(groups, changed)
+
+        self._with_binding(move)
