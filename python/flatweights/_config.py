@@ -1,6 +1,7 @@
 """What is installed and in use."""
 
 import platform
+import sys
 from importlib import metadata
 
 from flatweights import _core
@@ -11,7 +12,8 @@ _DISTRIBUTIONS = ("numpy", "ml_dtypes", "tensorflow", "tensorflow-cpu", "keras",
 def show_config() -> dict[str, str]:
     """Return versions, threads and the code paths in use, as text, ready to be printed.
 
-    Neither TensorFlow nor Ray is imported for it.
+    Neither TensorFlow nor Ray is imported for it: which way weights are moved to and from
+    TensorFlow is told once `flatweights.tensorflow` is imported.
 
     >>> show_config()["instruction set"] in {"avx512", "avx2", "baseline", "portable"}
     True
@@ -29,5 +31,8 @@ def show_config() -> dict[str, str]:
                 config[name] = "not installed"
     config["threads"] = str(_core.get_num_threads())
     config["instruction set"] = _core.get_isa()
-    config["tensorflow path"] = "tensorflow-only: one fused concat and split per device and dtype"
+    library = sys.modules.get("flatweights.tensorflow._library")
+    config["tensorflow path"] = (
+        library.status() if library else "decided when flatweights.tensorflow is imported"
+    )
     return config

@@ -44,10 +44,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _info(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("tensorflow") is not None:
+        importlib.import_module("flatweights.tensorflow")  # which path it takes is told
     config = flatweights.show_config()
     width = max(map(len, config))
     for key, value in config.items():
         print(f"{key:<{width}}  {value}")
+    return 0
+
+
+def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("tensorflow") is None:
+        print(
+            "flatweights build-tf: tensorflow not installed: pip install 'flatweights[tensorflow]'",
+            file=sys.stderr,
+        )
+        return 2
+    from flatweights.tensorflow._library import LibraryError, build_library
+
+    try:
+        print(build_library())
+    except LibraryError as error:
+        print(f"flatweights build-tf: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -86,6 +105,16 @@ def _parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser("info", help="print versions, threads and code paths in use")
     info.set_defaults(command=_info)
+
+    build = commands.add_parser(
+        "build-tf",
+        help="compile the op library for the TensorFlow that is installed, ahead of its first use",
+        description=(
+            "Compile the library that moves weights without TensorFlow's operations, and print "
+            "where it is. The first use does the same; this tries again after a failure."
+        ),
+    )
+    build.set_defaults(command=_build_tf)
 
     train = commands.add_parser(
         "demo",
