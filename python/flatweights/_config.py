@@ -33,6 +33,6 @@ def show_config() -> dict[str, str]:
     config["instruction set"] = _core.get_isa()
     library = sys.modules.get("flatweights.tensorflow._library")
     config["tensorflow path"] = (
-        library.status() if library else "decided when flatweights.tensorflow is imported"
+        library.status() if library else "known once flatweights.tensorflow is imported"
     )
     return config

@@ -44,8 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _info(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    if importlib.util.find_spec("tensorflow") is not None:
-        importlib.import_module("flatweights.tensorflow")  # which path it takes is told
     config = flatweights.show_config()
     width = max(map(len, config))
     for key, value in config.items():
