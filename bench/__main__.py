@@ -7,12 +7,20 @@ Each bench puts its name before the ending of the files: ``out.json`` becomes
 from argparse import Namespace
 from pathlib import Path
 
-from bench import bench_average, bench_contention, bench_flatten, bench_inplace, runner
+from bench import (
+    bench_average,
+    bench_contention,
+    bench_flatten,
+    bench_inplace,
+    bench_variables,
+    runner,
+)
 
 BENCHES = {
     "average": bench_average,
     "flatten": bench_flatten,
     "inplace": bench_inplace,
+    "variables": bench_variables,
     "contention": bench_contention,
 }
 

@@ -38,6 +38,18 @@ def resnet50() -> Shapes:
     return [*shapes, (2048, 1000), (1000,)]
 
 
+def transformer() -> Shapes:
+    """Return the shapes of BERT-base (Devlin et al., 2018): 109.5 million elements, 438 MB."""
+    width, inner = 768, 3072
+    shapes: Shapes = [(30522, width), (512, width), (2, width), (width,), (width,)]
+    for _ in range(12):
+        shapes += [(width, width), (width,)] * 4  # query, key, value, output
+        shapes += [(width,), (width,)]
+        shapes += [(width, inner), (inner,), (inner, width), (width,)]
+        shapes += [(width,), (width,)]
+    return [*shapes, (width, width), (width,)]
+
+
 def random_parts(
     shapes: Shapes, dtype: type | np.dtype[np.generic] = np.float32, seed: int = 0
 ) -> list[NDArray[np.generic]]:

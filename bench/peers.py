@@ -107,3 +107,47 @@ def optree_ravel(parts: Arrays) -> Callable[[], Any]:
     from optree.integrations.numpy import tree_ravel
 
     return lambda: tree_ravel(list(parts))[0]
+
+
+def ray_variables(variables: Sequence[Any], session: Any) -> Any:
+    """Return Ray's own `TensorFlowVariables`, over variables of distinct names."""
+    from ray.rllib.utils.tf_utils import TensorFlowVariables
+
+    return TensorFlowVariables([], session, list(variables))
+
+
+class KerasHolder:
+    """A Keras 3 layer with weights of given shapes, read and written as a list."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Make the layer."""
+        import keras
+
+        self._layer = keras.layers.Layer()
+        for shape in shapes:
+            self._layer.add_weight(shape)
+
+    def get_weights(self) -> Any:
+        """Return what Keras returns: one array per weight."""
+        return self._layer.get_weights()
+
+    def set_weights(self, arrays: Arrays) -> None:
+        """Have Keras set them."""
+        self._layer.set_weights(arrays)
+
+
+def tensorflow_functions(variables: Sequence[Any]) -> tuple[Callable[[], Any], Callable[..., None]]:
+    """Return the best that TensorFlow alone does: a fused concat, and a split with assignments."""
+    import tensorflow as tf
+
+    sizes = [variable.shape.num_elements() for variable in variables]
+
+    def concat() -> Any:
+        return tf.concat([tf.reshape(variable, [-1]) for variable in variables], 0)
+
+    def split(vector: Any) -> None:
+        for variable, piece in zip(variables, tf.split(vector, sizes), strict=True):
+            variable.assign(tf.reshape(piece, variable.shape))
+
+    traced = tf.function(split)
+    return tf.function(concat), lambda flat: traced(tf.convert_to_tensor(flat))
