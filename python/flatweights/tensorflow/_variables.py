@@ -41,6 +41,13 @@ class TensorFlowVariables:
 
     The vector has the dtype that `numpy.concatenate` would promote the variables to.
 
+    Variables are bound, where they can be (`unbound` names the others): read and written
+    where they are, all of them locked meanwhile, as TensorFlow's optimizers lock theirs. A
+    wrong call changes nothing. A read sees all or nothing of another thread's set or
+    update; beside a training step it may see some variables updated and some not, but
+    each one whole. Values that were read before, and variables that were assigned from
+    these, never change. Any number of threads may call.
+
     >>> import tensorflow as tf
     >>> v = TensorFlowVariables([tf.Variable([1.0, 2.0], name="w"), tf.Variable(3.0, name="b")])
     >>> v.get_flat()
@@ -72,7 +79,9 @@ class TensorFlowVariables:
                 cannot be moved (strings, quantized types).
             ValueError: If there are no variables, they are of several graphs, or some are not
                 built or have no fixed shape.
-            RuntimeError: If the graph is finalized.
+            RuntimeError: If the graph is finalized, or the environment variable
+                FLATWEIGHTS_TENSORFLOW insists on bound variables and the op library for that
+                cannot be had.
         """
         found = discover(output, input_variables, sess)
         self._variables = found.given
