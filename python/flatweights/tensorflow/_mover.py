@@ -59,7 +59,7 @@ class Mover:
         self._left: dict[np.dtype[Any], list[int]] = {}
         self._averaged = [i for i, slot in enumerate(layout.slots) if is_averaged(slot.dtype)]
         self._averaged_dtypes = {layout.slots[i].dtype for i in self._averaged}
-        self._binding = (
+        self._take(
             unbound(operations.groups, "not bound yet", may_improve=True)
             if library is not None
             else unbound(operations.groups, "the op library is not in use", may_improve=False)
@@ -73,7 +73,12 @@ class Mover:
     def bind(self) -> None:
         """Bind what can be bound now."""
         if self._library is not None:
-            self._binding = bind(self._operations, self._layout, self._library)
+            self._take(bind(self._operations, self._layout, self._library))
+
+    def _take(self, binding: Binding) -> None:
+        self._binding = binding
+        # What a hot loop asks for first: all eager variables.
+        self._all_eager = binding.bound if self._guard and not binding.others else None
 
     def get_at_once(self, out: Any) -> NDArray[Any] | None:
         """Read all variables into ``out``, or a new vector if it is None.
@@ -81,7 +86,7 @@ class Mover:
         Returns:
             The vector; None if that takes more than moving bytes, and nothing was done.
         """
-        bound = self._whole()
+        bound = self._all_eager or self._whole()
         try:
             return None if bound is None else bound.get_at_once(out)
         except _core.UnreadyError:
@@ -89,7 +94,7 @@ class Mover:
 
     def set_at_once(self, flat: Any) -> bool:
         """Write all variables from ``flat``; False if that takes more than moving bytes."""
-        bound = self._whole()
+        bound = self._all_eager or self._whole()
         try:
             return bound is not None and bound.set_at_once(flat)
         except _core.UnreadyError:
@@ -208,7 +213,7 @@ class Mover:
             try:
                 return move(binding)
             except _core.UnreadyError:
-                self._binding = binding._replace(may_improve=True)
+                self._take(binding._replace(may_improve=True))
         raise RuntimeError("the variables are destroyed as fast as they are bound")
 
     def _gather(self, targets: Sequence[NDArray[Any]]) -> None:
