@@ -51,7 +51,7 @@ def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
         layout: Slots of the variables.
         library: The op library.
     """
-    groups = [group for group in operations.groups if group.has_handles]
+    groups = [group for group in operations.groups if not group.obstacle]
     try:
         results = operations.bind(groups)
     except tf.errors.OpError as error:  # a server elsewhere does not know the op
@@ -64,7 +64,7 @@ def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
     reasons: dict[str, str] = {}
     may_improve = False
     for group in operations.groups:
-        given = [next(found) for _ in group.slots] if group.has_handles else []
+        given = [] if group.obstacle else [next(found) for _ in group.slots]
         reason, later = _obstacle(group, given, library)
         if reason is None:
             chosen += zip(group.slots, group.variables, given, strict=True)
@@ -89,15 +89,15 @@ def _obstacle(
     group: Group, given: Sequence[NDArray[np.int64]], library: Library
 ) -> tuple[str | None, bool]:
     """Return why ``group`` cannot be bound, or None, and whether that may change."""
-    if not group.has_handles:
-        return "a ref-type variable, which has no handle", False
+    if group.obstacle:
+        return group.obstacle, False
     if any(result[1] != library.core.nonce for result in given):
-        return "the session runs in another process", False
+        return "its session runs in another process", False
     statuses = {int(result[2]) for result in given}
     if _NOT_ON_HOST in statuses:
-        return "not in host memory", False
+        return "it is not in host memory", False
     if _UNINITIALIZED in statuses:
-        return "not initialized", True
+        return "it is not initialized", True
     return None, False
 
 

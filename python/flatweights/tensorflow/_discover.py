@@ -1,10 +1,12 @@
 """What a user hands over, turned into named variables."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from flatweights.tensorflow._graph_search import find_dependencies, graph_of, is_symbolic
+from flatweights.tensorflow._groups import is_synchronized_on_reading
 from flatweights.tensorflow._names import unique_names
 from flatweights.tensorflow._structure import Found, find_variables
 
@@ -25,15 +27,20 @@ class Discovered(NamedTuple):
         given: By name, as the user knows them: Keras variables stay Keras variables, but
             in graphs, where only what is inside can be run.
         variables: By name, the `tf.Variable` of each.
+        replicas: By name, the variables that are to be kept equal to it: those of the
+            other replicas of a mirrored one.
         graph: The graph they are in; None for eager ones.
     """
 
     given: dict[str, Any]
     variables: dict[str, tf.Variable]
+    replicas: dict[str, Sequence[tf.Variable]]
     graph: tf.Graph | None
 
 
-def discover(output: Any, input_variables: Any, session: Any) -> Discovered:
+def discover(
+    output: Any, input_variables: Any, session: Any, *, trainable_only: bool = False
+) -> Discovered:
     """Return the variables of ``output`` and ``input_variables``, each once, in order.
 
     Raises:
@@ -47,12 +54,15 @@ def discover(output: Any, input_variables: Any, session: Any) -> Discovered:
         [leaf for leaf in leaves if not is_symbolic(leaf)] if symbolic else output
     )
     listed = find_variables(input_variables)
+    if trainable_only:
+        held, listed = ([item for item in items if item.is_trained] for items in (held, listed))
     if symbolic or any(graph_of(found.variable) for found in (*held, *listed)):
-        discovered = _in_graph(symbolic, held, listed)
+        discovered = _in_graph(symbolic, held, listed, trainable_only=trainable_only)
     else:
         discovered = _eager(held, listed)
     if not discovered.variables:
-        raise ValueError("expected output or input_variables to have variables, found none")
+        which = "trainable variables" if trainable_only else "variables"
+        raise ValueError(f"expected output or input_variables to have {which}, found none")
     if discovered.graph is None and session is not None:
         raise ValueError("expected variables of the session's graph, got eager ones")
     for name, variable in discovered.variables.items():
@@ -66,15 +76,23 @@ def _eager(held: list[Found], listed: list[Found]) -> Discovered:
         first.setdefault(id(item.variable), item)
     found = list(first.values())
     names = unique_names("/".join(item.path) for item in found)
-    return Discovered(
-        {name: item.given for name, item in zip(names, found, strict=True)},
-        {name: item.variable for name, item in zip(names, found, strict=True)},
-        None,
-    )
+    given, variables, replicas = {}, {}, {}
+    for name, item in zip(names, found, strict=True):
+        given[name] = item.given
+        variables[name] = item.variable
+        if isinstance(
+            item.variable, tf.distribute.DistributedValues
+        ) and not is_synchronized_on_reading(item.variable):
+            variables[name], *replicas[name] = item.variable.values
+    return Discovered(given, variables, replicas, None)
 
 
-def _in_graph(symbolic: list[Any], held: list[Found], listed: list[Found]) -> Discovered:
+def _in_graph(
+    symbolic: list[Any], held: list[Found], listed: list[Found], *, trainable_only: bool
+) -> Discovered:
     explicit = [item.variable for item in (*held, *listed)]
+    if any(isinstance(variable, tf.distribute.DistributedValues) for variable in explicit):
+        raise TypeError("distributed variables of a graph: expected those of one replica")
     graphs = {graph_of(variable) for variable in explicit} | {leaf.graph for leaf in symbolic}
     if None in graphs:
         raise ValueError("expected variables of a graph, got eager ones among them")
@@ -82,9 +100,11 @@ def _in_graph(symbolic: list[Any], held: list[Found], listed: list[Found]) -> Di
         raise ValueError(f"expected variables of one graph, got some of {len(graphs)} graphs")
     graph = graphs.pop()
     from_output = find_dependencies(symbolic, [item.variable for item in held], graph)
+    if trainable_only:
+        from_output = [variable for variable in from_output if variable.trainable]
     ordered = {id(v): v for v in (*from_output, *explicit)}.values()
     variables = {variable.op.name: variable for variable in ordered}
-    return Discovered(dict(variables), variables, graph)
+    return Discovered(dict(variables), variables, {}, graph)
 
 
 def _check_movable(name: str, variable: tf.Variable) -> None:

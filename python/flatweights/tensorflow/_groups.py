@@ -15,7 +15,7 @@ class Group:
         variables: The variables themselves.
         layout: They alone, as a vector of their dtype.
         device: Where they live; empty if TensorFlow decides.
-        has_handles: Whether they are resources; TF1's ref-type variables are not.
+        obstacle: Why they cannot be bound, if that is known beforehand; else empty.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], slots: Sequence[int], layout: Layout):
@@ -30,7 +30,7 @@ class Group:
         )
         self.dtype: tf.DType = self.variables[0].dtype.base_dtype
         self.device: str = self.variables[0].device
-        self.has_handles = has_handle(self.variables[0])
+        self.obstacle = obstacle(self.variables[0])
 
     def concat(self) -> tf.Tensor:
         """Return the op that reads the variables into one vector."""
@@ -47,15 +47,27 @@ class Group:
             ]
 
 
-def has_handle(variable: tf.Variable) -> bool:
-    """Whether ``variable`` is a resource."""
-    return getattr(variable, "handle", None) is not None
+def obstacle(variable: tf.Variable) -> str:
+    """Return why ``variable`` cannot be bound, whatever the process; empty if it can."""
+    if is_synchronized_on_reading(variable):
+        return "it is put together from its replicas when it is read"
+    if getattr(variable, "handle", None) is None:
+        return "it is of TF1's ref type, which has no handle"
+    return ""
+
+
+def is_synchronized_on_reading(variable: tf.Variable) -> bool:
+    """Whether each replica has its own value, and reading combines them."""
+    return (
+        isinstance(variable, tf.distribute.DistributedValues)
+        and variable.synchronization == tf.VariableSynchronization.ON_READ
+    )
 
 
 def make_groups(variables: Sequence[tf.Variable], layout: Layout) -> list[Group]:
     """Return ``variables``, in the order of the slots of ``layout``, in groups."""
-    slots: dict[tuple[str, tf.DType, bool], list[int]] = {}
+    slots: dict[tuple[str, tf.DType, str], list[int]] = {}
     for i, variable in enumerate(variables):
-        key = (variable.device, variable.dtype.base_dtype, has_handle(variable))
+        key = (variable.device, variable.dtype.base_dtype, obstacle(variable))
         slots.setdefault(key, []).append(i)
     return [Group(variables, members, layout) for members in slots.values()]

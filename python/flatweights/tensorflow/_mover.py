@@ -60,7 +60,7 @@ class Mover:
         self._averaged = [i for i, slot in enumerate(layout.slots) if is_averaged(slot.dtype)]
         self._averaged_dtypes = {layout.slots[i].dtype for i in self._averaged}
         self._take(
-            unbound(operations.groups, "not bound yet", may_improve=True)
+            unbound(operations.groups, "it has not been used yet", may_improve=True)
             if library is not None
             else unbound(operations.groups, "the op library is not in use", may_improve=False)
         )

@@ -152,7 +152,7 @@ class _Nodes:
         # One for each variable: one op over handles on two devices could not be placed.
         self.bind = (
             [library.bind(variable.handle) for variable in group.variables]
-            if library is not None and group.has_handles
+            if library is not None and not group.obstacle
             else []
         )
 

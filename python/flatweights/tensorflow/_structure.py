@@ -2,13 +2,28 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from flatweights.tensorflow._names import layer_names
+from flatweights.tensorflow._kinds import (
+    Path,
+    inner_variable,
+    is_layer,
+    is_layer_of_keras_2,
+    is_optimizer,
+    is_partitioned,
+    is_variable,
+    own_name,
+)
+from flatweights.tensorflow._layers import layer_variables, layers_by_path
+from flatweights.tensorflow._optimizers import optimizer_variables, owner_key
 
-Path = tuple[str, ...]
+# Objects of these are looked at for variables only if they are what is handed over.
+_NO_HOLDERS = frozenset(
+    {"tensorflow", "keras", "tf_keras", "numpy", "ray", "flatweights", *sys.stdlib_module_names}
+)
 
 
 class Found(NamedTuple):
@@ -18,201 +33,176 @@ class Found(NamedTuple):
         path: Attribute names, keys and positions that lead to it, then its own name.
         given: The variable as the model holds it: a `tf.Variable` or a Keras variable.
         variable: The `tf.Variable` itself.
+        is_trained: Whether the model trains it.
     """
 
     path: Path
     given: Any
     variable: tf.Variable
+    is_trained: bool
 
 
 def find_variables(output: Any) -> list[Found]:
     """Return each variable that ``output`` holds, once, in order.
 
     Args:
-        output: A variable, a Keras 3 model or layer, a `tf.Module`, or any nesting of
-            these in lists, tuples and mappings. None holds nothing.
+        output: A variable, a model, layer or optimizer of Keras 3 or `tf_keras`, a
+            `tf.Module`, an object with variables as attributes, or any nesting of these in
+            lists, tuples and mappings. None holds nothing.
 
     Raises:
         TypeError: If it holds anything else.
-        ValueError: If a model or a layer in it is not built.
+        ValueError: If a model, a layer or an optimizer in it is not built.
     """
-    seen: set[int] = set()
-    found = []
-    for path, given in _walk(output, (), set()):
-        variable = inner_variable(given)
-        if id(variable) not in seen:
-            seen.add(id(variable))
-            found.append(Found(path, given, variable))
-    return found
+    # An optimizer names its slots after the variables of models that may come after it.
+    owners = {owner_key(found.variable): found.path for found in _Walk(owners=None).found(output)}
+    return _Walk(owners).found(output)
 
 
-def keras_type(name: str) -> tuple[type, ...]:
-    """Return the class of this name of Keras 3, for `isinstance`; nothing if not imported."""
-    keras = sys.modules.get("keras")
-    kind = getattr(keras, name, None)
-    return (kind,) if isinstance(kind, type) else ()
+class _Walk:
+    """One way through everything that is handed over.
 
-
-def is_variable(value: Any) -> bool:
-    """Whether ``value`` is a `tf.Variable` or a Keras 3 variable."""
-    return isinstance(value, (tf.Variable, *keras_type("Variable")))
-
-
-def is_held_by_keras(value: Any) -> bool:
-    """Whether ``value`` is a model or layer of Keras 3."""
-    return isinstance(value, keras_type("Layer"))
-
-
-def inner_variable(given: Any) -> tf.Variable:
-    """Return the `tf.Variable` of a variable of TensorFlow or Keras 3.
-
-    Raises:
-        TypeError: If it is distributed over replicas, or kept by another backend of Keras.
-        ValueError: If it has no value yet.
+    Attributes:
+        owners: What leads to each variable, by `owner_key`; None to pass over optimizers.
     """
-    variable = given if isinstance(given, tf.Variable) else given._value
-    if variable is None:
-        raise ValueError(f"variable {own_name(given)!r} has no value yet: build the model first")
-    if isinstance(variable, tf.distribute.DistributedValues):
-        raise TypeError(
-            f"variable {own_name(given)!r} is distributed over replicas, which is not supported; "
-            "pass strategy.experimental_local_results(variable)[0]"
+
+    def __init__(self, owners: Mapping[str, Path] | None) -> None:
+        self._owners = owners
+        self._entered: set[int] = set()
+
+    def found(self, output: Any) -> list[Found]:
+        seen: set[int] = set()
+        found = []
+        for path, given, is_trained in self._walk(output, ()):
+            variable = inner_variable(given)
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                found.append(Found(path, given, variable, is_trained))
+        return found
+
+    def _walk(self, value: Any, path: Path) -> Iterator[tuple[Path, Any, bool]]:
+        if value is None:
+            return
+        if is_variable(value):
+            yield from self._variable((*path, own_name(value)), value)
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                # The key is the whole name of a variable, and a prefix for all else.
+                if is_variable(item):
+                    yield from self._variable((*path, str(key)), item)
+                else:
+                    yield from self._walk(item, (*path, str(key)))
+        elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            for i, item in enumerate(value):
+                # Variables in a list keep their names; so does the only thing in a list.
+                prefix = () if is_variable(item) or len(value) == 1 else (str(i),)
+                yield from self._walk(item, (*path, *prefix))
+        elif self._is_holder(value) or _is_plain(value):
+            yield from self._holder(value, path)
+        else:
+            raise TypeError(
+                "expected operations or tensors of a graph, variables, Keras models, layers or "
+                "optimizers, tf.Modules, objects that hold variables, or a nesting of these, got "
+                f"{type(value).__name__}"
+            )
+
+    def _variable(self, path: Path, value: Any) -> Iterator[tuple[Path, Any, bool]]:
+        if is_partitioned(value):
+            for part in value:
+                yield (*path, own_name(part)), part, bool(part.trainable)
+        else:
+            yield path, value, bool(value.trainable)
+
+    @staticmethod
+    def _is_holder(value: Any) -> bool:
+        """Whether ``value`` is looked into wherever it is found."""
+        return (
+            is_layer(value)
+            or is_optimizer(value)
+            or isinstance(value, tf.Module)
+            or (_is_plain(value) and type(value).__module__.partition(".")[0] not in _NO_HOLDERS)
         )
-    if not isinstance(variable, tf.Variable):
-        raise TypeError(
-            f"variable {own_name(given)!r}: expected a variable of TensorFlow, got "
-            f"{type(variable).__name__}: Keras runs on another backend"
-        )
-    return variable
 
+    def _holder(self, value: Any, path: Path) -> Iterator[tuple[Path, Any, bool]]:
+        if is_optimizer(value):
+            if self._owners is not None:
+                for where, variable in optimizer_variables(value, path, self._owners):
+                    yield where, variable, False
+        elif id(value) in self._entered:
+            return
+        elif is_layer(value):
+            self._entered.add(id(value))
+            yield from layer_variables(value, path)
+            for where, layer in layers_by_path(value, path):
+                # Unlike `tf_keras`, Keras 3 knows nothing of these.
+                if not is_layer_of_keras_2(layer):
+                    yield from self._bare(layer, where)
+        else:
+            self._entered.add(id(value))
+            for attribute, held in _attributes(value):
+                yield from self._held(held, (*path, attribute.lstrip("_")))
 
-def own_name(given: Any) -> str:
-    """Return the name that a variable was given, without TensorFlow's output number."""
-    return str(given.name).partition(":")[0]
+    def _bare(self, layer: Any, path: Path) -> Iterator[tuple[Path, Any, bool]]:
+        """Walk the bare variables and the modules in the attributes of one layer."""
+        for attribute, held in _by_name(layer):
+            if attribute.startswith(("_self_", "_obj_")) or attribute in _OF_KERAS:
+                continue
+            for item_path, item in _leaves(held, (*path, attribute.lstrip("_"))):
+                if isinstance(item, tf.Variable):
+                    yield from self._variable(item_path, item)
+                elif isinstance(item, tf.Module) and not is_layer(item):
+                    yield from self._holder(item, item_path)
 
-
-def _walk(value: Any, path: Path, entered: set[int]) -> Iterator[tuple[Path, Any]]:
-    if value is None:
-        return
-    if is_variable(value):
-        yield (*path, own_name(value)), value
-    elif is_held_by_keras(value):
-        yield from _walk_layer(value, path)
-    elif _is_keras_2(value) or isinstance(value, keras_type("Optimizer")):
-        raise TypeError(
-            f"{type(value).__module__}.{type(value).__name__} is not supported: "
-            "pass its list of variables instead"
-        )
-    elif isinstance(value, tf.Module):
-        if id(value) not in entered:
-            entered.add(id(value))
-            yield from _walk_module(value, path, entered)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            # The key is the whole name of a variable, and a prefix for all else.
+    def _held(self, held: Any, path: Path) -> Iterator[tuple[Path, Any, bool]]:
+        """Walk what an attribute holds, passing over all that holds no variables."""
+        for item_path, item in _leaves(held, path):
             if is_variable(item):
-                yield (*path, str(key)), item
-            else:
-                yield from _walk(item, (*path, str(key)), entered)
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        for i, item in enumerate(value):
-            # Variables in a list keep their names; so does the only thing in a list.
-            prefix = () if is_variable(item) or len(value) == 1 else (str(i),)
-            yield from _walk(item, (*path, *prefix), entered)
-    else:
-        raise TypeError(
-            "expected operations or tensors of a graph, variables, Keras 3 models or layers, "
-            f"tf.Modules, or a nesting of these, got {type(value).__name__}"
-        )
+                yield from self._variable(item_path, item)
+            elif self._is_holder(item):
+                yield from self._holder(item, item_path)
 
 
-def _is_keras_2(value: Any) -> bool:
-    # tf_keras, and the Keras that TensorFlow still carries for its own use.
-    modules = {kind.__module__ for kind in type(value).__mro__}
-    return any(m.startswith(("tf_keras.", "tensorflow.python.keras.")) for m in modules)
+# What Keras itself keeps in the attributes of a layer or model, beside what users put there.
+_OF_KERAS = frozenset(
+    {
+        *("_layers", "_metrics", "_tracker", "_trainable_variables", "_non_trainable_variables"),
+        *("_seed_generators", "optimizer", "_optimizer", "_compile_metrics", "_compile_loss"),
+    }
+)
 
 
-def _walk_module(module: tf.Module, path: Path, entered: set[int]) -> Iterator[tuple[Path, Any]]:
-    """Walk the attributes of a module in the order of their names, as `tf.Module` does."""
-    ignored = module._TF_MODULE_IGNORED_PROPERTIES
-    for attribute, held in sorted(vars(module).items()):
-        if attribute not in ignored:
-            yield from _walk_held(held, (*path, attribute.lstrip("_")), entered)
+def _by_name(holder: Any) -> list[tuple[str, Any]]:
+    return sorted(vars(holder).items(), key=lambda item: item[0])
 
 
-def _walk_held(held: Any, path: Path, entered: set[int]) -> Iterator[tuple[Path, Any]]:
-    """Walk what an attribute holds, passing over all that holds no variables."""
-    if is_variable(held):
-        yield path, held
-    elif isinstance(held, tf.Module) or is_held_by_keras(held):
-        yield from _walk(held, path, entered)
-    elif isinstance(held, Mapping):
-        for key, item in held.items():
-            yield from _walk_held(item, (*path, str(key)), entered)
+def _attributes(holder: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of a module in `tf.Module`'s order, else public ones first."""
+    if isinstance(holder, tf.Module):
+        ignored = holder._TF_MODULE_IGNORED_PROPERTIES
+        return [item for item in _by_name(holder) if item[0] not in ignored]
+    return sorted(_by_name(holder), key=lambda item: item[0].startswith("_"))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is an object with attributes; classes, functions and tensors are not."""
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, (type, ModuleType, tf.Tensor))
+        and not hasattr(value, "__get__")
+    )
+
+
+def _leaves(
+    held: Any, path: Path, within: frozenset[int] = frozenset()
+) -> Iterator[tuple[Path, Any]]:
+    """Yield what ``held`` consists of, through mappings, lists and tuples that it is within."""
+    if isinstance(held, Mapping):
+        items = [(str(key), item) for key, item in held.items()]
     elif isinstance(held, (list, tuple)):
-        for i, item in enumerate(held):
-            yield from _walk_held(item, (*path, str(i)), entered)
-
-
-def _walk_layer(layer: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield the variables of a Keras 3 layer in Keras's order, named by structure."""
-    unbuilt = [sub.name for sub in layer._flatten_layers() if not sub.built]
-    if unbuilt:
-        raise ValueError(
-            f"{type(layer).__name__} {layer.name!r} is not built, so it has not all of its "
-            f"variables: call build() or call it on data first (unbuilt: {', '.join(unbuilt)})"
-        )
-    paths = {id(variable): where for where, variable in _layer_paths(layer, path, set())}
-    for variable in layer.variables:
-        yield paths.get(id(variable), (*path, own_name(variable))), variable
-
-
-def _layer_paths(layer: Any, path: Path, entered: set[int]) -> Iterator[tuple[Path, Any]]:
-    if id(layer) in entered:  # shared: it keeps the first of its names
+        items = [(str(i), item) for i, item in enumerate(held)]
+    else:
+        yield path, held
         return
-    entered.add(id(layer))
-    own = [*layer._trainable_variables, *layer._non_trainable_variables]
-    own += [generator.state for generator in layer._seed_generators]
-    for variable in own:
-        yield (*path, own_name(variable)), variable
-    for where, sublayer in _sublayers(layer):
-        yield from _layer_paths(sublayer, (*path, *where), entered)
-
-
-def _sublayers(layer: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield each layer directly within ``layer`` and where it is held.
-
-    In Sequential and functional models that is class and count; elsewhere the attribute.
-    """
-    sublayers = layer._layers
-    names = layer_names([(type(sub).__name__, sub.name) for sub in sublayers])
-    is_container = isinstance(layer, keras_type("Sequential")) or hasattr(layer, "_operations")
-    attributes = {} if is_container else _attributes_of(layer)
-    for name, sublayer in zip(names, sublayers, strict=True):
-        yield attributes.get(id(sublayer), (name,)), sublayer
-
-
-def _attributes_of(layer: Any) -> dict[int, Path]:
-    """Return the attribute, and the position within it, that holds each layer in ``layer``."""
-    found: dict[int, Path] = {}
-
-    def note(held: Any, path: Path) -> None:
-        if is_held_by_keras(held):
-            found.setdefault(id(held), path)
-        elif isinstance(held, Mapping):
-            for key, item in held.items():
-                note(item, (*path, str(key)))
-        elif isinstance(held, (list, tuple)):
-            for i, item in enumerate(held):
-                note(item, (*path, str(i)))
-
-    # Keras and TensorFlow keep lists of what they track beside the attributes proper.
-    attributes = [
-        (name, held)
-        for name, held in vars(layer).items()
-        if name != "_layers" and not name.startswith("_self_")
-    ]
-    # A public attribute names a layer in preference to a private one.
-    for name, held in sorted(attributes, key=lambda item: item[0].startswith("_")):
-        note(held, (name.lstrip("_"),))
-    return found
+    if id(held) not in within:
+        for step, item in items:
+            yield from _leaves(item, (*path, step), within | {id(held)})

@@ -20,6 +20,7 @@ from flatweights.tensorflow._groups import make_groups
 from flatweights.tensorflow._library import load_library
 from flatweights.tensorflow._match import match_slots
 from flatweights.tensorflow._mover import ADD, LERP, Mover, Update
+from flatweights.tensorflow._replicas import Replicas
 from flatweights.tensorflow._session import SessionOperations
 
 
@@ -62,6 +63,8 @@ class TensorFlowVariables:
         output: Any,
         sess: Any = None,
         input_variables: Any = None,
+        *,
+        trainable_only: bool = False,
     ) -> None:
         """Find the variables of ``output``.
 
@@ -69,10 +72,14 @@ class TensorFlowVariables:
 
         Args:
             output: Operations or tensors of a graph (all global variables that they
-                depend on), a variable, a Keras 3 model or layer, a `tf.Module`, or a
-                nesting of these in lists, tuples and dicts. None for ``input_variables`` alone.
+                depend on), a variable, a model, layer or optimizer of Keras 3 or `tf_keras`,
+                a `tf.Module`, any object with variables in its attributes, or a nesting of
+                these in lists, tuples and dicts: ``[model, optimizer]`` is the whole state
+                of a training. None for ``input_variables`` alone.
             sess: Session for the variables of a graph; may be set later.
             input_variables: More variables, after those of ``output``.
+            trainable_only: Leave out what is not trained: frozen layers, moving statistics,
+                seeds, optimizers.
 
         Raises:
             TypeError: If there is something else in ``output``, or a variable whose dtype
@@ -83,7 +90,7 @@ class TensorFlowVariables:
                 FLATWEIGHTS_TENSORFLOW insists on bound variables and the op library for that
                 cannot be had.
         """
-        found = discover(output, input_variables, sess)
+        found = discover(output, input_variables, sess, trainable_only=trainable_only)
         self._variables = found.given
         self._layout = Layout(
             list(found.variables),
@@ -105,12 +112,14 @@ class TensorFlowVariables:
             self._mover = Mover(eager, self._layout, library)
             if tf.executing_eagerly():
                 self._mover.bind()
+            self._replicas = Replicas(self._mover, self._layout, found.replicas, library)
         else:
             self._session = SessionOperations(found.variables, found.graph, groups, library)
             self._session.set_session(sess)
             self._mover = Mover(self._session, self._layout, library)
             if sess is not None and self._session.place() is not None:
                 self._mover.bind()
+            self._replicas = Replicas(self._mover, self._layout, {}, library)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -261,12 +270,12 @@ class TensorFlowVariables:
             TypeError: If its dtype cannot be cast.
             RuntimeError: In a graph, if no session is set; if called inside a `tf.function`.
         """
-        if not share and self._mover.set_at_once(new_weights):
-            return
-        flat = self._vector(new_weights, "new_weights")
-        if share:
-            check_frozen(flat, "new_weights")
-        self._mover.set_vector(flat, share=share)
+        if share or not self._mover.set_at_once(new_weights):
+            flat = self._vector(new_weights, "new_weights")
+            if share:
+                check_frozen(flat, "new_weights")
+            self._mover.set_vector(flat, share=share)
+        self._replicas.follow()
 
     def _vector(self, value: ArrayLike, what: str) -> NDArray[Any]:
         flat = np.asarray(value)
@@ -330,6 +339,7 @@ class TensorFlowVariables:
                 f"expected dtypes that are computed with, got {', '.join(self._not_computed_with)}"
             )
         self._mover.update(update, flat, a)
+        self._replicas.follow()
 
     def get_weights(self) -> FlatWeights:
         """Return the weights by name, over one packed buffer that nothing else aliases.
@@ -381,13 +391,14 @@ class TensorFlowVariables:
             if share:
                 check_frozen(new_weights.buffer, "new_weights")
             self._mover.set_packed(new_weights.buffer, share=share)
-            return
+            return self._replicas.follow()
         keys = match_slots(new_weights, self._layout, strict=strict, rename=rename)
         values = {i: self._settable(i, new_weights[key]) for i, key in keys.items()}
         if share:
             for i, value in values.items():
                 check_frozen(value, f"slot {i} {self._layout.slots[i].name!r}")
         self._mover.set_parts(values, share=share)
+        return self._replicas.follow()
 
     def _fits(self, weights: FlatWeights) -> bool:
         return weights.layout is self._layout or weights.layout == self._layout

@@ -1,0 +1,93 @@
+"""What kind of thing a user has handed over: two generations of Keras, and TensorFlow."""
+
+import sys
+from typing import Any
+
+import tensorflow as tf
+
+Path = tuple[str, ...]
+"""Attribute names, keys and positions that lead to a variable."""
+
+
+def keras_type(name: str) -> tuple[type, ...]:
+    """Return the class of this name of Keras 3, for `isinstance`; nothing if not imported."""
+    keras = sys.modules.get("keras")
+    kind = getattr(keras, name, None)
+    return (kind,) if isinstance(kind, type) else ()
+
+
+def is_of_keras_3(value: Any, name: str) -> bool:
+    """Whether ``value`` is an instance of Keras 3's class of this name."""
+    return isinstance(value, keras_type(name))
+
+
+def is_variable(value: Any) -> bool:
+    """Whether ``value`` is a `tf.Variable`, partitioned or not, or a Keras 3 variable."""
+    return (
+        isinstance(value, tf.Variable) or is_of_keras_3(value, "Variable") or is_partitioned(value)
+    )
+
+
+def is_partitioned(value: Any) -> bool:
+    """Whether ``value`` is several variables that TF1 presents as one."""
+    return type(value).__name__ == "PartitionedVariable" and hasattr(value, "_variable_list")
+
+
+def is_layer(value: Any) -> bool:
+    """Whether ``value`` is a model or layer, of Keras 3 or `tf_keras`."""
+    return is_of_keras_3(value, "Layer") or is_layer_of_keras_2(value)
+
+
+def is_layer_of_keras_2(value: Any) -> bool:
+    """Whether ``value`` is a model or layer of `tf_keras`, or of TensorFlow's own copy of it."""
+    return _is_of_keras_2(value) and hasattr(value, "_flatten_layers")
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether ``value`` is an optimizer of Keras 3, `tf_keras` or TF1."""
+    if is_of_keras_3(value, "Optimizer") or isinstance(value, tf.compat.v1.train.Optimizer):
+        return True
+    return _is_of_keras_2(value) and hasattr(value, "apply_gradients")
+
+
+def is_sequential_or_functional(layer: Any) -> bool:
+    """Whether ``layer`` holds its layers in a list of its own, rather than in attributes."""
+    names = {kind.__name__ for kind in type(layer).__mro__}
+    return "Sequential" in names or "Functional" in names
+
+
+def _is_of_keras_2(value: Any) -> bool:
+    modules = {kind.__module__ for kind in type(value).__mro__}
+    return any(m.startswith(("tf_keras.", "tensorflow.python.keras.")) for m in modules)
+
+
+def inner_variable(given: Any) -> tf.Variable:
+    """Return the `tf.Variable` of a variable of TensorFlow or Keras.
+
+    Raises:
+        TypeError: If it is kept by another backend of Keras.
+        ValueError: If it has no value yet.
+    """
+    variable = given
+    if is_of_keras_3(given, "Variable"):
+        variable = given._value
+    elif type(given).__name__.startswith("AutoCast"):
+        variable = given._variable  # reads as itself in every scope
+    if variable is None:
+        raise ValueError(f"variable {own_name(given)!r} has no value yet: build the model first")
+    if not isinstance(variable, tf.Variable):
+        raise TypeError(
+            f"variable {own_name(given)!r}: expected a variable of TensorFlow, got "
+            f"{type(variable).__name__}: Keras runs on another backend"
+        )
+    return variable
+
+
+def own_name(given: Any) -> str:
+    """Return the name that a variable was given, without TensorFlow's output number."""
+    return str(given.name).partition(":")[0]
+
+
+def last_name(given: Any) -> str:
+    """Return the same without scopes, such as the layer's name that `tf_keras` has in front."""
+    return own_name(given).rpartition("/")[2]

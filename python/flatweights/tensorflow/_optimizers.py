@@ -1,0 +1,135 @@
+"""The variables of an optimizer, slots named after the variables that they belong to."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from flatweights.tensorflow._kinds import (
+    Path,
+    inner_variable,
+    is_of_keras_3,
+    is_variable,
+    last_name,
+)
+from flatweights.tensorflow._names import unique_names
+
+
+def optimizer_variables(
+    optimizer: Any, path: Path, owners: Mapping[str, Path]
+) -> Iterator[tuple[Path, Any]]:
+    """Yield path and variable, in the optimizer's own order.
+
+    A slot is named after its variable and the attribute that keeps it, such as
+    ``dense/kernel/momentums``; all else (``iteration``, ``learning_rate``) by its own name. Where
+    the variable is not among ``owners``, its own name is taken, repeats numbered.
+
+    Args:
+        optimizer: An optimizer of Keras 3, `tf_keras` or TF1, with its slots.
+        path: What leads to it.
+        owners: What leads to each variable of the models beside it, by `owner_key`.
+
+    Raises:
+        ValueError: If it has no slots yet.
+    """
+    _check_built(optimizer)
+    slots = _slot_paths(_innermost(optimizer), owners)
+    for variable in _all_variables(optimizer):
+        step = slots.get(id(variable), (last_name(variable),))
+        yield (*path, *step), variable
+    loss_scale = getattr(optimizer, "_loss_scale", None)  # of `tf_keras`, which does not list it
+    for variable in getattr(loss_scale, "_weights", {}).values():
+        yield (*path, "loss_scale", last_name(variable)), variable
+
+
+def owner_key(variable: tf.Variable) -> str:
+    """Return what optimizers of all kinds know a variable by."""
+    return str(getattr(variable, "_unique_id", id(variable)))
+
+
+def _innermost(optimizer: Any) -> Any:
+    """Return the optimizer that a loss scale, or several, are wrapped around."""
+    wrapped = getattr(optimizer, "inner_optimizer", None)
+    return optimizer if wrapped is None else _innermost(wrapped)
+
+
+def _all_variables(optimizer: Any) -> list[Any]:
+    found = optimizer.variables
+    return list(found() if callable(found) and not isinstance(found, Sequence) else found)
+
+
+def _check_built(optimizer: Any) -> None:
+    inner = _innermost(optimizer)
+    if is_of_keras_3(inner, "Optimizer"):
+        built = inner.built
+    elif hasattr(inner, "build"):
+        built = getattr(inner, "_built", False)
+    else:
+        # The older optimizers of `tf_keras` make their slots at the first step.
+        built = getattr(inner, "_hypers_created", True)
+    if not built:
+        raise ValueError(
+            f"{type(optimizer).__name__} is not built, so it has not all of its variables: call "
+            "build(model.trainable_variables), or apply gradients once, first"
+        )
+
+
+def _slot_paths(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]:
+    """Return what names each slot, by the slot variable's identity."""
+    if hasattr(optimizer, "_slots") and not hasattr(optimizer, "_variables"):
+        return _slots_by_key(optimizer, owners)
+    keys, names = _owners_of(optimizer)
+    paths = _owner_paths(keys, names, owners)
+    found: dict[int, Path] = {}
+    for attribute, held in vars(optimizer).items():
+        if attribute in ("_variables", "_trainable_variables"):
+            continue
+        # Slots of one kind are kept in a list, in the order of the variables they belong to.
+        if isinstance(held, (list, tuple)) and len(held) == len(paths):
+            for owner, slot in zip(paths, held, strict=True):
+                if is_variable(slot):
+                    found.setdefault(id(slot), (*owner, attribute.lstrip("_")))
+    return found
+
+
+def _owners_of(optimizer: Any) -> tuple[list[str], list[str]]:
+    """Return key and own name of each variable that has slots, in the order of the slots."""
+    if is_of_keras_3(optimizer, "Optimizer"):
+        variables = list(optimizer._trainable_variables)
+        return [owner_key(inner_variable(v)) for v in variables], [last_name(v) for v in variables]
+    index = getattr(optimizer, "_index_dict", {})
+    keys = sorted(index, key=index.__getitem__)
+    return keys, [_name_in_key(key) for key in keys]
+
+
+def _owner_paths(
+    keys: Sequence[str], names: Sequence[str], owners: Mapping[str, Path]
+) -> list[Path]:
+    return [owners.get(key, (name,)) for key, name in zip(keys, unique_names(names), strict=True)]
+
+
+def _slots_by_key(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]:
+    """Return the same for optimizers that keep, for each variable, its slots by name."""
+    keys = [_key_text(key) for key in optimizer._slots]
+    paths = _owner_paths(keys, [_name_in_key(key) for key in keys], owners)
+    found: dict[int, Path] = {}
+    for owner, (key, slots) in zip(paths, optimizer._slots.items(), strict=True):
+        if isinstance(key, str) and not _is_by_kind(optimizer):
+            for kind, slot in slots.items():
+                found[id(slot)] = (*owner, kind)
+    return found
+
+
+def _is_by_kind(optimizer: Any) -> bool:
+    # TF1's optimizers keep, for each kind of slot, the variables; graphs name them well.
+    return isinstance(optimizer, tf.compat.v1.train.Optimizer)
+
+
+def _key_text(key: Any) -> str:
+    return key if isinstance(key, str) else str(key)
+
+
+def _name_in_key(key: str) -> str:
+    """Return the variable's own name from its unique id, such as ``dense/kernel_333``."""
+    return re.sub(r"_\d+$", "", key).rpartition("/")[2]
