@@ -66,6 +66,58 @@ def test_demo_on_the_base_install_says_what_to_install():
     )
 
 
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script in the place of a compiler, for sources without a library and an empty cache."""
+    from flatweights.tensorflow import _library
+
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "library.cc").touch()
+    monkeypatch.setattr(_library, "PACKAGED", sources)
+    monkeypatch.setenv("FLATWEIGHTS_CACHE_DIR", str(tmp_path / "cache"))
+    script = tmp_path / "compiler"
+    script.touch(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    return script
+
+
+COMPILES = '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; touch "$2"\n'
+FAILS = "#!/bin/sh\necho 'error: too old' >&2; exit 1\n"
+
+
+def test_build_tf_prints_where_the_library_is(compiler, capsys):
+    compiler.write_text(COMPILES)
+    assert main(["build-tf"]) == 0
+    built = Path(capsys.readouterr().out.rstrip("\n"))
+    assert built.is_file()
+    assert built.is_relative_to(compiler.parent / "cache")
+    compiler.unlink()  # once is enough
+    assert main(["build-tf"]) == 0
+    assert capsys.readouterr().out == f"{built}\n"
+
+
+def test_build_tf_says_why_it_fails_and_tries_again(compiler, capsys):
+    compiler.write_text(FAILS)
+    for _ in range(2):
+        assert main(["build-tf"]) == 1
+        out, err = capsys.readouterr()
+        assert (out, err) == ("", f"flatweights build-tf: {compiler} failed: error: too old\n")
+    compiler.write_text(COMPILES)
+    assert main(["build-tf"]) == 0
+
+
+def test_build_tf_without_tensorflow_says_what_to_install():
+    run = in_fresh_interpreter(
+        "import sys; sys.modules['tensorflow'] = None\n"
+        "from flatweights.cli import main; sys.exit(main(['build-tf']))"
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == (
+        "flatweights build-tf: tensorflow not installed: pip install 'flatweights[tensorflow]'\n"
+    )
+
+
 def test_reader_that_left_is_no_traceback():
     run = subprocess.run(
         f"{sys.executable} -m flatweights.cli info | true",

@@ -12,7 +12,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
 from keras.src.backend.common.variables import AutocastScope
 from tf_models import mixed_values
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 LIBRARY = "_tf.so"
 RECORD = "_tf.json"
+WORK_PREFIX = "compiling-"
 
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
@@ -58,9 +59,13 @@ def find_compiler() -> str:
     Raises:
         CompileError: If there is none.
     """
-    chosen = os.environ.get("CXX", "")
+    chosen = os.environ.get("CXX", "").strip()
     if chosen:
-        if shutil.which(shlex.split(chosen)[0]) is None:
+        try:
+            found = shutil.which(shlex.split(chosen)[0])
+        except ValueError as error:
+            raise CompileError(f"CXX is no command, {chosen!r}: {error}") from error
+        if found is None:
             raise CompileError(f"the C++ compiler of CXX, {chosen!r}, is not there")
         return chosen
     for name in _COMPILERS:
@@ -91,7 +96,7 @@ def compile_library(sources: Path, folder: Path) -> Path:
     if not (headers / "tensorflow/core/framework/resource_var.h").is_file():
         raise CompileError(f"TensorFlow's headers are not in {headers}")
     flags = [flag for flag in tf.sysconfig.get_compile_flags() if not flag.startswith("-I")]
-    with tempfile.TemporaryDirectory(dir=folder, prefix="compiling-") as work:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=WORK_PREFIX) as work:
         library = Path(work, LIBRARY)
         command = [
             *shlex.split(compiler),

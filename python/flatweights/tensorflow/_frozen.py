@@ -18,21 +18,41 @@ def check_frozen(array: NDArray[Any], where: str) -> None:
     Raises:
         ValueError: If it can be written to.
     """
-    base: Any = array
-    while isinstance(base, np.ndarray):
-        if base.flags.writeable:
-            what = "a read-only array" if base is array else "a view of a read-only array"
+    link: Any = array
+    while link is not None:
+        if _is_writable(link):
+            kind = type(link).__name__
+            got = f"a writable {kind}" if link is array else f"a view of a writable {kind}"
             raise ValueError(
-                f"{where}: to be shared, expected {what}, such as ray.get returns, for its owner "
-                "could change the model behind its back; freeze it by array.setflags(write=False)"
+                f"{where}: to be shared, expected memory that nobody can write to, such as "
+                f"ray.get returns, got {got}: its owner could change the model behind its back. "
+                "An array is frozen by array.setflags(write=False)"
             )
-        base = base.base
+        link = _beneath(link)
+
+
+def _is_writable(link: Any) -> bool:
+    if isinstance(link, np.ndarray):
+        return link.flags.writeable
+    view = _view(link)
+    if view is not None:
+        return not view.readonly
+    # What as_strided puts between a view and its array, say. Else, the array's flag has to do.
+    interface = getattr(link, "__array_interface__", None)
+    data = interface.get("data") if isinstance(interface, dict) else None
+    return isinstance(data, tuple) and not data[1]
+
+
+def _beneath(link: Any) -> Any:
+    """Return what ``link`` is a view of; None if it is no view, or does not tell."""
+    view = None if isinstance(link, np.ndarray) else _view(link)
+    if view is None:
+        return getattr(link, "base", None)
+    return None if view.obj is link else view.obj
+
+
+def _view(link: Any) -> memoryview | None:
     try:
-        writable = base is not None and not memoryview(base).readonly
-    except TypeError:  # no buffer: the array's own flag has to do
-        writable = False
-    if writable:
-        raise ValueError(
-            f"{where}: to be shared, expected read-only memory, got a view of a writable "
-            f"{type(base).__name__}"
-        )
+        return memoryview(link)
+    except (TypeError, ValueError, BufferError):
+        return None

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import threading
 import warnings
 from pathlib import Path
@@ -19,6 +20,7 @@ from flatweights import _core
 from flatweights.tensorflow._cache import CacheError, cache_folder, locked, private_folder
 from flatweights.tensorflow._compile import (
     LIBRARY,
+    WORK_PREFIX,
     CompileError,
     compile_library,
     find_compiler,
@@ -68,11 +70,19 @@ def load_library() -> Library | None:
     setting = _setting()
     if setting == "ops":
         return None
-    found = _load_once()
+    found, is_new = _load_once()
     if isinstance(found, Library):
         return found
     if setting == "bound":
         raise RuntimeError(f"{SETTING}=bound, but {found}") from found
+    if is_new:
+        warnings.warn(
+            f"flatweights moves weights by TensorFlow's operations, which is slower: {found}. "
+            "When that is mended, run 'flatweights build-tf'; to do without and without this "
+            f"warning, set {SETTING}=ops",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     return None
 
 
@@ -89,11 +99,13 @@ def status() -> str:
     if _loaded is not None:
         return f"TensorFlow's operations, since {_loaded}"
     try:
-        folder = _folder_of_library(identity(PACKAGED))
-    except (CacheError, OSError) as error:
-        return f"TensorFlow's operations, since {error}"
-    if folder is None:
-        return "bound variables, once the first use has compiled the op library"
+        wanted = identity(PACKAGED)
+        folder = _folder_of_library(wanted)
+        if folder is None:
+            _raise_earlier_failure(_cached(wanted) / _FAILED, find_compiler())
+            return "bound variables, once the first use has compiled the op library"
+    except (CacheError, CompileError, OSError) as error:
+        return f"TensorFlow's operations, since its op library cannot be compiled: {error}"
     return f"bound variables, by {folder / LIBRARY}"
 
 
@@ -105,8 +117,8 @@ def build_library() -> Path:
     Raises:
         LibraryError: If it cannot be compiled.
     """
-    wanted = identity(PACKAGED)
     try:
+        wanted = identity(PACKAGED)
         found = _folder_of_library(wanted)
         return (_compile_into_cache(wanted, again=True) if found is None else found) / LIBRARY
     except (CacheError, CompileError, OSError) as error:
@@ -120,27 +132,22 @@ def _setting() -> str:
     return setting
 
 
-def _load_once() -> Library | LibraryError:
+def _load_once() -> tuple[Library | LibraryError, bool]:
+    """Return the library or why there is none, and whether this call has found that out."""
     global _loaded
     with _lock:
-        if _loaded is None:
-            try:
-                _loaded = _load()
-            except LibraryError as error:
-                _loaded = error
-                warnings.warn(
-                    f"flatweights moves weights by TensorFlow's operations, which is slower: "
-                    f"{error}. When that is mended, run 'flatweights build-tf'; to do without "
-                    f"and without this warning, set {SETTING}=ops",
-                    RuntimeWarning,
-                    stacklevel=5,
-                )
-        return _loaded
+        if _loaded is not None:
+            return _loaded, False
+        try:
+            _loaded = _load()
+        except LibraryError as error:
+            _loaded = error
+        return _loaded, True
 
 
 def _load() -> Library:
-    wanted = identity(PACKAGED)
     try:
+        wanted = identity(PACKAGED)
         folder = _folder_of_library(wanted) or _compile_into_cache(wanted)
     except (CacheError, CompileError, OSError) as error:
         raise LibraryError(f"its op library cannot be compiled: {error}") from error
@@ -148,27 +155,30 @@ def _load() -> Library:
     try:
         module = tf.load_op_library(str(path))
         return Library(path, module.flatweights_bind_variable, _core.VariablesLibrary(str(path)))
-    except (tf.errors.OpError, OSError, ImportError, AttributeError) as error:
-        raise LibraryError(f"its op library {path} cannot be loaded: {error}") from error
+    except (tf.errors.OpError, OSError, RuntimeError, ImportError, AttributeError) as error:
+        raise LibraryError(
+            f"its op library {path} cannot be loaded (delete it, and it is compiled again): {error}"
+        ) from error
 
 
 def _folder_of_library(wanted: dict[str, str]) -> Path | None:
     """Return the folder of a library that is ready to be loaded, or None."""
     if is_for_this(PACKAGED, wanted):
         return PACKAGED
-    cached = _cached(wanted)
+    cached = private_folder(_cached(wanted), make=False)
     return cached if is_for_this(cached, wanted) else None
 
 
 def _cached(wanted: dict[str, str]) -> Path:
     key = "".join(wanted[name] for name in ("git", "flags", "machine", "sources"))
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return private_folder(cache_folder() / f"tensorflow-{wanted['tensorflow']}-{digest}")
+    root = private_folder(cache_folder(), make=False)
+    return root / f"tensorflow-{wanted['tensorflow']}-{digest}"
 
 
 def _compile_into_cache(wanted: dict[str, str], *, again: bool = False) -> Path:
     """Compile, unless another process has just done it, or failed at it and nothing is new."""
-    folder = _cached(wanted)
+    folder = private_folder(_cached(wanted), make=True)
     failed = folder / _FAILED
     with locked(folder):
         if is_for_this(folder, wanted):
@@ -181,6 +191,8 @@ def _compile_into_cache(wanted: dict[str, str], *, again: bool = False) -> Path:
             wanted["tensorflow"],
             folder,
         )
+        for left in folder.glob(f"{WORK_PREFIX}*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         try:
             compile_library(PACKAGED, folder)
         except CompileError as error:
