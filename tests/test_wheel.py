@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -24,11 +26,47 @@ print(fw.show_config()["flatweights"])
 """
 
 
+BIND = """
+import os
+assert not os.environ["PATH"]
+import tensorflow as tf
+from flatweights.tensorflow import TensorFlowVariables, _library
+variables = TensorFlowVariables([tf.Variable([1.0, 2.0])])
+assert variables.unbound == {}
+assert variables.get_flat().tolist() == [1, 2]
+assert _library.status() == f"bound variables, by {_library.PACKAGED / '_tf.so'}"
+print(_library.PACKAGED)
+"""
+LIBRARY = {"_tf.so", "_tf.json"}
+
+
+def build_wheel(folder: Path, *options: str) -> Path:
+    """Build it in ``folder``, beside what an earlier call has built there."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps"]
+    (folder / "wheel").mkdir(exist_ok=True)
+    for old in (folder / "wheel").iterdir():
+        old.unlink()
+    places = ["-w", folder / "wheel", f"-Cbuild-dir={folder / 'build'}"]
+    subprocess.run([*pip, *places, *options, ROOT], check=True)
+    (wheel,) = (folder / "wheel").glob("flatweights-*.whl")
+    return wheel
+
+
+def op_library(wheel: Path) -> set[str]:
+    """The names of what the wheel carries of the op library."""
+    with zipfile.ZipFile(wheel) as file:
+        paths = map(Path, file.namelist())
+        return {path.name for path in paths if path.parent == Path("flatweights/_tf")}
+
+
+def sources() -> set[str]:
+    return {path.name for path in (ROOT / "csrc" / "tensorflow").iterdir()}
+
+
 @pytest.mark.slow
 def test_the_wheel_works_without_a_compiler(tmp_path: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", tmp_path, ROOT], check=True)
-    (wheel,) = tmp_path.glob("flatweights-*.whl")
+    wheel = build_wheel(tmp_path)
+    assert op_library(wheel) == sources()  # the build was isolated, and saw no TensorFlow
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
     # What it needs comes as wheels too, so no compiler is wanted from here on.
@@ -41,3 +79,33 @@ def test_the_wheel_works_without_a_compiler(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == wheel.name.split("-")[1]
+
+
+@pytest.mark.slow
+def test_wheel_that_is_built_beside_tensorflow_carries_the_op_library(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core")
+    pytest.importorskip("pybind11")
+    wheel = build_wheel(tmp_path, "--no-build-isolation")
+    assert op_library(wheel) == sources() | LIBRARY
+
+    venv.create(tmp_path / "venv")
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(site)
+    # All else comes from here, but for what .pth files say, such as where an editable
+    # flatweights is.
+    (site / "here.pth").write_text(sysconfig.get_path("purelib"))
+    run = subprocess.run(
+        [tmp_path / "venv" / "bin" / "python", "-c", BIND],
+        env={"PATH": "", "HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"{site / 'flatweights' / '_tf'}\n"
+    assert not (tmp_path / ".cache" / "flatweights").exists()
+
+    off = "-Ccmake.define.FLATWEIGHTS_TENSORFLOW=OFF"
+    assert op_library(build_wheel(tmp_path, "--no-build-isolation", off)) == sources()

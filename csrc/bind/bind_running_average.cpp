@@ -1,5 +1,6 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <vector>
 
@@ -29,15 +30,23 @@ void bind_running_average(py::module_& m) {
            py::arg("layout"))
       .def(
           "add",
-          [](BoundSum& self, bool packed, const py::list& parts, double weight) {
-            const auto slots =
-                check_model(parts, self.bound(), packed, Place::kNoSource, Access::kRead);
-            const std::vector<const std::byte*> source(slots.begin(), slots.end());
+          [](BoundSum& self, bool packed, const std::vector<py::list>& models,
+             const std::vector<double>& weights) {
+            if (models.size() != weights.size())
+              throw py::value_error("expected one weight for each source");
+            std::vector<std::vector<const std::byte*>> sources;
+            for (std::size_t k = 0; k < models.size(); ++k) {
+              const std::ptrdiff_t source =
+                  models.size() == 1 ? Place::kNoSource : static_cast<std::ptrdiff_t>(k);
+              const auto slots =
+                  check_model(models[k], self.bound(), packed, source, Access::kRead);
+              sources.emplace_back(slots.begin(), slots.end());
+            }
             check_environment();
             const py::gil_scoped_release nogil;
-            self.sum.add(source, weight);
+            self.sum.add(sources, weights);
           },
-          py::arg("packed"), py::arg("parts"), py::arg("weight"))
+          py::arg("packed"), py::arg("sources"), py::arg("weights"))
       .def(
           "merge",
           [](BoundSum& self, const BoundSum& other, double scale) {

@@ -1,5 +1,7 @@
 #include "flatweights/running_average.hpp"
 
+#include <algorithm>
+
 #include "flatweights/kernels.hpp"
 #include "flatweights/parallel.hpp"
 
@@ -7,6 +9,7 @@ namespace flatweights {
 namespace {
 
 constexpr std::size_t kGrain = std::size_t{1} << 16;  // reals
+constexpr std::size_t kBlock = 1024;                  // reals whose sums stay in L1
 
 }  // namespace
 
@@ -24,13 +27,19 @@ RunningSum::RunningSum(const Layout& layout) {
   if (compensated) compensation_.resize(reals);
 }
 
-void RunningSum::add(std::span<const std::byte* const> source, double weight) {
+void RunningSum::add(std::span<const std::vector<const std::byte*>> sources,
+                     std::span<const double> weights) {
   const Kernels& loops = kernels();
   parallel_for(sum_.size(), kGrain, [&](std::size_t begin, std::size_t end) {
     for_each_piece(starts_, begin, end, [&](std::size_t i, std::size_t from, std::size_t to) {
-      const std::size_t at = starts_[i] + from;
-      double* lost = compensation_.empty() ? nullptr : compensation_.data() + at;
-      loops.add[real_of(dtypes_[i])](sum_.data() + at, lost, source[i], weight, from, to);
+      const auto add = loops.add[real_of(dtypes_[i])];
+      for (std::size_t block = from; block < to; block += kBlock) {
+        const std::size_t stop = std::min(to, block + kBlock);
+        const std::size_t at = starts_[i] + block;
+        double* lost = compensation_.empty() ? nullptr : compensation_.data() + at;
+        for (std::size_t k = 0; k < sources.size(); ++k)
+          add(sum_.data() + at, lost, sources[k][i], weights[k], block, stop);
+      }
     });
   });
 }

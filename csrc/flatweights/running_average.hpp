@@ -16,8 +16,9 @@ class RunningSum {
  public:
   explicit RunningSum(const Layout& layout);
 
-  // Adds `weight * source`; `source[i]` is where slot i begins.
-  void add(std::span<const std::byte* const> source, double weight);
+  // Adds `weights[k] * sources[k]` over k, one after the other but in one pass over the
+  // sum; `sources[k][i]` is where slot i begins.
+  void add(std::span<const std::vector<const std::byte*>> sources, std::span<const double> weights);
 
   // Whether `other` is a sum over parts of the same sizes and dtypes.
   [[nodiscard]] bool fits(const RunningSum& other) const noexcept {

@@ -1,6 +1,7 @@
 """The average of models that arrive one after the other."""
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -56,20 +57,47 @@ class RunningAverage:
             TypeError: If kind or dtype differ, or a dtype has no mean.
             ValueError: If keys, shapes or digests differ, or the weight is not as above.
         """
-        value = read_weight(weight, "weight")
+        self._add([source], [read_weight(weight, "weight")])
+
+    def add_all(self, sources: Iterable[Any], weights: Iterable[float] | None = None) -> None:
+        """Add several models, as `add` does one after the other, in one pass over the sum.
+
+        >>> running = RunningAverage()
+        >>> running.add_all([np.array([1.0]), np.array([3.0])], weights=[3, 1])
+        >>> running.mean()
+        array([1.5])
+
+        Args:
+            sources: Models; see `add`. If one is refused, none is added.
+            weights: One weight per source. 1, if None.
+
+        Raises:
+            TypeError: As `add`.
+            ValueError: As `add`, or if there is not one weight per source.
+        """
+        models = list(sources)
+        given = [1.0] * len(models) if weights is None else list(weights)
+        if len(given) != len(models):
+            raise ValueError(f"expected {len(models)} weights, one per source, got {len(given)}")
+        if models:
+            self._add(models, [read_weight(w, f"weight {k}") for k, w in enumerate(given)])
+
+    def _add(self, models: list[Any], values: list[float]) -> None:
         with self._lock:
-            template = self._template or Template.of(source)
-            parts = template.read(source, "source")
+            template = self._template or Template.of(models[0])
+            names = ["source"] if len(models) == 1 else [f"source {k}" for k in range(len(models))]
+            parts = [template.read(*named) for named in zip(models, names, strict=True)]
             # A weight of 0 before any other has no ratio yet, and needs none.
-            base = self._base if self._base is not None else (value or None)
-            relative = ratio(value, base) if base is not None else 0.0
+            base = self._base if self._base is not None else next(filter(None, values), None)
+            relative = [ratio(value, base) if base is not None else 0.0 for value in values]
             total = self._sum or _core.RunningSum(template.layout.code)
             total.add(template.packed, parts, relative)
             if self._template is None:
-                self._begin(template, total, _kept_parts(template, source))
+                self._begin(template, total, _kept_parts(template, models[0]))
             self._base = base
-            self._relative_total += relative
-            self._total += value
+            for value, share in zip(values, relative, strict=True):
+                self._relative_total += share
+                self._total += value
 
     def merge(self, other: "RunningAverage") -> None:
         """Add what ``other`` has summed up, as if its sources were added here.

@@ -1,0 +1,703 @@
+"""The op library: compiled once, kept for this user, never loaded for another TensorFlow."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import flatweights as fw
+from flatweights.tensorflow import TensorFlowVariables, _cache, _compile, _library
+from flatweights.tensorflow._cache import CacheError, locked, private_folder
+from flatweights.tensorflow._library import LibraryError, build_library, load_library, status
+
+# Moves weights, in as many processes as are given, each of which tells how.
+USE = """
+import json, multiprocessing, os, sys, warnings
+from pathlib import Path
+import flatweights as fw
+import tensorflow as tf
+from flatweights.tensorflow import TensorFlowVariables, _library
+is_import_idle = _library._loaded is None and not Path(os.environ["FLATWEIGHTS_CACHE_DIR"]).exists()
+_library.PACKAGED = Path(sys.argv[1])
+before = _library.status()
+
+def use():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        variables = TensorFlowVariables([tf.Variable([1.0, 2.0], name="w")])
+        variables.add_flat([1.0, 1.0])
+    told = json.dumps({
+        "is_import_idle": is_import_idle,
+        "before": before,
+        "after": fw.show_config()["tensorflow path"],
+        "unbound": variables.unbound,
+        "weights": variables.get_flat().tolist(),
+        "warnings": [str(warning.message) for warning in caught],
+    })
+    os.write(1, f"{told}\\n".encode())
+
+count = int(sys.argv[2])
+if count == 1:
+    sys.exit(use())
+# TensorFlow is imported once for all of them, which takes longer than anything else here.
+processes = [multiprocessing.get_context("fork").Process(target=use) for _ in range(count)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+sys.exit(max(abs(process.exitcode) for process in processes))
+"""
+
+
+class Used(NamedTuple):
+    """What a process tells that moved weights."""
+
+    is_import_idle: bool
+    before: str
+    after: str
+    unbound: dict[str, str]
+    weights: list[float]
+    warnings: list[str]
+
+    @property
+    def library(self) -> Path:
+        """The library by which the variables are bound."""
+        assert (self.unbound, self.weights, self.warnings) == ({}, [2.0, 3.0], []), self
+        return Path(self.after.removeprefix("bound variables, by "))
+
+
+class Compiler:
+    """A script in the place of a compiler, which counts its calls."""
+
+    def __init__(self, folder: Path, name: str, body: str) -> None:
+        self.path = folder / name
+        self._calls = folder / f"{name}.calls"
+        self.path.write_text(f'#!/bin/sh\necho $$ >> "{self._calls}"\n{body}\n')
+        self.path.chmod(0o755)
+
+    @property
+    def calls(self) -> list[int]:
+        """The process ids of its calls."""
+        text = self._calls.read_text() if self._calls.exists() else ""
+        return [int(line) for line in text.splitlines()]
+
+
+def start(package: Path, cache: Path, *, processes: int = 1, **environment: object) -> Any:
+    own = {"FLATWEIGHTS_CACHE_DIR": cache, "TF_CPP_MIN_LOG_LEVEL": 3} | environment
+    return subprocess.Popen(
+        [sys.executable, "-c", USE, str(package), str(processes)],
+        env=os.environ | {name: str(value) for name, value in own.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def use(package: Path, cache: Path, **options: Any) -> tuple[list[Used], list[str]]:
+    """Return what each process tells, and the lines that they have logged together."""
+    process = start(package, cache, **options)
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    return [Used(**json.loads(line)) for line in stdout.splitlines()], ours(stderr)
+
+
+def ours(stderr: str) -> list[str]:
+    """The lines that are none of TensorFlow's own."""
+    return [line for line in stderr.splitlines() if "op library" in line]
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def copy_sources(folder: Path) -> Path:
+    """As a wheel carries them that was built without TensorFlow."""
+    folder.mkdir()
+    for source in _library.PACKAGED.iterdir():
+        if source.suffix in (".cc", ".hpp"):
+            shutil.copy(source, folder)
+    return folder
+
+
+def put_library(folder: Path, record: object) -> Path:
+    """Put something that cannot be loaded where a library is looked for."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / "_tf.so").write_text("garbage")
+    (folder / "_tf.json").write_text(json.dumps(record))
+    return folder / "_tf.so"
+
+
+def is_open_as(descriptor: int, file: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), file)
+    except OSError:
+        return False
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the way open, in place of the fixture that forces each."""
+    for name in ("FLATWEIGHTS_TENSORFLOW", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """Sources without a library."""
+    return copy_sources(tmp_path / "package")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """The place of a cache, which is not there."""
+    return tmp_path / "cache"
+
+
+class Built(NamedTuple):
+    package: Path
+    cache: Path
+    first: Used
+    said: list[str]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A library that a process has compiled at its first use."""
+    folder = tmp_path_factory.mktemp("built")
+    package = copy_sources(folder / "package")
+    (first,), said = use(package, folder / "cache")
+    return Built(package, folder / "cache", first, said)
+
+
+@pytest.fixture
+def copier(tmp_path: Path, built: Built) -> Compiler:
+    """Makes what the compiler makes, at once."""
+    return Compiler(
+        tmp_path,
+        "copier",
+        f'while [ "$1" != -o ]; do shift; done\nsleep 0.5\ncp "{built.first.library}" "$2"',
+    )
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> Compiler:
+    return Compiler(tmp_path, "failing", "echo 'library.cc:7: error: too old' >&2; exit 1")
+
+
+@pytest.fixture
+def new_process(
+    package: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], None]]:
+    """Forgets what this process knows; for tests in which no library gets loaded."""
+
+    def forget() -> None:
+        monkeypatch.setattr(_library, "_loaded", None)
+
+    monkeypatch.setattr(_library, "PACKAGED", package)
+    monkeypatch.setenv("FLATWEIGHTS_CACHE_DIR", str(cache))
+    forget()
+    yield forget
+    assert not isinstance(_library._loaded, _library.Library)
+
+
+def check_operations_serve(reason: str) -> str:
+    """Check that one warning says why, with the remedy, and that weights are moved all the same."""
+    first = tf.Variable([1.0, 2.0], name="w")
+    with pytest.warns(RuntimeWarning, match="TensorFlow's operations") as caught:
+        variables = TensorFlowVariables([first])
+    (warning,) = caught
+    text = str(warning.message)
+    assert reason in text
+    assert "run 'flatweights build-tf'" in text
+    assert "set FLATWEIGHTS_TENSORFLOW=ops" in text
+    assert warning.filename == __file__
+    assert list(variables.unbound) == ["w"]
+    np.testing.assert_array_equal(variables.get_flat(), [1, 2])
+    variables.set_flat([3, 4])
+    variables.add_flat([1, 1])
+    np.testing.assert_array_equal(first.numpy(), [4, 5])
+    second = TensorFlowVariables([tf.Variable(1)])  # and no second warning
+    assert len(second.unbound) == 1
+    assert fw.show_config()["tensorflow path"] == status()
+    assert status().startswith("TensorFlow's operations, since its op library ")
+    assert reason in status()
+    return text
+
+
+# First use
+
+
+def test_first_use_compiles_and_says_so_in_one_line(built):
+    first = built.first
+    assert first.is_import_idle
+    assert first.before == "bound variables, once the first use has compiled the op library"
+    assert first.library.is_relative_to(built.cache)
+    assert tf.version.VERSION in first.library.parent.name
+    assert built.said == [
+        f"flatweights: compiling its op library for TensorFlow {tf.version.VERSION}, once, into "
+        f"{first.library.parent}"
+    ]
+    assert mode(built.cache) == mode(first.library.parent) == 0o700
+
+
+def test_second_process_needs_no_compiler(built, failing):
+    (second,), said = use(built.package, built.cache, CXX=failing.path, PATH="")
+    assert second.library == built.first.library
+    assert second.before == second.after
+    assert said == failing.calls == []
+
+
+def test_several_processes_at_once_compile_once(package, cache, copier):
+    used, said = use(package, cache, processes=4, CXX=copier.path)
+    assert len(used) == 4
+    assert len({each.library for each in used}) == len(said) == len(copier.calls) == 1
+
+
+def test_process_that_was_killed_while_compiling_is_made_up_for(package, cache, copier, tmp_path):
+    stuck = Compiler(tmp_path, "stuck", "exec sleep 120")
+    process = start(package, cache, CXX=stuck.path)
+    (orphan,) = wait_for(lambda: stuck.calls)
+    try:
+        process.kill()
+        process.communicate()
+        (work,) = cache.glob("*/compiling-*")
+        (second,), said = use(package, cache, CXX=copier.path)
+        assert (second.library.parent, len(said)) == (work.parent, 1)
+        # The compiler of the first is still there: it did not hold the lock.
+        os.kill(orphan, 0)
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+    assert {file.name for file in work.parent.iterdir()} == {"_tf.so", "_tf.json", "lock"}
+
+
+def test_status_compiles_and_makes_nothing(new_process, cache, failing, monkeypatch):
+    monkeypatch.setenv("CXX", str(failing.path))
+    for _ in range(2):
+        assert status() == "bound variables, once the first use has compiled the op library"
+    assert fw.show_config()["tensorflow path"] == status()
+    assert failing.calls == []
+    assert not cache.exists()
+
+
+def test_status_tells_before_the_first_use_why_there_will_be_no_library(new_process, monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert status() == (
+        "TensorFlow's operations, since its op library cannot be compiled: "
+        "the C++ compiler of CXX, '/nonexistent', is not there"
+    )
+
+
+# Libraries that must not be loaded
+
+
+@pytest.mark.parametrize("key", ["tensorflow", "git", "flags", "machine", "sources"])
+def test_library_that_is_for_something_else_is_not_found(key, new_process, package):
+    wanted = _compile.identity(package)
+    for folder in (package, _library._cached(wanted)):
+        put_library(folder, wanted)
+        assert _library._folder_of_library(wanted) == folder
+        put_library(folder, wanted | {key: "other"})
+        assert _library._folder_of_library(wanted) is None
+
+
+@pytest.mark.parametrize("record", [None, b"", b"[]", b"null", b"\xff", b"{"])
+def test_library_without_a_proper_record_is_not_found(record, new_process, package):
+    wanted = _compile.identity(package)
+    put_library(package, wanted)
+    (package / "_tf.json").unlink()
+    if record is not None:
+        (package / "_tf.json").write_bytes(record)
+    assert _library._folder_of_library(wanted) is None
+
+
+def test_record_without_a_library_is_not_found(new_process, package):
+    wanted = _compile.identity(package)
+    put_library(package, wanted).unlink()
+    assert _library._folder_of_library(wanted) is None
+
+
+def test_libraries_for_something_else_are_compiled_again(package, cache, built, copier):
+    wanted = _compile.identity(package)
+    put_library(package, wanted | {"tensorflow": "2.0.0"})
+    cached = put_library(cache / built.first.library.parent.name, wanted | {"sources": "0"})
+    (used,), said = use(package, cache, CXX=copier.path)
+    assert (used.library, len(said)) == (cached, 1)
+    assert json.loads(cached.with_suffix(".json").read_text()) == wanted
+    assert (package / "_tf.so").read_text() == "garbage"
+
+
+def test_other_sources_and_other_tensorflows_have_their_own_places(
+    new_process, package, monkeypatch
+):
+    places = {_library._cached(_compile.identity(package))}
+    with (package / "library.cc").open("a") as file:
+        file.write("// changed\n")
+    places.add(_library._cached(_compile.identity(package)))
+    monkeypatch.setattr(tf.version, "GIT_VERSION", "v9.9-rc")
+    places.add(_library._cached(_compile.identity(package)))
+    monkeypatch.setattr(tf.version, "VERSION", "9.9.9")
+    places.add(_library._cached(_compile.identity(package)))
+    assert len(places) == 4
+
+
+@pytest.mark.parametrize("where", ["package", "cache"])
+def test_corrupt_library_is_told_and_done_without(where, new_process, package):
+    wanted = _compile.identity(package)
+    library = put_library(package if where == "package" else _library._cached(wanted), wanted)
+    text = check_operations_serve(f"its op library {library} cannot be loaded")
+    assert "delete it, and it is compiled again" in text
+
+
+# Where it cannot be compiled
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"PATH": ""}, "there is no C++ compiler (install g++ or clang++, or set CXX)"),
+        ({"CXX": "/nonexistent/g++ -m64"}, "CXX, '/nonexistent/g++ -m64', is not there"),
+        ({"CXX": "false"}, "false failed: no message"),
+        ({"CXX": "g++ '"}, 'CXX is no command, "g++ \'"'),
+        ({"CXX": " ", "PATH": ""}, "there is no C++ compiler"),
+    ],
+)
+def test_without_a_working_compiler_operations_serve(environment, reason, new_process, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    check_operations_serve(reason)
+
+
+def test_file_that_is_no_program_is_told(new_process, tmp_path, monkeypatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_text("garbage")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    check_operations_serve(f"{compiler} did not run: ")
+
+
+def test_compiler_that_hangs_is_given_up(new_process, tmp_path, monkeypatch):
+    stuck = Compiler(tmp_path, "stuck", "exec sleep 120")
+    monkeypatch.setenv("CXX", str(stuck.path))
+    monkeypatch.setattr(_compile, "_TIMEOUT", 0.2)
+    check_operations_serve("timed out after 0.2 seconds")
+
+
+def test_without_headers_operations_serve(new_process, tmp_path, monkeypatch):
+    (tmp_path / "headers").mkdir()
+    monkeypatch.setattr(tf.sysconfig, "get_include", lambda: str(tmp_path / "headers"))
+    check_operations_serve(f"TensorFlow's headers are not in {tmp_path / 'headers'}")
+
+
+def test_without_sources_operations_serve(new_process, package):
+    shutil.rmtree(package)
+    assert "No such file" in status()
+    check_operations_serve("No such file")
+
+
+def test_failure_is_remembered_and_told_by_each_process(
+    new_process, failing, cache, monkeypatch, caplog
+):
+    monkeypatch.setenv("CXX", str(failing.path))
+    for _ in range(3):
+        check_operations_serve(f"{failing.path} failed: library.cc:7: error: too old")
+        new_process()
+        assert "error: too old" in status()
+    assert len(failing.calls) == len(caplog.messages) == 1
+    assert not list(cache.glob("*/compiling-*"))
+    assert not list(cache.glob("*/_tf.*"))
+
+
+@pytest.mark.parametrize("record", [b"", b"[]", b"{}", b"\xff", b"null"])
+def test_failure_that_cannot_be_read_is_tried_again(record, new_process, failing, monkeypatch):
+    monkeypatch.setenv("CXX", str(failing.path))
+    for _ in range(2):
+        with pytest.raises(LibraryError):
+            _library._load()
+        (failed,) = _library._cached(_compile.identity(_library.PACKAGED)).glob("failed.json")
+        failed.write_bytes(record)
+    assert len(failing.calls) == 2
+
+
+def test_another_compiler_is_tried_after_a_failure(new_process, failing, copier, monkeypatch):
+    monkeypatch.setenv("CXX", str(failing.path))
+    check_operations_serve("error: too old")
+    monkeypatch.setenv("CXX", str(copier.path))
+    new_process()
+    assert status() == "bound variables, once the first use has compiled the op library"
+    assert _library._compile_into_cache(_compile.identity(_library.PACKAGED)).is_dir()
+    assert (len(failing.calls), len(copier.calls)) == (1, 1)
+
+
+def test_build_tries_again_after_a_failure_and_then_forgets_it(
+    new_process, failing, copier, monkeypatch
+):
+    monkeypatch.setenv("CXX", str(failing.path))
+    for calls in (1, 2):
+        with pytest.raises(LibraryError, match="error: too old"):
+            build_library()
+        assert len(failing.calls) == calls
+    shutil.copy(copier.path, failing.path)  # mended
+    built = build_library()
+    assert {file.name for file in built.parent.iterdir()} == {"_tf.so", "_tf.json", "lock"}
+    assert build_library() == built
+    assert len(copier.calls) == 1
+    assert status() == f"bound variables, by {built}"
+
+
+def test_threads_at_once_compile_once_and_warn_once(new_process, failing, monkeypatch):
+    monkeypatch.setenv("CXX", str(failing.path))
+    barrier = threading.Barrier(4)
+
+    def first_use() -> None:
+        barrier.wait()
+        assert load_library() is None
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        threads = [threading.Thread(target=first_use) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(caught) == len(failing.calls) == 1
+
+
+# The setting
+
+
+def test_bound_raises_where_it_cannot_be_had(new_process, monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent")
+    monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "bound")
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"FLATWEIGHTS_TENSORFLOW=bound, but its op library .* not there"
+        ):
+            TensorFlowVariables([tf.Variable(1.0)])
+
+
+def test_ops_neither_compiles_nor_warns(new_process, failing, cache, monkeypatch):
+    monkeypatch.setenv("CXX", str(failing.path))
+    monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "ops")
+    variables = TensorFlowVariables([tf.Variable(1.0, name="w")])
+    assert variables.get_flat() == [1]
+    assert list(variables.unbound) == ["w"]
+    assert status() == "TensorFlow's operations, since FLATWEIGHTS_TENSORFLOW=ops"
+    assert failing.calls == []
+    assert not cache.exists()
+
+
+def test_unknown_setting_is_named(new_process, monkeypatch):
+    monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "nonsense")
+    with pytest.raises(ValueError, match=r"FLATWEIGHTS_TENSORFLOW: .*, got 'nonsense'"):
+        TensorFlowVariables([tf.Variable(1.0)])
+    assert "got 'nonsense'" in status()
+
+
+# The cache
+
+
+def test_cache_is_looked_for_in_this_order(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("FLATWEIGHTS_CACHE_DIR", raising=False)
+    assert _cache.cache_folder() == tmp_path / ".cache" / "flatweights"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert _cache.cache_folder() == tmp_path / "xdg" / "flatweights"
+    monkeypatch.setenv("FLATWEIGHTS_CACHE_DIR", str(tmp_path / "own"))
+    assert _cache.cache_folder() == tmp_path / "own"
+
+
+def test_library_goes_into_the_cache_of_xdg(new_process, copier, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", str(copier.path))
+    monkeypatch.delenv("FLATWEIGHTS_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert build_library().parents[1] == tmp_path / "xdg" / "flatweights"
+
+
+def test_folders_are_made_for_this_user_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        made = private_folder(tmp_path / "a" / "b" / "c", make=True)
+    finally:
+        os.umask(before)
+    assert [mode(path) for path in (made, *made.parents[:2])] == [0o700] * 3
+    assert private_folder(made, make=True) == made
+
+
+def test_reading_makes_no_folder(tmp_path):
+    assert private_folder(tmp_path / "a" / "b", make=False) == tmp_path / "a" / "b"
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("bits", [0o770, 0o707, 0o1777])
+def test_cache_that_others_can_write_to_is_refused(bits, new_process, cache, failing, monkeypatch):
+    monkeypatch.setenv("CXX", str(failing.path))
+    cache.mkdir()
+    cache.chmod(bits)
+    assert str(cache) in status()
+    check_operations_serve(f"{cache} can be written to by another user: set FLATWEIGHTS_CACHE_DIR")
+    with pytest.raises(LibraryError, match="chmod go-w"):
+        build_library()
+    assert failing.calls == []
+    assert not list(cache.iterdir())
+
+
+def test_library_in_a_folder_that_others_can_write_to_is_refused(new_process, cache, package):
+    wanted = _compile.identity(package)
+    library = put_library(_library._cached(wanted), wanted)
+    library.parent.chmod(0o777)
+    check_operations_serve(f"{library.parent} can be written to by another user")
+
+
+def test_cache_in_a_folder_that_others_can_write_to_is_refused(tmp_path):
+    around = tmp_path / "around"
+    around.mkdir()
+    around.chmod(0o777)
+    for make in (False, True):
+        with pytest.raises(CacheError, match=f"{around} can be written to by another user"):
+            private_folder(around / "cache", make=make)
+    assert not list(around.iterdir())
+    around.chmod(0o1777)  # as /tmp: none but its owner can put something else in its place
+    assert private_folder(around / "cache", make=True) == around / "cache"
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "is_refused"),
+    [("me", [], False), ("me", ["me"], False), ("me", ["me", "other"], True), ("users", [], True)],
+)
+def test_folder_around_may_be_of_a_group_of_one(name, members, is_refused, tmp_path, monkeypatch):
+    monkeypatch.setattr("pwd.getpwuid", lambda _: SimpleNamespace(pw_name="me"))
+    monkeypatch.setattr("grp.getgrgid", lambda _: SimpleNamespace(gr_name=name, gr_mem=members))
+    (tmp_path / "around").mkdir()
+    (tmp_path / "around").chmod(0o775)
+    with pytest.raises(CacheError) if is_refused else contextlib.nullcontext():
+        private_folder(tmp_path / "around" / "cache", make=True)
+    with pytest.raises(CacheError):  # what is loaded lies in nothing of a group
+        private_folder(tmp_path / "around", make=True)
+
+
+def test_folder_of_another_user_is_refused(tmp_path):
+    if os.getuid() != 0:
+        pytest.skip("takes root, to give a folder away")
+    (tmp_path / "theirs" / "cache").mkdir(parents=True)
+    os.chown(tmp_path / "theirs", 12345, -1)
+    with pytest.raises(CacheError, match=f"{tmp_path}/theirs belongs to another user: set FLATW"):
+        private_folder(tmp_path / "theirs", make=True)
+    with pytest.raises(CacheError, match=f"{tmp_path}/theirs belongs to another user"):
+        private_folder(tmp_path / "theirs" / "cache", make=False)
+
+
+def test_cache_of_root_serves_another_user(tmp_path, monkeypatch):
+    if os.getuid() != 0:
+        pytest.skip("takes a folder of root")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert private_folder(tmp_path, make=False) == tmp_path
+
+
+def test_links_are_followed_once(tmp_path):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("real")
+    assert private_folder(tmp_path / "link" / "a", make=True) == tmp_path / "real" / "a"
+    (tmp_path / "real").chmod(0o777)
+    with pytest.raises(CacheError, match=f"{tmp_path}/real can be written to"):
+        private_folder(tmp_path / "link" / "a", make=False)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(CacheError, match="loop"):
+        private_folder(tmp_path / "loop", make=True)
+
+
+def test_cache_that_is_a_file_is_told(new_process, cache):
+    cache.touch()
+    check_operations_serve(f"{cache} is not a folder: set FLATWEIGHTS_CACHE_DIR to a folder")
+
+
+def test_home_that_is_no_folder_is_told(new_process, monkeypatch):
+    monkeypatch.delenv("FLATWEIGHTS_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/dev/null")
+    check_operations_serve("/dev/null is not a folder")
+
+
+def test_home_that_is_not_known_is_told(new_process, monkeypatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("FLATWEIGHTS_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    check_operations_serve("there is no home folder")
+
+
+def test_cache_that_cannot_be_made_is_told(new_process, monkeypatch):
+    monkeypatch.setenv("FLATWEIGHTS_CACHE_DIR", "/proc/flatweights")
+    check_operations_serve("cannot be used: [Errno 2] No such file or directory: '/proc/flatw")
+
+
+def test_cache_that_cannot_be_written_to_is_told(new_process, cache, package):
+    folder = _library._cached(_compile.identity(package))
+    folder.mkdir(parents=True)
+    (folder / "lock").mkdir()  # root can write to whatever has the right alone taken away
+    check_operations_serve(f"{folder} cannot be written to: Is a directory")
+
+
+def test_lock_is_free_while_a_fork_goes_on(tmp_path):
+    reader, writer = os.pipe()
+    with locked(tmp_path):
+        # Keeps its copy of the open file until the pipe is closed.
+        lock = (tmp_path / "lock").stat()
+        held = [fd for fd in range(3, 1024) if is_open_as(fd, lock)]
+        child = subprocess.Popen(["sh", "-c", "read line"], stdin=reader, pass_fds=held)
+    try:
+        other = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        subprocess.run([sys.executable, "-c", other, tmp_path / "lock"], check=True)
+        assert child.poll() is None
+    finally:
+        os.close(reader)
+        os.close(writer)
+        child.wait()
+
+
+# The program
+
+
+def test_sources_are_compiled_by_a_program(package, tmp_path, copier):
+    folder = tmp_path / "a" / "b"
+    environment = os.environ | {"CXX": str(copier.path)}
+    subprocess.run(
+        [sys.executable, _compile.__file__, package, folder], env=environment, check=True
+    )
+    assert {file.name for file in folder.iterdir()} == {"_tf.so", "_tf.json"}
+    assert _compile.is_for_this(folder, _compile.identity(package))
+
+
+def test_program_that_fails_says_why(package, tmp_path, failing, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", str(failing.path))
+    monkeypatch.setattr(sys, "argv", ["_compile.py", str(package), str(tmp_path / "folder")])
+    assert _compile.main() == 1
+    assert capsys.readouterr().err == (
+        f"the op library for TensorFlow: {failing.path} failed: library.cc:7: error: too old\n"
+    )
+    assert not list((tmp_path / "folder").iterdir())
