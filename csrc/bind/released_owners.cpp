@@ -22,13 +22,15 @@ void* hold_owner(pybind11::handle object) {
 
 void release_owner(void* owner) {
   auto* const node = static_cast<Owner*>(owner);
-  node->next = released.load(std::memory_order_relaxed);
-  while (!released.compare_exchange_weak(node->next, node, std::memory_order_release,
-                                         std::memory_order_relaxed)) {
-  }
-  // A list that was not empty has its call on the way. After Python has ended, and where the
-  // queue of calls is full, the next drop_released has to do.
-  if (node->next == nullptr && Py_IsInitialized() != 0)
+  Owner* first = released.load(std::memory_order_relaxed);
+  do {
+    node->next = first;
+  } while (!released.compare_exchange_weak(first, node, std::memory_order_release,
+                                           std::memory_order_relaxed));
+  // From here on another thread may have let `node` go. A list that was not empty has its
+  // call on the way. After Python has ended, and where the queue of calls is full, the next
+  // drop_released has to do.
+  if (first == nullptr && Py_IsInitialized() != 0)
     Py_AddPendingCall(
         [](void*) {
           drop_released();

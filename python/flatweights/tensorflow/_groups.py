@@ -35,7 +35,12 @@ class Group:
     def concat(self) -> tf.Tensor:
         """Return the op that reads the variables into one vector."""
         with tf.device(self.device or None):
-            return tf.concat([tf.reshape(v.read_value(), [-1]) for v in self.variables], axis=0)
+            # With its size, not -1: a raw operation may have given it another shape.
+            pieces = [
+                tf.reshape(variable.read_value(), [slot.size])
+                for variable, slot in zip(self.variables, self.layout.slots, strict=True)
+            ]
+            return tf.concat(pieces, axis=0)
 
     def split(self, vector: tf.Tensor) -> list[tf.Tensor]:
         """Return the ops that cut a vector into values for the variables."""

@@ -1,0 +1,446 @@
+"""Variables of sessions that are bound: whatever happens to them is seen, or is a clear error."""
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from flatweights.tensorflow import TensorFlowVariables
+
+tf1 = tf.compat.v1
+
+bound_alone = pytest.mark.parametrize("path", ["bound"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def graph():
+    with tf.Graph().as_default() as new:
+        yield new
+
+
+def variable(name, value, **kwargs):
+    return tf1.Variable(np.float32(value), name=name, **{"use_resource": True, **kwargs})
+
+
+def initialized(target="", **kwargs):
+    session = tf1.Session(target, **kwargs)
+    session.run(tf1.global_variables_initializer())
+    return session
+
+
+def bound(variables, session):
+    weights = TensorFlowVariables(variables, session)
+    assert weights.unbound == {}
+    return weights
+
+
+def replacement(v):
+    """The operation that gives ``v`` a value of any shape, and where it is fed."""
+    value = tf1.placeholder(tf.float32)
+    return tf.raw_ops.AssignVariableOp(resource=v.handle, value=value, validate_shape=False), value
+
+
+def destruction(v):
+    return tf.raw_ops.DestroyResourceOp(resource=v.handle)
+
+
+def named(weights, value):
+    return {slot.name: np.full(slot.shape, value) for slot in weights.layout.slots}
+
+
+CALLS = {
+    "get_flat": lambda w: w.get_flat(),
+    "get_flat_dtype": lambda w: w.get_flat(dtype=np.float64),
+    "get_weights": lambda w: w.get_weights(),
+    "set_flat": lambda w: w.set_flat(np.full(w.get_flat_size(), 9, np.float32)),
+    "set_flat_cast": lambda w: w.set_flat([9] * w.get_flat_size()),
+    "set_weights": lambda w: w.set_weights(named(w, 9)),
+    "add_flat": lambda w: w.add_flat(np.ones(w.get_flat_size(), np.float32)),
+    "lerp_flat": lambda w: w.lerp_flat([9] * w.get_flat_size(), 0.5),
+}
+SETS = {name: call for name, call in CALLS.items() if name.startswith("set")}
+OTHERS = {name: call for name, call in CALLS.items() if name not in SETS}
+
+
+@bound_alone
+def test_variables_of_an_initialized_session_are_bound_at_once(path):
+    v = variable("v", [1, 2])
+    weights = bound(v, initialized())
+    assert weights.get_flat().tolist() == [1, 2]
+    weights.set_flat([3, 4])
+    assert weights.sess.run(v).tolist() == [3, 4]
+
+
+@bound_alone
+def test_variables_are_bound_at_their_first_use_else(path):
+    v = variable("v", [1, 2])
+    weights = TensorFlowVariables(v)
+    assert list(weights.unbound) == ["v"]
+    weights.set_session(initialized())
+    assert weights.get_flat().tolist() == [1, 2]
+    assert weights.unbound == {}
+
+
+@bound_alone
+def test_variables_that_are_initialized_later_are_bound_then(path):
+    v = variable("v", [1, 2])
+    session = tf1.Session()
+    weights = TensorFlowVariables(v, session)
+    assert "not initialized" in weights.unbound["v"]
+    session.run(v.initializer)
+    assert weights.get_flat().tolist() == [1, 2]
+    assert weights.unbound == {}
+
+
+@bound_alone
+def test_ref_type_variables_are_listed_and_moved_beside_bound_ones(path):
+    old, v = variable("old", [1, 2], use_resource=False), variable("v", 3)
+    weights = TensorFlowVariables([old, v], initialized())
+    assert list(weights.unbound) == ["old"]
+    assert "ref" in weights.unbound["old"]
+    weights.set_flat([4, 5, 6])
+    values = weights.sess.run([old, v])
+    assert [value.tolist() for value in values] == [[4, 5], 6]
+    weights.add_flat([1, 1, 1])
+    assert weights.get_flat().tolist() == [5, 6, 7]
+    weights.set_weights({"old": [8, 9]})
+    assert weights.get_weights()["old"].tolist() == [8, 9]
+
+
+def test_initializing_again_is_seen():
+    v = variable("v", [1, 2])
+    weights = TensorFlowVariables(v, initialized())
+    for _ in range(3):
+        weights.set_flat([3, 4])
+        weights.sess.run(v.initializer)
+        assert weights.get_flat().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: tf1.train.GradientDescentOptimizer(0.1),
+        lambda: tf1.train.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
+        lambda: tf1.train.AdamOptimizer(0.1),
+        lambda: tf1.train.FtrlOptimizer(0.1),
+    ],
+)
+def test_steps_are_seen_and_go_on_from_what_was_set(optimizer):
+    variables = [variable("a", [1, 2, 3]), variable("b", 4), variable("table", np.ones((5, 2)))]
+    loss = sum(tf.reduce_sum(tf.sin(v)) for v in variables[:2])
+    loss += tf.reduce_sum(tf.nn.embedding_lookup(variables[2], [1, 3, 3]))
+    step = optimizer().minimize(loss)
+    weights = TensorFlowVariables(tf1.global_variables(), initialized())
+    twin = initialized()
+    flats = [tf.concat([tf.reshape(v, [-1]) for v in tf1.global_variables()], 0)]
+    fed = [tf1.placeholder(tf.float32, v.shape) for v in variables]
+    doubled = [v.assign(f).op for v, f in zip(variables, fed, strict=True)]
+    for _ in range(3):
+        before = weights.get_flat()
+        weights.sess.run(step)
+        twin.run(step)
+        assert (weights.get_flat() != before).any()
+        np.testing.assert_array_equal(weights.get_flat(), twin.run(flats)[0])
+        weights.set_weights({v.op.name: weights.get_weights()[v.op.name] * 2 for v in variables})
+        twin.run(doubled, {f: x * 2 for f, x in zip(fed, twin.run(variables), strict=True)})
+        np.testing.assert_array_equal(weights.sess.run(flats)[0], twin.run(flats)[0])
+
+
+def test_a_restored_checkpoint_is_seen_and_has_what_was_set(tmp_path):
+    v = variable("v", [1, 2])
+    saver = tf1.train.Saver([v])
+    weights = TensorFlowVariables(v, initialized())
+    weights.set_flat([3, 4])
+    saved = saver.save(weights.sess, str(tmp_path / "model"))
+    weights.set_flat([5, 6])
+    saver.restore(weights.sess, saved)
+    assert weights.get_flat().tolist() == [3, 4]
+    assert weights.sess.run(v).tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_values_of_an_earlier_run_do_not_change(call):
+    a, b = variable("a", [1, 2]), variable("b", [3])
+    weights = TensorFlowVariables([a, b], initialized())
+    for _ in range(2):
+        held = weights.sess.run([a.read_value(), b.value()])
+        before = [value.tolist() for value in held]
+        call(weights)
+        assert [value.tolist() for value in held] == before
+
+
+@bound_alone
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_another_shape_is_an_error_that_changes_nothing(path, call):
+    before = [variable(f"b{i}", [3]) for i in range(4)]
+    a = variable("a", [1, 2])
+    others = [*before, *(variable(f"b{i}", [3]) for i in range(4, 8))]
+    replace, value = replacement(a)
+    weights = bound([*others, a], initialized())
+    weights.sess.run(replace, {value: [5, 5, 5]})
+    expected = r"slot 4 'a': expected float32 \(2,\), got float32 \(3,\)"
+    with pytest.raises(ValueError, match=expected):
+        call(weights)
+    assert np.concatenate(weights.sess.run(others)).tolist() == [3] * 8
+    weights.sess.run(replace, {value: [6, 7]})
+    assert weights.get_flat()[4:6].tolist() == [6, 7]
+
+
+@pytest.mark.parametrize("call", OTHERS.values(), ids=OTHERS)
+def test_what_is_not_initialized_is_named(call):
+    a, b = variable("a", [1, 2]), variable("b", [3])
+    session = tf1.Session()
+    session.run(b.initializer)
+    weights = TensorFlowVariables([a, b], session)
+    with pytest.raises(RuntimeError, match=r"got uninitialized: 'a'; run tf\.compat\.v1"):
+        call(weights)
+    assert session.run(b).tolist() == [3]
+
+
+@pytest.mark.parametrize("call", SETS.values(), ids=SETS)
+def test_setting_initializes(call):
+    a, b = variable("a", [1, 2]), variable("b", [3])
+    session = tf1.Session()
+    weights = TensorFlowVariables([a, b], session)
+    call(weights)
+    assert [value.tolist() for value in session.run([a, b])] == [[9, 9], [9]]
+    assert weights.get_flat().tolist() == [9, 9, 9]
+
+
+@pytest.mark.parametrize("call", OTHERS.values(), ids=OTHERS)
+def test_a_destroyed_variable_is_no_old_value(call):
+    a, b = variable("a", [1, 2]), variable("b", [3])
+    destroy = destruction(a)
+    weights = TensorFlowVariables([a, b], initialized())
+    weights.sess.run(destroy)
+    with pytest.raises(RuntimeError, match="got uninitialized: 'a'"):
+        call(weights)
+    assert weights.sess.run(b).tolist() == [3]
+    weights.sess.run(a.initializer)
+    assert weights.get_flat().tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("call", SETS.values(), ids=SETS)
+def test_setting_makes_a_destroyed_variable_anew(call):
+    a, b = variable("a", [1, 2]), variable("b", [3])
+    destroy = destruction(a)
+    weights = TensorFlowVariables([a, b], initialized())
+    for _ in range(2):
+        weights.sess.run(destroy)
+        call(weights)
+        assert [value.tolist() for value in weights.sess.run([a, b])] == [[9, 9], [9]]
+        assert weights.get_flat().tolist() == [9, 9, 9]
+
+
+def test_each_session_has_its_own_values():
+    v = variable("v", [1, 2])
+    first, second = initialized(), initialized()
+    weights = TensorFlowVariables(v, first)
+    for k in range(3):
+        weights.set_session(first)
+        weights.set_flat([k, 3])
+        weights.set_session(second)
+        assert weights.get_flat().tolist() == ([k - 1, 4] if k else [1, 2])
+        weights.set_flat([k, 4])
+        assert first.run(v).tolist() == [k, 3]
+        weights.set_session(first)
+        assert weights.get_flat().tolist() == [k, 3]
+        assert second.run(v).tolist() == [k, 4]
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_closed_session_is_an_error_and_the_next_has_its_own_values(call):
+    weights = TensorFlowVariables([variable("a", [1, 2]), variable("b", [3])], initialized())
+    weights.set_flat([7, 8, 9])
+    weights.sess.close()
+    with pytest.raises(RuntimeError, match="session is closed"):
+        call(weights)
+    weights.set_session(initialized())
+    assert weights.get_flat().tolist() == [1, 2, 3]
+
+
+def test_without_a_session_nothing_of_the_last_one_is_seen():
+    weights = TensorFlowVariables(variable("v", [1, 2]), initialized())
+    weights.get_flat()
+    weights.set_session(None)
+    with pytest.raises(RuntimeError, match="session is not set"):
+        weights.get_flat()
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_session_that_is_reset_is_an_error(call):
+    a, b = variable("a", [1, 2]), variable("b", [3])
+    weights = TensorFlowVariables([a, b], initialized())
+    weights.get_flat()
+    tf1.Session.reset("")
+    with pytest.raises((RuntimeError, tf.errors.OpError), match=r"[Cc]losed|[Cc]ancelled"):
+        call(weights)
+    weights.set_session(initialized())
+    assert weights.get_flat().tolist() == [1, 2, 3]
+
+
+def test_a_monitored_session_is_used_within_its_context():
+    v = variable("v", [1, 2])
+    weights = TensorFlowVariables(v)
+    for _ in range(2):
+        with tf1.train.MonitoredSession() as session:
+            weights.set_session(session)
+            assert weights.get_flat().tolist() == [1, 2]
+            weights.set_flat([3, 4])
+            assert session.run(v).tolist() == weights.get_flat().tolist() == [3, 4]
+        with pytest.raises(RuntimeError, match="session is closed"):
+            weights.get_flat()
+
+
+class AbortOnce(tf1.train.SessionRunHook):
+    """Makes a monitored session make its own session anew."""
+
+    armed = False
+
+    def before_run(self, run_context):
+        if self.armed:
+            self.armed = False
+            raise tf.errors.AbortedError(None, None, "preempted")
+
+
+def test_a_session_that_recovers_has_its_new_values():
+    v = variable("v", [1, 2])
+    bump = tf1.assign_add(v, [10.0, 10.0])
+    weights = TensorFlowVariables(v)
+    hook = AbortOnce()
+    with tf1.train.MonitoredSession(hooks=[hook]) as session:
+        weights.set_session(session)
+        for _ in range(2):
+            weights.set_flat([3, 4])
+            hook.armed = True
+            session.run(bump.op)
+            assert session.run(v).tolist() == [11, 12], "recovered, initialized, bumped"
+            assert weights.get_flat().tolist() == [11, 12]
+            weights.add_flat([1, 1])
+            assert session.run(v).tolist() == [12, 13]
+
+
+def test_no_call_adds_to_a_graph_not_even_to_a_finalized_one(graph):
+    weights = TensorFlowVariables([variable("a", [1, 2]), variable("b", [3])], initialized())
+    before = len(graph.get_operations())
+    graph.finalize()
+    for _ in range(2):
+        for call in CALLS.values():
+            call(weights)
+    assert len(graph.get_operations()) == before
+
+
+def operations_of(graph, kind):
+    return [op for op in graph.get_operations() if op.type == kind]
+
+
+@bound_alone
+def test_a_graph_has_one_binding_operation_for_each_variable(path, graph):
+    a, b, old = variable("a", 1), variable("b", 2), variable("old", 3, use_resource=False)
+    TensorFlowVariables([a, b, old])
+    found = operations_of(graph, "FlatweightsBindVariable")
+    assert [op.inputs[0].op for op in found] == [a.handle.op, b.handle.op]
+
+
+@bound_alone
+def test_binding_is_outside_of_the_callers_scopes(path, graph):
+    a = variable("a", 1)
+    with tf.device("/CPU:1"):
+        b = variable("b", 2)
+    blocker = tf1.placeholder(tf.float32, [], name="never_fed")
+    with tf1.name_scope("scope"), tf.control_dependencies([blocker]), tf.device("/CPU:1"):
+        weights = TensorFlowVariables([a, b])
+    for op in operations_of(graph, "FlatweightsBindVariable"):
+        assert (op.device, op.control_inputs, "scope" in op.name) == ("", [], False)
+    session = initialized(config=tf1.ConfigProto(device_count={"CPU": 2}))
+    weights.set_session(session)
+    assert weights.get_flat().tolist() == [1, 2]
+    assert weights.unbound == {}
+
+
+def placements(session, fetches):
+    """The device on which each operation ran, by its name."""
+    metadata = tf1.RunMetadata()
+    options = tf1.RunOptions(trace_level=tf1.RunOptions.SOFTWARE_TRACE)
+    session.run(fetches, options=options, run_metadata=metadata)
+    return {
+        node.node_name: device.device[-5:]
+        for device in metadata.step_stats.dev_stats
+        for node in device.node_stats
+    }
+
+
+def test_construction_moves_no_variable_to_another_device(graph):
+    a = variable("a", [1, 2])
+    with tf.device("/CPU:1"):
+        b = variable("b", [3])
+    with tf.device("/CPU:1"):
+        weights = TensorFlowVariables([a, b])
+    reads = [a.read_value(), b.read_value()]
+    session = initialized(config=tf1.ConfigProto(device_count={"CPU": 2}))
+    weights.set_session(session)
+    weights.set_flat([4, 5, 6])
+    where = placements(session, reads)
+    assert [where[v.handle.op.name] for v in (a, b)] == ["CPU:0", "CPU:1"]
+    assert [value.tolist() for value in session.run(reads)] == [[4, 5], [6]]
+
+
+@pytest.mark.parametrize(("path", "count"), [("bound", 1), ("ops", 0)], indirect=["path"])
+def test_an_exported_graph_needs_the_op_library_unless_operations_are_chosen(path, count):
+    TensorFlowVariables(variable("v", 1))
+    nodes = tf1.train.export_meta_graph().graph_def.node
+    assert [node.op for node in nodes].count("FlatweightsBindVariable") == count
+
+
+def test_a_session_with_a_target_is_served_by_operations(graph):
+    server = tf.distribute.Server.create_local_server()
+    a, b = variable("a", [1, 2]), variable("b", [3])
+    session = initialized(server.target)
+    weights = TensorFlowVariables([a, b], session)
+    assert set(weights.unbound) == {"a", "b"}
+    assert operations_of(graph, "FlatweightsBindVariable") == []
+    weights.set_flat([4, 5, 6])
+    weights.add_flat([1, 1, 1])
+    assert [value.tolist() for value in session.run([a, b])] == [[5, 6], [7]]
+    assert weights.get_flat().tolist() == [5, 6, 7]
+
+
+def test_a_session_on_a_server_in_this_process_may_be_set_later():
+    server = tf.distribute.Server.create_local_server()
+    v = variable("v", [1, 2])
+    weights = TensorFlowVariables(v, initialized())
+    weights.set_flat([3, 4])
+    session = initialized(server.target)
+    weights.set_session(session)
+    assert weights.get_flat().tolist() == [1, 2]
+    weights.set_flat([5, 6])
+    assert session.run(v).tolist() == weights.get_flat().tolist() == [5, 6]
+
+
+def test_threads_share_a_session():
+    sizes = [7, 1, 300]
+    variables = [variable(f"v{i}", np.zeros(n)) for i, n in enumerate(sizes)]
+    weights = TensorFlowVariables(variables, initialized())
+    start, wrong = threading.Barrier(4), []
+
+    def move(k):
+        try:
+            start.wait(30)
+            for _ in range(100):
+                weights.set_flat(np.full(sum(sizes), k, np.float32))
+                named = weights.get_weights()
+                flat = weights.get_flat()
+                whole = [*named.values(), *np.split(flat, np.cumsum(sizes)[:-1])]
+                wrong.extend(x for x in whole if (x != x[0]).any() or x[0] not in range(4))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=move, args=(k,), daemon=True) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert wrong == []
+    assert (weights.get_flat() == np.concatenate(weights.sess.run(variables))).all()
