@@ -106,6 +106,30 @@ class Template:
             a if a.flags.c_contiguous else a.copy(order="C") for a in self._arrays(source, where)
         ]
 
+    def match(self, source: Any, where: str) -> None:
+        """Check that ``source`` is such a model, its shapes and dtypes included.
+
+        Args:
+            source: A model.
+            where: How errors name it.
+
+        Raises:
+            TypeError: If it is of another kind, or a dtype differs.
+            ValueError: If its keys, its number of parts, a shape or its digest differ.
+        """
+        arrays = self._arrays(source, where)
+        if self.packed:
+            return
+        if len(arrays) != len(self.layout):
+            raise ValueError(f"{where}: expected {len(self.layout)} parts, got {len(arrays)}")
+        for i, (array, slot) in enumerate(zip(arrays, self.layout.slots, strict=True)):
+            if array.dtype != slot.dtype or array.shape != slot.shape:
+                kind = ValueError if array.dtype == slot.dtype else TypeError
+                raise kind(
+                    f"{where}{self.place(i)}: expected {slot.dtype} {slot.shape}, "
+                    f"got {array.dtype} {array.shape}"
+                )
+
     def read_out(self, out: Any) -> list[NDArray[Any]]:
         """Return the parts of ``out``, to be written to; raises as `read` does."""
         arrays = self._arrays(out, "out")

@@ -325,7 +325,7 @@ def test_another_layout_is_refused_by_rank(
 ) -> None:
     given = [FlatWeights(A), FlatWeights(A), other]
     refs = [r.give.remote(v) for r, v in zip(ranks, given, strict=True)]
-    with pytest.raises(error, match=rf"source 2\b.*{message}"):
+    with pytest.raises(error, match=rf"rank 2\b.*{message}"):
         average(refs)
 
 
@@ -333,11 +333,11 @@ def test_other_keys_shapes_and_dtypes_are_refused_by_rank(ranks: list[Any]) -> N
     def refs(*values: Any) -> list[Any]:
         return [r.give.remote(v) for r, v in zip(ranks, values, strict=False)]
 
-    with pytest.raises(ValueError, match=r"source 1.*missing \['b'\], unknown \['c'\]"):
+    with pytest.raises(ValueError, match=r"rank 1.*missing \['b'\], unknown \['c'\]"):
         average(refs(A, {"w": A["w"], "c": A["b"]}))
-    with pytest.raises(ValueError, match="source 1"):
+    with pytest.raises(ValueError, match="rank 1"):
         average(refs(np.zeros(3), np.zeros(4)))
-    with pytest.raises(TypeError, match="source 1"):
+    with pytest.raises(TypeError, match="rank 1"):
         average(refs([np.zeros(3)], [np.zeros(3, np.float32)]))
 
 
@@ -345,7 +345,7 @@ def test_nonfinite_is_refused_by_rank_and_slot(ranks: list[Any]) -> None:
     bad = FlatWeights(A)
     bad["b"][2] = np.nan
     refs = [ranks[0].give.remote(FlatWeights(A)), ranks[1].give.remote(bad)]
-    with pytest.raises(ValueError, match=r"source 1, slot 1 'b': holds NaN or infinity"):
+    with pytest.raises(ValueError, match=r"rank 1, slot 1 'b': holds NaN or infinity"):
         average(refs)
     assert np.isnan(average(refs, nonfinite="propagate").weights["b"][2])
 

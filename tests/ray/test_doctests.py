@@ -1,9 +1,11 @@
 import doctest
+import importlib
 
-import flatweights.ray
+import pytest
 
 
-def test_the_documented_example_runs() -> None:
-    result = doctest.testmod(flatweights.ray)
+@pytest.mark.parametrize("module", ["_average", "_group"])
+def test_the_documented_examples_run(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"flatweights.ray.{module}"))
     assert result.attempted >= 4
     assert result.failed == 0

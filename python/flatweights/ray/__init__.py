@@ -1,0 +1,12 @@
+"""Averaging the results of Ray actors, and actors whose weights travel as one buffer.
+
+Imports Ray, and TensorFlow only where a `FlatWorker` is built.
+"""
+
+from flatweights.ray._average import average
+from flatweights.ray._errors import WorkerError
+from flatweights.ray._group import WorkerGroup
+from flatweights.ray._round import Round
+from flatweights.ray._worker import FlatWorker, StaleWorkerError
+
+__all__ = ["FlatWorker", "Round", "StaleWorkerError", "WorkerError", "WorkerGroup", "average"]

@@ -1,0 +1,414 @@
+"""Several workers that are called together, some of which may be slow or dead."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from flatweights._average import Nonfinite
+from flatweights._weights import FlatWeights
+from flatweights.ray._average import Weights, average
+from flatweights.ray._errors import WorkerError, reason_of
+from flatweights.ray._round import Round
+from flatweights.ray._worker import FlatWorker, StaleWorkerError
+
+_log = logging.getLogger("flatweights")
+
+# Up to here arguments travel with the call and results with its reply; beyond, a value is
+# better put into the object store once than pickled into each call.
+_BY_VALUE = 100 * 1024
+
+
+class WorkerGroup:
+    """Actors of a `FlatWorker` class, called together; ranks that fail are left out.
+
+    The vocabulary is that of RLlib's actor manager: an actor is healthy until a call to it
+    fails for a reason of Ray's (it died, its node is gone, it does not answer in time).
+    Unhealthy ones are not called until `restore` has reached them and sent the weights that
+    the others have. A method that raises leaves its actor healthy.
+
+    Weights that the group sends have a version, and every call says which one it means. So
+    an actor that Ray restarts (``max_restarts``) does not answer with the weights that it
+    was built with, and what it computed from older weights is in no later average. An actor
+    that is late is not asked again before it has answered; that answer is dropped.
+
+    >>> import numpy as np
+    >>> import ray
+    >>> _ = ray.init(num_cpus=2, log_to_driver=False, ignore_reinit_error=True)
+    >>> class Worker(FlatWorker):
+    ...     def build(self, rank=0):
+    ...         import tensorflow as tf
+    ...         return {"w": tf.Variable([1.0, 2.0])}
+    ...     def train(self, step):
+    ...         self.variables.add_flat([step, step])
+    ...         return self.get_weights()
+    >>> group = WorkerGroup.create(Worker, 2, num_cpus=0)
+    >>> group.average("train", 1.0).weights
+    {'w': array([2., 3.], dtype=float32)}
+    >>> group.shutdown()
+    """
+
+    def __init__(self, actors: Sequence[Any], *, max_inflight: int = 4) -> None:
+        """Take actors of `FlatWorker` classes, by rank.
+
+        Args:
+            actors: Handles of the actors.
+            max_inflight: How many results are mapped at once; see `average`.
+
+        Raises:
+            ValueError: If there is no actor.
+            TypeError: If one is no actor of a `FlatWorker` class.
+        """
+        self._actors = list(actors)
+        if not self._actors:
+            raise ValueError("expected at least one actor, got none")
+        for rank, actor in enumerate(self._actors):
+            if not isinstance(actor, ray.actor.ActorHandle) or not hasattr(
+                actor, "receive_version"
+            ):
+                raise TypeError(
+                    f"rank {rank}: expected an actor of a FlatWorker class, "
+                    f"got {type(actor).__name__}"
+                )
+        self._max_inflight = max_inflight
+        self._unhealthy: dict[int, Exception] = {}
+        self._owed: dict[int, Any] = {}  # by rank, what a late actor is still working on
+        self._version: int | None = None
+        self._latest: Any = None
+        self._versions: dict[int, int | None] = {}
+
+    @classmethod
+    def create(
+        cls,
+        worker: type[FlatWorker],
+        n: int,
+        *args: Any,
+        max_inflight: int = 4,
+        arguments: Callable[[int], Sequence[Any]] | None = None,
+        **ray_options: Any,
+    ) -> "WorkerGroup":
+        """Start ``n`` actors of the class ``worker``.
+
+        Args:
+            worker: A subclass of `FlatWorker`, not yet made an actor.
+            n: How many.
+            *args: Arguments for each constructor, and so for `FlatWorker.build`.
+            max_inflight: See `average`.
+            arguments: A function of the rank that gives more arguments, after ``args``.
+            **ray_options: Ray's options for the actors: ``num_gpus=1``, ``max_restarts=-1``.
+
+        Raises:
+            TypeError: If ``worker`` is no subclass of `FlatWorker`.
+            ValueError: If ``n`` is less than 1.
+        """
+        if not (isinstance(worker, type) and issubclass(worker, FlatWorker)):
+            raise TypeError(f"worker: expected a subclass of FlatWorker, got {worker!r}")
+        if n < 1:
+            raise ValueError(f"n: expected at least 1, got {n}")
+        remote = ray.remote(worker)
+        if ray_options:
+            remote = remote.options(**ray_options)
+        own = arguments or (lambda rank: ())
+        return cls(
+            [remote.remote(*args, *own(rank)) for rank in range(n)], max_inflight=max_inflight
+        )
+
+    def actors(self) -> dict[int, Any]:
+        """Return the actors by rank."""
+        return dict(enumerate(self._actors))
+
+    def healthy_actor_ids(self) -> list[int]:
+        """Return the ranks that are called."""
+        return [rank for rank in range(len(self._actors)) if rank not in self._unhealthy]
+
+    def num_healthy_actors(self) -> int:
+        """Return how many ranks are called."""
+        return len(self.healthy_actor_ids())
+
+    def is_actor_healthy(self, rank: int) -> bool:
+        """Whether ``rank`` is called."""
+        return rank not in self._unhealthy
+
+    @property
+    def unhealthy(self) -> Mapping[int, Exception]:
+        """By rank, why actors are not called."""
+        return dict(self._unhealthy)
+
+    def step(
+        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> dict[int, Any]:
+        """Call ``method`` of all healthy workers; return the results by rank.
+
+        Ranks that die, or that are late, are left out and unhealthy from then on.
+
+        Args:
+            method: Name of the method.
+            *args: Arguments; ``ray.put`` large ones once.
+            timeout: Seconds to wait; for ever, if None.
+            **kwargs: Keyword arguments.
+
+        Raises:
+            WorkerError: If a method raised, or no rank has answered.
+        """
+        refs = self._call(method, args, kwargs)
+        results, failed = self._collect(refs, timeout)
+        self._note(failed)
+        raised = {rank: error for rank, error in failed.items() if not _is_of_ray(error)}
+        if raised or not results:
+            raise WorkerError(raised or failed or self._unhealthy)
+        return results
+
+    def average(
+        self,
+        method: str = "get_weights",
+        *args: Any,
+        weights: Weights = None,
+        out: Any = None,
+        timeout: float | None = None,
+        min_results: int | None = None,
+        nonfinite: Nonfinite = "raise",
+        **kwargs: Any,
+    ) -> Round:
+        """Call ``method`` of all healthy workers and average what they return.
+
+        See `flatweights.ray.average`. Ranks are those of the group throughout.
+
+        Args:
+            method: Name of a method that returns weights, or weights and extras.
+            *args: Its arguments; ``ray.put`` large ones once.
+            weights: One weight for each rank of the group, or a function of what a worker
+                returned.
+            out: Where to write.
+            timeout: Seconds to wait for results.
+            min_results: How many ranks make an average. All that are healthy, if None.
+            nonfinite: What to do about NaN and infinity.
+            **kwargs: Keyword arguments of the method.
+
+        Raises:
+            WorkerError: If fewer than ``min_results`` ranks can give a result; those that
+                died or are late are unhealthy then.
+            TypeError: As `flatweights.ray.average`.
+            ValueError: As `flatweights.ray.average`.
+        """
+        given = weights if weights is None or callable(weights) else list(weights)
+        if isinstance(given, list) and len(given) != len(self._actors):
+            raise ValueError(
+                f"expected {len(self._actors)} weights, one per rank, got {len(given)}"
+            )
+        refs = self._call(method, args, kwargs)
+        if len(refs) < (min_results or 1):
+            raise WorkerError(self._unhealthy)
+        ranks = list(refs)
+        if isinstance(given, list):
+            given = [given[rank] for rank in ranks]
+        try:
+            found = average(
+                list(refs.values()),
+                given,
+                out=out,
+                timeout=timeout,
+                min_results=min_results,
+                nonfinite=nonfinite,
+                max_inflight=self._max_inflight,
+            )
+        except WorkerError as error:
+            failed = {ranks[k]: reason for k, reason in error.failed.items()}
+            self._note(failed, refs)
+            raise WorkerError(failed) from error
+        late = [ranks[k] for k in found.late]
+        failed = {ranks[k]: reason for k, reason in found.failed.items()}
+        self._note(failed | {rank: _late(timeout) for rank in late}, refs)
+        found.used = tuple(ranks[k] for k in found.used)
+        found.late = tuple(late)
+        found.failed = self._unhealthy_before(refs) | failed
+        found.extras = {ranks[k]: extras for k, extras in found.extras.items()}
+        return found
+
+    def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
+        """Send ``weights`` to all healthy workers; they have them from then on.
+
+        Args:
+            weights: What `FlatWorker.set_weights` takes, a `Round`, or a reference to it. It
+                is put into the object store once, unless it is small.
+            timeout: Seconds to wait; for ever, if None.
+
+        Returns:
+            The ranks that have them.
+
+        Raises:
+            WorkerError: If a worker refused them, or none has them.
+        """
+        self._latest = self._to_send(weights)
+        self._version = 0 if self._version is None else self._version + 1
+        return self._send(self.healthy_actor_ids(), timeout)
+
+    def restore(self, *, timeout: float | None = 10.0) -> list[int]:
+        """Probe unhealthy workers, send those that answer the latest weights; return their ranks.
+
+        A worker that was late, and has answered since, is restored like any other.
+
+        Args:
+            timeout: Seconds to wait for answers; for ever, if None.
+        """
+        self._forget_answered()
+        asked = {r: self._actors[r].ping.remote() for r in self._unhealthy if r not in self._owed}
+        answered, failed = self._collect(asked, timeout)
+        self._unhealthy.update(failed)
+        if not answered:
+            return []
+        ranks = list(answered)
+        restored = ranks if self._version is None else self._send(ranks, timeout)
+        for rank in restored:
+            del self._unhealthy[rank]
+            _log.warning("flatweights: rank %d is back", rank)
+        return restored
+
+    def run(
+        self,
+        rounds: int,
+        method: str,
+        *args: Any,
+        weights: Weights = None,
+        timeout: float | None = None,
+        min_results: int | None = None,
+        nonfinite: Nonfinite = "raise",
+        progress: bool = False,
+        **kwargs: Any,
+    ) -> Iterator[Round]:
+        """Yield ``rounds`` rounds: average what ``method`` returns, send it to all workers.
+
+        Workers that are unhealthy are probed before each round, and come back with the
+        latest weights.
+
+        Args:
+            rounds: How many.
+            method: Name of the method that trains and returns weights.
+            *args: Its arguments.
+            weights: See `average`.
+            timeout: Seconds to wait for the results of each round.
+            min_results: How many ranks make an average.
+            nonfinite: What to do about NaN and infinity.
+            progress: Show a progress bar (needs ``rich``).
+            **kwargs: Keyword arguments of the method.
+
+        Raises:
+            WorkerError: As `average`; the workers have the weights of the last round.
+        """
+        for _ in _tracked(range(rounds)) if progress else range(rounds):
+            if self._unhealthy:
+                self.restore()
+            begin = time.monotonic()
+            found = self.average(
+                method,
+                *args,
+                weights=weights,
+                timeout=timeout,
+                min_results=min_results,
+                nonfinite=nonfinite,
+                **kwargs,
+            )
+            self.broadcast(found)
+            found.seconds = {**found.seconds, "round": time.monotonic() - begin}
+            yield found
+
+    def shutdown(self) -> None:
+        """End all actors; their processes are gone soon after."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._unhealthy = {
+            rank: RuntimeError("the group was shut down") for rank in range(len(self._actors))
+        }
+        self._owed.clear()
+
+    def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+        self._forget_answered()
+        return {
+            rank: self._actors[rank].call_version.remote(
+                self._versions.get(rank), method, *args, **kwargs
+            )
+            for rank in self.healthy_actor_ids()
+        }
+
+    def _to_send(self, weights: Any) -> Any:
+        if isinstance(weights, ray.ObjectRef):
+            return weights
+        is_round = isinstance(weights, Round)
+        value = weights.weights if is_round else weights
+        if isinstance(value, FlatWeights) and value.buffer.nbytes <= _BY_VALUE:
+            return value.copy()  # the caller's may change before a restart wants it
+        return weights.ref if is_round else ray.put(value)
+
+    def _send(self, ranks: Sequence[int], timeout: float | None) -> list[int]:
+        refs = {
+            rank: self._actors[rank].receive_version.remote(self._version, self._latest)
+            for rank in ranks
+        }
+        answered, failed = self._collect(refs, timeout)
+        self._versions.update(dict.fromkeys(answered, self._version))
+        self._note(failed)
+        raised = {rank: error for rank, error in failed.items() if not _is_of_ray(error)}
+        if raised or (not answered and ranks == self.healthy_actor_ids()):
+            raise WorkerError(raised or failed)
+        return list(answered)
+
+    def _collect(
+        self, refs: Mapping[int, Any], timeout: float | None
+    ) -> tuple[dict[int, Any], dict[int, Exception]]:
+        """Return results and errors by rank; what is late is an error, and owed."""
+        results: dict[int, Any] = {}
+        failed: dict[int, Exception] = {}
+        if not refs:
+            return results, failed
+        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
+        arrived = set(ready)
+        for rank, ref in refs.items():
+            if ref not in arrived:
+                failed[rank] = _late(timeout)
+                self._owed[rank] = ref
+                continue
+            try:
+                results[rank] = ray.get(ref)
+            except ray.exceptions.RayError as error:
+                failed[rank] = error.with_traceback(None)
+        return results, failed
+
+    def _note(self, failed: Mapping[int, Exception], refs: Mapping[int, Any] | None = None) -> None:
+        for rank, error in failed.items():
+            if not _is_of_ray(error):
+                continue
+            self._unhealthy[rank] = error
+            if isinstance(error, TimeoutError) and refs is not None:
+                self._owed[rank] = refs[rank]
+            _log.warning("flatweights: rank %d is left out: %s", rank, reason_of(error))
+
+    def _forget_answered(self) -> None:
+        """Drop what late actors have answered meanwhile; they may be probed again."""
+        if self._owed:
+            refs = list(self._owed.values())
+            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+            answered = set(ready)
+            self._owed = {r: ref for r, ref in self._owed.items() if ref not in answered}
+
+    def _unhealthy_before(self, refs: Mapping[int, Any]) -> dict[int, Exception]:
+        return {rank: error for rank, error in self._unhealthy.items() if rank not in refs}
+
+
+def _late(timeout: float | None) -> TimeoutError:
+    return TimeoutError(f"no result after {timeout} s")
+
+
+def _is_of_ray(error: Exception) -> bool:
+    """Whether the actor, rather than its method, failed: it died, is stale, or is late."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return isinstance(getattr(error, "cause", None), StaleWorkerError)
+    return isinstance(error, (ray.exceptions.RayError, TimeoutError))
+
+
+def _tracked(rounds: range) -> Iterator[int]:
+    try:
+        from rich.progress import track
+    except ImportError as error:
+        raise ImportError("progress=True needs rich: pip install rich") from error
+    yield from track(rounds, description="rounds")

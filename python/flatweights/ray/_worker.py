@@ -1,0 +1,114 @@
+"""Actors whose weights travel as one buffer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import ArrayLike, NDArray
+
+from flatweights._weights import FlatWeights
+
+
+class StaleWorkerError(RuntimeError):
+    """A worker was asked to work on weights that it does not have: it was restarted since."""
+
+
+class FlatWorker:
+    """Base of an actor class: a model built in the actor, its weights moved as one buffer.
+
+    Write `build`, and methods that train; make it an actor with `ray.remote`. The
+    constructor takes what `build` takes. Weights leave and enter as `FlatWeights` or a vector:
+    one buffer in the object store, which every process of the node reads in place.
+
+        @ray.remote
+        class Worker(FlatWorker):
+            def build(self):
+                import keras
+
+                self.model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+                self.model.compile("sgd", "mse")
+                return self.model
+
+            def train(self, x, y):
+                self.model.fit(x, y, verbose=0)
+                return self.get_weights()
+
+        workers = [Worker.remote() for _ in range(4)]
+        mean = average([w.train.remote(x, y) for w in workers])
+        ray.get([w.set_weights.remote(mean.ref) for w in workers])
+
+    Attributes:
+        variables: The `TensorFlowVariables` of what `build` returned.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Build the model; arguments go to `build`.
+
+        Raises:
+            NotImplementedError: If `build` is not defined.
+            TypeError: If `build` returns nothing; else as `TensorFlowVariables`.
+        """
+        self._version: int | None = None
+        built = self.build(*args, **kwargs)
+        if built is None:
+            raise TypeError(f"{type(self).__name__}.build() returned None: return the model")
+        # Not before build(), which may set environment variables that TensorFlow reads.
+        from flatweights.tensorflow import TensorFlowVariables
+
+        self.variables = (
+            built if isinstance(built, TensorFlowVariables) else TensorFlowVariables(built)
+        )
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """Build the model, and import TensorFlow for it here; written by the user.
+
+        Returns:
+            Whatever `TensorFlowVariables` takes as ``output``, or a `TensorFlowVariables`:
+            in a graph, one with its session.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define build()")
+
+    def get_weights(self) -> FlatWeights:
+        """Return the weights by name; see `TensorFlowVariables.get_weights`."""
+        return self.variables.get_weights()
+
+    def set_weights(self, new_weights: Mapping[str, ArrayLike]) -> None:
+        """Set weights by name; see `TensorFlowVariables.set_weights`."""
+        self.variables.set_weights(new_weights)
+
+    def get_flat(self) -> NDArray[Any]:
+        """Return the weights as one vector; see `TensorFlowVariables.get_flat`."""
+        return self.variables.get_flat()
+
+    def set_flat(self, new_weights: ArrayLike) -> None:
+        """Set all weights from one vector; see `TensorFlowVariables.set_flat`."""
+        self.variables.set_flat(new_weights)
+
+    def ping(self) -> str:
+        """Return ``"pong"``: the actor is alive and built."""
+        return "pong"
+
+    def receive_version(self, version: int, new_weights: Mapping[str, ArrayLike]) -> None:
+        """Set the weights that a `WorkerGroup` sends, and remember which they are."""
+        self.set_weights(new_weights)
+        self._version = version
+
+    def call_version(self, version: int | None, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method for a `WorkerGroup`, on the weights that it means.
+
+        A restarted actor answers calls that were waiting for it, with the weights that it was
+        built with: such an answer must not be averaged into the others.
+
+        Args:
+            version: Of the weights that the group sent last; None if it never did.
+            method: Name of the method.
+            *args: Its arguments.
+            **kwargs: Its keyword arguments.
+
+        Raises:
+            StaleWorkerError: If this actor has other weights.
+        """
+        if version != self._version:
+            raise StaleWorkerError(
+                f"expected weights of version {version}, got {self._version}: restarted since"
+            )
+        return getattr(self, method)(*args, **kwargs)
