@@ -24,6 +24,7 @@ MODULES = [
     "_inplace",
     "_layout",
     "_running_average",
+    "_safetensors",
     "_sources",
     "_weights",
 ]

@@ -1,6 +1,6 @@
 """Move and average the weights of models, as one contiguous buffer.
 
-`flatweights` itself needs NumPy and ml_dtypes alone. `flatweights.tensorflow` has
+`flatweights` itself needs NumPy, ml_dtypes and safetensors alone. `flatweights.tensorflow` has
 `TensorFlowVariables`; `flatweights.ray` has averaging drivers and workers.
 """
 

@@ -1,5 +1,6 @@
 """A dict of arrays over one packed buffer."""
 
+import os
 import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
@@ -83,6 +84,63 @@ class FlatWeights(dict[str, NDArray[Any]]):
     def empty(cls, layout: Layout) -> "FlatWeights":
         """Return weights of ``layout`` over a new buffer, values undefined, padding zero."""
         return cls.wrap(layout.new_buffer(), layout)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the weights to a safetensors file, in place of what was there.
+
+        The layout and a checksum are in the file's metadata. Any program that knows the format
+        reads the file, as a dict of arrays in an order of its own. What the format has no dtype
+        for is stored otherwise, with one more axis at the end: complex128 as pairs of
+        float64, the rest as bytes.
+
+        The file is there at once and whole, or not at all: it is written under another name
+        beside the old one (``.flatweights-*.tmp``, which a process that is killed leaves
+        behind), brought to the disk, and renamed. Where the disk is full, or the process
+        dies, the old file stays. Each byte is read twice and written once.
+
+        >>> import tempfile
+        >>> w = FlatWeights({"kernel": np.ones((2, 2), np.float32), "step": np.int64(7)})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     w.save(f"{folder}/weights.safetensors")
+        ...     FlatWeights.load(f"{folder}/weights.safetensors")["step"]
+        array(7)
+
+        Args:
+            path: Where. What a symbolic link points to is replaced, not the link.
+
+        Raises:
+            OSError: If it cannot be written, or is there and no file.
+        """
+        from flatweights import _safetensors  # it imports a library that few uses need
+
+        _safetensors.write(path, self._layout, self._buffer)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "FlatWeights":
+        """Return the weights in a safetensors file, over a new buffer.
+
+        The file is mapped into memory, checked, and copied, once: the format has no room
+        for the padding of the packed form. It may be replaced or deleted afterwards.
+
+        What `save` wrote comes back in its order and dtypes, and only as it was written. The
+        checksum, a CRC-32, finds accidents: it is no signature. The files of other
+        programs have no checksum, and their tensors come in the order of their names.
+
+        Args:
+            path: A file that `save` or any other program wrote.
+
+        Raises:
+            OSError: If it cannot be opened.
+            ValueError: If it is not a whole safetensors file, has dtypes that NumPy has not,
+                or is not as `save` wrote it.
+        """
+        from flatweights import _safetensors
+
+        layout, parts = _safetensors.read(path)
+        arrays = list(parts.values())
+        weights = cls.empty(layout or Layout.of_arrays(list(parts), arrays))
+        move_parts(list(weights.values()), arrays)
+        return weights
 
     def _view(self, buffer: NDArray[np.uint8], layout: Layout) -> None:
         views = layout.packed_views(buffer)
