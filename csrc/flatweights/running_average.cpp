@@ -13,7 +13,13 @@ constexpr std::size_t kBlock = 1024;                  // reals whose sums stay i
 
 }  // namespace
 
-RunningSum::RunningSum(const Layout& layout) {
+RunningSum::Doubles RunningSum::take_doubles(std::size_t count) {
+  const Buffer buffer = take_buffer(count * sizeof(double));
+  return Doubles(reinterpret_cast<double*>(buffer.memory), GiveBack{buffer.capacity});
+}
+
+RunningSum::RunningSum(const Layout& layout)
+    : sum_(nullptr, GiveBack{0}), compensation_(nullptr, GiveBack{0}) {
   bool compensated = false;
   std::size_t reals = 0;
   for (const Slot& slot : layout.slots()) {
@@ -23,30 +29,43 @@ RunningSum::RunningSum(const Layout& layout) {
     compensated = compensated || is_compensated(slot.dtype);
   }
   starts_.push_back(reals);
-  sum_.resize(reals);
-  if (compensated) compensation_.resize(reals);
+  sum_ = take_doubles(reals);
+  if (compensated) compensation_ = take_doubles(reals);
+}
+
+void RunningSum::begin() {
+  if (begun_) return;
+  std::fill_n(sum_.get(), reals(), 0.0);
+  if (compensation_ != nullptr) std::fill_n(compensation_.get(), reals(), 0.0);
+  begun_ = true;
 }
 
 void RunningSum::add(std::span<const std::vector<const std::byte*>> sources,
                      std::span<const double> weights) {
   const Kernels& loops = kernels();
-  parallel_for(sum_.size(), kGrain, [&](std::size_t begin, std::size_t end) {
+  parallel_for(reals(), kGrain, [&](std::size_t begin, std::size_t end) {
     for_each_piece(starts_, begin, end, [&](std::size_t i, std::size_t from, std::size_t to) {
       const auto add = loops.add[real_of(dtypes_[i])];
       for (std::size_t block = from; block < to; block += kBlock) {
         const std::size_t stop = std::min(to, block + kBlock);
         const std::size_t at = starts_[i] + block;
-        double* lost = compensation_.empty() ? nullptr : compensation_.data() + at;
+        if (!begun_) {  // here, where it stays in the cache until it is added to
+          std::fill_n(sum_.get() + at, stop - block, 0.0);
+          if (compensation_ != nullptr) std::fill_n(lost(at), stop - block, 0.0);
+        }
         for (std::size_t k = 0; k < sources.size(); ++k)
-          add(sum_.data() + at, lost, sources[k][i], weights[k], block, stop);
+          add(sum_.get() + at, lost(at), sources[k][i], weights[k], block, stop);
       }
     });
   });
+  begun_ = true;
 }
 
 void RunningSum::merge(const RunningSum& other, double scale) {
+  if (!other.begun_) return;
+  begin();
   const auto add = kernels().add[real_of(DType::kFloat64)];
-  parallel_for(sum_.size(), kGrain, [&](std::size_t begin, std::size_t end) {
+  parallel_for(reals(), kGrain, [&](std::size_t begin, std::size_t end) {
     for_each_piece(starts_, begin, end, [&](std::size_t i, std::size_t from, std::size_t to) {
       const std::size_t at = starts_[i] + from;
       const std::size_t stop = starts_[i] + to;
@@ -54,8 +73,8 @@ void RunningSum::merge(const RunningSum& other, double scale) {
         for (std::size_t r = at; r < stop; ++r) sum_[r] += scale * other.sum_[r];
         return;
       }
-      const auto* theirs = reinterpret_cast<const std::byte*>(other.sum_.data());
-      add(sum_.data() + at, compensation_.data() + at, theirs, scale, at, stop);
+      const auto* theirs = reinterpret_cast<const std::byte*>(other.sum_.get());
+      add(sum_.get() + at, lost(at), theirs, scale, at, stop);
       for (std::size_t r = at; r < stop; ++r) compensation_[r] += scale * other.compensation_[r];
     });
   });
@@ -63,11 +82,10 @@ void RunningSum::merge(const RunningSum& other, double scale) {
 
 void RunningSum::divide_into(std::span<std::byte* const> out, double total) const {
   const Kernels& loops = kernels();
-  parallel_for(sum_.size(), kGrain, [&](std::size_t begin, std::size_t end) {
+  parallel_for(reals(), kGrain, [&](std::size_t begin, std::size_t end) {
     for_each_piece(starts_, begin, end, [&](std::size_t i, std::size_t from, std::size_t to) {
       const std::size_t at = starts_[i] + from;
-      const double* lost = compensation_.empty() ? nullptr : compensation_.data() + at;
-      loops.divide[real_of(dtypes_[i])](out[i], sum_.data() + at, lost, total, from, to);
+      loops.divide[real_of(dtypes_[i])](out[i], sum_.get() + at, lost(at), total, from, to);
     });
   });
 }

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <vector>
 
+#include "flatweights/buffer_pool.hpp"
 #include "flatweights/layout.hpp"
 
 namespace flatweights {
@@ -33,10 +35,27 @@ class RunningSum {
   void divide_into(std::span<std::byte* const> out, double total) const;
 
  private:
+  struct GiveBack {
+    std::size_t capacity;
+    void operator()(double* memory) const noexcept {
+      give_buffer({reinterpret_cast<std::byte*>(memory), capacity});
+    }
+  };
+  // From the pool: a driver makes a sum every round.
+  using Doubles = std::unique_ptr<double[], GiveBack>;
+
+  [[nodiscard]] static Doubles take_doubles(std::size_t count);
+  [[nodiscard]] std::size_t reals() const noexcept { return starts_.back(); }
+  [[nodiscard]] double* lost(std::size_t at) const noexcept {
+    return compensation_ == nullptr ? nullptr : compensation_.get() + at;
+  }
+  void begin();  // zeroes what nothing has been added to
+
   std::vector<DType> dtypes_;
-  std::vector<std::size_t> starts_;  // reals before each slot
-  std::vector<double> sum_;
-  std::vector<double> compensation_;  // empty where no slot is compensated
+  std::vector<std::size_t> starts_;  // reals before each slot, and after the last
+  Doubles sum_;
+  Doubles compensation_;  // null where no slot is compensated
+  bool begun_ = false;    // before, the memory is undefined
 };
 
 }  // namespace flatweights
