@@ -1,6 +1,8 @@
 """`TensorFlowVariables`: get and set the weights of a model."""
 
-from collections.abc import Mapping
+import functools
+import os
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,14 +14,18 @@ from flatweights._dtypes import is_averaged, is_floating
 from flatweights._flatten import new_vector
 from flatweights._inplace import finite
 from flatweights._layout import Layout
+from flatweights._safetensors import read
 from flatweights._weights import FlatWeights
+from flatweights.tensorflow._apply import Steps
 from flatweights.tensorflow._discover import discover
 from flatweights.tensorflow._eager import EagerOperations
 from flatweights.tensorflow._frozen import check_frozen
+from flatweights.tensorflow._gradients import Gradients
 from flatweights.tensorflow._groups import make_groups
 from flatweights.tensorflow._library import load_library
 from flatweights.tensorflow._match import match_slots
 from flatweights.tensorflow._mover import ADD, LERP, Mover, Update
+from flatweights.tensorflow._objective import EagerObjective, SessionObjective
 from flatweights.tensorflow._replicas import Replicas
 from flatweights.tensorflow._session import SessionOperations
 
@@ -273,7 +279,7 @@ class TensorFlowVariables:
         if share or not self._mover.set_at_once(new_weights):
             flat = self._vector(new_weights, "new_weights")
             if share:
-                check_frozen(flat, "new_weights")
+                check_frozen(np.asarray(new_weights), "new_weights")
             self._mover.set_vector(flat, share=share)
         self._replicas.follow()
 
@@ -389,16 +395,19 @@ class TensorFlowVariables:
             )
         if isinstance(new_weights, FlatWeights) and not rename and self._fits(new_weights):
             if share:
-                check_frozen(new_weights.buffer, "new_weights")
+                self._check_frozen(dict(enumerate(new_weights.values())))
             self._mover.set_packed(new_weights.buffer, share=share)
             return self._replicas.follow()
         keys = match_slots(new_weights, self._layout, strict=strict, rename=rename)
-        values = {i: self._settable(i, new_weights[key]) for i, key in keys.items()}
         if share:
-            for i, value in values.items():
-                check_frozen(value, f"slot {i} {self._layout.slots[i].name!r}")
+            self._check_frozen({i: new_weights[key] for i, key in keys.items()})
+        values = {i: self._settable(i, new_weights[key]) for i, key in keys.items()}
         self._mover.set_parts(values, share=share)
         return self._replicas.follow()
+
+    def _check_frozen(self, values: Mapping[int, ArrayLike]) -> None:
+        for i, value in values.items():
+            check_frozen(np.asarray(value), f"slot {i} {self._layout.slots[i].name!r}")
 
     def _fits(self, weights: FlatWeights) -> bool:
         return weights.layout is self._layout or weights.layout == self._layout
@@ -406,6 +415,242 @@ class TensorFlowVariables:
     def _settable(self, i: int, value: ArrayLike) -> NDArray[Any]:
         slot = self._layout.slots[i]
         return settable(value, slot, f"slot {i} {slot.name!r}")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the weights to a safetensors file, in place of what was there.
+
+        As ``get_weights().save(path)``: at once and whole, or not at all, with layout and
+        checksum; see `FlatWeights.save`. `load` reads it in either mode of TensorFlow, and other
+        programs read it too.
+
+        >>> import tempfile
+        >>> import tensorflow as tf
+        >>> v = tf.Variable([1.0, 2.0])
+        >>> weights = TensorFlowVariables(v)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     weights.save(f"{folder}/model.safetensors")
+        ...     weights.set_flat([0.0, 0.0])
+        ...     weights.load(f"{folder}/model.safetensors")
+        >>> v.numpy()
+        array([1., 2.], dtype=float32)
+
+        Args:
+            path: Where. What a symbolic link points to is replaced, not the link.
+
+        Raises:
+            OSError: If it cannot be written; the old file is untouched then.
+            RuntimeError: As `get_flat`.
+        """
+        self.get_weights().save(path)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        strict: bool = False,
+        rename: Mapping[str, str] | None = None,
+    ) -> None:
+        """Set weights from a safetensors file: that of `save`, or of another program.
+
+        The file is mapped into memory, and checked, and each byte is copied once, to its
+        variable. Which weights are meant for which variables is decided as in `set_weights`, so
+        a file of some of them is enough, and one of more will do; but the files of other
+        programs set by name alone, since the order of their tensors has no meaning. If
+        anything is wrong, nothing is set.
+
+        Args:
+            path: The file.
+            strict: Accept nothing but all names of the model, each known.
+            rename: Names in the file to names of the model.
+
+        Raises:
+            OSError: If it cannot be opened.
+            ValueError: If it is not a whole safetensors file, is not as `save` wrote it, or
+                as in `set_weights`.
+            AssertionError: If nothing in it matches.
+            TypeError: If a dtype cannot be cast.
+            RuntimeError: As `set_flat`.
+        """
+        layout, parts = read(path)
+        try:
+            keys = match_slots(parts, self._layout, strict=strict, rename=rename)
+            names = {i: (rename or {}).get(key, key) for i, key in keys.items()}
+            if layout is None and any(self._layout.names[i] != name for i, name in names.items()):
+                raise ValueError(
+                    f"expected names of the model, got {list(names.values())}, and no layout that "
+                    "tells their order; rename= can map them"
+                )
+            values = {i: self._settable(i, parts[key]) for i, key in keys.items()}
+        except (AssertionError, TypeError, ValueError) as error:
+            raise type(error)(f"{os.fspath(path)}: {error}") from error
+        self._mover.set_parts(values)
+        self._replicas.follow()
+
+    def flatten_gradients(
+        self,
+        grads: Any,
+        *,
+        out: NDArray[Any] | None = None,
+        dtype: DTypeLike | None = None,
+        clip_norm: float | None = None,
+    ) -> Any:
+        """Return gradients as one vector: element for element those of `get_flat`.
+
+        Gradients in memory are read where they are, each byte once; their sum over repeated
+        indices is taken, in float32 at least, where they are `tf.IndexedSlices`. What is None,
+        or not given, counts as zeros.
+
+        Gradients of a graph (inside a `tf.function`, or of `tf.gradients` and
+        `tf.compat.v1.train.Optimizer.compute_gradients`) give a tensor of it, for one fetch
+        instead of one for each variable. In a TF1 graph its operations are added at the
+        first call; later ones with the same gradients return the same tensor.
+
+        >>> import tensorflow as tf
+        >>> w, b = tf.Variable([1.0, 2.0]), tf.Variable(3.0)
+        >>> with tf.GradientTape() as tape:
+        ...     loss = tf.reduce_sum(w * w)
+        >>> variables = TensorFlowVariables([w, b])
+        >>> variables.flatten_gradients(tape.gradient(loss, [w, b]))
+        array([2., 4., 0.], dtype=float32)
+
+        Args:
+            grads: One gradient for each variable in order, or for each one that is trainable; or
+                pairs (gradient, variable) in any order, or a mapping from name to
+                gradient. A gradient is a tensor, an array, `tf.IndexedSlices`, what a session
+                returned for these, or None.
+            out: Where to write: contiguous, of `get_flat_size` elements. A new vector, if None.
+            dtype: Dtype of the result; that of the layout, if None.
+            clip_norm: Scale the vector so that its Euclidean norm is at most this (Pascanu,
+                Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
+                ICML 2013), as `tf.clip_by_global_norm` does: if the norm is not finite, all of
+                the vector becomes NaN. It applies to what is given, so that of a scaled loss
+                has to be scaled too.
+
+        Returns:
+            ``out``, or the new vector; for gradients of a graph, a tensor.
+
+        Raises:
+            TypeError: If a dtype cannot be cast, or ``out`` is not of ``dtype``.
+            ValueError: If there are too many or too few gradients, a shape differs from the
+                variable's, an index is out of range, a name or variable is unknown or
+                occurs twice, ``clip_norm`` is negative or not finite, or ``out`` has another
+                length, is strided or read-only, or overlaps a gradient.
+            RuntimeError: If the gradients' graph is finalized; inside a `tf.function`, if they are
+                not of it.
+        """
+        target = self._dtype if dtype is None else np.dtype(dtype)
+        if out is not None:
+            self._check_out(out, target)
+        return self._gradients.flatten(grads, target, out, clip_norm)
+
+    def prepare_gradients(self, optimizer: Any) -> None:
+        """Build what `apply_flat_gradients` runs, which its first call does otherwise.
+
+        In a graph this adds operations, and variables that the optimizer has not made yet, so
+        it has to be called before the graph is finalized.
+
+        Args:
+            optimizer: As for `apply_flat_gradients`.
+
+        Raises:
+            TypeError: As `apply_flat_gradients`.
+            ValueError: If no variable is trainable.
+            RuntimeError: If the graph is finalized; if called inside a `tf.function`.
+        """
+        self._steps.prepare(optimizer)
+
+    def apply_flat_gradients(self, optimizer: Any, flat: ArrayLike) -> None:
+        """Take the optimizer's step along a gradient that is one vector.
+
+        The vector is cast as by `set_flat`, copied once, and handed to TensorFlow as one tensor
+        for each dtype. Variables that are not trainable are left out; their elements are
+        not read. (Layers that are frozen in `tf_keras`, or in a graph after they were built, do not
+        tell their variables: construct with ``trainable_only`` where there are any.)
+
+        The vector holds what ``optimizer.apply_gradients`` takes. Mind that where the loss
+        is scaled: the ``LossScaleOptimizer`` of Keras 3 takes gradients of the scaled loss and
+        divides them; that of `tf_keras` takes what its ``get_unscaled_gradients`` returns. Both
+        leave out a step whose gradients are not finite.
+
+        What runs is built at the first call with an optimizer and kept as long as that lives:
+        a `tf.function`, traced once, or operations of the graph (see `prepare_gradients`).
+        Which variables are trainable, and what the optimizer keeps in Python rather than in
+        variables, is read then. In a graph, slots that the optimizer makes then are
+        initialized in the session.
+
+        >>> import keras
+        >>> v = keras.Variable([1.0, 2.0])
+        >>> TensorFlowVariables(v).apply_flat_gradients(keras.optimizers.SGD(0.5), [2.0, 4.0])
+        >>> v.numpy()
+        array([0., 0.], dtype=float32)
+
+        Args:
+            optimizer: Of Keras 3, `tf_keras` or `tf.compat.v1.train`, or anything with their
+                ``apply_gradients``; in a graph, of `tf.compat.v1.train`.
+            flat: Vector of `get_flat_size` elements.
+
+        Raises:
+            TypeError: If ``optimizer`` is none, or the vector's dtype cannot be cast.
+            ValueError: If the vector has another length, or no variable is trainable.
+            RuntimeError: In a graph, if no session is set, it is finalized and this is the first
+                call, or a variable is not initialized; if called inside a `tf.function`.
+        """
+        self._steps.apply(optimizer, self._vector(flat, "flat"))
+
+    def value_and_gradient(
+        self, loss_fn: Callable[[], Any], *, dtype: DTypeLike = np.float64
+    ) -> Callable[..., tuple[float, NDArray[Any]]]:
+        """Return a function from a vector of weights to the loss there and its gradient.
+
+        It is what `scipy.optimize.minimize` takes with ``jac=True``, for ``method="L-BFGS-B"``
+        (Byrd, Lu, Nocedal and Zhu, "A limited memory algorithm for bound constrained
+        optimization", SIAM J. Sci. Comput. 16(5), 1995) and others. Each call sets the weights,
+        all of them, and leaves them so: set those of the result afterwards, for the last
+        ones tried need not be the best. Elements of variables that are not trainable
+        have the gradient 0.
+
+        The weights are rounded to the dtypes of the variables. Where these are float32, the loss
+        is flat at distances of 1e-7 of a weight, and a search cannot be more precise.
+
+        >>> import tensorflow as tf
+        >>> from scipy.optimize import minimize
+        >>> w = tf.Variable([0.0, 0.0], dtype=tf.float64)
+        >>> variables = TensorFlowVariables(w)
+        >>> fun = variables.value_and_gradient(lambda: tf.reduce_sum((w - [1.0, 2.0]) ** 2))
+        >>> result = minimize(fun, variables.get_flat(), jac=True, method="L-BFGS-B")
+        >>> variables.set_flat(result.x)
+        >>> w.numpy().round(6)
+        array([1., 2.])
+
+        Args:
+            loss_fn: Returns the loss, a scalar. It is called here, once: eagerly in a
+                `tf.function`, which is traced now and never again (so what it reads from Python
+                stays as it is now: hand over data that changes in variables); in a graph,
+                to return a tensor of it.
+            dtype: Dtype of the gradient, floating.
+
+        Returns:
+            The function. Its gradient is a new vector each time. In a graph it takes a
+            ``feed_dict`` as well: ``minimize(fun, x0, args=(feed_dict,), ...)``.
+
+        Raises:
+            TypeError: If ``dtype`` is not floating, or cannot hold the gradient.
+            ValueError: If the loss is no scalar of a floating dtype, or depends on none of the
+                trainable variables.
+            RuntimeError: If the graph is finalized; if called inside a `tf.function`.
+        """
+        model = (self._variables, self._layout, self.set_flat, dtype)
+        if self._session is not None:
+            return SessionObjective(loss_fn, self._session, *model)
+        return EagerObjective(loss_fn, *model)
+
+    @functools.cached_property
+    def _gradients(self) -> Gradients:
+        return Gradients(self._variables, self._layout)
+
+    @functools.cached_property
+    def _steps(self) -> Steps:
+        return Steps(self._variables, self._layout, self._session)
 
     def __reduce__(self) -> NoReturn:
         """Raise `TypeError`: variables belong to the process that built them."""

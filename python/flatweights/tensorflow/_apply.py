@@ -1,0 +1,213 @@
+"""Steps of an optimizer along a gradient that is one vector.
+
+TensorFlow is handed one tensor for each dtype, and what is run is built once per optimizer.
+"""
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from flatweights._cast import move_parts, settable
+from flatweights._flatten import new_vector
+from flatweights._layout import Layout
+from flatweights.tensorflow._gradients import eagerly, trained_positions, where
+from flatweights.tensorflow._groups import Group
+from flatweights.tensorflow._kinds import inner_variable, is_of_keras_3
+from flatweights.tensorflow._session import SessionOperations
+
+tf1 = tf.compat.v1
+
+
+class Steps:
+    """The steps of all optimizers that a model's gradients were applied with.
+
+    An optimizer that is let go takes its step with it.
+    """
+
+    def __init__(
+        self, variables: Mapping[str, Any], layout: Layout, session: SessionOperations | None
+    ) -> None:
+        """Take the ``variables`` at the slots of ``layout``.
+
+        Args:
+            variables: As the user knows them.
+            layout: Their layout.
+            session: Operations of the graph that they are in; None for eager ones.
+        """
+        self._given = list(variables.values())
+        self._layout = layout
+        self._session = session
+        self._steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def prepare(self, optimizer: Any) -> "_Step":
+        """Return the step of ``optimizer``, built at the first call."""
+        if self._session is None and tf.inside_function():
+            raise RuntimeError(
+                "inside a tf.function a step would be taken once, when it is traced, and never "
+                "again: call this outside"
+            )
+        if not callable(getattr(optimizer, "apply_gradients", None)):
+            raise TypeError(f"expected an optimizer, got {type(optimizer).__name__}")
+        with self._lock:
+            step = self._steps.get(optimizer)
+            if step is None:
+                step = self._steps[optimizer] = self._new(optimizer)
+        return step
+
+    def apply(self, optimizer: Any, flat: NDArray[Any]) -> None:
+        """Take one step along the contiguous vector ``flat``."""
+        views = self._layout.vector_views(flat)
+        if self._session is not None:
+            self._session.check()
+        step = self.prepare(optimizer)
+        slots = self._layout.slots
+        step.run({i: settable(views[i], slots[i], where(i, slots[i])) for i in step.positions})
+
+    def _new(self, optimizer: Any) -> "_Step":
+        groups = self._groups()
+        if not groups:
+            raise ValueError("expected trainable variables, found none")
+        if self._session is not None:
+            return _SessionStep(optimizer, groups, self._session)
+        return _EagerStep(optimizer, groups, self._given)
+
+    def _groups(self) -> list[Group]:
+        """Return the trainable variables by dtype."""
+        slots: dict[np.dtype[Any], list[int]] = {}
+        for i in trained_positions(self._given):
+            slots.setdefault(self._layout.slots[i].dtype, []).append(i)
+        inner = [inner_variable(given) for given in self._given]
+        return [Group(inner, members, self._layout) for members in slots.values()]
+
+
+class _Step(ABC):
+    """The step of one optimizer.
+
+    Attributes:
+        positions: Slots of the variables that it changes.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        self.positions = [i for group in groups for i in group.slots]
+
+    def run(self, values: Mapping[int, NDArray[Any]]) -> None:
+        """Take the step along the gradients at these positions, made by `settable`."""
+        vectors = []
+        for group in self._groups:
+            # An optimizer may keep what it is given, aliased: it must not be the caller's.
+            vector = new_vector(group.layout.size, np.dtype(group.dtype.as_numpy_dtype))
+            move_parts(group.layout.vector_views(vector), [values[i] for i in group.slots])
+            vectors.append(vector)
+        self._run(vectors)
+
+    @abstractmethod
+    def _run(self, vectors: Sequence[NDArray[Any]]) -> None:
+        """Take the step along one vector per group, which TensorFlow may keep."""
+
+
+class _EagerStep(_Step):
+    """A `tf.function`, traced once."""
+
+    def __init__(self, optimizer: Any, groups: Sequence[Group], given: Sequence[Any]) -> None:
+        super().__init__(groups)
+        variables = [_as_known_to(optimizer, given[i]) for i in self.positions]
+        with eagerly():
+            if is_of_keras_3(optimizer, "Optimizer") and not optimizer.built:
+                # Unlike the others, it does not lift its variables out of the function.
+                optimizer.build(variables)
+        # The function lives as long as the optimizer, and must not be why that lives.
+        held: Any = weakref.ref(optimizer)
+
+        def step(*vectors: tf.Tensor) -> None:
+            pieces = []
+            for group, vector in zip(groups, vectors, strict=True):
+                pieces += group.split(vector)
+            held().apply_gradients(list(zip(pieces, variables, strict=True)))
+
+        signature = [tf.TensorSpec([group.layout.size], group.dtype) for group in groups]
+        self._function = tf.function(step, input_signature=signature)
+
+    def _run(self, vectors: Sequence[NDArray[Any]]) -> None:
+        with eagerly():
+            self._function(*(tf.convert_to_tensor(vector) for vector in vectors))
+
+
+class _SessionStep(_Step):
+    """Operations of a graph, which are fed through one placeholder per group."""
+
+    def __init__(self, optimizer: Any, groups: Sequence[Group], session: SessionOperations) -> None:
+        super().__init__(groups)
+        # Others return before the step is taken, or no operation.
+        if not isinstance(optimizer, tf1.train.Optimizer):
+            raise TypeError(
+                "in a graph, expected an optimizer of tf.compat.v1.train, got "
+                f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+            )
+        if session.graph.finalized:
+            raise RuntimeError(
+                "the graph is finalized: call prepare_gradients(optimizer) before that (before "
+                "tf.compat.v1.train.MonitoredTrainingSession), for it adds operations"
+            )
+        self._session = session
+        self._lock = threading.Lock()
+        self._checked: weakref.ref[Any] | None = None
+        # Neither the caller's device, name scope nor control dependencies are ours.
+        with (
+            session.graph.as_default(),
+            tf1.name_scope(None),
+            tf.device(None),
+            tf.control_dependencies(None),
+        ):
+            self._add_nodes(optimizer)
+
+    def _add_nodes(self, optimizer: Any) -> None:
+        self._fed = [tf1.placeholder(g.dtype, [g.layout.size]) for g in self._groups]
+        pairs: list[tuple[tf.Tensor, tf.Variable]] = []
+        for group, fed in zip(self._groups, self._fed, strict=True):
+            pairs += zip(group.split(fed), group.variables, strict=True)
+        before = {id(variable) for variable in tf1.global_variables()}
+        self._train = optimizer.apply_gradients(pairs)
+        own = [variable for variable in tf1.global_variables() if id(variable) not in before]
+        self._initializers = {variable.op.name: variable.initializer for variable in own}
+        used = [*(variable for _, variable in pairs), *optimizer.variables()]
+        distinct = {variable.op.name: variable for variable in (*used, *own)}
+        self._uninitialized = tf1.report_uninitialized_variables(list(distinct.values()))
+
+    def _run(self, vectors: Sequence[NDArray[Any]]) -> None:
+        session = self._session.session
+        with self._lock:
+            self._initialize(session)
+        session.run(self._train, dict(zip(self._fed, vectors, strict=True)))
+
+    def _initialize(self, session: Any) -> None:
+        """Initialize the slots that were made here, for no one else could have.
+
+        Raises:
+            RuntimeError: If other variables are not initialized.
+        """
+        place = self._session.place()
+        if self._checked is not None and self._checked() is place:
+            return
+        names = [name.decode() for name in session.run(self._uninitialized)]
+        others = [name for name in names if name not in self._initializers]
+        if others:
+            raise RuntimeError(
+                f"expected initialized variables, got uninitialized: {', '.join(others)}; run "
+                "tf.compat.v1.global_variables_initializer() first"
+            )
+        session.run([self._initializers[name] for name in names])
+        self._checked = weakref.ref(place)
+
+
+def _as_known_to(optimizer: Any, given: Any) -> Any:
+    # Optimizers of Keras 3 look for constraints, which only its own variables have.
+    is_known = is_of_keras_3(optimizer, "Optimizer") or isinstance(given, tf.Variable)
+    return given if is_known else inner_variable(given)

@@ -1,0 +1,321 @@
+"""The gradients of a model as one vector: of tensors in memory, and of those of a graph."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+from tensorflow.python.framework.indexed_slices import IndexedSlicesValue
+
+from flatweights._cast import is_settable, move_parts
+from flatweights._dtypes import is_averaged, promote
+from flatweights._flatten import new_vector
+from flatweights._inplace import clip_by_norm_, finite
+from flatweights._layout import Layout, Slot, as_array
+from flatweights.tensorflow._graph_search import is_symbolic
+from flatweights.tensorflow._kinds import inner_variable, is_variable, own_name
+
+_IN_MEMORY = (np.ndarray, tf.__internal__.EagerTensor)
+_SLICES = (tf.IndexedSlices, IndexedSlicesValue)
+
+
+class Rows(NamedTuple):
+    """Rows of a gradient that is zero elsewhere; rows of one index are to be added up."""
+
+    values: NDArray[Any]
+    indices: NDArray[Any]
+
+
+class Gradients:
+    """Puts gradients in the order of a model's variables, and flattens them."""
+
+    def __init__(self, variables: Mapping[str, Any], layout: Layout) -> None:
+        """Take the ``variables`` at the slots of ``layout``, as the user knows them."""
+        self._given = list(variables.values())
+        self._layout = layout
+        self._inner = [inner_variable(given) for given in self._given]
+        self._positions: dict[int, int] = {}
+        for i, variable in enumerate(self._inner):
+            replicas: Iterable[Any] = getattr(variable, "values", ())
+            for one in (variable, *replicas):
+                self._positions[id(one)] = i
+        self._built: dict[Hashable, tf.Tensor] = {}
+
+    def flatten(
+        self,
+        gradients: Any,
+        dtype: np.dtype[Any],
+        out: NDArray[Any] | None,
+        clip_norm: float | None,
+    ) -> Any:
+        """Return ``gradients`` as one vector, or as one tensor if they are of a graph."""
+        most = None if clip_norm is None else _checked_norm(clip_norm, dtype)
+        arranged = self._arranged(gradients)
+        if not any(_is_of_graph(gradient) for gradient in arranged):
+            if tf.inside_function():
+                raise RuntimeError(
+                    "inside a tf.function only its own tensors can be flattened; what is in "
+                    "memory would be read once, when it is traced, and never again"
+                )
+            return self._in_memory(arranged, dtype, out, most)
+        if out is not None:
+            raise TypeError("out: expected None for gradients of a graph, got an array")
+        return self._in_graph(arranged, dtype, most)
+
+    def _arranged(self, gradients: Any) -> list[Any]:
+        """Return one gradient, or None, per slot."""
+        if isinstance(gradients, Mapping):
+            return self._by_name(gradients)
+        given = list(gradients)
+        if any(_is_pair(item) for item in given):
+            return self._by_variable(given)
+        if len(given) == len(self._layout):
+            return given
+        trained = trained_positions(self._given)
+        if len(given) != len(trained):
+            raise ValueError(
+                f"expected {len(self._layout)} gradients, one per variable, or {len(trained)}, one "
+                f"per trainable variable, got {len(given)}; pairs (gradient, variable) may be fewer"
+            )
+        arranged: list[Any] = [None] * len(self._layout)
+        for i, gradient in zip(trained, given, strict=True):
+            arranged[i] = gradient
+        return arranged
+
+    def _by_name(self, gradients: Mapping[str, Any]) -> list[Any]:
+        unknown = [name for name in gradients if name not in self._layout]
+        if unknown:
+            raise ValueError(f"expected names of variables, got {unknown}")
+        return [gradients.get(name) for name in self._layout.names]
+
+    def _by_variable(self, pairs: Sequence[Any]) -> list[Any]:
+        arranged: list[Any] = [None] * len(self._layout)
+        seen = set()
+        for n, pair in enumerate(pairs):
+            if not _is_pair(pair):
+                raise TypeError(
+                    f"item {n}: expected a pair (gradient, variable) as the others, got "
+                    f"{type(pair).__name__}"
+                )
+            gradient, variable = pair
+            i = self._positions.get(id(inner_variable(variable)))
+            if i is None:
+                raise ValueError(
+                    f"item {n}: expected a variable of this model, got {own_name(variable)!r}"
+                )
+            if i in seen:
+                raise ValueError(f"item {n}: expected each variable once, got {self._where(i)}")
+            seen.add(i)
+            arranged[i] = gradient
+        return arranged
+
+    def _where(self, i: int) -> str:
+        return where(i, self._layout.slots[i])
+
+    def _in_memory(
+        self,
+        gradients: Sequence[Any],
+        dtype: np.dtype[Any],
+        out: NDArray[Any] | None,
+        most: float | None,
+    ) -> NDArray[Any]:
+        dense: dict[int, NDArray[Any]] = {}
+        rows: dict[int, Rows] = {}
+        for i, (gradient, slot) in enumerate(zip(gradients, self._layout.slots, strict=True)):
+            if isinstance(gradient, _SLICES):
+                rows[i] = _checked_rows(gradient, slot, dtype, i)
+            elif gradient is not None:
+                dense[i] = _checked(as_array(gradient), slot, dtype, i)
+        if out is None:
+            out = new_vector(self._layout.size, dtype)
+        else:
+            self._check_apart(out, dense, rows)
+        views = self._layout.vector_views(out)
+        move_parts([views[i] for i in dense], list(dense.values()))
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                views[i].fill(0)
+        for i, some in rows.items():
+            _write_rows(views[i], some)
+        if most is not None:
+            _clip(out, most)
+        return out
+
+    def _check_apart(
+        self, out: NDArray[Any], dense: Mapping[int, NDArray[Any]], rows: Mapping[int, Rows]
+    ) -> None:
+        read = [*dense.items(), *((i, some.values) for i, some in rows.items())]
+        for i, array in read:
+            if np.may_share_memory(out, array):
+                raise ValueError(f"out: expected memory of its own, overlaps {self._where(i)}")
+
+    def _in_graph(
+        self, gradients: Sequence[Any], dtype: np.dtype[Any], most: float | None
+    ) -> tf.Tensor:
+        if tf.inside_function():
+            return self._tensor(gradients, dtype, most)
+        graph = next(_parts(g)[0].graph for g in gradients if _is_of_graph(g))
+        # In a loop around a session, each call would add to the graph else.
+        names = tuple(_names(gradient) for gradient in gradients)
+        key = (graph, names, dtype, most)
+        built = self._built.get(key) if None not in names else None
+        if built is None:
+            if graph.finalized:
+                raise RuntimeError(
+                    "the graph is finalized: flatten its gradients before that (before "
+                    "tf.compat.v1.train.MonitoredTrainingSession), for it adds operations"
+                )
+            with graph.as_default():
+                built = self._tensor(gradients, dtype, most)
+            if None not in names:
+                self._built[key] = built
+        return built
+
+    def _tensor(
+        self, gradients: Sequence[Any], dtype: np.dtype[Any], most: float | None
+    ) -> tf.Tensor:
+        flat = concat(gradients, self._layout, dtype)
+        return flat if most is None else _clipped(flat, most)
+
+
+def trained_positions(variables: Iterable[Any]) -> list[int]:
+    """Return the positions of those that are trainable."""
+    return [i for i, variable in enumerate(variables) if variable.trainable]
+
+
+def eagerly() -> Any:
+    """Return a context in which calls run at once, also within ``with Graph().as_default()``."""
+    return tf.__internal__.eager_context.eager_mode()
+
+
+def where(i: int, slot: Slot) -> str:
+    """Return how errors name a slot."""
+    return f"slot {i} {slot.name!r}"
+
+
+def concat(gradients: Sequence[Any], layout: Layout, dtype: np.dtype[Any]) -> tf.Tensor:
+    """Return the op that makes a vector of ``dtype`` of one gradient, or None, per slot.
+
+    Raises:
+        ValueError: If a shape is known not to be that of the slot.
+        TypeError: If a dtype cannot be cast.
+    """
+    target = tf.as_dtype(dtype)
+    pieces = []
+    for i, (gradient, slot) in enumerate(zip(gradients, layout.slots, strict=True)):
+        if gradient is None:
+            pieces.append(tf.zeros([slot.size], target))
+            continue
+        tensor = _dense(gradient, slot, i)
+        if not is_settable(np.dtype(tensor.dtype.as_numpy_dtype), dtype):
+            raise TypeError(f"{where(i, slot)}: expected {dtype}, got {tensor.dtype.name}")
+        if not tensor.shape.is_compatible_with(slot.shape):
+            raise ValueError(f"{where(i, slot)}: expected {slot.shape}, got {tensor.shape}")
+        pieces.append(tf.cast(tf.reshape(tensor, [slot.size]), target))
+    return tf.concat(pieces, axis=0) if pieces else tf.zeros([0], target)
+
+
+def _dense(gradient: Any, slot: Slot, i: int) -> tf.Tensor:
+    if not isinstance(gradient, _SLICES):
+        return tf.convert_to_tensor(gradient)
+    values = tf.convert_to_tensor(gradient.values)
+    if not slot.shape or not values.shape[1:].is_compatible_with(slot.shape[1:]):
+        raise ValueError(
+            f"{where(i, slot)}: expected rows of {slot.shape}, got rows {values.shape}"
+        )
+    wide = _dtype_of_sums(np.dtype(values.dtype.as_numpy_dtype))
+    return tf.math.unsorted_segment_sum(tf.cast(values, wide), gradient.indices, slot.shape[0])
+
+
+def _checked(array: NDArray[Any], slot: Slot, dtype: np.dtype[Any], i: int) -> NDArray[Any]:
+    if array.shape != slot.shape or not is_settable(array.dtype, dtype):
+        message = (
+            f"{where(i, slot)}: expected {dtype} {slot.shape}, got {array.dtype} {array.shape}"
+        )
+        raise (ValueError if array.shape != slot.shape else TypeError)(message)
+    return array
+
+
+def _checked_rows(slices: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> Rows:
+    rows = Rows(as_array(slices.values), as_array(slices.indices))
+    expected = (len(rows.indices), *slot.shape[1:]) if rows.indices.ndim == 1 else None
+    given = () if slices.dense_shape is None else tuple(as_array(slices.dense_shape).tolist())
+    if not slot.shape or rows.values.shape != expected or given not in ((), slot.shape):
+        raise ValueError(
+            f"{where(i, slot)}: expected rows of {dtype} {slot.shape}, got {rows.values.dtype} "
+            f"{rows.values.shape} at indices {rows.indices.shape} of {given or 'unknown'}"
+        )
+    if not is_settable(rows.values.dtype, dtype):
+        raise TypeError(f"{where(i, slot)}: expected {dtype} {slot.shape}, got {rows.values.dtype}")
+    if rows.indices.size and not (rows.indices.min() >= 0 and rows.indices.max() < slot.shape[0]):
+        raise ValueError(
+            f"{where(i, slot)}: expected indices from 0 to {slot.shape[0] - 1}, got some from "
+            f"{rows.indices.min()} to {rows.indices.max()}"
+        )
+    return rows
+
+
+def _write_rows(view: NDArray[Any], rows: Rows) -> None:
+    """Write the sums of ``rows`` to ``view``, and zeros elsewhere."""
+    view.fill(0)
+    if not rows.indices.size:
+        return
+    with eagerly():
+        # Memory for the rows that occur, not for a table of which they may be a small part.
+        distinct, which = tf.unique(rows.indices)
+        values = tf.cast(rows.values, _dtype_of_sums(rows.values.dtype))
+        sums = tf.math.unsorted_segment_sum(values, which, distinct.shape[0])
+    with np.errstate(all="ignore"):
+        view[np.asarray(distinct)] = np.asarray(sums)
+
+
+def _dtype_of_sums(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    # Sums of many small numbers of 16 bits stop growing.
+    return promote([dtype, np.dtype(np.float32)]) or dtype
+
+
+def _checked_norm(clip_norm: float, dtype: np.dtype[Any]) -> float:
+    if not is_averaged(dtype):
+        raise TypeError(f"clip_norm: expected a vector of a floating dtype, got {dtype}")
+    most = finite(clip_norm, "clip_norm")
+    if most < 0:
+        raise ValueError(f"clip_norm: expected a number that is not negative, got {clip_norm!r}")
+    return most
+
+
+def _clip(flat: NDArray[Any], most: float) -> None:
+    try:
+        clip_by_norm_(flat, most)
+    except ValueError:  # the norm is not finite; everything else is checked
+        flat.fill(np.nan)
+
+
+def _clipped(flat: tf.Tensor, most: float) -> tf.Tensor:
+    # The sum of squares of float16 overflows where the norm is 256.
+    wide = tf.cast(flat, tf.float32) if flat.dtype.size < 4 else flat
+    return tf.cast(tf.clip_by_global_norm([wide], most)[0][0], flat.dtype)
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, (tuple, list)) and len(item) == 2 and is_variable(item[1])
+
+
+def _parts(gradient: Any) -> tuple[Any, ...]:
+    """Return the tensors that ``gradient`` consists of."""
+    is_sliced = isinstance(gradient, _SLICES)
+    return (gradient.values, gradient.indices) if is_sliced else (gradient,)
+
+
+def _is_of_graph(gradient: Any) -> bool:
+    if gradient is None or type(gradient) in _IN_MEMORY:
+        return False
+    return any(is_symbolic(part) for part in _parts(gradient))
+
+
+def _names(gradient: Any) -> tuple[str, ...] | None:
+    """Return what names ``gradient`` in its graph; nothing for a value in memory."""
+    if gradient is None:
+        return ()
+    parts = _parts(gradient)
+    return tuple(part.name for part in parts) if all(map(is_symbolic, parts)) else None

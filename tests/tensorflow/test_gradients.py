@@ -1,0 +1,873 @@
+"""flatten_gradients and apply_flat_gradients, against loops over the variables."""
+
+import gc
+import threading
+import tracemalloc
+import weakref
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.framework.indexed_slices import IndexedSlicesValue
+
+from flatweights.tensorflow import TensorFlowVariables
+
+tf1 = tf.compat.v1
+
+
+def concatenated(gradients, dtype=np.float32):
+    return np.concatenate([np.asarray(g, dtype).reshape(-1) for g in gradients])
+
+
+def dense_model(seed=0, **kwargs):
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(5, activation="tanh", **kwargs),
+            layers.BatchNormalization(**kwargs),
+            layers.Dropout(0.5, **kwargs),
+            layers.Dense(2, **kwargs),
+        ]
+    )
+
+
+def gradients_of(model, inputs=None):
+    x = (
+        np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+        if inputs is None
+        else inputs
+    )
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x, training=True)))
+    return tape.gradient(loss, [v.value for v in model.trainable_variables])
+
+
+def random_gradients(variables, seed=1, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return [(scale * rng.normal(size=v.shape)).astype(np.float32) for v in variables]
+
+
+# What is flattened
+
+
+def test_a_gradient_for_each_trainable_variable():
+    model = dense_model()
+    weights = TensorFlowVariables(model, trainable_only=True)
+    gradients = gradients_of(model)
+    flat = weights.flatten_gradients(gradients)
+    np.testing.assert_array_equal(flat, concatenated(gradients), strict=True)
+    assert np.abs(flat).max() > 0
+
+
+def test_what_is_not_trainable_gets_zeros_at_its_own_place():
+    model = dense_model()
+    weights = TensorFlowVariables(model)
+    gradients = gradients_of(model)
+    by_variable = {id(v): g for v, g in zip(model.trainable_variables, gradients, strict=True)}
+    expected = np.concatenate(
+        [
+            np.asarray(by_variable.get(id(v), np.zeros(v.shape))).reshape(-1)
+            for v in weights.variables.values()
+        ]
+    )
+    flat = weights.flatten_gradients(gradients)
+    assert flat.dtype == weights.get_flat().dtype
+    np.testing.assert_array_equal(flat, expected)
+    every = [by_variable.get(id(v)) for v in weights.variables.values()]
+    np.testing.assert_array_equal(weights.flatten_gradients(every), expected)
+
+
+def test_pairs_in_any_order_and_names():
+    model = dense_model()
+    weights = TensorFlowVariables(model)
+    gradients = gradients_of(model)
+    expected = weights.flatten_gradients(gradients)
+    pairs = list(zip(gradients, model.trainable_variables, strict=True))
+    shuffled = [pairs[i] for i in np.random.default_rng(0).permutation(len(pairs))]
+    np.testing.assert_array_equal(weights.flatten_gradients(shuffled), expected)
+    inner = [(g, v.value) for g, v in shuffled]
+    np.testing.assert_array_equal(weights.flatten_gradients(iter(inner)), expected)
+    names = {id(v): name for name, v in weights.variables.items()}
+    by_name = {names[id(v)]: g for g, v in shuffled}
+    np.testing.assert_array_equal(weights.flatten_gradients(by_name), expected)
+    some = weights.flatten_gradients(shuffled[:1])
+    assert np.count_nonzero(some) == np.count_nonzero(shuffled[0][0])
+
+
+def test_none_counts_as_zeros():
+    a, b, c = tf.Variable([1.0, 2.0]), tf.Variable(3.0), tf.Variable([[4.0]])
+    weights = TensorFlowVariables([a, b, c])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(a * a) + tf.reduce_sum(c)
+    out = np.full(4, np.nan, np.float32)
+    assert weights.flatten_gradients(tape.gradient(loss, [a, b, c]), out=out) is out
+    np.testing.assert_array_equal(out, np.float32([2, 4, 0, 1]))
+    np.testing.assert_array_equal(weights.flatten_gradients([None] * 3), np.zeros(4))
+    np.testing.assert_array_equal(weights.flatten_gradients({}), np.zeros(4))
+
+
+@pytest.mark.parametrize("given", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [None, np.float16, ml_dtypes.bfloat16, np.float64])
+def test_dtypes_are_converted(given, dtype):
+    values = np.random.default_rng(0).normal(size=(3, 5)).astype(given)
+    weights = TensorFlowVariables([tf.Variable(tf.zeros((3, 5))), tf.Variable(1.0)])
+    target = np.dtype(dtype or np.float32)
+    for gradient in (values, tf.constant(values)):
+        flat = weights.flatten_gradients([gradient, np.float32(2)], dtype=dtype)
+        expected = np.append(values.astype(target), target.type(2))
+        np.testing.assert_array_equal(flat, expected, strict=True)
+
+
+def test_tensors_are_read_in_place(monkeypatch):
+    variables = [tf.Variable(tf.zeros((3, 2))), tf.Variable(tf.zeros(4))]
+    gradients = [tf.random.normal(v.shape) for v in variables]
+    expected = concatenated(gradients)
+
+    def refuse(self):
+        raise AssertionError("a copy was asked for")
+
+    monkeypatch.setattr(type(gradients[0]), "numpy", refuse)
+    flat = TensorFlowVariables(variables).flatten_gradients(gradients)
+    np.testing.assert_array_equal(flat, expected)
+
+
+def test_strided_arrays_lists_and_no_elements():
+    weights = TensorFlowVariables(
+        [tf.Variable(tf.zeros((2, 3))), tf.Variable(tf.zeros((0, 3))), tf.Variable(0.0)]
+    )
+    array = np.arange(6, dtype=np.float32).reshape(3, 2).T
+    flat = weights.flatten_gradients([array, tf.zeros((0, 3)), 7])
+    np.testing.assert_array_equal(flat, [*array.reshape(-1), 7])
+
+
+def test_asynchronous_gradients_are_waited_for():
+    v = tf.Variable(tf.zeros((400, 400)))
+    weights = TensorFlowVariables(v)
+    x = tf.random.normal((400, 400))
+    expected = x.numpy()
+    for _ in range(4):
+        expected = expected @ expected / 400
+    tf.config.experimental.set_synchronous_execution(False)
+    try:
+        y = x
+        for _ in range(4):
+            y = y @ y / 400
+        flat = weights.flatten_gradients([y])
+    finally:
+        tf.config.experimental.set_synchronous_execution(True)
+    np.testing.assert_allclose(flat.reshape(400, 400), expected, rtol=1e-3, atol=1e-4)
+
+
+# IndexedSlices
+
+
+def slices(kind, values, indices, shape=None):
+    if kind == "value":
+        return IndexedSlicesValue(values, indices, shape)
+    shape = None if shape is None else tf.constant(shape)
+    return tf.IndexedSlices(tf.constant(values), tf.constant(indices), shape)
+
+
+@pytest.mark.parametrize("kind", ["value", "tensor"])
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+@pytest.mark.parametrize("shape", [(50,), (50, 3), (50, 2, 2)])
+def test_rows_of_one_index_are_added_up(kind, index, shape):
+    rng = np.random.default_rng(0)
+    indices = rng.integers(0, 20, 300).astype(index)
+    values = rng.integers(-9, 9, (300, *shape[1:])).astype(np.float32)
+    weights = TensorFlowVariables([tf.Variable(1.0), tf.Variable(tf.zeros(shape))])
+    expected = np.zeros(shape, np.float32)
+    np.add.at(expected, indices, values)
+    for dense_shape in (None, shape):
+        given = slices(kind, values, indices, dense_shape)
+        flat = weights.flatten_gradients([np.float32(5), given])
+        np.testing.assert_array_equal(flat, [5, *expected.reshape(-1)])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_many_small_rows_of_16_bits_are_added_up_in_more(dtype):
+    # One by one in bfloat16, ones stop adding up at 256.
+    given = tf.IndexedSlices(tf.ones((3000, 1), dtype), tf.zeros(3000, tf.int32))
+    flat = TensorFlowVariables(tf.Variable([[0.0], [0.0]])).flatten_gradients([given])
+    np.testing.assert_array_equal(flat, np.float32([3000, 0]))
+
+
+def test_no_rows_at_all():
+    given = tf.IndexedSlices(tf.zeros((0, 3)), tf.zeros(0, tf.int64))
+    out = np.ones(6, np.float32)
+    TensorFlowVariables(tf.Variable(tf.ones((2, 3)))).flatten_gradients([given], out=out)
+    np.testing.assert_array_equal(out, np.zeros(6))
+
+
+def test_a_keras_embedding():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            keras.layers.Embedding(30, 4),
+            keras.layers.Flatten(),
+            keras.layers.Dense(2),
+        ]
+    )
+    gradients = gradients_of(model, np.random.default_rng(0).integers(0, 10, (8, 6)))
+    assert isinstance(gradients[0], tf.IndexedSlices)
+    expected = np.zeros((30, 4))
+    np.add.at(expected, gradients[0].indices.numpy(), gradients[0].values.numpy())
+    flat = TensorFlowVariables(model).flatten_gradients(gradients)
+    np.testing.assert_allclose(flat[:120], expected.reshape(-1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(flat[120:], concatenated(gradients[1:]))
+
+
+# Clipping
+
+
+@pytest.mark.parametrize("clip_norm", [0, 0.01, 1, 1e6])
+def test_clipping_is_that_of_tensorflow(clip_norm):
+    model = dense_model()
+    weights = TensorFlowVariables(model, trainable_only=True)
+    gradients = [*gradients_of(model)[:-1], None]
+    expected, _ = tf.clip_by_global_norm(gradients, float(clip_norm))
+    flat = weights.flatten_gradients(gradients, clip_norm=clip_norm)
+    np.testing.assert_allclose(flat, concatenated([*expected[:-1], np.zeros(2)]), rtol=1e-6)
+    inside = tf.function(lambda *g: weights.flatten_gradients([*g, None], clip_norm=clip_norm))
+    np.testing.assert_allclose(inside(*gradients[:-1]), flat, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_norm_that_is_not_finite_gives_nan_as_tensorflow_does(bad):
+    weights = TensorFlowVariables(tf.Variable([1.0, 2.0]))
+    gradient = np.float32([bad, 1])
+    expected = tf.clip_by_global_norm([gradient], 1.0)[0][0]
+    np.testing.assert_array_equal(weights.flatten_gradients([gradient], clip_norm=1.0), expected)
+    np.testing.assert_array_equal(weights.flatten_gradients([gradient]), gradient)
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_the_norm_of_float16_does_not_overflow(symbolic):
+    weights = TensorFlowVariables(tf.Variable(tf.zeros(2, tf.float16)))
+
+    def clip(gradient):
+        return weights.flatten_gradients([gradient], clip_norm=50)
+
+    flat = (tf.function(clip) if symbolic else clip)(tf.constant([300, 400], tf.float16))
+    np.testing.assert_array_equal(flat, np.float16([30, 40]))
+
+
+# What is refused
+
+
+def eager_pair():
+    return TensorFlowVariables(
+        [tf.Variable(tf.zeros((2, 3)), name="w"), tf.Variable(0.0, name="b")]
+    )
+
+
+ROWS = tf.IndexedSlices(tf.ones((1, 3)), tf.constant([2]))
+W = np.zeros((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "error", "match"),
+    [
+        ([W.T, 0.0], ValueError, r"slot 0 'w': expected float32 \(2, 3\), got float32 \(3, 2\)"),
+        ([W, [0.0]], ValueError, r"slot 1 'b': expected float32 \(\), got float64 \(1,\)"),
+        ([W + 1j, 0.0], TypeError, r"slot 0 'w': expected float32 \(2, 3\), got complex"),
+        ([ROWS, 0.0], ValueError, r"slot 0 'w': expected indices from 0 to 1, got some .* 2 to 2"),
+        ([W, ROWS], ValueError, r"slot 1 'b': expected rows of float32 \(\)"),
+        ([IndexedSlicesValue(W, [[0, 1]], None), 0.0], ValueError, r"slot 0 'w': expected rows"),
+        ([IndexedSlicesValue(W, [0, 1], (3, 3)), 0.0], ValueError, r"slot 0 'w': expected rows"),
+        ([IndexedSlicesValue(W, [0, -1], None), 0.0], ValueError, "expected indices .* -1 to 0"),
+        ([IndexedSlicesValue(W + 1j, [0, 1], None), 0.0], TypeError, "got complex"),
+        ([W], ValueError, r"expected 2 gradients, one per variable, .* got 1"),
+        ([W, 0.0, None], ValueError, r"expected 2 gradients, .* got 3"),
+        ({"w": W, "c": 0.0}, ValueError, r"expected names of variables, got \['c'\]"),
+        ([(0.0, tf.Variable(0.0, name="x"))], ValueError, r"item 0: expected a variable .* 'x'"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_changes_nothing(gradients, error, match):
+    out = np.full(7, 9, np.float32)
+    with pytest.raises(error, match=match):
+        eager_pair().flatten_gradients(gradients, out=out)
+    np.testing.assert_array_equal(out, np.full(7, 9))
+
+
+def test_pairs_have_to_be_pairs_and_differ():
+    weights = eager_pair()
+    b = weights.variables["b"]
+    with pytest.raises(ValueError, match=r"item 1: expected each variable once, got slot 1 'b'"):
+        weights.flatten_gradients([(1.0, b), (2.0, b)])
+    with pytest.raises(TypeError, match=r"item 1: expected a pair .* got ndarray"):
+        weights.flatten_gradients([(1.0, b), W])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"clip_norm": -1}, ValueError, "clip_norm: expected a number that is not negative"),
+        ({"clip_norm": np.nan}, ValueError, "clip_norm: expected a finite number"),
+        ({"clip_norm": "1"}, TypeError, "clip_norm: expected a real number"),
+        ({"clip_norm": 1, "dtype": np.int32}, TypeError, "clip_norm: expected a vector of a float"),
+        ({"dtype": np.int32}, TypeError, r"slot 0 'w': expected int32"),
+        ({"out": np.zeros(6, np.float32)}, ValueError, r"out: expected contiguous float32 \(7,\)"),
+        ({"out": np.zeros(7)}, TypeError, r"out: expected float32 \(7,\), got float64"),
+    ],
+)
+def test_options_are_checked(options, error, match):
+    with pytest.raises(error, match=match):
+        eager_pair().flatten_gradients(
+            [W.astype(complex) if "dtype" in options else W, 0.0], **options
+        )
+
+
+def test_out_may_not_overlap_a_gradient():
+    out = np.arange(7, dtype=np.float32)
+    with pytest.raises(ValueError, match=r"out: expected memory of its own, overlaps slot 0 'w'"):
+        eager_pair().flatten_gradients([out[1:].reshape(2, 3), 0.0], out=out)
+    np.testing.assert_array_equal(out, np.arange(7))
+
+
+# Gradients of a graph
+
+
+def graph_model(use_resource=True):
+    """A graph, its loss, and variables of which one is not trained and one has no gradient."""
+    x = tf1.placeholder(tf.float32, [None, 2], name="x")
+    make = lambda name, value, **kwargs: tf1.get_variable(  # noqa: E731
+        name, initializer=np.float32(value), use_resource=use_resource, **kwargs
+    )
+    table = make("table", np.arange(8).reshape(4, 2))
+    moving = make("moving", [7, 7], trainable=False)
+    w, unused = make("w", [[1], [2]]), make("unused", 3.0)
+    rows = tf.gather(table, [1, 3, 1])
+    loss = tf.reduce_sum(tf.square(x @ w)) + tf.reduce_sum(rows * rows) + moving[0]
+    return x, loss, [table, moving, w, unused]
+
+
+X = np.float32([[1, 2], [3, 4]])
+
+
+@pytest.mark.parametrize("use_resource", [True, False])
+def test_pairs_of_compute_gradients_become_one_tensor(use_resource):
+    with tf.Graph().as_default() as graph, tf1.Session() as session:
+        x, loss, variables = graph_model(use_resource)
+        pairs = tf1.train.GradientDescentOptimizer(0.1).compute_gradients(loss)
+        weights = TensorFlowVariables(variables, session)
+        flat = weights.flatten_gradients(pairs)
+        session.run(tf1.global_variables_initializer())
+        kept = [(g, v) for g, v in pairs if g is not None]
+        values = session.run([g for g, _ in kept], {x: X})
+        dense = {v.op.name: np.zeros(v.shape) for v in variables}
+        for value, (_, v) in zip(values, kept, strict=True):
+            if isinstance(value, IndexedSlicesValue):
+                np.add.at(dense[v.op.name], value.indices, value.values)
+            else:
+                dense[v.op.name] += value
+        expected = concatenated(dense.values())
+        assert np.count_nonzero(expected) == 6
+        np.testing.assert_array_equal(session.run(flat, {x: X}), expected)
+        assert flat.shape == expected.shape
+        # What a session has run is flattened by the values, with or without the variables.
+        by_pairs = zip(values, [v for _, v in kept], strict=True)
+        np.testing.assert_array_equal(weights.flatten_gradients(by_pairs), expected)
+        np.testing.assert_array_equal(weights.flatten_gradients([*values, None]), expected)
+        graph.finalize()
+        assert weights.flatten_gradients(pairs) is flat
+        with pytest.raises(RuntimeError, match="graph is finalized: flatten its gradients before"):
+            weights.flatten_gradients(pairs, clip_norm=1)
+
+
+def test_flattening_in_a_loop_does_not_grow_the_graph():
+    with tf.Graph().as_default() as graph, tf1.Session() as session:
+        x, loss, variables = graph_model()
+        weights = TensorFlowVariables(variables, session)
+        pairs = tf1.train.GradientDescentOptimizer(0.1).compute_gradients(loss)
+        session.run(tf1.global_variables_initializer())
+        weights.flatten_gradients(pairs, clip_norm=1.0)
+        before = len(graph.get_operations())
+        for _ in range(50):
+            flat = session.run(weights.flatten_gradients(pairs, clip_norm=1.0), {x: X})
+        assert len(graph.get_operations()) == before
+        assert abs(np.linalg.norm(flat) - 1) < 1e-6
+
+
+def test_inside_a_function_its_own_gradients_become_one_tensor():
+    model = dense_model()
+    weights = TensorFlowVariables(model, trainable_only=True)
+
+    @tf.function
+    def inside():
+        gradients = gradients_of(model)
+        return gradients, weights.flatten_gradients(gradients)
+
+    gradients, flat = inside()
+    np.testing.assert_array_equal(flat, concatenated(gradients))
+
+
+def test_inside_a_function_values_in_memory_are_refused():
+    weights = eager_pair()
+    with pytest.raises(RuntimeError, match=r"inside a tf\.function only its own tensors"):
+        tf.function(lambda: weights.flatten_gradients([W, 0.0]))()
+
+
+def test_a_tensor_of_a_graph_fits_no_array():
+    weights = eager_pair()
+    out = np.zeros(7, np.float32)
+    with pytest.raises(TypeError, match="out: expected None for gradients of a graph"):
+        tf.function(lambda w: weights.flatten_gradients([w, None], out=out))(W)
+    with pytest.raises(ValueError, match=r"slot 0 'w': expected \(2, 3\), got \(3, 2\)"):
+        tf.function(lambda w: weights.flatten_gradients([w, None]))(W.T)
+    with pytest.raises(TypeError, match=r"slot 0 'w': expected float32, got complex64"):
+        tf.function(lambda w: weights.flatten_gradients([w, None]))(W.astype(np.complex64))
+
+
+# Steps
+
+KERAS_3 = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.1),
+    "adamw": lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1),
+    "clipping": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.5),
+}
+
+
+@pytest.mark.parametrize("name", KERAS_3)
+def test_keras_optimizers_take_the_steps_of_apply_gradients(name):
+    model, twin = dense_model(), dense_model()
+    weights = TensorFlowVariables(model)
+    optimizer, reference = KERAS_3[name](), KERAS_3[name]()
+    for seed in range(5):
+        gradients = random_gradients(model.trainable_variables, seed)
+        weights.apply_flat_gradients(optimizer, weights.flatten_gradients(gradients))
+        pairs = zip(map(tf.constant, gradients), twin.trainable_variables, strict=True)
+        reference.apply_gradients(pairs)
+    expected = TensorFlowVariables(twin).get_flat()
+    assert np.abs(expected - TensorFlowVariables(dense_model()).get_flat()).max() > 0.01
+    np.testing.assert_allclose(weights.get_flat(), expected, rtol=1e-5, atol=1e-6)
+    assert int(optimizer.iterations) == 5
+
+
+def optimizers_of_tf_keras():
+    import tf_keras
+
+    return {
+        "tf_keras": lambda: tf_keras.optimizers.Adam(0.1),
+        "tf_keras-legacy": lambda: tf_keras.optimizers.legacy.Adam(0.1),
+        "tf1": lambda: tf1.train.AdamOptimizer(0.1),
+    }
+
+
+@pytest.mark.parametrize("name", ["tf_keras", "tf_keras-legacy", "tf1"])
+def test_other_optimizers_take_the_steps_of_apply_gradients(name):
+    make = optimizers_of_tf_keras()[name]
+    variables, twins = ([tf.Variable([1.0, 2.0]), tf.Variable([[3.0]])] for _ in range(2))
+    weights = TensorFlowVariables(variables)
+    optimizer, reference = make(), make()
+    for seed in range(5):
+        gradients = random_gradients(variables, seed)
+        weights.apply_flat_gradients(optimizer, weights.flatten_gradients(gradients))
+        reference.apply_gradients(list(zip(map(tf.constant, gradients), twins, strict=True)))
+    np.testing.assert_allclose(weights.get_flat(), concatenated(twins), rtol=1e-5)
+    assert np.abs(weights.get_flat() - [1, 2, 3]).max() > 0.1
+
+
+def test_what_is_not_trainable_is_left_out():
+    model = dense_model()
+    model.layers[0].trainable = False
+    weights = TensorFlowVariables(model)
+    before = weights.get_weights()
+    frozen = [name for name, v in weights.variables.items() if not v.trainable]
+    assert len(frozen) == 5
+    flat = weights.flatten_gradients(random_gradients(model.trainable_variables))
+    for name in frozen:  # not even read
+        slot = weights.layout[name]
+        flat[slot.start : slot.start + slot.size] = np.nan
+    weights.apply_flat_gradients(keras.optimizers.AdamW(0.1), flat)
+    for name, value in weights.get_weights().items():
+        assert (np.array_equal(value, before[name])) == (name in frozen)
+
+
+def test_frozen_layers_of_tf_keras_need_trainable_only():
+    import tf_keras
+
+    layers = tf_keras.layers
+    model = tf_keras.Sequential([layers.Dense(2, input_shape=(3,)), layers.Dense(1)])
+    model.layers[0].trainable = False
+    gradients = random_gradients(model.trainable_variables)
+    with pytest.raises(ValueError, match=r"expected 4 gradients, .* got 2"):
+        TensorFlowVariables(model).flatten_gradients(gradients)
+    before = TensorFlowVariables(model).get_flat()
+    weights = TensorFlowVariables(model, trainable_only=True)
+    optimizer = tf_keras.optimizers.SGD(1.0)
+    weights.apply_flat_gradients(optimizer, weights.flatten_gradients(gradients))
+    changed = TensorFlowVariables(model).get_flat() - before
+    np.testing.assert_array_equal(changed[:8], np.zeros(8))
+    np.testing.assert_allclose(changed[8:], -concatenated(gradients), rtol=1e-5)
+
+
+class Assigning:
+    """An optimizer that keeps what it is given, and counts how often it is asked."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def apply_gradients(self, pairs):
+        self.calls += 1
+        for gradient, variable in pairs:
+            variable.assign(gradient)
+
+
+def test_a_step_is_traced_once():
+    optimizer = Assigning()
+    weights = eager_pair()
+    weights.prepare_gradients(optimizer)
+    for k in range(100):
+        weights.apply_flat_gradients(optimizer, np.full(7, k, np.float32 if k % 2 else np.float64))
+    assert optimizer.calls == 1
+    np.testing.assert_array_equal(weights.get_flat(), np.full(7, 99))
+
+
+@pytest.mark.parametrize("size", [1, 4096])
+def test_a_step_does_not_follow_the_callers_vector(size):
+    variable = tf.Variable(tf.zeros(size))
+    weights = TensorFlowVariables(variable)
+    flat = np.ones(size, np.float32)
+    weights.apply_flat_gradients(Assigning(), flat)
+    flat[:] = 2
+    assert (variable.numpy() == 1).all()
+
+
+def test_dtypes_are_fed_apart_and_cast():
+    values = [(tf.float16, 3), (tf.float32, 2), (tf.float16, 1), (tf.bfloat16, 2), (tf.float64, 2)]
+    variables = [tf.Variable(tf.zeros(n, dtype)) for dtype, n in values]
+    weights = TensorFlowVariables(variables)
+    flat = np.arange(10) + 0.5
+    weights.apply_flat_gradients(Assigning(), flat)
+    np.testing.assert_array_equal(weights.get_flat(), flat)
+    weights.apply_flat_gradients(Assigning(), list(range(10)))
+    np.testing.assert_array_equal(weights.get_flat(), np.arange(10))
+
+
+def test_constraints_of_keras_hold():
+    variable = keras.Variable([1.0, 1.0], trainable=True)
+    variable.constraint = keras.constraints.NonNeg()
+    TensorFlowVariables(variable).apply_flat_gradients(keras.optimizers.SGD(1.0), [2.0, 0.5])
+    np.testing.assert_array_equal(variable.numpy(), [0, 0.5])
+
+
+def test_within_a_graphs_context_eager_variables_take_steps():
+    weights = eager_pair()
+    sgd, adam = keras.optimizers.SGD(1.0), keras.optimizers.Adam(1.0)
+    with tf.Graph().as_default():
+        weights.apply_flat_gradients(sgd, np.ones(7))
+        weights.apply_flat_gradients(adam, np.zeros(7))
+        rows = tf.IndexedSlices(np.ones((2, 3), np.float32), np.array([1, 1]))
+        np.testing.assert_array_equal(
+            weights.flatten_gradients([rows, None]), [0, 0, 0, 2, 2, 2, 0]
+        )
+    np.testing.assert_array_equal(weights.get_flat(), -np.ones(7))
+
+
+def test_an_optimizer_is_let_go():
+    weights = eager_pair()
+    for make in (lambda: keras.optimizers.Adam(0.1), lambda: tf1.train.AdamOptimizer(0.1)):
+        optimizer = make()
+        weights.apply_flat_gradients(optimizer, np.ones(7))
+        gone = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert gone() is None
+
+
+def test_threads_share_one_trace():
+    optimizer, weights = Assigning(), eager_pair()
+    barrier = threading.Barrier(4)
+
+    def step():
+        barrier.wait()
+        for _ in range(10):
+            weights.apply_flat_gradients(optimizer, np.ones(7))
+
+    threads = [threading.Thread(target=step) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert optimizer.calls == 1
+    np.testing.assert_array_equal(weights.get_flat(), np.ones(7))
+
+
+def test_mirrored_variables_take_steps():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(1.0)
+    weights = TensorFlowVariables(model)
+    before = weights.get_flat()
+    pairs = [(np.full(v.shape, 2, np.float32), v) for v in model.trainable_variables]
+    weights.apply_flat_gradients(optimizer, weights.flatten_gradients(pairs))
+    np.testing.assert_array_equal(weights.get_flat(), before - 2)
+    for variable in model.trainable_variables:
+        first, second = (v.numpy() for v in strategy.experimental_local_results(variable.value))
+        np.testing.assert_array_equal(first, second)
+
+
+def test_thousands_of_calls_hold_no_memory():
+    model = dense_model()
+    weights = TensorFlowVariables(model)
+    optimizer = keras.optimizers.SGD(0.0)
+    gradients = gradients_of(model)
+
+    def calls(n):
+        for _ in range(n):
+            weights.apply_flat_gradients(optimizer, weights.flatten_gradients(gradients))
+        gc.collect()
+
+    calls(20)
+    tracemalloc.start()
+    try:
+        calls(100)
+        before = tracemalloc.get_traced_memory()[0]
+        calls(1500)
+        # An array held by each call would be over 100 bytes.
+        assert tracemalloc.get_traced_memory()[0] - before < 75_000
+    finally:
+        tracemalloc.stop()
+
+
+# Scaled losses
+
+
+def scaled(flat, factor):
+    return (np.asarray(flat) * factor).astype(np.float32)
+
+
+def test_keras_loss_scale_takes_gradients_of_the_scaled_loss():
+    weights = eager_pair()
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=1024.0)
+    weights.apply_flat_gradients(optimizer, scaled(np.arange(7), 1024))
+    np.testing.assert_array_equal(weights.get_flat(), -np.arange(7))
+    weights.apply_flat_gradients(optimizer, scaled([1, 2, np.inf, 4, 5, 6, 7], 1024))
+    np.testing.assert_array_equal(weights.get_flat(), -np.arange(7))
+    assert float(optimizer.dynamic_scale) == 512
+    weights.apply_flat_gradients(optimizer, scaled(np.ones(7), 512))
+    np.testing.assert_array_equal(weights.get_flat(), -np.arange(7) - 1)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_tf_keras_loss_scale_takes_gradients_that_are_unscaled(legacy):
+    import tf_keras
+
+    kinds = tf_keras.optimizers.legacy if legacy else tf_keras.optimizers
+    optimizer = tf_keras.mixed_precision.LossScaleOptimizer(kinds.SGD(1.0), initial_scale=1024.0)
+    w = tf.Variable([1.0, 2.0])
+    weights = TensorFlowVariables(w)
+    with tf.GradientTape() as tape:
+        loss = optimizer.get_scaled_loss(tf.reduce_sum(w * w))
+    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [w]))
+    weights.apply_flat_gradients(optimizer, weights.flatten_gradients(gradients))
+    np.testing.assert_array_equal(w.numpy(), [-1, -2])
+    weights.apply_flat_gradients(optimizer, [np.nan, 1])
+    np.testing.assert_array_equal(w.numpy(), [-1, -2])
+    assert float(optimizer.loss_scale) == 512
+
+
+def test_a_model_of_mixed_precision():
+    model = dense_model(dtype="mixed_float16")
+    twin = dense_model(dtype="mixed_float16")
+    weights = TensorFlowVariables(model)
+    optimizer, reference = (
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)) for _ in range(2)
+    )
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    for one, apply in (
+        (model, lambda g: weights.apply_flat_gradients(optimizer, weights.flatten_gradients(g))),
+        (
+            twin,
+            lambda g: reference.apply_gradients(
+                list(zip(g, twin.trainable_variables, strict=True))
+            ),
+        ),
+    ):
+        keras.utils.set_random_seed(3)
+        chosen = optimizer if one is model else reference
+        for _ in range(3):
+            with tf.GradientTape() as tape:
+                loss = chosen.scale_loss(tf.reduce_mean(tf.cast(one(x), tf.float32) ** 2))
+            apply(tape.gradient(loss, [v.value for v in one.trainable_variables]))
+    expected = TensorFlowVariables(twin).get_flat()
+    np.testing.assert_allclose(weights.get_flat(), expected, rtol=1e-3, atol=1e-3)
+
+
+# What steps refuse
+
+
+def test_steps_check_what_they_are_given():
+    weights = eager_pair()
+    optimizer = keras.optimizers.SGD(1.0)
+    with pytest.raises(ValueError, match=r"flat: expected shape \(7,\), got \(6,\)"):
+        weights.apply_flat_gradients(optimizer, np.zeros(6))
+    with pytest.raises(TypeError, match=r"slot 0 'w': expected float32 \(2, 3\), got complex128"):
+        weights.apply_flat_gradients(optimizer, np.zeros(7, complex))
+    with pytest.raises(TypeError, match="expected an optimizer, got str"):
+        weights.apply_flat_gradients("sgd", np.zeros(7))
+    np.testing.assert_array_equal(weights.get_flat(), np.zeros(7))
+
+
+def test_a_model_that_is_not_trained_takes_no_steps():
+    weights = TensorFlowVariables(tf.Variable(1.0, trainable=False))
+    with pytest.raises(ValueError, match="expected trainable variables, found none"):
+        weights.apply_flat_gradients(keras.optimizers.SGD(1.0), [1.0])
+
+
+def test_inside_a_function_steps_are_refused():
+    weights = eager_pair()
+    optimizer = keras.optimizers.SGD(1.0)
+    for prepared in (False, True):
+        with pytest.raises(RuntimeError, match=r"inside a tf\.function a step would be taken once"):
+            tf.function(lambda: weights.apply_flat_gradients(optimizer, np.zeros(7)))()
+        if not prepared:
+            weights.prepare_gradients(optimizer)
+
+
+# Steps in a graph
+
+TF1 = {
+    "sgd": lambda: tf1.train.GradientDescentOptimizer(0.01),
+    "momentum": lambda: tf1.train.MomentumOptimizer(0.01, 0.9),
+    "adam": lambda: tf1.train.AdamOptimizer(0.01),
+}
+
+
+@pytest.mark.parametrize("use_resource", [True, False])
+@pytest.mark.parametrize("name", TF1)
+def test_graph_optimizers_take_the_steps_of_apply_gradients(name, use_resource):
+    flats = []
+    for ours in (True, False):
+        with tf.Graph().as_default(), tf1.Session() as session:
+            x, loss, variables = graph_model(use_resource)
+            optimizer = TF1[name]()
+            pairs = optimizer.compute_gradients(loss)
+            weights = TensorFlowVariables(variables, session)
+            gradient = weights.flatten_gradients(pairs)
+            if ours:
+                session.run(tf1.global_variables_initializer())
+                for _ in range(5):  # the first makes slots, and initializes them
+                    flat = session.run(gradient, {x: X})
+                    weights.apply_flat_gradients(optimizer, flat)
+            else:
+                dense = [
+                    (tf.zeros(v.shape) if g is None else tf.convert_to_tensor(g), v)
+                    for g, v in pairs
+                ]
+                train = optimizer.apply_gradients(dense)
+                session.run(tf1.global_variables_initializer())
+                for _ in range(5):
+                    session.run(train, {x: X})
+            flats.append(weights.get_flat())
+    np.testing.assert_allclose(flats[0], flats[1], rtol=1e-5)
+    np.testing.assert_array_equal(flats[0][8:10], [7, 7])
+
+
+def test_a_graph_is_fed_through_one_placeholder_and_does_not_grow():
+    with tf.Graph().as_default() as graph, tf1.Session() as session:
+        variables = [tf1.Variable(np.float32(i), name=f"v{i}") for i in range(20)]
+        variables += [tf1.Variable(np.float64(i), name=f"d{i}") for i in range(2)]
+        weights = TensorFlowVariables(variables, session)
+        session.run(tf1.global_variables_initializer())
+
+        def placeholders():
+            return [op for op in graph.get_operations() if op.type == "Placeholder"]
+
+        optimizer = tf1.train.AdamOptimizer(0.1)
+        before = len(placeholders())
+        weights.apply_flat_gradients(optimizer, np.ones(22))
+        assert len(placeholders()) - before == 2, "one for each dtype"
+        before = len(graph.get_operations())
+        for _ in range(100):
+            weights.apply_flat_gradients(optimizer, np.ones(22, np.float32))
+        assert len(graph.get_operations()) == before
+
+
+def test_a_finalized_graph_takes_steps_that_were_prepared():
+    with tf.Graph().as_default() as graph:
+        v = tf1.Variable(np.float32([1, 2]), name="v")
+        weights = TensorFlowVariables(v)
+        optimizer = tf1.train.MomentumOptimizer(0.5, 0.9)
+        weights.prepare_gradients(optimizer)
+        with tf1.train.MonitoredTrainingSession() as session:
+            assert graph.finalized
+            weights.set_session(session)
+            weights.apply_flat_gradients(optimizer, [2, 4])
+            np.testing.assert_array_equal(weights.get_flat(), [0, 0])
+            expected = r"graph is finalized: call prepare_gradients\(optimizer\) before"
+            with pytest.raises(RuntimeError, match=expected):
+                weights.apply_flat_gradients(tf1.train.MomentumOptimizer(0.5, 0.9), [1, 2])
+
+
+def test_each_session_has_slots_of_its_own():
+    with tf.Graph().as_default():
+        v = tf1.Variable(np.float32([1]), name="v")
+        initializer = tf1.global_variables_initializer()
+        weights = TensorFlowVariables(v)
+        optimizer = tf1.train.MomentumOptimizer(1.0, 1.0)
+        with tf1.Session() as first, tf1.Session() as second:
+            for session in (first, second, first):
+                weights.set_session(session)
+                if session is second or not first.run(tf1.is_variable_initialized(v)):
+                    session.run(initializer)
+                weights.apply_flat_gradients(optimizer, [1])
+            # Steps of 1 and, with momentum, 2.
+            assert first.run(v) == [-2]
+            assert second.run(v) == [0]
+
+
+def test_the_callers_scopes_do_not_reach_the_step():
+    with tf.Graph().as_default(), tf1.Session() as session:
+        v = tf1.Variable(np.float32([1]), name="v")
+        weights = TensorFlowVariables(v, session)
+        session.run(tf1.global_variables_initializer())
+        blocker = tf1.placeholder(tf.float32, [], name="never_fed")
+        with tf.control_dependencies([blocker]), tf.device("/CPU:1"):
+            weights.apply_flat_gradients(tf1.train.AdamOptimizer(0.5), [1])
+        np.testing.assert_allclose(weights.get_flat(), [0.5], rtol=1e-6)
+
+
+def test_what_a_session_lacks_is_named():
+    with tf.Graph().as_default():
+        v = tf1.Variable(np.float32([1]), name="v")
+        weights = TensorFlowVariables(v)
+        optimizer = tf1.train.AdamOptimizer()
+        with pytest.raises(RuntimeError, match="session is not set"):
+            weights.apply_flat_gradients(optimizer, [1])
+        with tf1.Session() as session:
+            weights.set_session(session)
+            with pytest.raises(RuntimeError, match=r"uninitialized: v; run tf\.compat\.v1"):
+                weights.apply_flat_gradients(optimizer, [1])
+            with pytest.raises(TypeError, match=r"expected an optimizer of tf\.compat\.v1\.train"):
+                weights.apply_flat_gradients(keras.optimizers.SGD(1.0), [1])
+            session.run(v.initializer)
+            weights.apply_flat_gradients(optimizer, [1])
+        with pytest.raises(RuntimeError, match="session is closed"):
+            weights.apply_flat_gradients(optimizer, [1])
+
+
+def test_loss_scaling_of_tf1():
+    experimental = tf1.train.experimental
+    with tf.Graph().as_default(), tf1.Session() as session:
+        v = tf1.Variable(np.float32([1]), name="v")
+        scale = tf1.mixed_precision.DynamicLossScale(initial_loss_scale=8.0)
+        optimizer = experimental.MixedPrecisionLossScaleOptimizer(
+            tf1.train.GradientDescentOptimizer(1.0), scale
+        )
+        weights = TensorFlowVariables(v, session)
+        pairs = optimizer.compute_gradients(v[0] * 3)  # it divides by the scale
+        session.run(tf1.global_variables_initializer())
+        gradient = session.run(weights.flatten_gradients(pairs))
+        np.testing.assert_array_equal(gradient, [3])
+        weights.apply_flat_gradients(optimizer, gradient)
+        weights.apply_flat_gradients(optimizer, [np.nan])
+        assert session.run(v) == [-2]
