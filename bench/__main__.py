@@ -10,6 +10,7 @@ from pathlib import Path
 from bench import (
     bench_average,
     bench_contention,
+    bench_exchange,
     bench_flatten,
     bench_inplace,
     bench_variables,
@@ -21,6 +22,7 @@ BENCHES = {
     "flatten": bench_flatten,
     "inplace": bench_inplace,
     "variables": bench_variables,
+    "exchange": bench_exchange,
     "contention": bench_contention,
 }
 

@@ -1,7 +1,8 @@
 """Move and average the weights of models, as one contiguous buffer.
 
 `flatweights` itself needs NumPy, ml_dtypes and safetensors alone. `flatweights.tensorflow` has
-`TensorFlowVariables`; `flatweights.ray` has averaging drivers and workers.
+`TensorFlowVariables`; `flatweights.ray` has averaging drivers and workers;
+`flatweights.server` has optimizers that take the averages.
 """
 
 from flatweights._average import average, average_into

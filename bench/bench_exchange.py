@@ -1,0 +1,185 @@
+"""One round on Ray: get, average, put, set, over actors that hold TensorFlow variables.
+
+``python -m bench.bench_exchange [--quick] [--json FILE] [--plot FILE]``
+
+No training: what a round costs beside it. After the table come the medians of each step.
+The limit is that of the bytes that a round must move: each worker's variables are read and
+written twice and the object store as often, the average reads all and writes one.
+"""
+
+import os
+import statistics
+import time
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import ray
+
+from bench import machine, models, runner
+from flatweights.ray import FlatWorker, average
+
+ROOT = Path(__file__).parents[1]
+
+
+class Worker(FlatWorker):
+    """An actor that gives and takes its variables in every way that is compared."""
+
+    def build(self, shapes: models.Shapes, seed: int) -> Any:
+        """Make the variables, and a Keras layer with the same ones."""
+        import tensorflow as tf
+
+        from bench.peers import KerasHolder
+
+        values = models.random_parts(shapes, seed=seed)
+        self._keras = KerasHolder(shapes)
+        self._keras.set_weights(values)
+        self._named = {f"v{i}": tf.Variable(v, name=f"v{i}") for i, v in enumerate(values)}
+        return self._named
+
+    def get_dict(self) -> dict[str, Any]:
+        """Return a dict of arrays, as in Ray's guide."""
+        return {name: variable.numpy() for name, variable in self._named.items()}
+
+    def set_dict(self, weights: dict[str, Any]) -> None:
+        """Assign each."""
+        for name, variable in self._named.items():
+            variable.assign(weights[name])
+
+    def get_list(self) -> Any:
+        """Return what Keras returns."""
+        return self._keras.get_weights()
+
+    def set_list(self, weights: Any) -> None:
+        """Have Keras set them."""
+        self._keras.set_weights(weights)
+
+
+class Rounds:
+    """The ways to do a round over one set of workers.
+
+    Attributes:
+        steps: Seconds of each step of each round, by way and step.
+    """
+
+    def __init__(self, workers: list[Any]) -> None:
+        """Take the ``workers``."""
+        self._workers = workers
+        self._out: Any = None
+        self.steps: dict[tuple[str, str], list[float]] = defaultdict(list)
+
+    @contextmanager
+    def _step(self, way: str, step: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.steps[way, step].append(time.perf_counter() - begin)
+
+    def flat(self) -> Any:
+        """One buffer each."""
+        with self._step(runner.OURS, "get, average"):
+            refs = [worker.get_weights.remote() for worker in self._workers]
+            found = average(refs, out=self._out)
+        with self._step(runner.OURS, "put"):
+            ref = found.ref
+        with self._step(runner.OURS, "set"):
+            ray.get([worker.set_weights.remote(ref) for worker in self._workers])
+        self._out = found.weights
+        return np.concatenate([part.reshape(-1) for part in found.weights.values()])
+
+    def dict_loop(self) -> Any:
+        """The loop of Ray's guide."""
+        way = "dict of arrays"
+        with self._step(way, "get"):
+            given = ray.get([worker.get_dict.remote() for worker in self._workers])
+        with self._step(way, "average"):
+            mean = {k: sum(w[k] for w in given) / len(given) for k in given[0]}
+        with self._step(way, "put"):
+            ref = ray.put(mean)
+        with self._step(way, "set"):
+            ray.get([worker.set_dict.remote(ref) for worker in self._workers])
+        return np.concatenate([part.reshape(-1) for part in mean.values()])
+
+    def lists(self) -> Any:
+        """Lists of Keras weights, as in the example of Ray's current guide."""
+        way = "Keras lists"
+        with self._step(way, "get"):
+            given = ray.get([worker.get_list.remote() for worker in self._workers])
+        with self._step(way, "average"):
+            mean = [sum(layer) / len(given) for layer in zip(*given, strict=True)]
+        with self._step(way, "put"):
+            ref = ray.put(mean)
+        with self._step(way, "set"):
+            ray.get([worker.set_list.remote(ref) for worker in self._workers])
+        return np.concatenate([part.reshape(-1) for part in mean])
+
+    def empty(self) -> None:
+        """The calls alone: what no way can spare."""
+        for _ in range(2):
+            ray.get([worker.ping.remote() for worker in self._workers])
+
+
+def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> list[runner.Row]:
+    """Return the rows of one model and number of workers."""
+    actor = ray.remote(num_cpus=0)(Worker)
+    workers = [actor.remote(shapes, seed) for seed in range(count)]
+    rounds = Rounds(workers)
+    values = [
+        np.concatenate([part.reshape(-1) for part in models.random_parts(shapes, seed=seed)])
+        for seed in range(count)
+    ]
+    oracle = np.mean(np.asarray(values, np.float64), axis=0)
+    contenders: dict[str, Callable[[], Any]] = {
+        runner.OURS: rounds.flat,
+        "dict of arrays": rounds.dict_loop,
+        "Keras lists": rounds.lists,
+    }
+    nbytes = values[0].nbytes * (8 * count + count + 1 + 2)
+    # The first call of each sets all workers to the mean, which later rounds keep.
+    rows = runner.time_case(
+        f"{name}, {count} workers",
+        contenders,
+        nbytes=nbytes,
+        oracle=oracle,
+        tolerance=1e-6,
+        budget=budget,
+    )
+    rows += runner.time_case(
+        f"{name}, {count} workers: two empty calls each",
+        {"Ray": rounds.empty},
+        nbytes=0,
+        budget=min(1.0, budget),
+    )
+    for (way, step), seconds in rounds.steps.items():
+        print(f"{name}, {count} workers: {way}: {step} {1e3 * statistics.median(seconds):.2f} ms")
+    for worker in workers:
+        ray.kill(worker)
+    return rows
+
+
+def run(options: Namespace) -> None:
+    """Run the bench."""
+    budget = 4 if options.quick else 20
+    inherited = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    ray.init(
+        "local", include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": inherited}
+    )
+    rows = []
+    for name, shapes in {
+        "policy": models.POLICY,
+        "resnet20": models.resnet20(),
+        "resnet50": models.resnet50(),
+    }.items():
+        for count in (4,) if options.quick else (2, 4, 8):
+            rows += run_case(name, shapes, count, budget)
+    ray.shutdown()
+    runner.report("exchange", rows, machine.limits(rounds=3), options)
+
+
+if __name__ == "__main__":
+    run(runner.arguments(__doc__ or ""))

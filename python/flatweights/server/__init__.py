@@ -1,0 +1,36 @@
+"""Server-side optimizers: what becomes of the average of a round, in place on one buffer.
+
+Each takes the average of what workers return, step by step, and owns the model that they get
+next. `FedAvg` takes the average as it is; `FedAvgM`, `FedAdagrad`, `FedAdam` and `FedYogi`
+take its difference from the model as a gradient; `ExponentialMovingAverage` smooths the
+averages; `GradientDescent` takes averaged gradients. All need NumPy and the core alone.
+
+>>> from flatweights import FlatWeights, average
+>>> from flatweights.server import FedAvgM
+>>> optimizer = FedAvgM(FlatWeights({"w": np.zeros(2, np.float32)}), momentum=0.5)
+>>> for results in ([1.0, 3.0], [4.0, 4.0]):  # what two workers return, in two rounds
+...     models = [FlatWeights({"w": np.full(2, value, np.float32)}) for value in results]
+...     weights = optimizer.step(average(models))
+>>> weights["w"]
+array([5., 5.], dtype=float32)
+
+With a `flatweights.ray.WorkerGroup`, a round is::
+
+    group.broadcast(optimizer.step(group.average("train").weights))
+"""
+
+from flatweights.server._adaptive import FedAdagrad, FedAdam, FedYogi
+from flatweights.server._averaging import ExponentialMovingAverage, FedAvg, FedAvgM
+from flatweights.server._gradient import GradientDescent
+from flatweights.server._optimizer import ServerOptimizer
+
+__all__ = [
+    "ExponentialMovingAverage",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedYogi",
+    "GradientDescent",
+    "ServerOptimizer",
+]

@@ -1,0 +1,363 @@
+"""What all server optimizers have in common: a model, a state, numbers to tune."""
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights import _core
+from flatweights._cast import move_parts
+from flatweights._dtypes import has_mean
+from flatweights._inplace import Model, isfinite, norm
+from flatweights._inplace import _number as number
+from flatweights._sources import Kind, Template
+from flatweights._weights import FlatWeights
+from flatweights.server._state import (
+    MASTER,
+    Run,
+    model_memory,
+    model_view,
+    new_layout,
+    runs_of,
+    template_of,
+)
+
+Optimizer = TypeVar("Optimizer", bound="ServerOptimizer[Any]")
+
+# Squares of numbers up to here, and sums of many of them, stay finite.
+_MOST = {4: 2.0**56, 8: 2.0**400}
+
+_STEPS = "steps"
+
+
+class Hyperparameter:
+    """A number of an optimizer, kept in its state and checked whenever it is set."""
+
+    def __init__(
+        self, expected: str, check: Callable[[float], bool], *, fixed: bool = False
+    ) -> None:
+        """Describe the number.
+
+        Args:
+            expected: What it has to be, in words.
+            check: Whether a number is that.
+            fixed: Whether it cannot be set later.
+        """
+        self._expected = expected
+        self._check = check
+        self._fixed = fixed
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, optimizer: None, owner: type) -> "Hyperparameter": ...
+    @overload
+    def __get__(self, optimizer: "ServerOptimizer[Any]", owner: type) -> float: ...
+    def __get__(
+        self, optimizer: "ServerOptimizer[Any] | None", owner: type
+    ) -> "float | Hyperparameter":
+        if optimizer is None:
+            return self
+        return float(optimizer._number(self._name))
+
+    def __set__(self, optimizer: "ServerOptimizer[Any]", value: float) -> None:
+        if self._fixed:
+            raise AttributeError(f"{self._name}: fixed when the optimizer is made")
+        optimizer._number(self._name)[...] = self.read(value)
+
+    def read(self, value: Any) -> float:
+        """Return ``value`` as a checked float."""
+        found = number(value, self._name)
+        if not self._check(found):
+            raise ValueError(f"{self._name}: expected {self._expected}, got {value!r}")
+        return found
+
+
+def positive() -> Hyperparameter:
+    """Return a hyperparameter for a learning rate."""
+    return Hyperparameter("a positive finite number", lambda value: 0 < value < math.inf)
+
+
+def fraction(*, fixed: bool = False) -> Hyperparameter:
+    """Return a hyperparameter that is at least 0 and less than 1."""
+    return Hyperparameter("a number from 0 to below 1", lambda value: 0 <= value < 1, fixed=fixed)
+
+
+class ServerOptimizer(ABC, Generic[Model]):
+    """A global model, and a rule by which the results of a round change it.
+
+    The model is `FlatWeights`, or a vector (an array of any shape); float16, bfloat16,
+    float32, float64 or complex. The optimizer owns a copy of it, in one buffer with all else
+    that it keeps, and each step changes that in place. What is kept for parts of float16
+    and bfloat16 is float32, and so is a master copy of them (Micikevicius et al., "Mixed
+    Precision Training", ICLR 2018): steps too small for 16 bits add up there. Other parts
+    are computed in their own precision. Real and imaginary parts are two numbers.
+
+    Steps run on the caller's thread, and those of the core's kernels on its threads; the bits
+    of a result depend on neither. Two threads must not step one optimizer at once. It pickles,
+    and `copy.copy` copies its state.
+    """
+
+    _template: Template
+    _state: FlatWeights
+    _weights: Any
+    _memory: NDArray[np.uint8]
+    _runs: list[Run]
+    _integers: dict[str, NDArray[Any]]
+
+    def _begin(self, initial: Any, numbers: Mapping[str, Any]) -> None:
+        """Start from the model ``initial``; all arguments are checked here."""
+        cls = type(self)
+        checked = {name: h.read(numbers[name]) for name, h in cls._hyperparameters().items()}
+        template = Template.of(initial, "initial")
+        if template.kind not in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
+            raise TypeError(
+                f"initial: expected an array or FlatWeights, got {template.kind.value}; "
+                "FlatWeights(parts) copies one"
+            )
+        memory = _bytes_of(template, initial, "initial")
+        _check_finite(template, initial, "initial")
+        kept = cls._kept(checked)
+        self._adopt(template, FlatWeights.empty(cls._layout(template, kept)), kept)
+        move_parts([self._memory], [memory])
+        for name, value in checked.items():
+            self._number(name)[...] = value
+        self._number(_STEPS)[...] = 0
+        for run in self._runs:
+            if run.has_master:
+                move_parts([run.wide], [run.weights])
+            for name, vector in run.kept.items():
+                vector[...] = self._first(name)
+
+    def _adopt(self, template: Template, state: FlatWeights, kept: Sequence[str]) -> None:
+        self._template, self._state = template, state
+        self._memory = model_memory(template, state)
+        self._weights = model_view(template, _read_only(self._memory))
+        self._runs = runs_of(template, state, kept)
+        writable = model_view(template, self._memory)
+        self._integers = (
+            {n: part for n, part in writable.items() if not has_mean(part.dtype)}
+            if template.packed
+            else {}
+        )
+
+    @abstractmethod
+    def step(self, average: Model, /) -> Model:
+        """Take one step; see the classes."""
+
+    @property
+    def weights(self) -> Model:
+        """The model, read-only: a view of the optimizer's buffer, which the next step changes.
+
+        Sending it (`ray.put`, a pickle) copies it; ``optimizer.weights.copy()`` keeps it.
+        """
+        found: Model = self._weights
+        return found
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken."""
+        return int(self._number(_STEPS))
+
+    @property
+    def state(self) -> FlatWeights:
+        """All that the optimizer keeps, read-only: a view of its buffer.
+
+        The parts of the model are called ``weights/<name>``, a vector ``weights``; what
+        else is kept likewise: ``master/<name>``, ``momentum/<name>``, ``second/<name>``.
+        Numbers have the name of the class before theirs: ``FedAdam.steps``.
+        """
+        return FlatWeights.wrap(_read_only(self._state.buffer), self._state.layout)
+
+    @classmethod
+    def from_state(cls: type[Optimizer], state: FlatWeights) -> Optimizer:
+        """Return an optimizer that goes on from ``state``, to the bit; it is copied.
+
+        Args:
+            state: What `state` gave.
+
+        Raises:
+            TypeError: If it is no `FlatWeights`.
+            ValueError: If it is not the state of an optimizer of this class.
+        """
+        if not isinstance(state, FlatWeights):
+            raise TypeError(f"state: expected FlatWeights, got {type(state).__name__}")
+        return cls._resume(state.copy(), "state")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state to a safetensors file, as `FlatWeights.save` does.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        self._state.save(path)
+
+    @classmethod
+    def load(cls: type[Optimizer], path: str | os.PathLike[str]) -> Optimizer:
+        """Return an optimizer that goes on where the one that was saved stopped, to the bit.
+
+        Args:
+            path: What `save` wrote.
+
+        Raises:
+            OSError: If it cannot be opened.
+            ValueError: If it is damaged, or not the state of an optimizer of this class.
+        """
+        return cls._resume(FlatWeights.load(path), os.fspath(path))
+
+    @classmethod
+    def _resume(cls: type[Optimizer], state: FlatWeights, where: str) -> Optimizer:
+        """Return an optimizer over ``state``, which it owns from then on."""
+        names = cls._hyperparameters()
+        wanted: dict[str, np.dtype[Any]] = {cls._number_name(_STEPS): np.dtype(np.int64)}
+        wanted.update((cls._number_name(name), np.dtype(np.float64)) for name in names)
+        for name, dtype in wanted.items():
+            if name not in state or (state[name].dtype, state[name].shape) != (dtype, ()):
+                end = f".{_STEPS}"
+                found = [n.removesuffix(end) for n in state if n.endswith(end) and "/" not in n]
+                raise ValueError(
+                    f"{where}: expected the state of a {cls.__name__}, with {name!r}; "
+                    f"got that of {found[0] if found else 'no optimizer'}"
+                )
+        try:
+            numbers = {n: h.read(state[cls._number_name(n)]) for n, h in names.items()}
+            template, kept = template_of(state), cls._kept(numbers)
+            expected = Template(Kind.FLAT_WEIGHTS, cls._layout(template, kept))
+            expected.check_layout(state.layout, cls.__name__)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error
+        optimizer = cls.__new__(cls)
+        optimizer._adopt(template, state, kept)
+        vectors = [vector for run in optimizer._runs for vector in run.vectors()]
+        if not all(isfinite(vector) for vector in vectors):
+            raise ValueError(f"{where}: holds NaN or infinity")
+        if optimizer.steps < 0:
+            raise ValueError(f"{where}: expected a number of steps, got {optimizer.steps}")
+        return optimizer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the state."""
+        return type(self).from_state, (self._state,)
+
+    def __repr__(self) -> str:
+        """Class, hyperparameters, model and steps."""
+        numbers = ", ".join(f"{name}={getattr(self, name)!r}" for name in self._hyperparameters())
+        size = self._template.layout.size
+        return f"<{type(self).__name__}({numbers}) of {size} numbers, after {self.steps} steps>"
+
+    # What a class says about itself.
+
+    @classmethod
+    def _kept(cls, numbers: Mapping[str, float]) -> tuple[str, ...]:
+        """Return the names of the arrays of the model's size that these numbers ask for."""
+        return (MASTER,)
+
+    def _first(self, name: str) -> float:
+        """Return what the kept array ``name`` is filled with before the first step."""
+        return 0.0
+
+    @classmethod
+    def _hyperparameters(cls) -> dict[str, Hyperparameter]:
+        owners = reversed(cls.__mro__)
+        items = (item for owner in owners for item in vars(owner).items())
+        return {name: value for name, value in items if isinstance(value, Hyperparameter)}
+
+    @classmethod
+    def _number_name(cls, name: str) -> str:
+        return f"{cls.__name__}.{name}"
+
+    def _number(self, name: str) -> NDArray[Any]:
+        return self._state[self._number_name(name)]
+
+    @classmethod
+    def _layout(cls, template: Template, kept: Sequence[str]) -> Any:
+        numbers = [cls._number_name(name) for name in (_STEPS, *cls._hyperparameters())]
+        return new_layout(template, kept, numbers)
+
+    # What their steps share.
+
+    def _read(self, model: Any, where: str) -> NDArray[np.uint8]:
+        """Return the bytes of ``model``, checked but for its values."""
+        self._template.match(model, where)
+        return _bytes_of(self._template, model, where)
+
+    def _check_finite(self, model: Any, where: str) -> None:
+        _check_finite(self._template, model, where)
+
+    def _check_range(self, average: Any) -> None:
+        """Check that squares of differences from the weights are finite, with room to spare."""
+        most = min((_MOST[run.wide.dtype.itemsize] for run in self._runs), default=math.inf)
+        for model, where in ((average, "average"), (self._weights, "weights")):
+            found = norm(model)
+            if not found <= most:
+                self._check_finite(model, where)
+                raise ValueError(f"{where}: expected a norm of at most {most:.2g}, got {found:.3g}")
+
+    def _take_integers(self, average: Any) -> None:
+        if self._integers:
+            move_parts(list(self._integers.values()), [average[name] for name in self._integers])
+
+    def _count(self) -> None:
+        self._number(_STEPS)[...] += 1
+
+
+class AveragedOptimizer(ServerOptimizer[Model]):
+    """A server optimizer whose steps take the average of models."""
+
+    def step(self, average: Model, /) -> Model:
+        """Take the average of this round; return the model for the next one.
+
+        Integer and boolean parts take the value of the average.
+
+        Args:
+            average: Of the kind, shapes and dtypes of the model; a strided array is
+                copied first. It is read, not kept, and may be `weights`.
+
+        Returns:
+            `weights`: read-only, and changed in place by the next step.
+
+        Raises:
+            TypeError: If it is of another kind or dtype.
+            ValueError: If shape or digest differ, or it holds NaN or infinity, or its norm
+                is out of range (2**56, where all is float64 or complex128 2**400; `FedAvg` and
+                `ExponentialMovingAverage` have no such range). All is then as it was.
+        """
+        memory = self._read(average, "average")
+        self._check(average)
+        with np.errstate(all="ignore"):
+            self._advance([(run, run.read(memory)) for run in self._runs])
+        self._take_integers(average)
+        self._count()
+        return self.weights
+
+    def _check(self, average: Any) -> None:
+        self._check_range(average)
+
+    @abstractmethod
+    def _advance(self, pairs: list[tuple[Run, NDArray[Any]]]) -> None:
+        """Change each run, given what the average holds for it."""
+
+
+def _bytes_of(template: Template, model: Any, where: str) -> NDArray[np.uint8]:
+    (array,) = template.read(model, where)
+    memory: NDArray[np.uint8] = array.reshape(-1).view(np.uint8)
+    return memory
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    view: NDArray[Any] = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _check_finite(template: Template, model: Any, where: str) -> None:
+    parts = template.read(model, where)
+    i = _core.first_nonfinite(template.layout.code, template.packed, parts, 0)
+    if i < len(template.layout):
+        raise ValueError(f"{where}{template.place(i)}: holds NaN or infinity")

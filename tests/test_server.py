@@ -1,0 +1,626 @@
+import copy
+import doctest
+import importlib
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import (
+    AVERAGED,
+    BFLOAT16,
+    REAL,
+    dtype_id,
+    random_array,
+    read_only,
+    refuses,
+    run_python,
+    same_bits,
+)
+
+import flatweights as fw
+from flatweights import server
+from flatweights.server import _state
+
+Array = np.ndarray[Any, Any]
+Make = Callable[[Any], server.ServerOptimizer[Any]]
+
+LR, BETA1, BETA2, TAU = 0.1, 0.9, 0.97, 1e-2
+
+MAKERS: dict[str, Make] = {
+    "FedAvg": lambda w: server.FedAvg(w),
+    "FedAvgM": lambda w: server.FedAvgM(w, momentum=BETA1, learning_rate=LR),
+    "FedAvgM without momentum": lambda w: server.FedAvgM(w, momentum=0, learning_rate=LR),
+    "ExponentialMovingAverage": lambda w: server.ExponentialMovingAverage(w, decay=BETA1),
+    "FedAdagrad": lambda w: server.FedAdagrad(w, learning_rate=LR, tau=TAU),
+    "FedAdagrad with beta1": lambda w: server.FedAdagrad(w, learning_rate=LR, tau=TAU, beta1=BETA1),
+    "FedAdam": lambda w: server.FedAdam(w, learning_rate=LR, beta2=BETA2, tau=TAU),
+    "FedAdam without beta1": lambda w: server.FedAdam(
+        w, learning_rate=LR, beta1=0, beta2=BETA2, tau=TAU
+    ),
+    "FedYogi": lambda w: server.FedYogi(w, learning_rate=LR, beta2=BETA2, tau=TAU),
+    "GradientDescent": lambda w: server.GradientDescent(w, learning_rate=LR),
+    "GradientDescent, clipped": lambda w: server.GradientDescent(w, learning_rate=LR, max_norm=0.5),
+    "GradientDescent with momentum": lambda w: server.GradientDescent(
+        w, learning_rate=LR, momentum=BETA1, max_norm=2.0
+    ),
+}
+AVERAGING = [name for name in MAKERS if not name.startswith("Gradient")]
+
+
+class Oracle:
+    """The formulas of the papers, in float64, without blocks or state of 32 bits.
+
+    Attributes:
+        x: The model, as one float64 vector; not rounded to 16 bits.
+    """
+
+    def __init__(self, name: str, x: Array) -> None:
+        self._name = name
+        self.x = x
+        self._m = np.zeros_like(x)
+        self._v = np.full_like(x, TAU**2)
+
+    def step(self, average: Array, published: Array) -> None:
+        """Take an average; ``published`` is the model that workers had."""
+        name, delta = self._name, average - published
+        if name == "FedAvg":
+            self.x = average
+        elif name == "ExponentialMovingAverage":
+            self.x = BETA1 * self.x + (1 - BETA1) * average
+        elif name.startswith("FedAvgM"):
+            momentum = 0.0 if "without" in name else BETA1
+            self._m = momentum * self._m + delta
+            self.x = self.x + LR * self._m
+        elif name.startswith("Gradient"):
+            most = {"Gr": math.inf, "cl": 0.5, "mo": 2.0}[name.split()[-1][:2]]
+            momentum = BETA1 if "momentum" in name else 0.0
+            length = np.linalg.norm(average)
+            self._m = momentum * self._m + average * (most / length if length > most else 1.0)
+            self.x = self.x - LR * self._m
+        else:
+            has_beta1 = name in ("FedAdagrad with beta1", "FedAdam", "FedYogi")
+            beta1 = BETA1 if has_beta1 else 0.0
+            self._m = beta1 * self._m + (1 - beta1) * delta
+            if name.startswith("FedAdagrad"):
+                self._v = self._v + delta**2
+            elif name.startswith("FedAdam"):
+                self._v = BETA2 * self._v + (1 - BETA2) * delta**2
+            else:
+                self._v = self._v - (1 - BETA2) * delta**2 * np.sign(self._v - delta**2)
+            self.x = self.x + LR * self._m / (np.sqrt(self._v) + TAU)
+
+
+def reals(array: Array) -> Array:
+    """The real and imaginary parts, in float64."""
+    return array.reshape(-1).view(array.real.dtype).astype(np.float64)
+
+
+def numbers(model: Any) -> Array:
+    """All floating numbers of a model, in float64."""
+    if not isinstance(model, dict):
+        return reals(model)
+    found = [reals(part) for part in model.values() if part.dtype.kind not in "bi"]
+    return np.concatenate([*found, np.zeros(0)])
+
+
+def units(model: Any) -> Array:
+    """For each of `numbers`, the relative distance between numbers of its dtype."""
+    parts = model.values() if isinstance(model, dict) else [model]
+    eps = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float64": 2.0**-52, "complex128": 2.0**-52}
+    found = [
+        np.full(reals(p).size, eps.get(p.dtype.name, 2.0**-23))
+        for p in parts
+        if p.dtype.kind not in "bi"
+    ]
+    return np.concatenate([*found, np.zeros(0)])
+
+
+def model(rng: np.random.Generator, step: int = 0) -> fw.FlatWeights:
+    """A model of all dtypes, some with padding after them, and integers between."""
+    return fw.FlatWeights(
+        {
+            "kernel": random_array(rng, (3, 5), np.dtype(np.float32)),
+            "step": np.array(step, np.int64),
+            "conv": random_array(rng, (4, 16), np.dtype(np.float32)),
+            "phase": random_array(rng, 8, np.dtype(np.complex64)),
+            "bias": random_array(rng, 1025, np.dtype(np.float64)),
+            "half": random_array(rng, (32, 2), np.dtype(np.float16)),
+            "half/more": random_array(rng, 3, np.dtype(np.float16)),
+            "mask": np.array([True, bool(step % 2), True]),
+            "none": np.zeros((0, 3), np.float32),
+            "brain": random_array(rng, 33, BFLOAT16),
+            "brain/scale": random_array(rng, (), BFLOAT16),
+            "wide phase": random_array(rng, 2, np.dtype(np.complex128)),
+        }
+    )
+
+
+def image(optimizer: server.ServerOptimizer[Any]) -> bytes:
+    return optimizer.state.buffer.tobytes()
+
+
+# Right results.
+
+
+def check_steps(name: str, initial: Any, averages: list[Any]) -> None:
+    optimizer, oracle = MAKERS[name](initial), Oracle(name, numbers(initial))
+    for average in averages:
+        published = numbers(optimizer.weights)
+        # From the same 16-bit model for both: its rounding is what workers see.
+        oracle.step(numbers(average), published)
+        returned = optimizer.step(average)
+        assert returned is optimizer.weights
+        got, unit = numbers(returned), units(returned)
+        scale = np.abs(oracle.x) + np.abs(published) + np.abs(numbers(average)) + 1
+        inner = np.where(unit == 2.0**-52, 2.0**-52, 2.0**-24)  # of the state
+        tolerance = 0.51 * unit * np.abs(oracle.x) + 100 * inner * scale
+        assert np.all(np.abs(got - oracle.x) <= tolerance + 2.0**-24 * (unit > 1e-4))
+    assert optimizer.steps == len(averages)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0, 4), (70,)])
+def test_arrays_follow_the_papers(
+    name: str,
+    shape: tuple[int, ...],
+    averaged_dtype: np.dtype[Any],
+    rng: np.random.Generator,
+) -> None:
+    models = [random_array(rng, shape, averaged_dtype) for _ in range(6)]
+    models = [np.asarray(m, averaged_dtype).reshape(shape) for m in models]
+    check_steps(name, models[0], models[1:])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_models_of_mixed_dtypes_follow_the_papers(name: str, rng: np.random.Generator) -> None:
+    check_steps(name, model(rng), [model(rng, k) for k in range(1, 7)])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@given(data=st.data())
+def test_any_layout_follows_the_papers(name: str, data: st.DataObject) -> None:
+    dtypes = st.sampled_from((*AVERAGED, np.dtype(np.int32), np.dtype(bool)))
+    shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+    slots = data.draw(st.lists(st.tuples(shapes, dtypes), max_size=6))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    models = [
+        fw.FlatWeights(
+            {str(i): np.asarray(random_array(rng, s, d), d) for i, (s, d) in enumerate(slots)}
+        )
+        for _ in range(3)
+    ]
+    check_steps(name, models[0], models[1:])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("dtype", REAL, ids=dtype_id)
+def test_blocks_do_not_change_the_bits(
+    name: str, dtype: np.dtype[Any], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [random_array(rng, 5000, dtype) for _ in range(3)]
+    images = set()
+    for block in (1 << 16, 1024, 37):
+        monkeypatch.setattr(_state, "BLOCK", block)
+        optimizer = MAKERS[name](models[0])
+        for average in models[1:]:
+            optimizer.step(average)
+        images.add(image(optimizer))
+    assert len(images) == 1
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_more_than_one_block(name: str, rng: np.random.Generator) -> None:
+    size = _state.BLOCK + 5
+    for dtype in (np.float32, np.float16):
+        models = [random_array(rng, size, np.dtype(dtype)) for _ in range(3)]
+        check_steps(name, models[0], models[1:])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_array_and_a_model_of_one_part_agree(name: str, rng: np.random.Generator) -> None:
+    for dtype in REAL:
+        arrays = [random_array(rng, (5, 3), dtype) for _ in range(4)]
+        flat, packed = MAKERS[name](arrays[0]), MAKERS[name](fw.FlatWeights({"w": arrays[0]}))
+        for array in arrays[1:]:
+            result = packed.step(fw.FlatWeights({"w": array}))["w"]
+            assert same_bits(flat.step(array), result)
+
+
+def test_without_momentum_and_at_full_rate_it_is_the_average(
+    averaged_dtype: np.dtype[Any], rng: np.random.Generator
+) -> None:
+    initial = random_array(rng, 100, averaged_dtype)
+    averages = [random_array(rng, 100, averaged_dtype) for _ in range(3)]
+    averages.append(np.array([-0.0, 0.0] * 50).astype(averaged_dtype))
+    plain = server.FedAvg(initial)
+    optimizer = server.FedAvgM(initial, momentum=0, learning_rate=1)
+    smoothed = server.ExponentialMovingAverage(initial, decay=0)
+    for average in averages:
+        assert same_bits(optimizer.step(average), average)
+        assert same_bits(plain.step(average), average)
+        assert np.array_equal(smoothed.step(average), average)
+    assert "momentum" not in optimizer.state
+
+
+def test_models_without_momentum_are_the_average_too(rng: np.random.Generator) -> None:
+    optimizer = server.FedAvgM(model(rng), momentum=0)
+    average = fw.average([model(rng, 3), model(rng, 4)])
+    assert same_bits(optimizer.step(average).buffer, average.buffer)
+    assert same_bits(server.FedAvg(model(rng)).step(average).buffer, average.buffer)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), BFLOAT16], ids=dtype_id)
+def test_steps_too_small_for_16_bits_add_up(dtype: np.dtype[Any]) -> None:
+    one, two = np.ones(3, dtype), np.full(3, 2, dtype)
+    smoothed = server.ExponentialMovingAverage(one, decay=1 - 2.0**-13)
+    for _ in range(2000):
+        smoothed.step(two)
+    assert smoothed.weights.astype(float) == pytest.approx(2 - (1 - 2.0**-13) ** 2000, rel=2.0**-8)
+    descent = server.GradientDescent(one, learning_rate=2.0**-13)
+    for _ in range(1000):
+        descent.step(two)
+    assert descent.weights.astype(float) == pytest.approx(1 - 2000 / 2**13, rel=2.0**-8)
+
+
+def test_a_decay_that_grows_gives_the_mean_of_the_iterates(rng: np.random.Generator) -> None:
+    iterates = rng.normal(size=(50, 4))
+    smoothed = server.ExponentialMovingAverage(np.zeros(4))
+    for t, iterate in enumerate(iterates):
+        smoothed.decay = t / (t + 1)
+        smoothed.step(iterate)
+    np.testing.assert_allclose(smoothed.weights, iterates.mean(axis=0), rtol=1e-12)
+
+
+def test_adaptive_steps_are_as_large_as_the_learning_rate() -> None:
+    initial = np.zeros(3)
+    average = np.array([1e-3, -1.0, 1e6])  # the scale of a difference does not matter
+    for cls in (server.FedAdam, server.FedYogi):
+        optimizer = cls(initial, learning_rate=0.01, beta1=0, beta2=0, tau=1e-12)
+        assert optimizer.step(average) == pytest.approx([0.01, -0.01, 0.01])
+    adagrad = server.FedAdagrad(initial, learning_rate=0.01, tau=1e-12)
+    assert adagrad.step(average) == pytest.approx([0.01, -0.01, 0.01])
+
+
+def test_yogi_where_the_square_is_the_second_moment() -> None:
+    optimizer = server.FedYogi(np.zeros(1), tau=0.5)
+    optimizer.step(np.array([0.5]))  # v begins with 0.25: the sign is 0
+    assert optimizer.state["second"] == 0.25
+
+
+def test_gradients_are_clipped_and_left_as_they_are() -> None:
+    optimizer = server.GradientDescent(np.zeros(2), learning_rate=1.0, max_norm=1.0)
+    assert math.isnan(optimizer.gradient_norm)
+    gradient = read_only(np.array([30.0, 40.0]))
+    assert optimizer.step(gradient) == pytest.approx([-0.6, -0.8])
+    assert optimizer.gradient_norm == 50
+    optimizer.max_norm = math.inf
+    optimizer.step(gradient)
+    assert optimizer.weights == pytest.approx([-30.6, -40.8])
+    assert gradient.tolist() == [30, 40]
+
+
+# Integers.
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_integers_take_the_value_of_the_average(name: str, rng: np.random.Generator) -> None:
+    optimizer = MAKERS[name](model(rng, 7))
+    for step in (8, 11):
+        optimizer.step(model(rng, step))
+        expected = step if name in AVERAGING else 7
+        assert int(optimizer.weights["step"]) == expected
+        assert optimizer.weights["mask"].tolist() == [True, bool(expected % 2), True]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("parts", [{}, {"n": np.arange(3)}, {"none": np.zeros((0, 2))}], ids=str)
+def test_models_without_floats(name: str, parts: dict[str, Array]) -> None:
+    optimizer = MAKERS[name](fw.FlatWeights(parts))
+    average = fw.FlatWeights({key: part + 1 for key, part in parts.items()})
+    optimizer.step(average)
+    for key, part in average.items():
+        kept = parts[key] if name not in AVERAGING else part
+        assert same_bits(optimizer.weights[key], kept)
+
+
+# Ownership.
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_is_returned_is_read_only_and_owned(name: str, rng: np.random.Generator) -> None:
+    initial, averages = model(rng), [model(rng, k) for k in range(2)]
+    before = initial.buffer.tobytes(), [average.buffer.tobytes() for average in averages]
+    optimizer = MAKERS[name](initial)
+    first = optimizer.step(averages[0])
+    kept = first.copy()
+    second = optimizer.step(averages[1])
+    assert second is first
+    assert not same_bits(kept["conv"], second["conv"])
+    with pytest.raises(ValueError, match="read-only"):
+        second["step"] = 0
+    with pytest.raises(ValueError, match="read-only"):
+        optimizer.state["weights/step"] = 0
+    assert (initial.buffer.tobytes(), [a.buffer.tobytes() for a in averages]) == before
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_the_average_may_be_the_weights(name: str, rng: np.random.Generator) -> None:
+    optimizer = MAKERS[name](model(rng))
+    before = optimizer.weights.buffer.tobytes()
+    optimizer.step(optimizer.weights)
+    assert optimizer.weights.buffer.tobytes() == before
+
+
+def test_averages_from_shared_memory_and_with_strides(rng: np.random.Generator) -> None:
+    wide = rng.normal(size=(4, 6))
+    optimizer = server.FedAvg(wide[:, ::2])
+    assert same_bits(optimizer.step(read_only(wide)[:, 1::2]), wide[:, 1::2].copy())
+    packed = server.FedAdam(model(rng))
+    average = model(rng)
+    packed.step(pickle.loads(pickle.dumps(average, protocol=5)))
+
+
+def test_padding_stays_zero(rng: np.random.Generator) -> None:
+    average = model(rng)
+    dirty = np.full(average.layout.nbytes, 0xFF, np.uint8)
+    wrapped = fw.FlatWeights.wrap(dirty, average.layout)
+    wrapped.update(average)
+    for name in AVERAGING:
+        clean, other = MAKERS[name](average), MAKERS[name](average)
+        clean.step(average)
+        other.step(wrapped)
+        assert image(clean) == image(other)
+
+
+# State.
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("how", ["save", "state", "pickle", "deepcopy"])
+def test_going_on_gives_the_same_bits(
+    name: str, how: str, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    for initial, averages in (
+        (model(rng), [model(rng, k) for k in range(6)]),
+        (rng.normal(size=(3, 7)), list(rng.normal(size=(6, 3, 7)))),
+        (rng.normal(size=70).astype(BFLOAT16), list(rng.normal(size=(6, 70)).astype(BFLOAT16))),
+    ):
+        optimizer = MAKERS[name](initial)
+        for average in averages[:3]:
+            optimizer.step(average)
+        if how == "save":
+            path = tmp_path / "state.safetensors"
+            optimizer.save(path)
+            other = type(optimizer).load(path)
+        elif how == "state":
+            other = type(optimizer).from_state(optimizer.state)
+        elif how == "pickle":
+            other = pickle.loads(pickle.dumps(optimizer))
+        else:
+            other = copy.deepcopy(optimizer)
+        assert type(other) is type(optimizer)
+        assert other.steps == 3
+        assert repr(other) == repr(optimizer)
+        halfway = image(optimizer)
+        for average in averages[3:]:
+            ours, theirs = optimizer.step(average), other.step(average)
+            assert type(ours) is type(theirs)
+        assert image(optimizer) == image(other) != halfway
+        if isinstance(ours, fw.FlatWeights):
+            assert ours.layout.digest == theirs.layout.digest
+
+
+def test_the_state_is_named(rng: np.random.Generator) -> None:
+    weights = fw.FlatWeights({"w": np.zeros(2, BFLOAT16), "b": np.zeros(2), "n": np.int64(3)})
+    state = server.FedAdam(weights, learning_rate=0.25).state
+    assert list(state)[:8] == [
+        "weights/w",
+        "weights/b",
+        "weights/n",
+        "master/w",
+        "momentum/w",
+        "momentum/b",
+        "second/w",
+        "second/b",
+    ]
+    assert state["FedAdam.learning_rate"] == 0.25
+    assert [str(state[f"second/{k}"].dtype) for k in "wb"] == ["float32", "float64"]
+
+
+def test_the_learning_rate_may_change_and_is_saved(tmp_path: Path) -> None:
+    optimizer = server.FedAvgM(np.zeros(2), momentum=0)
+    optimizer.learning_rate = 0.5
+    optimizer.save(tmp_path / "state")
+    loaded = server.FedAvgM.load(tmp_path / "state")
+    assert loaded.learning_rate == 0.5
+    assert loaded.step(np.ones(2)).tolist() == [0.5, 0.5]
+    with pytest.raises(AttributeError, match="momentum: fixed"):
+        optimizer.momentum = 0.5
+    with refuses(ValueError, "learning_rate: expected a positive finite number, got 0"):
+        optimizer.learning_rate = 0
+    assert optimizer.learning_rate == 0.5
+
+
+def test_states_of_others_are_refused(rng: np.random.Generator, tmp_path: Path) -> None:
+    optimizer = server.FedAdam(np.ones(3, np.float32))
+    optimizer.save(tmp_path / "adam")
+    with pytest.raises(ValueError, match=r"adam: expected the state of a FedYogi.*of FedAdam"):
+        server.FedYogi.load(tmp_path / "adam")
+    fw.FlatWeights({"w": np.ones(3)}).save(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"model: expected the state of a FedAdam.*no optimizer"):
+        server.FedAdam.load(tmp_path / "model")
+    with pytest.raises(TypeError, match="state: expected FlatWeights, got dict"):
+        server.FedAdam.from_state({})  # type: ignore[arg-type]
+    damaged = (tmp_path / "adam").read_bytes()
+    (tmp_path / "adam").write_bytes(damaged[:-1] + bytes([damaged[-1] ^ 1]))
+    with pytest.raises(ValueError, match="adam"):
+        server.FedAdam.load(tmp_path / "adam")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda parts: parts.pop("second"), r"state: FedAdam: expected \d+ slots"),
+        (lambda parts: parts.pop("weights"), "state: FedAdam: expected"),
+        (lambda parts: parts.update(second=np.ones(4, np.float32)), r"slot 2: expected 'second'"),
+        (lambda parts: parts.update({"FedAdam.beta2": np.ones(())}), "beta2: expected"),
+        (lambda parts: parts.update({"FedAdam.beta2": np.ones(2)}), "with 'FedAdam.beta2'"),
+        (lambda parts: parts.update({"FedAdam.steps": np.int64(-1)}), "number of steps, got -1"),
+        (lambda parts: parts.update(momentum=np.full(3, np.nan, np.float32)), "holds NaN"),
+        (lambda parts: parts.update(weights=np.arange(3)), "state: weights: expected float16"),
+    ],
+    ids=range(8),
+)
+def test_altered_states_are_refused(change: Callable[[Any], None], match: str) -> None:
+    parts = dict(server.FedAdam(np.ones(3, np.float32)).state)
+    change(parts)
+    with pytest.raises(ValueError, match=match):
+        server.FedAdam.from_state(fw.FlatWeights(parts))
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (lambda w: dict(w), TypeError, "expected FlatWeights, got a mapping"),
+        (lambda w: w["bias"], TypeError, "expected FlatWeights, got an array"),
+        (lambda w: None, TypeError, "expected an array, FlatWeights"),
+        (lambda w: fw.FlatWeights({**w, "more": np.ones(1)}), ValueError, "expected 12 slots"),
+        (
+            lambda w: fw.FlatWeights({**w, "bias": w["bias"].astype(np.float32)}),
+            ValueError,
+            "slot 4: expected 'bias' float64",
+        ),
+    ],
+    ids=range(5),
+)
+def test_wrong_models_change_nothing(
+    name: str,
+    change: Callable[[Any], Any],
+    error: type[Exception],
+    match: str,
+    rng: np.random.Generator,
+) -> None:
+    optimizer = MAKERS[name](model(rng))
+    optimizer.step(model(rng))
+    with refuses(error, match, optimizer.state.buffer):
+        optimizer.step(change(model(rng)))
+    assert optimizer.steps == 1
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_wrong_arrays_change_nothing(name: str) -> None:
+    optimizer = MAKERS[name](np.ones((2, 3), np.float32))
+    for bad, error, match in (
+        (np.ones(6, np.float32), ValueError, r"expected float32 \(2, 3\), got float32 \(6,\)"),
+        (np.ones((2, 3)), TypeError, r"expected float32 \(2, 3\), got float64"),
+        (np.ones((2, 3), int), TypeError, "expected float32"),
+        ([np.ones((2, 3), np.float32)], TypeError, "expected an array, got a sequence"),
+    ):
+        with refuses(error, match, optimizer.state.buffer):
+            optimizer.step(bad)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("part", ["conv", "phase", "bias", "half/more", "brain"])
+def test_nan_and_infinity_change_nothing(
+    name: str, value: float, part: str, rng: np.random.Generator
+) -> None:
+    optimizer = MAKERS[name](model(rng))
+    optimizer.step(model(rng))
+    average = model(rng, 5)
+    average[part].reshape(-1)[-1] = value
+    match = f"(average|gradient), slot .*'{part}': holds NaN or infinity"
+    with refuses(ValueError, match, optimizer.state.buffer):
+        optimizer.step(average)
+    with pytest.raises(ValueError, match=f"initial, slot .*'{part}': holds NaN"):
+        MAKERS[name](average)
+
+
+@pytest.mark.parametrize("name", ["FedAvgM", "FedAdagrad", "FedAdam", "FedYogi"])
+def test_averages_whose_squares_overflow_change_nothing(name: str) -> None:
+    for dtype, value in ((np.float32, 1e20), (np.float64, 1e200)):
+        optimizer = MAKERS[name](np.ones(3, dtype))
+        with refuses(ValueError, "average: expected a norm of at most", optimizer.state.buffer):
+            optimizer.step(np.full(3, value, dtype))
+    optimizer = MAKERS[name](np.full(3, 1e20, np.float32))
+    with refuses(ValueError, "weights: expected a norm of at most", optimizer.state.buffer):
+        optimizer.step(np.ones(3, np.float32))
+    large = MAKERS[name](np.zeros(3, np.float32))
+    for k in range(20):
+        large.step(np.full(3, 4e16 * (-1) ** k, np.float32))
+    assert fw.isfinite(large.state["weights"])
+    assert fw.isfinite(large.weights)
+
+
+def test_a_gradient_without_a_finite_norm_changes_nothing() -> None:
+    optimizer = server.GradientDescent(np.ones(2), learning_rate=1)
+    with refuses(ValueError, "gradient: expected a finite norm, got inf", optimizer.state.buffer):
+        optimizer.step(np.full(2, 1.7e308))
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments", "match"),
+    [
+        (server.FedAvgM, {"momentum": 1}, "momentum: expected a number from 0 to below 1, got 1"),
+        (server.FedAvgM, {"momentum": -0.1}, "momentum: expected"),
+        (server.FedAvgM, {"learning_rate": math.inf}, "learning_rate: expected a positive finite"),
+        (server.FedAvgM, {"learning_rate": math.nan}, "learning_rate: expected"),
+        (server.ExponentialMovingAverage, {"decay": 1.1}, "decay: expected a number from 0 to 1"),
+        (server.FedAdagrad, {"tau": 0}, "tau: expected a number from 1e-15"),
+        (server.FedAdam, {"beta1": 1.0}, "beta1: expected"),
+        (server.FedAdam, {"beta2": math.nan}, "beta2: expected"),
+        (server.FedYogi, {"learning_rate": 0}, "learning_rate: expected"),
+        (server.GradientDescent, {"learning_rate": 1, "max_norm": 0}, "max_norm: expected"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(cls: Any, arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        cls(np.zeros(3), **arguments)
+    key = next(iter(arguments))
+    with pytest.raises(TypeError, match=f"{key}: expected a real number, got str"):
+        cls(np.zeros(3), **{**arguments, key: "1"})
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_models_that_cannot_be_optimised_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match="initial: expected an array or FlatWeights, got a mapping"):
+        MAKERS[name]({"w": np.zeros(3)})
+    with pytest.raises(TypeError, match="initial: expected float16"):
+        MAKERS[name](np.zeros(3, np.int32))
+    with pytest.raises(TypeError, match=r"initial, slot 0 'w': expected float16"):
+        MAKERS[name](fw.FlatWeights({"w": np.zeros(3, ">f4")}))
+
+
+# The package.
+
+
+@pytest.mark.parametrize("name", ["", "._adaptive", "._averaging", "._gradient"])
+def test_examples_in_docstrings_are_right(name: str) -> None:
+    module = importlib.import_module(f"flatweights.server{name}")
+    failed, attempted = doctest.testmod(module, extraglobs={"np": np})
+    assert failed == 0
+    assert attempted
+
+
+def test_what_is_exported_is_described() -> None:
+    for name in server.__all__:
+        cls = getattr(server, name)
+        assert cls.__doc__
+        assert name == "ServerOptimizer" or ">>>" in cls.__doc__
+        assert cls.step.__doc__
+
+
+def test_import_needs_neither_tensorflow_nor_ray() -> None:
+    code = "import sys, flatweights.server; print({'ray', 'tensorflow'} & set(sys.modules))"
+    assert run_python(code).split() == ["set()"]
