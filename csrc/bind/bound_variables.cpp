@@ -1,0 +1,365 @@
+#include "bound_variables.hpp"
+
+#include <string>
+#include <utility>
+
+#include "flatweights/flatten.hpp"
+#include "new_array.hpp"
+#include "released_owners.hpp"
+
+namespace flatweights::bind {
+namespace {
+
+py::object owner_if(bool share, const py::object& owner) { return share ? owner : py::none(); }
+
+void check_count(std::size_t got, std::size_t expected) {
+  if (got != expected)
+    throw py::value_error("expected " + std::to_string(expected) + " arrays, got " +
+                          std::to_string(got));
+}
+
+}  // namespace
+
+BoundVariables::BoundVariables(const VariablesLibrary& library, const BoundLayout& bound,
+                               std::vector<std::size_t> positions,
+                               const std::vector<std::int64_t>& ids, const std::vector<int>& dtypes,
+                               const py::object& context)
+    : api_(library.api()), bound_(bound), positions_(std::move(positions)) {
+  const std::vector<Slot>& slots = bound.layout.slots();
+  if (ids.size() != positions_.size() || dtypes.size() != positions_.size())
+    throw py::value_error("expected an id and a dtype for each position");
+  std::vector<std::vector<std::int64_t>> shapes;
+  std::vector<WantedVariable> wanted;
+  variable_at_.assign(slots.size(), kNone);
+  for (std::size_t i = 0; i < positions_.size(); ++i) {
+    if (positions_[i] >= slots.size()) throw py::index_error("no such slot");
+    variable_at_[positions_[i]] = i;
+    const Slot& slot = slots[positions_[i]];
+    shapes.emplace_back(slot.shape.begin(), slot.shape.end());
+    wanted.push_back({ids[i], dtypes[i], static_cast<int>(slot.shape.size()), nullptr});
+    if (is_averaged(slot.dtype)) averaged_.push_back(i);
+  }
+  for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i].dims = shapes[i].data();
+  uniform_ = !slots.empty() && positions_.size() == slots.size();
+  for (const py::dtype& dtype : bound.dtypes)
+    uniform_ = uniform_ && same_dtype(dtype, bound.dtypes[0]);
+  if (!context.is_none()) {
+    thread_ = context.attr("_thread_local_data");
+    handle_ = context.attr("_context_handle");
+    context_ = PyCapsule_GetPointer(handle_.ptr(), nullptr);
+    if (context_ == nullptr) throw py::error_already_set();
+  }
+  VariableFailure failure{};
+  variables_ = api_.make(wanted.data(), wanted.size(), &failure);
+  if (variables_ == nullptr) raise(failure);
+}
+
+BoundVariables::~BoundVariables() {
+  if (variables_ != nullptr) api_.destroy(variables_);
+}
+
+py::object BoundVariables::get_at_once(const py::object& out) {
+  if (!uniform_ || !is_ready()) return py::none();
+  if (out.is_none()) {
+    const std::size_t nbytes = bound_.layout.size() * slot_of(0).itemsize;
+    py::array_t<std::uint8_t> bytes = new_array(nbytes);
+    py::array made(bound_.dtypes[0], {bound_.layout.size()}, bytes.data(), bytes);
+    gather(uniform_sides(made));
+    return made;
+  }
+  if (!is_uniform_vector(out) || !py::reinterpret_borrow<py::array>(out).writeable())
+    return py::none();
+  gather(uniform_sides(out));
+  return out;
+}
+
+bool BoundVariables::set_at_once(const py::object& flat) {
+  if (!uniform_ || !is_uniform_vector(flat) || !is_ready()) return false;
+  scatter(uniform_sides(flat), nullptr, py::none());
+  return true;
+}
+
+void BoundVariables::get_vector(const py::array& out, const std::vector<std::size_t>& left,
+                                const py::list& arrays, bool guard) {
+  check_ready(guard);
+  gather(vector_sides(out, left, arrays, Access::kWrite));
+}
+
+void BoundVariables::get_packed(const py::array& buffer, bool guard) {
+  check_ready(guard);
+  gather(packed_sides(buffer, Access::kWrite));
+}
+
+void BoundVariables::get_parts(const py::list& targets, bool guard) {
+  check_ready(guard);
+  check_count(targets.size(), positions_.size());
+  std::vector<Outside> sides;
+  sides.reserve(positions_.size());
+  for (std::size_t i = 0; i < positions_.size(); ++i)
+    sides.push_back(part_side(i, targets[i], Access::kWrite));
+  gather(sides);
+}
+
+void BoundVariables::set_vector(const py::array& flat, const std::vector<std::size_t>& left,
+                                const py::list& arrays, bool share, bool guard) {
+  check_ready(guard);
+  scatter(vector_sides(flat, left, arrays, Access::kRead), nullptr, owner_if(share, flat));
+}
+
+void BoundVariables::set_packed(const py::array& buffer, bool share, bool guard) {
+  check_ready(guard);
+  scatter(packed_sides(buffer, Access::kRead), nullptr, owner_if(share, buffer));
+}
+
+void BoundVariables::set_parts(const std::vector<std::size_t>& positions, const py::list& sources,
+                               bool share, bool guard) {
+  check_ready(guard);
+  check_count(sources.size(), positions.size());
+  std::vector<std::size_t> chosen;
+  std::vector<Outside> sides(positions_.size());
+  for (std::size_t j = 0; j < positions.size(); ++j) {
+    chosen.push_back(variable_of(positions[j]));
+    sides[chosen.back()] = part_side(chosen.back(), sources[j], Access::kRead);
+  }
+  scatter(sides, &chosen, owner_if(share, sources));
+}
+
+void BoundVariables::add_vector(const py::array& x, double a, bool guard) {
+  check_ready(guard);
+  update(vector_sides(x, {}, py::list(), Access::kRead), a, &axpy);
+}
+
+void BoundVariables::add_packed(const py::array& x, double a, bool guard) {
+  check_ready(guard);
+  update(packed_sides(x, Access::kRead), a, &axpy);
+}
+
+void BoundVariables::lerp_vector(const py::array& x, double a, bool guard) {
+  check_ready(guard);
+  update(vector_sides(x, {}, py::list(), Access::kRead), a, &lerp);
+}
+
+void BoundVariables::lerp_packed(const py::array& x, double a, bool guard) {
+  check_ready(guard);
+  update(packed_sides(x, Access::kRead), a, &lerp);
+}
+
+const Slot& BoundVariables::slot_of(std::size_t variable) const {
+  return bound_.layout.slots()[positions_[variable]];
+}
+
+std::size_t BoundVariables::variable_of(std::size_t position) const {
+  const std::size_t variable = position < variable_at_.size() ? variable_at_[position] : kNone;
+  if (variable == kNone) throw py::index_error("slot " + std::to_string(position) + ": unbound");
+  return variable;
+}
+
+// Whether values may be moved now: within a function that is being traced, nothing is to
+// be moved at once; and operations that were dispatched to run later must have run.
+bool BoundVariables::is_ready() const {
+  if (!thread_) return true;
+  static PyObject* const is_eager = PyUnicode_InternFromString("is_eager");
+  PyObject* const eager = PyObject_GetAttr(thread_.ptr(), is_eager);
+  if (eager == nullptr) throw py::error_already_set();
+  Py_DECREF(eager);
+  return eager == Py_True && api_.is_async != nullptr && !api_.is_async(context_);
+}
+
+void BoundVariables::check_ready(bool guard) const {
+  if (guard && !is_ready()) throw UnreadyError("in a function, or asynchronous");
+}
+
+// Whether `object` is a vector of the only dtype there is.
+bool BoundVariables::is_uniform_vector(const py::object& object) const {
+  if (!py::isinstance<py::array>(object)) return false;
+  const auto array = py::reinterpret_borrow<py::array>(object);
+  return array.ndim() == 1 && static_cast<std::size_t>(array.size()) == bound_.layout.size() &&
+         is_contiguous(array) && same_dtype(array.dtype(), bound_.dtypes[0]);
+}
+
+std::vector<BoundVariables::Outside> BoundVariables::uniform_sides(const py::object& flat) const {
+  auto* const begin =
+      static_cast<std::byte*>(const_cast<void*>(py::reinterpret_borrow<py::array>(flat).data()));
+  std::vector<Outside> sides;
+  sides.reserve(positions_.size());
+  for (const Slot& slot : bound_.layout.slots())
+    sides.push_back({begin + slot.start * slot.itemsize, slot.dtype, slot.itemsize, false});
+  return sides;
+}
+
+// How values get from or to an array of `dtype`: as bytes or converted.
+BoundVariables::Outside BoundVariables::side_of(std::size_t variable,
+                                                const py::dtype& dtype) const {
+  const std::size_t position = positions_[variable];
+  const Slot& slot = slot_of(variable);
+  Outside side{nullptr, slot.dtype, slot.itemsize, false};
+  if (same_dtype(dtype, bound_.dtypes[position])) return side;
+  side.dtype = classify(dtype);
+  side.itemsize = static_cast<std::size_t>(dtype.itemsize());
+  side.is_converted = true;
+  if (!can_convert(side.dtype, slot.dtype))
+    throw py::type_error(Place{bound_, position}.text() + ": cannot move " +
+                         py::str(dtype).cast<std::string>());
+  return side;
+}
+
+BoundVariables::Outside BoundVariables::part_side(std::size_t variable, py::handle object,
+                                                  Access access) const {
+  const Place place{bound_, positions_[variable]};
+  const py::array array = as_array(object, "array");
+  Outside side = side_of(variable, array.dtype());
+  if (static_cast<std::size_t>(array.size()) != slot_of(variable).size || !is_contiguous(array) ||
+      (access == Access::kWrite && !array.writeable()))
+    throw py::value_error(place.text() + ": expected a contiguous array, got " + describe(array));
+  side.data = static_cast<std::byte*>(const_cast<void*>(array.data()));
+  return side;
+}
+
+// The bound slots of a vector, but for those at the positions `left`, which have their own
+// arrays.
+std::vector<BoundVariables::Outside> BoundVariables::vector_sides(
+    const py::array& flat, const std::vector<std::size_t>& left, const py::list& arrays,
+    Access access) const {
+  check_count(arrays.size(), left.size());
+  if (flat.ndim() != 1 || static_cast<std::size_t>(flat.size()) != bound_.layout.size() ||
+      !is_contiguous(flat) || (access == Access::kWrite && !flat.writeable()))
+    throw UnreadyError("array");
+  const py::dtype dtype = flat.dtype();
+  const auto itemsize = static_cast<std::size_t>(dtype.itemsize());
+  auto* const begin = static_cast<std::byte*>(const_cast<void*>(flat.data()));
+  std::vector<Outside> sides;
+  sides.reserve(positions_.size());
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < positions_.size(); ++i) {
+    if (next < left.size() && left[next] == positions_[i]) {
+      sides.push_back(part_side(i, arrays[next], access));
+      ++next;
+      continue;
+    }
+    sides.push_back(side_of(i, dtype));
+    sides.back().data = begin + slot_of(i).start * itemsize;
+  }
+  if (next != left.size()) throw py::index_error("expected bound slots, ascending");
+  return sides;
+}
+
+std::vector<BoundVariables::Outside> BoundVariables::packed_sides(const py::array& buffer,
+                                                                  Access access) const {
+  std::byte* const begin = check_packed(buffer, bound_, "buffer", access);
+  std::vector<Outside> sides;
+  sides.reserve(positions_.size());
+  for (std::size_t i = 0; i < positions_.size(); ++i)
+    sides.push_back({begin + slot_of(i).offset, slot_of(i).dtype, slot_of(i).itemsize, false});
+  return sides;
+}
+
+// Runs `body(memory, lock)` with the chosen variables locked, without the GIL.
+template <class F>
+void BoundVariables::with_locked(VariableAccess access, const std::vector<std::size_t>* chosen,
+                                 const VariableAlias* alias, F&& body) {
+  std::vector<VariableMemory> memory(positions_.size());
+  VariableFailure failure{};
+  {
+    const py::gil_scoped_release nogil;
+    VariablesLock lock(api_, variables_, access, chosen, alias, memory.data(), failure);
+    if (lock) body(memory, lock);
+  }
+  if (failure.trouble != VariableTrouble::kNone) raise(failure);
+}
+
+void BoundVariables::gather(const std::vector<Outside>& sides) {
+  check_environment();
+  std::vector<Copy> copies;
+  copies.reserve(sides.size());
+  with_locked(VariableAccess::kRead, nullptr, nullptr,
+              [&](const std::vector<VariableMemory>& memory, const VariablesLock&) {
+                for (std::size_t i = 0; i < sides.size(); ++i) {
+                  if (memory[i].data == nullptr) continue;
+                  Copy copy{sides[i].data, static_cast<const std::byte*>(memory[i].data),
+                            slot_of(i).size, sides[i].itemsize};
+                  if (sides[i].is_converted) {
+                    copy.to_dtype = sides[i].dtype;
+                    copy.from_dtype = slot_of(i).dtype;
+                  }
+                  copies.push_back(copy);
+                }
+                copy_all(copies);
+              });
+}
+
+void BoundVariables::scatter(const std::vector<Outside>& sides,
+                             const std::vector<std::size_t>* chosen, const py::object& owner) {
+  check_environment();
+  std::vector<Copy> copies;
+  copies.reserve(sides.size());
+  std::vector<const void*> aliased;
+  VariableAlias alias{};
+  if (!owner.is_none()) {
+    for (std::size_t i = 0; i < sides.size(); ++i) {
+      const bool aligned = reinterpret_cast<std::uintptr_t>(sides[i].data) % kAlignment == 0;
+      aliased.push_back(aligned && !sides[i].is_converted ? sides[i].data : nullptr);
+    }
+    drop_released();
+    alias = {aliased.data(), hold_owner(owner), &release_owner};
+  }
+  with_locked(VariableAccess::kOverwrite, chosen, owner.is_none() ? nullptr : &alias,
+              [&](const std::vector<VariableMemory>& memory, VariablesLock& lock) {
+                for (std::size_t i = 0; i < sides.size(); ++i) {
+                  if (memory[i].data == nullptr) continue;
+                  Copy copy{static_cast<std::byte*>(memory[i].data), sides[i].data, slot_of(i).size,
+                            slot_of(i).itemsize};
+                  if (sides[i].is_converted) {
+                    copy.to_dtype = slot_of(i).dtype;
+                    copy.from_dtype = sides[i].dtype;
+                  }
+                  copies.push_back(copy);
+                }
+                copy_all(copies);
+                lock.commit();
+              });
+}
+
+void BoundVariables::update(const std::vector<Outside>& sides, double a, Update operation) {
+  for (const std::size_t i : averaged_) {
+    if (sides[i].is_converted)
+      throw py::type_error(Place{bound_, positions_[i]}.text() + ": expected its own dtype");
+  }
+  check_environment();
+  std::vector<Copy> copies;
+  std::vector<InPlacePart> parts;
+  copies.reserve(averaged_.size());
+  parts.reserve(averaged_.size());
+  with_locked(VariableAccess::kUpdate, &averaged_, nullptr,
+              [&](const std::vector<VariableMemory>& memory, VariablesLock& lock) {
+                for (const std::size_t i : averaged_) {
+                  const VariableMemory& place = memory[i];
+                  if (place.data == nullptr) continue;
+                  const Slot& slot = slot_of(i);
+                  auto* const y = static_cast<std::byte*>(place.data);
+                  parts.push_back({slot.dtype, slot.size, y, sides[i].data});
+                  if (place.before != nullptr)
+                    copies.push_back(
+                        {y, static_cast<const std::byte*>(place.before), slot.size, slot.itemsize});
+                }
+                copy_all(copies);
+                operation(parts, a);
+                lock.commit();
+              });
+}
+
+void BoundVariables::raise(const VariableFailure& failure) const {
+  switch (failure.trouble) {
+    case VariableTrouble::kGone:
+      throw UnreadyError("gone");
+    case VariableTrouble::kUninitialized:
+      throw UnreadyError("uninitialized");
+    default:
+      break;
+  }
+  const std::size_t position = positions_[failure.index];
+  throw py::value_error(Place{bound_, position}.text() + ": expected " +
+                        describe(bound_.dtypes[position], slot_of(failure.index).shape) + ", got " +
+                        failure.text);
+}
+
+}  // namespace flatweights::bind

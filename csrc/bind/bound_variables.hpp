@@ -1,0 +1,112 @@
+// Variables of TensorFlow that the op library has bound: read and written where they are.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <vector>
+
+#include "checks.hpp"
+#include "flatweights/inplace.hpp"
+#include "variables_library.hpp"
+
+namespace flatweights::bind {
+
+// Not now: something has to be done first that is not for this layer to do.
+struct UnreadyError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The bound variables of one model. Whatever moves them checks all arguments with the GIL
+// held, then locks, checks and moves without it. `guard` asks whether eager TensorFlow is
+// ready for that; UnreadyError where it is not, and where variables have to be bound again.
+class BoundVariables {
+ public:
+  // Binds the slots at `positions` of `bound`, ascending, by their ids; `context` is that of
+  // eager TensorFlow, or None for the variables of a session.
+  BoundVariables(const VariablesLibrary& library, const BoundLayout& bound,
+                 std::vector<std::size_t> positions, const std::vector<std::int64_t>& ids,
+                 const std::vector<int>& dtypes, const py::object& context);
+  BoundVariables(const BoundVariables&) = delete;
+  BoundVariables& operator=(const BoundVariables&) = delete;
+  ~BoundVariables();
+
+  // What a loop over a model of one dtype does, without a question or an error: reads into
+  // `out`, or into a new vector where that is None. None where anything is in the way.
+  py::object get_at_once(const py::object& out);
+
+  // The same for writing; false where anything is in the way.
+  bool set_at_once(const py::object& flat);
+
+  // A vector's slots at the positions `left` have their own `arrays`, for the caller to
+  // convert.
+  void get_vector(const py::array& out, const std::vector<std::size_t>& left,
+                  const py::list& arrays, bool guard);
+  void set_vector(const py::array& flat, const std::vector<std::size_t>& left,
+                  const py::list& arrays, bool share, bool guard);
+
+  void get_packed(const py::array& buffer, bool guard);
+  void set_packed(const py::array& buffer, bool share, bool guard);
+
+  // One array for each bound slot; for the slots at `positions`, all of them bound.
+  void get_parts(const py::list& targets, bool guard);
+  void set_parts(const std::vector<std::size_t>& positions, const py::list& sources, bool share,
+                 bool guard);
+
+  // y += a * x and y += a * (x - y), with x in the dtypes of the variables.
+  void add_vector(const py::array& x, double a, bool guard);
+  void add_packed(const py::array& x, double a, bool guard);
+  void lerp_vector(const py::array& x, double a, bool guard);
+  void lerp_packed(const py::array& x, double a, bool guard);
+
+ private:
+  // Memory outside TensorFlow that belongs to one variable.
+  struct Outside {
+    std::byte* data = nullptr;
+    DType dtype = DType::kOther;  // as in Copy: of use only where values are converted
+    std::size_t itemsize = 0;
+    bool is_converted = false;
+  };
+  using Update = void (*)(std::span<const InPlacePart> parts, double a);
+
+  static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+
+  [[nodiscard]] const Slot& slot_of(std::size_t variable) const;
+  [[nodiscard]] std::size_t variable_of(std::size_t position) const;
+  [[nodiscard]] bool is_ready() const;
+  void check_ready(bool guard) const;
+  [[nodiscard]] bool is_uniform_vector(const py::object& object) const;
+
+  [[nodiscard]] Outside side_of(std::size_t variable, const py::dtype& dtype) const;
+  [[nodiscard]] Outside part_side(std::size_t variable, py::handle object, Access access) const;
+  [[nodiscard]] std::vector<Outside> uniform_sides(const py::object& flat) const;
+  [[nodiscard]] std::vector<Outside> vector_sides(const py::array& flat,
+                                                  const std::vector<std::size_t>& left,
+                                                  const py::list& arrays, Access access) const;
+  [[nodiscard]] std::vector<Outside> packed_sides(const py::array& buffer, Access access) const;
+
+  template <class F>
+  void with_locked(VariableAccess access, const std::vector<std::size_t>* chosen,
+                   const VariableAlias* alias, F&& body);
+  void gather(const std::vector<Outside>& sides);
+  void scatter(const std::vector<Outside>& sides, const std::vector<std::size_t>* chosen,
+               const py::object& owner);
+  void update(const std::vector<Outside>& sides, double a, Update operation);
+  [[noreturn]] void raise(const VariableFailure& failure) const;
+
+  const VariablesApi& api_;
+  const BoundLayout& bound_;  // kept alive by Python
+  std::vector<std::size_t> positions_;
+  std::vector<std::size_t> variable_at_;  // by position; kNone where it is not bound
+  std::vector<std::size_t> averaged_;     // variables of a dtype that is averaged
+  bool uniform_ = false;                  // all slots are bound and of one dtype
+  Variables* variables_ = nullptr;
+  py::object thread_;  // of eager TensorFlow; null for a session
+  py::object handle_;  // keeps `context_` alive
+  void* context_ = nullptr;
+};
+
+}  // namespace flatweights::bind

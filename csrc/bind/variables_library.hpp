@@ -1,0 +1,50 @@
+// The op library, as the bindings use it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tensorflow/variables_api.hpp"
+
+namespace flatweights::bind {
+
+// The op library that TensorFlow has loaded from a path.
+class VariablesLibrary {
+ public:
+  // Raises ImportError where nothing is loaded from there, or not a library of this version.
+  explicit VariablesLibrary(const std::string& path);
+
+  [[nodiscard]] const VariablesApi& api() const noexcept { return *api_; }
+
+ private:
+  const VariablesApi* api_;
+};
+
+// Some variables, locked from here to the end of the scope. Needs no GIL.
+class VariablesLock {
+ public:
+  // Locks all variables, or those `chosen`; see VariablesApi::lock.
+  VariablesLock(const VariablesApi& api, Variables* variables, VariableAccess access,
+                const std::vector<std::size_t>* chosen, const VariableAlias* alias,
+                VariableMemory* memory, VariableFailure& failure)
+      : api_(api),
+        locked_(api.lock(variables, access, chosen == nullptr ? nullptr : chosen->data(),
+                         chosen == nullptr ? 0 : chosen->size(), alias, memory, &failure)) {}
+  VariablesLock(const VariablesLock&) = delete;
+  VariablesLock& operator=(const VariablesLock&) = delete;
+  ~VariablesLock() {
+    if (locked_ != nullptr) api_.unlock(locked_, commit_);
+  }
+
+  explicit operator bool() const noexcept { return locked_ != nullptr; }
+
+  // What has been written becomes the variables' value when the scope ends.
+  void commit() noexcept { commit_ = true; }
+
+ private:
+  const VariablesApi& api_;
+  LockedVariables* locked_;
+  bool commit_ = false;
+};
+
+}  // namespace flatweights::bind
