@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from flatweights.tensorflow._graph_search import find_dependencies, graph_of, is_symbolic
 from flatweights.tensorflow._groups import is_synchronized_on_reading
+from flatweights.tensorflow._layers import leaves
 from flatweights.tensorflow._names import unique_names
 from flatweights.tensorflow._structure import Found, find_variables
 
@@ -48,12 +49,10 @@ def discover(
         ValueError: If there are no variables, they are eager and of a graph at once, of
             several graphs, without a fixed shape, or not built.
     """
-    leaves = tf.nest.flatten(output)
-    symbolic = [leaf for leaf in leaves if is_symbolic(leaf)]
-    held = find_variables(
-        [leaf for leaf in leaves if not is_symbolic(leaf)] if symbolic else output
-    )
-    listed = find_variables(input_variables)
+    items = [item for _, item in leaves(output, ())]
+    symbolic = [item for item in items if is_symbolic(item)]
+    held = find_variables([item for item in items if not is_symbolic(item)] if symbolic else output)
+    listed = find_variables(input_variables, beside=held)
     if trainable_only:
         held, listed = ([item for item in items if item.is_trained] for items in (held, listed))
     if symbolic or any(graph_of(found.variable) for found in (*held, *listed)):
@@ -108,6 +107,12 @@ def _in_graph(
 
 
 def _check_movable(name: str, variable: tf.Variable) -> None:
+    if is_synchronized_on_reading(variable) and variable.aggregation == tf.VariableAggregation.NONE:
+        raise ValueError(
+            f"variable {name!r}: expected an aggregation, without which TensorFlow does not read "
+            "a variable that is synchronized on reading; leave it out by passing the list of the "
+            "other variables"
+        )
     if variable.dtype.base_dtype not in _MOVED:
         raise TypeError(
             f"variable {name!r}: expected numbers or booleans, got {variable.dtype.name}; "

@@ -16,6 +16,8 @@ def is_symbolic(value: Any) -> bool:
 
 def graph_of(variable: tf.Variable) -> tf.Graph | None:
     """Return the graph that ``variable`` is in; None if it is eager."""
+    if isinstance(variable, tf.distribute.DistributedValues):
+        variable = variable.values[0]  # within the scope of its strategy, it has no handle itself
     handle = getattr(variable, "handle", None)  # ref-type variables have none
     return None if handle is not None and not is_symbolic(handle) else variable.graph
 

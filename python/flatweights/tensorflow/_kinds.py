@@ -1,5 +1,6 @@
 """What kind of thing a user has handed over: two generations of Keras, and TensorFlow."""
 
+import re
 import sys
 from typing import Any
 
@@ -11,8 +12,9 @@ Path = tuple[str, ...]
 
 def keras_type(name: str) -> tuple[type, ...]:
     """Return the class of this name of Keras 3, for `isinstance`; nothing if not imported."""
-    keras = sys.modules.get("keras")
-    kind = getattr(keras, name, None)
+    kind: Any = sys.modules.get("keras")
+    for part in name.split("."):
+        kind = getattr(kind, part, None)
     return (kind,) if isinstance(kind, type) else ()
 
 
@@ -84,8 +86,10 @@ def inner_variable(given: Any) -> tf.Variable:
 
 
 def own_name(given: Any) -> str:
-    """Return the name that a variable was given, without TensorFlow's output number."""
-    return str(given.name).partition(":")[0]
+    """Return the name that a variable was given, without what TensorFlow and Keras number."""
+    name = str(given.name).partition(":")[0]
+    # Keras counts those that were given none: `variable_7`.
+    return "variable" if re.fullmatch(r"variable_\d+", name) else name
 
 
 def last_name(given: Any) -> str:

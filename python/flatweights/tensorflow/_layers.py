@@ -1,31 +1,33 @@
 """The variables of a Keras model or layer, of Keras 3 or `tf_keras`, named by its structure."""
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flatweights.tensorflow._kinds import (
     Path,
     inner_variable,
-    is_layer,
     is_layer_of_keras_2,
     is_sequential_or_functional,
     last_name,
 )
-from flatweights.tensorflow._names import layer_names
+from flatweights.tensorflow._names import layer_names, snake_case
 
 
-def layer_variables(layer: Any, path: Path) -> Iterator[tuple[Path, Any, bool]]:
+def layer_variables(
+    layer: Any, path: Path, bare: Mapping[int, Path]
+) -> Iterator[tuple[Path, Any, bool]]:
     """Yield path, variable, and whether it is trained, in Keras's order.
 
     Args:
         layer: A model or layer that is built.
         path: What leads to it.
+        bare: What leads to bare variables in attributes and modules, by identity: those that
+            `tf_keras` takes for weights.
 
     Raises:
         ValueError: If it, or a layer in it, is not built.
     """
-    unbuilt = [sub.name for sub in all_layers(layer) if not sub.built]
+    unbuilt = [sub.name for sub in all_layers(layer) if not _is_complete(sub)]
     if unbuilt:
         raise ValueError(
             f"{type(layer).__name__} {layer.name!r} is not built, so it has not all of its "
@@ -35,17 +37,31 @@ def layer_variables(layer: Any, path: Path) -> Iterator[tuple[Path, Any, bool]]:
     for where, sub in layers_by_path(layer, path):
         for name, variable in _own_variables(sub):
             # A variable that several layers share keeps the first of its names.
-            paths.setdefault(id(variable), (*where, name))
+            paths.setdefault(id(variable), (*where, *name))
     # Frozen layers of `tf_keras` do not tell their variables.
     trained = {id(inner_variable(variable)) for variable in layer.trainable_variables}
     for variable in layer.variables:
-        where = paths.get(id(variable), (*path, last_name(variable)))
+        where = paths.get(id(variable)) or bare.get(id(variable), (*path, last_name(variable)))
         yield where, variable, id(inner_variable(variable)) in trained
 
 
 def all_layers(layer: Any) -> list[Any]:
     """Return ``layer`` and all layers in it."""
     return list(layer._flatten_layers())
+
+
+def _is_complete(layer: Any) -> bool:
+    """Whether a layer has all of its variables: it is built, or Keras makes none for its class."""
+    if layer.built:
+        return True
+    # Lookups and the like, called by other layers, are never built, and have nothing to build.
+    kind: Any = type(layer)
+    base: Any = next(each for each in reversed(kind.__mro__) if each.__name__ == "Layer")
+    return (
+        kind.__module__.startswith(("keras.", "tf_keras."))
+        and kind.build is base.build
+        and not hasattr(layer, "_build_from_signature")  # attention of `tf_keras`, when called
+    )
 
 
 def layers_by_path(layer: Any, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -63,18 +79,34 @@ def layers_by_path(layer: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     return walk(layer, path)
 
 
-def _own_variables(layer: Any) -> Iterator[tuple[str, Any]]:
-    if not is_layer_of_keras_2(layer):
+def leaves(
+    held: Any, path: Path, within: frozenset[int] = frozenset()
+) -> Iterator[tuple[Path, Any]]:
+    """Yield what ``held`` consists of, through mappings, lists and tuples that it is within."""
+    if isinstance(held, Mapping):
+        items = [(str(key), item) for key, item in held.items()]
+    elif isinstance(held, (list, tuple)):
+        items = [(str(i), item) for i, item in enumerate(held)]
+    else:
+        yield path, held
+        return
+    if id(held) not in within:
+        for step, item in items:
+            yield from leaves(item, (*path, step), within | {id(held)})
+
+
+def _own_variables(layer: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield each variable that is the layer's own; one without a name has its attribute's."""
+    if is_layer_of_keras_2(layer):
+        own = [*layer._trainable_weights, *layer._non_trainable_weights]
+    else:
         own = [*layer._trainable_variables, *layer._non_trainable_variables]
         own += [generator.state for generator in layer._seed_generators]
-        yield from ((last_name(variable), variable) for variable in own)
-        return
-    # It takes bare variables in attributes for weights; few of them were given a name.
-    attributes = {id(held): name.lstrip("_") for name, held in vars(layer).items()}
-    for variable in (*layer._trainable_weights, *layer._non_trainable_weights):
-        name = last_name(variable)
-        is_nameless = re.fullmatch(r"Variable(_\d+)?", name)
-        yield attributes.get(id(variable), name) if is_nameless else name, variable
+    names = [last_name(variable) for variable in own]
+    nameless = {name for name in names if name.lower() == "variable"}
+    attributes = _attributes_of(layer) if nameless else {}
+    for name, variable in zip(names, own, strict=True):
+        yield attributes.get(id(variable), (name,)) if name in nameless else (name,), variable
 
 
 def _sublayers(layer: Any) -> Iterator[tuple[Path, Any]]:
@@ -83,33 +115,41 @@ def _sublayers(layer: Any) -> Iterator[tuple[Path, Any]]:
     In Sequential and functional models that is class and count; elsewhere the attribute.
     """
     sublayers = list(layer._flatten_layers(recursive=False, include_self=False))
-    names = layer_names([(type(sub).__name__, sub.name) for sub in sublayers])
+    names = layer_names([(_automatic_name(sub), sub.name) for sub in sublayers])
     attributes = {} if is_sequential_or_functional(layer) else _attributes_of(layer)
     for name, sublayer in zip(names, sublayers, strict=True):
         yield attributes.get(id(sublayer), (name,)), sublayer
 
 
+def _automatic_name(layer: Any) -> str:
+    """Return what Keras calls a layer of this class, but for a number."""
+    name = snake_case(type(layer).__name__)
+    if is_layer_of_keras_2(layer):
+        if name == "functional":
+            return "model"
+        return f"private{name}" if name.startswith("_") else name
+    return name
+
+
 def _attributes_of(layer: Any) -> dict[int, Path]:
-    """Return the attribute, and the position within it, that holds each layer in ``layer``."""
-    found: dict[int, Path] = {}
-
-    def note(held: Any, path: Path) -> None:
-        if is_layer(held):
-            found.setdefault(id(held), path)
-        elif isinstance(held, Mapping):
-            for key, item in held.items():
-                note(item, (*path, str(key)))
-        elif isinstance(held, (list, tuple)):
-            for i, item in enumerate(held):
-                note(item, (*path, str(i)))
-
+    """Return the attribute, and the place within it, of what ``layer`` holds, by identity."""
     # Keras and TensorFlow keep lists of what they track beside the attributes proper.
     attributes = [
         (name, held)
         for name, held in vars(layer).items()
-        if name not in ("_layers", "_callable_losses") and not name.startswith("_self_")
+        if name not in _LISTS_OF_KERAS and not name.startswith(("_self_", "_obj_"))
     ]
+    found: dict[int, Path] = {}
     # A public attribute names a layer in preference to a private one.
     for name, held in sorted(attributes, key=lambda item: item[0].startswith("_")):
-        note(held, (name.lstrip("_"),))
+        for path, item in leaves(held, (name.lstrip("_"),)):
+            found.setdefault(id(item), path)
     return found
+
+
+_LISTS_OF_KERAS = frozenset(
+    {
+        *("_layers", "_callable_losses", "_trainable_variables", "_non_trainable_variables"),
+        *("_trainable_weights", "_non_trainable_weights"),
+    }
+)

@@ -1,7 +1,8 @@
 """Which of a model's slots a mapping of weights is meant for."""
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,8 @@ def match_slots(
     """Return the position of the slot that each of the ``given`` weights is for.
 
     In this order: if all names are known, by name; else, if the weights are a full set
-    whose shapes and dtypes agree in order, by position; else, if some names are
-    known, those, with a warning that lists the others.
+    whose shapes and dtypes agree in order, by position, unless the names tell that they are in
+    another order; else, if some names are known, those, with a warning that lists the others.
 
     Args:
         given: Weights by name.
@@ -54,7 +55,11 @@ def match_slots(
             )
     if known and not unknown:
         return known
-    if len(given) == len(layout) and _layout_of(given).signature == layout.signature:
+    if (
+        len(given) == len(layout)
+        and _layout_of(given).signature == layout.signature
+        and not _are_shuffled(list(names.values()), layout.names)
+    ):
         return dict(enumerate(given))
     if not known:
         raise AssertionError(NO_MATCH)
@@ -63,6 +68,28 @@ def match_slots(
         stacklevel=3,
     )
     return known
+
+
+def _are_shuffled(given: Sequence[str], own: Sequence[str]) -> bool:
+    """Whether two parts of names that both have are at different places; numbers aside.
+
+    Weights that were sorted by name must not arrive at one another's places: ``actor/beta``,
+    ``actor/gamma`` are not for ``gamma``, ``beta``. Compared are the last parts of the names,
+    then those before them, and so on. What only one of the two has was renamed.
+    """
+    given_parts, own_parts = ([_parts(name) for name in names] for names in (given, own))
+    depth = min(len(parts) for parts in (*given_parts, *own_parts))
+    for k in range(depth):
+        both = {parts[k] for parts in given_parts} & {parts[k] for parts in own_parts}
+        for theirs, ours in zip(given_parts, own_parts, strict=True):
+            if theirs[k] != ours[k] and {theirs[k], ours[k]} <= both:
+                return True
+    return False
+
+
+def _parts(name: str) -> list[str]:
+    """Return the parts of a name, last first, without the numbers at their ends."""
+    return [re.sub(r"_?\d+$", "", part) for part in reversed(name.split("/"))]
 
 
 def _renamed(keys: list[str], rename: Mapping[str, str]) -> dict[str, str]:

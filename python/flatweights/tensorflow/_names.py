@@ -38,13 +38,12 @@ def layer_names(layers: Sequence[tuple[str, str]]) -> list[str]:
     """Return names for the layers of one container, automatic numbers counted afresh.
 
     Args:
-        layers: Class name and name of each layer. A name is automatic if it is the class
-            name in snake case, with or without a number; others are kept.
+        layers: Automatic name and name of each layer. If the second is the first, with or
+            without a number, it is counted; others are kept.
     """
     counts: Counter[str] = Counter()
     names = []
-    for class_name, name in layers:
-        base = snake_case(class_name)
+    for base, name in layers:
         if not re.fullmatch(rf"{re.escape(base)}(_\d+)?", name):
             names.append(name)
             continue

@@ -34,7 +34,9 @@ def optimizer_variables(
         ValueError: If it has no slots yet.
     """
     _check_built(optimizer)
-    slots = _slot_paths(_innermost(optimizer), owners)
+    slots: dict[int, Path] = {}
+    for part in _innermost(optimizer):
+        slots.update(_slot_paths(part, owners))
     for variable in _all_variables(optimizer):
         step = slots.get(id(variable), (last_name(variable),))
         yield (*path, *step), variable
@@ -48,10 +50,11 @@ def owner_key(variable: tf.Variable) -> str:
     return str(getattr(variable, "_unique_id", id(variable)))
 
 
-def _innermost(optimizer: Any) -> Any:
-    """Return the optimizer that a loss scale, or several, are wrapped around."""
+def _innermost(optimizer: Any) -> list[Any]:
+    """Return the optimizers that a loss scale, or a choice for each variable, is wrapped around."""
     wrapped = getattr(optimizer, "inner_optimizer", None)
-    return optimizer if wrapped is None else _innermost(wrapped)
+    several = [wrapped] if wrapped is not None else getattr(optimizer, "_inner_optimizers", [])
+    return [part for inner in several for part in _innermost(inner)] or [optimizer]
 
 
 def _all_variables(optimizer: Any) -> list[Any]:
@@ -60,19 +63,21 @@ def _all_variables(optimizer: Any) -> list[Any]:
 
 
 def _check_built(optimizer: Any) -> None:
-    inner = _innermost(optimizer)
-    if is_of_keras_3(inner, "Optimizer"):
-        built = inner.built
-    elif hasattr(inner, "build"):
-        built = getattr(inner, "_built", False)
-    else:
-        # The older optimizers of `tf_keras` make their slots at the first step.
-        built = getattr(inner, "_hypers_created", True)
-    if not built:
-        raise ValueError(
-            f"{type(optimizer).__name__} is not built, so it has not all of its variables: call "
-            "build(model.trainable_variables), or apply gradients once, first"
-        )
+    if all(_is_built(part) for part in _innermost(optimizer)):
+        return
+    raise ValueError(
+        f"{type(optimizer).__name__} is not built, so it has not all of its variables: call "
+        "build(model.trainable_variables), or apply gradients once, first"
+    )
+
+
+def _is_built(optimizer: Any) -> bool:
+    if is_of_keras_3(optimizer, "Optimizer"):
+        return bool(optimizer.built)
+    if hasattr(optimizer, "build"):
+        return bool(getattr(optimizer, "_built", False))
+    # The older optimizers of `tf_keras` make their slots at the first step.
+    return bool(getattr(optimizer, "_hypers_created", True))
 
 
 def _slot_paths(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]:

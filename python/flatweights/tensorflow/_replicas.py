@@ -25,9 +25,12 @@ class Replicas:
         self._first = first
         self._layout = layout
         self._movers: list[tuple[list[int], Mover]] = []
-        positions = [layout.index(name) for name in replicas]
-        slots = [layout.slots[i] for i in positions]
-        for variables in zip(*replicas.values(), strict=True):
+        # Variables of one strategy have one number of replicas, those of several may differ.
+        for k in range(max(map(len, replicas.values()), default=0)):
+            names = [name for name, others in replicas.items() if len(others) > k]
+            variables = [replicas[name][k] for name in names]
+            positions = [layout.index(name) for name in names]
+            slots = [layout.slots[i] for i in positions]
             own = Layout(
                 [slot.name for slot in slots],
                 [slot.shape for slot in slots],

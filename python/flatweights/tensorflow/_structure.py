@@ -1,7 +1,7 @@
 """The variables that an eager model holds, named by where it holds them."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -12,12 +12,13 @@ from flatweights.tensorflow._kinds import (
     inner_variable,
     is_layer,
     is_layer_of_keras_2,
+    is_of_keras_3,
     is_optimizer,
     is_partitioned,
     is_variable,
     own_name,
 )
-from flatweights.tensorflow._layers import layer_variables, layers_by_path
+from flatweights.tensorflow._layers import layer_variables, layers_by_path, leaves
 from flatweights.tensorflow._optimizers import optimizer_variables, owner_key
 
 # Objects of these are looked at for variables only if they are what is handed over.
@@ -42,20 +43,25 @@ class Found(NamedTuple):
     is_trained: bool
 
 
-def find_variables(output: Any) -> list[Found]:
+def find_variables(output: Any, beside: Iterable[Found] = ()) -> list[Found]:
     """Return each variable that ``output`` holds, once, in order.
 
     Args:
         output: A variable, a model, layer or optimizer of Keras 3 or `tf_keras`, a
             `tf.Module`, an object with variables as attributes, or any nesting of these in
             lists, tuples and mappings. None holds nothing.
+        beside: Variables that optimizers in ``output`` may have slots for.
 
     Raises:
         TypeError: If it holds anything else.
         ValueError: If a model, a layer or an optimizer in it is not built.
     """
     # An optimizer names its slots after the variables of models that may come after it.
-    owners = {owner_key(found.variable): found.path for found in _Walk(owners=None).found(output)}
+    without = _Walk(owners=None)
+    found = without.found(output)
+    if not without.passed_over:
+        return found
+    owners = {owner_key(item.variable): item.path for item in (*beside, *found)}
     return _Walk(owners).found(output)
 
 
@@ -64,10 +70,12 @@ class _Walk:
 
     Attributes:
         owners: What leads to each variable, by `owner_key`; None to pass over optimizers.
+        passed_over: Whether there was one that was passed over.
     """
 
     def __init__(self, owners: Mapping[str, Path] | None) -> None:
         self._owners = owners
+        self.passed_over = False
         self._entered: set[int] = set()
 
     def found(self, output: Any) -> list[Found]:
@@ -100,10 +108,12 @@ class _Walk:
         elif self._is_holder(value) or _is_plain(value):
             yield from self._holder(value, path)
         else:
+            # It holds the layer that it comes from, which is a part of its model.
+            hint = ": pass the model" if _is_symbolic_of_keras(value) else ""
             raise TypeError(
                 "expected operations or tensors of a graph, variables, Keras models, layers or "
                 "optimizers, tf.Modules, objects that hold variables, or a nesting of these, got "
-                f"{type(value).__name__}"
+                f"{type(value).__name__}{hint}"
             )
 
     def _variable(self, path: Path, value: Any) -> Iterator[tuple[Path, Any, bool]]:
@@ -119,21 +129,31 @@ class _Walk:
         return (
             is_layer(value)
             or is_optimizer(value)
-            or isinstance(value, tf.Module)
+            or is_of_keras_3(value, "random.SeedGenerator")
+            or isinstance(value, tf.__internal__.tracking.AutoTrackable)
             or (_is_plain(value) and type(value).__module__.partition(".")[0] not in _NO_HOLDERS)
         )
 
     def _holder(self, value: Any, path: Path) -> Iterator[tuple[Path, Any, bool]]:
         if is_optimizer(value):
-            if self._owners is not None:
-                for where, variable in optimizer_variables(value, path, self._owners):
-                    yield where, variable, False
+            if self._owners is None:
+                self.passed_over = True
+                return
+            for where, variable in optimizer_variables(value, path, self._owners):
+                yield where, variable, False
         elif id(value) in self._entered:
             return
         elif is_layer(value):
             self._entered.add(id(value))
-            yield from layer_variables(value, path)
-            for where, layer in layers_by_path(value, path):
+            layers = list(layers_by_path(value, path))
+            old = [(where, layer) for where, layer in layers if is_layer_of_keras_2(layer)]
+            bare = {
+                id(variable): there
+                for where, layer in old
+                for there, variable, _ in _Walk(self._owners)._bare(layer, where)
+            }
+            yield from layer_variables(value, path, bare)
+            for where, layer in layers:
                 # Unlike `tf_keras`, Keras 3 knows nothing of these.
                 if not is_layer_of_keras_2(layer):
                     yield from self._bare(layer, where)
@@ -147,7 +167,7 @@ class _Walk:
         for attribute, held in _by_name(layer):
             if attribute.startswith(("_self_", "_obj_")) or attribute in _OF_KERAS:
                 continue
-            for item_path, item in _leaves(held, (*path, attribute.lstrip("_"))):
+            for item_path, item in leaves(held, (*path, attribute.lstrip("_"))):
                 if isinstance(item, tf.Variable):
                     yield from self._variable(item_path, item)
                 elif isinstance(item, tf.Module) and not is_layer(item):
@@ -155,7 +175,7 @@ class _Walk:
 
     def _held(self, held: Any, path: Path) -> Iterator[tuple[Path, Any, bool]]:
         """Walk what an attribute holds, passing over all that holds no variables."""
-        for item_path, item in _leaves(held, path):
+        for item_path, item in leaves(held, path):
             if is_variable(item):
                 yield from self._variable(item_path, item)
             elif self._is_holder(item):
@@ -172,37 +192,36 @@ _OF_KERAS = frozenset(
 
 
 def _by_name(holder: Any) -> list[tuple[str, Any]]:
-    return sorted(vars(holder).items(), key=lambda item: item[0])
+    attributes = dict(getattr(holder, "__dict__", {}))
+    for kind in type(holder).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(holder, name):
+                attributes.setdefault(name, getattr(holder, name))
+    return sorted(attributes.items(), key=lambda item: item[0])
 
 
 def _attributes(holder: Any) -> list[tuple[str, Any]]:
     """Return the attributes of a module in `tf.Module`'s order, else public ones first."""
-    if isinstance(holder, tf.Module):
-        ignored = holder._TF_MODULE_IGNORED_PROPERTIES
-        return [item for item in _by_name(holder) if item[0] not in ignored]
+    if isinstance(holder, tf.__internal__.tracking.AutoTrackable):  # `tf.Module`s are
+        ignored = getattr(holder, "_TF_MODULE_IGNORED_PROPERTIES", ())
+        return [
+            item
+            for item in _by_name(holder)
+            if item[0] not in ignored and not item[0].startswith("_self_")
+        ]
     return sorted(_by_name(holder), key=lambda item: item[0].startswith("_"))
 
 
 def _is_plain(value: Any) -> bool:
     """Whether ``value`` is an object with attributes; classes, functions and tensors are not."""
     return (
-        hasattr(value, "__dict__")
+        (hasattr(value, "__dict__") or hasattr(value, "__slots__"))
         and not isinstance(value, (type, ModuleType, tf.Tensor))
         and not hasattr(value, "__get__")
+        and not _is_symbolic_of_keras(value)
     )
 
 
-def _leaves(
-    held: Any, path: Path, within: frozenset[int] = frozenset()
-) -> Iterator[tuple[Path, Any]]:
-    """Yield what ``held`` consists of, through mappings, lists and tuples that it is within."""
-    if isinstance(held, Mapping):
-        items = [(str(key), item) for key, item in held.items()]
-    elif isinstance(held, (list, tuple)):
-        items = [(str(i), item) for i, item in enumerate(held)]
-    else:
-        yield path, held
-        return
-    if id(held) not in within:
-        for step, item in items:
-            yield from _leaves(item, (*path, step), within | {id(held)})
+def _is_symbolic_of_keras(value: Any) -> bool:
+    return any(kind.__name__ == "KerasTensor" for kind in type(value).__mro__)

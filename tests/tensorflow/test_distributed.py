@@ -1,0 +1,287 @@
+"""Variables of `tf.distribute` strategies, on two logical CPUs, and of several devices."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+import tf_models  # makes the logical devices  # noqa: F401
+from tf_kinds import numbers
+
+from flatweights.tensorflow import TensorFlowVariables
+
+ON_READ = tf.VariableSynchronization.ON_READ
+AGGREGATIONS = {
+    "sum": tf.VariableAggregation.SUM,
+    "mean": tf.VariableAggregation.MEAN,
+    "first": tf.VariableAggregation.ONLY_FIRST_REPLICA,
+}
+
+
+@pytest.fixture
+def strategy():
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def inner(variable):
+    variable = variable._value if isinstance(variable, keras.Variable) else variable
+    return getattr(variable, "_variable", variable)
+
+
+def replicas(variable):
+    """What each replica has, read by TensorFlow."""
+    return [np.array(component.numpy()) for component in inner(variable).values]
+
+
+def keras_model():
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(3),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.1, seed=0),
+            keras.layers.Dense(2),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return [model, model.optimizer], [*model.variables, *model.optimizer.variables]
+
+
+def tf_keras_model():
+    model = tf_keras.Sequential(
+        [
+            tf_keras.Input((4,)),
+            tf_keras.layers.Dense(3),
+            tf_keras.layers.BatchNormalization(),
+            tf_keras.layers.Dense(2),
+        ]
+    )
+    model.compile(tf_keras.optimizers.Adam(0.1), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return [model, model.optimizer], [*model.variables, *model.optimizer.variables]
+
+
+def module():
+    class Module(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = tf.Variable([[1.0, 2.0]])
+            self.n = tf.Variable([3, 4], dtype=tf.int64)
+
+    made = Module()
+    return made, [made.n, made.w]
+
+
+BUILDERS = {"keras": keras_model, "tf_keras": tf_keras_model, "module": module}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_mirrored_variables_are_read_once_and_set_on_all_replicas(strategy, name, path):
+    with strategy.scope():
+        output, variables = BUILDERS[name]()
+    weights = TensorFlowVariables(output)
+    assert len(weights.variables) == len(variables)
+    assert {id(v) for v in weights.variables.values()} == {id(v) for v in variables}
+    for key, array in weights.get_weights().items():
+        np.testing.assert_array_equal(array, inner(weights.variables[key]).numpy(), strict=True)
+    flat = np.arange(weights.get_flat_size(), dtype=weights.layout.dtype)
+    weights.set_flat(flat)
+    np.testing.assert_array_equal(weights.get_flat(), flat)
+    for slot, variable in zip(weights.layout.slots, weights.variables.values(), strict=True):
+        expected = flat[slot.start : slot.start + slot.size].reshape(slot.shape)
+        for array in replicas(variable):
+            np.testing.assert_array_equal(array, expected.astype(slot.dtype), strict=True)
+    if path == "bound":
+        assert set(weights.unbound) == {
+            key
+            for key, v in weights.variables.items()
+            if getattr(inner(v), "synchronization", None) == ON_READ
+        }
+
+
+def test_every_way_of_setting_reaches_all_replicas(strategy):
+    with strategy.scope():
+        a, b = tf.Variable([1.0, 2.0], name="a"), tf.Variable([3.0], name="b")
+    weights = TensorFlowVariables([a, b])
+    weights.set_weights(weights.get_weights())
+    weights.set_weights({"b": [5]})
+    assert [r.tolist() for r in (*replicas(a), *replicas(b))] == [[1, 2], [1, 2], [5], [5]]
+    weights.set_weights({"x": np.float32([7, 8]), "y": np.float32([9])})
+    assert [r.tolist() for r in (*replicas(a), *replicas(b))] == [[7, 8], [7, 8], [9], [9]]
+    weights.add_flat([1, 1, 1])
+    assert [r.tolist() for r in (*replicas(a), *replicas(b))] == [[8, 9], [8, 9], [10], [10]]
+    weights.lerp_flat([0, 1, 0], 0.5)
+    assert [r.tolist() for r in (*replicas(a), *replicas(b))] == [[4, 5], [4, 5], [5], [5]]
+    frozen = np.float32([1, 2, 3])
+    frozen.setflags(write=False)
+    weights.set_flat(frozen, share=True)
+    assert [r.tolist() for r in (*replicas(a), *replicas(b))] == [[1, 2], [1, 2], [3], [3]]
+
+
+def test_a_wrong_vector_reaches_no_replica(strategy):
+    with strategy.scope():
+        a = tf.Variable([1.0, 2.0], name="a")
+    weights = TensorFlowVariables(a)
+    for call in (lambda: weights.set_flat([1, 2, 3]), lambda: weights.set_weights({"a": [1]})):
+        with pytest.raises(ValueError, match="expected"):
+            call()
+    assert [r.tolist() for r in replicas(a)] == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_synchronized_variables_are_read_and_assigned_by_tensorflow(strategy, aggregation):
+    with strategy.scope():
+        v = tf.Variable(
+            [1.0, 2.0], synchronization=ON_READ, aggregation=AGGREGATIONS[aggregation], name="v"
+        )
+        beside = tf.Variable([3.0], name="beside")
+    for component, value in zip(v.values, ([2.0, 4.0], [6.0, 8.0]), strict=True):
+        component.assign(value)
+    weights = TensorFlowVariables([v, beside])
+    read = {"sum": [8, 12], "mean": [4, 6], "first": [2, 4]}[aggregation]
+    np.testing.assert_array_equal(v.numpy(), read)
+    np.testing.assert_array_equal(weights.get_flat(), [*read, 3])
+    np.testing.assert_array_equal(weights.get_weights()["v"], read)
+    for call in (
+        lambda: weights.set_flat([4, 6, 5]),
+        lambda: weights.set_weights({"v": [4, 6], "beside": [5]}),
+        lambda: weights.set_weights({"v": [4, 6]}),
+    ):
+        v.assign(tf.constant([0.0, 0.0]))
+        call()
+        ours = replicas(v)
+        v.assign(tf.constant([4.0, 6.0]))
+        np.testing.assert_array_equal(ours, replicas(v))
+        np.testing.assert_array_equal(weights.get_flat(), [4, 6, 5])
+    assert next(iter(weights.unbound)) == "v"
+
+
+def test_a_variable_that_tensorflow_cannot_read_is_refused_by_name(strategy):
+    with strategy.scope():
+        v = tf.Variable([1.0], synchronization=ON_READ, name="own")
+    with pytest.raises(ValueError, match=r"variable 'own': expected an aggregation.*leave it out"):
+        TensorFlowVariables(v)
+
+
+@pytest.mark.parametrize("name", ["keras", "tf_keras"])
+def test_weights_go_between_a_strategy_and_one_device(strategy, name):
+    with strategy.scope():
+        mirrored = TensorFlowVariables(BUILDERS[name]()[0])
+    alone = TensorFlowVariables(BUILDERS[name]()[0])
+    assert mirrored.layout == alone.layout
+    alone.set_weights(mirrored.get_weights(), strict=True)
+    np.testing.assert_array_equal(alone.get_flat(), mirrored.get_flat())
+    alone.add_flat(np.ones(alone.get_flat_size()))
+    mirrored.set_weights(alone.get_weights(), strict=True)
+    np.testing.assert_array_equal(alone.get_flat(), mirrored.get_flat())
+
+
+@pytest.mark.parametrize("name", ["keras", "tf_keras"])
+def test_training_under_a_strategy_goes_on_from_what_was_set(strategy, name):
+    def built():
+        with strategy.scope():
+            return BUILDERS[name]()[0]
+
+    def step(model):
+        model.fit(numbers(4, 4), numbers(4, 2), batch_size=4, shuffle=False, verbose=0)
+
+    first, second = built(), built()
+    step(first[0])
+    here, there = TensorFlowVariables(first), TensorFlowVariables(second)
+    there.set_weights(here.get_weights(), strict=True)
+    step(first[0])
+    step(second[0])
+    ours, theirs = here.get_weights(), there.get_weights()
+    for key in ours:
+        # What each replica counts for itself arrives as their mean: it is rounded.
+        by = 1e-6 if "moving" in key and name == "tf_keras" else 0
+        np.testing.assert_allclose(ours[key], theirs[key], rtol=by, atol=by)
+
+
+def test_variables_of_two_strategies(strategy):
+    with strategy.scope():
+        a = tf.Variable([1.0], name="a")
+    with tf.distribute.MirroredStrategy(["CPU:1"]).scope():
+        b = tf.Variable([2.0], name="b")
+    with tf.distribute.OneDeviceStrategy("CPU:1").scope():
+        c = tf.Variable([3.0], name="c")
+    with tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"]).scope():
+        d = tf.Variable([4.0], name="d")
+    e = tf.Variable([5.0], name="e")
+    weights = TensorFlowVariables([a, b, c, d, e])
+    np.testing.assert_array_equal(weights.get_flat(), [1, 2, 3, 4, 5])
+    weights.set_flat([6, 7, 8, 9, 10])
+    assert [v.numpy().tolist() for v in (a, b, c, d, e)] == [[6], [7], [8], [9], [10]]
+    assert [r.tolist() for r in replicas(a)] == [[6], [6]]
+
+
+def test_one_replica_can_be_handed_over_alone(strategy):
+    with strategy.scope():
+        a = tf.Variable([1.0], name="a")
+    weights = TensorFlowVariables(list(strategy.experimental_local_results(a)))
+    weights.set_flat([2, 3])
+    assert [r.tolist() for r in replicas(a)] == [[2], [3]]
+
+
+def test_layers_of_a_model_on_several_devices():
+    layers = []
+    for i in (1, 0, 1):
+        with tf.device(f"CPU:{i}"):
+            layers.append(keras.layers.Dense(2))
+            layers[-1].build((None, 2))
+    weights = TensorFlowVariables(layers)
+    flat = np.arange(18, dtype=np.float32)
+    weights.set_flat(flat)
+    np.testing.assert_array_equal(
+        np.concatenate([v._value.numpy().ravel() for layer in layers for v in layer.variables]),
+        flat,
+    )
+    np.testing.assert_array_equal(weights.get_flat(), flat)
+    devices = [v._value.device[-1] for layer in layers for v in layer.variables]
+    assert devices == list("110011")
+
+
+def test_distributed_calls_trace_nothing_anew(strategy, monkeypatch):
+    with strategy.scope():
+        a = tf.Variable([1.0], name="a")
+        b = tf.Variable([1.0], synchronization=ON_READ, aggregation=AGGREGATIONS["mean"], name="b")
+    weights = TensorFlowVariables([a, b])
+
+    def calls():
+        weights.set_flat(weights.get_flat())
+        weights.set_weights(weights.get_weights())
+        weights.set_weights({"b": [3]})
+
+    calls()
+    traced = []
+    original = tf.Graph.__init__
+
+    def counted(self, *args, **kwargs):
+        traced.append(self)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(tf.Graph, "__init__", counted)
+    for _ in range(10):
+        calls()
+    assert not traced
+
+
+def test_within_the_scope_of_the_strategy_everything_works_as_outside(strategy):
+    with strategy.scope():
+        a = tf.Variable([1.0], name="a")
+        b = tf.Variable([2.0], synchronization=ON_READ, aggregation=AGGREGATIONS["sum"], name="b")
+        weights = TensorFlowVariables([a, b])
+        np.testing.assert_array_equal(weights.get_flat(), [1, 4])  # 2 in each replica
+        weights.set_flat([3, 4])
+        weights.set_weights({"b": [6]})
+        np.testing.assert_array_equal(weights.get_weights()["b"], [6])
+    assert [r.tolist() for r in (*replicas(a), *replicas(b))] == [[3], [3], [3], [3]]
+
+
+def test_within_a_replica_calls_move_the_whole_variable(strategy):
+    with strategy.scope():
+        a = tf.Variable([1.0], name="a", aggregation=tf.VariableAggregation.MEAN)
+    weights = TensorFlowVariables(a)
+    got = strategy.run(lambda: tf.constant(weights.get_flat()))
+    assert [value.numpy().tolist() for value in got.values] == [[1], [1]]

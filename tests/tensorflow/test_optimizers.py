@@ -1,0 +1,305 @@
+"""Optimizers: all of their slots, under the names of what they belong to, and their counters."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from tf_kinds import Block, OldBlock, numbers, value
+
+from flatweights.tensorflow import TensorFlowVariables
+
+tf1 = tf.compat.v1
+
+
+def of_kind(module, base):
+    """The optimizers of a module, but for bases."""
+    return [
+        getattr(module, name)
+        for name in sorted(vars(module))
+        if isinstance(getattr(module, name), type)
+        and issubclass(getattr(module, name), base)
+        and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "experimental")
+    ]
+
+
+CLASSES = {
+    f"{prefix}.{kind.__name__}": kind
+    for prefix, module, base in (
+        ("keras", keras.optimizers, keras.optimizers.Optimizer),
+        ("tf_keras", tf_keras.optimizers, tf_keras.optimizers.Optimizer),
+        (
+            "tf_keras.legacy",
+            tf_keras.optimizers.legacy,
+            tf_keras.optimizers.legacy.Optimizer,
+        ),
+    )
+    for kind in of_kind(module, base)
+}
+OPTIONS = {
+    "SGD": {"momentum": 0.9},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Adam": {"amsgrad": True},
+}
+
+
+def made(name):
+    kind = CLASSES[name]
+    return kind(**OPTIONS.get(kind.__name__, {}))
+
+
+def model_of(name, units=3):
+    """A model of the optimizer's own Keras, with a state of its own kind in the middle."""
+    if name.startswith("tf_keras"):
+        layers = [tf_keras.Input((4,)), OldBlock(units), tf_keras.layers.Dense(2)]
+        return tf_keras.Sequential(layers)
+    return keras.Sequential([keras.Input((4,)), Block(units), keras.layers.Dense(2)])
+
+
+def model_without_chance(name):
+    """Dropout of `tf_keras` draws from what is no variable."""
+    keras_of_name = tf_keras if name.startswith("tf_keras") else keras
+    layers = keras_of_name.layers
+    return keras_of_name.Sequential(
+        [
+            keras_of_name.Input((4,)),
+            layers.Dense(3, activation="tanh"),
+            layers.BatchNormalization(),
+            *([layers.Dropout(0.5)] if keras_of_name is keras else []),
+            layers.Dense(2, activation="tanh"),
+        ]
+    )
+
+
+def step(model, optimizer, x=None):
+    x = numbers(8, 4) if x is None else x
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(x, training=True) ** 2)
+    variables = model.trainable_variables
+    gradients = tape.gradient(loss, variables)
+    if hasattr(variables[0], "_value"):
+        optimizer.apply(gradients, variables)
+    else:
+        optimizer.apply_gradients(
+            (g, v) for g, v in zip(gradients, variables, strict=True) if g is not None
+        )
+
+
+def own_variables(optimizer):
+    found = optimizer.variables
+    return list(found() if callable(found) and not isinstance(found, list) else found)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_optimizer_gives_its_variables_under_the_names_of_their_owners(name):
+    layouts = []
+    for units in (3, 3):
+        model, optimizer = model_of(name, units), made(name)
+        step(model, optimizer)
+        weights = TensorFlowVariables({"model": model, "optimizer": optimizer})
+        found = list(weights.variables.values())[len(model.variables) :]
+        assert [id(v) for v in found] == [id(v) for v in own_variables(optimizer)]
+        layouts.append(weights.layout)
+        models = set(list(weights.variables)[: len(model.variables)])
+        slots = [n for n in list(weights.variables)[len(model.variables) :] if n.count("/") > 1]
+        for slot in slots:
+            owner = slot.removeprefix("optimizer/").rpartition("/")[0]
+            assert owner in models, slot
+        of_owners = [v for n, v in weights.variables.items() if n in slots]
+        assert len(own_variables(optimizer)) - len(of_owners) <= 3, "counters have their own names"
+    assert layouts[0] == layouts[1], "whatever was built before"
+
+
+TRAINED = {
+    "keras.SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "keras.Adam": lambda: keras.optimizers.Adam(0.01),
+    "keras.Adam.accumulating": lambda: keras.optimizers.Adam(
+        0.01, gradient_accumulation_steps=2, use_ema=True
+    ),
+    "keras.LossScale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01), initial_scale=4.0, dynamic_growth_steps=2
+    ),
+    "tf_keras.SGD": lambda: tf_keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "tf_keras.Adam": lambda: tf_keras.optimizers.Adam(0.01),
+    "tf_keras.legacy.SGD": lambda: tf_keras.optimizers.legacy.SGD(0.1, momentum=0.9),
+    "tf_keras.legacy.Adam": lambda: tf_keras.optimizers.legacy.Adam(0.01),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_goes_on_exactly_where_the_other_left_off(name):
+    def built():
+        model, optimizer = model_without_chance(name), TRAINED[name]()
+        step(model, optimizer)
+        return model, optimizer
+
+    first, second = built(), built()
+    for k in range(3):
+        step(*first, numbers(8, 4) * (k + 1.0))
+    here, there = TensorFlowVariables(list(first)), TensorFlowVariables(list(second))
+    assert here.layout == there.layout
+    there.set_weights(here.get_weights(), strict=True)
+    for k in range(3):
+        for model, optimizer in (first, second):
+            step(model, optimizer, numbers(8, 4) * (k - 1.0))
+    ours, theirs = here.get_weights(), there.get_weights()
+    assert np.isfinite(here.get_flat()).all()
+    for key in ours:
+        np.testing.assert_array_equal(ours[key], theirs[key], err_msg=key)
+
+
+def test_without_the_optimizer_training_goes_on_elsewhere():
+    # The test above would otherwise prove nothing.
+    name = "keras.Adam"
+    first, second = ((model_of(name), TRAINED[name]()) for _ in range(2))
+    for model, optimizer in (first, second):
+        step(model, optimizer)
+    for _ in range(3):
+        step(*first)
+    here, there = TensorFlowVariables(first[0]), TensorFlowVariables(second[0])
+    there.set_weights(here.get_weights(), strict=True)
+    step(*first)
+    step(*second)
+    assert not np.array_equal(here.get_flat(), there.get_flat())
+
+
+@pytest.mark.parametrize("name", ["keras.Adam", "tf_keras.Adam", "tf_keras.legacy.Adam"])
+def test_an_evaluation_network_takes_the_weights_of_a_training(name):
+    model, optimizer = model_of(name), TRAINED[name]()
+    step(model, optimizer)
+    training = TensorFlowVariables(model, input_variables=[optimizer])
+    evaluation = TensorFlowVariables(model_of(name))
+    assert list(training.variables)[: len(model.variables)] == list(evaluation.variables)
+    with pytest.warns(UserWarning, match=r"ignores \d+ weights .*iter"):
+        evaluation.set_weights(training.get_weights())
+    for key, array in evaluation.get_weights().items():
+        np.testing.assert_array_equal(array, training.get_weights()[key])
+
+
+def test_slots_in_input_variables_have_the_names_of_their_owners():
+    model, optimizer = model_of("keras"), TRAINED["keras.SGD"]()
+    optimizer.build(model.trainable_variables)
+    names = list(TensorFlowVariables(model, input_variables=[optimizer]).variables)
+    assert "block/dense/kernel/momentums" in names
+    assert "dense/kernel/momentums" in names
+
+
+def test_optimizers_come_before_or_after_their_models():
+    model, optimizer = model_of("keras"), TRAINED["keras.SGD"]()
+    optimizer.build(model.trainable_variables)
+    before = TensorFlowVariables({"o": optimizer, "m": model})
+    after = TensorFlowVariables({"m": model, "o": optimizer})
+    assert set(before.variables) == set(after.variables)
+    assert "o/m/block/dense/kernel/momentums" in before.variables
+
+
+def test_two_optimizers_of_one_model_keep_apart():
+    model = model_of("keras")
+    fast, slow = TRAINED["keras.SGD"](), TRAINED["keras.SGD"]()
+    for optimizer in (fast, slow):
+        optimizer.build(model.trainable_variables)
+    names = list(TensorFlowVariables({"m": model, "fast": fast, "slow": slow}).variables)
+    assert len(names) == len(set(names))
+    assert "fast/m/dense/bias/momentums" in names
+    assert "slow/m/dense/bias/momentums" in names
+
+
+def test_the_optimizer_of_a_compiled_model_is_not_part_of_the_model():
+    for name in ("keras.Adam", "tf_keras.Adam", "tf_keras.legacy.Adam"):
+        model = model_of(name)
+        model.compile(TRAINED[name](), "mse")
+        model.fit(numbers(4, 4), numbers(4, 2), verbose=0)
+        found = TensorFlowVariables(model).variables.values()
+        assert [id(v) for v in found] == [id(v) for v in model.variables]
+
+
+def test_an_optimizer_for_each_layer():
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        pytest.skip("this Keras has none")
+    layouts = []
+    for _ in range(2):
+        model = model_of("keras")
+        chosen = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1, momentum=0.9))
+        chosen[".*kernel"] = keras.optimizers.Adam(0.1)
+        optimizer = keras.optimizers.MultiOptimizer(chosen)
+        with pytest.raises(ValueError, match="MultiOptimizer is not built"):
+            TensorFlowVariables([model, optimizer])
+        optimizer.build(model.trainable_variables)
+        weights = TensorFlowVariables({"m": model, "o": optimizer})
+        assert {"o/m/dense/kernel/velocities", "o/m/dense/bias/momentums"} <= set(weights.variables)
+        layouts.append(weights.layout)
+    assert layouts[0] == layouts[1]
+
+
+def test_the_loss_scale_of_tf_keras_is_state():
+    inner = tf_keras.optimizers.Adam(0.01)
+    optimizer = tf_keras.mixed_precision.LossScaleOptimizer(inner, initial_scale=8)
+    model = model_of("tf_keras")
+    optimizer.build(model.trainable_variables)
+    weights = TensorFlowVariables([model, optimizer])
+    scale = next(name for name in weights.variables if "loss_scale" in name)
+    assert weights.get_weights()[scale] == 8
+    weights.set_weights({scale: 2})
+    assert optimizer.loss_scale.numpy() == 2
+
+
+def test_a_schedule_is_no_variable_and_a_learning_rate_is_one():
+    model = model_of("keras")
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    for rate, there in ((schedule, False), (0.1, True)):
+        optimizer = keras.optimizers.SGD(rate)
+        optimizer.build(model.trainable_variables)
+        names = list(TensorFlowVariables(optimizer).variables)
+        assert ("learning_rate" in names) == there
+        assert "iteration" in names
+
+
+TF1 = {
+    "momentum": lambda: tf1.train.MomentumOptimizer(0.1, 0.9),
+    "adam": lambda: tf1.train.AdamOptimizer(0.01),
+    "rmsprop": lambda: tf1.train.RMSPropOptimizer(0.01),
+}
+
+
+@pytest.mark.parametrize("use_resource", [True, False])
+@pytest.mark.parametrize("name", TF1)
+def test_training_goes_on_in_another_graph(name, use_resource):
+    def built():
+        with tf.Graph().as_default():
+            w = tf1.get_variable("w", [3], use_resource=use_resource)
+            b = tf1.get_variable("b", [], use_resource=use_resource)
+            counter = tf1.train.get_or_create_global_step()
+            loss = tf.reduce_sum(tf.square(w * [1.0, 2.0, 3.0] + b - 1.0))
+            optimizer = TF1[name]()
+            train = optimizer.minimize(loss, global_step=counter)
+            session = tf1.Session()
+            session.run(tf1.global_variables_initializer())
+            weights = TensorFlowVariables(
+                loss, session, input_variables=[*optimizer.variables(), counter]
+            )
+            assert len(weights.variables) == len(tf1.global_variables())
+            return weights, train
+
+    (here, train), (there, other_train) = built(), built()
+    for _ in range(3):
+        here.sess.run(train)
+    there.set_weights(here.get_weights(), strict=True)
+    for _ in range(3):
+        here.sess.run(train)
+        there.sess.run(other_train)
+    assert here.get_weights()["global_step"] == 6
+    np.testing.assert_array_equal(here.get_flat(), there.get_flat())
+
+
+def test_a_tf1_optimizer_of_eager_variables():
+    w = tf.Variable([1.0, 2.0], name="w")
+    optimizer = tf1.train.AdamOptimizer(0.1)
+    optimizer.minimize(lambda: tf.reduce_sum(w * w))
+    weights = TensorFlowVariables([w, optimizer])
+    assert {id(v) for v in weights.variables.values()} == {
+        id(v) for v in (w, *optimizer.variables())
+    }
+    flat = weights.get_flat()
+    np.testing.assert_array_equal(
+        flat, np.concatenate([value(v).ravel() for v in weights.variables.values()])
+    )

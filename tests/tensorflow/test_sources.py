@@ -1,0 +1,462 @@
+"""Whatever holds variables: every one of them, once, and set as well as got."""
+
+import types
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from keras.src.backend.common.stateless_scope import StatelessScope
+from tf_kinds import KINDS, Block, Leaf, OldBlock, Tree, numbers, value
+
+from flatweights.tensorflow import TensorFlowVariables
+
+tf1 = tf.compat.v1
+
+
+def inner(variable):
+    """The `tf.Variable` within a variable of Keras 3, or within a cast of `tf_keras`."""
+    variable = variable._value if isinstance(variable, keras.Variable) else variable
+    return getattr(variable, "_variable", variable)
+
+
+def changed(array):
+    return ~array if array.dtype == bool else (array + 1).astype(array.dtype)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_variable_is_found_once_got_and_set(name):
+    output, variables = KINDS[name]()
+    weights = TensorFlowVariables(output)
+    found = Counter(id(inner(v)) for v in weights.variables.values())
+    assert found == Counter(id(inner(v)) for v in variables)
+    got = weights.get_weights()
+    for key, variable in weights.variables.items():
+        np.testing.assert_array_equal(got[key], value(inner(variable)), strict=True)
+    wanted = {key: changed(array) for key, array in got.items()}
+    weights.set_weights(wanted, strict=True)
+    for key, variable in weights.variables.items():
+        np.testing.assert_array_equal(value(inner(variable)), wanted[key], strict=True)
+    weights.set_flat(np.concatenate([np.ravel(got[k]).astype(weights.layout.dtype) for k in got]))
+    for key, variable in weights.variables.items():
+        np.testing.assert_array_equal(value(inner(variable)), got[key], strict=True)
+
+
+@pytest.mark.parametrize("name", ["keras_nested", "tf_keras_nested", "tf_keras_subclassed"])
+def test_a_model_has_its_own_order(name):
+    output, variables = KINDS[name]()
+    found = TensorFlowVariables(output).variables.values()
+    assert [id(v) for v in found] == [id(v) for v in variables]
+
+
+FROZEN = {
+    "block/gain",
+    "block/norm/moving_mean",
+    "block/norm/moving_variance",
+    "block/drop/seed_generator_state",
+}
+
+
+def test_what_keras_does_not_train_is_there_unless_it_is_not_wanted():
+    model = keras.Sequential([keras.Input((4,)), Block(3), keras.layers.Dense(3, name="head")])
+    everything = list(TensorFlowVariables(model).variables)
+    trained = list(TensorFlowVariables(model, trainable_only=True).variables)
+    assert set(everything) - set(trained) == FROZEN
+    assert trained == [name for name in everything if name not in FROZEN], "in the same order"
+    model.layers[0].trainable = False
+    assert list(TensorFlowVariables(model).variables) == everything
+    only = TensorFlowVariables(model, trainable_only=True)
+    assert list(only.variables) == ["head/kernel", "head/bias"]
+    assert [id(v) for v in only.variables.values()] == [id(v) for v in model.trainable_variables]
+
+
+def test_what_tf_keras_does_not_train_is_there_unless_it_is_not_wanted():
+    model = tf_keras.Sequential(
+        [tf_keras.Input((4,)), OldBlock(3), tf_keras.layers.Dense(3, name="head")]
+    )
+    everything = set(TensorFlowVariables(model).variables)
+    trained = TensorFlowVariables(model, trainable_only=True)
+    assert [id(v) for v in trained.variables.values()] == [id(v) for v in model.trainable_variables]
+    model.layers[0].trainable = False
+    assert set(TensorFlowVariables(model).variables) == everything
+    only = TensorFlowVariables(model, trainable_only=True)
+    assert list(only.variables) == ["head/kernel", "head/bias"]
+
+
+def test_optimizers_modules_and_objects_without_what_is_not_trained():
+    model = KINDS["keras_model_and_optimizer"]().output
+    trained = TensorFlowVariables(model, trainable_only=True)
+    assert [id(v) for v in trained.variables.values()] == [
+        id(v) for v in model[0].trainable_variables
+    ]
+    leaf = TensorFlowVariables(Leaf(), trainable_only=True)
+    assert list(leaf.variables) == ["w"]
+    frozen = tf.Variable(1.0, trainable=False)
+    assert list(TensorFlowVariables([Leaf(), frozen], trainable_only=True).variables) == ["0/w"]
+    with pytest.raises(ValueError, match="to have trainable variables, found none"):
+        TensorFlowVariables(frozen, trainable_only=True)
+
+
+def test_frozen_variables_of_a_graph():
+    with tf.Graph().as_default():
+        a = tf1.get_variable("a", [2])
+        b = tf1.get_variable("b", [2], trainable=False)
+        assert list(TensorFlowVariables(a + b).variables) == ["a", "b"]
+        assert list(TensorFlowVariables(a + b, trainable_only=True).variables) == ["a"]
+        given = TensorFlowVariables(None, input_variables=[a, b], trainable_only=True)
+        assert list(given.variables) == ["a"]
+
+
+def test_a_module_agrees_with_tensorflow_on_what_is_trained():
+    tree = Tree()
+    found = TensorFlowVariables(tree, trainable_only=True).variables.values()
+    assert {id(v) for v in found} == {id(v) for v in tree.trainable_variables}
+
+
+def test_variables_are_shared_between_models_once():
+    shared = tf.Variable([1.0], name="shared")
+    one, two = Leaf(), Leaf()
+    one.extra, two.other = shared, shared
+    weights = TensorFlowVariables({"one": one, "two": two, "three": shared})
+    assert list(weights.variables) == ["one/b", "one/extra", "one/w", "two/b", "two/w"]
+
+
+def test_a_strange_variable_is_refused_by_its_name_and_can_be_left_out():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    label = tf.Variable("text", name="label")
+    with pytest.raises(TypeError, match=r"variable 'label': expected numbers .* got string; leave"):
+        TensorFlowVariables([model, label])
+    tree = Leaf()
+    tree.label = label
+    with pytest.raises(TypeError, match=r"variable 'label': .*passing the list of the other vari"):
+        TensorFlowVariables(tree)
+    rest = [v for v in tree.variables if v.dtype != tf.string]
+    assert len(TensorFlowVariables(rest).variables) == 2
+
+
+UNBUILT = {
+    "keras_sequential": lambda: keras.Sequential([keras.layers.Dense(2)]),
+    "keras_layer": lambda: keras.layers.Dense(2),
+    "keras_model": lambda: KerasModel(),
+    "keras_model_in_a_list": lambda: [KINDS["keras_layer"]().output, KerasModel()],
+    "keras_layer_in_a_module": lambda: ModuleWith(keras.layers.Dense(2)),
+    "keras_layer_in_an_object": lambda: types.SimpleNamespace(inside=keras.layers.Dense(2)),
+    "tf_keras_sequential": lambda: tf_keras.Sequential([tf_keras.layers.Dense(2)]),
+    "tf_keras_layer": lambda: tf_keras.layers.Dense(2),
+    "tf_keras_model": lambda: OldModel(),
+    "keras_attention": lambda: keras.layers.MultiHeadAttention(2, 2),
+    "tf_keras_attention": lambda: tf_keras.layers.MultiHeadAttention(2, 2),
+    "tf_keras_normalization": lambda: tf_keras.layers.BatchNormalization(),
+    "keras_optimizer": lambda: keras.optimizers.Adam(),
+    "keras_loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+    "tf_keras_optimizer": lambda: tf_keras.optimizers.Adam(),
+    "tf_keras_legacy_optimizer": lambda: tf_keras.optimizers.legacy.Adam(),
+    "tf_keras_loss_scale": lambda: tf_keras.mixed_precision.LossScaleOptimizer(
+        tf_keras.optimizers.Adam()
+    ),
+}
+
+
+class ModuleWith(tf.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+
+class KerasModel(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class OldModel(tf_keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = tf_keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+def test_what_is_not_built_says_what_to_call(name):
+    with pytest.raises(ValueError, match=r"is not built, .*: call build\("):
+        TensorFlowVariables(UNBUILT[name]())
+
+
+def test_what_is_made_at_the_first_call_is_there_after_it():
+    for model in (KerasModel(), OldModel()):
+        model(numbers(1, 3))
+        assert list(TensorFlowVariables(model).variables) == ["dense/kernel", "dense/bias"]
+
+
+def test_a_variable_that_is_made_later_says_what_to_call():
+    class Lazy(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inside = None
+
+        def call(self, x):
+            if self.inside is None:
+                self.inside = keras.layers.Dense(2)
+            return self.inside(x)
+
+    lazy = Lazy()
+    with pytest.raises(ValueError, match=r"'lazy.*' is not built.*call build\(\) or call it"):
+        TensorFlowVariables(lazy)
+
+    with StatelessScope():
+        later = keras.Variable("zeros", shape=(2,), name="later")
+        with pytest.raises(ValueError, match="variable 'later' has no value yet: build the model"):
+            TensorFlowVariables(later)
+
+
+@pytest.mark.parametrize(
+    "symbolic",
+    [
+        lambda: keras.layers.Dense(2)(keras.Input((4,))),
+        lambda: tf_keras.layers.Dense(2)(tf_keras.Input((4,))),
+    ],
+    ids=["keras", "tf_keras"],
+)
+def test_the_symbolic_output_of_a_model_is_no_model(symbolic):
+    # What it holds is the last layer: a part, silently.
+    with pytest.raises(TypeError, match=r"got KerasTensor: pass the model"):
+        TensorFlowVariables(symbolic())
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class WithSlots:
+    __slots__ = ("late", "w")
+    w: Any
+
+
+def test_objects_of_all_kinds():
+    a, b = tf.Variable(1.0, name="a"), tf.Variable(2.0, name="b")
+    assert list(TensorFlowVariables(Pair(a, b)).variables) == ["a", "b"]
+    assert list(TensorFlowVariables(types.SimpleNamespace(x=a, y=[b])).variables) == ["x", "y/0"]
+    assert list(TensorFlowVariables(WithSlots(a)).variables) == ["w"]
+    assert list(TensorFlowVariables(types.SimpleNamespace(s=WithSlots(a))).variables) == ["s/w"]
+    assert list(TensorFlowVariables(types.MappingProxyType({"x": a})).variables) == ["x"]
+
+
+def test_the_state_of_seeds_is_state():
+    seed = keras.random.SeedGenerator(1)
+    holder = types.SimpleNamespace(w=tf.Variable(1.0), seed=seed)
+    assert list(TensorFlowVariables(holder).variables) == ["seed/state", "w"]
+    assert list(TensorFlowVariables([seed, tf.Variable(1.0)]).variables) == ["0/state", "Variable"]
+    holder.seed = tf.random.Generator.from_seed(1)
+    assert list(TensorFlowVariables(holder).variables) == ["seed/state_var", "w"]
+
+
+def test_layers_that_look_things_up_have_tables_that_are_no_variables():
+    for module in (keras, tf_keras):
+        words = module.layers.TextVectorization(vocabulary=["a", "b"], output_sequence_length=3)
+        layers = [module.Input((1,), dtype="string"), words, module.layers.Embedding(4, 2)]
+        model = module.Sequential(layers)
+        assert list(TensorFlowVariables(model).variables) == ["embedding/embeddings"]
+    norm = keras.layers.Normalization()
+    norm.adapt(numbers(5, 2))
+    found = TensorFlowVariables(norm).variables.values()
+    assert [id(v) for v in found] == [id(v) for v in norm.variables]
+
+
+def test_a_loaded_saved_model(tmp_path):
+    tree = Tree()
+    tf.saved_model.save(tree, str(tmp_path))
+    loaded = tf.saved_model.load(str(tmp_path))
+    ours, theirs = TensorFlowVariables(tree), TensorFlowVariables(loaded)
+    assert theirs.layout.names == ours.layout.names
+    ours.set_flat(np.arange(ours.get_flat_size()))
+    theirs.set_weights(ours.get_weights(), strict=True)
+    np.testing.assert_array_equal(loaded.up.w.numpy(), tree.up.w.numpy())
+
+
+# NumPy warns of how Keras saves.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_loaded_keras_model_takes_the_weights_of_its_origin(tmp_path):
+    model = KINDS["keras_convolutional"]().output
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert TensorFlowVariables(loaded).layout == TensorFlowVariables(model).layout
+    cloned = keras.models.clone_model(KINDS["keras_sequential"]().output)
+    assert (
+        TensorFlowVariables(cloned).layout
+        == TensorFlowVariables(KINDS["keras_sequential"]().output).layout
+    )
+
+
+# ---- graphs ----
+
+
+@pytest.fixture
+def graph():
+    with tf.Graph().as_default() as new:
+        yield new
+
+
+def initialized():
+    session = tf1.Session()
+    session.run(tf1.global_variables_initializer())
+    return session
+
+
+def check_round_trip(weights, session):
+    """Set numbers, and read every variable by the session itself."""
+    flat = np.arange(weights.get_flat_size(), dtype=weights.layout.dtype)
+    weights.set_flat(flat)
+    read = session.run(weights.variables)
+    np.testing.assert_array_equal(np.concatenate([v.ravel() for v in read.values()]), flat)
+    np.testing.assert_array_equal(weights.get_flat(), flat)
+    weights.set_weights({name: array + 1 for name, array in weights.get_weights().items()})
+    for name, array in session.run(weights.variables).items():
+        np.testing.assert_array_equal(array, read[name] + 1)
+
+
+@pytest.mark.parametrize("use_resource", [True, False])
+def test_get_variable_with_scopes_and_reuse(graph, use_resource):
+    def tower(x):
+        with tf1.variable_scope("tower", reuse=tf1.AUTO_REUSE):
+            with tf1.variable_scope("inner"):
+                w = tf1.get_variable("w", [3, 2], use_resource=use_resource)
+            return tf.matmul(x, w) + tf1.get_variable("b", [2], use_resource=use_resource)
+
+    x = tf1.placeholder(tf.float32, [None, 3])
+    first, second = tower(x), tower(x * 2)
+    session = initialized()
+    weights = TensorFlowVariables([first, second], session)
+    assert list(weights.variables) == ["tower/inner/w", "tower/b"]
+    check_round_trip(weights, session)
+
+
+@pytest.mark.parametrize("use_resource", [True, False])
+def test_partitioned_variables_are_moved_in_parts(graph, use_resource):
+    whole = tf1.get_variable(
+        "w", [5, 2], partitioner=tf1.fixed_size_partitioner(2), use_resource=use_resource
+    )
+    names = ["w/part_0", "w/part_1"]
+    session = initialized()
+    for output in (whole, [whole], {"a": whole}, tf.reduce_sum(whole.as_tensor())):
+        assert list(TensorFlowVariables(output).variables) == names
+    assert list(TensorFlowVariables(None, input_variables=[whole]).variables) == names
+    weights = TensorFlowVariables(whole, session)
+    check_round_trip(weights, session)
+    weights.set_flat(np.arange(10))
+    np.testing.assert_array_equal(
+        session.run(whole.as_tensor()), np.arange(10, dtype=np.float32).reshape(5, 2)
+    )
+
+
+def test_templates_share_their_variables(graph):
+    def layer(x):
+        return x * tf1.get_variable("scale", [])
+
+    template = tf1.make_template("layer", layer)
+    y = template(template(tf1.placeholder(tf.float32, [])))
+    session = initialized()
+    weights = TensorFlowVariables(y, session)
+    assert list(weights.variables) == ["layer/scale"]
+    check_round_trip(weights, session)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_bodies_of_conditions_and_loops(graph, version):
+    (tf1.enable_control_flow_v2 if version == 2 else tf1.disable_control_flow_v2)()
+    try:
+        names = ["before", "condition", "yes", "no", "bound", "body"]
+        before, condition, yes, no, bound, body = (
+            tf1.get_variable(name, [], initializer=tf1.ones_initializer()) for name in names
+        )
+        unused = tf1.get_variable("unused", [])
+        chosen = tf1.cond(condition > 0, lambda: yes * before, lambda: no * 2.0)
+        _, total = tf1.while_loop(
+            lambda i, _: i < bound, lambda i, x: (i + 1, x * body), [0.0, chosen]
+        )
+        session = initialized()
+        weights = TensorFlowVariables(total, session)
+        assert list(weights.variables) == names
+        assert unused.op.name not in weights.variables
+        check_round_trip(weights, session)
+    finally:
+        tf1.enable_control_flow_v2()
+
+
+def test_variables_inside_of_functions_that_the_graph_calls(graph):
+    a = tf1.get_variable("a", [])
+
+    @tf.function
+    def double(x):
+        return x * a
+
+    assert list(TensorFlowVariables(double(2.0)).variables) == ["a"]
+
+
+def test_control_dependencies_lead_to_variables(graph):
+    counter = tf1.get_variable("counter", [], tf.int64, initializer=tf1.zeros_initializer())
+    with tf.control_dependencies([tf1.assign_add(counter, 1)]):
+        train = tf.no_op()
+    session = initialized()
+    weights = TensorFlowVariables(train, session)
+    assert list(weights.variables) == ["counter"]
+    check_round_trip(weights, session)
+
+
+def test_a_training_operation_leads_to_slots_as_well(graph):
+    w = tf1.get_variable("w", [2])
+    optimizer = tf1.train.AdamOptimizer(0.1)
+    step = optimizer.minimize(tf.reduce_sum(w * w))
+    names = {"w", "w/Adam", "w/Adam_1", "beta1_power", "beta2_power"}
+    assert set(TensorFlowVariables(step).variables) == names
+    assert set(TensorFlowVariables(w, None, optimizer.variables()).variables) == names
+    assert next(iter(TensorFlowVariables(w, None, optimizer.variables()).variables)) == "w"
+    assert set(TensorFlowVariables([w, optimizer]).variables) == names
+
+
+@pytest.mark.parametrize("module", ["keras", "tf_keras"])
+def test_layers_of_keras_in_a_graph(graph, module):
+    layers = {"keras": keras, "tf_keras": tf_keras}[module].layers
+    hidden, head = layers.Dense(3), layers.Dense(2)
+    y = head(hidden(tf1.placeholder(tf.float32, [None, 4])))
+    session = initialized()
+    by_search, by_layer = (TensorFlowVariables(o, session) for o in (y, [hidden, head]))
+    assert by_search.layout == by_layer.layout
+    check_round_trip(by_layer, session)
+    mixed = TensorFlowVariables([y, {"head": head}], session)
+    assert mixed.layout == by_layer.layout
+
+
+def test_a_monitored_session_with_a_finalized_graph(graph, tmp_path):
+    w = tf1.get_variable("w", [2], initializer=tf1.ones_initializer())
+    tf1.train.get_or_create_global_step()
+    loss = tf.reduce_sum(w * w)
+    train = tf1.train.GradientDescentOptimizer(0.1).minimize(loss, tf1.train.get_global_step())
+    weights = TensorFlowVariables(loss, input_variables=[tf1.train.get_global_step()])
+    with tf1.train.MonitoredTrainingSession(checkpoint_dir=str(tmp_path)) as session:
+        weights.set_session(session)
+        assert graph.finalized
+        session.run(train)
+        np.testing.assert_allclose(weights.get_flat(), [0.8, 0.8, 1])
+        weights.set_flat([2, 3, 7])
+        assert session.run(loss) == 13
+        session.run(train)
+        assert weights.get_weights()["global_step"] == 8
+
+
+def test_a_network_of_many_operations_is_searched(graph):
+    w = tf1.get_variable("w", [])
+    x = tf.constant(1.0)
+    for _ in range(3000):  # deeper than Python's recursion
+        x = x * w
+    assert list(TensorFlowVariables(x).variables) == ["w"]

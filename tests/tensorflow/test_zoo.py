@@ -1,0 +1,90 @@
+"""Every architecture of `keras.applications` of reasonable size, of Keras 3 and `tf_keras`."""
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+import tf_keras
+from tf_elsewhere import Elsewhere, application, give_application
+from tf_kinds import value
+
+from flatweights.tensorflow import TensorFlowVariables
+
+# The smallest of each family, in the Keras that has it; some in both.
+SMALLEST = {
+    "keras": {
+        *("ConvNeXtTiny", "DenseNet121", "EfficientNetB0", "EfficientNetV2B0", "InceptionV3"),
+        *("MobileNet", "MobileNetV2", "MobileNetV3Small", "NASNetMobile", "ResNet50"),
+        *("ResNet50V2", "VGG16", "Xception"),
+    },
+    "tf_keras": {
+        *("EfficientNetB0", "MobileNetV3Small", "RegNetX002", "RegNetY002", "ResNet50"),
+        *("ResNetRS50", "VGG16"),
+    },
+}
+# More than 100 million parameters.
+LARGE = {
+    *("ConvNeXtLarge", "ConvNeXtXLarge", "EfficientNetV2L", "RegNetX320", "RegNetY320"),
+    *("ResNetRS270", "ResNetRS350", "ResNetRS420"),
+}
+
+
+def architectures():
+    for module in (keras, tf_keras):
+        for name, build in sorted(vars(module.applications).items()):
+            if name[0].isupper() and callable(build) and name not in LARGE:
+                marks = [] if name in SMALLEST[module.__name__] else pytest.mark.slow
+                yield pytest.param(
+                    module.__name__, name, marks=marks, id=f"{module.__name__}-{name}"
+                )
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch):
+    """Models are large: one way of moving weights is enough here."""
+    monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "bound")
+    return "bound"
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    process = Elsewhere()
+    yield process
+    process.stop()
+
+
+@pytest.mark.parametrize(("module", "name"), list(architectures()))
+def test_an_architecture_goes_round_and_to_another_process(module, name, elsewhere):
+    elsewhere.start(give_application, module, name)
+    model = application(module, name)
+    weights = TensorFlowVariables(model)
+    theirs = elsewhere.result()
+    assert [id(v) for v in weights.variables.values()] == [id(v) for v in model.variables]
+    assert weights.layout.signature == theirs.layout.signature, "order, shapes and dtypes"
+    # ResNetRS gives its first layers names that it counts itself: they match by position.
+    is_counted = name.startswith("ResNetRS")
+    assert is_counted or weights.layout == theirs.layout
+    assert not weights.unbound
+    flat = weights.get_flat()
+    weights.set_weights(theirs, strict=not is_counted)
+    for array, variable in zip(theirs.values(), model.variables, strict=True):
+        np.testing.assert_array_equal(value(variable), array, strict=True)
+    weights.set_flat(flat)
+    np.testing.assert_array_equal(weights.get_flat(), flat)
+    del model, weights, theirs
+    keras.backend.clear_session()
+    tf_keras.backend.clear_session()
+    gc.collect()
+
+
+@pytest.mark.parametrize("name", ["MobileNetV2", "ResNet50", "VGG16"])
+def test_keras_3_and_tf_keras_exchange_an_architecture(name):
+    new, old = (TensorFlowVariables(application(m, name)) for m in ("keras", "tf_keras"))
+    assert new.layout.signature == old.layout.signature
+    for source, target in ((new, old), (old, new)):
+        source.set_flat(np.random.default_rng().normal(size=source.get_flat_size()))
+        target.set_weights(source.get_weights())
+        np.testing.assert_array_equal(target.get_flat(), source.get_flat())
+    # What is called `kernel` in one is called `depthwise_kernel` in the other.
+    assert (new.layout.names == old.layout.names) == (name != "MobileNetV2")

@@ -1,0 +1,136 @@
+"""Another process, in which other models were built before: what it builds, gives and takes."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+class Elsewhere:
+    """Runs functions of this module in another process, one after the other."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there,), daemon=True)
+        self._process.start()
+        there.close()
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        self._here.send((function, args))
+
+    def result(self) -> Any:
+        value, error = self._here.recv()
+        if error:
+            raise RuntimeError(error)
+        return value
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.start(function, *args)
+        return self.result()
+
+    def stop(self) -> None:
+        self._here.close()
+        self._process.join(20)
+        self._process.kill()
+
+
+def _serve(connection: Connection) -> None:
+    os.environ["FLATWEIGHTS_TENSORFLOW"] = "ops"
+    has_history = False
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            if not has_history:
+                make_history()
+                has_history = True
+            connection.send((function(*args), None))
+        except Exception:
+            connection.send((None, traceback.format_exc()))
+
+
+def make_history() -> None:
+    """Move the counters on that Keras and TensorFlow number names by."""
+    import keras
+    import tf_keras
+    from tf_kinds import KINDS
+
+    keras.utils.set_random_seed(1)
+    for name in ("keras_nested", "tf_keras_nested", "keras_recurrent", "tf_keras_recurrent"):
+        for _ in range(2):
+            KINDS[name]()
+    for _ in range(3):
+        keras.Variable(0.0), keras.random.SeedGenerator(), keras.optimizers.Adam()
+        tf_keras.layers.Dense(1), tf_keras.optimizers.Adam(), keras.layers.Conv2D(1, 1)
+
+
+def give(name: str) -> Any:
+    """Build a kind; return its weights."""
+    from tf_kinds import KINDS
+
+    from flatweights.tensorflow import TensorFlowVariables
+
+    return TensorFlowVariables(KINDS[name]().output).get_weights()
+
+
+def take(name: str, weights: Any) -> dict[str, Any]:
+    """Build a kind and set it; return what its own framework then reads."""
+    from tf_kinds import KINDS, value
+
+    from flatweights.tensorflow import TensorFlowVariables
+
+    model = TensorFlowVariables(KINDS[name]().output)
+    model.set_weights(weights, strict=True)
+    return {key: value(variable) for key, variable in model.variables.items()}
+
+
+def give_application(module: str, name: str) -> Any:
+    """Build an architecture; return its weights."""
+    from flatweights.tensorflow import TensorFlowVariables
+
+    return TensorFlowVariables(application(module, name)).get_weights()
+
+
+def application(module: str, name: str) -> Any:
+    """Build an architecture of `keras.applications` with random weights."""
+    import keras
+    import tf_keras
+
+    applications = {"keras": keras, "tf_keras": tf_keras}[module].applications
+    return getattr(applications, name)(
+        weights=None, include_top=False, pooling="avg", input_shape=(96, 96, 3)
+    )
+
+
+def train(module: str, steps: int, start: Any, more: int) -> tuple[Any, Any]:
+    """Train from ``start``, if any; return the whole state after ``steps``, and after ``more``."""
+    import keras
+    import numpy as np
+    import tf_keras
+
+    from flatweights.tensorflow import TensorFlowVariables
+
+    of_module = {"keras": keras, "tf_keras": tf_keras}[module]
+    layers = [of_module.layers.Dense(3, activation="tanh"), of_module.layers.BatchNormalization()]
+    if module == "keras":  # that of `tf_keras` draws from what is no variable
+        layers.append(of_module.layers.Dropout(0.5))
+    model = of_module.Sequential([of_module.Input((4,)), *layers, of_module.layers.Dense(2)])
+    model.compile(of_module.optimizers.Adam(0.05), "mse")
+    model.optimizer.build(model.trainable_variables)
+    weights = TensorFlowVariables([model, model.optimizer])
+    if start is not None:
+        weights.set_weights(start, strict=True)
+
+    def fit(epochs: int) -> Any:
+        x, y = np.random.default_rng(0).normal(size=(2, 8, 4)).astype(np.float32)
+        model.fit(x, y[:, :2], epochs=epochs, shuffle=False, verbose=0)
+        return weights.get_weights()
+
+    return (fit(steps) if steps else start), fit(more)
