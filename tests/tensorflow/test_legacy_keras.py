@@ -83,7 +83,7 @@ PROGRAMS = {
             model.compile(kind(0.1), "mse")
             model.fit(np.ones((4, 4)), np.ones((4, 3)), verbose=0)
             weights = TensorFlowVariables([model, model.optimizer])
-            assert "1/0/dense/kernel/" in "".join(weights.variables), list(weights.variables)
+            assert "optimizer/dense/kernel/" in "".join(weights.variables), list(weights.variables)
             check(weights, lambda: [v.numpy() for v in weights.variables.values()])
             model.fit(np.ones((4, 4)), np.ones((4, 3)), verbose=0)
     """,

@@ -303,3 +303,30 @@ def test_a_tf1_optimizer_of_eager_variables():
     np.testing.assert_array_equal(
         flat, np.concatenate([value(v).ravel() for v in weights.variables.values()])
     )
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.Adam, tf_keras.optimizers.Adam])
+def test_weights_with_slots_set_a_model_without_an_optimizer(kind):
+    of = tf_keras if kind.__module__.startswith("tf_keras") else keras
+    trained, evaluated = (
+        of.Sequential([of.Input((3,)), of.layers.Dense(2), of.layers.Dense(1)]) for _ in range(2)
+    )
+    optimizer = kind(0.1)
+    optimizer.build(trained.trainable_variables)
+    sent = TensorFlowVariables([trained, optimizer]).get_weights()
+    assert "optimizer/dense_1/bias/velocities" in sent
+    with pytest.warns(UserWarning, match="ignores .* 'optimizer/iteration'"):
+        TensorFlowVariables(evaluated).set_weights(sent)
+    for theirs, ours in zip(trained.variables, evaluated.variables, strict=True):
+        np.testing.assert_array_equal(np.asarray(theirs), np.asarray(ours))
+
+
+def test_several_models_beside_an_optimizer_keep_their_positions():
+    first, second = keras.layers.Dense(1), keras.layers.Dense(1)
+    first.build((1, 2))
+    second.build((1, 2))
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build([*first.variables, *second.variables])
+    names = list(TensorFlowVariables([first, optimizer, second]).variables)
+    assert names[:2] == ["0/kernel", "0/bias"]
+    assert "1/2/bias/momentums" in names

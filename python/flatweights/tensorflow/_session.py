@@ -83,7 +83,7 @@ class SessionOperations(Operations):
         if self.place() is None:
             raise RuntimeError("the session is closed: set one that is open by set_session(sess)")
 
-    def place(self) -> object:
+    def place(self) -> Any:
         """Return the session proper, which a monitored one makes anew; None if it is closed."""
         session = self.session
         if hasattr(session, "_tf_sess"):
@@ -122,7 +122,8 @@ class SessionOperations(Operations):
         self._run(fetches, {self.placeholders[name]: value for name, value in names.items()})
 
     def _run(self, fetches: Any, feed: dict[tf.Tensor, NDArray[Any]] | None = None) -> Any:
-        return self.session.run(fetches, feed)
+        # The session proper: hooks of a monitored one count steps of training, not these.
+        return self.place().run(fetches, feed)
 
     def _uninitialized(self) -> str:
         names = []

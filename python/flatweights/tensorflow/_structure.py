@@ -101,9 +101,7 @@ class _Walk:
                 else:
                     yield from self._walk(item, (*path, str(key)))
         elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-            for i, item in enumerate(value):
-                # Variables in a list keep their names; so does the only thing in a list.
-                prefix = () if is_variable(item) or len(value) == 1 else (str(i),)
+            for prefix, item in zip(_prefixes(value), value, strict=True):
                 yield from self._walk(item, (*path, *prefix))
         elif self._is_holder(value) or _is_plain(value):
             yield from self._holder(value, path)
@@ -189,6 +187,25 @@ _OF_KERAS = frozenset(
         *("_seed_generators", "optimizer", "_optimizer", "_compile_metrics", "_compile_loss"),
     }
 )
+
+
+def _prefixes(items: Sequence[Any]) -> list[Path]:
+    """Return what the names of each element of a list begin with: mostly its position.
+
+    Variables keep their names; so does the only thing in a list, and the only model beside
+    optimizers: the weights of ``[model, optimizer]`` set a model alone.
+    """
+    optimizers = [is_optimizer(item) for item in items]
+    alone = len(items) - sum(optimizers) == 1
+    prefixes: list[Path] = []
+    for i, item in enumerate(items):
+        if is_variable(item) or len(items) == 1 or (alone and not optimizers[i]):
+            prefixes.append(())
+        elif alone and sum(optimizers) == 1:
+            prefixes.append(("optimizer",))
+        else:
+            prefixes.append((str(i),))
+    return prefixes
 
 
 def _by_name(holder: Any) -> list[tuple[str, Any]]:

@@ -44,7 +44,9 @@ class TensorFlowVariables:
       from its structure: in Sequential and functional models the layer's class and
       a count (``dense_1/kernel``), or the name it was given; elsewhere the attribute
       (``blocks/0/kernel``). Elements of a list of models get its position in front,
-      values of a dict their key. Repeats are numbered in order.
+      values of a dict their key; in ``[model, optimizer]`` the model's names stay, and slots
+      are named after their variable (``optimizer/dense/kernel/momentums``). Repeats are
+      numbered in order.
 
     The vector has the dtype that `numpy.concatenate` would promote the variables to.
 
@@ -370,9 +372,10 @@ class TensorFlowVariables:
         Which weights are meant for which variables is decided in this order. If all
         given names are known, by name. Else, if they are a full set whose shapes and
         dtypes agree with the model's in order, by position (two networks in one graph, a
-        renamed scope, shifted automatic numbers). Else, if some names are known, those,
-        with a warning that lists the others. Values are cast as by `set_flat`. Everything
-        is checked before anything is set.
+        renamed scope, shifted automatic numbers), unless the names tell that they are in
+        another order. Else, if some names are known, those, with a warning that lists the
+        others. Values are cast as by `set_flat`. Everything is checked before anything is
+        set.
 
         Args:
             new_weights: Arrays by name: `FlatWeights`, or any mapping.
