@@ -1,5 +1,6 @@
 """The README's first example prints what the README says it prints."""
 
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,14 @@ def test_the_first_example_prints_its_output(tmp_path):
     script = tmp_path / "example.py"
     script.write_text(block("python"))
     run = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, script],
+        cwd=tmp_path,
+        # Not the cluster that another program may have left behind.
+        env={**os.environ, "RAY_ADDRESS": "local"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
     )
     assert run.returncode == 0, run.stderr
     # Ray relays what its workers print, TensorFlow's greetings among it.

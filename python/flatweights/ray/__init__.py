@@ -7,6 +7,15 @@ from flatweights.ray._average import average
 from flatweights.ray._errors import WorkerError
 from flatweights.ray._group import WorkerGroup
 from flatweights.ray._round import Round
+from flatweights.ray._store import StoreTooSmallError
 from flatweights.ray._worker import FlatWorker, StaleWorkerError
 
-__all__ = ["FlatWorker", "Round", "StaleWorkerError", "WorkerError", "WorkerGroup", "average"]
+__all__ = [
+    "FlatWorker",
+    "Round",
+    "StaleWorkerError",
+    "StoreTooSmallError",
+    "WorkerError",
+    "WorkerGroup",
+    "average",
+]

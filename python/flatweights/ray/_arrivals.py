@@ -1,7 +1,7 @@
 """Results of ranks, taken as they arrive and handed on in the order of the ranks."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -12,13 +12,11 @@ class Arrival(NamedTuple):
 
     Attributes:
         rank: The rank.
-        value: What its worker returned; of no meaning after an error.
-        error: What it raised instead.
+        value: What its worker returned.
     """
 
     rank: int
     value: Any
-    error: Exception | None = None
 
 
 class Arrivals:
@@ -30,6 +28,7 @@ class Arrivals:
 
     Attributes:
         failed: By rank, what workers raised, so far.
+        late: The ranks that had not answered when the time was up.
         seconds_waited: How long it has waited for results.
     """
 
@@ -54,15 +53,14 @@ class Arrivals:
         self._held: dict[int, Any] = {}
         self._next = 0
         self.failed: dict[int, Exception] = {}
+        self.late: list[int] = []
         self.seconds_waited = 0.0
 
-    @property
-    def late(self) -> list[int]:
-        """The ranks that have not answered."""
-        return sorted(rank for ref in self._pending for rank in self._ranks_of[ref])
-
     def wait(self) -> bool:
-        """Wait for more results; return whether there is any to wait for, and time."""
+        """Wait for more results; return whether any came: none is left, or the time is up.
+
+        All runs are to have been taken before.
+        """
         if not self._pending:
             return False
         begin = time.monotonic()
@@ -73,6 +71,7 @@ class Arrivals:
             ready, _ = ray.wait(self._pending, num_returns=len(self._pending), timeout=0)
         self.seconds_waited += time.monotonic() - begin
         if not ready:
+            self.late = sorted(rank for ref in self._pending for rank in self._ranks_of[ref])
             return False
         self._take(ready)
         return True
@@ -88,28 +87,52 @@ class Arrivals:
         while run := self._next_run(to_the_end=to_the_end):
             yield run
 
-    def let_go(self) -> None:
-        """Hold no value any longer: an error that is raised keeps all that its frames see."""
-        self._held.clear()
+    def rewind(self, without: Mapping[int, Exception]) -> None:
+        """Begin anew with rank 0; what arrived is handed out again.
 
-    def _take(self, ready: Sequence[Any]) -> None:
-        taken = set(ready)
-        self._pending = [ref for ref in self._pending if ref not in taken]
-        arrived = sorted(rank for ref in ready for rank in self._ranks_of[ref])
-        self._arrived.update(arrived)
-        for rank in arrived:
-            # To be told of a failure at once, each is looked at; not each is held.
-            value = self._get(rank)
-            if rank not in self.failed and rank < self._next + self._max_inflight:
-                self._held[rank] = value
+        Args:
+            without: Ranks that count as failed from now on, and why.
+        """
+        self.failed.update(without)
+        self._next = 0
 
-    def _get(self, rank: int) -> Any:
+    def one(self, rank: int) -> Any:
+        """Return the value of a rank that has answered; None if it has failed or failed now."""
+        if rank in self._held:
+            return self._held[rank]
         try:
             return ray.get(self._refs[rank])
         except ray.exceptions.RayError as error:
             # The frames of its traceback would hold other ranks' results.
             self.failed[rank] = error.with_traceback(None)
         return None
+
+    def any(self) -> Any:
+        """Return the value of some rank, or None if there is none yet."""
+        arrived = sorted(self._arrived.difference(self.failed))
+        return self.one(arrived[0]) if arrived else None
+
+    def let_go(self) -> None:
+        """Hold no value and no reference any longer."""
+        self._held.clear()
+        self._refs.clear()
+        self._ranks_of.clear()
+        self._pending.clear()
+
+    def _take(self, ready: Sequence[Any]) -> None:
+        taken = set(ready)
+        self._pending = [ref for ref in self._pending if ref not in taken]
+        arrived = sorted((rank for ref in ready for rank in self._ranks_of[ref]), reverse=True)
+        self._arrived.update(arrived)
+        # To be told of a failure at once, each is looked at; not each is held. Those out of
+        # turn come first: the rank whose turn it is, and so one value, is not held then.
+        for rank in arrived:
+            if rank >= self._next + self._max_inflight:
+                self.one(rank)
+                continue
+            value = self.one(rank)
+            if rank not in self.failed:
+                self._held[rank] = value
 
     def _next_run(self, *, to_the_end: bool) -> list[Arrival]:
         run: list[Arrival] = []
@@ -120,7 +143,7 @@ class Arrivals:
             self._next += 1
             if rank in self.failed or rank not in self._arrived:
                 continue
-            value = self._held.pop(rank) if rank in self._held else self._get(rank)
+            value = self._held.pop(rank) if rank in self._held else self.one(rank)
             if rank not in self.failed:
                 run.append(Arrival(rank, value))
         return run

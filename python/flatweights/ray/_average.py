@@ -1,20 +1,26 @@
 """The average of what workers return."""
 
+import math
 import re
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import ray
 
 from flatweights import _core
 from flatweights._average import Nonfinite, average_used, read_weight, read_weights
 from flatweights._running_average import RunningAverage
 from flatweights._sources import Template
+from flatweights._weights import FlatWeights
 from flatweights.ray._arrivals import Arrival, Arrivals
 from flatweights.ray._errors import WorkerError
 from flatweights.ray._round import Round
+from flatweights.ray._store import FULL, too_small
 
 Weights = Iterable[float] | Callable[[Any], float] | None
 
@@ -41,7 +47,8 @@ def average(
     the sum takes 8 bytes for each number, and no more than ``max_inflight`` results are
     mapped at once; those that arrive before their turn wait in the object store.
 
-    A worker may return ``(weights, extras)``, a tuple of two: the extras come back by rank.
+    A worker may return ``(weights, extras)``, a tuple of two: the extras come back by rank,
+    arrays in them as copies, so that they hold nothing in the object store.
 
     >>> import numpy as np
     >>> _ = ray.init(num_cpus=1, log_to_driver=False, ignore_reinit_error=True)
@@ -62,7 +69,8 @@ def average(
             time is up, or when the others have failed, they are averaged, their weights
             renormalised; `Round` names the others. All ranks, if None.
         nonfinite: What to do about NaN and infinity; see `flatweights.average`. Errors
-            name the rank. What ``"skip"`` leaves out counts as failed.
+            name the rank. What ``"skip"`` leaves out counts as failed, and ``min_results``
+            have to be left; one, if None.
         max_inflight: How many results are mapped at once.
 
     Returns:
@@ -71,22 +79,24 @@ def average(
     Raises:
         WorkerError: If fewer than ``min_results`` ranks can give a result: as soon as too
             many have failed, or when the time is up, naming all that failed or are late.
-            Those still running are left to run; ``out`` is as it was.
+            Those still running are left to run; ``out`` is as it was. If results did not
+            fit into the object store, it says how large that must be.
         TypeError: If ``refs`` holds anything but references; else as `flatweights.average`.
         ValueError: If there is no reference, or ``min_results``, ``max_inflight`` or
             ``timeout`` are out of range; else as `flatweights.average`. Weights that are
-            given as numbers are checked before any result is waited for.
+            given as numbers are checked before any result is waited for. Only after
+            ``nonfinite="raise"`` has found a rank, ``out`` may hold nothing of use.
     """
     ranks = _references(refs)
-    job = _Job(
-        refs=ranks,
-        weigh=weights if callable(weights) else read_weights(weights, len(ranks)),
-        need=_count(min_results, "min_results", len(ranks), default=len(ranks)),
-        max_inflight=_count(max_inflight, "max_inflight", None),
-        timeout=_timeout(timeout),
+    job = Job.of(
+        len(ranks),
+        weights,
+        timeout=timeout,
+        min_results=min_results,
         nonfinite=nonfinite,
+        max_inflight=max_inflight,
     )
-    return job.at_once(out) if len(ranks) <= job.max_inflight else job.streamed(out)
+    return job.run(ranks, out)
 
 
 def _references(refs: Iterable[Any]) -> list[Any]:
@@ -104,11 +114,12 @@ def _references(refs: Iterable[Any]) -> list[Any]:
     return ranks
 
 
-def _count(value: int | None, name: str, most: int | None, default: int = 1) -> int:
+def count(value: int | None, name: str, most: int | None, default: int = 1) -> int:
+    """Return ``value``, checked to be in 1 to ``most``; ``default`` if it is None."""
     if value is None:
         return default
     if value < 1 or (most is not None and value > most):
-        bound = "at least 1" if most is None else f"1 to {most}, the number of references"
+        bound = "at least 1" if most is None else f"1 to {most}, the number of ranks"
         raise ValueError(f"{name}: expected {bound}, got {value!r}")
     return value
 
@@ -116,7 +127,12 @@ def _count(value: int | None, name: str, most: int | None, default: int = 1) -> 
 def _timeout(timeout: float | None) -> float | None:
     if timeout is not None and not timeout >= 0:
         raise ValueError(f"timeout: expected seconds, not negative, got {timeout!r}")
-    return timeout
+    return None if timeout == math.inf else timeout
+
+
+def late_error(timeout: float | None) -> TimeoutError:
+    """Return what stands for the result of a rank that did not answer."""
+    return TimeoutError(f"no result after {timeout} s")
 
 
 def _split(value: Any) -> tuple[Any, Any]:
@@ -125,99 +141,164 @@ def _split(value: Any) -> tuple[Any, Any]:
     return value if is_pair else (value, None)
 
 
-@dataclass
-class _Job:
-    """One average: what is asked for."""
+def _own(extras: Any) -> Any:
+    """Return ``extras`` with copies of the arrays in it, which are views of the object store."""
+    if isinstance(extras, (np.ndarray, FlatWeights)):
+        return extras.copy()
+    if type(extras) is dict:
+        return {key: _own(value) for key, value in extras.items()}
+    if type(extras) in (list, tuple):
+        return type(extras)(map(_own, extras))
+    return extras
 
-    refs: Sequence[Any]
+
+def _let_go(error: BaseException, outer: BaseException | None) -> None:
+    """Clear the frames that ``error`` keeps: in them are results, mapped in the object store."""
+    found: BaseException | None = error
+    while found is not None and found is not outer:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__context__
+
+
+@dataclass
+class Job:
+    """One average: what is asked for, and what has become of the ranks.
+
+    Attributes:
+        need: How many ranks must give a result.
+        need_finite: How many must be left by ``nonfinite="skip"``.
+        arrivals: The results, once it runs.
+    """
+
     weigh: list[float] | Callable[[Any], float]
     need: int
+    need_finite: int
     max_inflight: int
     timeout: float | None
     nonfinite: Nonfinite
-    begin: float = field(default_factory=time.monotonic)
+    arrivals: Arrivals = field(init=False)
 
-    def at_once(self, out: Any) -> Round:
+    @classmethod
+    def of(
+        cls,
+        ranks: int,
+        weights: Weights,
+        *,
+        timeout: float | None,
+        min_results: int | None,
+        nonfinite: Nonfinite,
+        max_inflight: int,
+    ) -> "Job":
+        """Check what `average` was given, for so many ``ranks``."""
+        if nonfinite not in ("propagate", "raise", "skip"):
+            raise ValueError(
+                f"nonfinite: expected 'propagate', 'raise' or 'skip', got {nonfinite!r}"
+            )
+        return cls(
+            weigh=weights if callable(weights) else read_weights(weights, ranks),
+            need=count(min_results, "min_results", ranks, default=ranks),
+            need_finite=count(min_results, "min_results", ranks),
+            max_inflight=count(max_inflight, "max_inflight", None),
+            timeout=_timeout(timeout),
+            nonfinite=nonfinite,
+        )
+
+    def run(self, refs: list[Any], out: Any) -> Round:
+        """Average what ``refs`` refer to; after an error, the list has been cleared."""
+        outer = sys.exc_info()[1]
+        deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        self.arrivals = Arrivals(refs, max_inflight=self.max_inflight, deadline=deadline)
+        # "skip" may leave too few, which is known only after the pass that writes ``out``.
+        fused = len(refs) <= self.max_inflight and (out is None or self.nonfinite != "skip")
+        average = self._at_once if fused else self._streamed
+        try:
+            return average(self.arrivals, len(refs), out)
+        except BaseException as error:
+            refs.clear()
+            self.arrivals.let_go()
+            _let_go(error, outer)
+            raise
+
+    def _at_once(self, arrivals: Arrivals, ranks: int, out: Any) -> Round:
         """Wait for all, then average in one pass."""
-        arrivals = self._arrivals()
-        while arrivals.wait():
-            self._check(arrivals)
-        self._check_end(arrivals)
-        arrived = [item for run in arrivals.runs(to_the_end=True) for item in run]
         sums = _Sums(self.weigh)
+        while arrivals.wait():
+            self._check(arrivals, ranks, out)
+        self._check(arrivals, ranks, out)
+        arrived = [item for run in arrivals.runs(to_the_end=True) for item in run]
         models, values = sums.read(arrived)
         begin = time.monotonic()
         try:
             mean, used = average_used(models, values, out=out, nonfinite=self.nonfinite)
         except ValueError as error:
+            if self.nonfinite == "skip":
+                self._check(arrivals, ranks, out, sums.spoiled(sums.ranks, models))
             # Errors count the sources that there are, and users count ranks.
-            raise _by_rank(error, [item.rank for item in arrived]) from None
-        ranks = [arrived[k].rank for k in used]
-        return self._round(mean, ranks, arrivals, sums, time.monotonic() - begin)
+            raise _by_rank(error, sums.ranks) from None
+        if len(used) < len(models):
+            spoiled = sums.spoiled(sums.ranks, models)
+            self._check(arrivals, ranks, out, spoiled)
+            arrivals.failed.update(spoiled)
+            sums.ranks = [sums.ranks[k] for k in used]
+        sums.seconds += time.monotonic() - begin
+        return self._round(mean, arrivals, sums)
 
-    def streamed(self, out: Any) -> Round:
+    def _streamed(self, arrivals: Arrivals, ranks: int, out: Any) -> Round:
         """Add runs to a running sum while others are waited for."""
-        arrivals = self._arrivals()
         sums = _Sums(self.weigh)
         while arrivals.wait():
-            self._check(arrivals)
+            self._check(arrivals, ranks, out)
             for run in arrivals.runs():
                 sums.add(run)
-        self._check_end(arrivals)
+        self._check(arrivals, ranks, out)
         for run in arrivals.runs(to_the_end=True):
             sums.add(run)
-        self._check(arrivals)  # an object may have been lost since it arrived
-        begin = time.monotonic()
-        spoiled: dict[int, Exception] = {}
-        if self.nonfinite != "propagate":
-            spoiled = sums.nonfinite_ranks(self.refs)
+        self._check(arrivals, ranks, out)  # an object may have been lost since it arrived
+        if self.nonfinite == "propagate":
+            return self._round(sums.mean(out), arrivals, sums)
+        mean = sums.mean()
+        if sums.spoiled([0], [mean]):
+            spoiled = sums.spoiled_among(arrivals)
             if spoiled and self.nonfinite == "raise":
                 raise next(iter(spoiled.values()))
-            if spoiled:
-                sums = self._without(set(spoiled), sums)
-        mean = sums.running.mean(out=out)
-        sums.seconds += time.monotonic() - begin
-        arrivals.failed |= spoiled
-        return self._round(mean, sums.ranks, arrivals, sums, sums.seconds)
+            self._check(arrivals, ranks, out, spoiled)
+            if spoiled or arrivals.failed:
+                # Without them, once more: the others are still in the object store.
+                arrivals.rewind(spoiled)
+                sums = _Sums(self.weigh, sums.extras)
+                for run in arrivals.runs(to_the_end=True):
+                    sums.add(run)
+                mean = sums.mean()
+        return self._round(mean if out is None else sums.mean(out), arrivals, sums)
 
-    def _arrivals(self) -> Arrivals:
-        deadline = None if self.timeout is None else self.begin + self.timeout
-        return Arrivals(self.refs, max_inflight=self.max_inflight, deadline=deadline)
+    def _check(
+        self,
+        arrivals: Arrivals,
+        ranks: int,
+        out: Any,
+        spoiled: Mapping[int, Exception] | None = None,
+    ) -> None:
+        """Raise if too few can give a result, or too few are left by the ``spoiled``."""
+        left = ranks - len(arrivals.failed) - len(arrivals.late)
+        if left >= self.need and left - len(spoiled or ()) >= self.need_finite:
+            return
+        failed = {**arrivals.failed, **(spoiled or {})}
+        first = next(iter(failed.values()), None)
+        full = [rank for rank, error in failed.items() if isinstance(error, FULL)]
+        if full:
+            sample = _split(arrivals.any())[0]
+            failed |= dict.fromkeys(full, too_small(ranks, out if sample is None else sample))
+        failed |= dict.fromkeys(arrivals.late, late_error(self.timeout))
+        raise WorkerError(dict(sorted(failed.items()))) from first
 
-    def _check(self, arrivals: Arrivals) -> None:
-        if len(self.refs) - len(arrivals.failed) < self.need:
-            arrivals.let_go()
-            raise WorkerError(arrivals.failed) from next(iter(arrivals.failed.values()))
-
-    def _check_end(self, arrivals: Arrivals) -> None:
-        late = arrivals.late
-        if len(self.refs) - len(arrivals.failed) - len(late) < self.need:
-            arrivals.let_go()
-            silent = TimeoutError(f"no result after {self.timeout} s")
-            raise WorkerError(dict(sorted((arrivals.failed | dict.fromkeys(late, silent)).items())))
-
-    def _without(self, ranks: set[int], sums: "_Sums") -> "_Sums":
-        """Sum up once more, without ``ranks``; the others are still in the object store."""
-        again = _Sums(self.weigh)
-        rest = [rank for rank in sums.ranks if rank not in ranks]
-        if not rest:
-            raise ValueError("every rank holds NaN or infinity")
-        for k in range(0, len(rest), self.max_inflight):
-            some = rest[k : k + self.max_inflight]
-            again.add([Arrival(r, ray.get(self.refs[r])) for r in some])
-        again.extras = sums.extras
-        return again
-
-    def _round(
-        self, mean: Any, used: Sequence[int], arrivals: Arrivals, sums: "_Sums", seconds: float
-    ) -> Round:
+    def _round(self, mean: Any, arrivals: Arrivals, sums: "_Sums") -> Round:
         return Round(
             mean,
-            used,
-            failed=dict(sorted((sums.left_out(used) | arrivals.failed).items())),
+            sums.ranks,
+            failed=dict(sorted(arrivals.failed.items())),
             late=arrivals.late,
             extras=sums.extras,
-            seconds={"wait": arrivals.seconds_waited, "average": seconds},
+            seconds={"wait": arrivals.seconds_waited, "average": sums.seconds},
             nbytes=sums.nbytes,
         )
 
@@ -225,20 +306,23 @@ class _Job:
 class _Sums:
     """What has been added so far."""
 
-    def __init__(self, weigh: list[float] | Callable[[Any], float]) -> None:
+    def __init__(
+        self,
+        weigh: list[float] | Callable[[Any], float],
+        extras: dict[int, Any] | None = None,
+    ) -> None:
         self._weigh = weigh
         self._template: Template | None = None
-        self._first = 0
-        self.running = RunningAverage()
+        self._running = RunningAverage()
         self.ranks: list[int] = []
-        self.extras: dict[int, Any] = {}
+        self.extras = {} if extras is None else extras
         self.nbytes = 0
         self.seconds = 0.0
 
     def read(self, run: Sequence[Arrival]) -> tuple[list[Any], list[float]]:
         """Return the models and the weights of ``run``, checked; keep the extras."""
         models, values = [], []
-        for rank, value, _ in run:
+        for rank, value in run:
             model, extras = _split(value)
             self._check(rank, model)
             models.append(model)
@@ -248,7 +332,7 @@ class _Sums:
                 else self._weigh[rank]
             )
             if extras is not None:
-                self.extras[rank] = extras
+                self.extras[rank] = _own(extras)
             self.ranks.append(rank)
         return models, values
 
@@ -256,50 +340,48 @@ class _Sums:
         """Add the ranks of ``run``, and let go of it."""
         begin = time.monotonic()
         models, values = self.read(run)
-        self.running.add_all(models, values)
+        self._running.add_all(models, values)
         run.clear()
         self.seconds += time.monotonic() - begin
 
-    def nonfinite_ranks(self, refs: Sequence[Any]) -> dict[int, Exception]:
-        """Return the ranks that hold NaN or infinity; looked for only if the mean does."""
-        assert self._template is not None
-        if self._place_of_nonfinite(self.running.mean(), "the mean") is None:
-            return {}
-        found: dict[int, Exception] = {}
-        for rank in self.ranks:
-            model, _ = _split(ray.get(refs[rank]))
-            place = self._place_of_nonfinite(model, f"rank {rank}")
-            if place is not None:
-                found[rank] = _nonfinite_error(rank, place)
-        return found
+    def mean(self, out: Any = None) -> Any:
+        """Return the mean of what was added."""
+        begin = time.monotonic()
+        mean = self._running.mean(out=out)
+        self.seconds += time.monotonic() - begin
+        return mean
 
-    def left_out(self, used: Sequence[int]) -> dict[int, Exception]:
-        """Return the ranks that were read and not ``used``."""
-        return {rank: _nonfinite_error(rank) for rank in self.ranks if rank not in used}
-
-    def _place_of_nonfinite(self, model: Any, where: str) -> str | None:
+    def spoiled(self, ranks: Iterable[int], models: Iterable[Any]) -> dict[int, Exception]:
+        """Return, for the ranks whose models hold NaN or infinity, errors that name the slot."""
         assert self._template is not None
         template = self._template
-        i = _core.first_nonfinite(
-            template.layout.code, template.packed, template.read(model, where), 0
-        )
-        return None if i == len(template.layout) else template.place(i)
+        found: dict[int, Exception] = {}
+        for rank, model in zip(ranks, models, strict=True):
+            parts = template.read(model, f"rank {rank}")
+            i = _core.first_nonfinite(template.layout.code, template.packed, parts, 0)
+            if i < len(template.layout):
+                found[rank] = ValueError(f"rank {rank}{template.place(i)}: holds NaN or infinity")
+        return found
+
+    def spoiled_among(self, arrivals: Arrivals) -> dict[int, Exception]:
+        """As `spoiled`, for all that were added; one is mapped at a time."""
+        found: dict[int, Exception] = {}
+        for rank in self.ranks:
+            model = [_split(arrivals.one(rank))[0]]
+            if rank not in arrivals.failed:
+                found |= self.spoiled([rank], model)
+            model.clear()
+        return found
 
     def _check(self, rank: int, model: Any) -> None:
-        try:
-            if self._template is None:
-                self._template, self._first = Template.of(model, f"rank {rank}"), rank
-            else:
+        if self._template is None:
+            self._template = Template.of(model, f"rank {rank}")
+        else:
+            try:
                 self._template.match(model, f"rank {rank}")
-        except (TypeError, ValueError) as error:
-            if rank == self._first:
-                raise
-            raise type(error)(f"{error} (rank {self._first} gave what is expected)") from None
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{error} (rank {self.ranks[0]} gave what is expected)") from None
         self.nbytes += self._template.layout.nbytes
-
-
-def _nonfinite_error(rank: int, place: str = "") -> ValueError:
-    return ValueError(f"rank {rank}{place}: holds NaN or infinity")
 
 
 def _by_rank(error: ValueError, ranks: Sequence[int]) -> ValueError:

@@ -1,5 +1,6 @@
 """Several workers that are called together, some of which may be slow or dead."""
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,11 +8,12 @@ from typing import Any
 
 import ray
 
-from flatweights._average import Nonfinite
+from flatweights._average import Nonfinite, read_weights
 from flatweights._weights import FlatWeights
-from flatweights.ray._average import Weights, average
+from flatweights.ray._average import Job, Weights, count, late_error
 from flatweights.ray._errors import WorkerError, reason_of
 from flatweights.ray._round import Round
+from flatweights.ray._store import put
 from flatweights.ray._worker import FlatWorker, StaleWorkerError
 
 _log = logging.getLogger("flatweights")
@@ -19,6 +21,8 @@ _log = logging.getLogger("flatweights")
 # Up to here arguments travel with the call and results with its reply; beyond, a value is
 # better put into the object store once than pickled into each call.
 _BY_VALUE = 100 * 1024
+
+_versions = itertools.count()  # no two groups of a driver send weights of one version
 
 
 class WorkerGroup:
@@ -32,7 +36,9 @@ class WorkerGroup:
     Weights that the group sends have a version, and every call says which one it means. So
     an actor that Ray restarts (``max_restarts``) does not answer with the weights that it
     was built with, and what it computed from older weights is in no later average. An actor
-    that is late is not asked again before it has answered; that answer is dropped.
+    that is late is not asked again before it has answered; that answer is dropped. Before
+    the first `broadcast` there are no weights to send: a restarted actor stays unhealthy
+    until there are.
 
     >>> import numpy as np
     >>> import ray
@@ -72,12 +78,12 @@ class WorkerGroup:
                     f"rank {rank}: expected an actor of a FlatWorker class, "
                     f"got {type(actor).__name__}"
                 )
-        self._max_inflight = max_inflight
+        self._max_inflight = count(max_inflight, "max_inflight", None)
         self._unhealthy: dict[int, Exception] = {}
         self._owed: dict[int, Any] = {}  # by rank, what a late actor is still working on
-        self._version: int | None = None
+        self._version: int | None = None  # of the latest weights that were sent
         self._latest: Any = None
-        self._versions: dict[int, int | None] = {}
+        self._in_round = False  # of run(): workers may have trained since the latest weights
 
     @classmethod
     def create(
@@ -134,7 +140,7 @@ class WorkerGroup:
     @property
     def unhealthy(self) -> Mapping[int, Exception]:
         """By rank, why actors are not called."""
-        return dict(self._unhealthy)
+        return dict(sorted(self._unhealthy.items()))
 
     def step(
         self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -155,9 +161,9 @@ class WorkerGroup:
         refs = self._call(method, args, kwargs)
         results, failed = self._collect(refs, timeout)
         self._note(failed)
-        raised = {rank: error for rank, error in failed.items() if not _is_of_ray(error)}
+        raised = _raised(failed)
         if raised or not results:
-            raise WorkerError(raised or failed or self._unhealthy)
+            raise WorkerError(raised or self._unhealthy)
         return results
 
     def average(
@@ -192,37 +198,38 @@ class WorkerGroup:
             TypeError: As `flatweights.ray.average`.
             ValueError: As `flatweights.ray.average`.
         """
-        given = weights if weights is None or callable(weights) else list(weights)
-        if isinstance(given, list) and len(given) != len(self._actors):
-            raise ValueError(
-                f"expected {len(self._actors)} weights, one per rank, got {len(given)}"
-            )
-        refs = self._call(method, args, kwargs)
-        if len(refs) < (min_results or 1):
+        given = weights
+        if not (given is None or callable(given)):
+            given = read_weights(given, len(self._actors))
+        count(min_results, "min_results", len(self._actors))
+        ranks = self.healthy_actor_ids()
+        if len(ranks) < (min_results or 1):
             raise WorkerError(self._unhealthy)
-        ranks = list(refs)
-        if isinstance(given, list):
-            given = [given[rank] for rank in ranks]
+        job = Job.of(
+            len(ranks),
+            [given[rank] for rank in ranks] if isinstance(given, list) else given,
+            timeout=timeout,
+            min_results=min_results,
+            nonfinite=nonfinite,
+            max_inflight=self._max_inflight,
+        )
+        before = dict(self._unhealthy)
+        refs = self._call(method, args, kwargs)
         try:
-            found = average(
-                list(refs.values()),
-                given,
-                out=out,
-                timeout=timeout,
-                min_results=min_results,
-                nonfinite=nonfinite,
-                max_inflight=self._max_inflight,
-            )
+            found = job.run(list(refs.values()), out)
         except WorkerError as error:
             failed = {ranks[k]: reason for k, reason in error.failed.items()}
-            self._note(failed, refs)
-            raise WorkerError(failed) from error
-        late = [ranks[k] for k in found.late]
-        failed = {ranks[k]: reason for k, reason in found.failed.items()}
-        self._note(failed | {rank: _late(timeout) for rank in late}, refs)
+            raise WorkerError(dict(sorted((before | failed).items()))) from error.__cause__
+        finally:
+            # Also if it was not for a rank's failure that there is no average.
+            late = {ranks[k]: late_error(timeout) for k in job.arrivals.late}
+            self._owed |= {rank: refs[rank] for rank in late}
+            self._note({ranks[k]: error for k, error in job.arrivals.failed.items()} | late)
+            refs.clear()  # who keeps an error keeps this frame
         found.used = tuple(ranks[k] for k in found.used)
         found.late = tuple(late)
-        found.failed = self._unhealthy_before(refs) | failed
+        failed = {ranks[k]: reason for k, reason in found.failed.items()}
+        found.failed = dict(sorted((before | failed).items()))
         found.extras = {ranks[k]: extras for k, extras in found.extras.items()}
         return found
 
@@ -230,40 +237,56 @@ class WorkerGroup:
         """Send ``weights`` to all healthy workers; they have them from then on.
 
         Args:
-            weights: What `FlatWorker.set_weights` takes, a `Round`, or a reference to it. It
-                is put into the object store once, unless it is small.
+            weights: What `FlatWorker.set_weights` takes, a vector, a `Round`, or a reference
+                to one of the former. It is put into the object store once, unless it is small.
             timeout: Seconds to wait; for ever, if None.
 
         Returns:
-            The ranks that have them.
+            The ranks that have them. Those that died or are late get them from `restore`.
 
         Raises:
-            WorkerError: If a worker refused them, or none has them.
+            WorkerError: If a worker raised, or none has them. If none took them and some
+                raised, the weights sent before remain the latest. If only some raised, those
+                are unhealthy: they do not have the weights of the others.
+            StoreTooSmallError: If the object store has no room for them; nothing was sent.
         """
+        ranks = self.healthy_actor_ids()
+        if not ranks:
+            raise WorkerError(self._unhealthy)
+        before = self._version, self._latest
         self._latest = self._to_send(weights)
-        self._version = 0 if self._version is None else self._version + 1
-        return self._send(self.healthy_actor_ids(), timeout)
+        self._version = next(_versions)
+        answered, failed = self._send(ranks, timeout)
+        raised = _raised(failed)
+        if raised and not answered:
+            self._version, self._latest = before
+            raise WorkerError(raised)
+        self._unhealthy |= raised
+        if raised or not answered:
+            raise WorkerError(raised or failed)
+        return list(answered)
 
     def restore(self, *, timeout: float | None = 10.0) -> list[int]:
-        """Probe unhealthy workers, send those that answer the latest weights; return their ranks.
+        """Send unhealthy workers the latest weights; return the ranks that have them.
 
-        A worker that was late, and has answered since, is restored like any other.
+        They are healthy again. A worker that was late is sent them once it has answered.
 
         Args:
             timeout: Seconds to wait for answers; for ever, if None.
         """
         self._forget_answered()
-        asked = {r: self._actors[r].ping.remote() for r in self._unhealthy if r not in self._owed}
-        answered, failed = self._collect(asked, timeout)
-        self._unhealthy.update(failed)
-        if not answered:
-            return []
-        ranks = list(answered)
-        restored = ranks if self._version is None else self._send(ranks, timeout)
-        for rank in restored:
+        ranks = [rank for rank in sorted(self._unhealthy) if rank not in self._owed]
+        if self._version is None:
+            # Nothing to send: good is who has not lost what it had.
+            asked = {rank: self._actors[rank].call_version.remote(None, "ping") for rank in ranks}
+            answered, failed = self._collect(asked, timeout)
+        else:
+            answered, failed = self._send(ranks, timeout)
+        self._unhealthy |= failed
+        for rank in answered:
             del self._unhealthy[rank]
             _log.warning("flatweights: rank %d is back", rank)
-        return restored
+        return list(answered)
 
     def run(
         self,
@@ -280,25 +303,30 @@ class WorkerGroup:
         """Yield ``rounds`` rounds: average what ``method`` returns, send it to all workers.
 
         Workers that are unhealthy are probed before each round, and come back with the
-        latest weights.
+        latest weights. If an earlier run broke off in the middle of a round, all workers are
+        sent the latest weights first: some may have trained on.
 
         Args:
             rounds: How many.
             method: Name of the method that trains and returns weights.
             *args: Its arguments.
             weights: See `average`.
-            timeout: Seconds to wait for the results of each round.
+            timeout: Seconds to wait for the results of each round, and for workers to take
+                the average.
             min_results: How many ranks make an average.
             nonfinite: What to do about NaN and infinity.
             progress: Show a progress bar (needs ``rich``).
             **kwargs: Keyword arguments of the method.
 
         Raises:
-            WorkerError: As `average`; the workers have the weights of the last round.
+            WorkerError: As `average` and `broadcast`.
         """
         for _ in _tracked(range(rounds)) if progress else range(rounds):
             if self._unhealthy:
                 self.restore()
+            if self._in_round and self._version is not None:
+                self._unhealthy |= self._send(self.healthy_actor_ids(), timeout)[1]
+            self._in_round = True
             begin = time.monotonic()
             found = self.average(
                 method,
@@ -309,9 +337,11 @@ class WorkerGroup:
                 nonfinite=nonfinite,
                 **kwargs,
             )
-            self.broadcast(found)
+            self.broadcast(found, timeout=timeout)
+            self._in_round = False
             found.seconds = {**found.seconds, "round": time.monotonic() - begin}
             yield found
+            del found  # while the next one is made
 
     def shutdown(self) -> None:
         """End all actors; their processes are gone soon after."""
@@ -321,13 +351,11 @@ class WorkerGroup:
             rank: RuntimeError("the group was shut down") for rank in range(len(self._actors))
         }
         self._owed.clear()
+        self._latest = None
 
     def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
-        self._forget_answered()
         return {
-            rank: self._actors[rank].call_version.remote(
-                self._versions.get(rank), method, *args, **kwargs
-            )
+            rank: self._actors[rank].call_version.remote(self._version, method, *args, **kwargs)
             for rank in self.healthy_actor_ids()
         }
 
@@ -338,20 +366,19 @@ class WorkerGroup:
         value = weights.weights if is_round else weights
         if isinstance(value, FlatWeights) and value.buffer.nbytes <= _BY_VALUE:
             return value.copy()  # the caller's may change before a restart wants it
-        return weights.ref if is_round else ray.put(value)
+        return weights.ref if is_round else put(value, len(self._actors))
 
-    def _send(self, ranks: Sequence[int], timeout: float | None) -> list[int]:
+    def _send(
+        self, ranks: Sequence[int], timeout: float | None
+    ) -> tuple[dict[int, Any], dict[int, Exception]]:
+        """Send the latest weights; return who has answered, and errors."""
         refs = {
             rank: self._actors[rank].receive_version.remote(self._version, self._latest)
             for rank in ranks
         }
         answered, failed = self._collect(refs, timeout)
-        self._versions.update(dict.fromkeys(answered, self._version))
         self._note(failed)
-        raised = {rank: error for rank, error in failed.items() if not _is_of_ray(error)}
-        if raised or (not answered and ranks == self.healthy_actor_ids()):
-            raise WorkerError(raised or failed)
-        return list(answered)
+        return answered, failed
 
     def _collect(
         self, refs: Mapping[int, Any], timeout: float | None
@@ -365,7 +392,7 @@ class WorkerGroup:
         arrived = set(ready)
         for rank, ref in refs.items():
             if ref not in arrived:
-                failed[rank] = _late(timeout)
+                failed[rank] = late_error(timeout)
                 self._owed[rank] = ref
                 continue
             try:
@@ -374,14 +401,12 @@ class WorkerGroup:
                 failed[rank] = error.with_traceback(None)
         return results, failed
 
-    def _note(self, failed: Mapping[int, Exception], refs: Mapping[int, Any] | None = None) -> None:
+    def _note(self, failed: Mapping[int, Exception]) -> None:
         for rank, error in failed.items():
-            if not _is_of_ray(error):
-                continue
-            self._unhealthy[rank] = error
-            if isinstance(error, TimeoutError) and refs is not None:
-                self._owed[rank] = refs[rank]
-            _log.warning("flatweights: rank %d is left out: %s", rank, reason_of(error))
+            if _is_of_ray(error):
+                if rank not in self._unhealthy:
+                    _log.warning("flatweights: rank %d is left out: %s", rank, reason_of(error))
+                self._unhealthy[rank] = error
 
     def _forget_answered(self) -> None:
         """Drop what late actors have answered meanwhile; they may be probed again."""
@@ -391,12 +416,10 @@ class WorkerGroup:
             answered = set(ready)
             self._owed = {r: ref for r, ref in self._owed.items() if ref not in answered}
 
-    def _unhealthy_before(self, refs: Mapping[int, Any]) -> dict[int, Exception]:
-        return {rank: error for rank, error in self._unhealthy.items() if rank not in refs}
 
-
-def _late(timeout: float | None) -> TimeoutError:
-    return TimeoutError(f"no result after {timeout} s")
+def _raised(failed: Mapping[int, Exception]) -> dict[int, Exception]:
+    """Return what methods raised."""
+    return {rank: error for rank, error in failed.items() if not _is_of_ray(error)}
 
 
 def _is_of_ray(error: Exception) -> bool:

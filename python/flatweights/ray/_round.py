@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
+from flatweights.ray._store import put
 
 
 @dataclass
@@ -40,5 +40,5 @@ class Round:
     def ref(self) -> Any:
         """The average in the object store: put there on first use, once."""
         if self._ref is None:
-            self._ref = ray.put(self.weights)
+            self._ref = put(self.weights, len(self.used) + len(self.failed) + len(self.late))
         return self._ref

@@ -1,8 +1,11 @@
 """Actors whose weights travel as one buffer."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import ray
 from numpy.typing import ArrayLike, NDArray
 
 from flatweights._weights import FlatWeights
@@ -40,6 +43,8 @@ class FlatWorker:
         variables: The `TensorFlowVariables` of what `build` returned.
     """
 
+    _version: int | None = None  # of the weights that a WorkerGroup has sent
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build the model; arguments go to `build`.
 
@@ -47,7 +52,6 @@ class FlatWorker:
             NotImplementedError: If `build` is not defined.
             TypeError: If `build` returns nothing; else as `TensorFlowVariables`.
         """
-        self._version: int | None = None
         built = self.build(*args, **kwargs)
         if built is None:
             raise TypeError(f"{type(self).__name__}.build() returned None: return the model")
@@ -87,9 +91,14 @@ class FlatWorker:
         """Return ``"pong"``: the actor is alive and built."""
         return "pong"
 
-    def receive_version(self, version: int, new_weights: Mapping[str, ArrayLike]) -> None:
+    def receive_version(
+        self, version: int, new_weights: Mapping[str, ArrayLike] | NDArray[Any]
+    ) -> None:
         """Set the weights that a `WorkerGroup` sends, and remember which they are."""
-        self.set_weights(new_weights)
+        if isinstance(new_weights, np.ndarray):
+            self.set_flat(new_weights)
+        else:
+            self.set_weights(new_weights)
         self._version = version
 
     def call_version(self, version: int | None, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +108,8 @@ class FlatWorker:
         built with: such an answer must not be averaged into the others.
 
         Args:
-            version: Of the weights that the group sent last; None if it never did.
+            version: Of the weights that the group sent last. If None, it never did, and the
+                actor may have any but those of a restart.
             method: Name of the method.
             *args: Its arguments.
             **kwargs: Its keyword arguments.
@@ -107,8 +117,17 @@ class FlatWorker:
         Raises:
             StaleWorkerError: If this actor has other weights.
         """
-        if version != self._version:
+        if version is None and self._version is None and _was_restarted():
+            raise StaleWorkerError("restarted, and not sent any weights since")
+        if version is not None and version != self._version:
             raise StaleWorkerError(
                 f"expected weights of version {version}, got {self._version}: restarted since"
             )
         return getattr(self, method)(*args, **kwargs)
+
+
+@functools.cache
+def _was_restarted() -> bool:
+    """Whether Ray has started this actor more than once."""
+    context = ray.get_runtime_context()
+    return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)

@@ -1,0 +1,294 @@
+"""Faults of whole clusters and drivers: each program has a Ray of its own.
+
+A program is a function of this file, run in a process of its own. It checks what it sees
+against an oracle, bit for bit, and prints what the test asks for.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from ray_workers import PlainWorker, trained, weights_of
+from reference import clean_environment, same_bits
+
+import flatweights as fw
+from flatweights import FlatWeights
+from flatweights.ray import StoreTooSmallError, WorkerError, WorkerGroup
+
+TESTS = Path(__file__).parents[1]
+LARGE = 40_000  # elements; beyond 100 KiB weights lie in shared memory
+MIB = 2**20
+SMALLEST_STORE = 75 * MIB  # Ray takes no less
+
+
+@contextmanager
+def program(function: Callable[..., None], *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a function of this file in a process, group and session of its own."""
+    code = (
+        "import importlib.util, sys, ray; sys.path.insert(0, sys.argv[1]);"
+        "spec = importlib.util.spec_from_file_location('faults', sys.argv[2]);"
+        "faults = importlib.util.module_from_spec(spec); spec.loader.exec_module(faults);"
+        "getattr(faults, sys.argv[3])(*sys.argv[4:])"
+    )
+    # A folder of its own: a cluster leaves its address there, for any other program to find.
+    # (The names of Ray's sockets must be short.)
+    folder = tempfile.mkdtemp(prefix="fw-", dir="/tmp")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(TESTS), __file__, function.__name__, *arguments],
+        env=clean_environment(PYTHONPATH=str(TESTS), RAY_DEDUP_LOGS="0", RAY_TMPDIR=folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def output_of(function: Callable[..., None], *arguments: str, timeout: float = 120) -> str:
+    with program(function, *arguments) as process:
+        out, err = process.communicate(timeout=timeout)
+        assert process.returncode == 0, err[-5000:]
+    return out
+
+
+def start_ray(store: int = SMALLEST_STORE, **options: Any) -> None:
+    ray.init(
+        "local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=store,
+        **options,
+    )
+
+
+def make_group(n: int, size: int, **options: Any) -> WorkerGroup:
+    return WorkerGroup.create(
+        PlainWorker, n, arguments=lambda rank: (rank, size), num_cpus=0, **options
+    )
+
+
+def check(got: FlatWeights, before: FlatWeights, ranks: Any) -> None:
+    expected = fw.average([trained(before, rank) for rank in ranks])
+    assert same_bits(got.buffer, expected.buffer)
+
+
+def lose_a_node() -> None:
+    from ray.cluster_utils import Cluster
+
+    store = {"object_store_memory": SMALLEST_STORE}
+    cluster = Cluster(initialize_head=True, head_node_args={"resources": {"home": 1}, **store})
+    nodes = [cluster.add_node(resources={f"away{k}": 1}, **store) for k in range(2)]
+    ray.init(cluster.address, log_to_driver=False)
+    cluster.wait_for_nodes()
+    places = ["home", "away0", "home", "away1"]
+    actor = ray.remote(num_cpus=0)(PlainWorker)
+    actors = [
+        actor.options(resources={place: 0.1}).remote(rank, LARGE)
+        for rank, place in enumerate(places)
+    ]
+    group = WorkerGroup(actors, max_inflight=2)
+    start = weights_of(1.0, LARGE)
+    assert group.broadcast(start) == [0, 1, 2, 3]
+    # In the middle of its work.
+    with tempfile.TemporaryDirectory() as folder:
+        remove = threading.Timer(1.0, lambda: cluster.remove_node(nodes[0]))
+        remove.start()
+        found = group.average("act", {1: "hang"}, folder, min_results=3)
+        remove.join()
+    assert found.used == (0, 2, 3), found
+    assert list(found.failed) == [1]
+    print("died:", type(found.failed[1]).__name__)
+    check(found.weights, start, (0, 2, 3))
+    group.broadcast(found)
+
+    # After its answer, which lay on its node.
+    refs = group._call("train", (), {})
+    ray.wait(list(refs.values()), num_returns=3, fetch_local=False)
+    cluster.remove_node(nodes[1])
+    time.sleep(0.5)
+    last = fw.ray.average(list(refs.values()), min_results=2, timeout=60)  # type: ignore[attr-defined]
+    assert last.used == (0, 1), last
+    print("lost:", type(last.failed[2]).__name__)
+    check(last.weights, found.weights, (0, 2))
+    assert group.average("get_weights", min_results=2).used == (0, 2)
+
+
+def test_a_node_that_goes_takes_only_its_ranks_along() -> None:
+    out = output_of(lose_a_node)
+    died, lost = out.splitlines()[-2:]
+    assert died in ("died: ActorDiedError", "died: ActorUnavailableError")
+    assert lost.startswith("lost: Object"), "ObjectLostError or one of its kin"
+
+
+def be_interrupted(folder: str) -> None:
+    start_ray()
+    state = Path(folder) / "state.safetensors"
+    group = make_group(3, LARGE)
+    expected = weights_of(1.0, LARGE)
+    group.broadcast(expected)
+    expected.save(state)
+    found = None
+    try:
+        for found in group.run(2, "train"):
+            check(found.weights, expected, range(3))
+            expected = found.weights.copy()
+            found.weights.save(state)
+        print(*group.step("pid").values(), flush=True)
+        for found in group.run(1, "act", {1: "hang"}, folder):
+            found.weights.save(state)
+    except KeyboardInterrupt:
+        assert found is not None
+        assert same_bits(found.weights.buffer, expected.buffer)
+        assert same_bits(FlatWeights.load(state).buffer, expected.buffer)
+        print("interrupted", flush=True)
+        raise
+
+
+def test_ctrl_c_in_a_round_leaves_the_last_round(tmp_path: Path) -> None:
+    with program(be_interrupted, str(tmp_path)) as driver:
+        assert driver.stdout is not None
+        processes = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
+        assert len(processes) == 3
+        tree = psutil.Process(driver.pid).children(recursive=True)
+        time.sleep(1)  # in the middle of the round
+        os.killpg(driver.pid, signal.SIGINT)  # as a terminal does
+        out, err = driver.communicate(timeout=30)
+    assert out == "interrupted\n", err
+    assert driver.returncode in (1, 130, -signal.SIGINT)
+    assert err.rstrip().endswith("KeyboardInterrupt"), err
+    _, alive = psutil.wait_procs({*processes, *tree}, timeout=20)
+    assert alive == [], "no process is left"
+    expected = weights_of(1.0, LARGE)
+    for _ in range(2):
+        expected = fw.average([trained(expected, rank) for rank in range(3)])
+    assert same_bits(FlatWeights.load(tmp_path / "state.safetensors").buffer, expected.buffer)
+
+
+def fill_the_store() -> None:
+    # No room on the disk to spill to.
+    start_ray(_system_config={"local_fs_capacity_threshold": 1e-6})
+    size = 20 * MIB // 8
+    group = make_group(4, size, max_inflight=2)
+    start = weights_of(1.0, size)
+    group.broadcast(start)
+    out = weights_of(7.0, size)
+    kept = out.copy()
+    try:
+        group.average("train", out=out)
+    except WorkerError as error:
+        print(error)
+    assert same_bits(out.buffer, kept.buffer)
+    assert group.healthy_actor_ids() == [0, 1, 2, 3]
+    time.sleep(1)  # the results are gone soon after
+    group.broadcast(start)
+    found = group.average("train", min_results=1)
+    assert found.used
+    check(found.weights, start, found.used)
+    pins = [ray.put(np.zeros(size)) for _ in range(1)]
+    views = []
+    try:
+        for _ in range(4):
+            pins.append(ray.put(np.zeros(size)))
+            views.append(ray.get(pins[-1]))
+    except ray.exceptions.OutOfDiskError:
+        pass
+    for send in (lambda: group.broadcast(weights_of(2.0, size)), lambda: group.broadcast(found)):
+        try:
+            send()
+        except StoreTooSmallError as error:
+            print(error)
+    views.clear()
+    pins.clear()
+    time.sleep(1)
+    group.broadcast(start)
+    found = group.average("train", min_results=1)
+    check(found.weights, start, found.used)
+
+
+def test_a_full_store_says_how_large_it_must_be() -> None:
+    out = output_of(fill_the_store)
+    nbytes = weights_of(0.0, 20 * MIB // 8).layout.nbytes
+    need = f"need at least (4 + 2) * {nbytes:,} = {6 * nbytes:,} bytes; set ray.init("
+    lines = out.splitlines()
+    of_ranks = [line for line in lines if line.startswith("rank ")]
+    assert of_ranks
+    assert all("StoreTooSmallError: the object store is full" in line for line in of_ranks)
+    assert any(need in line for line in of_ranks)
+    assert sum(line.startswith("the object store is full") and need in line for line in lines) == 2
+
+
+def store_in_use() -> tuple[int, int]:
+    """Bytes in the object store, and bytes ever spilled from it."""
+    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+    from ray._private.worker import global_worker
+
+    address = global_worker.gcs_client.address
+    stats = get_memory_info_reply(get_state_from_address(address)).store_stats
+    return stats.object_store_bytes_used, stats.spilled_bytes_total
+
+
+def go_round(rounds: str, mib: str, ranks: str) -> None:
+    size, n = int(mib) * MIB // 8, int(ranks)
+    nbytes = weights_of(0.0, size).layout.nbytes
+    # N + 2 buffers; without the 16th the allocator of the store now and then finds no hole.
+    room = (n + 2) * nbytes * 17 // 16
+    store = max(SMALLEST_STORE, room)
+    start_ray(store)
+    rest = store - room  # Ray's smallest store is larger: the rest is taken
+    ballast = ray.get(ray.put(np.zeros(max(0, rest), np.uint8)))
+    group = make_group(n, size)
+    group.broadcast(weights_of(0.0, size))
+    me = psutil.Process()
+    begin = time.monotonic()
+    used, heap = [], []
+    found = None
+    for k, found in enumerate(group.run(int(rounds), "train")):  # noqa: B007
+        if k % max(1, int(rounds) // 20) == 0:
+            time.sleep(0.05)  # what was dropped is freed soon after
+            used.append(store_in_use()[0] - rest)
+            info = me.memory_full_info()
+            heap.append(info.uss)
+    seconds = time.monotonic() - begin
+    assert found is not None
+    assert found.weights["w"][0] == int(rounds) * (n + 1) / 2
+    print(nbytes, max(used), used[1], used[-1], store_in_use()[1], heap[2], heap[-1], seconds)
+    assert ballast is not None
+
+
+def check_flat(rounds: int, mib: int, ranks: int, timeout: float) -> None:
+    out = output_of(go_round, str(rounds), str(mib), str(ranks), timeout=timeout)
+    nbytes, most, early, late, spilled, heap, heap_late, seconds = map(float, out.split())
+    print(f"{rounds} rounds in {seconds:.1f} s, {1e3 * seconds / rounds:.1f} ms each; {out}")
+    assert spilled == 0
+    assert most <= (ranks + 2) * (nbytes + 4096)
+    assert late <= early + nbytes
+    assert heap_late <= heap + 2 * nbytes + 8 * MIB
+
+
+def test_rounds_hold_the_object_store_flat() -> None:
+    check_flat(200, 4, 4, timeout=120)
+
+
+@pytest.mark.slow
+def test_a_thousand_rounds_of_a_large_model() -> None:
+    check_flat(1000, 100, 4, timeout=1800)

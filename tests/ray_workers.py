@@ -1,0 +1,127 @@
+"""Workers without TensorFlow, which start fast and misbehave when told to."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights import FlatWeights
+from flatweights.ray import FlatWorker
+
+POISON = 1e30
+"""What a worker's weights are until it is sent some: it spoils every average."""
+
+
+class PlainWorker(FlatWorker):
+    """Weights ``{"w": ..., "n": ...}``; training adds to ``w`` what the rank says."""
+
+    def __init__(self, rank: int = 0, size: int = 5) -> None:
+        self.rank = rank
+        self.model = FlatWeights({"w": np.full(size, POISON), "n": np.int64(0)})
+        self.calls = self.received = 0
+
+    def get_weights(self) -> FlatWeights:
+        return self.model.copy()
+
+    def set_weights(self, new_weights: Mapping[str, Any]) -> None:
+        unknown = set(new_weights) - set(self.model)
+        if unknown:
+            raise KeyError(f"unknown names: {unknown}")
+        self.received += 1
+        self.model = FlatWeights({**self.model, **new_weights})  # of any size
+
+    def get_flat(self) -> NDArray[Any]:
+        return np.concatenate([part.ravel() for part in self.model.values()])
+
+    def set_flat(self, new_weights: Any) -> None:
+        self.model = FlatWeights({"w": new_weights[:-1], "n": np.int64(new_weights[-1])})
+
+    def train(self, step: float = 1.0) -> FlatWeights:
+        """Add ``step`` times the rank and one."""
+        self.calls += 1
+        self.model["w"] += step * (self.rank + 1)
+        return self.get_weights()
+
+    def train_counted(self, step: float = 1.0) -> tuple[FlatWeights, dict[str, Any]]:
+        return self.train(step), {"samples": self.rank + 1, "calls": self.calls}
+
+    def act(self, plan: Mapping[int, str], where: str = "", step: float = 1.0) -> Any:
+        """Train; but do what ``plan`` says for this rank: see the code."""
+        action = plan.get(self.rank, "")
+        if action == "die before":
+            die()
+        weights = self.train(step)
+        if action == "die during":
+            return Dying(weights)
+        if action == "die after":
+            threading.Timer(0.3, die).start()
+        if action == "die once":
+            first = Path(where) / "died"
+            if not first.exists():
+                first.touch()
+                die()
+        if action == "raise":
+            raise ArithmeticError("diverged")
+        if action == "nan":
+            weights["w"][1] = np.nan
+        if action == "other layout":
+            return FlatWeights({"v": np.zeros(3)})
+        if action == "hang":
+            wait_for(Path(where) / "go on")
+        if action == "interrupt":
+            os.kill(int(where), signal.SIGINT)
+            time.sleep(30)
+        return weights
+
+    def forget_calls(self) -> None:
+        self.calls = self.received = 0
+
+    def how_often_set(self) -> int:
+        return self.received
+
+    def how_often(self) -> int:
+        return self.calls
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Dying:
+    """Kills the process that pickles it: an actor that is about to return it."""
+
+    def __init__(self, weights: Any) -> None:
+        self.weights = weights
+
+    def __reduce__(self) -> Any:
+        die()
+
+
+def die() -> None:
+    os._exit(1)
+
+
+def wait_for(path: Path, timeout: float = 60) -> None:
+    """Wait until there is such a file."""
+    end = time.monotonic() + timeout
+    while not path.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{path} does not exist after {timeout} s")
+        time.sleep(0.01)
+
+
+def weights_of(value: float, size: int = 5) -> FlatWeights:
+    """The weights to begin with."""
+    return FlatWeights({"w": np.full(size, value), "n": np.int64(3)})
+
+
+def trained(before: FlatWeights, rank: int, step: float = 1.0) -> FlatWeights:
+    """The oracle of `PlainWorker.train`."""
+    after = before.copy()
+    after["w"] += step * (rank + 1)
+    return after
