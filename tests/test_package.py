@@ -27,6 +27,7 @@ MODULES = [
     "_safetensors",
     "_sources",
     "_weights",
+    "_wire",
 ]
 
 

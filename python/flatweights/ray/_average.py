@@ -21,6 +21,7 @@ from flatweights.ray._arrivals import Arrival, Arrivals
 from flatweights.ray._errors import WorkerError
 from flatweights.ray._round import Round
 from flatweights.ray._store import FULL, too_small
+from flatweights.ray._wire import nbytes_of, widen
 
 Weights = Iterable[float] | Callable[[Any], float] | None
 
@@ -46,6 +47,9 @@ def average(
     are added to a running sum, by runs of consecutive ranks, while others still work:
     the sum takes 8 bytes for each number, and no more than ``max_inflight`` results are
     mapped at once; those that arrive before their turn wait in the object store.
+
+    What was encoded in 16 bits (a `Difference`) is averaged in the dtypes that it was encoded
+    from: float32.
 
     A worker may return ``(weights, extras)``, a tuple of two: the extras come back by rank,
     arrays in them as copies, so that they hold nothing in the object store.
@@ -167,6 +171,7 @@ class Job:
     Attributes:
         need: How many ranks must give a result.
         need_finite: How many must be left by ``nonfinite="skip"``.
+        widen: Gives the model that a result stands for.
         arrivals: The results, once it runs.
     """
 
@@ -176,6 +181,7 @@ class Job:
     max_inflight: int
     timeout: float | None
     nonfinite: Nonfinite
+    widen: Callable[[Any], Any] = widen
     arrivals: Arrivals = field(init=False)
 
     @classmethod
@@ -188,6 +194,7 @@ class Job:
         min_results: int | None,
         nonfinite: Nonfinite,
         max_inflight: int,
+        widen: Callable[[Any], Any] = widen,
     ) -> "Job":
         """Check what `average` was given, for so many ``ranks``."""
         if nonfinite not in ("propagate", "raise", "skip"):
@@ -201,6 +208,7 @@ class Job:
             max_inflight=count(max_inflight, "max_inflight", None),
             timeout=_timeout(timeout),
             nonfinite=nonfinite,
+            widen=widen,
         )
 
     def run(self, refs: list[Any], out: Any) -> Round:
@@ -221,7 +229,7 @@ class Job:
 
     def _at_once(self, arrivals: Arrivals, ranks: int, out: Any) -> Round:
         """Wait for all, then average in one pass."""
-        sums = _Sums(self.weigh)
+        sums = _Sums(self.weigh, self.widen)
         while arrivals.wait():
             self._check(arrivals, ranks, out)
         self._check(arrivals, ranks, out)
@@ -245,7 +253,7 @@ class Job:
 
     def _streamed(self, arrivals: Arrivals, ranks: int, out: Any) -> Round:
         """Add runs to a running sum while others are waited for."""
-        sums = _Sums(self.weigh)
+        sums = _Sums(self.weigh, self.widen)
         while arrivals.wait():
             self._check(arrivals, ranks, out)
             for run in arrivals.runs():
@@ -265,7 +273,7 @@ class Job:
             if spoiled or arrivals.failed:
                 # Without them, once more: the others are still in the object store.
                 arrivals.rewind(spoiled)
-                sums = _Sums(self.weigh, sums.extras)
+                sums = _Sums(self.weigh, self.widen, sums.extras)
                 for run in arrivals.runs(to_the_end=True):
                     sums.add(run)
                 mean = sums.mean()
@@ -309,9 +317,11 @@ class _Sums:
     def __init__(
         self,
         weigh: list[float] | Callable[[Any], float],
+        widen: Callable[[Any], Any],
         extras: dict[int, Any] | None = None,
     ) -> None:
         self._weigh = weigh
+        self._widen = widen
         self._template: Template | None = None
         self._running = RunningAverage()
         self.ranks: list[int] = []
@@ -323,8 +333,9 @@ class _Sums:
         """Return the models and the weights of ``run``, checked; keep the extras."""
         models, values = [], []
         for rank, value in run:
-            model, extras = _split(value)
-            self._check(rank, model)
+            received, extras = _split(value)
+            model = self._widen(received)
+            self._check(rank, model, nbytes_of(received))
             models.append(model)
             values.append(
                 read_weight(self._weigh(value), f"weight of rank {rank}")
@@ -367,13 +378,13 @@ class _Sums:
         """As `spoiled`, for all that were added; one is mapped at a time."""
         found: dict[int, Exception] = {}
         for rank in self.ranks:
-            model = [_split(arrivals.one(rank))[0]]
+            model = [self._widen(_split(arrivals.one(rank))[0])]
             if rank not in arrivals.failed:
                 found |= self.spoiled([rank], model)
             model.clear()
         return found
 
-    def _check(self, rank: int, model: Any) -> None:
+    def _check(self, rank: int, model: Any, nbytes: int | None) -> None:
         if self._template is None:
             self._template = Template.of(model, f"rank {rank}")
         else:
@@ -381,7 +392,7 @@ class _Sums:
                 self._template.match(model, f"rank {rank}")
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{error} (rank {self.ranks[0]} gave what is expected)") from None
-        self.nbytes += self._template.layout.nbytes
+        self.nbytes += self._template.layout.nbytes if nbytes is None else nbytes
 
 
 def _by_rank(error: ValueError, ranks: Sequence[int]) -> ValueError:

@@ -9,6 +9,8 @@ import ray
 from numpy.typing import ArrayLike, NDArray
 
 from flatweights._weights import FlatWeights
+from flatweights._wire import MissedUpdateError, WireDType
+from flatweights.ray._wire import Message, Travels, WorkerWire
 
 
 class StaleWorkerError(RuntimeError):
@@ -44,6 +46,7 @@ class FlatWorker:
     """
 
     _version: int | None = None  # of the weights that a WorkerGroup has sent
+    _wire: WorkerWire | None = None  # if these travel in 16 bits
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build the model; arguments go to `build`.
@@ -92,9 +95,20 @@ class FlatWorker:
         return "pong"
 
     def receive_version(
-        self, version: int, new_weights: Mapping[str, ArrayLike] | NDArray[Any]
+        self, version: int, new_weights: Mapping[str, ArrayLike] | NDArray[Any] | Message
     ) -> None:
-        """Set the weights that a `WorkerGroup` sends, and remember which they are."""
+        """Set the weights that a `WorkerGroup` sends, and remember which they are.
+
+        Raises:
+            StaleWorkerError: If it is a difference from weights that this actor does not have.
+        """
+        if isinstance(new_weights, Message):
+            if self._wire is None:
+                self._wire = WorkerWire()
+            try:
+                new_weights = self._wire.receive(new_weights)
+            except MissedUpdateError as error:
+                raise StaleWorkerError(str(error)) from error
         if isinstance(new_weights, np.ndarray):
             self.set_flat(new_weights)
         else:
@@ -124,6 +138,24 @@ class FlatWorker:
                 f"expected weights of version {version}, got {self._version}: restarted since"
             )
         return getattr(self, method)(*args, **kwargs)
+
+    def call_encoded(
+        self,
+        version: int | None,
+        wire: tuple[WireDType, Travels],
+        method: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As `call_version`; the weights or gradients that the method returns, in 16 bits."""
+        wire_dtype, travels = wire
+        result = self.call_version(version, method, *args, **kwargs)
+        if self._wire is None:
+            self._wire = WorkerWire()
+        try:
+            return self._wire.encode(result, travels, wire_dtype)
+        except MissedUpdateError as error:
+            raise StaleWorkerError(str(error)) from error
 
 
 @functools.cache

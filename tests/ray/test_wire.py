@@ -1,0 +1,129 @@
+"""What workers and a group keep for the wire; no actor is started."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from reference import BFLOAT16
+
+from flatweights import FlatWeights
+from flatweights._wire import Difference, MissedUpdateError, Snapshot
+from flatweights.ray._wire import GroupWire, WorkerWire, nbytes_of, widen
+
+WIRE: Any = "bfloat16"
+
+
+def weights(value: float) -> FlatWeights:
+    return FlatWeights({"w": np.full(100, value, np.float32), "n": np.int64(1)})
+
+
+def bits(model: FlatWeights) -> bytes:
+    return model.buffer.tobytes()
+
+
+def test_a_round_goes_in_full_once_and_then_in_differences() -> None:
+    group, workers = GroupWire(WIRE), [WorkerWire() for _ in range(2)]
+    assert not group.has_sent
+    first = group.message(weights(1.0))
+    assert isinstance(first, Snapshot)
+    assert group.has_sent
+    for worker in workers:
+        assert bits(worker.receive(first)) == bits(weights(1.0))
+    sent = [
+        worker.encode((weights(1.0 + 2**-9 * (k + 1)), {"rank": k}), "weights", WIRE)
+        for k, worker in enumerate(workers)
+    ]
+    assert [extras for _, extras in sent] == [{"rank": 0}, {"rank": 1}]
+    assert sent[0][0].values["w"].dtype == BFLOAT16
+    mean = FlatWeights(group.widen(sent[0][0]))
+    mean["w"] = (group.widen(sent[0][0])["w"] + group.widen(sent[1][0])["w"]) / 2
+    found = group.decode(mean, "weights")
+    assert found["w"][0] == np.float32(1.0 + 2**-9 * 1.5)
+    second = group.message(found)
+    assert isinstance(second, Difference)
+    assert len({bits(worker.receive(second)) for worker in workers}) == 1
+    assert bits(workers[0].receive(group.snapshot())) == bits(group.snapshot().weights)
+
+
+def test_a_worker_that_was_never_sent_weights_says_so() -> None:
+    group = GroupWire(WIRE)
+    group.message(weights(1.0))
+    update = group.message(weights(2.0))
+    with pytest.raises(MissedUpdateError, match="never received"):
+        WorkerWire().receive(update)
+    with pytest.raises(MissedUpdateError, match="no weights have been received"):
+        WorkerWire().encode(weights(1.0), "weights", WIRE)
+
+
+def test_a_result_from_older_weights_is_refused() -> None:
+    group, worker = GroupWire(WIRE), WorkerWire()
+    worker.receive(group.message(weights(1.0)))
+    old = worker.encode(weights(1.5), "weights", WIRE)
+    group.widen(old)
+    worker.receive(group.message(weights(2.0)))
+    with pytest.raises(MissedUpdateError, match="result: expected a difference from weights"):
+        group.widen(old)
+
+
+def test_another_layout_starts_anew() -> None:
+    group, worker = GroupWire(WIRE), WorkerWire()
+    worker.receive(group.message(weights(1.0)))
+    other = FlatWeights({"v": np.ones(3, np.float32)})
+    message = group.message(other)
+    assert isinstance(message, Snapshot)
+    assert bits(worker.receive(message)) == bits(other)
+    assert isinstance(group.message({"v": np.zeros(3, np.float32)}), Difference)
+
+
+def test_after_a_message_that_was_lost_all_goes_in_full() -> None:
+    group, worker = GroupWire(WIRE), WorkerWire()
+    worker.receive(group.message(weights(1.0)))
+    group.message(weights(2.0))
+    group.forget()
+    assert not group.has_sent
+    message = group.message(weights(3.0))
+    assert isinstance(message, Snapshot)
+    assert bits(worker.receive(message)) == bits(weights(3.0))
+    assert group.has_sent
+    assert isinstance(group.message(weights(4.0)), Difference)
+
+
+def test_another_wire_dtype_starts_anew() -> None:
+    worker, half = WorkerWire(), GroupWire("float16")
+    worker.receive(GroupWire(WIRE).message(weights(1.0)))
+    worker.receive(half.message(weights(1.0)))
+    assert worker.encode(weights(1.5), "weights", "float16").values["w"].dtype == np.float16
+
+
+def test_gradients_need_no_weights_and_may_be_a_vector() -> None:
+    worker, group = WorkerWire(), GroupWire(WIRE)
+    vector = np.full(5, 1.001, np.float32)
+    sent = [worker.encode(vector, "gradients", WIRE) for _ in range(64)]
+    total = sum(group.widen(each)["vector"] for each in sent)
+    assert np.allclose(total, 64 * 1.001, atol=2**-8)
+    mean = sent[0].widen()
+    assert group.decode(mean, "gradients") is mean
+
+
+def test_what_has_no_names_is_refused() -> None:
+    group, worker = GroupWire(WIRE), WorkerWire()
+    worker.receive(group.message(weights(1.0)))
+    with pytest.raises(TypeError, match="by name"):
+        group.message(np.zeros(3))
+    with pytest.raises(TypeError, match="by name"):
+        worker.encode(np.zeros(3), "weights", WIRE)
+    with pytest.raises(ValueError, match="wire_dtype: expected 'bfloat16' or 'float16'"):
+        GroupWire("float32")  # type: ignore[arg-type]
+
+
+def test_sizes_are_those_of_the_buffer_that_travels() -> None:
+    group = GroupWire(WIRE)
+    model = weights(1.0)
+    snapshot = group.message(model)
+    update = group.message(model)
+    assert nbytes_of(snapshot) == nbytes_of(model) == 448 + 64
+    assert nbytes_of(update) == 256 + 64
+    assert nbytes_of(np.zeros(3)) is None
+    assert len(pickle.dumps(update, protocol=5)) < 256 + 64 + 800
+    assert widen(model) is model

@@ -1,0 +1,534 @@
+import doctest
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import BFLOAT16, dtype_id, random_array, refuses, same_bits
+
+import flatweights as fw
+from flatweights import _wire
+from flatweights._wire import (
+    DeltaBroadcaster,
+    DeltaEncoder,
+    Difference,
+    GradientEncoder,
+    MissedUpdateError,
+    average_differences,
+    wire_layout,
+)
+
+WIRES = ["bfloat16", "float16"]
+DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
+B = _wire.BLOCK
+
+
+@pytest.fixture(params=WIRES)
+def wire(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def model(rng: np.random.Generator, scale: float = 1.0) -> fw.FlatWeights:
+    """Small and large parts, padding, two floating dtypes, and parts that travel as they are."""
+    return fw.FlatWeights(
+        {
+            "empty": np.zeros((0, 3), np.float32),
+            "small": scale * rng.normal(size=5).astype(np.float32),
+            "scalar": np.float32(scale * rng.normal()),
+            "large": scale * rng.normal(size=(3, B)).astype(np.float32)[:, : B // 2 + 7],
+            "wide": scale * rng.normal(size=(B + 1,)),
+            "steps": np.int64(7),
+            "half": (scale * rng.normal(size=9)).astype(BFLOAT16),
+            "complex": (scale * random_array(rng, 3, np.dtype(np.complex64))).astype(np.complex64),
+            "last": scale * rng.normal(size=70).astype(np.float32),
+        }
+    )
+
+
+def moved(weights: fw.FlatWeights, rng: np.random.Generator, scale: float = 1e-2) -> fw.FlatWeights:
+    """What training makes of ``weights``."""
+    result = weights.copy()
+    for part in result.values():
+        if part.dtype.kind == "i":
+            part += 1
+        else:
+            part += (scale * rng.normal(size=part.shape)).astype(part.dtype)
+    return result
+
+
+ROUNDED = ("small", "scalar", "large", "wide", "last")
+KEPT = ("steps", "half", "complex")
+
+
+def test_examples_in_the_docstrings_run() -> None:
+    assert doctest.testmod(_wire).failed == 0
+
+
+def test_wire_layout_halves_float32_and_leaves_what_is_no_wide_float(wire: Any) -> None:
+    layout = wire_layout(model(np.random.default_rng(0)).layout, wire)
+    assert {slot.name for slot in layout.slots if slot.dtype == DTYPES[wire]} >= set(ROUNDED)
+    assert [layout[name].dtype.name for name in KEPT] == ["int64", "bfloat16", "complex64"]
+    assert layout.named
+
+
+@pytest.mark.parametrize("size", [0, 1, 31, 32, B - 1, B, B + 1, 3 * B + 5])
+def test_encode_rounds_the_difference_and_keeps_the_rest(size: int, wire: Any) -> None:
+    rng = np.random.default_rng(size)
+    start = fw.FlatWeights({"w": rng.normal(size=size).astype(np.float32)})
+    encoder = DeltaEncoder(DeltaBroadcaster(start, wire).snapshot())
+    residual = np.zeros(size, np.float32)
+    for _ in range(3):
+        trained = moved(start, rng)
+        sent = encoder.encode(trained)
+        wanted = (trained["w"] - start["w"]) + residual
+        assert same_bits(sent.values["w"], wanted.astype(DTYPES[wire]))
+        residual = wanted - sent.values["w"].astype(np.float32)
+        assert same_bits(encoder.residual["w"], residual)
+    assert same_bits(encoder.reference["w"], start["w"])
+
+
+def test_encode_treats_each_slot_of_a_mixed_model(rng: np.random.Generator, wire: Any) -> None:
+    start = model(rng)
+    trained = moved(start, rng)
+    sent = DeltaEncoder(DeltaBroadcaster(start, wire).snapshot()).encode(trained)
+    for name in ROUNDED:
+        wanted = trained[name] - start[name]
+        if wanted.dtype == np.float64:  # ml_dtypes rounds it twice
+            assert np.allclose(sent.values[name].astype(float), wanted, rtol=2**-8, atol=2**-24)
+        else:
+            assert same_bits(sent.values[name], wanted.astype(DTYPES[wire])), name
+    for name in KEPT:
+        assert same_bits(sent.values[name], trained[name]), name
+
+
+def test_all_sides_have_the_same_bits_after_each_round(rng: np.random.Generator, wire: Any) -> None:
+    start = model(rng)
+    driver = DeltaBroadcaster(start, wire)
+    workers = [DeltaEncoder(driver.snapshot()) for _ in range(3)]
+    for round_ in range(5):
+        sent = [worker.encode(moved(worker.reference, rng)) for worker in workers]
+        update = driver.encode(driver.average(sent, weights=[3, 1, 2]))
+        for worker in workers:
+            received = worker.receive(update)
+            assert received.buffer.tobytes() == driver.reference.buffer.tobytes()
+            assert worker.version == driver.version
+        assert int(driver.reference["steps"]) == 8 + round_
+    # Padding stays zero: buffers may be compared and hashed.
+    assert fw.FlatWeights(dict(driver.reference)).buffer.tobytes() == (
+        driver.reference.buffer.tobytes()
+    )
+
+
+def test_all_sides_have_the_same_bits_after_a_message_was_pickled(
+    rng: np.random.Generator, wire: Any
+) -> None:
+    start = model(rng)
+    driver = DeltaBroadcaster(start, wire)
+
+    def travel(message: Any) -> tuple[Any, list[pickle.PickleBuffer]]:
+        buffers: list[pickle.PickleBuffer] = []
+        data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+        copies = [bytes(buffer.raw()) for buffer in buffers]  # read-only, as Ray's are
+        return pickle.loads(data, buffers=copies), buffers
+
+    worker = DeltaEncoder(travel(driver.snapshot())[0])
+    sent, buffers = travel(worker.encode(moved(start, rng)))
+    assert [b.raw().nbytes for b in buffers] == [wire_layout(start.layout, wire).nbytes]
+    worker.receive(travel(driver.encode(driver.average([sent])))[0])
+    assert worker.reference.buffer.tobytes() == driver.reference.buffer.tobytes()
+
+
+def test_average_is_that_of_the_differences_in_float32_added_to_the_weights(
+    rng: np.random.Generator, wire: Any
+) -> None:
+    start = model(rng)
+    driver = DeltaBroadcaster(start, wire)
+    target = moved(start, rng)
+    update = driver.encode(target)
+    workers = [DeltaEncoder(driver.snapshot()) for _ in range(3)]
+    sent = [worker.encode(moved(worker.reference, rng)) for worker in workers]
+    mean = fw.average([s.widen() for s in sent], [1, 2, 3])
+    assert same_bits(average_differences(sent, [1, 2, 3]).buffer, mean.buffer)
+    found = driver.average(sent, [1, 2, 3])
+    for name in ROUNDED:
+        assert found[name].dtype == start[name].dtype
+        # Relative to what was given, not to what its rounded difference made of it.
+        assert same_bits(found[name], target[name] + mean[name]), name
+    assert not same_bits(driver.reference["large"], target["large"])
+    for name in KEPT:
+        assert same_bits(found[name], mean[name]), name
+    assert update.base is not None
+    assert update.version == update.base + 1
+
+
+def test_average_writes_to_out_and_refuses_another_layout(
+    rng: np.random.Generator, wire: Any
+) -> None:
+    start = model(rng)
+    driver = DeltaBroadcaster(start, wire)
+    sent = [DeltaEncoder(driver.snapshot()).encode(moved(start, rng)) for _ in range(2)]
+    out = fw.FlatWeights.empty(start.layout)
+    assert driver.average(sent, out=out) is out
+    assert same_bits(out.buffer, driver.average(sent).buffer)
+    with pytest.raises(ValueError, match="out: expected 9 slots, got 1"):
+        driver.average(sent, out=fw.FlatWeights({"w": np.zeros(3)}))
+    with pytest.raises(TypeError, match="source 1: expected a Difference, got FlatWeights"):
+        driver.average([sent[0], start])
+    with pytest.raises(ValueError, match="at least one source"):
+        driver.average([])
+
+
+def test_lost_bits_arrive_later_at_workers(wire: Any) -> None:
+    start = fw.FlatWeights({"w": np.float32([1.0])})
+    driver = DeltaBroadcaster(start, wire)
+    target = fw.FlatWeights({"w": np.float32([1.0 + 0.1 + 2**-15])})
+    errors = []
+    for _ in range(3):
+        driver.encode(target)
+        errors.append(abs(float(driver.reference["w"][0] - target["w"][0])))
+    assert errors[0] > 1e-6
+    assert errors[1] <= 2**-22
+
+
+def test_updates_below_the_last_place_of_16_bits_add_up(wire: Any) -> None:
+    step, rounds = np.float32(2**-14), 64
+    driver = DeltaBroadcaster(fw.FlatWeights({"w": np.float32([1, 100, 1000])}), wire)
+    worker = DeltaEncoder(driver.snapshot())
+    for _ in range(rounds):
+        trained = worker.reference.copy()
+        trained["w"] += step * np.float32([1, 3.337, 7.77])
+        worker.receive(driver.encode(driver.average([worker.encode(trained)])))
+    moved_by = driver.weights["w"] - np.float32([1, 100, 1000])
+    wanted = rounds * step * np.array([1, 3.337, 7.77])
+    assert np.allclose(moved_by, wanted, rtol=2e-3, atol=2**-14 * rounds / 2)
+
+
+def test_a_missed_update_is_an_error_until_there_is_a_snapshot(
+    rng: np.random.Generator, wire: Any
+) -> None:
+    start = model(rng)
+    driver = DeltaBroadcaster(start, wire)
+    worker, late = (DeltaEncoder(driver.snapshot()) for _ in range(2))
+    stale = late.encode(moved(start, rng))
+    first = driver.encode(moved(start, rng))
+    second = driver.encode(moved(start, rng))
+    for update in (first, second):
+        worker.receive(update)
+    reference = late._reference.buffer
+    with refuses(MissedUpdateError, "a snapshot is needed", reference):
+        late.receive(second)
+    with refuses(MissedUpdateError, "a snapshot is needed", worker._reference.buffer):
+        worker.receive(second)  # twice
+    with pytest.raises(MissedUpdateError, match="source 1: expected a difference from weights"):
+        driver.average([worker.encode(moved(start, rng)), stale])
+    with pytest.raises(MissedUpdateError, match="source 1"):
+        average_differences([worker.encode(moved(start, rng)), stale])
+    late.receive(driver.snapshot())
+    third = driver.encode(moved(start, rng))
+    for encoder in (worker, late):
+        encoder.receive(third)
+        assert encoder.reference.buffer.tobytes() == driver.reference.buffer.tobytes()
+
+
+def test_messages_of_another_driver_are_refused(rng: np.random.Generator, wire: Any) -> None:
+    start = model(rng)
+    ours, theirs = (DeltaBroadcaster(start, wire) for _ in range(2))
+    worker = DeltaEncoder(ours.snapshot())
+    with pytest.raises(MissedUpdateError):
+        worker.receive(theirs.encode(start))
+    with pytest.raises(MissedUpdateError):
+        theirs.average([worker.encode(start)])
+
+
+def test_messages_of_the_wrong_kind_are_refused(rng: np.random.Generator) -> None:
+    start = model(rng)
+    driver = DeltaBroadcaster(start, "bfloat16")
+    worker = DeltaEncoder(driver.snapshot())
+    with pytest.raises(TypeError, match="expected a Difference, got FlatWeights"):
+        worker.receive(start)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got one from a worker"):
+        worker.receive(worker.encode(start))
+    other = DeltaBroadcaster(start, "float16")
+    with pytest.raises(ValueError, match="slot 0: expected 'empty' bfloat16"):
+        worker.receive(other.encode(start))
+    smaller = fw.FlatWeights({"w": np.zeros(3, np.float32)})
+    for refused in (worker.encode, driver.encode):
+        with pytest.raises(ValueError, match="weights: expected 9 slots, got 1"):
+            refused(smaller)
+    for wrong in ("float32", "bf16", np.float16):
+        with pytest.raises(ValueError, match="wire_dtype: expected 'bfloat16' or 'float16'"):
+            DeltaBroadcaster(start, wrong)  # type: ignore[arg-type]
+
+
+BAD = {"nan": np.nan, "inf": np.inf, "too large": 3.4e38}
+
+
+@pytest.mark.parametrize("name", ["small", "last", "wide"])
+@pytest.mark.parametrize("bad", BAD)
+def test_what_does_not_fit_names_the_slot_and_changes_nothing(
+    bad: str, name: str, wire: Any, rng: np.random.Generator
+) -> None:
+    start = model(rng)
+    driver = DeltaBroadcaster(start, wire)
+    worker = DeltaEncoder(driver.snapshot())
+    worker.encode(moved(start, rng))  # so that there is a residual
+    gradients = GradientEncoder(wire)
+    gradients.encode(moved(start, rng))
+    trained = moved(start, rng)
+    trained[name].reshape(-1)[-1] = BAD[bad]
+    if bad == "too large" and wire == "bfloat16":
+        # float32 reaches as far, but for the last half unit; float64 further.
+        trained[name].reshape(-1)[-1] = np.finfo(np.float32).max
+    reason = "expected a difference that fits" if bad == "too large" else "holds NaN or infinity"
+    i = start.layout.index(name)
+    expected = f"slot {i} '{name}': {reason}"
+    for residual, refused in [
+        (worker._residual, worker.encode),
+        (gradients._residual, gradients.encode),
+    ]:
+        assert residual is not None
+        before = residual.now.buffer.tobytes()
+        with pytest.raises(ValueError, match=expected):
+            refused(trained)
+        assert residual.now.buffer.tobytes() == before
+    version = driver.version
+    with refuses(ValueError, expected, driver._reference.buffer, driver._weights.buffer):
+        driver.encode(trained)
+    assert driver.version == version
+    # All goes on as if nothing had been.
+    worker.receive(driver.encode(driver.average([worker.encode(moved(start, rng))])))
+    assert worker.reference.buffer.tobytes() == driver.reference.buffer.tobytes()
+
+
+def test_broadcaster_refuses_weights_with_nan_at_once() -> None:
+    with pytest.raises(ValueError, match=r"slot 0 'w': holds NaN or infinity"):
+        DeltaBroadcaster(fw.FlatWeights({"w": np.float32([np.nan])}), "bfloat16")
+
+
+def test_float16_reaches_to_65504() -> None:
+    driver = DeltaBroadcaster(fw.FlatWeights({"w": np.zeros(1, np.float32)}), "float16")
+    with pytest.raises(ValueError, match="fits float16"):
+        driver.encode(fw.FlatWeights({"w": np.float32([65520])}))
+    driver.encode(fw.FlatWeights({"w": np.float32([65519])}))
+    assert driver.reference["w"][0] == 65504
+
+
+def test_garbage_in_padding_does_no_harm(rng: np.random.Generator, wire: Any) -> None:
+    start = model(rng)
+    driver = DeltaBroadcaster(start, wire)
+    worker = DeltaEncoder(driver.snapshot())
+    trained = moved(start, rng)
+    expected = worker.encode(trained)
+    spoiled = fw.FlatWeights.wrap(np.full_like(trained.buffer, 0xFF), start.layout)
+    spoiled.update(trained)
+    found = DeltaEncoder(driver.snapshot()).encode(spoiled)
+    assert same_bits(found.values.buffer, expected.values.buffer)
+
+
+def test_gradients_of_many_steps_sum_up_to_what_float32_gives(
+    rng: np.random.Generator, wire: Any
+) -> None:
+    encoder = GradientEncoder(wire)
+    gradient = rng.normal(size=1000).astype(np.float32)
+    naive, fed_back = np.zeros(1000), np.zeros(1000)
+    for _ in range(200):
+        fed_back += encoder.encode(gradient).widen()["vector"]
+        naive += gradient.astype(DTYPES[wire]).astype(np.float32)
+    exact = 200.0 * gradient
+    unit = np.abs(gradient).max() * (2**-8 if wire == "bfloat16" else 2**-11)
+    assert np.abs(fed_back - exact).max() <= unit
+    assert np.abs(naive - exact).max() > 20 * np.abs(fed_back - exact).max()
+
+
+def test_gradients_are_a_vector_or_weights_of_one_layout(
+    rng: np.random.Generator, wire: Any
+) -> None:
+    vector = rng.normal(size=B + 3).astype(np.float32)
+    encoder = GradientEncoder(wire)
+    with pytest.raises(ValueError, match="expected a gradient first"):
+        _ = encoder.residual
+    assert same_bits(encoder.encode(vector).values["vector"], vector.astype(DTYPES[wire]))
+    with pytest.raises(ValueError, match="gradient: slot 0"):
+        encoder.encode(vector[:-1])
+    with pytest.raises(ValueError, match="without strides"):
+        encoder.encode(vector[::2])
+    for wrong in (vector.reshape(1, -1), [1.0]):
+        with pytest.raises(TypeError, match="expected FlatWeights or a vector"):
+            encoder.encode(wrong)  # type: ignore[arg-type]
+    weights = model(rng)
+    sent = GradientEncoder(wire).encode(weights)
+    assert same_bits(sent.values["large"], weights["large"].astype(DTYPES[wire]))
+    assert same_bits(sent.widen()["steps"], weights["steps"])
+
+
+def test_widen_is_exact_and_checks_out(rng: np.random.Generator, wire: Any) -> None:
+    weights = model(rng)
+    sent = GradientEncoder(wire).encode(weights)
+    out = fw.FlatWeights.empty(weights.layout)
+    assert sent.widen(out) is out
+    for name in ROUNDED:
+        assert same_bits(out[name], weights[name].astype(DTYPES[wire]).astype(out[name].dtype))
+    with pytest.raises(ValueError, match="out: expected 9 slots"):
+        sent.widen(fw.FlatWeights({"w": np.zeros(3)}))
+
+
+@given(st.lists(st.integers(0, 200), max_size=12), st.integers(1, 4), st.sampled_from(WIRES))
+def test_any_layout_agrees_on_both_sides(sizes: list[int], workers: int, wire: Any) -> None:
+    rng = np.random.default_rng(sum(sizes))
+    dtypes = [np.float32, np.float64, np.int32, np.float16, ml_dtypes.bfloat16]
+    parts = {
+        str(i): rng.integers(-9, 9, size=n).astype(dtypes[int(rng.integers(len(dtypes)))])
+        for i, n in enumerate(sizes)
+    }
+    driver = DeltaBroadcaster(fw.FlatWeights(parts), wire)
+    encoders = [DeltaEncoder(driver.snapshot()) for _ in range(workers)]
+    for _ in range(2):
+        sent = [encoder.encode(moved(encoder.reference, rng)) for encoder in encoders]
+        assert same_bits(
+            average_differences(sent).buffer, fw.average([s.widen() for s in sent]).buffer
+        )
+        update = driver.encode(driver.average(sent))
+        for encoder in encoders:
+            encoder.receive(update)
+            assert same_bits(encoder.reference.buffer, driver.reference.buffer)
+
+
+# Training.
+
+
+class Blobs:
+    """Logistic regression on blobs, by gradient descent in small steps, on four workers."""
+
+    WORKERS, ROUNDS, LR = 4, 200, 5e-3
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(1)
+        centres = rng.normal(size=(10, 64))
+        labels = rng.integers(0, 10, size=1600)
+        data = centres[labels] + rng.normal(size=(1600, 64))
+        self._x = data.astype(np.float32)
+        self._y = labels
+        # As after a pause: the weights are large beside what a round adds to them.
+        self.start = fw.FlatWeights(
+            {
+                "kernel": 0.3 * rng.normal(size=(64, 10)).astype(np.float32),
+                "bias": np.ones(10, np.float32),
+            }
+        )
+
+    def train(self, weights: fw.FlatWeights, rank: int) -> fw.FlatWeights:
+        result = weights.copy()
+        rows = slice(rank, None, self.WORKERS)
+        x, y = self._x[rows], self._y[rows]
+        for _ in range(3):
+            p = self._probabilities(result, x)
+            p[np.arange(len(y)), y] -= 1
+            result["kernel"] -= np.float32(self.LR / len(y)) * (x.T @ p)
+            result["bias"] -= np.float32(self.LR / len(y)) * p.sum(axis=0)
+        return result
+
+    def loss(self, weights: fw.FlatWeights) -> float:
+        p = self._probabilities(weights, self._x)
+        return float(-np.log(p[np.arange(len(self._y)), self._y] + 1e-30).mean())
+
+    def accuracy(self, weights: fw.FlatWeights) -> float:
+        p = self._probabilities(weights, self._x)
+        return float((p.argmax(axis=1) == self._y).mean())
+
+    @staticmethod
+    def _probabilities(weights: fw.FlatWeights, x: Any) -> Any:
+        z = x @ weights["kernel"] + weights["bias"]
+        z = np.exp(z - z.max(axis=1, keepdims=True))
+        return z / z.sum(axis=1, keepdims=True)
+
+    def rounds(self, exchange: Callable[[list[fw.FlatWeights]], fw.FlatWeights]) -> fw.FlatWeights:
+        weights = self.start
+        for _ in range(self.ROUNDS):
+            weights = exchange([self.train(weights, rank) for rank in range(self.WORKERS)])
+        return weights
+
+    def naive(self, wire: str) -> fw.FlatWeights:
+        def rounded(weights: fw.FlatWeights) -> fw.FlatWeights:
+            narrow = {name: part.astype(DTYPES[wire]) for name, part in weights.items()}
+            return fw.FlatWeights({k: part.astype(np.float32) for k, part in narrow.items()})
+
+        return self.rounds(lambda trained: rounded(fw.average([rounded(w) for w in trained])))
+
+    def fed_back(self, wire: Any) -> fw.FlatWeights:
+        driver = DeltaBroadcaster(self.start, wire)
+        workers = [DeltaEncoder(driver.snapshot()) for _ in range(self.WORKERS)]
+
+        def exchange(trained: list[fw.FlatWeights]) -> fw.FlatWeights:
+            sent = [worker.encode(w) for worker, w in zip(workers, trained, strict=True)]
+            update = driver.encode(driver.average(sent))
+            return [worker.receive(update) for worker in workers][-1].copy()
+
+        return self.rounds(exchange)
+
+
+@pytest.fixture(scope="module")
+def blobs() -> Blobs:
+    return Blobs()
+
+
+@pytest.fixture(scope="module")
+def float32(blobs: Blobs) -> fw.FlatWeights:
+    return blobs.rounds(fw.average)
+
+
+def distance(a: fw.FlatWeights, b: fw.FlatWeights) -> float:
+    return float(np.linalg.norm(fw.flatten(a) - fw.flatten(b)))
+
+
+# What rounded weights lose at least: in loss, in accuracy, of the way.
+LOSSES = {"bfloat16": (0.1, 0.04, 0.3), "float16": (2e-3, -1.0, 0.03)}
+
+
+def test_training_is_that_of_float32_where_rounded_weights_stand_still(
+    blobs: Blobs, float32: fw.FlatWeights, wire: Any
+) -> None:
+    assert blobs.loss(float32) < 0.1 * blobs.loss(blobs.start)  # there is something to lose
+    assert blobs.accuracy(float32) > 0.9
+    loss, accuracy, way = LOSSES[wire]
+    whole_way = distance(float32, blobs.start)
+    found, naive = blobs.fed_back(wire), blobs.naive(wire)
+    assert abs(blobs.loss(found) - blobs.loss(float32)) < 1e-4
+    assert abs(blobs.accuracy(found) - blobs.accuracy(float32)) < 2e-3
+    assert distance(found, float32) < 1e-3 * whole_way
+    assert blobs.loss(naive) > blobs.loss(float32) + loss
+    assert blobs.accuracy(naive) < blobs.accuracy(float32) - accuracy
+    assert distance(naive, float32) > way * whole_way
+
+
+def test_a_message_says_from_and_to_which_version_it_leads(wire: Any) -> None:
+    driver = DeltaBroadcaster(fw.FlatWeights({"w": np.zeros(2, np.float32)}), wire)
+    base = driver.version
+    update = driver.encode(driver.weights)
+    assert isinstance(update, Difference)
+    assert (update.base, update.version, driver.version) == (base, base + 1, base + 1)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.float64)], ids=dtype_id)
+def test_results_do_not_depend_on_blocks(
+    dtype: np.dtype[Any], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    start = fw.FlatWeights({str(i): rng.normal(size=1 + 40 * i).astype(dtype) for i in range(9)})
+    trained = moved(start, rng)
+
+    def bits() -> bytes:
+        _wire._plan.cache_clear()
+        driver = DeltaBroadcaster(start, "bfloat16")
+        worker = DeltaEncoder(driver.snapshot())
+        driver.encode(driver.average([worker.encode(trained)]))
+        return driver.reference.buffer.tobytes()
+
+    expected = bits()
+    for block in (1, 7, 64, 100):
+        monkeypatch.setattr(_wire, "BLOCK", block)
+        assert bits() == expected
+    monkeypatch.undo()
+    _wire._plan.cache_clear()
