@@ -225,6 +225,11 @@ def kill(group: WorkerGroup, *ranks: int, no_restart: bool = True) -> None:
     actors = group.actors()
     for rank in ranks:
         ray.kill(actors[rank], no_restart=no_restart)
+    # It takes effect later: until then an actor answers.
+    for rank in ranks if no_restart else ():
+        with pytest.raises(ray.exceptions.RayActorError):
+            while True:
+                ray.get(actors[rank].ping.remote(), timeout=30)
 
 
 @pytest.mark.parametrize(
