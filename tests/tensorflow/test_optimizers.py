@@ -315,7 +315,7 @@ def test_weights_with_slots_set_a_model_without_an_optimizer(kind):
     optimizer.build(trained.trainable_variables)
     sent = TensorFlowVariables([trained, optimizer]).get_weights()
     assert "optimizer/dense_1/bias/velocities" in sent
-    with pytest.warns(UserWarning, match="ignores .* 'optimizer/iteration'"):
+    with pytest.warns(UserWarning, match=r"ignores .*'optimizer/iteration'"):
         TensorFlowVariables(evaluated).set_weights(sent)
     for theirs, ours in zip(trained.variables, evaluated.variables, strict=True):
         np.testing.assert_array_equal(np.asarray(theirs), np.asarray(ours))
