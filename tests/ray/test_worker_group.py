@@ -228,8 +228,12 @@ def kill(group: WorkerGroup, *ranks: int, no_restart: bool = True) -> None:
     # It takes effect later: until then an actor answers.
     for rank in ranks if no_restart else ():
         with pytest.raises(ray.exceptions.RayActorError):
-            while True:
-                ray.get(actors[rank].ping.remote(), timeout=30)
+            ask_for_ever(actors[rank])
+
+
+def ask_for_ever(actor: Any) -> None:
+    while True:
+        ray.get(actor.ping.remote(), timeout=30)
 
 
 @pytest.mark.parametrize(
