@@ -2,29 +2,16 @@
 
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
 import pytest
-from reference import clean_environment, run_python
+from reference import run_example, run_python
 
 PROGRAMS = ("linear_weights", "linear_gradients")
 MODES = {"eager": [], "graph": ["--graph"]}
-
-
-def run(program: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", f"flatweights.examples.{program}", *options],
-        cwd=cwd,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
 
 
 Runs = dict[tuple[str, str], Future[subprocess.CompletedProcess[str]]]
@@ -36,7 +23,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     cwd = tmp_path_factory.mktemp("examples")
     with ThreadPoolExecutor(2) as pool:
         yield {
-            (program, mode): pool.submit(run, program, "--workers=2", *MODES[mode], cwd=cwd)
+            (program, mode): pool.submit(run_example, program, "--workers=2", *MODES[mode], cwd=cwd)
             for program, mode in product(PROGRAMS, MODES)
         }
 
@@ -63,7 +50,7 @@ def test_a_result_off_the_line_fails(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("option", ["--workers", "--iterations"])
 def test_options_are_checked(tmp_path: Path, option: str) -> None:
-    done = run("linear_weights", option, "0", cwd=tmp_path)
+    done = run_example("linear_weights", option, "0", cwd=tmp_path)
     assert done.returncode == 2
     assert f"argument {option}: expected at least 1, got 0" in done.stderr
 

@@ -89,8 +89,7 @@ def average_used(
     models = list(sources)
     if not models:
         raise ValueError("expected at least one source, got none")
-    if nonfinite not in ("propagate", "raise", "skip"):
-        raise ValueError(f"nonfinite: expected 'propagate', 'raise' or 'skip', got {nonfinite!r}")
+    check_nonfinite(nonfinite)
     given = read_weights(weights, len(models))
     template = Template.of(models[0])
     parts = [template.read(model, f"source {k}") for k, model in enumerate(models)]
@@ -157,6 +156,12 @@ def average_into(
         ValueError: As `average`.
     """
     average(sources, weights, out=out)
+
+
+def check_nonfinite(nonfinite: str) -> None:
+    """Raise `ValueError` unless it says what to do about NaN and infinity."""
+    if nonfinite not in ("propagate", "raise", "skip"):
+        raise ValueError(f"nonfinite: expected 'propagate', 'raise' or 'skip', got {nonfinite!r}")
 
 
 def read_weights(weights: Iterable[float] | None, count: int) -> list[float]:

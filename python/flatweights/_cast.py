@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flatweights import _core
 from flatweights._dtypes import is_floating, is_integer, is_ml_dtype
-from flatweights._layout import Slot
+from flatweights._layout import Layout, Slot, place_of
 
 
 def is_settable(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
@@ -49,6 +49,12 @@ def settable(value: ArrayLike, slot: Slot, where: str) -> NDArray[Any]:
     if is_integer(slot.dtype) and array.dtype != slot.dtype:
         return _to_integers(array, slot.dtype, where)
     return array
+
+
+def settable_at(layout: Layout, i: int, value: ArrayLike) -> NDArray[Any]:
+    """Return ``value`` as `settable` does, for slot ``i`` of ``layout``; errors name it."""
+    slot = layout.slots[i]
+    return settable(value, slot, place_of(i, slot))
 
 
 def move_parts(targets: list[NDArray[Any]], sources: list[NDArray[Any]]) -> None:

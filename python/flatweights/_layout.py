@@ -59,6 +59,11 @@ class Slot(NamedTuple):
         return f"{self.name!r} {self.dtype} {self.shape}"
 
 
+def place_of(i: int, slot: Slot) -> str:
+    """Return how errors name slot ``i`` of a layout."""
+    return f"slot {i} {slot.name!r}"
+
+
 class Layout:
     """The ordered slots of one model: immutable, hashable, the same in every process.
 
@@ -485,9 +490,7 @@ def _check_places(layout: Layout, records: list[dict[str, Any]]) -> None:
                 why = "overlaps the slot before it"
             else:
                 why = "leaves a gap or lies beyond the end"
-            raise ValueError(
-                f"slot {i} {slot.name!r}: expected {key} {expected}, got {got} ({why})"
-            )
+            raise ValueError(f"{place_of(i, slot)}: expected {key} {expected}, got {got} ({why})")
         ends = {"start": slot.start + slot.size, "offset": slot.offset + slot.nbytes}
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from flatweights._layout import Layout
+from flatweights._layout import Layout, place_of
 
 # Either alone tells a damaged file from one of another program.
 _LAYOUT = "flatweights.layout"
@@ -224,7 +224,7 @@ def _checked_layout(tensors: dict[str, _Tensor], metadata: dict[str, str]) -> La
         dtype, axes = _stored(slot.dtype)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, slot.shape + axes):
             raise ValueError(
-                f"slot {i} {slot.name!r}: expected {dtype} {slot.shape + axes}, got "
+                f"{place_of(i, slot)}: expected {dtype} {slot.shape + axes}, got "
                 f"{tensor or 'no such tensor'}"
             )
         checksum = zlib.crc32(tensor.data.data, checksum)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from flatweights._cast import move_parts, settable
+from flatweights._cast import move_parts, settable_at
 from flatweights._layout import Layout, Parts, named_arrays
 
 
@@ -201,7 +201,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
             if name not in self:
                 self._refuse_key(name)
             i = self._layout.index(name)
-            array = settable(value, self._layout.slots[i], f"slot {i} {name!r}")
+            array = settable_at(self._layout, i, value)
             # What is read must not change while its neighbours are written.
             if array is not self[name] and np.may_share_memory(array, self._buffer):
                 array = array.copy()

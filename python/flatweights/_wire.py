@@ -28,7 +28,7 @@ from flatweights import _core
 from flatweights._average import average_into, read_weights
 from flatweights._cast import move_parts
 from flatweights._inplace import isfinite
-from flatweights._layout import Layout, Slot
+from flatweights._layout import Layout, Slot, place_of
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
 
@@ -116,7 +116,7 @@ def wire_layout(layout: Layout, wire_dtype: WireDType) -> Layout:
     Raises:
         ValueError: If ``wire_dtype`` is another one.
     """
-    return _plan(layout, _wire_dtype(wire_dtype).name).wire
+    return _plan(layout, dtype_on_wire(wire_dtype).name).wire
 
 
 def average_differences(
@@ -184,7 +184,7 @@ class DeltaEncoder:
 
     def __init__(self, snapshot: Snapshot) -> None:
         """Start from what `DeltaBroadcaster.snapshot` gave; it is copied."""
-        self._plan = _plan(snapshot.weights.layout, _wire_dtype(snapshot.wire_dtype).name)
+        self._plan = _plan(snapshot.weights.layout, dtype_on_wire(snapshot.wire_dtype).name)
         self._reference = snapshot.weights.copy()
         self._version = snapshot.version
         self._residual = _Residual(self._plan)
@@ -209,7 +209,7 @@ class DeltaEncoder:
         if isinstance(message, Difference):
             digests = message.layout.digest, message.values.layout.digest
             return digests == (self._plan.layout.digest, self._plan.wire.digest)
-        plan = _plan(message.weights.layout, _wire_dtype(message.wire_dtype).name)
+        plan = _plan(message.weights.layout, dtype_on_wire(message.wire_dtype).name)
         return plan.wire.digest == self._plan.wire.digest and (
             plan.layout.digest == self._plan.layout.digest
         )
@@ -291,7 +291,7 @@ class DeltaBroadcaster:
         Raises:
             ValueError: If ``wire_dtype`` is another one, or ``weights`` hold NaN or infinity.
         """
-        self._plan = _plan(weights.layout, _wire_dtype(wire_dtype).name)
+        self._plan = _plan(weights.layout, dtype_on_wire(wire_dtype).name)
         self._wire_dtype = wire_dtype
         _check_finite(weights, weights, "weights")
         self._reference = weights.copy()
@@ -418,7 +418,7 @@ class GradientEncoder:
         Raises:
             ValueError: If it is another one.
         """
-        self._wire_dtype = _wire_dtype(wire_dtype)
+        self._wire_dtype = dtype_on_wire(wire_dtype)
         self._residual: _Residual | None = None
 
     @property
@@ -682,7 +682,7 @@ def _check_finite(values: FlatWeights, model: Any, where: str) -> None:
     if i == len(layout):
         return
     slot = layout.slots[i]
-    place = f"{where}, slot {i} {slot.name!r}"
+    place = f"{where}, {place_of(i, slot)}"
     if values is not model and isfinite(np.ascontiguousarray(model[slot.name])):
         raise ValueError(f"{place}: expected a difference that fits {slot.dtype}, got a larger one")
     raise ValueError(f"{place}: holds NaN or infinity")
@@ -707,7 +707,12 @@ def _check_layout(expected: Layout, got: Layout, where: str) -> None:
     Template(Kind.FLAT_WEIGHTS, expected).check_layout(got, where)
 
 
-def _wire_dtype(name: str) -> np.dtype[Any]:
+def dtype_on_wire(name: str) -> np.dtype[Any]:
+    """Return the dtype of this name.
+
+    Raises:
+        ValueError: If it is none that differences are rounded to.
+    """
     for known, dtype in _WIRE_DTYPES.items():
         if isinstance(name, str) and name == known:
             return dtype

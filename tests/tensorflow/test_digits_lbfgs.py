@@ -1,11 +1,10 @@
 """The example `digits_lbfgs`, run as a user runs it."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from reference import clean_environment
+from reference import run_example
 
 from flatweights.demo import _replica
 from flatweights.examples import digits_lbfgs
@@ -14,15 +13,7 @@ from flatweights.examples import digits_lbfgs
 @pytest.mark.parametrize("path", ["bound"], indirect=True)
 def test_both_ways_fit_the_digits_alike(tmp_path: Path) -> None:
     plot = tmp_path / "digits.png"
-    done = subprocess.run(
-        [sys.executable, "-m", "flatweights.examples.digits_lbfgs", "--plot", str(plot)],
-        cwd=tmp_path,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    done = run_example("digits_lbfgs", "--plot", str(plot), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     titles, ours, loop = done.stdout.splitlines()
     assert titles.split()[:3] == ["iterations", "evaluations", "loss"]

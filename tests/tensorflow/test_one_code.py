@@ -1,12 +1,11 @@
 """The example `one_code`, run as a user runs it."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from reference import clean_environment
+from reference import run_example
 
 from flatweights.examples import one_code
 
@@ -14,15 +13,7 @@ from flatweights.examples import one_code
 @pytest.mark.parametrize("path", ["bound"], indirect=True)
 def test_each_way_goes_on_where_another_has_stopped(tmp_path: Path) -> None:
     plot = tmp_path / "one_code.png"
-    done = subprocess.run(
-        [sys.executable, "-m", "flatweights.examples.one_code", "--plot", str(plot)],
-        cwd=tmp_path,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    done = run_example("one_code", "--plot", str(plot), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     _, *rows = done.stdout.splitlines()
     assert len(rows) == 3 + 9

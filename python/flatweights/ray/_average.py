@@ -13,7 +13,13 @@ import numpy as np
 import ray
 
 from flatweights import _core
-from flatweights._average import Nonfinite, average_used, read_weight, read_weights
+from flatweights._average import (
+    Nonfinite,
+    average_used,
+    check_nonfinite,
+    read_weight,
+    read_weights,
+)
 from flatweights._running_average import RunningAverage
 from flatweights._sources import Template
 from flatweights._weights import FlatWeights
@@ -197,10 +203,7 @@ class Job:
         widen: Callable[[Any], Any] = widen,
     ) -> "Job":
         """Check what `average` was given, for so many ``ranks``."""
-        if nonfinite not in ("propagate", "raise", "skip"):
-            raise ValueError(
-                f"nonfinite: expected 'propagate', 'raise' or 'skip', got {nonfinite!r}"
-            )
+        check_nonfinite(nonfinite)
         return cls(
             weigh=weights if callable(weights) else read_weights(weights, ranks),
             need=count(min_results, "min_results", ranks, default=ranks),

@@ -14,6 +14,7 @@ from flatweights._wire import (
     MissedUpdateError,
     Snapshot,
     WireDType,
+    dtype_on_wire,
 )
 
 Message = Difference | Snapshot
@@ -82,8 +83,7 @@ class GroupWire:
         Raises:
             ValueError: If it is another one.
         """
-        if wire_dtype not in ("bfloat16", "float16"):
-            raise ValueError(f"wire_dtype: expected 'bfloat16' or 'float16', got {wire_dtype!r}")
+        dtype_on_wire(wire_dtype)
         self.wire_dtype: WireDType = wire_dtype
         self._driver: DeltaBroadcaster | None = None
         self._is_known = False

@@ -13,10 +13,11 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from flatweights._cast import move_parts, settable
+from flatweights._cast import move_parts, settable_at
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout
-from flatweights.tensorflow._gradients import eagerly, trained_positions, where
+from flatweights.tensorflow._eager import eagerly
+from flatweights.tensorflow._gradients import trained_positions
 from flatweights.tensorflow._groups import Group
 from flatweights.tensorflow._kinds import inner_variable, is_of_keras_3
 from flatweights.tensorflow._session import SessionOperations
@@ -67,8 +68,7 @@ class Steps:
         if self._session is not None:
             self._session.check()
         step = self.prepare(optimizer)
-        slots = self._layout.slots
-        step.run({i: settable(views[i], slots[i], where(i, slots[i])) for i in step.positions})
+        step.run({i: settable_at(self._layout, i, views[i]) for i in step.positions})
 
     def _new(self, optimizer: Any) -> "_Step":
         groups = self._groups()

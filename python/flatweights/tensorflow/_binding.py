@@ -37,10 +37,12 @@ class Binding(NamedTuple):
     may_improve: bool = True
 
 
-def unbound(groups: Sequence[Group], reason: str, *, may_improve: bool) -> Binding:
+def unbound(
+    groups: Sequence[Group], reason: str, *, place: object = None, may_improve: bool = False
+) -> Binding:
     """Return a binding of nothing."""
     reasons = {slot.name: reason for group in groups for slot in group.layout.slots}
-    return Binding(None, [], list(groups), reasons, None, may_improve)
+    return Binding(None, [], list(groups), reasons, place, may_improve)
 
 
 def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
@@ -55,9 +57,8 @@ def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
     try:
         results = operations.bind(groups)
     except tf.errors.OpError as error:  # a server elsewhere does not know the op
-        return unbound(
-            operations.groups, f"binding failed: {error.message}", may_improve=False
-        )._replace(place=operations.place())
+        failure = f"binding failed: {error.message}"
+        return unbound(operations.groups, failure, place=operations.place())
     found = iter(results)
     chosen: list[tuple[int, tf.Variable, NDArray[np.int64]]] = []
     others: list[Group] = []
@@ -78,9 +79,7 @@ def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
         try:
             bound = _bound(chosen, layout, library, operations.context)
         except ValueError as error:  # two of them share their memory
-            return unbound(operations.groups, str(error), may_improve=False)._replace(
-                place=operations.place()
-            )
+            return unbound(operations.groups, str(error), place=operations.place())
     positions = [position for position, _, _ in chosen]
     return Binding(bound, positions, others, reasons, operations.place(), may_improve)
 

@@ -43,14 +43,21 @@ def identity(sources: Path) -> dict[str, str]:
     for path in sorted(sources.iterdir()):
         if path.suffix in (".cc", ".hpp"):
             digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
-    flags = [flag for flag in tf.sysconfig.get_compile_flags() if not flag.startswith("-I")]
     return {
         "tensorflow": tf.version.VERSION,
         "git": tf.version.GIT_VERSION,
-        "flags": " ".join((*flags, *_FLAGS)),
+        "flags": " ".join(_flags()),
         "machine": f"{platform.system()} {platform.machine()}",
         "sources": digest.hexdigest(),
     }
+
+
+def _flags() -> list[str]:
+    """Return the flags for TensorFlow's headers, but where they are, and ours."""
+    import tensorflow as tf
+
+    wanted = [flag for flag in tf.sysconfig.get_compile_flags() if not flag.startswith("-I")]
+    return [*wanted, *_FLAGS]
 
 
 def find_compiler() -> str:
@@ -95,13 +102,11 @@ def compile_library(sources: Path, folder: Path) -> Path:
     headers = Path(tf.sysconfig.get_include())
     if not (headers / "tensorflow/core/framework/resource_var.h").is_file():
         raise CompileError(f"TensorFlow's headers are not in {headers}")
-    flags = [flag for flag in tf.sysconfig.get_compile_flags() if not flag.startswith("-I")]
     with tempfile.TemporaryDirectory(dir=folder, prefix=WORK_PREFIX) as work:
         library = Path(work, LIBRARY)
         command = [
             *shlex.split(compiler),
-            *flags,
-            *_FLAGS,
+            *_flags(),
             # Their warnings are not ours.
             *("-isystem", str(headers)),
             str(sources / "library.cc"),

@@ -43,7 +43,7 @@ class EagerOperations(Operations):
     def bind(self, groups: Sequence[Group]) -> list[NDArray[np.int64]]:
         """Run the op for each variable of ``groups``."""
         assert self._library is not None
-        with _eagerly():
+        with eagerly():
             return [
                 np.asarray(self._library.bind(variable.handle))
                 for group in groups
@@ -52,19 +52,19 @@ class EagerOperations(Operations):
 
     def read(self, groups: Sequence[Group]) -> list[NDArray[Any]]:
         """Run one concat per group."""
-        with _eagerly():
+        with eagerly():
             return [np.asarray(self._functions[id(group)].read()) for group in groups]
 
     def write(self, groups: Sequence[Group], vectors: Sequence[NDArray[Any]]) -> None:
         """Run one split per group."""
-        with _eagerly():
+        with eagerly():
             tensors = [tf.convert_to_tensor(vector) for vector in vectors]
             for group, tensor in zip(groups, tensors, strict=True):
                 self._functions[id(group)].write(tensor)
 
     def write_some(self, values: Mapping[int, NDArray[Any]]) -> None:
         """Assign each."""
-        with _eagerly():
+        with eagerly():
             for i, value in values.items():
                 self._variables[i].assign(value, read_value=False)
 
@@ -82,6 +82,6 @@ class _Functions:
         self.write = tf.function(write, autograph=False, input_signature=signature)
 
 
-def _eagerly() -> Any:
+def eagerly() -> Any:
     """Return a context in which calls run at once, also within ``with Graph().as_default()``."""
     return tf.__internal__.eager_context.eager_mode()

@@ -12,7 +12,8 @@ from flatweights._cast import is_settable, move_parts
 from flatweights._dtypes import is_averaged, promote
 from flatweights._flatten import new_vector
 from flatweights._inplace import clip_by_norm_, finite
-from flatweights._layout import Layout, Slot, as_array
+from flatweights._layout import Layout, Slot, as_array, place_of
+from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._graph_search import is_symbolic
 from flatweights.tensorflow._kinds import inner_variable, is_variable, own_name
 
@@ -111,7 +112,7 @@ class Gradients:
         return arranged
 
     def _where(self, i: int) -> str:
-        return where(i, self._layout.slots[i])
+        return place_of(i, self._layout.slots[i])
 
     def _in_memory(
         self,
@@ -184,16 +185,6 @@ def trained_positions(variables: Iterable[Any]) -> list[int]:
     return [i for i, variable in enumerate(variables) if variable.trainable]
 
 
-def eagerly() -> Any:
-    """Return a context in which calls run at once, also within ``with Graph().as_default()``."""
-    return tf.__internal__.eager_context.eager_mode()
-
-
-def where(i: int, slot: Slot) -> str:
-    """Return how errors name a slot."""
-    return f"slot {i} {slot.name!r}"
-
-
 def concat(gradients: Sequence[Any], layout: Layout, dtype: np.dtype[Any]) -> tf.Tensor:
     """Return the op that makes a vector of ``dtype`` of one gradient, or None, per slot.
 
@@ -209,9 +200,9 @@ def concat(gradients: Sequence[Any], layout: Layout, dtype: np.dtype[Any]) -> tf
             continue
         tensor = _dense(gradient, slot, i)
         if not is_settable(np.dtype(tensor.dtype.as_numpy_dtype), dtype):
-            raise TypeError(f"{where(i, slot)}: expected {dtype}, got {tensor.dtype.name}")
+            raise TypeError(f"{place_of(i, slot)}: expected {dtype}, got {tensor.dtype.name}")
         if not tensor.shape.is_compatible_with(slot.shape):
-            raise ValueError(f"{where(i, slot)}: expected {slot.shape}, got {tensor.shape}")
+            raise ValueError(f"{place_of(i, slot)}: expected {slot.shape}, got {tensor.shape}")
         pieces.append(tf.cast(tf.reshape(tensor, [slot.size]), target))
     return tf.concat(pieces, axis=0) if pieces else tf.zeros([0], target)
 
@@ -222,7 +213,7 @@ def _dense(gradient: Any, slot: Slot, i: int) -> tf.Tensor:
     values = tf.convert_to_tensor(gradient.values)
     if not slot.shape or not values.shape[1:].is_compatible_with(slot.shape[1:]):
         raise ValueError(
-            f"{where(i, slot)}: expected rows of {slot.shape}, got rows {values.shape}"
+            f"{place_of(i, slot)}: expected rows of {slot.shape}, got rows {values.shape}"
         )
     wide = _dtype_of_sums(np.dtype(values.dtype.as_numpy_dtype))
     return tf.math.unsorted_segment_sum(tf.cast(values, wide), gradient.indices, slot.shape[0])
@@ -231,7 +222,7 @@ def _dense(gradient: Any, slot: Slot, i: int) -> tf.Tensor:
 def _checked(array: NDArray[Any], slot: Slot, dtype: np.dtype[Any], i: int) -> NDArray[Any]:
     if array.shape != slot.shape or not is_settable(array.dtype, dtype):
         message = (
-            f"{where(i, slot)}: expected {dtype} {slot.shape}, got {array.dtype} {array.shape}"
+            f"{place_of(i, slot)}: expected {dtype} {slot.shape}, got {array.dtype} {array.shape}"
         )
         raise (ValueError if array.shape != slot.shape else TypeError)(message)
     return array
@@ -243,14 +234,16 @@ def _checked_rows(slices: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> Rows
     given = () if slices.dense_shape is None else tuple(as_array(slices.dense_shape).tolist())
     if not slot.shape or rows.values.shape != expected or given not in ((), slot.shape):
         raise ValueError(
-            f"{where(i, slot)}: expected rows of {dtype} {slot.shape}, got {rows.values.dtype} "
+            f"{place_of(i, slot)}: expected rows of {dtype} {slot.shape}, got {rows.values.dtype} "
             f"{rows.values.shape} at indices {rows.indices.shape} of {given or 'unknown'}"
         )
     if not is_settable(rows.values.dtype, dtype):
-        raise TypeError(f"{where(i, slot)}: expected {dtype} {slot.shape}, got {rows.values.dtype}")
+        raise TypeError(
+            f"{place_of(i, slot)}: expected {dtype} {slot.shape}, got {rows.values.dtype}"
+        )
     if rows.indices.size and not (rows.indices.min() >= 0 and rows.indices.max() < slot.shape[0]):
         raise ValueError(
-            f"{where(i, slot)}: expected indices from 0 to {slot.shape[0] - 1}, got some from "
+            f"{place_of(i, slot)}: expected indices from 0 to {slot.shape[0] - 1}, got some from "
             f"{rows.indices.min()} to {rows.indices.max()}"
         )
     return rows

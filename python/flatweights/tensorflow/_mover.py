@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._cast import copy_cast, move_parts, settable
+from flatweights._cast import copy_cast, move_parts, settable_at
 from flatweights._dtypes import is_averaged
 from flatweights._inplace import axpy_, lerp_
 from flatweights._layout import Layout
@@ -15,6 +15,8 @@ from flatweights.tensorflow._binding import Binding, bind, unbound
 from flatweights.tensorflow._groups import Group
 from flatweights.tensorflow._library import Library
 from flatweights.tensorflow._operations import Operations
+
+_Bound = _core.BoundVariables
 
 # A variable may be destroyed and made again while it is being bound; not for ever.
 _MOST_ATTEMPTS = 3
@@ -35,11 +37,11 @@ class Update(NamedTuple):
 
 
 ADD = Update(
-    _core.BoundVariables.add_vector,
-    _core.BoundVariables.add_packed,
+    _Bound.add_vector,
+    _Bound.add_packed,
     lambda y, x, a: axpy_(y, a, x),
 )
-LERP = Update(_core.BoundVariables.lerp_vector, _core.BoundVariables.lerp_packed, lerp_)
+LERP = Update(_Bound.lerp_vector, _Bound.lerp_packed, lerp_)
 
 
 class Mover:
@@ -62,7 +64,7 @@ class Mover:
         self._take(
             unbound(operations.groups, "it has not been used yet", may_improve=True)
             if library is not None
-            else unbound(operations.groups, "the op library is not in use", may_improve=False)
+            else unbound(operations.groups, "the op library is not in use")
         )
 
     @property
@@ -103,55 +105,37 @@ class Mover:
     def get_vector(self, out: NDArray[Any]) -> None:
         """Read all variables into the vector ``out``, cast to its dtype."""
         left = self._left_by(out.dtype)
-        bound = self._whole()
-        if bound is not None:
-            own = [self._empty(i) for i in left]
-            try:
-                bound.get_vector(out, left, own, self._guard)
-            except _core.UnreadyError:
-                pass
-            else:
-                for i, array in zip(left, own, strict=True):
-                    slot = self._layout.slots[i]
-                    copy_cast(out[slot.start : slot.start + slot.size].reshape(slot.shape), array)
-                return
-        self._gather(self._layout.vector_views(out))
+        own = [self._empty(i) for i in left]
+        if not self._at_once(_Bound.get_vector, out, left, own, self._guard):
+            self._gather(self._layout.vector_views(out))
+            return
+        for i, array in zip(left, own, strict=True):
+            slot = self._layout.slots[i]
+            copy_cast(out[slot.start : slot.start + slot.size].reshape(slot.shape), array)
 
     def get_packed(self, buffer: NDArray[np.uint8]) -> None:
         """Read all variables into the packed ``buffer``."""
-        bound = self._whole()
-        if bound is not None:
-            try:
-                return bound.get_packed(buffer, self._guard)
-            except _core.UnreadyError:
-                pass
-        return self._gather(self._layout.packed_views(buffer))
+        if self._at_once(_Bound.get_packed, buffer, self._guard):
+            return
+        self._gather(self._layout.packed_views(buffer))
 
     def set_vector(self, flat: NDArray[Any], *, share: bool = False) -> None:
         """Write all variables from the contiguous vector ``flat``, cast as by `settable`."""
         left = self._left_by(flat.dtype)
         views = self._layout.vector_views(flat) if left else []
-        own = [self._direct(i, self._settable(i, views[i])) for i in left]
-        bound = self._whole()
-        if bound is not None:
-            try:
-                return bound.set_vector(flat, left, own, share, self._guard)
-            except _core.UnreadyError:
-                pass
+        own = [self._direct(i, settable_at(self._layout, i, views[i])) for i in left]
+        if self._at_once(_Bound.set_vector, flat, left, own, share, self._guard):
+            return
         values = dict(enumerate(self._layout.vector_views(flat)))
         values.update(zip(left, own, strict=True))
-        return self._scatter(values, share=share)
+        self._scatter(values, share=share)
 
     def set_packed(self, buffer: NDArray[np.uint8], *, share: bool = False) -> None:
         """Write all variables from the packed ``buffer``."""
-        bound = self._whole()
-        if bound is not None:
-            try:
-                return bound.set_packed(buffer, share, self._guard)
-            except _core.UnreadyError:
-                pass
+        if self._at_once(_Bound.set_packed, buffer, share, self._guard):
+            return
         values = dict(enumerate(self._layout.packed_views(buffer)))
-        return self._scatter(values, share=share)
+        self._scatter(values, share=share)
 
     def set_parts(self, values: Mapping[int, NDArray[Any]], *, share: bool = False) -> None:
         """Write the variables at these positions, from arrays made by `settable`."""
@@ -159,18 +143,27 @@ class Mover:
 
     def update(self, update: Update, flat: NDArray[Any], a: float) -> None:
         """Change all variables of a floating dtype by the contiguous vector ``flat``."""
-        bound = self._whole()
-        if bound is not None and self._averaged_dtypes <= {flat.dtype}:
-            try:
-                return update.vector(bound, flat, a, self._guard)
-            except _core.UnreadyError:
-                pass
+        if self._averaged_dtypes <= {flat.dtype} and self._at_once(
+            update.vector, flat, a, self._guard
+        ):
+            return
         packed = self._layout.new_buffer()
         parts = self._layout.packed_views(packed)
         views = self._layout.vector_views(flat)
-        values = [self._settable(i, views[i]) for i in self._averaged]
+        values = [settable_at(self._layout, i, views[i]) for i in self._averaged]
         move_parts([parts[i] for i in self._averaged], values)
-        return self._update(update, packed, parts, a)
+        self._update(update, packed, parts, a)
+
+    def _at_once(self, move: Callable[..., None], *args: Any) -> bool:
+        """Call ``move`` with all variables, bound; False where that cannot be, and has not been."""
+        bound = self._whole()
+        if bound is None:
+            return False
+        try:
+            move(bound, *args)
+        except _core.UnreadyError:
+            return False
+        return True
 
     def _whole(self) -> _core.BoundVariables | None:
         """Return the bound variables, if they are all and there is nothing to do first."""
@@ -197,10 +190,6 @@ class Mover:
     def _empty(self, i: int) -> NDArray[Any]:
         slot = self._layout.slots[i]
         return np.empty(slot.shape, slot.dtype)
-
-    def _settable(self, i: int, value: NDArray[Any]) -> NDArray[Any]:
-        slot = self._layout.slots[i]
-        return settable(value, slot, f"slot {i} {slot.name!r}")
 
     def _with_binding(self, move: Callable[[Binding], None]) -> None:
         """Call ``move`` with a binding that is good here and now."""

@@ -12,7 +12,8 @@ from flatweights._cast import is_settable, move_parts
 from flatweights._dtypes import is_floating
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout
-from flatweights.tensorflow._gradients import concat, eagerly, trained_positions
+from flatweights.tensorflow._eager import eagerly
+from flatweights.tensorflow._gradients import concat, trained_positions
 from flatweights.tensorflow._kinds import inner_variable
 from flatweights.tensorflow._session import SessionOperations
 

@@ -9,11 +9,11 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from flatweights._cast import is_settable, settable
+from flatweights._cast import is_settable, settable_at
 from flatweights._dtypes import is_averaged, is_floating
 from flatweights._flatten import new_vector
 from flatweights._inplace import finite
-from flatweights._layout import Layout
+from flatweights._layout import Layout, place_of
 from flatweights._safetensors import read
 from flatweights._weights import FlatWeights
 from flatweights.tensorflow._apply import Steps
@@ -404,20 +404,16 @@ class TensorFlowVariables:
         keys = match_slots(new_weights, self._layout, strict=strict, rename=rename)
         if share:
             self._check_frozen({i: new_weights[key] for i, key in keys.items()})
-        values = {i: self._settable(i, new_weights[key]) for i, key in keys.items()}
+        values = {i: settable_at(self._layout, i, new_weights[key]) for i, key in keys.items()}
         self._mover.set_parts(values, share=share)
         return self._replicas.follow()
 
     def _check_frozen(self, values: Mapping[int, ArrayLike]) -> None:
         for i, value in values.items():
-            check_frozen(np.asarray(value), f"slot {i} {self._layout.slots[i].name!r}")
+            check_frozen(np.asarray(value), place_of(i, self._layout.slots[i]))
 
     def _fits(self, weights: FlatWeights) -> bool:
         return weights.layout is self._layout or weights.layout == self._layout
-
-    def _settable(self, i: int, value: ArrayLike) -> NDArray[Any]:
-        slot = self._layout.slots[i]
-        return settable(value, slot, f"slot {i} {slot.name!r}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the weights to a safetensors file, in place of what was there.
@@ -483,7 +479,7 @@ class TensorFlowVariables:
                     f"expected names of the model, got {list(names.values())}, and no layout that "
                     "tells their order; rename= can map them"
                 )
-            values = {i: self._settable(i, parts[key]) for i, key in keys.items()}
+            values = {i: settable_at(self._layout, i, parts[key]) for i, key in keys.items()}
         except (AssertionError, TypeError, ValueError) as error:
             raise type(error)(f"{os.fspath(path)}: {error}") from error
         self._mover.set_parts(values)
