@@ -52,7 +52,7 @@ def test_a_result_off_the_line_fails(capsys: pytest.CaptureFixture[str]) -> None
 def test_options_are_checked(tmp_path: Path, option: str) -> None:
     done = run_example("linear_weights", option, "0", cwd=tmp_path)
     assert done.returncode == 2
-    assert f"argument {option}: expected at least 1, got 0" in done.stderr
+    assert f"argument {option}: expected at least 1, got '0'" in done.stderr
 
 
 def test_examples_import_tensorflow_where_they_use_it() -> None:

@@ -16,6 +16,7 @@ from flatweights import _core
 REPOSITORY = Path(__file__).parents[1]
 STUB = ast.parse(Path(fw.__file__).with_name("_core.pyi").read_text())
 MODULES = [
+    "_arguments",
     "_average",
     "_cast",
     "_config",

@@ -5,14 +5,13 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import flatweights
 from flatweights import demo
+from flatweights._arguments import PLOT_SUFFIXES, integer, plot_file
 
 _DEMO_NEEDS = ("tensorflow", "ray", "sklearn", "rich", "matplotlib")
-_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,20 +125,20 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(command=_demo)
     train.add_argument(
         "--workers",
-        type=_integer(1, 64),
+        type=integer(1, 64),
         default=2,
         metavar="N",
         help="number of Ray actors (default: %(default)s)",
     )
     train.add_argument(
         "--rounds",
-        type=_integer(1, 100_000),
+        type=integer(1, 100_000),
         metavar="N",
         help=f"averages to take (default: {_by_mode('rounds')})",
     )
     train.add_argument(
         "--local-steps",
-        type=_integer(1, 100_000),
+        type=integer(1, 100_000),
         metavar="N",
         help=(
             "batches that each worker sees per round: steps of its own optimizer, or gradients "
@@ -154,16 +153,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument(
         "--seed",
-        type=_integer(0, 2**32 - 1),
+        type=integer(0, 2**32 - 1),
         default=0,
         metavar="N",
         help="of the data's split, the batches and the weights (default: %(default)s)",
     )
     train.add_argument(
         "--plot",
-        type=_plot_file,
+        type=plot_file,
         metavar="FILE",
-        help=f"draw loss, accuracy and the time split ({', '.join(_PLOT_SUFFIXES)})",
+        help=f"draw loss, accuracy and the time split ({', '.join(PLOT_SUFFIXES)})",
     )
     return parser
 
@@ -172,41 +171,6 @@ def _by_mode(field: str) -> str:
     return ", ".join(
         f"{getattr(schedule, field)} for {mode}" for mode, schedule in demo.SCHEDULES.items()
     )
-
-
-def _integer(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"expected an integer from {least} to {most}, got {text!r}"
-            )
-        return value
-
-    return parse
-
-
-def _plot_file(text: str) -> Path:
-    path = Path(text)
-    if path.suffix.lower() not in _PLOT_SUFFIXES:
-        raise argparse.ArgumentTypeError(
-            f"expected a file name ending in {', '.join(_PLOT_SUFFIXES)}, got {text!r}"
-        )
-    existed = path.exists()
-    try:
-        # Opening tells what permissions alone do not: read-only and full file systems.
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"expected a file that can be written, got {text!r}: {error.strerror}"
-        ) from None
-    return path
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import flatten
+from flatweights._arguments import integer
 
 # Ray's workers inherit it. What TensorFlow logs as it starts would bury the result.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -131,24 +132,17 @@ def parse_options(description: str | None, iterations: int) -> argparse.Namespac
     )
     parser.add_argument("--graph", action="store_true", help="a TF1 graph, not eager TensorFlow")
     parser.add_argument(
-        "--workers", type=_positive, default=3, metavar="N", help="default: %(default)s"
+        "--workers", type=integer(1), default=3, metavar="N", help="default: %(default)s"
     )
     parser.add_argument(
         "--iterations",
-        type=_positive,
+        type=integer(1),
         default=iterations,
         metavar="N",
         help="how often to average; default: %(default)s",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the data and the first weights")
     return parser.parse_args()
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
-    return value
 
 
 def report(slope: float, intercept: float) -> None:

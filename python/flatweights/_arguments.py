@@ -1,0 +1,55 @@
+"""Types of command-line arguments: what does not make sense is refused, saying what does."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return a type for integers from ``least`` to ``most``, both included."""
+    expected = f"at least {least}" if most is None else f"an integer from {least} to {most}"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return parse
+
+
+def fraction(text: str) -> float:
+    """Return a number from 0 up to, but without, 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 and below 1, got {text!r}")
+    return value
+
+
+def plot_file(text: str) -> Path:
+    """Return the path of a picture, checked to be of a known kind and to be writable."""
+    path = Path(text)
+    if path.suffix.lower() not in PLOT_SUFFIXES:
+        raise argparse.ArgumentTypeError(
+            f"expected a file name ending in {', '.join(PLOT_SUFFIXES)}, got {text!r}"
+        )
+    existed = path.exists()
+    try:
+        # Opening tells what permissions alone do not: read-only and full file systems.
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a file that can be written, got {text!r}: {error.strerror}"
+        ) from None
+    return path
