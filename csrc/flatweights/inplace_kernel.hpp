@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "flatweights/average_kernel.hpp"
+#include "flatweights/lanes.hpp"
 #include "flatweights/real.hpp"
 
 namespace flatweights {
@@ -18,6 +19,18 @@ namespace {
 template <class T, class Value>
 inline void change_range(std::byte* y, const std::byte* x, std::size_t begin, std::size_t end,
                          Value value) noexcept {
+#if defined(FLATWEIGHTS_LANES)
+  const std::size_t first = begin;
+  Doubles spoiled = broadcast(0);
+  for (; end - begin >= kPair; begin += kPair) {
+    const Pair old = load_pair<T>(y, begin);
+    const Pair other = load_pair<T>(x, begin);
+    const Pair changed = {value(old.a, other.a), value(old.b, other.b)};
+    spoiled += (changed.a - changed.a) + (changed.b - changed.b);
+    store_pair<T>(y, begin, changed);
+  }
+  if (any_nonzero_or_nan(spoiled)) unify_nan<T>(y, first, begin);
+#endif
   if constexpr (is_half<T>) {
     for (; begin < end; begin += kBlock) {
       const std::size_t count = end - begin < kBlock ? end - begin : kBlock;
@@ -44,14 +57,14 @@ inline void change_range(std::byte* y, const std::byte* x, std::size_t begin, st
 // As `scale` of Kernels.
 template <class T>
 void scale_range(std::byte* y, double a, std::size_t begin, std::size_t end) noexcept {
-  change_range<T>(y, y, begin, end, [=](double old, double) { return a * old; });
+  change_range<T>(y, y, begin, end, [=](auto old, auto) { return a * old; });
 }
 
 // As `axpy` of Kernels.
 template <class T>
 void axpy_range(std::byte* y, double a, const std::byte* x, std::size_t begin,
                 std::size_t end) noexcept {
-  change_range<T>(y, x, begin, end, [=](double old, double other) { return old + a * other; });
+  change_range<T>(y, x, begin, end, [=](auto old, auto other) { return old + a * other; });
 }
 
 // As `lerp` of Kernels.
@@ -61,35 +74,17 @@ void lerp_range(std::byte* y, const std::byte* x, double a, std::size_t begin,
   // From the nearer end: what is far from it is rounded against what is near.
   if (a < 0.5) {
     change_range<T>(y, x, begin, end,
-                    [=](double old, double other) { return old + a * (other - old); });
+                    [=](auto old, auto other) { return old + a * (other - old); });
   } else {
     const double rest = 1.0 - a;
     change_range<T>(y, x, begin, end,
-                    [=](double old, double other) { return other - rest * (other - old); });
+                    [=](auto old, auto other) { return other - rest * (other - old); });
   }
 }
 
-// Squares are added up in lanes: lane l of a block takes elements l, l + kLanes and so on,
-// in this order, so that vectors of any width give the same bits.
-inline constexpr std::size_t kLanes = 16;
-
-#if defined(__AVX512F__)
-inline constexpr std::size_t kVector = 8;
-#elif defined(__AVX__)
-inline constexpr std::size_t kVector = 4;
-#else
-inline constexpr std::size_t kVector = 2;
-#endif
-// Spelled out: compilers leave loops over lanes with compensation scalar.
-using Doubles [[gnu::vector_size(kVector * sizeof(double))]] = double;
-using Floats [[gnu::vector_size(kVector * sizeof(float))]] = float;
-
-template <class T>
-inline Doubles load_doubles(const std::byte* memory, std::size_t i) noexcept {
-  std::conditional_t<std::is_same_v<T, double>, Doubles, Floats> values;
-  std::memcpy(&values, memory + i * sizeof(T), sizeof(values));
-  return __builtin_convertvector(values, Doubles);
-}
+// Squares are added up in columns: column c of a block takes elements c, c + kColumns and so
+// on, in this order, so that registers of any width give the same bits.
+inline constexpr std::size_t kColumns = 32;
 
 // Adds `term` to `total`, and what that rounded away to `lost` (Knuth's TwoSum).
 template <class V>
@@ -100,8 +95,8 @@ inline void add_exactly(V& total, V& lost, V term) noexcept {
   total = next;
 }
 
-// Squares of float64 are summed with compensation. Those of float32 are exact in float64
-// and summed plainly, at most kBlock / kLanes in a row.
+// Squares of float64 are summed with compensation. Those of shorter numbers are exact in
+// float64 and summed plainly, at most kMostBlock / kColumns in a row.
 template <class T, class V>
 inline void add_square(V& total, [[maybe_unused]] V& lost, V value) noexcept {
   if constexpr (std::is_same_v<T, double>)
@@ -110,28 +105,50 @@ inline void add_square(V& total, [[maybe_unused]] V& lost, V value) noexcept {
     total += value * value;
 }
 
-// Adds the squares of `scale * data[begin, begin + count)`, count <= kBlock, of float32
-// or float64.
+// Adds the squares of `scale * data[begin, begin + count)`, whole rows of columns, to
+// `sum` and `rest`, of kColumns each.
+template <class T>
+inline void add_rows_of_squares(double* sum, double* rest, const std::byte* data, double scale,
+                                std::size_t begin, std::size_t count) noexcept {
+#if defined(FLATWEIGHTS_LANES)
+  constexpr std::size_t kPairsOfColumns = kColumns / kPair;
+  Pair sums[kPairsOfColumns];
+  Pair rests[kPairsOfColumns];
+  for (std::size_t v = 0; v < kPairsOfColumns; ++v)
+    sums[v] = rests[v] = {broadcast(0), broadcast(0)};
+  for (std::size_t i = 0; i < count; i += kColumns) {
+#pragma GCC unroll 4
+    for (std::size_t v = 0; v < kPairsOfColumns; ++v) {
+      const Pair values = load_pair<T>(data, begin + i + v * kPair);
+      add_square<T>(sums[v].a, rests[v].a, scale * values.a);
+      add_square<T>(sums[v].b, rests[v].b, scale * values.b);
+    }
+  }
+  for (std::size_t v = 0; v < kPairsOfColumns; ++v) {
+    spread_pair<T>(sum + v * kPair, sums[v]);
+    spread_pair<T>(rest + v * kPair, rests[v]);
+  }
+#else
+  for (std::size_t c = 0; c < kColumns; ++c) sum[c] = rest[c] = 0.0;
+  for (std::size_t i = 0; i < count; i += kColumns)
+    for (std::size_t c = 0; c < kColumns; ++c)
+      add_square<T>(sum[c], rest[c], scale * widened<T>(data, begin + i + c));
+#endif
+}
+
+// Adds the squares of `scale * data[begin, begin + count)`, count <= kMostBlock.
 template <class T>
 inline void add_squares(double& total, double& lost, const std::byte* data, double scale,
                         std::size_t begin, std::size_t count) noexcept {
-  constexpr std::size_t kVectors = kLanes / kVector;
-  Doubles sums[kVectors] = {};
-  Doubles rests[kVectors] = {};
-  const std::size_t whole = count / kLanes * kLanes;
-  for (std::size_t i = 0; i < whole; i += kLanes)
-#pragma GCC unroll 8
-    for (std::size_t v = 0; v < kVectors; ++v)
-      add_square<T>(sums[v], rests[v], scale * load_doubles<T>(data, begin + i + v * kVector));
-  double sum[kLanes];
-  double rest[kLanes];
-  std::memcpy(sum, sums, sizeof(sum));
-  std::memcpy(rest, rests, sizeof(rest));
-  for (std::size_t l = 0; whole + l < count; ++l)
-    add_square<T>(sum[l], rest[l], scale * static_cast<double>(load<T>(data, begin + whole + l)));
-  for (std::size_t l = 0; l < kLanes; ++l) {
-    add_exactly(total, lost, sum[l]);
-    lost += rest[l];
+  double sum[kColumns];
+  double rest[kColumns];
+  const std::size_t whole = count / kColumns * kColumns;
+  add_rows_of_squares<T>(sum, rest, data, scale, begin, whole);
+  for (std::size_t c = 0; whole + c < count; ++c)
+    add_square<T>(sum[c], rest[c], scale * widened<T>(data, begin + whole + c));
+  for (std::size_t c = 0; c < kColumns; ++c) {
+    add_exactly(total, lost, sum[c]);
+    lost += rest[c];
   }
 }
 
@@ -139,16 +156,9 @@ inline void add_squares(double& total, double& lost, const std::byte* data, doub
 template <class T>
 void squares_range(double* total, double* lost, const std::byte* data, double scale,
                    std::size_t begin, std::size_t end) noexcept {
-  for (; begin < end; begin += kBlock) {
-    const std::size_t count = end - begin < kBlock ? end - begin : kBlock;
-    if constexpr (is_half<T>) {
-      alignas(kLine) float wide[kBlock];
-      widen_block<T>(data, begin, count, wide);
-      const auto* const widened = reinterpret_cast<const std::byte*>(wide);
-      add_squares<float>(*total, *lost, widened, scale, 0, count);
-    } else {
-      add_squares<T>(*total, *lost, data, scale, begin, count);
-    }
+  for (; begin < end; begin += kMostBlock) {
+    const std::size_t count = end - begin < kMostBlock ? end - begin : kMostBlock;
+    add_squares<T>(*total, *lost, data, scale, begin, count);
   }
 }
 

@@ -2,6 +2,7 @@
 #include "flatweights/kernels.hpp"
 
 #include "flatweights/average_kernel.hpp"
+#include "flatweights/average_lanes.hpp"
 #include "flatweights/convert_kernel.hpp"
 #include "flatweights/copy_kernel.hpp"
 #include "flatweights/inplace_kernel.hpp"
@@ -27,7 +28,11 @@ extern const Kernels FLATWEIGHTS_JOIN(kernels_, FLATWEIGHTS_ISA);
 // clang-format off
 const Kernels FLATWEIGHTS_JOIN(kernels_, FLATWEIGHTS_ISA) = {
     .name = FLATWEIGHTS_TEXT(FLATWEIGHTS_ISA),
+#if defined(FLATWEIGHTS_LANES)
+    .average = FLATWEIGHTS_EACH_REAL(average_in_lanes),
+#else
     .average = FLATWEIGHTS_EACH_REAL(average_range),
+#endif
     .add = FLATWEIGHTS_EACH_REAL(add_range),
     .divide = FLATWEIGHTS_EACH_REAL(divide_range),
     .has_nonfinite = FLATWEIGHTS_EACH_REAL(has_nonfinite),

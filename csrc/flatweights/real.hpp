@@ -56,6 +56,17 @@ inline float widen_float16(std::uint16_t bits) noexcept {
   return __builtin_bit_cast(float, chosen | sign);
 }
 
+// Reads element `i`, exactly.
+template <class T>
+inline double widened(const std::byte* memory, std::size_t i) noexcept {
+  if constexpr (std::is_same_v<T, Float16>)
+    return static_cast<double>(widen_float16(load<std::uint16_t>(memory, i)));
+  else if constexpr (std::is_same_v<T, BFloat16>)
+    return static_cast<double>(widen_bfloat16(load<std::uint16_t>(memory, i)));
+  else
+    return static_cast<double>(load<T>(memory, i));
+}
+
 // Writes `source[begin, begin + count)` to `out[0, count)`, exactly.
 template <class T>
 inline void widen_block(const std::byte* source, std::size_t begin, std::size_t count,
