@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,14 @@ class SourceTable {
   std::size_t num_sources_;
   std::vector<const std::byte*> starts_;
 };
+
+// Whether all are NumPy arrays without strides, to be read as they are.
+bool are_plain(const py::list& arrays) {
+  return std::all_of(arrays.begin(), arrays.end(), [](py::handle object) {
+    return py::isinstance<py::array>(object) &&
+           is_contiguous(py::reinterpret_borrow<py::array>(object));
+  });
+}
 
 bool run(const BoundLayout& bound, const std::vector<std::byte*>& out, const SourceTable& sources,
          const std::vector<double>& weights, double total) {
@@ -59,6 +68,7 @@ bool average_arrays_into(const BoundLayout& bound, bool packed, const py::list& 
 }  // namespace
 
 void bind_average(py::module_& m) {
+  m.def("are_plain", &are_plain, py::arg("arrays"));
   m.def("average_into", &average_arrays_into, py::arg("layout"), py::arg("packed"), py::arg("out"),
         py::arg("sources"), py::arg("weights"), py::arg("total"));
   m.def(

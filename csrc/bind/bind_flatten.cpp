@@ -69,6 +69,23 @@ std::pair<const std::byte*, std::size_t> extent(const py::array& array) {
   return {low, static_cast<std::size_t>(high - low)};
 }
 
+// The elements of all parts together, if they are arrays of one dtype that promotes to
+// itself; else -1. Asked first, since to look at each part from Python takes longer than
+// to copy it.
+py::ssize_t uniform_size(const py::list& parts) {
+  if (parts.empty() || !py::isinstance<py::array>(parts[0])) return -1;
+  const py::dtype first = py::reinterpret_borrow<py::array>(parts[0]).dtype();
+  if (classify(first) == DType::kOther) return -1;
+  py::ssize_t total = 0;
+  for (const py::handle part : parts) {
+    if (!py::isinstance<py::array>(part)) return -1;
+    const auto array = py::reinterpret_borrow<py::array>(part);
+    if (array.dtype().ptr() != first.ptr()) return -1;
+    total = saturating_sum(total, array.size());
+  }
+  return total;
+}
+
 // Moves the parts that are free of strides, converting real numbers where the vector's
 // dtype is another; returns the indices of the others, for NumPy to convert.
 py::list flatten_into(const py::object& out_object, const py::list& parts) {
@@ -191,6 +208,7 @@ py::list copy_parts(const py::list& targets, const py::list& sources) {
 }  // namespace
 
 void bind_flatten(py::module_& m) {
+  m.def("uniform_size", &uniform_size, py::arg("parts"));
   m.def("flatten_into", &flatten_into, py::arg("out"), py::arg("parts"));
   m.def("unflatten_into", &unflatten_into, py::arg("parts"), py::arg("flat"));
   m.def("copy_parts", &copy_parts, py::arg("targets"), py::arg("sources"));

@@ -92,7 +92,7 @@ def average_used(
     check_nonfinite(nonfinite)
     given = read_weights(weights, len(models))
     template = Template.of(models[0])
-    parts = [template.read(model, f"source {k}") for k, model in enumerate(models)]
+    parts = template.read_all(models)
     result: Any = template.new() if out is None else out
     written = template.read_out(result)
     used = list(range(len(models)))
@@ -187,6 +187,8 @@ def read_weight(weight: float, where: str) -> float:
 def relative_weights(weights: list[float]) -> list[float]:
     """Return ``weights`` as ratios to the first positive one."""
     base = next(weight for weight in weights if weight > 0)
+    if weights.count(base) == len(weights):  # the rule, and quicker than to divide
+        return [1.0] * len(weights)
     return [ratio(weight, base) for weight in weights]
 
 

@@ -1,5 +1,6 @@
 """Parts to one vector and back."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -34,18 +35,9 @@ def flatten(parts: Parts, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
         ValueError: If ``out`` has another length, is strided or read-only, or overlaps
             a part.
     """
-    arrays = arrays_of(parts)
-    # One dtype is the rule, and hashing it for every part would take as long as the copy.
-    first = [array.dtype for array in arrays[:1]]
-    one = all(array.dtype is first[0] for array in arrays)
-    dtypes = set(first if one else [array.dtype for array in arrays])
-    dtype = promote(dtypes)
-    if dtype is None:
-        raise TypeError(f"no vector holds these dtypes: {', '.join(sorted(map(str, dtypes)))}")
-    if dtype.hasobject or dtype.itemsize == 0:
-        raise TypeError(f"expected dtypes of fixed size without Python objects, got {dtype}")
+    arrays, size, dtype = _read(parts)
     if out is None:
-        out = new_vector(sum(array.size for array in arrays), dtype)
+        out = new_vector(size, dtype)
     elif not isinstance(out, np.ndarray) or out.dtype != dtype:
         got = out.dtype if isinstance(out, np.ndarray) else type(out).__name__
         raise TypeError(f"out: expected a vector of {dtype}, got {got}")
@@ -56,6 +48,28 @@ def flatten(parts: Parts, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
             piece = out[ends[i] - arrays[i].size : ends[i]]
             copy_cast(piece.reshape(arrays[i].shape), arrays[i])
     return out
+
+
+def _read(parts: Parts) -> tuple[list[NDArray[Any]], int, np.dtype[Any]]:
+    """Return the arrays, their elements together, and the dtype of a vector of them."""
+    if isinstance(parts, (dict, list, tuple)):
+        # Arrays of one dtype are the rule; to look at each from here takes longer than to copy it.
+        given: list[Any] = list(parts.values() if isinstance(parts, dict) else parts)
+        total = _core.uniform_size(given)
+        if total >= 0:
+            return given, total, given[0].dtype
+    arrays = arrays_of(parts)
+    dtypes = {array.dtype for array in arrays}
+    return arrays, sum(array.size for array in arrays), _common_dtype(dtypes)
+
+
+def _common_dtype(dtypes: set[np.dtype[Any]]) -> np.dtype[Any]:
+    dtype = promote(dtypes)
+    if dtype is None:
+        raise TypeError(f"no vector holds these dtypes: {', '.join(sorted(map(str, dtypes)))}")
+    if dtype.hasobject or dtype.itemsize == 0:
+        raise TypeError(f"expected dtypes of fixed size without Python objects, got {dtype}")
+    return dtype
 
 
 def unflatten(flat: NDArray[Any], layout: Layout) -> dict[str, NDArray[Any]] | list[NDArray[Any]]:
@@ -105,13 +119,15 @@ def unflatten_into(parts: Parts, flat: NDArray[Any]) -> None:
             ``flat`` or another part.
     """
     given = list(parts.values() if hasattr(parts, "values") else parts)
-    # What asarray would copy would be written and lost.
-    for i, part in enumerate(given):
-        if not isinstance(part, np.ndarray):
-            raise TypeError(f"part {i}: expected a NumPy array, got {type(part).__name__}")
     _core.unflatten_into(given, flat)
 
 
 def new_vector(size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return a vector at a 64-byte boundary, its contents undefined."""
+    """Return a vector at a 64-byte boundary, its contents undefined.
+
+    Raises:
+        MemoryError: If it cannot be had.
+    """
+    if size * dtype.itemsize > sys.maxsize:
+        raise MemoryError(f"no memory holds {size * dtype.itemsize} bytes")
     return _core.empty(size * dtype.itemsize).view(dtype)

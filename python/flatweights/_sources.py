@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flatweights import _core
 from flatweights._dtypes import has_mean, is_integer
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout, arrays_of, as_array
@@ -105,6 +106,17 @@ class Template:
         return [
             a if a.flags.c_contiguous else a.copy(order="C") for a in self._arrays(source, where)
         ]
+
+    def read_all(self, sources: list[Any]) -> list[list[NDArray[Any]]]:
+        """Return what `read` does for each of ``sources``, which errors count from 0."""
+        # What hot loops average, at once.
+        if self.kind is Kind.ARRAY and _core.are_plain(sources):
+            return [[source] for source in sources]
+        if self.packed and all(
+            type(source) is FlatWeights and source.layout is self.layout for source in sources
+        ):
+            return [[source.buffer] for source in sources]
+        return [self.read(source, f"source {k}") for k, source in enumerate(sources)]
 
     def match(self, source: Any, where: str) -> None:
         """Check that ``source`` is such a model, its shapes and dtypes included.
