@@ -261,9 +261,9 @@ def test_parts_larger_than_memory_are_refused() -> None:
         fw.flatten(huge)
     with pytest.raises(MemoryError):
         fw.flatten(huge[:1])
-    doubles = np.broadcast_to(np.float64(0), (2**62,))
+    doubles = np.broadcast_to(np.float64(0), (2**59,))
     with pytest.raises(MemoryError, match=f"no memory holds {2**65} bytes"):
-        fw.flatten([doubles])
+        fw.flatten([doubles] * 8)
 
 
 BAD_FLAT = {
