@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flatweights as fw
+from flatweights import server
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.complex64, np.complex128]
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-7, 6e-8, 1e-40, 5e-324, 65504.0, 3.4e38]
@@ -54,8 +55,8 @@ def results() -> Iterator[NDArray[Any]]:
     """Averages over dtypes, numbers of sources, sizes, places, weights and odd values."""
     rng = np.random.default_rng(7)
     for dtype in DTYPES:
-        for size in (0, 1, 7, 63, 64, 65, 1023, 1024, 1025, 2049, 5000):
-            for count in (1, 2, 3, 4, 5, 8, 9):
+        for size in (0, 1, 7, 31, 33, 63, 64, 65, 1023, 1024, 1025, 2049, 4097, 5000):
+            for count in (1, 2, 3, 4, 5, 8, 9, 17):
                 sources = [source(rng, size, dtype, special=size % 2 == 1) for _ in range(count)]
                 by = int(rng.integers(0, 64))
                 weights = None if count % 2 else rng.uniform(0.1, 3, count)
@@ -74,6 +75,10 @@ def results() -> Iterator[NDArray[Any]]:
         yield fw.average(large, out=out)
         yield from changed_in_place(out[:500_003], large[0][:500_003].copy(), 0.3)
         yield fw.flatten([large[0][:7], large[0]])
+        for optimizer in (server.FedAdagrad, server.FedAdam, server.FedYogi):
+            stepping = optimizer(rng.normal(size=1025).astype(dtype), learning_rate=0.1)
+            for _ in range(3):
+                yield stepping.step(rng.normal(size=1025).astype(dtype)).copy()
 
 
 def digest() -> str:

@@ -5,6 +5,7 @@
 
 namespace flatweights::bind {
 
+void bind_adaptive(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);
 void bind_flatten(pybind11::module_& m);
 void bind_buffer_pool(pybind11::module_& m);

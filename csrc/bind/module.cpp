@@ -10,6 +10,7 @@ PYBIND11_MODULE(_core, m) {
   flatweights::bind::bind_flatten(m);
   flatweights::bind::bind_average(m);
   flatweights::bind::bind_inplace(m);
+  flatweights::bind::bind_adaptive(m);
   flatweights::bind::bind_running_average(m);
   flatweights::bind::bind_parallel(m);
   flatweights::bind::bind_variables(m);

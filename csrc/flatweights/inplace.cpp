@@ -16,7 +16,7 @@ constexpr std::size_t kGrain = std::size_t{256} << 10;
 
 // Real numbers whose squares are summed on their own; parallel_for's borders are
 // multiples of it.
-constexpr std::size_t kBlock = 1024;
+constexpr std::size_t kBlock = 4096;
 
 // Calls `body(i, from, to)` for ranges of reals that cover all averaged parts, on several
 // threads; each real costs `passes` times its size in traffic.

@@ -1,6 +1,7 @@
 // Compiled once per instruction set, with FLATWEIGHTS_ISA its name.
 #include "flatweights/kernels.hpp"
 
+#include "flatweights/adaptive_kernel.hpp"
 #include "flatweights/average_kernel.hpp"
 #include "flatweights/average_lanes.hpp"
 #include "flatweights/convert_kernel.hpp"
@@ -42,6 +43,7 @@ const Kernels FLATWEIGHTS_JOIN(kernels_, FLATWEIGHTS_ISA) = {
     .squares = FLATWEIGHTS_EACH_REAL(squares_range),
     .convert = {FLATWEIGHTS_CONVERT_FROM(Float16), FLATWEIGHTS_CONVERT_FROM(BFloat16),
                 FLATWEIGHTS_CONVERT_FROM(float), FLATWEIGHTS_CONVERT_FROM(double)},
+    .adapt = {adapt_range<float>, adapt_range<double>},
     .copy = copy_range,
 };
 // clang-format on

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 
+#include "flatweights/adaptive.hpp"
 #include "flatweights/dtype.hpp"
 
 namespace flatweights {
@@ -49,6 +50,10 @@ struct Kernels {
   // second's, rounded once. The ranges are disjoint.
   void (*convert[kReals][kReals])(std::byte* to, const std::byte* from, std::size_t begin,
                                   std::size_t end) noexcept;
+
+  // Takes steps with numbers [begin, end) of float32, and of float64; see adaptive.hpp.
+  void (*adapt[2])(const AdaptiveRange& range, SecondMoment kind, const AdaptiveRates& rates,
+                   std::size_t begin, std::size_t end) noexcept;
 
   // Copies `from[0, nbytes)` to `to[0, nbytes)`, which are disjoint; with `stream`, past
   // the caches.

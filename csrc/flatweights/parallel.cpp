@@ -20,7 +20,7 @@
 namespace flatweights {
 namespace {
 
-constexpr std::size_t kBorder = 1024;
+constexpr std::size_t kBorder = 4096;
 constexpr std::size_t kChunksPerThread = 8;
 constexpr long kMostThreads = 1024;
 

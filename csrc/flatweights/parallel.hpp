@@ -25,7 +25,7 @@ void run(std::size_t size, std::size_t grain, Body body, void* context);
 
 // Calls `body(begin, end)` for consecutive ranges that cover `[0, size)`, at
 // once on several threads where each gets at least `grain`. Inner borders are
-// multiples of 1024, so that kernels work on whole blocks. `body` must not throw.
+// multiples of 4096, so that kernels work on whole blocks. `body` must not throw.
 template <class F>
 void parallel_for(std::size_t size, std::size_t grain, F&& body) {
   detail::run(

@@ -1,7 +1,7 @@
 """Typed surface of the extension; everything here is private to the package."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +98,18 @@ def lerp_(layout: Layout, packed: bool, y: list[_Array], x: list[_Array], a: flo
 def norm(layout: Layout, packed: bool, x: list[_Array]) -> float: ...
 def clip_by_norm_(layout: Layout, packed: bool, y: list[_Array], max_norm: float) -> float: ...
 def isfinite(layout: Layout, packed: bool, x: list[_Array]) -> bool: ...
+def adapt_(
+    kind: Literal["sum", "mean", "sign"],
+    weights: _Array,
+    first: _Array | None,
+    second: _Array,
+    average: _Array,
+    before: _Array,
+    learning_rate: float,
+    first_share: float,
+    second_share: float,
+    tau: float,
+) -> None: ...
 def get_isa() -> str: ...
 def get_num_threads() -> int: ...
 def set_num_threads(count: int) -> None: ...

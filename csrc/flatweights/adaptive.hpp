@@ -1,0 +1,39 @@
+// Steps of Adagrad, Adam and Yogi towards an average, in one pass over memory.
+#pragma once
+
+#include <cstddef>
+
+namespace flatweights {
+
+// How squares of differences are taken into the second moment.
+enum class SecondMoment {
+  kSum,   // Adagrad: v + d^2
+  kMean,  // Adam: v + (d^2 - v) * share
+  kSign,  // Yogi: v - d^2 * share * sign(v - d^2)
+};
+
+// Vectors of one length, of float32 or float64, aligned as these are. `average` and `before`
+// may be `weights` or each other; otherwise none overlap.
+struct AdaptiveRange {
+  bool wide;  // float64
+  std::size_t size;
+  void* weights;
+  void* first;  // null: the difference itself is the first moment
+  void* second;
+  const void* average;
+  const void* before;  // what the average is a step from
+};
+
+struct AdaptiveRates {
+  double learning_rate;
+  double first_share;
+  double second_share;
+  double tau;
+};
+
+// With d = average - before: first += (d - first) * first_share, the second moment by its
+// kind, weights += first / (sqrt(second) + tau) * learning_rate. Each operation is rounded
+// to the vectors' type, without contraction, so the bits depend on nothing else.
+void adapt(const AdaptiveRange& range, SecondMoment kind, const AdaptiveRates& rates);
+
+}  // namespace flatweights

@@ -1,0 +1,82 @@
+// Steps that adapt to each number. Included by kernels.cpp alone.
+#pragma once
+
+#include <cstddef>
+
+#include "flatweights/adaptive.hpp"
+
+namespace flatweights {
+namespace {
+
+[[gnu::always_inline]] inline float with_sign_of(float sign, float value) noexcept {
+  return __builtin_copysignf(value, sign);
+}
+[[gnu::always_inline]] inline double with_sign_of(double sign, double value) noexcept {
+  return __builtin_copysign(value, sign);
+}
+[[gnu::always_inline]] inline float root(float value) noexcept { return __builtin_sqrtf(value); }
+[[gnu::always_inline]] inline double root(double value) noexcept { return __builtin_sqrt(value); }
+
+// The second moment, `old` until now, once `square` has been seen.
+template <class T, SecondMoment Kind>
+[[gnu::always_inline]] inline T next_second(T old, T square, T share) noexcept {
+  if constexpr (Kind == SecondMoment::kSum) return old + square;
+  if constexpr (Kind == SecondMoment::kMean) return old + (square - old) * share;
+  // By what the square is, in the direction in which it lies: none where it is there.
+  const T change = square * share;
+  const T beyond = old - square;
+  return old - (beyond == 0 ? T{0} : with_sign_of(beyond, change));
+}
+
+template <class T, SecondMoment Kind, bool HasFirst>
+inline void adapt_numbers(const AdaptiveRange& range, const AdaptiveRates& rates, std::size_t begin,
+                          std::size_t end) noexcept {
+  T* const weights = static_cast<T*>(range.weights);
+  T* const first = static_cast<T*>(range.first);
+  T* const second = static_cast<T*>(range.second);
+  const T* const average = static_cast<const T*>(range.average);
+  const T* const before = static_cast<const T*>(range.before);
+  const T first_share = static_cast<T>(rates.first_share);
+  const T second_share = static_cast<T>(rates.second_share);
+  const T learning_rate = static_cast<T>(rates.learning_rate);
+  const T tau = static_cast<T>(rates.tau);
+  // What is read may be `weights`; nothing that is written is read at another place.
+#pragma GCC ivdep
+  for (std::size_t i = begin; i < end; ++i) {
+    const T delta = average[i] - before[i];
+    T direction = delta;
+    if constexpr (HasFirst) {
+      direction = first[i] + (delta - first[i]) * first_share;
+      first[i] = direction;
+    }
+    const T moment = next_second<T, Kind>(second[i], delta * delta, second_share);
+    second[i] = moment;
+    weights[i] += direction / (root(moment) + tau) * learning_rate;
+  }
+}
+
+template <class T, SecondMoment Kind>
+inline void adapt_moments(const AdaptiveRange& range, const AdaptiveRates& rates, std::size_t begin,
+                          std::size_t end) noexcept {
+  if (range.first != nullptr)
+    adapt_numbers<T, Kind, true>(range, rates, begin, end);
+  else
+    adapt_numbers<T, Kind, false>(range, rates, begin, end);
+}
+
+// As `adapt` of Kernels.
+template <class T>
+void adapt_range(const AdaptiveRange& range, SecondMoment kind, const AdaptiveRates& rates,
+                 std::size_t begin, std::size_t end) noexcept {
+  switch (kind) {
+    case SecondMoment::kSum:
+      return adapt_moments<T, SecondMoment::kSum>(range, rates, begin, end);
+    case SecondMoment::kMean:
+      return adapt_moments<T, SecondMoment::kMean>(range, rates, begin, end);
+    case SecondMoment::kSign:
+      return adapt_moments<T, SecondMoment::kSign>(range, rates, begin, end);
+  }
+}
+
+}  // namespace
+}  // namespace flatweights

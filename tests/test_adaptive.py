@@ -1,0 +1,102 @@
+"""The kernel of `FedAdagrad`, `FedAdam` and `FedYogi`, against NumPy in the same precision."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from reference import Guarded, read_only, refuses, same_bits
+
+from flatweights import _core, server
+
+KINDS = ("sum", "mean", "sign")
+RATES = {"learning_rate": 0.03, "first_share": 0.1, "second_share": 0.02, "tau": 1e-3}
+
+
+def step(kind: Any, weights: Any, first: Any, second: Any, average: Any, before: Any) -> None:
+    """Take the step, in place, one rounded operation of NumPy after the other."""
+    rate, first_share, second_share, tau = (weights.dtype.type(value) for value in RATES.values())
+    delta = average - before
+    direction = delta
+    if first is not None:
+        first += (delta - first) * first_share
+        direction = first
+    square = delta * delta
+    if kind == "sum":
+        second += square
+    elif kind == "mean":
+        second += (square - second) * second_share
+    else:
+        second -= np.sign(second - square) * (square * second_share)
+    weights += direction / (np.sqrt(second) + tau) * rate
+
+
+@pytest.mark.parametrize("with_first", [True, False])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_has_the_bits_of_the_formula(
+    kind: Any, dtype: Any, with_first: bool, rng: np.random.Generator
+) -> None:
+    for size in (0, 1, 7, 63, 1025, 70_001):
+        weights, first, average = (rng.normal(size=size).astype(dtype) for _ in range(3))
+        second = rng.uniform(0, 2, size).astype(dtype)
+        # Where the square is the second moment, Yogi has no direction.
+        second[::3] = np.square(average - weights)[::3]
+        ours = [Guarded(x, weights.itemsize) for x in (weights, first, second)]
+        held = ours[1].array if with_first else None
+        arrays = ours[0].array, held, ours[2].array, average, ours[0].array
+        _core.adapt_(kind, *arrays, **RATES)
+        step(kind, weights, first if with_first else None, second, average, weights.copy())
+        assert same_bits(ours[0].array, weights)
+        assert same_bits(ours[1].array, first)
+        assert same_bits(ours[2].array, second)
+        assert all(one.is_intact() for one in ours)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_average_may_be_the_weights(kind: Any, rng: np.random.Generator) -> None:
+    weights, before = rng.normal(size=(2, 100)).astype(np.float32)
+    second, expected = np.ones((2, 100), np.float32)
+    result = weights.copy()
+    _core.adapt_(kind, result, None, second, result, before, **RATES)
+    step(kind, weights, None, expected, weights.copy(), before)
+    assert same_bits(result, weights)
+    assert same_bits(second, expected)
+
+
+BASE = np.zeros(20, np.float32)
+BAD = {
+    "kind": ({"kind": "max"}, ValueError, "kind: expected 'sum', 'mean' or 'sign', got 'max'"),
+    "no array": ({"second": [0.0]}, TypeError, "second: expected a NumPy array, got list"),
+    "dtype": ({"weights": np.zeros(9, int)}, TypeError, "weights: expected float32 or float64"),
+    "mixed": ({"average": np.zeros(9)}, ValueError, r"average: .* float32 \(9,\), got float64"),
+    "length": ({"before": BASE[:3]}, ValueError, r"before: .* float32 \(9,\), got float32 \(3,\)"),
+    "strides": ({"second": BASE[:18:2]}, ValueError, "second: expected a contiguous vector"),
+    "shape": ({"weights": np.zeros((3, 3))}, ValueError, "weights: expected a contiguous vector"),
+    "read-only": ({"first": read_only(BASE[:9])}, ValueError, "first: expected a writable array"),
+    "unaligned": (
+        {"average": np.zeros(37, np.uint8)[1:].view(np.float32)},
+        ValueError,
+        "average: expected an aligned array",
+    ),
+    "overlap": ({"weights": BASE[:9], "average": BASE[1:10]}, ValueError, "do not overlap"),
+    "kept twice": ({"first": BASE[:9], "second": BASE[:9]}, ValueError, "do not overlap"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_not_as_it_should_be_changes_nothing(case: str) -> None:
+    change, error, match = BAD[case]
+    names = ("weights", "first", "second", "average", "before")
+    given: dict[str, Any] = {name: np.ones(9, np.float32) for name in names}
+    given = {"kind": "sum", **given, **change}
+    arrays = [value for value in given.values() if isinstance(value, np.ndarray)]
+    with refuses(error, match, *arrays):
+        _core.adapt_(**given, **RATES)
+
+
+def test_averages_that_are_not_aligned_are_read(rng: np.random.Generator) -> None:
+    average = rng.normal(size=9).astype(np.float32)
+    raw = np.zeros(37, np.uint8)
+    raw[1:] = average.view(np.uint8)
+    one, other = (server.FedAdam(np.zeros(9, np.float32)) for _ in range(2))
+    assert same_bits(one.step(raw[1:].view(np.float32)), other.step(average))
