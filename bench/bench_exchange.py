@@ -3,6 +3,8 @@
 ``python -m bench.bench_exchange [--quick] [--json FILE] [--plot FILE]``
 
 No training: what a round costs beside it. After the table come the medians of each step.
+Where PyTorch is installed, one rival is an allreduce by gloo, of the vector that `FlatWorker` gives
+and takes: it has no driver, and no worker may be missing.
 The limit is that of the bytes that a round must move: each worker's variables are read and
 written twice and the object store as often, the average reads all and writes one.
 """
@@ -22,7 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 import ray
 
-from bench import machine, models, runner
+from bench import machine, models, peers, runner
 from flatweights.ray import FlatWorker, average
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +39,7 @@ class Worker(FlatWorker):
 
         from bench.peers import KerasHolder
 
+        self._shapes, self._seed = shapes, seed
         values = models.random_parts(shapes, seed=seed)
         self._keras = KerasHolder(shapes)
         self._keras.set_weights(values)
@@ -59,6 +62,25 @@ class Worker(FlatWorker):
     def set_list(self, weights: Any) -> None:
         """Have Keras set them."""
         self._keras.set_weights(weights)
+
+    def begin(self) -> None:
+        """Have the weights to begin with again."""
+        values = models.random_parts(self._shapes, seed=self._seed)
+        self.set_flat(np.concatenate([part.reshape(-1) for part in values]))
+
+    def join(self, name: str, size: int, rank: int) -> None:
+        """Join a group of so many for collective calls."""
+        collective = peers.gloo_collective()
+        assert collective is not None
+        collective.init_collective_group(size, rank, backend="gloo", group_name=name)
+        self._collective, self._group, self._size = collective, name, size
+
+    def allreduce(self) -> None:
+        """Take the mean of all workers' weights, as each of them does at the same time."""
+        vector = self.get_flat()
+        self._collective.allreduce(vector, group_name=self._group)
+        vector /= self._size
+        self.set_flat(vector)
 
 
 class Rounds:
@@ -118,6 +140,21 @@ class Rounds:
             ray.get([worker.set_list.remote(ref) for worker in self._workers])
         return np.concatenate([part.reshape(-1) for part in mean])
 
+    def join(self, name: str) -> None:
+        """Prepare `allreduce`."""
+        size = len(self._workers)
+        ray.get([worker.join.remote(name, size, k) for k, worker in enumerate(self._workers)])
+
+    def allreduce(self) -> Any:
+        """Each worker with the others, by gloo."""
+        first = not self.steps["gloo allreduce", "get, allreduce, set"]
+        if first:
+            ray.get([worker.begin.remote() for worker in self._workers])
+        with self._step("gloo allreduce", "get, allreduce, set"):
+            ray.get([worker.allreduce.remote() for worker in self._workers])
+        # The result is in the workers; the first is compared.
+        return ray.get(self._workers[-1].get_flat.remote()) if first else None
+
     def empty(self) -> None:
         """The calls alone: what no way can spare."""
         for _ in range(2):
@@ -139,6 +176,11 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
         "dict of arrays": rounds.dict_loop,
         "Keras lists": rounds.lists,
     }
+    if peers.gloo_collective() is None:
+        print(f"{name}, {count} workers: no gloo allreduce: PyTorch is not installed")
+    else:
+        rounds.join(f"{name}-{count}")
+        contenders["gloo allreduce"] = rounds.allreduce
     nbytes = values[0].nbytes * (8 * count + count + 1 + 2)
     # The first call of each sets all workers to the mean, which later rounds keep.
     rows = runner.time_case(

@@ -80,6 +80,13 @@ def torch_mean(sources: Arrays) -> Callable[[], Any] | None:
     return mean
 
 
+def gloo_collective() -> Any | None:
+    """Return `ray.util.collective` if it has gloo; None where PyTorch, which brings it, is not."""
+    from ray.util import collective
+
+    return collective if collective.gloo_available() else None
+
+
 def numexpr_axpy(y: NDArray[Any], a: Any, x: NDArray[Any]) -> Any:
     """``y += a * x`` in blocks, on several threads."""
     import numexpr

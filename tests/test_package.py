@@ -28,7 +28,6 @@ MODULES = [
     "_safetensors",
     "_sources",
     "_weights",
-    "_wire",
 ]
 
 

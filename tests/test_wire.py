@@ -1,4 +1,6 @@
 import doctest
+import importlib
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -8,23 +10,26 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import BFLOAT16, dtype_id, random_array, refuses, same_bits
+from reference import BFLOAT16, dtype_id, random_array, read_only, refuses, run_python, same_bits
 
 import flatweights as fw
-from flatweights import _wire
-from flatweights._wire import (
+from flatweights import wire as package
+from flatweights.wire import (
     DeltaBroadcaster,
     DeltaEncoder,
     Difference,
     GradientEncoder,
     MissedUpdateError,
+    Snapshot,
     average_differences,
+    dtype_on_wire,
     wire_layout,
 )
+from flatweights.wire import _blocks as blocks
 
 WIRES = ["bfloat16", "float16"]
 DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
-B = _wire.BLOCK
+B = blocks.BLOCK
 
 
 @pytest.fixture(params=WIRES)
@@ -62,10 +67,6 @@ def moved(weights: fw.FlatWeights, rng: np.random.Generator, scale: float = 1e-2
 
 ROUNDED = ("small", "scalar", "large", "wide", "last")
 KEPT = ("steps", "half", "complex")
-
-
-def test_examples_in_the_docstrings_run() -> None:
-    assert doctest.testmod(_wire).failed == 0
 
 
 def test_wire_layout_halves_float32_and_leaves_what_is_no_wide_float(wire: Any) -> None:
@@ -262,6 +263,92 @@ def test_messages_of_the_wrong_kind_are_refused(rng: np.random.Generator) -> Non
     for wrong in ("float32", "bf16", np.float16):
         with pytest.raises(ValueError, match="wire_dtype: expected 'bfloat16' or 'float16'"):
             DeltaBroadcaster(start, wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_no_model_or_message_is_refused() -> None:
+    start = fw.FlatWeights({"w": np.zeros(3, np.float32)})
+    driver = DeltaBroadcaster(start, "bfloat16")
+    worker = DeltaEncoder(driver.snapshot())
+    update = driver.encode(start)
+    wrong: Any = dict(start)
+    refusals: list[tuple[str, Callable[[], object]]] = [
+        ("weights", lambda: DeltaBroadcaster(wrong, "bfloat16")),
+        ("weights", lambda: driver.encode(wrong)),
+        ("weights", lambda: worker.encode(wrong)),
+        ("mean", lambda: driver.add_to(wrong)),
+        ("out", lambda: update.widen(wrong)),
+        ("out", lambda: average_differences([update], out=wrong)),
+        ("snapshot, weights", lambda: DeltaEncoder(Snapshot(wrong, 0, "bfloat16"))),
+        ("snapshot", lambda: worker.receive(Snapshot(wrong, 0, "bfloat16"))),
+        ("source 0, values", lambda: average_differences([Difference(wrong, start.layout)])),
+    ]
+    for where, refused in refusals:
+        with pytest.raises(TypeError, match=f"^{where}: expected FlatWeights, got dict"):
+            refused()
+    with pytest.raises(TypeError, match="snapshot: expected Snapshot, got FlatWeights"):
+        DeltaEncoder(start)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="message: expected Snapshot, got dict"):
+        worker.fits(wrong)
+    with pytest.raises(TypeError, match="layout: expected Layout, got FlatWeights"):
+        wire_layout(start, "bfloat16")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="source 0: expected a Difference, got dict"):
+        average_differences([wrong])
+    for name in ("float32", None, []):
+        with pytest.raises(ValueError, match="wire_dtype: expected 'bfloat16' or 'float16'"):
+            dtype_on_wire(name)  # type: ignore[arg-type]
+
+
+def test_a_difference_whose_values_do_not_fit_its_layout_is_refused(wire: Any) -> None:
+    start = fw.FlatWeights({"w": np.zeros(3, np.float32), "n": np.int64(1)})
+    driver = DeltaBroadcaster(start, wire)
+    wide = Difference(start, start.layout, driver.version - 1, driver.version)
+    short = fw.FlatWeights({"w": np.zeros(2, DTYPES[wire]), "n": np.int64(1)})
+    for damaged in (wide, Difference(short, start.layout)):
+        with pytest.raises(ValueError, match="difference: expected values of 16 bits"):
+            damaged.widen()
+        with pytest.raises(ValueError, match="source 0: expected values of 16 bits"):
+            average_differences([damaged])
+        with pytest.raises(ValueError, match="difference: slot 0"):
+            DeltaEncoder(driver.snapshot()).receive(damaged)
+
+
+def test_what_is_read_only_is_not_written_to(wire: Any) -> None:
+    start = fw.FlatWeights({"w": np.ones(3, np.float32)})
+    driver = DeltaBroadcaster(start, wire)
+    sent = [DeltaEncoder(driver.snapshot()).encode(moved(start, np.random.default_rng(0)))]
+    out = fw.FlatWeights.wrap(read_only(start.buffer), start.layout)
+    for where, refused in [
+        ("out", lambda: sent[0].widen(out)),
+        ("out", lambda: average_differences(sent, out=out)),
+        ("out", lambda: driver.average(sent, out=out)),
+        ("mean", lambda: driver.add_to(out)),
+    ]:
+        with refuses(ValueError, f"^{where}: expected a writable buffer", out.buffer):
+            refused()
+
+
+def test_a_snapshot_of_another_wire_dtype_is_refused(wire: Any) -> None:
+    start = fw.FlatWeights({"w": np.ones(3, np.float32)})
+    worker = DeltaEncoder(DeltaBroadcaster(start, wire).snapshot())
+    (other,) = set(WIRES) - {wire}
+    moved_on = fw.FlatWeights({"w": np.zeros(3, np.float32)})
+    snapshot = DeltaBroadcaster(moved_on, other).snapshot()  # type: ignore[arg-type]
+    assert not worker.fits(snapshot)
+    with refuses(ValueError, "snapshot, wire_dtype: slot 0", worker._reference.buffer):
+        worker.receive(snapshot)
+
+
+def test_a_difference_goes_as_bytes_alone(rng: np.random.Generator, wire: Any) -> None:
+    start = model(rng)
+    driver = DeltaBroadcaster(start, wire)
+    worker = DeltaEncoder(driver.snapshot())
+    sent = worker.encode(moved(start, rng))
+    # What a file or a message of MPI is read as: read-only, wherever it lies.
+    memory = np.frombuffer(b"." + sent.values.buffer.tobytes(), np.uint8)[1:]
+    values = fw.FlatWeights.empty(wire_layout(start.layout, wire))
+    values.buffer[...] = memory
+    received = Difference(values, start.layout, sent.base)
+    assert same_bits(driver.average([received]).buffer, driver.average([sent]).buffer)
 
 
 BAD = {"nan": np.nan, "inf": np.inf, "too large": 3.4e38}
@@ -520,7 +607,7 @@ def test_results_do_not_depend_on_blocks(
     trained = moved(start, rng)
 
     def bits() -> bytes:
-        _wire._plan.cache_clear()
+        blocks.plan_for.cache_clear()
         driver = DeltaBroadcaster(start, "bfloat16")
         worker = DeltaEncoder(driver.snapshot())
         driver.encode(driver.average([worker.encode(trained)]))
@@ -528,7 +615,39 @@ def test_results_do_not_depend_on_blocks(
 
     expected = bits()
     for block in (1, 7, 64, 100):
-        monkeypatch.setattr(_wire, "BLOCK", block)
+        monkeypatch.setattr(blocks, "BLOCK", block)
         assert bits() == expected
     monkeypatch.undo()
-    _wire._plan.cache_clear()
+    blocks.plan_for.cache_clear()
+
+
+# The package.
+
+
+@pytest.mark.parametrize(
+    "name", ["", "._blocks", "._delta", "._difference", "._dtypes", "._gradient"]
+)
+def test_examples_in_docstrings_are_right(name: str) -> None:
+    module = importlib.import_module(f"flatweights.wire{name}")
+    failed, attempted = doctest.testmod(module, extraglobs={"np": np})
+    assert failed == 0
+    assert attempted
+
+
+def test_what_is_exported_is_described() -> None:
+    for name in set(package.__all__) - {"WireDType"}:
+        described = getattr(package, name)
+        assert ">>>" in (described.__doc__ or ""), name
+        for member, value in vars(described).items():
+            if callable(value) and not member.startswith("_"):
+                assert inspect.getdoc(value), f"{name}.{member}"
+
+
+def test_import_needs_neither_tensorflow_nor_ray() -> None:
+    code = """
+import sys, flatweights
+print("flatweights.wire" in sys.modules)
+import flatweights.wire
+print({"ray", "tensorflow"} & set(sys.modules))
+"""
+    assert run_python(code).split() == ["False", "set()"]

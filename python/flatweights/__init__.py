@@ -2,7 +2,8 @@
 
 `flatweights` itself needs NumPy, ml_dtypes and safetensors alone. `flatweights.tensorflow` has
 `TensorFlowVariables`; `flatweights.ray` has averaging drivers and workers;
-`flatweights.server` has optimizers that take the averages.
+`flatweights.server` has optimizers that take the averages; `flatweights.wire` is 16 bits with
+error feedback for any transport.
 """
 
 from flatweights._average import average, average_into

@@ -8,8 +8,9 @@ import pytest
 from reference import BFLOAT16
 
 from flatweights import FlatWeights
-from flatweights._wire import Difference, MissedUpdateError, Snapshot
+from flatweights.ray._result import split, with_weights
 from flatweights.ray._wire import GroupWire, WorkerWire, nbytes_of, widen
+from flatweights.wire import Difference, MissedUpdateError, Snapshot
 
 WIRE: Any = "bfloat16"
 
@@ -44,6 +45,21 @@ def test_a_round_goes_in_full_once_and_then_in_differences() -> None:
     assert isinstance(second, Difference)
     assert len({bits(worker.receive(second)) for worker in workers}) == 1
     assert bits(workers[0].receive(group.snapshot())) == bits(group.snapshot().weights)
+
+
+def test_a_tuple_of_two_is_weights_and_extras() -> None:
+    for result, pair in [
+        ((1, "extras"), (1, "extras")),
+        ((1, None), (1, None)),  # still a tuple for who weighs results
+        (1, (1, None)),
+        ([1, 2], ([1, 2], None)),
+        ((1, 2, 3), ((1, 2, 3), None)),
+        (((1, 2), 3), ((1, 2), 3)),
+    ]:
+        assert split(result) == pair
+        assert with_weights(result, lambda weights: weights) == result
+    assert with_weights((1, 2), str) == ("1", 2)
+    assert with_weights([1, 2], str) == "[1, 2]"
 
 
 def test_a_worker_that_was_never_sent_weights_says_so() -> None:

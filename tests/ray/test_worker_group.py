@@ -88,6 +88,37 @@ def test_create_passes_options_and_arguments_on() -> None:
     group.shutdown()
 
 
+class Restartable(PlainWorker):
+    def __init__(self, shared: Any, rank: int, own: Any) -> None:
+        super().__init__(rank)
+        self.sums = float(shared.sum()), float(own.sum())
+
+    def both_sums(self) -> tuple[float, float]:
+        return self.sums
+
+
+def test_a_restart_has_the_large_arguments_too() -> None:
+    size = 50_000  # so many that Ray puts them into the object store
+    group = WorkerGroup.create(
+        Restartable,
+        2,
+        np.full(size, 2.0),
+        arguments=lambda rank: (rank, np.full(size, float(rank))),
+        num_cpus=0,
+        max_restarts=1,
+    )
+    assert group.step("both_sums") == {0: (2 * size, 0), 1: (2 * size, size)}
+    group.broadcast(weights_of(1.0))
+    process = psutil.Process(group.step("pid")[1])
+    time.sleep(1)  # until then Ray keeps arguments by itself
+    kill(group, 1, no_restart=False)
+    process.wait(10)
+    group.step("ping")
+    restored(group)
+    assert group.step("both_sums") == {0: (2 * size, 0), 1: (2 * size, size)}
+    group.shutdown()
+
+
 def test_create_refuses_what_is_no_worker() -> None:
     with pytest.raises(
         TypeError, match="worker: expected a subclass of FlatWorker, got <class 'dict'>"
@@ -528,7 +559,7 @@ def test_run_trains_averages_and_sends(group: WorkerGroup) -> None:
         expected = mean_of(expected, range(3), [1, 2, 3], 0.5)
         assert_same(found.weights, expected)
         assert_all_have(group, expected)
-        assert set(found.seconds) == {"wait", "average", "round"}
+        assert set(found.seconds) == {"wait", "average", "put", "broadcast", "round"}
         rounds += 1
     assert rounds == 3
 

@@ -25,6 +25,9 @@ from flatweights._sources import Template
 from flatweights._weights import FlatWeights
 from flatweights.ray._arrivals import Arrival, Arrivals
 from flatweights.ray._errors import WorkerError
+from flatweights.ray._metrics import METRICS
+from flatweights.ray._report import report
+from flatweights.ray._result import split
 from flatweights.ray._round import Round
 from flatweights.ray._store import FULL, too_small
 from flatweights.ray._wire import nbytes_of, widen
@@ -54,8 +57,8 @@ def average(
     the sum takes 8 bytes for each number, and no more than ``max_inflight`` results are
     mapped at once; those that arrive before their turn wait in the object store.
 
-    What was encoded in 16 bits (a `Difference`) is averaged in the dtypes that it was encoded
-    from: float32.
+    What was encoded in 16 bits (a `flatweights.wire.Difference`) is averaged in the dtypes that
+    it was encoded from: float32.
 
     A worker may return ``(weights, extras)``, a tuple of two: the extras come back by rank,
     arrays in them as copies, so that they hold nothing in the object store.
@@ -106,7 +109,9 @@ def average(
         nonfinite=nonfinite,
         max_inflight=max_inflight,
     )
-    return job.run(ranks, out)
+    found = job.run(ranks, out)
+    report(found)
+    return found
 
 
 def _references(refs: Iterable[Any]) -> list[Any]:
@@ -145,12 +150,6 @@ def late_error(timeout: float | None) -> TimeoutError:
     return TimeoutError(f"no result after {timeout} s")
 
 
-def _split(value: Any) -> tuple[Any, Any]:
-    """Return the weights and the extras, None if there are none."""
-    is_pair = isinstance(value, tuple) and len(value) == 2
-    return value if is_pair else (value, None)
-
-
 def _own(extras: Any) -> Any:
     """Return ``extras`` with copies of the arrays in it, which are views of the object store."""
     if isinstance(extras, (np.ndarray, FlatWeights)):
@@ -177,6 +176,7 @@ class Job:
     Attributes:
         need: How many ranks must give a result.
         need_finite: How many must be left by ``nonfinite="skip"``.
+        quarantined: The ranks that it has left out.
         widen: Gives the model that a result stands for.
         arrivals: The results, once it runs.
     """
@@ -189,6 +189,7 @@ class Job:
     nonfinite: Nonfinite
     widen: Callable[[Any], Any] = widen
     arrivals: Arrivals = field(init=False)
+    quarantined: tuple[int, ...] = field(default=(), init=False)
 
     @classmethod
     def of(
@@ -225,6 +226,8 @@ class Job:
         try:
             return average(self.arrivals, len(refs), out)
         except BaseException as error:
+            if isinstance(error, Exception):
+                METRICS.count_failed_round()
             refs.clear()
             self.arrivals.let_go()
             _let_go(error, outer)
@@ -250,6 +253,7 @@ class Job:
             spoiled = sums.spoiled(sums.ranks, models)
             self._check(arrivals, ranks, out, spoiled)
             arrivals.failed.update(spoiled)
+            self.quarantined = tuple(spoiled)
             sums.ranks = [sums.ranks[k] for k in used]
         sums.seconds += time.monotonic() - begin
         return self._round(mean, arrivals, sums)
@@ -276,9 +280,12 @@ class Job:
             if spoiled or arrivals.failed:
                 # Without them, once more: the others are still in the object store.
                 arrivals.rewind(spoiled)
-                sums = _Sums(self.weigh, self.widen, sums.extras)
+                self.quarantined = tuple(spoiled)
+                first, sums = sums, _Sums(self.weigh, self.widen, sums.extras)
+                sums.seconds = first.seconds
                 for run in arrivals.runs(to_the_end=True):
                     sums.add(run)
+                sums.nbytes = first.nbytes  # each result counts once
                 mean = sums.mean()
         return self._round(mean if out is None else sums.mean(out), arrivals, sums)
 
@@ -297,7 +304,7 @@ class Job:
         first = next(iter(failed.values()), None)
         full = [rank for rank, error in failed.items() if isinstance(error, FULL)]
         if full:
-            sample = _split(arrivals.any())[0]
+            sample = split(arrivals.any())[0]
             failed |= dict.fromkeys(full, too_small(ranks, out if sample is None else sample))
         failed |= dict.fromkeys(arrivals.late, late_error(self.timeout))
         raise WorkerError(dict(sorted(failed.items()))) from first
@@ -307,6 +314,7 @@ class Job:
             mean,
             sums.ranks,
             failed=dict(sorted(arrivals.failed.items())),
+            quarantined=self.quarantined,
             late=arrivals.late,
             extras=sums.extras,
             seconds={"wait": arrivals.seconds_waited, "average": sums.seconds},
@@ -336,7 +344,7 @@ class _Sums:
         """Return the models and the weights of ``run``, checked; keep the extras."""
         models, values = [], []
         for rank, value in run:
-            received, extras = _split(value)
+            received, extras = split(value)
             model = self._widen(received)
             self._check(rank, model, nbytes_of(received))
             models.append(model)
@@ -381,7 +389,7 @@ class _Sums:
         """As `spoiled`, for all that were added; one is mapped at a time."""
         found: dict[int, Exception] = {}
         for rank in self.ranks:
-            model = [self._widen(_split(arrivals.one(rank))[0])]
+            model = [self._widen(split(arrivals.one(rank))[0])]
             if rank not in arrivals.failed:
                 found |= self.spoiled([rank], model)
             model.clear()

@@ -1,7 +1,11 @@
 """What went wrong in workers, by rank."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes|$)")
 
 
 class WorkerError(RuntimeError):
@@ -27,3 +31,17 @@ def reason_of(error: Exception) -> str:
     cause = getattr(error, "cause", None)  # what a RayTaskError was raised from
     shown = cause if isinstance(cause, Exception) else error
     return f"{type(shown).__name__}: {shown}"
+
+
+def reason_in_a_line(error: Exception) -> str:
+    """As `reason_of`, on one line: Ray's own errors have several, and colours in them."""
+    cause = getattr(error, "cause", None)
+    shown = cause if isinstance(cause, Exception) else error
+    name = type(shown).__name__
+    lines = [line.strip() for line in _COLOURS.sub("", str(shown)).splitlines() if line.strip()]
+    if not lines:
+        return name
+    if "creation task" in lines[0]:  # the constructor raised: a traceback, the error last
+        return f"{name}: {lines[-1]}"
+    detail = _EXIT_DETAIL.search(lines[-1])
+    return f"{name}: {lines[0]}" + (f" {detail[1]}" if detail else "")

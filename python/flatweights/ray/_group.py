@@ -1,22 +1,29 @@
 """Several workers that are called together, some of which may be slow or dead."""
 
+import contextlib
 import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
 from flatweights._average import Nonfinite, read_weights
 from flatweights._weights import FlatWeights
-from flatweights._wire import WireDType
 from flatweights.ray._average import Job, Weights, count, late_error
 from flatweights.ray._errors import WorkerError, reason_of
+from flatweights.ray._metrics import METRICS
+from flatweights.ray._progress import RoundsBar
+from flatweights.ray._report import report
 from flatweights.ray._round import Round
-from flatweights.ray._store import StoreTooSmallError, put
+from flatweights.ray._sharded import ShardedAverage, ShardedJob
+from flatweights.ray._sharded_round import ShardedRound, ShardedWeights
+from flatweights.ray._shards import Reading
+from flatweights.ray._store import StoreTooSmallError, put, size_of
 from flatweights.ray._wire import GroupWire, Travels, nbytes_of, widen
 from flatweights.ray._worker import FlatWorker, StaleWorkerError
+from flatweights.wire import WireDType
 
 _log = logging.getLogger("flatweights")
 
@@ -27,6 +34,13 @@ _log = logging.getLogger("flatweights")
 _BY_VALUE = 96 * 1024
 
 _versions = itertools.count()  # no two groups of a driver send weights of one version
+
+
+class _Outgoing(NamedTuple):
+    """What workers are sent: a value, or a reference to one, and its bytes if they are known."""
+
+    message: Any = None
+    nbytes: int = 0
 
 
 class WorkerGroup:
@@ -97,10 +111,12 @@ class WorkerGroup:
         self._unhealthy: dict[int, Exception] = {}
         self._owed: dict[int, Any] = {}  # by rank, what a late actor is still working on
         self._version: int | None = None  # of the latest weights that were sent
-        self._latest: Any = None
+        self._latest = _Outgoing()
         self._wire = None if wire_dtype is None else GroupWire(wire_dtype)
-        self._snapshot: Any = None  # in full, of the latest weights, once it is needed
+        # In full, of the latest weights, once it is needed.
+        self._snapshot: _Outgoing | None = None
         self._in_round = False  # of run(): workers may have trained since the latest weights
+        self._arguments: list[Sequence[Any]] = []  # of the actors, for those that are restarted
 
     @classmethod
     def create(
@@ -137,12 +153,18 @@ class WorkerGroup:
         remote = ray.remote(worker)
         if ray_options:
             remote = remote.options(**ray_options)
-        own = arguments or (lambda rank: ())
-        return cls(
-            [remote.remote(*args, *own(rank)) for rank in range(n)],
+        given = [arguments(rank) if arguments else () for rank in range(n)]
+        if ray_options.get("max_restarts"):
+            # Ray lets go of large arguments once an actor is built, and a restart wants them.
+            args = _by_reference(args)
+            given = [_by_reference(own) for own in given]
+        group = cls(
+            [remote.remote(*args, *own) for own in given],
             max_inflight=max_inflight,
             wire_dtype=wire_dtype,
         )
+        group._arguments = [args, *given]
+        return group
 
     def actors(self) -> dict[int, Any]:
         """Return the actors by rank."""
@@ -199,6 +221,7 @@ class WorkerGroup:
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
         travels: Travels = "weights",
+        sharded: ShardedAverage | None = None,
         **kwargs: Any,
     ) -> Round:
         """Call ``method`` of all healthy workers and average what they return.
@@ -218,6 +241,8 @@ class WorkerGroup:
             travels: With a ``wire_dtype``, what the method returns: ``"weights"``, or
                 ``"gradients"``, which are rounded themselves and may be a vector; it comes
                 back as the part ``"vector"``.
+            sharded: Averages past the driver; gives a `ShardedRound`. Workers then cut what they
+                return themselves, unless nodes add up first. Not with ``out`` or a ``wire_dtype``.
             **kwargs: Keyword arguments of the method.
 
         Raises:
@@ -226,6 +251,37 @@ class WorkerGroup:
             TypeError: As `flatweights.ray.average`.
             ValueError: As `flatweights.ray.average`.
         """
+        found = self._average(
+            method,
+            *args,
+            weights=weights,
+            out=out,
+            timeout=timeout,
+            min_results=min_results,
+            nonfinite=nonfinite,
+            travels=travels,
+            sharded=sharded,
+            **kwargs,
+        )
+        report(found, said=self._unhealthy)
+        return found
+
+    def _average(
+        self,
+        method: str,
+        *args: Any,
+        weights: Weights,
+        timeout: float | None,
+        min_results: int | None,
+        nonfinite: Nonfinite,
+        out: Any = None,
+        travels: Travels = "weights",
+        sharded: ShardedAverage | None = None,
+        **kwargs: Any,
+    ) -> Round:
+        """As `average`, which reports it."""
+        if sharded is not None and (out is not None or self._wire is not None):
+            raise ValueError("sharded: expected neither out nor a wire_dtype with it")
         given = weights
         if not (given is None or callable(given)):
             given = read_weights(given, len(self._actors))
@@ -233,20 +289,32 @@ class WorkerGroup:
         ranks = self.healthy_actor_ids()
         if len(ranks) < (min_results or 1):
             raise WorkerError(self._unhealthy)
-        job = Job.of(
-            len(ranks),
-            [given[rank] for rank in ranks] if isinstance(given, list) else given,
-            timeout=timeout,
-            min_results=min_results,
-            nonfinite=nonfinite,
-            max_inflight=self._max_inflight,
-            widen=self._wire.widen if self._wire is not None else widen,
-        )
+        values = [given[rank] for rank in ranks] if isinstance(given, list) else given
+        limits: dict[str, Any] = {
+            "timeout": timeout,
+            "min_results": min_results,
+            "nonfinite": nonfinite,
+        }
+        job: Job | ShardedJob
+        if sharded is None:
+            wide = self._wire.widen if self._wire is not None else widen
+            limits |= {"max_inflight": self._max_inflight, "widen": wide}
+            job = Job.of(len(ranks), values, **limits)
+        else:
+            job = sharded.job(len(ranks), values, **limits)
         before = dict(self._unhealthy)
         encoded = self._wire is not None and (travels == "gradients" or self._wire.has_sent)
-        refs = self._call(method, args, kwargs, travels if encoded else None)
+        pieces: list[list[Any]] | None = None
+        if isinstance(job, ShardedJob) and job.reading.shards:
+            refs, pieces = self._call_cut(job.reading, method, args, kwargs)
+        else:
+            refs = self._call(method, args, kwargs, travels if encoded else None)
+        found: Round
         try:
-            found = job.run(list(refs.values()), out)
+            if isinstance(job, ShardedJob):
+                found = job.run(list(refs.values()), pieces)
+            else:
+                found = job.run(list(refs.values()), out)
         except WorkerError as error:
             failed = {ranks[k]: reason for k, reason in error.failed.items()}
             raise WorkerError(dict(sorted((before | failed).items()))) from error.__cause__
@@ -256,20 +324,26 @@ class WorkerGroup:
             self._owed |= {rank: refs[rank] for rank in late}
             self._note({ranks[k]: error for k, error in job.arrivals.failed.items()} | late)
             refs.clear()  # who keeps an error keeps this frame
+            if pieces is not None:
+                pieces.clear()
         if self._wire is not None and encoded:
             found.weights = self._wire.decode(found.weights, travels)
         found.used = tuple(ranks[k] for k in found.used)
         found.late = tuple(late)
+        found.quarantined = tuple(ranks[k] for k in found.quarantined)
         failed = {ranks[k]: reason for k, reason in found.failed.items()}
         found.failed = dict(sorted((before | failed).items()))
         found.extras = {ranks[k]: extras for k, extras in found.extras.items()}
+        if isinstance(found, ShardedRound):
+            found.groups = tuple(tuple(ranks[k] for k in group) for group in found.groups)
         return found
 
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
         """Send ``weights`` to all healthy workers; they have them from then on.
 
         Args:
-            weights: What `FlatWorker.set_weights` takes, a vector, a `Round`, or a reference
+            weights: What `FlatWorker.set_weights` takes, a vector, a `Round` (of a `ShardedRound`
+                workers fetch the pieces themselves), its `ShardedRound.pieces`, or a reference
                 to one of the former. It is put into the object store once, unless it is small.
                 With a ``wire_dtype``, no vector.
             timeout: Seconds to wait; for ever, if None.
@@ -287,10 +361,17 @@ class WorkerGroup:
         if not ranks:
             raise WorkerError(self._unhealthy)
         before = self._version, self._latest
+        begin = time.monotonic()
         self._latest = self._to_send(weights)
         self._snapshot = None
         self._version = next(_versions)
+        put = time.monotonic()
         answered, failed = self._send(ranks, timeout)
+        seconds = {"put": put - begin, "broadcast": time.monotonic() - put}
+        METRICS.observe(seconds)
+        if isinstance(weights, Round):
+            weights.seconds = {**weights.seconds, **seconds}
+            weights.nbytes_sent = len(answered) * self._latest.nbytes
         raised = _raised(failed)
         if raised and not answered:
             self._version, self._latest = before
@@ -333,6 +414,7 @@ class WorkerGroup:
         timeout: float | None = None,
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
+        sharded: ShardedAverage | None = None,
         progress: bool = False,
         **kwargs: Any,
     ) -> Iterator[Round]:
@@ -351,33 +433,42 @@ class WorkerGroup:
                 the average.
             min_results: How many ranks make an average.
             nonfinite: What to do about NaN and infinity.
-            progress: Show a progress bar (needs ``rich``).
+            sharded: See `average`; workers fetch the pieces, and no whole buffer is in the driver.
+            progress: Show a progress bar, and the ranks that the last average is not of, if
+                the standard output is a terminal or a notebook (needs ``rich``).
             **kwargs: Keyword arguments of the method.
 
         Raises:
             WorkerError: As `average` and `broadcast`.
         """
-        for _ in _tracked(range(rounds)) if progress else range(rounds):
-            if self._unhealthy:
-                self.restore()
-            if self._in_round and self._version is not None:
-                self._unhealthy |= self._send(self.healthy_actor_ids(), timeout, in_full=True)[1]
-            self._in_round = True
-            begin = time.monotonic()
-            found = self.average(
-                method,
-                *args,
-                weights=weights,
-                timeout=timeout,
-                min_results=min_results,
-                nonfinite=nonfinite,
-                **kwargs,
-            )
-            self.broadcast(found, timeout=timeout)
-            self._in_round = False
-            found.seconds = {**found.seconds, "round": time.monotonic() - begin}
-            yield found
-            del found  # while the next one is made
+        with RoundsBar(rounds) if progress else contextlib.nullcontext() as bar:
+            for number in range(1, rounds + 1):
+                if self._unhealthy:
+                    self.restore()
+                if self._in_round and self._version is not None:
+                    ranks = self.healthy_actor_ids()
+                    self._unhealthy |= self._send(ranks, timeout, in_full=True)[1]
+                self._in_round = True
+                begin = time.monotonic()
+                found = self._average(
+                    method,
+                    *args,
+                    weights=weights,
+                    timeout=timeout,
+                    min_results=min_results,
+                    nonfinite=nonfinite,
+                    sharded=sharded,
+                    **kwargs,
+                )
+                self.broadcast(found, timeout=timeout)
+                self._in_round = False
+                found.seconds = {**found.seconds, "round": time.monotonic() - begin}
+                found.number = number
+                report(found, said=self._unhealthy)
+                if bar is not None:
+                    bar.advance(found)
+                yield found
+                del found  # while the next one is made
 
     def shutdown(self) -> None:
         """End all actors; their processes are gone soon after."""
@@ -387,7 +478,8 @@ class WorkerGroup:
             rank: RuntimeError("the group was shut down") for rank in range(len(self._actors))
         }
         self._owed.clear()
-        self._latest = self._snapshot = None
+        self._arguments.clear()
+        self._latest, self._snapshot = _Outgoing(), None
 
     def _call(
         self,
@@ -409,25 +501,41 @@ class WorkerGroup:
             for rank in self.healthy_actor_ids()
         }
 
-    def _to_send(self, weights: Any) -> Any:
+    def _call_cut(
+        self, reading: Reading, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[dict[int, Any], list[list[Any]]]:
+        """Call ``method`` of workers that cut its result; return headers, and pieces."""
+        headers: dict[int, Any] = {}
+        pieces = []
+        for k, rank in enumerate(self.healthy_actor_ids()):
+            call = self._actors[rank].call_cut.options(num_returns=1 + reading.shards)
+            headers[rank], *row = call.remote(self._version, reading, k, method, *args, **kwargs)
+            pieces.append(row)
+        return headers, pieces
+
+    def _to_send(self, weights: Any) -> _Outgoing:
+        pieces = weights.pieces if isinstance(weights, ShardedRound) else weights
+        if isinstance(pieces, ShardedWeights) and self._wire is None:
+            return _Outgoing(pieces, pieces.layout.nbytes)
         is_round = isinstance(weights, Round)
         if self._wire is not None:
             given = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights
             return self._small_or_put(self._wire.message(given.weights if is_round else given))
         if isinstance(weights, ray.ObjectRef):
-            return weights
+            return _Outgoing(weights)
         value = weights.weights if is_round else weights
+        nbytes = size_of(value) or 0
         if isinstance(value, FlatWeights) and value.buffer.nbytes <= _BY_VALUE:
-            return value.copy()  # the caller's may change before a restart wants it
-        return weights.ref if is_round else put(value, len(self._actors))
+            # The caller's may change before a restart wants it.
+            return _Outgoing(value.copy(), nbytes)
+        return _Outgoing(weights.ref if is_round else put(value, len(self._actors)), nbytes)
 
-    def _small_or_put(self, message: Any) -> Any:
-        nbytes = nbytes_of(message)
-        small = nbytes is not None and nbytes <= _BY_VALUE
-        if small:
-            return message
+    def _small_or_put(self, message: Any) -> _Outgoing:
+        nbytes = nbytes_of(message) or 0
+        if 0 < nbytes <= _BY_VALUE:
+            return _Outgoing(message, nbytes)
         try:
-            return put(message, len(self._actors))
+            return _Outgoing(put(message, len(self._actors)), nbytes)
         except StoreTooSmallError:
             if self._wire is not None:
                 self._wire.forget()
@@ -440,16 +548,17 @@ class WorkerGroup:
 
         Those who may have missed others before need them in full.
         """
-        message = self._latest
+        sent = self._latest
         if in_full and self._wire is not None:
             if self._snapshot is None:
                 self._snapshot = self._small_or_put(self._wire.snapshot())
-            message = self._snapshot
+            sent = self._snapshot
         refs = {
-            rank: self._actors[rank].receive_version.remote(self._version, message)
+            rank: self._actors[rank].receive_version.remote(self._version, sent.message)
             for rank in ranks
         }
         answered, failed = self._collect(refs, timeout)
+        METRICS.count_sent(len(answered) * sent.nbytes)
         self._note(failed)
         return answered, failed
 
@@ -490,6 +599,16 @@ class WorkerGroup:
             self._owed = {r: ref for r, ref in self._owed.items() if ref not in answered}
 
 
+def _by_reference(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Return ``arguments`` with references to those that are too large to travel with a call."""
+    return tuple(
+        one
+        if isinstance(one, ray.ObjectRef) or len(ray.cloudpickle.dumps(one)) <= _BY_VALUE
+        else ray.put(one)
+        for one in arguments
+    )
+
+
 def _raised(failed: Mapping[int, Exception]) -> dict[int, Exception]:
     """Return what methods raised."""
     return {rank: error for rank, error in failed.items() if not _is_of_ray(error)}
@@ -500,11 +619,3 @@ def _is_of_ray(error: Exception) -> bool:
     if isinstance(error, ray.exceptions.RayTaskError):
         return isinstance(getattr(error, "cause", None), StaleWorkerError)
     return isinstance(error, (ray.exceptions.RayError, TimeoutError))
-
-
-def _tracked(rounds: range) -> Iterator[int]:
-    try:
-        from rich.progress import track
-    except ImportError as error:
-        raise ImportError("progress=True needs rich: pip install rich") from error
-    yield from track(rounds, description="rounds")

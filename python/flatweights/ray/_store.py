@@ -27,14 +27,22 @@ def put(weights: Any, ranks: int) -> Any:
 
 def too_small(ranks: int, weights: Any) -> StoreTooSmallError:
     """Return the error that says how large the store must be for ``weights``, if known."""
-    need = f"({ranks} + 2) * "
-    try:
-        nbytes = Template.of(weights).layout.nbytes
-        need += f"{nbytes:,} = {(ranks + 2) * nbytes:,} bytes"
-    except TypeError:
-        need += "the bytes of the weights"
+    nbytes = size_of(weights)
+    need = f"({ranks} + 2) * " + (
+        "the bytes of the weights"
+        if nbytes is None
+        else f"{nbytes:,} = {(ranks + 2) * nbytes:,} bytes"
+    )
     return StoreTooSmallError(
         f"the object store is full: the results of {ranks} ranks, their average and the one "
         f"before need at least {need}; set ray.init(object_store_memory=...) or ray start "
         "--object-store-memory"
     )
+
+
+def size_of(weights: Any) -> int | None:
+    """Return the bytes of ``weights``, None if they are of no kind that is averaged."""
+    try:
+        return Template.of(weights).layout.nbytes
+    except TypeError:
+        return None

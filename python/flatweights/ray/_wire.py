@@ -6,7 +6,8 @@ from typing import Any, Literal
 import numpy as np
 
 from flatweights._weights import FlatWeights
-from flatweights._wire import (
+from flatweights.ray._result import with_weights
+from flatweights.wire import (
     DeltaBroadcaster,
     DeltaEncoder,
     Difference,
@@ -53,22 +54,22 @@ class WorkerWire:
             ValueError: If they hold NaN or infinity, or do not fit; see `DeltaEncoder.encode`.
             MissedUpdateError: If no weights have been received yet.
         """
-        if isinstance(result, tuple) and len(result) == 2:
-            model, extras = result
-            return self.encode(model, travels, wire_dtype), extras
-        if isinstance(result, Mapping) and not isinstance(result, FlatWeights):
-            result = FlatWeights(result)
+        return with_weights(result, lambda model: self._encode(model, travels, wire_dtype))
+
+    def _encode(self, model: Any, travels: Travels, wire_dtype: WireDType) -> Difference:
+        if isinstance(model, Mapping) and not isinstance(model, FlatWeights):
+            model = FlatWeights(model)
         if travels == "gradients":
             if self._gradients is None:
                 self._gradients = GradientEncoder(wire_dtype)
-            return self._gradients.encode(result)
-        if not isinstance(result, FlatWeights):
+            return self._gradients.encode(model)
+        if not isinstance(model, FlatWeights):
             raise TypeError(
-                f"wire_dtype: expected weights by name (get_weights), got {type(result).__name__}"
+                f"wire_dtype: expected weights by name (get_weights), got {type(model).__name__}"
             )
         if self._weights is None:
             raise MissedUpdateError("no weights have been received yet")
-        return self._weights.encode(result)
+        return self._weights.encode(model)
 
 
 class GroupWire:

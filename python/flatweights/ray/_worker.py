@@ -9,8 +9,10 @@ import ray
 from numpy.typing import ArrayLike, NDArray
 
 from flatweights._weights import FlatWeights
-from flatweights._wire import MissedUpdateError, WireDType
+from flatweights.ray._sharded_round import ShardedWeights
+from flatweights.ray._shards import Reading, read_result
 from flatweights.ray._wire import Message, Travels, WorkerWire
+from flatweights.wire import MissedUpdateError, WireDType
 
 
 class StaleWorkerError(RuntimeError):
@@ -82,6 +84,14 @@ class FlatWorker:
         """Set weights by name; see `TensorFlowVariables.set_weights`."""
         self.variables.set_weights(new_weights)
 
+    def set_pieces(self, pieces: ShardedWeights) -> None:
+        """Set weights from the ranges of a `ShardedRound`, fetched here; none goes by the driver.
+
+        The ranges are read in place: calls `set_weights` with a dict, or `set_flat` with a vector
+        if vectors were averaged.
+        """
+        self._set(pieces.get_in_place())
+
     def get_flat(self) -> NDArray[Any]:
         """Return the weights as one vector; see `TensorFlowVariables.get_flat`."""
         return self.variables.get_flat()
@@ -95,7 +105,9 @@ class FlatWorker:
         return "pong"
 
     def receive_version(
-        self, version: int, new_weights: Mapping[str, ArrayLike] | NDArray[Any] | Message
+        self,
+        version: int,
+        new_weights: Mapping[str, ArrayLike] | NDArray[Any] | Message | ShardedWeights,
     ) -> None:
         """Set the weights that a `WorkerGroup` sends, and remember which they are.
 
@@ -109,11 +121,17 @@ class FlatWorker:
                 new_weights = self._wire.receive(new_weights)
             except MissedUpdateError as error:
                 raise StaleWorkerError(str(error)) from error
+        if isinstance(new_weights, ShardedWeights):
+            self.set_pieces(new_weights)
+        else:
+            self._set(new_weights)
+        self._version = version
+
+    def _set(self, new_weights: Mapping[str, ArrayLike] | NDArray[Any]) -> None:
         if isinstance(new_weights, np.ndarray):
             self.set_flat(new_weights)
         else:
             self.set_weights(new_weights)
-        self._version = version
 
     def call_version(self, version: int | None, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method for a `WorkerGroup`, on the weights that it means.
@@ -156,6 +174,21 @@ class FlatWorker:
             return self._wire.encode(result, travels, wire_dtype)
         except MissedUpdateError as error:
             raise StaleWorkerError(str(error)) from error
+
+    def call_cut(
+        self,
+        version: int | None,
+        reading: Reading,
+        rank: int,
+        method: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As `call_version`; what the method returns, cut for a `ShardedAverage`.
+
+        The pieces are the only copy then that goes into the object store.
+        """
+        return read_result(self.call_version(version, method, *args, **kwargs), rank, reading)
 
 
 @functools.cache

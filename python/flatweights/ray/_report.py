@@ -1,0 +1,77 @@
+"""A round in the log, and in the metrics."""
+
+import logging
+from collections.abc import Collection
+
+from flatweights.ray._errors import reason_in_a_line
+from flatweights.ray._metrics import METRICS
+from flatweights.ray._round import Round
+
+_log = logging.getLogger("flatweights")
+
+
+def report(found: Round, *, said: Collection[int] = ()) -> None:
+    """Count a round, and log a line about it.
+
+    The line is a warning that names the reasons if the average lacks ranks that nobody has been
+    warned of, else for information.
+
+    Args:
+        found: The round.
+        said: Ranks that a warning has named already.
+    """
+    left_out = {
+        "late": found.late,
+        "quarantined": found.quarantined,
+        "failed": [rank for rank in found.failed if rank not in found.quarantined],
+    }
+    METRICS.count_round(len(found.used), left_out, found.nbytes)
+    METRICS.observe({step: found.seconds[step] for step in _OWN if step in found.seconds})
+    lost = {*found.late, *found.failed}
+    level = logging.WARNING if lost.difference(said) else logging.INFO
+    if not _log.isEnabledFor(level):
+        return
+    name = "average" if found.number is None else f"round {found.number}"
+    counts = [f"{len(found.used)} of {len(found.used) + len(lost)} ranks"]
+    for reason, ranks in left_out.items():
+        if ranks:
+            counts.append(f"{len(ranks)} {reason} ({', '.join(map(str, ranks))})")
+    steps = {step: value for step, value in found.seconds.items() if step != "round"}
+    total = found.seconds.get("round", sum(steps.values()))
+    times = ", ".join(f"{step} {value:.3f}" for step, value in steps.items())
+    reasons = "".join(
+        f"; rank {rank}: {reason_in_a_line(error)}"
+        for rank, error in found.failed.items()
+        if rank not in said
+    )
+    _log.log(
+        level,
+        "flatweights: %s: %s, %.3f s (%s), %s%s",
+        name,
+        ", ".join(counts),
+        total,
+        times,
+        _in_bytes(found),
+        reasons,
+    )
+
+
+_OWN = ("wait", "average", "round")
+"""Steps that a round itself takes; sending the average counts where it is sent."""
+
+
+def _in_bytes(found: Round) -> str:
+    """Return how much was read, and sent if any was."""
+    if not found.nbytes_sent:
+        return readable_bytes(found.nbytes)
+    return f"{readable_bytes(found.nbytes)} in, {readable_bytes(found.nbytes_sent)} out"
+
+
+def readable_bytes(nbytes: int) -> str:
+    """Return ``nbytes`` with three digits and a decimal unit."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:,.0f} TB"

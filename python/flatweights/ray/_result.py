@@ -1,0 +1,20 @@
+"""What the method of a worker returns; imports nothing of Ray."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def split(result: Any) -> tuple[Any, Any]:
+    """Return the weights and the extras of ``result``: None, if it is weights alone.
+
+    Args:
+        result: Weights of any kind; or ``(weights, extras)``, a tuple of two.
+    """
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    return result if is_pair else (result, None)
+
+
+def with_weights(result: Any, change: Callable[[Any], Any]) -> Any:
+    """Return ``result`` with ``change(weights)`` for its weights; the extras stay as they are."""
+    weights, extras = split(result)
+    return change(weights) if weights is result else (change(weights), extras)

@@ -1,0 +1,285 @@
+"""What runs on the nodes of a `ShardedAverage`: cutting results, adding pieces up."""
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+
+from flatweights import _core
+from flatweights._average import add_up, average, ratio, read_weight
+from flatweights._layout import Layout
+from flatweights._running_average import RunningAverage
+from flatweights._sources import Template
+from flatweights.ray._ranges import Bytes, bytes_of, canonical, cut, model_of, ranges_of
+from flatweights.ray._result import split
+from flatweights.ray._wide import WideSum
+from flatweights.ray._wire import nbytes_of, widen
+
+
+class Header(NamedTuple):
+    """What the driver is told of a rank's result.
+
+    Attributes:
+        template: What it is; dicts by sorted keys.
+        keys: The keys of a dict, in its own order.
+        weight: Its weight, if a function of the result gives that.
+        extras: What was returned beside the weights.
+        spoiled: The error about NaN and infinity, if it was looked for them and has any.
+        nbytes: Bytes of the weights as they were returned.
+        error: Why it cannot be averaged: the caller's mistake.
+        node: Where it was read.
+    """
+
+    template: Template | None = None
+    keys: tuple[Hashable, ...] = ()
+    weight: float | None = None
+    extras: Any = None
+    spoiled: Exception | None = None
+    nbytes: int = 0
+    error: Exception | None = None
+    node: str = ""
+
+
+class Reading(NamedTuple):
+    """How results are read.
+
+    Attributes:
+        shards: Into how many pieces to cut one; 0: not at all.
+        screen: Whether to look for NaN and infinity.
+        weigh: A function of a result that gives its weight.
+    """
+
+    shards: int
+    screen: bool
+    weigh: Callable[[Any], float] | None
+
+
+class Sum(NamedTuple):
+    """How the sum of a node was weighed, as `flatweights.RunningAverage` does.
+
+    Attributes:
+        base: The first positive weight, if there is one.
+        total: The sum of the weights, as ratios to it.
+    """
+
+    base: float | None
+    total: float
+
+    @classmethod
+    def of(cls, weights: Sequence[float]) -> tuple["Sum", list[float]]:
+        """Return how to weigh models of these ``weights``, and the ratios."""
+        base = next(filter(None, weights), None)
+        relative = [0.0 if base is None else ratio(weight, base) for weight in weights]
+        return cls(base, add_up(relative)), relative
+
+
+class Outcome(NamedTuple):
+    """What became of a call.
+
+    Attributes:
+        lost: What could not be fetched, by rank or node, and why; the call has no result then.
+        node: The node that it ran on.
+        seconds: How long it took.
+    """
+
+    lost: dict[Any, Exception]
+    node: str
+    seconds: float
+
+
+def read_result(result: Any, rank: int, reading: Reading) -> Any:
+    """Read a result where it lies: return its `Header`, and its pieces.
+
+    Each piece is copied once: from the object store to the object store. (Dicts and lists are
+    packed first, and copied twice.) Pieces that there are not are None.
+    """
+    pieces: list[Any] = []
+    try:
+        received, extras = split(result)
+        model, keys = canonical(widen(received))
+        where = f"rank {rank}"
+        template = Template.of(model, where)
+        weight = reading.weigh and read_weight(reading.weigh(result), f"weight of {where}")
+        spoiled = _spoiled(template, model, where) if reading.screen else None
+        nbytes = nbytes_of(received)
+        header = Header(
+            template,
+            keys,
+            weight,
+            extras,
+            spoiled,
+            template.layout.nbytes if nbytes is None else nbytes,
+            node=_node(),
+        )
+        if reading.shards and not spoiled:
+            pieces = cut(template, model, reading.shards)
+    except Exception as error:  # of a kind that the caller is to see as it is
+        header = Header(error=error.with_traceback(None))
+    if not reading.shards:
+        return header
+    return (header, *pieces, *[None] * (reading.shards - len(pieces)))
+
+
+def _spoiled(template: Template, model: Any, where: str) -> Exception | None:
+    parts = template.read(model, where)
+    i = _core.first_nonfinite(template.layout.code, template.packed, parts, 0)
+    if i == len(template.layout):
+        return None
+    return ValueError(f"{where}{template.place(i)}: holds NaN or infinity")
+
+
+def add_up_node(
+    refs: Mapping[int, Any], weights: Sequence[float], shards: int, patience: float
+) -> Any:
+    """Add up the results of one node: return an `Outcome`, and the sum of each range.
+
+    Args:
+        refs: The results, by rank, in the order in which they are added.
+        weights: One for each.
+        shards: Into how many ranges to cut the sum.
+        patience: Seconds to wait for a result.
+
+    Returns:
+        One object for the outcome and one for each range: a `WideSum`; the piece itself, if it
+        is of one rank with a positive weight: that is its own sum. None for what is not.
+    """
+    begin = time.monotonic()
+    models: dict[int, Any] = {}
+    lost: dict[int, Exception] = {}
+    for rank, ref in refs.items():
+        found = _fetch({rank: ref}, patience, lost)
+        if found:
+            models[rank] = canonical(widen(split(found.pop(rank))[0]))[0]
+    sums: list[Any] = []
+    if not lost:
+        template = Template.of(next(iter(models.values())))
+        rows = [cut(template, model, shards) for model in models.values()]
+        _, relative = Sum.of(weights)
+        for k, r in enumerate(ranges_of(template.layout, shards)):
+            pieces = [row[k] for row in rows]
+            sums.append(_sum_of(r.layout, pieces, relative))
+    sums += [None] * (shards - len(sums))
+    return (Outcome(lost, _node(), time.monotonic() - begin), *sums)
+
+
+def _sum_of(layout: Layout, pieces: list[Bytes], relative: list[float]) -> Any:
+    if len(pieces) == 1 and relative[0] > 0:  # which is 1
+        return pieces[0]
+    return WideSum.of(layout, pieces, relative)
+
+
+class RangeOwner:
+    """An actor that averages a range of all ranks. It keeps nothing between rounds."""
+
+    def average(
+        self,
+        layout: Layout,
+        refs: Mapping[int, Any],
+        weights: Sequence[float],
+        max_inflight: int,
+        patience: float,
+    ) -> tuple[Outcome, Bytes | None]:
+        """Average pieces of a range, with the bits that `flatweights.average` gives.
+
+        Args:
+            layout: Of the range.
+            refs: The pieces by rank, in the order in which they are added.
+            weights: One for each.
+            max_inflight: How many are mapped at once.
+            patience: Seconds to wait for a piece.
+        """
+        begin = time.monotonic()
+        lost: dict[int, Exception] = {}
+        running = RunningAverage()
+        at = 0
+        mean: Any = None
+        for run in _runs(refs, max_inflight, patience, lost):
+            if lost:
+                continue  # to tell of all that are lost
+            models = [model_of(piece, layout) for piece in run.values()]
+            if len(models) == len(refs):
+                mean = average(models, weights)
+            else:
+                running.add_all(models, weights[at : at + len(models)])
+            at += len(models)
+        if not lost and mean is None:
+            mean = running.mean()
+        outcome = Outcome(lost, _node(), time.monotonic() - begin)
+        return outcome, None if lost else bytes_of(mean)
+
+    def merge(
+        self,
+        layout: Layout,
+        refs: Mapping[Any, Any],
+        sums: Sequence[Sum],
+        max_inflight: int,
+        patience: float,
+    ) -> tuple[Outcome, Bytes | None]:
+        """Merge the sums that nodes have of a range, and divide by the sum of all weights.
+
+        Args:
+            layout: Of the range.
+            refs: What `add_up_node` gave, by node, in the order in which they are merged.
+            sums: How each was weighed.
+            max_inflight: How many are mapped at once.
+            patience: Seconds to wait for one.
+        """
+        begin = time.monotonic()
+        lost: dict[Any, Exception] = {}
+        weighed = dict(zip(refs, sums, strict=True))
+        total: WideSum | None = None
+        base: float | None = None
+        weight = 0.0
+        for run in _runs(refs, max_inflight, patience, lost):
+            for node, value in run.items():
+                mine = weighed[node]
+                base = mine.base if base is None else base
+                scale = ratio(mine.base, base) if mine.base and base else 1.0
+                added = value if isinstance(value, WideSum) else WideSum.of(layout, [value], [1.0])
+                if total is None:
+                    total = WideSum.zero(layout, added.kept)
+                total.merge(layout, added, scale)
+                weight += ratio(scale * mine.total, 1.0)
+        outcome = Outcome(lost, _node(), time.monotonic() - begin)
+        if lost or total is None:
+            return outcome, None
+        return outcome, total.divide(layout, weight)
+
+
+def _runs(
+    refs: Mapping[Any, Any], size: int, patience: float, lost: dict[Any, Exception]
+) -> Iterator[dict[Any, Any]]:
+    """Yield values by runs of ``size``, the next one on its way; note in ``lost`` what is not."""
+    items = list(refs.items())
+    for at in range(0, len(items), size):
+        coming = [ref for _, ref in items[at : at + 2 * size]]
+        ray.wait(coming, num_returns=len(coming), timeout=0)
+        run = _fetch(dict(items[at : at + size]), patience, lost)
+        yield run
+        run.clear()
+
+
+def _fetch(refs: Mapping[Any, Any], patience: float, lost: dict[Any, Exception]) -> dict[Any, Any]:
+    try:
+        values = ray.get(list(refs.values()), timeout=patience)
+        return dict(zip(refs, values, strict=True))
+    except ray.exceptions.RayError:
+        pass
+    found = {}
+    for key, ref in refs.items():
+        try:
+            found[key] = ray.get(ref, timeout=patience)
+        except ray.exceptions.RayError as error:
+            lost[key] = error.with_traceback(None)
+    return found
+
+
+def _node() -> str:
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+# Without CPUs of their own: they run beside the workers, and never wait for room.
+READ_RESULT: Any = ray.remote(num_cpus=0)(read_result)
+ADD_UP_NODE: Any = ray.remote(num_cpus=0)(add_up_node)

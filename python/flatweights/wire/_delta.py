@@ -1,0 +1,302 @@
+"""Both ends of an exchange of weights: what they have in common, and differences from it."""
+
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from flatweights._cast import move_parts
+from flatweights._weights import FlatWeights
+from flatweights.wire._blocks import Scratch, plan_for
+from flatweights.wire._checks import (
+    check_finite,
+    check_kind,
+    check_layout,
+    check_weights,
+    check_writable,
+)
+from flatweights.wire._difference import (
+    Difference,
+    Snapshot,
+    add_values,
+    average_differences,
+    check_base,
+    check_difference,
+)
+from flatweights.wire._dtypes import WireDType, dtype_on_wire
+from flatweights.wire._residual import Residual
+from flatweights.wire._views import flat_views, read_only
+
+
+class DeltaEncoder:
+    """A worker's side: its weights go out, and those of all come in, as 16-bit differences.
+
+    Kept are the reference (the weights that were received last: bit for bit those that the
+    driver and all other workers have) and what rounding has taken from what was sent, in two
+    buffers by turns; 12 bytes for each number of float32. Error feedback as in Seide et al.,
+    Interspeech 2014, both ways as in Tang et al., ICML 2019; see `flatweights.wire`.
+
+    >>> driver = DeltaBroadcaster(FlatWeights({"w": np.float32([1, 2])}), "bfloat16")
+    >>> worker = DeltaEncoder(driver.snapshot())
+    >>> trained = worker.reference.copy()
+    >>> trained["w"] += np.float32(1e-3)
+    >>> mean = driver.average([worker.encode(trained)])
+    >>> worker.receive(driver.encode(mean))["w"].round(5)
+    array([1.001, 2.001], dtype=float32)
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        """Start from the weights that a driver has sent in full.
+
+        Args:
+            snapshot: What `DeltaBroadcaster.snapshot` gave; it is copied.
+
+        Raises:
+            TypeError: If it is no `Snapshot`.
+            ValueError: If its wire dtype is unknown.
+        """
+        check_kind(snapshot, Snapshot, "snapshot")
+        check_kind(snapshot.weights, FlatWeights, "snapshot, weights")
+        self._plan = plan_for(snapshot.weights.layout, dtype_on_wire(snapshot.wire_dtype))
+        self._reference = snapshot.weights.copy()
+        self._version = snapshot.version
+        self._residual = Residual(self._plan)
+
+    @property
+    def reference(self) -> FlatWeights:
+        """The weights received last, read-only: a view, which the next ones change."""
+        return read_only(self._reference)
+
+    @property
+    def version(self) -> int:
+        """Their version."""
+        return self._version
+
+    @property
+    def residual(self) -> FlatWeights:
+        """What rounding has taken so far, read-only: a view, which `encode` changes."""
+        return read_only(self._residual.now)
+
+    def fits(self, message: Difference | Snapshot) -> bool:
+        """Whether ``message`` is of the layout and the wire dtype of this encoder.
+
+        Where a snapshot does not fit, as when the model has changed, make a new encoder of it.
+
+        Args:
+            message: What a driver sent.
+
+        Raises:
+            TypeError: If it is neither a `Difference` nor a `Snapshot`.
+        """
+        if isinstance(message, Difference):
+            layout, wire = message.layout, message.values.layout
+        else:
+            check_kind(message, Snapshot, "message")
+            layout = message.weights.layout
+            wire = plan_for(layout, dtype_on_wire(message.wire_dtype)).wire
+        expected = self._plan.layout.digest, self._plan.wire.digest
+        return (layout.digest, wire.digest) == expected
+
+    def encode(self, weights: FlatWeights) -> Difference:
+        """Return the difference of ``weights`` from `reference`, and of what was lost before.
+
+        One pass by blocks: for each number of float32, 12 bytes are read and 6 written;
+        then the 2 that go out are read once more, for NaN and infinity.
+
+        Args:
+            weights: Of the layout of `reference`; they are read, not kept.
+
+        Raises:
+            TypeError: If they are no `FlatWeights`.
+            ValueError: If they have another layout, hold NaN or infinity, or differ from
+                `reference` by more than the dtype holds (65504 for float16). All is then
+                as it was.
+        """
+        check_weights(weights, self._plan.layout, "weights")
+        values = self._residual.encode(weights, weights.buffer, self._reference.buffer, "weights")
+        return Difference(values, self._plan.layout, base=self._version)
+
+    def receive(self, message: Difference | Snapshot) -> FlatWeights:
+        """Take the weights that a driver sent; return `reference`, read-only.
+
+        What was lost in what this worker has sent so far is not forgotten by a snapshot.
+
+        Args:
+            message: What `DeltaBroadcaster.encode` or `DeltaBroadcaster.snapshot` gave.
+
+        Raises:
+            MissedUpdateError: If it is a difference from other weights than `reference`. All
+                is then as it was, and a snapshot is needed.
+            ValueError: If it has another layout or wire dtype.
+            TypeError: If it is no such message.
+        """
+        if isinstance(message, Snapshot):
+            check_weights(message.weights, self._plan.layout, "snapshot")
+            plan = plan_for(message.weights.layout, dtype_on_wire(message.wire_dtype))
+            check_layout(self._plan.wire, plan.wire, "snapshot, wire_dtype")
+            move_parts([self._reference.buffer], [message.weights.buffer])
+            self._version = message.version
+            return self.reference
+        check_difference(message, self._plan, "difference")
+        check_base(message, self._version, "difference")
+        if message.version is None:
+            raise ValueError("difference: expected one from a driver, got one from a worker")
+        add_values(self._plan, self._reference, message.values)
+        self._version = message.version
+        return self.reference
+
+
+class DeltaBroadcaster:
+    """A driver's side: weights go out, and averages are made, from 16-bit differences.
+
+    Kept are the reference, bit for bit what all workers have, and the weights that they
+    were meant to have: those given last, which the reference differs from by the rounding
+    of one difference. That is never more, for what was lost is in the next difference again
+    (error feedback on the way back: Tang et al., ICML 2019; see `flatweights.wire`).
+    8 bytes for each number of float32.
+
+    Averages are the weights given last plus the mean of the workers' differences. So the
+    optimizers of `flatweights.server`, whose weights are those given last, see that mean
+    itself.
+
+    Versions count up from a random number: what belongs to another driver is refused.
+
+    >>> driver = DeltaBroadcaster(FlatWeights({"w": np.float32([1, 2])}), "bfloat16")
+    >>> update = driver.encode(FlatWeights({"w": np.float32([1.001, 2])}))
+    >>> update.values["w"].dtype, driver.reference["w"].round(5)
+    (dtype(bfloat16), array([1.001, 2.   ], dtype=float32))
+    """
+
+    def __init__(self, weights: FlatWeights, wire_dtype: WireDType) -> None:
+        """Start from weights, which are copied; send workers a `snapshot` first.
+
+        Args:
+            weights: Those that workers shall have.
+            wire_dtype: ``"bfloat16"`` or ``"float16"``. float16 has 11 significant bits instead
+                of 8, but reaches from 6e-8 to 65504 only.
+
+        Raises:
+            TypeError: If ``weights`` are no `FlatWeights`.
+            ValueError: If ``wire_dtype`` is another one, or ``weights`` hold NaN or infinity.
+        """
+        check_kind(weights, FlatWeights, "weights")
+        self._plan = plan_for(weights.layout, dtype_on_wire(wire_dtype))
+        self._wire_dtype = wire_dtype
+        check_finite(weights, weights, "weights")
+        self._reference = weights.copy()
+        self._weights = weights.copy()
+        self._version = secrets.randbits(62)
+
+    @property
+    def reference(self) -> FlatWeights:
+        """What all workers have, read-only: a view, which the next `encode` changes."""
+        return read_only(self._reference)
+
+    @property
+    def weights(self) -> FlatWeights:
+        """What they were meant to have, read-only: a view, which the next `encode` changes."""
+        return read_only(self._weights)
+
+    @property
+    def version(self) -> int:
+        """Version of `reference`."""
+        return self._version
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of `reference`, for workers that have none or missed an update."""
+        return Snapshot(self._reference.copy(), self._version, self._wire_dtype)
+
+    def encode(self, weights: FlatWeights) -> Difference:
+        """Return the difference that brings workers from `reference` to ``weights``, nearly.
+
+        `reference` becomes what they have then. Two passes by blocks, one that rounds and one
+        that adds, as workers do: for each number of float32, 20 bytes are read and 10 written,
+        the copy of ``weights`` included.
+
+        Args:
+            weights: Those that workers shall have; they are copied.
+
+        Raises:
+            TypeError: If they are no `FlatWeights`.
+            ValueError: If they have another layout, hold NaN or infinity, or differ from
+                `reference` by more than the dtype holds. All is then as it was.
+        """
+        plan = self._plan
+        check_weights(weights, plan.layout, "weights")
+        values = FlatWeights.empty(plan.wire)
+        wire = flat_views(values)
+        scratch = Scratch(plan)
+        with np.errstate(all="ignore"):
+            for block in plan.blocks:
+                delta = scratch.of(block)
+                np.subtract(
+                    block.read(weights.buffer), block.read(self._reference.buffer), out=delta
+                )
+                move_parts(block.pieces(wire), block.cut(delta))
+        plan.keep(values, weights)
+        check_finite(values, weights, "weights")
+        add_values(plan, self._reference, values)
+        if weights.buffer is not self._weights.buffer:
+            move_parts([self._weights.buffer], [weights.buffer])
+        base, self._version = self._version, self._version + 1
+        return Difference(values, plan.layout, base, self._version)
+
+    def average(
+        self,
+        sources: Iterable[Difference],
+        weights: Iterable[float] | None = None,
+        *,
+        out: FlatWeights | None = None,
+    ) -> FlatWeights:
+        """Return `weights` plus the weighted mean of what workers sent.
+
+        Args:
+            sources: What their `DeltaEncoder.encode` gave.
+            weights: One weight per source; see `flatweights.average`.
+            out: Where to write, of the layout of `weights`. New ones, if None.
+
+        Raises:
+            MissedUpdateError: If one is from other weights than `reference`.
+            TypeError: As `average_differences`.
+            ValueError: As `average_differences`.
+        """
+        models = list(sources)
+        for k, model in enumerate(models):
+            self.check(model, f"source {k}")
+        return self.add_to(average_differences(models, weights, out=out))
+
+    def check(self, source: Any, where: str = "source") -> None:
+        """Check that ``source`` is a difference from `reference`, as `average` does.
+
+        Args:
+            source: What a worker sent.
+            where: How errors name it.
+
+        Raises:
+            MissedUpdateError: If it is from other weights than `reference`.
+            TypeError: If it is no `Difference`.
+            ValueError: If it has another layout or wire dtype.
+        """
+        check_difference(source, self._plan, where)
+        check_base(source, self._version, where)
+
+    def add_to(self, mean: FlatWeights) -> FlatWeights:
+        """Add `weights` to a mean of differences, in place; return it.
+
+        For a mean that was made elsewhere, such as by a `flatweights.RunningAverage` of what
+        `Difference.widen` gives while results arrive. What travels as it is stays so.
+
+        Args:
+            mean: Of the layout of `weights`, writable.
+
+        Raises:
+            TypeError: If it is no `FlatWeights`.
+            ValueError: If it has another layout or is read-only.
+        """
+        check_writable(mean, self._plan.layout, "mean")
+        with np.errstate(all="ignore"):
+            for block in self._plan.blocks:
+                numbers = block.read(mean.buffer)
+                np.add(numbers, block.read(self._weights.buffer), out=numbers)
+        return mean

@@ -1,0 +1,217 @@
+"""What travels, and its average."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights._average import average_into, read_weights
+from flatweights._cast import move_parts
+from flatweights._layout import Layout
+from flatweights._weights import FlatWeights
+from flatweights.wire._blocks import Plan, Scratch, plan_for
+from flatweights.wire._checks import check_kind, check_layout, check_writable
+from flatweights.wire._dtypes import WIRE_DTYPES, WireDType
+from flatweights.wire._views import flat_views
+
+
+class MissedUpdateError(RuntimeError):
+    """A difference is from weights that the receiver does not have: send it a `Snapshot`.
+
+    >>> from flatweights.wire import DeltaBroadcaster, DeltaEncoder
+    >>> driver = DeltaBroadcaster(FlatWeights({"w": np.float32([1, 2])}), "bfloat16")
+    >>> worker = DeltaEncoder(driver.snapshot())
+    >>> missed, latest = driver.encode(driver.weights), driver.encode(driver.weights)
+    >>> try:
+    ...     worker.receive(latest)
+    ... except MissedUpdateError:
+    ...     worker.receive(driver.snapshot())
+    {'w': array([1., 2.], dtype=float32)}
+    """
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What is to be added to weights that both sides have, in 16 bits; or a gradient.
+
+    Encoders make it. It pickles, with protocol 5 as one out-of-band buffer. Where bytes alone
+    travel, send those of ``values.buffer`` and the two versions, and make it again with
+    `wire_layout` on the other side, which has the layout.
+
+    >>> from flatweights.wire import GradientEncoder, wire_layout
+    >>> sent = GradientEncoder("bfloat16").encode(FlatWeights({"w": np.float32([1, 2.5])}))
+    >>> received = FlatWeights.empty(wire_layout(sent.layout, "bfloat16"))
+    >>> received.buffer[...] = np.frombuffer(sent.values.buffer.tobytes(), np.uint8)
+    >>> Difference(received, sent.layout, sent.base, sent.version).widen()
+    {'w': array([1. , 2.5], dtype=float32)}
+
+    Attributes:
+        values: The numbers, in 16 bits where ``layout`` has float32 or float64: of
+            ``wire_layout(layout, wire_dtype)``.
+        layout: The layout of what was encoded.
+        base: Version of the weights that it is to be added to; None for gradients.
+        version: Version of the weights that this makes; None for what workers send.
+    """
+
+    values: FlatWeights
+    layout: Layout
+    base: int | None = None
+    version: int | None = None
+
+    def widen(self, out: FlatWeights | None = None) -> FlatWeights:
+        """Return the values in the dtypes of `layout`, without rounding.
+
+        Each number is read once and written once, without the GIL.
+
+        >>> from flatweights.wire import GradientEncoder
+        >>> GradientEncoder("float16").encode(np.array([0.1])).widen()
+        {'vector': array([0.09997559])}
+
+        Args:
+            out: Where to write, of `layout`. New weights, if None.
+
+        Raises:
+            TypeError: If ``out`` is no `FlatWeights`.
+            ValueError: If ``out`` has another layout or is read-only; or `values` are not what
+                `layout` becomes in 16 bits.
+        """
+        plan_of(self, "difference")
+        if out is None:
+            out = FlatWeights.empty(self.layout)
+        else:
+            check_writable(out, self.layout, "out")
+        move_parts(list(out.values()), list(self.values.values()))
+        return out
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Weights in full, for who has none or has missed a difference.
+
+    `DeltaBroadcaster.snapshot` makes it. It pickles, with protocol 5 as one out-of-band buffer.
+
+    >>> from flatweights.wire import DeltaBroadcaster
+    >>> driver = DeltaBroadcaster(FlatWeights({"w": np.float32([1, 2])}), "bfloat16")
+    >>> snapshot = driver.snapshot()
+    >>> snapshot.weights, snapshot.version == driver.version
+    ({'w': array([1., 2.], dtype=float32)}, True)
+
+    Attributes:
+        weights: What all workers have, bit for bit.
+        version: Their version.
+        wire_dtype: What differences are rounded to.
+    """
+
+    weights: FlatWeights
+    version: int
+    wire_dtype: WireDType
+
+
+def average_differences(
+    sources: Iterable[Difference],
+    weights: Iterable[float] | None = None,
+    *,
+    out: FlatWeights | None = None,
+) -> FlatWeights:
+    """Return the weighted mean of ``sources`` in the dtypes of what was encoded.
+
+    The bits are those of `flatweights.average` over what `Difference.widen` gives: sums in
+    float64, rounded once, to float32. But no source is widened as a whole: one pass, by
+    blocks, reads 2 bytes for each number and source and writes 4.
+
+    >>> from flatweights.wire import GradientEncoder
+    >>> a, b = (GradientEncoder("bfloat16").encode(np.float32([x, 1])) for x in (1, 1.0078125))
+    >>> average_differences([a, b])["vector"]
+    array([1.0039062, 1.       ], dtype=float32)
+
+    Args:
+        sources: What encoders gave, all from weights of one version.
+        weights: One weight per source; see `flatweights.average`.
+        out: Where to write: weights of the layout that was encoded. New ones, if None.
+
+    Raises:
+        TypeError: If a source is no `Difference`, or ``out`` no `FlatWeights`.
+        ValueError: If there is none, layouts differ, ``weights`` are not as they should be, or
+            ``out`` is read-only.
+        MissedUpdateError: If they are from weights of several versions.
+    """
+    models = list(sources)
+    if not models:
+        raise ValueError("expected at least one source, got none")
+    given = read_weights(weights, len(models))
+    plan = plan_of(models[0], "source 0")
+    for k, model in enumerate(models):
+        check_difference(model, plan, f"source {k}")
+        check_base(model, models[0].base, f"source {k}")
+    if out is None:
+        out = FlatWeights.empty(plan.layout)
+    else:
+        check_writable(out, plan.layout, "out")
+    _average_blocks(plan, out, [flat_views(model.values) for model in models], given)
+    if plan.kept:
+        views = [list(model.values.values()) for model in models]
+        written = list(out.values())
+        average_into(
+            [written[i] for i in plan.kept], [[v[i] for i in plan.kept] for v in views], given
+        )
+    return out
+
+
+def _average_blocks(
+    plan: Plan,
+    out: FlatWeights,
+    sources: Sequence[Sequence[NDArray[Any]]],
+    weights: Sequence[float],
+) -> None:
+    scratches = [Scratch(plan) for _ in sources]
+    for block in plan.blocks:
+        wide = [scratch.of(block, zero=True) for scratch in scratches]
+        targets = [piece for numbers in wide for piece in block.cut(numbers)]
+        move_parts(targets, [piece for source in sources for piece in block.pieces(source)])
+        average_into(block.read(out.buffer), wide, weights)
+
+
+def add_values(plan: Plan, reference: FlatWeights, values: FlatWeights) -> None:
+    """Add a difference to ``reference``: the one way, by which all come to have the same."""
+    wire, scratch = flat_views(values), Scratch(plan)
+    with np.errstate(all="ignore"):
+        for block in plan.blocks:
+            delta, numbers = scratch.of(block, zero=True), block.read(reference.buffer)
+            move_parts(block.cut(delta), block.pieces(wire))
+            np.add(numbers, delta, out=numbers)
+    plan.keep(reference, values)
+
+
+def plan_of(difference: Any, where: str) -> Plan:
+    """Return the plan that ``difference`` was made by; errors name it ``where``."""
+    _check_kind(difference, where)
+    check_kind(difference.layout, Layout, f"{where}, layout")
+    check_kind(difference.values, FlatWeights, f"{where}, values")
+    for dtype in WIRE_DTYPES.values():
+        plan = plan_for(difference.layout, dtype)
+        if plan.wire == difference.values.layout:
+            return plan
+    raise ValueError(f"{where}: expected values of 16 bits in the layout that was encoded")
+
+
+def check_difference(message: Any, plan: Plan, where: str) -> None:
+    """Raise unless ``message`` is a `Difference` that ``plan`` was followed for."""
+    _check_kind(message, where)
+    check_layout(plan.layout, message.layout, where)
+    check_layout(plan.wire, message.values.layout, where)
+
+
+def check_base(message: Difference, version: int | None, where: str) -> None:
+    """Raise `MissedUpdateError` unless ``message`` is from weights of ``version``."""
+    if message.base != version:
+        raise MissedUpdateError(
+            f"{where}: expected a difference from weights of version {version}, "
+            f"got one from version {message.base}; a snapshot is needed"
+        )
+
+
+def _check_kind(message: Any, where: str) -> None:
+    if not isinstance(message, Difference):
+        raise TypeError(f"{where}: expected a Difference, got {type(message).__name__}")
