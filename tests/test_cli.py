@@ -1,6 +1,7 @@
 """The command's arguments, and `flatweights info`."""
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,57 @@ def test_demo_on_the_base_install_says_what_to_install():
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == (
         "flatweights demo: ray, rich not installed: pip install 'flatweights[all]'\n"
+    )
+
+
+PROGRAMS = sorted(Path(flatweights.__file__).parent.joinpath("examples").glob("[!_]*.py"))
+
+
+def test_examples_are_listed_with_a_line_each(capsys):
+    assert main(["examples"]) == 0
+    *lines, empty, _ = capsys.readouterr().out.splitlines()
+    assert empty == ""
+    assert [line.split()[0] for line in lines] == [path.stem for path in PROGRAMS]
+    for line, path in zip(lines, PROGRAMS, strict=True):
+        first = path.read_text().splitlines()[0].removeprefix('"""')
+        assert 0 < len(first) < 90
+        assert line.partition(" ")[2].lstrip() == first
+
+
+@pytest.mark.parametrize("program", [path.stem for path in PROGRAMS])
+def test_readme_names_each_example(program):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert re.search(rf"^python -m flatweights\.examples\.{program} +# \w", readme, re.MULTILINE)
+
+
+def test_examples_are_listed_on_the_base_install():
+    run = in_fresh_interpreter(
+        "import sys; sys.modules.update(dict.fromkeys(['tensorflow', 'ray', 'rich', 'scipy']))\n"
+        "from flatweights.cli import main; sys.exit(main(['examples']))"
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "one_code" in run.stdout
+
+
+def test_example_on_the_base_install_says_what_to_install():
+    run = in_fresh_interpreter(
+        "import sys; sys.modules.update(dict.fromkeys(['ray', 'scipy']))\n"
+        "from flatweights.cli import main; sys.exit(main(['examples', 'one_code']))"
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == (
+        "flatweights examples: ray, scipy not installed: pip install 'flatweights[all]'\n"
+    )
+
+
+def test_example_is_run_with_its_options():
+    run = in_fresh_interpreter(
+        "from flatweights.cli import main\n"
+        "main(['examples', 'linear_weights', '--graph', '--workers', '0'])"
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.endswith(
+        "linear_weights.py: error: argument --workers: expected at least 1, got '0'\n"
     )
 
 
@@ -135,6 +187,7 @@ def test_reader_that_left_is_no_traceback():
     [
         ([], "the following arguments are required: command"),
         (["train"], "invalid choice: 'train'"),
+        (["examples", "linear"], "NAME: invalid choice: 'linear'"),
         (["demo", "--workers", "0"], "--workers: expected an integer from 1 to 64, got '0'"),
         (["demo", "--workers", "65"], "--workers: expected an integer from 1 to 64, got '65'"),
         (["demo", "--rounds", "-1"], "--rounds: expected an integer from 1 to 100000, got '-1'"),
@@ -144,6 +197,7 @@ def test_reader_that_left_is_no_traceback():
         (["demo", "--seed", "-1"], "--seed: expected an integer from 0 to 4294967295, got '-1'"),
         (["demo", "--seed", "4294967296"], "--seed: expected an integer from 0 to 4294967295"),
         (["demo", "--mode", "both"], "--mode: invalid choice: 'both'"),
+        (["demo", "--kill-worker", "--workers", "1"], "--kill-worker: expected at least 2 workers"),
     ],
 )
 def test_bad_arguments_say_what_was_expected(arguments, expected, capsys):

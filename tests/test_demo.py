@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from flatweights.demo import Options
 
 COMMAND = [sys.executable, "-m", "flatweights.cli", "demo"]
 TIMEOUT_S = 300
@@ -116,6 +119,62 @@ def test_seed_fixes_the_weights(weights_run, folder):
     assert other.digest != weights_run.digest
 
 
+@pytest.fixture(scope="module")
+def kill_run(folder) -> Finished:
+    return demo(folder, "--kill-worker", "--rounds", "8", "--plot", "kill.png")
+
+
+def test_accuracy_survives_a_worker(kill_run):
+    assert kill_run.accuracy > 0.9
+
+
+def test_screen_says_when_a_worker_dies_and_is_back(kill_run):
+    died = r"^round 4: rank 1 died: Actor\w+Error: .+; averaged over 1 of 2$"
+    back = r"^round ([56]): rank 1 is back; averaged over 2 of 2$"
+    (before,) = re.finditer(died, kill_run.output, re.MULTILINE)
+    (after,) = re.finditer(back, kill_run.output, re.MULTILINE)
+    assert before.start() < after.start()
+    without = int(after[1]) - 4
+    assert cells(kill_run.output, "rounds") == [str(8 - without), str(without)]
+    assert cells(kill_run.output, "results averaged") == ["2", "1"]
+
+
+def test_bytes_are_those_of_the_workers_that_are_left(kill_run, weights_run):
+    # Two results and their average.
+    message = int(cells(weights_run.output, "bytes exchanged")[0].replace(",", "")) // 3
+    for direction in ("in", "out"):
+        assert cells(kill_run.output, f"bytes {direction}") == [f"{2 * message:,}", f"{message:,}"]
+
+
+def test_accuracy_of_the_last_round_is_in_the_table(kill_run):
+    assert float(cells(kill_run.output, "test accuracy, last")[0]) == kill_run.accuracy
+
+
+def test_plot_of_a_worker_that_dies_is_a_picture(kill_run, folder):
+    from matplotlib.image import imread
+
+    pixels = imread(folder / "kill.png")[..., :3]
+    assert min(pixels.shape[:2]) > 500
+    red = (0xD1 / 255, 0x49 / 255, 0x5B / 255)
+    assert (abs(pixels - red).max(axis=2) < 0.01).any(), "rounds without it"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"workers": 1}, "kill_worker: expected at least 2 workers, got 1"),
+        ({"rounds": 1}, "kill_worker: expected at least 2 rounds, got 1"),
+        ({"mode": "gradients"}, "kill_worker: averages weights, got mode 'gradients'"),
+    ],
+)
+def test_who_is_killed_leaves_others(wrong, message):
+    right = {"workers": 2, "rounds": 2, "local_steps": 1, "mode": "weights", "seed": 0}
+    Options(**right, kill_worker=True)
+    Options(**{**right, **wrong})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Options(**{**right, **wrong}, kill_worker=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["weights", "gradients"])
 def test_defaults_reach_the_promised_accuracy(mode, folder):
@@ -161,9 +220,9 @@ def still_running(before: set[Process]) -> set[Process]:
 
 
 @contextlib.contextmanager
-def running_demo(folder: Path, until: str) -> Iterator[subprocess.Popen[str]]:
+def running_demo(folder: Path, until: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Start the demo in a session of its own, and wait for a line of its output."""
-    endless = ("--rounds", "100000", "--local-steps", "1")
+    endless = arguments or ("--rounds", "100000", "--local-steps", "1")
     with subprocess.Popen(
         [*COMMAND, *endless],
         cwd=folder,
@@ -205,6 +264,20 @@ def test_interrupt_stops_everything(until, there, send, folder):
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "flatweights: interrupted"
     assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_interrupt_while_a_worker_comes_back_stops_everything(folder):
+    with running_demo(folder, "round 2: rank 1 died", "--kill-worker", "--rounds", "4") as process:
+        before = family(process.pid)
+        time.sleep(1)  # Ray has started it again, or not yet
+        before |= family(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+        assert not family(process.pid)
+        assert not still_running(before)
+    assert process.returncode == 130
+    assert errors == "flatweights: interrupted\n"
 
 
 def test_worker_that_dies_is_named(folder):

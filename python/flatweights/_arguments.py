@@ -1,6 +1,7 @@
 """Types of command-line arguments: what does not make sense is refused, saying what does."""
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,22 @@ def fraction(text: str) -> float:
     return value
 
 
+def positive(most: float = math.inf) -> Callable[[str], float]:
+    """Return a type for finite numbers above 0 and up to ``most``, included."""
+    expected = "a number above 0" if most == math.inf else f"a number above 0, at most {most:g}"
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (0.0 < value <= most and value < math.inf):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return parse
+
+
 def plot_file(text: str) -> Path:
     """Return the path of a picture, checked to be of a known kind and to be writable."""
     path = Path(text)
@@ -41,6 +58,12 @@ def plot_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(
             f"expected a file name ending in {', '.join(PLOT_SUFFIXES)}, got {text!r}"
         )
+    return output_file(text)
+
+
+def output_file(text: str) -> Path:
+    """Return a path, checked to be writable."""
+    path = Path(text)
     existed = path.exists()
     try:
         # Opening tells what permissions alone do not: read-only and full file systems.

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import flatweights
 from flatweights import demo
 from flatweights._arguments import PLOT_SUFFIXES, integer, plot_file
+from flatweights.examples._catalogue import find_programs, read_catalogue
 
 _DEMO_NEEDS = ("tensorflow", "ray", "sklearn", "rich", "matplotlib")
+_EXAMPLES_NEED = (*_DEMO_NEEDS, "scipy", "gymnasium")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,29 +70,56 @@ def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
 
 def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    missing = [name for name in _DEMO_NEEDS if importlib.util.find_spec(name) is None]
+    missing = _missing(_DEMO_NEEDS)
     if missing:
         print(
-            f"flatweights demo: {', '.join(missing)} not installed: pip install 'flatweights[all]'",
+            f"flatweights demo: {missing} not installed: pip install 'flatweights[all]'",
             file=sys.stderr,
         )
         return 2
     schedule = demo.SCHEDULES[options.mode]
     try:
-        demo.run(
-            demo.Options(
-                workers=options.workers,
-                rounds=options.rounds or schedule.rounds,
-                local_steps=options.local_steps or schedule.local_steps,
-                mode=options.mode,
-                seed=options.seed,
-                plot=options.plot,
-            )
+        chosen = demo.Options(
+            workers=options.workers,
+            rounds=options.rounds or schedule.rounds,
+            local_steps=options.local_steps or schedule.local_steps,
+            mode=options.mode,
+            seed=options.seed,
+            plot=options.plot,
+            kill_worker=options.kill_worker,
         )
+    except ValueError as error:
+        parser.error(str(error).replace("kill_worker", "--kill-worker"))
+    try:
+        demo.run(chosen)
     except demo.DemoError as error:
         print(f"flatweights demo: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.name is None:
+        catalogue = read_catalogue()
+        width = max(map(len, catalogue))
+        for name, line in catalogue.items():
+            print(f"{name:<{width}}  {line}")
+        print("\nTo run one: flatweights examples NAME; more about it: with --help")
+        return 0
+    missing = _missing(_EXAMPLES_NEED)
+    if not missing:
+        # In the place of this process: signals reach the program, and its exit code the caller.
+        module = f"flatweights.examples.{options.name}"
+        os.execv(sys.executable, [sys.executable, "-m", module, *options.options])
+    print(
+        f"flatweights examples: {missing} not installed: pip install 'flatweights[all]'",
+        file=sys.stderr,
+    )
+    return 2
+
+
+def _missing(needed: Sequence[str]) -> str:
+    return ", ".join(name for name in needed if importlib.util.find_spec(name) is None)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,6 +141,18 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     build.set_defaults(command=_build_tf)
+
+    examples = commands.add_parser(
+        "examples",
+        help="list the programs to read and to change, or run one of them",
+        description="List the programs of flatweights.examples, or run one of them.",
+        usage="flatweights examples [-h] [NAME [options of the program]]",
+    )
+    examples.set_defaults(command=_examples)
+    examples.add_argument(
+        "name", nargs="?", choices=find_programs(), metavar="NAME", help="which one to run"
+    )
+    examples.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
     train = commands.add_parser(
         "demo",
@@ -157,6 +198,14 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="N",
         help="of the data's split, the batches and the weights (default: %(default)s)",
+    )
+    train.add_argument(
+        "--kill-worker",
+        action="store_true",
+        help=(
+            "train our way alone, kill one worker's process half-way, and go on: with the others, "
+            "then with all again"
+        ),
     )
     train.add_argument(
         "--plot",

@@ -2,7 +2,8 @@
 
 The same training runs twice in the same actors, round about: once with what is exchanged in
 one buffer, averaged by `flatweights`, and once with the loop from Ray's guide over dicts of
-arrays. Importing this package imports neither TensorFlow nor Ray; `run` does.
+arrays. Or, with ``kill_worker``, it runs our way alone, one worker's process is killed half-way,
+and it goes on. Importing this package imports neither TensorFlow nor Ray; `run` does.
 """
 
 from flatweights.demo._options import SCHEDULES, DemoError, Options

@@ -32,6 +32,10 @@ class Options:
         mode: What is averaged.
         seed: Of the data's split, the batches and the initial weights.
         plot: Where to draw, if anywhere.
+        kill_worker: Train our way alone, and kill a worker half-way.
+
+    Raises:
+        ValueError: If ``kill_worker`` is asked for with one worker, one round or gradients.
     """
 
     workers: int
@@ -40,6 +44,17 @@ class Options:
     mode: Mode
     seed: int
     plot: Path | None = None
+    kill_worker: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what does not go together."""
+        if not self.kill_worker:
+            return
+        for name in ("workers", "rounds"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"kill_worker: expected at least 2 {name}, got 1")
+        if self.mode != "weights":
+            raise ValueError(f"kill_worker: averages weights, got mode {self.mode!r}")
 
 
 class DemoError(RuntimeError):

@@ -12,7 +12,7 @@ from flatweights.demo._rounds import Times
 from flatweights.demo._screen import TIME_LABELS, count
 
 _NAMES = ("flatweights", "dict of arrays")
-_LINE_COLOURS = ("#0b5fa5", "#e07b00")
+LINE_COLOURS = ("#0b5fa5", "#e07b00")
 _TIME_COLOURS = {
     "compute": "#c9ced6",
     "gather": "#0b5fa5",
@@ -21,7 +21,7 @@ _TIME_COLOURS = {
     "scatter": "#66a182",
     "ray": "#8d96a3",
 }
-_STYLE = {
+STYLE = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
@@ -38,7 +38,7 @@ def draw(path: Path, options: Options, ours: History, rival: History) -> None:
     Raises:
         OSError: If it cannot be written.
     """
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 7.2), layout="constrained")
         figure.suptitle(
             f"Handwritten digits, {count(options.workers, 'worker')}: "
@@ -71,10 +71,10 @@ def _curves(axes: Any, title: str, ours: list[float], rival: list[float]) -> Non
         ms=7,
         lw=4,
         alpha=0.45,
-        color=_LINE_COLOURS[1],
+        color=LINE_COLOURS[1],
         label=_NAMES[1],
     )
-    axes.plot(rounds, ours, marker=marker, ms=3, lw=1.5, color=_LINE_COLOURS[0], label=_NAMES[0])
+    axes.plot(rounds, ours, marker=marker, ms=3, lw=1.5, color=LINE_COLOURS[0], label=_NAMES[0])
     axes.set(title=title, xlabel="round")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", color="#e6e8eb", which="both")

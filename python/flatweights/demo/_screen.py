@@ -1,7 +1,10 @@
 """What the demo shows: progress while it runs, then a table."""
 
 import sys
+from collections.abc import Sequence
+from statistics import median
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -16,6 +19,10 @@ from rich.progress import (
 from rich.table import Table
 
 from flatweights.demo._history import History
+from flatweights.demo._options import Options
+
+if TYPE_CHECKING:
+    from flatweights.demo._survival import Survival
 
 _LINES = 10  # of progress, where there is no terminal to draw a bar on
 
@@ -28,6 +35,15 @@ TIME_LABELS = {
     "ray": "Ray calls, waiting",
 }
 """What to call the fields of `Times`."""
+
+SURVIVAL_LABELS = {
+    "wait": "training, waiting",
+    "average": "average",
+    "put": "put",
+    "broadcast": "broadcast, scatter",
+    "round": "whole round",
+}
+"""What to call the steps of `Round.seconds`."""
 
 
 class Screen:
@@ -70,6 +86,7 @@ class Screen:
     def line(self, text: str) -> None:
         """Print a line that stays."""
         self._console.print(text, soft_wrap=True, markup=False)
+        self._console.file.flush()
 
     def stage(self, text: str) -> None:
         """Say what takes time now."""
@@ -78,7 +95,10 @@ class Screen:
 
     def round_done(self, done: int, accuracy: float) -> None:
         """Move on by one round."""
-        text = f"test accuracy {accuracy:.3f}"
+        self.advance(done, f"test accuracy {accuracy:.3f}")
+
+    def advance(self, done: int, text: str) -> None:
+        """Show how many rounds are done, and something about the last one."""
         self._progress.update(self._task, description=text, completed=done)
         lines, before = (n * _LINES // self._rounds for n in (done, done - 1))
         if done == 1 or lines > before:
@@ -87,7 +107,18 @@ class Screen:
     def _plain(self, text: str) -> None:
         if not self._console.is_terminal:
             self.line(text)
-            self._console.file.flush()
+
+    def digits(self, sizes: Sequence[int], held_out: int) -> None:
+        """Say how the examples are split."""
+        per_worker = " or ".join(map(str, sorted(set(sizes))))
+        self.line(f"digits: {sum(sizes)} to train on, {per_worker} per worker; {held_out} held out")
+
+    def training(self, options: Options) -> None:
+        """Say that the rounds begin."""
+        self.stage(
+            f"training: {count(options.rounds, 'round')} of "
+            f"{count(options.local_steps, 'local step')}, averaging {options.mode}"
+        )
 
     def table(self, ours: History, rival: History, workers: int) -> None:
         """Print both ways side by side."""
@@ -122,6 +153,34 @@ class Screen:
             self.line("Times: of one round, in which TensorFlow traced.")
         self.line("What runs in workers: the slowest one's.")
         self.line(f"Bytes: {count(workers, 'result')} and their average.")
+
+    def survival_table(self, survival: "Survival") -> None:
+        """Print the rounds of all workers beside those without the one that was killed."""
+        table = Table(box=box.SIMPLE_HEAD)
+        for column in ("per round", "all workers", f"without rank {survival.victim}"):
+            table.add_column(column, justify="right" if table.columns else "left")
+        away = set(survival.without)
+        parts: list[list[dict[str, Any]]] = [[], []]
+        for one in survival.records:
+            parts[one["round"] in away].append(one)
+        table.add_row("rounds", *(str(len(part)) for part in parts))
+        table.add_row("results averaged", *(str(len(part[-1]["used"])) for part in parts))
+        table.add_section()
+        for step, label in SURVIVAL_LABELS.items():
+            table.add_row(label, *(_ms(median(r["seconds"][step] for r in part)) for part in parts))
+        table.add_section()
+        for direction in ("in", "out"):
+            cells = (f"{part[-1]['bytes'][direction]:,}" for part in parts)
+            table.add_row(f"bytes {direction}", *cells)
+        table.add_section()
+        for label, values in (
+            ("test loss, last", survival.losses),
+            ("test accuracy, last", survival.accuracies),
+        ):
+            cells = (f"{values[part[-1]['round'] - 1]:.4f}" for part in parts)
+            table.add_row(label, *cells)
+        self._console.print(table)
+        self.line("Times: medians.")
 
 
 def count(n: int, noun: str) -> str:

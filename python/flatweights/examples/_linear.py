@@ -1,11 +1,11 @@
-"""What the linear regressions share: data, the model in either mode of TensorFlow, options.
+"""What the linear regressions share: data, model in either mode of TensorFlow, options, report.
 
 TensorFlow is imported where a model is built, so a driver that builds none does not need it.
 """
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,10 @@ from numpy.typing import NDArray
 
 from flatweights import flatten
 from flatweights._arguments import integer
+from flatweights.examples._curves import Panel, draw
+from flatweights.examples._exchange import Seconds
+from flatweights.examples._options import make_parser
+from flatweights.examples._table import print_table
 
 # Ray's workers inherit it. What TensorFlow logs as it starts would bury the result.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -127,9 +131,7 @@ def parse_options(description: str | None, iterations: int) -> argparse.Namespac
         description: What ``--help`` says first: the docstring of the program.
         iterations: How often to average, by default.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(description, plot="the way to the line")
     parser.add_argument("--graph", action="store_true", help="a TF1 graph, not eager TensorFlow")
     parser.add_argument(
         "--workers", type=integer(1), default=3, metavar="N", help="default: %(default)s"
@@ -141,16 +143,36 @@ def parse_options(description: str | None, iterations: int) -> argparse.Namespac
         metavar="N",
         help="how often to average; default: %(default)s",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the data and the first weights")
     return parser.parse_args()
 
 
-def report(slope: float, intercept: float) -> None:
-    """Print what was learned.
+def report(
+    history: Sequence[Sequence[float]], seconds: Seconds, options: argparse.Namespace
+) -> None:
+    """Print, and draw if asked to, what was learned.
+
+    Args:
+        history: Slope and intercept after each iteration.
+        seconds: What an exchange took.
+        options: As `parse_options` gives them.
 
     Raises:
         SystemExit: If it is further from the truth than `TOLERANCE`.
     """
-    print(f"slope {slope:.4f} (true: {SLOPE}), intercept {intercept:.4f} (true: {INTERCEPT})")
-    if max(abs(slope - SLOPE), abs(intercept - INTERCEPT)) > TOLERANCE:
+    print(seconds)
+    truth = {"slope": SLOPE, "intercept": INTERCEPT}
+    print_table(
+        ("", "true", "learned"),
+        [(n, f"{t:.4f}", f"{v:.4f}") for (n, t), v in zip(truth.items(), history[-1], strict=True)],
+    )
+    gaps = np.abs(np.subtract(history, list(truth.values())))
+    if options.plot:
+        steps = range(1, len(history) + 1)
+        curves = {n: (steps, gaps[:, i].tolist()) for i, n in enumerate(truth)}
+        draw(
+            options.plot,
+            "Linear regression",
+            Panel("distance to the truth", "iteration", curves, "log"),
+        )
+    if np.max(gaps[-1]) > TOLERANCE:
         raise SystemExit(f"further off than {TOLERANCE}: it needs more --iterations")

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import ray
 
+from flatweights.demo._interrupts import Interrupts
+
 # Inherited by the actors. What TensorFlow and Ray log as they start would bury the result.
 _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns that this will be the default
@@ -19,6 +21,8 @@ _ENVIRONMENT = {
 def ray_for(cpus: int) -> Iterator[None]:
     """Start Ray for actors that want ``cpus`` in all, and stop it after the block.
 
+    An interrupt waits while Ray starts or stops.
+
     With ``RAY_ADDRESS`` set, a cluster that is there is used instead, with what it has.
 
     Args:
@@ -26,6 +30,18 @@ def ray_for(cpus: int) -> Iterator[None]:
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    with Interrupts() as interrupts:
+        # Half started, Ray can neither be used nor stopped.
+        with interrupts.held("interrupted: Ray will stop as soon as it has started"):
+            _start(cpus)
+        try:
+            yield
+        finally:
+            with interrupts.held("interrupted: Ray is stopping"):
+                ray.shutdown()
+
+
+def _start(cpus: int) -> None:
     if os.environ.get("RAY_ADDRESS", "local") != "local":
         ray.init(logging_level=logging.ERROR)
     else:
@@ -36,7 +52,3 @@ def ray_for(cpus: int) -> Iterator[None]:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    try:
-        yield
-    finally:
-        ray.shutdown()

@@ -5,11 +5,15 @@ the driver, and returns them as one vector. The driver averages the vectors, app
 to its model, and sends the new weights.
 
     python -m flatweights.examples.linear_gradients
-    python -m flatweights.examples.linear_gradients --graph
+    python -m flatweights.examples.linear_gradients --graph --plot line.png
 
 For a model of your own, change `make_model`, which workers and driver share: what it returns
 has `variables`, computes `gradients` and can `apply` them, in the order of the variables. A
 model with variables that are not trained needs a `Layout` of the others to cut the vector by.
+(`ComparedWorker` is a `FlatWorker` that can also do as Ray's guide does.)
+
+On two busy cores of a shared virtual machine (TensorFlow 2.21, Ray 2.60), 3 workers: 5 ms for
+an exchange, 7 ms with dicts of arrays. With two numbers to move it is Ray's calls alone.
 """
 
 from argparse import Namespace
@@ -18,11 +22,14 @@ from typing import Any
 import ray
 from numpy.typing import NDArray
 
+from flatweights.examples._exchange import ComparedWorker, time_gradients
 from flatweights.examples._linear import batches, make_model, parse_options, report
-from flatweights.ray import FlatWorker, average
+from flatweights.examples._main import run
+from flatweights.examples._ray import ray_for
+from flatweights.ray import average
 
 
-class Worker(FlatWorker):
+class Worker(ComparedWorker):
     """Computes gradients on its own data, with weights that it is given."""
 
     def build(self, rank: int, options: Namespace) -> Any:
@@ -40,16 +47,19 @@ class Worker(FlatWorker):
 def main() -> None:
     """Run the program."""
     options = parse_options(__doc__, iterations=200)
-    ray.init()
-    worker = ray.remote(Worker)
-    workers = [worker.remote(rank, options) for rank in range(options.workers)]
-    model = make_model(options)
-    for _ in range(options.iterations):
-        weights = ray.put(model.variables.get_flat())
-        mean = average([worker.gradients.remote(weights) for worker in workers])
-        model.apply(mean.weights)
-    report(*model.variables.get_flat().tolist())
+    with ray_for(options.workers):
+        worker = ray.remote(Worker)
+        workers = [worker.remote(rank, options) for rank in range(options.workers)]
+        model = make_model(options)
+        history = []
+        for _ in range(options.iterations):
+            weights = ray.put(model.variables.get_flat())
+            mean = average([worker.gradients.remote(weights) for worker in workers])
+            model.apply(mean.weights)
+            history.append(model.variables.get_flat().tolist())
+        seconds = time_gradients(workers, model.variables)
+    report(history, seconds, options)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

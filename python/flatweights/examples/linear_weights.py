@@ -5,10 +5,15 @@ its own. The driver averages the weights that they return where they lie in the 
 and hands the result on by reference: it never needs TensorFlow.
 
     python -m flatweights.examples.linear_weights
-    python -m flatweights.examples.linear_weights --graph
+    python -m flatweights.examples.linear_weights --graph --plot line.png
 
 For a model of your own, let `Worker.build` return it (a Keras model; in graph mode, a
-`TensorFlowVariables` with the session) and `Worker.train` train it. `main` stays as it is.
+`TensorFlowVariables` with the session) and `Worker.train` train it. The loop in `main` stays
+as it is. (`ComparedWorker` is a `FlatWorker` that can also do as Ray's guide does.)
+
+On two busy cores of a shared virtual machine (TensorFlow 2.21, Ray 2.60), 3 workers: 7 ms for
+an exchange, 8 ms with dicts of arrays. With two numbers to move it is Ray's calls alone;
+`flatweights demo` and `keras_fit` have models of more.
 """
 
 from argparse import Namespace
@@ -17,13 +22,16 @@ from typing import Any
 import ray
 
 from flatweights import FlatWeights
+from flatweights.examples._exchange import ComparedWorker, time_exchange
 from flatweights.examples._linear import batches, make_model, parse_options, report
-from flatweights.ray import FlatWorker, average
+from flatweights.examples._main import run
+from flatweights.examples._ray import ray_for
+from flatweights.ray import average
 
 LOCAL_STEPS = 10
 
 
-class Worker(FlatWorker):
+class Worker(ComparedWorker):
     """Trains its own copy of the model on its own data."""
 
     def build(self, rank: int, options: Namespace) -> Any:
@@ -43,15 +51,18 @@ class Worker(FlatWorker):
 def main() -> None:
     """Run the program."""
     options = parse_options(__doc__, iterations=20)
-    ray.init()
-    worker = ray.remote(Worker)
-    workers = [worker.remote(rank, options) for rank in range(options.workers)]
-    weights = workers[0].get_weights.remote()
-    for _ in range(options.iterations):
-        weights = average([worker.train.remote(weights) for worker in workers]).ref
-    slope, intercept = ray.get(weights).values()
-    report(slope.item(), intercept.item())
+    with ray_for(options.workers):
+        worker = ray.remote(Worker)
+        workers = [worker.remote(rank, options) for rank in range(options.workers)]
+        weights = workers[0].get_weights.remote()
+        history = []
+        for _ in range(options.iterations):
+            mean = average([worker.train.remote(weights) for worker in workers])
+            weights = mean.ref
+            history.append([value.item() for value in mean.weights.values()])
+        seconds = time_exchange(workers)
+    report(history, seconds, options)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

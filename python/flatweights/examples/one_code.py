@@ -29,7 +29,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flatweights._arguments import integer
 from flatweights.demo._digits import Examples, split_digits
+from flatweights.examples._curves import Panel, draw
+from flatweights.examples._main import run
+from flatweights.examples._options import make_parser
+from flatweights.examples._table import print_table
 
 # What TensorFlow logs as it starts would bury the result.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -181,7 +186,9 @@ def train(way: Way, examples: Examples, steps: range, seed: int) -> list[float]:
     return losses
 
 
-def run(first: str, second: str | None, options: argparse.Namespace) -> tuple[Way, list[float]]:
+def train_in_turn(
+    first: str, second: str | None, options: argparse.Namespace
+) -> tuple[Way, list[float]]:
     """Train half of the steps in one way, save, load in another, and train the rest.
 
     Without a ``second`` way there is no break.
@@ -202,28 +209,30 @@ def run(first: str, second: str | None, options: argparse.Namespace) -> tuple[Wa
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = make_parser(__doc__, plot="the losses")
+    parser.add_argument(
+        "--steps", type=integer(2), default=200, metavar="N", help="default: %(default)s"
     )
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the data and the first weights")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses")
     return parser.parse_args()
 
 
-def draw(path: Path, losses: dict[str, list[float]], half: int) -> None:
-    """Write a picture of the losses to ``path``."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, values in losses.items():
-        axes.plot(values, label=name, linewidth=0.8)
-    axes.axvline(half, color="gray", linestyle=":")
-    axes.set(xlabel="step (the dotted line: saved, loaded)", ylabel="loss", yscale="log")
-    axes.spines[["right", "top"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=150)
+def draw_losses(path: Path, losses: dict[tuple[str, str | None], list[float]]) -> None:
+    """Draw the losses where each way was followed by another one, and the gaps between them."""
+    ways = list(WAYS)
+    expected = losses[ways[0], None]
+    steps = range(len(expected))
+    changed = {f"{a}, {b}": losses[a, b] for a, b in zip(ways, ways[1:] + ways[:1], strict=True)}
+    gaps = {name: np.abs(np.subtract(values, expected)) for name, values in changed.items()}
+    draw(
+        path,
+        f"One code, saved and loaded after {len(steps) // 2} steps",
+        Panel("loss", "step", {n: (steps, values) for n, values in changed.items()}, "log"),
+        Panel(
+            f"distance to the loss of {ways[0]}, without a break",
+            "step",
+            {n: (steps, values.tolist()) for n, values in gaps.items()},
+        ),
+    )
 
 
 def main() -> None:
@@ -237,28 +246,30 @@ def main() -> None:
 
     make_tensorflow_deterministic()  # one thread: sums in one order
     _, test = split_digits(1, options.seed)
-    losses: dict[str, list[float]] = {}
+    rows: list[tuple[str, ...]] = []
+    losses: dict[tuple[str, str | None], list[float]] = {}
     unbroken: dict[str, NDArray[Any]] = {}
-    titles = ("last loss", "accuracy", "weights")
-    print(f"{'first half':13}{'second half':15}" + "".join(f"{title:>12}" for title in titles))
+    wrong = []
     for first, second in [*((way, None) for way in WAYS), *product(WAYS, WAYS)]:
-        way, found = run(first, second, options)
-        losses[f"{first}, {second or 'no break'}"] = found
+        way, found = train_in_turn(first, second, options)
+        losses[first, second] = found
         weights = way.variables.get_flat()
         expected = unbroken.setdefault(second or first, weights)
         gap = float(np.max(np.abs(weights - expected)))
         accuracy = float(np.mean(np.argmax(way.predict(test.images), axis=1) == test.labels))
         verdict = "same bits" if gap == 0 else f"within {gap:.0e}"
-        print(
-            f"{first:13}{second or '(no break)':15}{found[-1]:12.4f}{accuracy:12.3f}{verdict:>15}"
-        )
+        name = second or "(no break)"
+        rows.append((first, name, f"{found[-1]:.4f}", f"{accuracy:.3f}", verdict))
         if gap > (0 if first == second else TOLERANCE):
-            raise SystemExit(f"the weights differ by {gap} from those without a break")
+            wrong.append(f"{first}, {name}: the weights differ by {gap} from those without a break")
         if accuracy < ENOUGH:
-            raise SystemExit(f"accuracy below {ENOUGH}: it needs more --steps")
+            wrong.append(f"{first}, {name}: accuracy below {ENOUGH}: it needs more --steps")
+    print_table(("first half", "second half", "last loss", "accuracy", "weights"), rows)
     if options.plot:
-        draw(options.plot, losses, options.steps // 2)
+        draw_losses(options.plot, losses)
+    if wrong:
+        raise SystemExit(wrong[0])
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

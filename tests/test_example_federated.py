@@ -1,0 +1,228 @@
+"""`flatweights.examples.federated`: who has what, who fails, and that both servers learn."""
+
+import argparse
+import re
+from collections import Counter
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from reference import run_example
+
+from flatweights.examples._partition import split_by_label
+
+SMALL = (
+    *("--clients", "10", "--fraction", "0.6", "--failing", "0.3", "--deaths", "0"),
+    *("--concentration", "10", "--local-epochs", "3", "--rounds", "14", "--seed", "1"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("federated")
+
+
+@pytest.fixture(scope="module")
+def small_run(folder: Path) -> CompletedProcess[str]:
+    return run_example("federated", *SMALL, "--plot", "plot.png", cwd=folder)
+
+
+# The partition.
+
+labels = st.lists(st.integers(-3, 5), min_size=1, max_size=80)
+concentrations = st.one_of(st.sampled_from([1e-300, 1e300]), st.floats(1e-6, 1e6))
+
+
+@given(labels, st.data(), concentrations, st.integers(0, 2**32))
+def test_every_example_belongs_to_one_client(
+    labels: list[int], data: st.DataObject, concentration: float, seed: int
+) -> None:
+    clients = data.draw(st.integers(1, len(labels)))
+    parts = split_by_label(labels, clients, concentration, seed)
+    assert len(parts) == clients
+    assert min(len(part) for part in parts) >= 1
+    assert sorted(i for part in parts for i in part.tolist()) == list(range(len(labels)))
+    again = split_by_label(labels, clients, concentration, seed)
+    assert [part.tolist() for part in again] == [part.tolist() for part in parts]
+
+
+def distance(parts: list[NDArray[Any]], kinds: NDArray[Any]) -> float:
+    """How far the mix of labels of a client is from that of all, from 0 to 1; the mean."""
+    overall = Counter(kinds.tolist())
+    found = []
+    for part in parts:
+        own = Counter(kinds[part].tolist())
+        gaps = [abs(own[k] / len(part) - overall[k] / len(kinds)) for k in overall]
+        found.append(sum(gaps) / 2)
+    return sum(found) / len(found)
+
+
+def test_concentration_makes_clients_alike() -> None:
+    kinds = np.repeat(np.arange(10), 500)
+    by_concentration = [
+        distance(split_by_label(kinds, 20, concentration, seed=0), kinds)
+        for concentration in (0.01, 1.0, 10.0, 10_000.0)
+    ]
+    assert by_concentration == sorted(by_concentration, reverse=True)
+    # One label each, but where the last clients take what is left; and the mix of all.
+    assert by_concentration[0] > 0.75
+    assert by_concentration[-1] < 0.2
+
+
+def test_sizes_differ_and_seeds_matter() -> None:
+    kinds = np.arange(1437) % 10
+    parts, others = (split_by_label(kinds, 100, 1.0, seed) for seed in (0, 1))
+    sizes = [len(part) for part in parts]
+    assert min(sizes) <= 4
+    assert max(sizes) >= 40
+    assert [part.tolist() for part in parts] != [part.tolist() for part in others]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[0, 1]], 1, 1.0, 0), r"labels: expected one dimension, got 2"),
+        (([0, 1], 3, 1.0, 0), r"clients: expected 1 to 2, the number of examples, got 3"),
+        (([0, 1], 0, 1.0, 0), r"clients: expected 1 to 2, .* got 0"),
+        (([0, 1], 1, 0.0, 0), r"concentration: expected a positive number, got 0.0"),
+        (([0, 1], 1, float("nan"), 0), r"concentration: .* got nan"),
+        (([0, 1], 1, float("inf"), 0), r"concentration: .* got inf"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_by_label(*arguments)
+
+
+# The rounds.
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(1, 200),
+    st.floats(0.01, 1.0),
+    st.floats(0.0, 0.99),
+    st.integers(0, 5),
+    st.integers(0, 10),
+)
+def test_a_round_has_distinct_clients_of_which_some_fail(
+    clients: int, fraction: float, failing: float, deaths: int, number: int
+) -> None:
+    pytest.importorskip("ray")
+    from flatweights.examples.federated import draw_clients
+
+    options = argparse.Namespace(
+        clients=clients, fraction=fraction, failing=failing, deaths=deaths, seed=3
+    )
+    drawn = draw_clients(number, options)
+    names = [client for client, _ in drawn]
+    assert len(set(names)) == len(names)
+    assert set(names) <= set(range(clients))
+    assert abs(len(names) - max(1.0, fraction * clients)) <= 0.5
+    fates = Counter(fate for _, fate in drawn)
+    assert fates["trains"] >= 1
+    assert fates["trains"] + fates["raises"] + fates["dies"] == len(drawn)
+    if len(drawn) > 1:
+        wanted = min(failing * len(drawn), len(drawn) - 1)
+        assert abs(fates["raises"] + fates["dies"] - wanted) <= 0.5
+    assert fates["dies"] <= (1 if deaths else 0)
+    assert draw_clients(number, options) == drawn
+
+
+def test_one_round_of_so_many_has_a_death() -> None:
+    pytest.importorskip("ray")
+    from flatweights.examples.federated import draw_clients
+
+    options = argparse.Namespace(clients=50, fraction=0.2, failing=0.2, deaths=4, seed=0)
+    died = [
+        sum(fate == "dies" for _, fate in draw_clients(number, options)) for number in range(12)
+    ]
+    assert sum(died) == 3
+    assert all(sum(died[begin : begin + 4]) == 1 for begin in range(9))
+
+
+# The program.
+
+
+def cells(output: str, row: str) -> list[str]:
+    (line,) = [line for line in output.splitlines() if line.strip().startswith(row + "  ")]
+    return line.split()[1:]
+
+
+@pytest.mark.parametrize("server", ["FedAvg", "FedAdam"])
+def test_both_servers_learn(small_run: CompletedProcess[str], server: str) -> None:
+    assert (small_run.returncode, small_run.stderr) == (0, "")
+    accuracy, _, rounds, raised, died, received = cells(small_run.stdout, server)
+    assert float(accuracy) > 0.8
+    assert (rounds, raised, died) == ("14", "28", "0")  # two of six in each round
+    # Four send two hidden layers and the output's, in float32, and some bytes between them.
+    least = 14 * 4 * 4 * (65 * 64 + 65 * 32 + 33 * 10) / 1e6
+    assert least - 0.05 <= float(received) <= least + 14 * 4 * 6 * 64 / 1e6 + 0.05
+
+
+def test_the_exchange_is_timed(small_run: CompletedProcess[str]) -> None:
+    found = re.search(
+        r"exchange per round: (\S+) ms as one buffer, (\S+) ms as a dict of arrays",
+        small_run.stdout,
+    )
+    assert found
+    assert min(map(float, found.groups())) > 0
+
+
+def test_the_plot_is_a_picture(small_run: CompletedProcess[str], folder: Path) -> None:
+    from matplotlib.image import imread
+
+    assert small_run.returncode == 0
+    pixels = imread(folder / "plot.png")
+    assert min(pixels.shape[:2]) > 300
+    assert pixels.std() > 0
+
+
+def test_too_little_learned_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ray")
+    from flatweights.examples import federated
+    from flatweights.examples._exchange import Seconds
+
+    histories = {
+        name: federated.History([*accuracies, 0.9, 0.9, 0.9, 0.9], raised=3, died=1, nbytes=0)
+        for name, accuracies in {"FedAvg": [0.1, 0.91], "FedAdam": [0.95, 0.85]}.items()
+    }
+    monkeypatch.setattr("sys.argv", ["federated"])
+    monkeypatch.setattr(federated, "compare", lambda options: (histories, Seconds(0.1, 0.2)))
+    with pytest.raises(SystemExit, match=r"accuracy below 0\.9: it needs more --rounds"):
+        federated.main()
+    output = capsys.readouterr().out
+    assert cells(output, "FedAvg") == ["0.902", "2", "6", "3", "1", "0.0"]
+    assert cells(output, "FedAdam") == ["0.890", "1", "6", "3", "1", "0.0"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--fraction", "0", "expected a number above 0, at most 1, got '0'"),
+        ("--fraction", "1.5", "expected a number above 0, at most 1, got '1.5'"),
+        ("--concentration", "inf", "expected a number above 0, got 'inf'"),
+        ("--failing", "1", "expected a number from 0 and below 1, got '1'"),
+    ],
+)
+def test_options_are_checked(
+    option: str,
+    value: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("ray")
+    from flatweights.examples.federated import parse_options
+
+    monkeypatch.setattr("sys.argv", ["federated", option, value])
+    with pytest.raises(SystemExit, match="2"):
+        parse_options()
+    assert f"argument {option}: {message}" in capsys.readouterr().err
