@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from reference import BFLOAT16, dtype_id, random_array, read_only, refuses, run_python, same_bits
 
 import flatweights as fw
+from flatweights import FlatWeights, Layout, _core
 from flatweights import wire as package
 from flatweights.wire import (
     DeltaBroadcaster,
@@ -651,3 +652,69 @@ import flatweights.wire
 print({"ray", "tensorflow"} & set(sys.modules))
 """
     assert run_python(code).split() == ["False", "set()"]
+
+
+BAD_WIDENED = {
+    "no sources": ({"sources": [], "weights": []}, "expected one weight per source"),
+    "weights": ({"weights": [1.0]}, "expected one weight per source"),
+    "out": ({"out": np.zeros(3, np.uint8)}, r"out: expected contiguous uint8 \(64,\)"),
+    "source": ({"sources": [np.zeros(64, np.uint8), np.zeros(3, np.uint8)]}, "source 1: expected"),
+    "read-only": ({"out": read_only(np.zeros(64, np.uint8))}, "out: expected a writable buffer"),
+    "slots": ({"narrow": Layout.of({"a": np.float16(0), "b": np.float16(0)}).code}, "one model"),
+    "widths": ({"narrow": Layout.of({"a": np.zeros(3, np.int16)}).code}, "layouts of one model"),
+    "sizes": (
+        {"narrow": Layout.of({"a": np.zeros(4, np.float16)}).code},
+        "expected layouts of one",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_WIDENED)
+def test_the_core_refuses_what_does_not_fit_together(case: str) -> None:
+    change, match = BAD_WIDENED[case]
+    given: dict[str, Any] = {
+        "wide": Layout.of({"a": np.zeros(3, np.float32)}).code,
+        "out": np.ones(64, np.uint8),
+        "narrow": Layout.of({"a": np.zeros(3, np.float16)}).code,
+        "sources": [np.zeros(64, np.uint8), np.zeros(64, np.uint8)],
+        "weights": [1.0, 1.0],
+        **change,
+    }
+    if case == "slots":
+        given["sources"] = [np.zeros(128, np.uint8)] * 2
+    with refuses(ValueError, match, given["out"]):
+        _core.average_widened_into(**given, total=2.0)
+
+
+def test_the_core_refuses_sources_that_overlap_the_result() -> None:
+    memory = np.zeros(192, np.uint8)
+    wide = Layout.of({"a": np.zeros(16, np.float32)}).code
+    narrow = Layout.of({"a": np.zeros(16, np.float16)}).code
+    with refuses(ValueError, "source 0: overlaps out", memory):
+        _core.average_widened_into(wide, memory[:64], narrow, [memory[32:96]], [1.0], 1.0)
+
+
+@pytest.mark.parametrize("to", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 17])
+def test_widened_averages_have_the_bits_of_those_of_widened_models(
+    count: int, dtype: Any, to: Any, rng: np.random.Generator
+) -> None:
+    for size in (1, 15, 32, 33, 1025, 5000, 40_000_003 // (16 * count) if to == np.float32 else 0):
+        halves = [rng.normal(size=size).astype(dtype) for _ in range(count)]
+        if size > 40:
+            halves[-1][size // 2 : size // 2 + 3] = [np.nan, np.inf, -np.inf]
+        weights = None if count % 2 else list(rng.uniform(0.5, 2, count))
+        sources = [FlatWeights({"a": half}) for half in halves]
+        wide = FlatWeights({"a": np.zeros(size, to)})
+        expected = fw.average([half.astype(to) for half in halves], weights)
+        relative = [weight / weights[0] for weight in weights] if weights else [1.0] * count
+        _core.average_widened_into(
+            wide.layout.code,
+            wide.buffer,
+            sources[0].layout.code,
+            [source.buffer for source in sources],
+            relative,
+            np.add.accumulate(relative)[-1],
+        )
+        assert same_bits(wide["a"], expected)

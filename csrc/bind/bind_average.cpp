@@ -46,7 +46,7 @@ bool run(const BoundLayout& bound, const std::vector<std::byte*>& out, const Sou
   parts.reserve(out.size());
   for (std::size_t i = 0; i < out.size(); ++i) {
     const Slot& slot = bound.layout.slots()[i];
-    parts.push_back(AveragePart{slot.dtype, slot.size, slot.nbytes, out[i]});
+    parts.push_back(AveragePart{slot.dtype, slot.size, slot.nbytes, out[i], slot.dtype});
   }
   const py::gil_scoped_release nogil;
   return average_into(parts, sources.starts(), weights, total);
@@ -65,12 +65,56 @@ bool average_arrays_into(const BoundLayout& bound, bool packed, const py::list& 
   return run(bound, out_slots, table, weights, total);
 }
 
+bool widens(DType from, DType to) {
+  return (from == DType::kFloat16 || from == DType::kBFloat16) &&
+         (to == DType::kFloat32 || to == DType::kFloat64);
+}
+
+// As average_arrays_into, of packed buffers, into one whose slots may be wider.
+void average_widened_into(const BoundLayout& wide, const py::object& out_object,
+                          const BoundLayout& narrow, const py::list& sources,
+                          const std::vector<double>& weights, double total) {
+  if (weights.empty() || sources.size() != weights.size())
+    throw py::value_error("expected one weight per source, and at least one source");
+  const std::vector<Slot>& slots = narrow.layout.slots();
+  const std::vector<Slot>& wide_slots = wide.layout.slots();
+  if (slots.size() != wide_slots.size()) throw py::value_error("expected layouts of one model");
+  const py::array out = as_array(out_object, "out");
+  std::byte* const begin = check_packed(out, wide, "out", Access::kWrite);
+  SourceTable table(slots.size(), sources.size());
+  for (std::size_t k = 0; k < sources.size(); ++k) {
+    const std::string what = "source " + std::to_string(k);
+    const py::array source = as_array(sources[k], what);
+    std::byte* const from = check_packed(source, narrow, what, Access::kRead);
+    if (ranges_overlap(begin, wide.layout.nbytes(), from, narrow.layout.nbytes()))
+      throw py::value_error(what + ": overlaps out");
+    std::vector<std::byte*> starts;
+    starts.reserve(slots.size());
+    for (const Slot& slot : slots) starts.push_back(from + slot.offset);
+    table.set(k, starts);
+  }
+  std::vector<AveragePart> parts;
+  parts.reserve(slots.size());
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const Slot& to = wide_slots[i];
+    const bool same = same_dtype(narrow.dtypes[i], wide.dtypes[i]);
+    if (slots[i].size != to.size || !(same || widens(slots[i].dtype, to.dtype)))
+      throw py::value_error("expected layouts of one model");
+    parts.push_back(AveragePart{slots[i].dtype, to.size, to.nbytes, begin + to.offset, to.dtype});
+  }
+  check_environment();
+  const py::gil_scoped_release nogil;
+  average_into(parts, table.starts(), weights, total);
+}
+
 }  // namespace
 
 void bind_average(py::module_& m) {
   m.def("are_plain", &are_plain, py::arg("arrays"));
   m.def("average_into", &average_arrays_into, py::arg("layout"), py::arg("packed"), py::arg("out"),
         py::arg("sources"), py::arg("weights"), py::arg("total"));
+  m.def("average_widened_into", &average_widened_into, py::arg("wide"), py::arg("out"),
+        py::arg("narrow"), py::arg("sources"), py::arg("weights"), py::arg("total"));
   m.def(
       "first_nonfinite",
       [](const BoundLayout& bound, bool packed, const py::list& parts, std::size_t source) {

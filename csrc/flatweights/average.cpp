@@ -15,11 +15,16 @@ namespace {
 // bench/bench_average.py on two cores.
 constexpr std::size_t kGrain = std::size_t{256} << 10;
 
+auto loop_for(const AveragePart& part) {
+  const Kernels& loops = kernels();
+  if (part.dtype == part.out_dtype) return loops.average[real_of(part.dtype)];
+  return loops.average_widened[real_of(part.dtype)][part.out_dtype == DType::kFloat64 ? 1 : 0];
+}
+
 }  // namespace
 
 bool average_into(std::span<const AveragePart> parts, std::span<const std::byte* const> sources,
                   std::span<const double> weights, double total) {
-  const Kernels& loops = kernels();
   const std::size_t num_sources = weights.size();
   std::vector<std::size_t> starts;
   starts.reserve(parts.size() + 1);
@@ -48,9 +53,9 @@ bool average_into(std::span<const AveragePart> parts, std::span<const std::byte*
       const AveragePart& part = parts[i];
       const auto row = sources.subspan(i * num_sources, num_sources);
       const bool stream = large && std::find(row.begin(), row.end(), part.out) == row.end();
-      const bool fine = loops.average[real_of(part.dtype)](part.out, row.data(),
-                                                           weighted ? weights.data() : nullptr,
-                                                           num_sources, total, from, to, stream);
+      const auto average = loop_for(part);
+      const bool fine = average(part.out, row.data(), weighted ? weights.data() : nullptr,
+                                num_sources, total, from, to, stream);
       if (!fine) finite.store(false, std::memory_order_relaxed);
     });
   });

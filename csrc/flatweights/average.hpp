@@ -9,10 +9,12 @@
 namespace flatweights {
 
 struct AveragePart {
-  DType dtype;
-  std::size_t size;  // elements
-  std::size_t nbytes;
+  DType dtype;         // of the sources
+  std::size_t size;    // elements
+  std::size_t nbytes;  // of `out`
   std::byte* out;
+  // Of `out`: as `dtype`, or float32 or float64 where that is float16 or bfloat16.
+  DType out_dtype;
 };
 
 // Writes to each part the mean, over k, of `sources[part * weights.size() + k]`

@@ -123,10 +123,10 @@ inline std::uint64_t round_block(std::byte* __restrict out, std::size_t begin, s
   return marks;
 }
 
-// Adds the last Count sources to the sums, divides, and writes the means, rounded to T,
+// Adds the last Count sources to the sums, divides, and writes the means, rounded to Out,
 // to `out[to, to + count)`. Returns whether all sums are finite. The sources are of
-// type Loaded: T, or float where T has been widened.
-template <class T, class Loaded, std::size_t Count, bool First, bool Weighted, bool Multiply>
+// type Loaded: float where they had 16 bits.
+template <class Out, class Loaded, std::size_t Count, bool First, bool Weighted, bool Multiply>
 inline bool finish_sources(std::byte* out, std::size_t to, const double* __restrict total,
                            const double* __restrict lost, const std::byte* const* sources,
                            const double* weights, std::size_t begin, std::size_t count,
@@ -137,15 +137,16 @@ inline bool finish_sources(std::byte* out, std::size_t to, const double* __restr
     source[k] = sources[k];
     weight[k] = Weighted ? weights[k] : 1.0;
   }
-  return round_block<T>(out, to, count, [=](std::size_t i, std::uint64_t& nonfinite) {
+  return round_block<Out>(out, to, count, [=](std::size_t i, std::uint64_t& nonfinite) {
            Sum sum = begin_sum<Loaded, First>(total, lost, i);
            add_terms<Loaded, Count, Weighted>(sum, source, weight, begin + i);
            return divide<Loaded, Multiply>(sum, factor, nonfinite);
          }) == 0;
 }
 
-// At most kGroup sources of one block, as float64 or as what they are.
-template <class T>
+// At most kGroup sources of one block, to be averaged as Out. Those of 16 bits are widened
+// first: to float32, or to float64, whose sums are compensated, where Out is that.
+template <class T, class Out>
 class Group {
  public:
   Group(const std::byte* const* sources, std::size_t size, std::size_t begin,
@@ -154,7 +155,7 @@ class Group {
     if constexpr (is_half<T>) begin_ = 0;
     for (std::size_t k = 0; k < size; ++k) {
       if constexpr (is_half<T>) {
-        widen_block<T>(sources[k], begin, count, wide_[k]);
+        widen(sources[k], begin, count, wide_[k]);
         sources_[k] = reinterpret_cast<const std::byte*>(wide_[k]);
       } else {
         sources_[k] = sources[k];
@@ -175,7 +176,7 @@ class Group {
               const double* weights, Divisor divisor) const noexcept {
     return with_size([&]<std::size_t Count>() {
       const auto run = [&]<bool Weighted, bool Multiply>() {
-        return finish_sources<T, Loaded, Count, First, Weighted, Multiply>(
+        return finish_sources<Out, Loaded, Count, First, Weighted, Multiply>(
             out, to, total, lost, sources_, weights, begin_, count_, divisor.factor);
       };
       if (weights == nullptr)
@@ -187,7 +188,17 @@ class Group {
   }
 
  private:
-  using Loaded = std::conditional_t<is_half<T>, float, T>;
+  using Widened = std::conditional_t<std::is_same_v<Out, double>, double, float>;
+  using Loaded = std::conditional_t<is_half<T>, Widened, T>;
+
+  static void widen(const std::byte* source, std::size_t begin, std::size_t count,
+                    float* out) noexcept {
+    widen_block<T>(source, begin, count, out);
+  }
+  static void widen(const std::byte* source, std::size_t begin, std::size_t count,
+                    double* out) noexcept {
+    for (std::size_t i = 0; i < count; ++i) out[i] = widened<T>(source, begin + i);
+  }
 
   template <class Body>
   bool with_size(Body body) const noexcept {
@@ -208,53 +219,53 @@ class Group {
   std::size_t begin_;
   std::size_t count_;
   const std::byte* sources_[kGroup] = {};
-  alignas(kLine) float wide_[is_half<T> ? kGroup : 1][is_half<T> ? kMostBlock : 1];
+  alignas(kLine) Widened wide_[is_half<T> ? kGroup : 1][is_half<T> ? kMostBlock : 1];
 };
 
-// Writes the means of one block to `out[to, to + size)`; returns whether all sums are
-// finite.
-template <class T>
+// Writes the means of one block, rounded to Out, to `out[to, to + size)`; returns whether
+// all sums are finite.
+template <class T, class Out>
 inline bool average_block(std::byte* out, std::size_t to, const std::byte* const* sources,
                           const double* weights, std::size_t count, Divisor divisor,
                           std::size_t begin, std::size_t size) noexcept {
   if (count <= kGroup)
-    return Group<T>(sources, count, begin, size)
+    return Group<T, Out>(sources, count, begin, size)
         .template finish<true>(out, to, nullptr, nullptr, weights, divisor);
   alignas(kLine) double total[kMostBlock];
-  alignas(kLine) double lost[std::is_same_v<T, double> ? kMostBlock : 1];
+  alignas(kLine) double lost[std::is_same_v<Out, double> ? kMostBlock : 1];
   static constexpr double kOnes[kGroup] = {1, 1, 1, 1};
   const auto from = [weights](std::size_t k) { return weights == nullptr ? kOnes : weights + k; };
-  Group<T>(sources, kGroup, begin, size).template add<true>(total, lost, from(0));
+  Group<T, Out>(sources, kGroup, begin, size).template add<true>(total, lost, from(0));
   std::size_t k = kGroup;
   for (; k + kGroup < count; k += kGroup)
-    Group<T>(sources + k, kGroup, begin, size).template add<false>(total, lost, from(k));
-  return Group<T>(sources + k, count - k, begin, size)
+    Group<T, Out>(sources + k, kGroup, begin, size).template add<false>(total, lost, from(k));
+  return Group<T, Out>(sources + k, count - k, begin, size)
       .template finish<false>(out, to, total, lost, weights == nullptr ? weights : weights + k,
                               divisor);
 }
 
-// As `average` of Kernels.
-template <class T>
+// As `average` of Kernels; as `average_widened` where Out is not T.
+template <class T, class Out = T>
 bool average_range(std::byte* out, const std::byte* const* sources, const double* weights,
                    std::size_t count, double total, std::size_t begin, std::size_t end,
                    bool stream) noexcept {
   const Divisor divisor(total);
-  alignas(kLine) std::byte lines[kMostBlock * sizeof(T)];
+  alignas(kLine) std::byte lines[kMostBlock * sizeof(Out)];
   bool finite = true;
   // The first block ends where a line of `out` does, so that whole ones follow.
-  const std::size_t head = bytes_to_line(out + begin * sizeof(T));
-  if (head % sizeof(T) != 0) stream = false;  // lines begin within elements
+  const std::size_t head = bytes_to_line(out + begin * sizeof(Out));
+  if (head % sizeof(Out) != 0) stream = false;  // lines begin within elements
   const std::size_t block = count > kManySources ? kMostBlock : kBlock;
-  std::size_t most = stream && head > 0 ? head / sizeof(T) : block;
+  std::size_t most = stream && head > 0 ? head / sizeof(Out) : block;
   for (; begin < end; most = block) {
     const std::size_t size = end - begin < most ? end - begin : most;
     // Through `lines`, since `out` may be a source: the loops then know that what they
     // write is nothing that they read.
-    finite &= average_block<T>(lines, 0, sources, weights, count, divisor, begin, size);
+    finite &= average_block<T, Out>(lines, 0, sources, weights, count, divisor, begin, size);
     if (stream && size == block)
-      stream_lines(out + begin * sizeof(T), lines, size * sizeof(T));
+      stream_lines(out + begin * sizeof(Out), lines, size * sizeof(Out));
     else
-      std::memcpy(out + begin * sizeof(T), lines, size * sizeof(T));
+      std::memcpy(out + begin * sizeof(Out), lines, size * sizeof(Out));
     begin += size;
   }
   if (stream) end_streaming();
@@ -274,7 +285,7 @@ void add_range(double* sum, double* compensation, const std::byte* source, doubl
                std::size_t begin, std::size_t end) noexcept {
   for_each_block(end - begin, [&](std::size_t done, std::size_t size) {
     double* const lost = compensation == nullptr ? nullptr : compensation + done;
-    Group<T>(&source, 1, begin + done, size).template add<false>(sum + done, lost, &weight);
+    Group<T, T>(&source, 1, begin + done, size).template add<false>(sum + done, lost, &weight);
   });
 }
 

@@ -18,6 +18,13 @@
 #define FLATWEIGHTS_EACH_REAL(function) \
   {function<Float16>, function<BFloat16>, function<float>, function<double>}
 
+#define FLATWEIGHTS_EACH_WIDENED(function)                   \
+  {                                                          \
+    {function<Float16, float>, function<Float16, double>}, { \
+      function<BFloat16, float>, function<BFloat16, double>  \
+    }                                                        \
+  }
+
 #define FLATWEIGHTS_CONVERT_FROM(type)                                                      \
   {convert_range<type, Float16>, convert_range<type, BFloat16>, convert_range<type, float>, \
    convert_range<type, double>}
@@ -31,8 +38,10 @@ const Kernels FLATWEIGHTS_JOIN(kernels_, FLATWEIGHTS_ISA) = {
     .name = FLATWEIGHTS_TEXT(FLATWEIGHTS_ISA),
 #if defined(FLATWEIGHTS_LANES)
     .average = FLATWEIGHTS_EACH_REAL(average_in_lanes),
+    .average_widened = FLATWEIGHTS_EACH_WIDENED(average_in_lanes),
 #else
     .average = FLATWEIGHTS_EACH_REAL(average_range),
+    .average_widened = FLATWEIGHTS_EACH_WIDENED(average_range),
 #endif
     .add = FLATWEIGHTS_EACH_REAL(add_range),
     .divide = FLATWEIGHTS_EACH_REAL(divide_range),

@@ -21,6 +21,12 @@ struct Kernels {
                           std::size_t count, double total, std::size_t begin, std::size_t end,
                           bool stream) noexcept;
 
+  // As `average`, of Float16 or BFloat16 by the first index, in float or double by the second;
+  // `out` is none of the sources.
+  bool (*average_widened[2][2])(std::byte* out, const std::byte* const* sources,
+                                const double* weights, std::size_t count, double total,
+                                std::size_t begin, std::size_t end, bool stream) noexcept;
+
   // Adds `weight * source[begin, end)` to `sum[0, end - begin)`; what is rounded away
   // goes to `compensation`, for float64 alone.
   void (*add[kReals])(double* sum, double* compensation, const std::byte* source, double weight,

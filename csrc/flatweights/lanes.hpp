@@ -41,6 +41,9 @@ inline Floats widen_halves(const void* from) noexcept {
 inline void store_halves(void* to, Floats value) noexcept {
   _mm_storeu_si128(static_cast<__m128i*>(to), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
 }
+inline Words load_half_words(const void* from) noexcept {
+  return _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+}
 inline Words load_words(const void* from) noexcept {
   return _mm256_loadu_si256(static_cast<const __m256i*>(from));
 }
@@ -110,6 +113,9 @@ inline Floats widen_halves(const void* from) noexcept {
 inline void store_halves(void* to, Floats value) noexcept {
   _mm_storel_epi64(static_cast<__m128i*>(to), _mm_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
 }
+inline Words load_half_words(const void* from) noexcept {
+  return _mm_cvtepu16_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
+}
 inline Words load_words(const void* from) noexcept {
   return _mm_loadu_si128(static_cast<const __m128i*>(from));
 }
@@ -163,8 +169,9 @@ inline Doubles finite_or_zero(Doubles value) noexcept {
 
 #endif
 
-// Two registers' worth of consecutive elements. For bfloat16 `a` holds the even and `b` the
-// odd ones: as 32-bit words, one shift or mask apart from what they are as floats.
+// Two registers' worth of consecutive elements: the first half in `a`, the second in `b`. Or,
+// where Interleaved, the even ones in `a` and the odd ones in `b`: bfloat16, in 32-bit words,
+// is then one shift or mask apart from what it is as floats.
 struct Pair {
   Doubles a;
   Doubles b;
@@ -172,12 +179,18 @@ struct Pair {
 
 inline constexpr std::size_t kPair = 2 * kLanes;
 
-// Reads elements [i, i + kPair).
 template <class T>
+inline constexpr bool is_interleaved = std::is_same_v<T, BFloat16>;
+
+// Reads elements [i, i + kPair).
+template <class T, bool Interleaved = is_interleaved<T>>
 [[gnu::always_inline]] inline Pair load_pair(const std::byte* memory, std::size_t i) noexcept {
   const std::byte* const from = memory + i * sizeof(T);
   if constexpr (std::is_same_v<T, Float16>) {
     return {widen(widen_halves(from)), widen(widen_halves(from + kLanes * sizeof(T)))};
+  } else if constexpr (std::is_same_v<T, BFloat16> && !Interleaved) {
+    return {widen(to_floats(shift_left<16>(load_half_words(from)))),
+            widen(to_floats(shift_left<16>(load_half_words(from + kLanes * sizeof(T)))))};
   } else if constexpr (std::is_same_v<T, BFloat16>) {
     const Words words = load_words(from);
     return {widen(to_floats(shift_left<16>(words))),
@@ -197,9 +210,8 @@ inline void spread_pair(double* to, Pair value) noexcept {
   store_doubles(a, value.a);
   store_doubles(b, value.b);
   for (std::size_t l = 0; l < kLanes; ++l) {
-    const bool halves = std::is_same_v<T, BFloat16>;
-    to[halves ? 2 * l : l] = a[l];
-    to[halves ? 2 * l + 1 : kLanes + l] = b[l];
+    to[is_interleaved<T> ? 2 * l : l] = a[l];
+    to[is_interleaved<T> ? 2 * l + 1 : kLanes + l] = b[l];
   }
 }
 

@@ -1,13 +1,13 @@
 """What travels, and its average."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flatweights._average import average_into, read_weights
+from flatweights import _core
+from flatweights._average import add_up, read_weights, relative_weights
 from flatweights._cast import move_parts
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
@@ -118,8 +118,8 @@ def average_differences(
     """Return the weighted mean of ``sources`` in the dtypes of what was encoded.
 
     The bits are those of `flatweights.average` over what `Difference.widen` gives: sums in
-    float64, rounded once, to float32. But no source is widened as a whole: one pass, by
-    blocks, reads 2 bytes for each number and source and writes 4.
+    float64, rounded once, to float32. But no source is widened as a whole: one pass reads 2
+    bytes for each number and source and writes 4, without the GIL.
 
     >>> from flatweights.wire import GradientEncoder
     >>> a, b = (GradientEncoder("bfloat16").encode(np.float32([x, 1])) for x in (1, 1.0078125))
@@ -149,28 +149,16 @@ def average_differences(
         out = FlatWeights.empty(plan.layout)
     else:
         check_writable(out, plan.layout, "out")
-    _average_blocks(plan, out, [flat_views(model.values) for model in models], given)
-    if plan.kept:
-        views = [list(model.values.values()) for model in models]
-        written = list(out.values())
-        average_into(
-            [written[i] for i in plan.kept], [[v[i] for i in plan.kept] for v in views], given
-        )
+    relative = relative_weights(given)
+    _core.average_widened_into(
+        plan.layout.code,
+        out.buffer,
+        plan.wire.code,
+        [model.values.buffer for model in models],
+        relative,
+        add_up(relative),
+    )
     return out
-
-
-def _average_blocks(
-    plan: Plan,
-    out: FlatWeights,
-    sources: Sequence[Sequence[NDArray[Any]]],
-    weights: Sequence[float],
-) -> None:
-    scratches = [Scratch(plan) for _ in sources]
-    for block in plan.blocks:
-        wide = [scratch.of(block, zero=True) for scratch in scratches]
-        targets = [piece for numbers in wide for piece in block.cut(numbers)]
-        move_parts(targets, [piece for source in sources for piece in block.pieces(source)])
-        average_into(block.read(out.buffer), wide, weights)
 
 
 def add_values(plan: Plan, reference: FlatWeights, values: FlatWeights) -> None:
