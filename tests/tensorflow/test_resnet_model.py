@@ -1,0 +1,122 @@
+"""The network of the example `resnet`, in both modes of TensorFlow."""
+
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from flatweights.examples._images import Digits, training_batches
+from flatweights.examples._resnet_model import (
+    EVALUATORS,
+    TRAINERS,
+    Network,
+    build_network,
+    learning_rate,
+)
+
+pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
+
+MODES = tuple(TRAINERS)
+NETWORK = Network(units=1, classes=4, seed=5)
+RATE = 0.05
+
+
+@cache
+def images() -> tuple[Any, Any]:
+    rng = np.random.default_rng(1)
+    labels = np.arange(16, dtype=np.int32) % 4
+    pixels = rng.normal(size=(16, 32, 32, 3)) + labels[:, None, None, None]
+    return pixels.astype(np.float32), labels
+
+
+def batches() -> Any:
+    return tf.data.Dataset.from_tensor_slices(images()).batch(8)
+
+
+@cache
+def trained(mode: str, steps: int) -> tuple[Any, Any, list[float]]:
+    """The weights before and after some steps, and the loss before each."""
+    variables, step = TRAINERS[mode](NETWORK, lambda: batches().repeat())
+    before = variables.get_weights()
+    losses = [float(np.mean(step(RATE)[0])) for _ in range(steps)]
+    return before, variables.get_weights(), losses
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_moving_statistics_follow_what_is_normalised(mode: str) -> None:
+    before, after, _ = trained(mode, 1)
+    first, mean, variance = (
+        next(name for name in before if name.endswith(end))
+        for end in ("kernel", "moving_mean", "moving_variance")
+    )
+    kernel = before[first].astype(np.float64)
+    padded = np.pad(images()[0][:8], [(0, 0), (1, 1), (1, 1), (0, 0)]).astype(np.float64)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
+    x = np.einsum("bhwcij,ijco->bhwo", windows, kernel)
+    np.testing.assert_allclose(after[mean], 0.1 * x.mean(axis=(0, 1, 2)), rtol=1e-3, atol=1e-5)
+    wanted = 0.9 + 0.1 * x.var(axis=(0, 1, 2))
+    np.testing.assert_allclose(after[variance], wanted, rtol=1e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_goes_where_the_momenta_point(mode: str) -> None:
+    before, after, _ = trained(mode, 1)
+    names = list(before)
+    trained_names = [n for n in names if "moving" not in n and "momentum" not in n]
+    momenta = [name for name in names if "momentum" in name]
+    for name, momentum in zip(trained_names, momenta, strict=True):
+        assert np.any(after[momentum]), momentum
+        np.testing.assert_allclose(
+            after[name], before[name] - RATE * after[momentum], rtol=1e-5, atol=1e-6
+        )
+
+
+def test_both_modes_learn_alike() -> None:
+    (start, eager, losses), (other_start, graph, other_losses) = (trained(m, 8) for m in MODES)
+    assert losses[-1] < 0.7 * losses[0]
+    np.testing.assert_allclose(losses, other_losses, rtol=1e-3)
+    np.testing.assert_array_equal(start.buffer, other_start.buffer)
+    for name, x, y in zip(eager, eager.values(), graph.values(), strict=True):
+        assert not np.array_equal(x, start[name]), name
+        np.testing.assert_allclose(x, y, rtol=1e-2, atol=2e-3, err_msg=name)
+
+
+def test_both_modes_draw_the_same_batches() -> None:
+    def losses(mode: str) -> list[float]:
+        draw = partial(training_batches, Digits(seed=0), 1, 2, 8, (3, 4))
+        _, step = TRAINERS[mode](Network(units=1, classes=10, seed=0), draw)
+        return [float(np.mean(step(RATE)[0])) for _ in range(3)]
+
+    found = [losses(mode) for mode in MODES]
+    np.testing.assert_allclose(*found, rtol=1e-3)
+    assert len(set(found[0])) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluation_is_that_of_keras(mode: str) -> None:
+    weights = trained("eager", 8)[1]
+    variables, evaluate = EVALUATORS[mode](NETWORK, batches)
+    own = [value for name, value in weights.items() if "momentum" not in name]
+    variables.set_weights(dict(zip(variables.layout.names, own, strict=True)))
+    losses, right = evaluate()
+    model = build_network(NETWORK)
+    assert len(own) == len(model.weights)
+    model.set_weights(own)
+    model.compile(loss="sparse_categorical_crossentropy")
+    outputs = model.predict(images()[0], verbose=0).astype(np.float64)
+    wanted = np.log(np.exp(outputs).sum(axis=1)) - outputs[np.arange(16), images()[1]]
+    np.testing.assert_allclose(losses, wanted, rtol=1e-3, atol=1e-4)
+    assert right.tolist() == (outputs.argmax(axis=1) == images()[1]).tolist()
+
+
+def test_layers_are_counted_as_in_the_paper() -> None:
+    model = build_network(Network(units=5, classes=10, seed=0))
+    assert sum(v.name == "kernel" for v in model.trainable_variables) == 32
+    assert model.count_params() == pytest.approx(0.46e6, rel=0.02)
+
+
+def test_the_rate_falls_after_half_and_three_quarters() -> None:
+    rates = [learning_rate(1.0, number, 8) for number in range(1, 9)]
+    assert rates == pytest.approx([1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01])
