@@ -119,7 +119,11 @@ inline Doubles finish_group(std::byte* out, std::size_t to, const Waiting<Out>& 
   return spoiled;
 }
 
-inline constexpr std::size_t kRegisterSources = 8;  // read side by side; more take turns
+inline constexpr std::size_t kRegisterSources = 16;  // read side by side; more take turns
+// What is streamed goes out soon after it was read: measured, the shorter the better, down
+// to some lines.
+inline constexpr std::size_t kShortBlock = 64;
+static_assert(kShortBlock % kStep == 0);
 
 template <class T, class Out, bool Weighted, bool Multiply>
 inline bool average_steps(std::byte* out, std::size_t to, const std::byte* const* sources,
@@ -161,9 +165,10 @@ bool average_in_lanes(std::byte* out, const std::byte* const* sources, const dou
   const std::size_t head = bytes_to_line(out + begin * sizeof(Out));
   if (head % sizeof(Out) != 0) stream = false;
   if (stream && head > 0) singly(std::min(end - begin, head / sizeof(Out)));
-  const std::size_t block = count > kRegisterSources ? kMostBlock : kBlock;
+  const std::size_t block = count > kRegisterSources ? kMostBlock : kShortBlock;
   while (end - begin >= kStep) {
-    const std::size_t size = std::min(block, (end - begin) / kStep * kStep);
+    const std::size_t most = stream ? block : kMostBlock;
+    const std::size_t size = std::min(most, (end - begin) / kStep * kStep);
     if (stream && size == block) {
       finite &= steps(lines, 0, sources, weights, count, divisor.factor, begin, size);
       stream_lines(out + begin * sizeof(Out), lines, size * sizeof(Out));
