@@ -2,7 +2,7 @@
 
 import argparse
 
-from flatweights._arguments import PLOT_SUFFIXES, plot_file
+from flatweights._arguments import PLOT_SUFFIXES, integer, plot_file
 
 
 def make_parser(description: str | None, plot: str | None = None) -> argparse.ArgumentParser:
@@ -17,7 +17,7 @@ def make_parser(description: str | None, plot: str | None = None) -> argparse.Ar
     )
     parser.add_argument(
         "--seed",
-        type=int,
+        type=integer(0, 2**32 - 1),
         default=0,
         metavar="N",
         help="of the data and the first weights; default: %(default)s",

@@ -100,7 +100,7 @@ def average(
             given as numbers are checked before any result is waited for. Only after
             ``nonfinite="raise"`` has found a rank, ``out`` may hold nothing of use.
     """
-    ranks = _references(refs)
+    ranks = references(refs)
     job = Job.of(
         len(ranks),
         weights,
@@ -114,7 +114,7 @@ def average(
     return found
 
 
-def _references(refs: Iterable[Any]) -> list[Any]:
+def references(refs: Iterable[Any]) -> list[Any]:
     if not isinstance(refs, Iterable):
         raise TypeError(f"refs: expected a list of references, got {type(refs).__name__}")
     ranks = list(refs)
@@ -150,14 +150,14 @@ def late_error(timeout: float | None) -> TimeoutError:
     return TimeoutError(f"no result after {timeout} s")
 
 
-def _own(extras: Any) -> Any:
+def own(extras: Any) -> Any:
     """Return ``extras`` with copies of the arrays in it, which are views of the object store."""
     if isinstance(extras, (np.ndarray, FlatWeights)):
         return extras.copy()
     if type(extras) is dict:
-        return {key: _own(value) for key, value in extras.items()}
+        return {key: own(value) for key, value in extras.items()}
     if type(extras) in (list, tuple):
-        return type(extras)(map(_own, extras))
+        return type(extras)(map(own, extras))
     return extras
 
 
@@ -354,7 +354,7 @@ class _Sums:
                 else self._weigh[rank]
             )
             if extras is not None:
-                self.extras[rank] = _own(extras)
+                self.extras[rank] = own(extras)
             self.ranks.append(rank)
         return models, values
 

@@ -17,7 +17,8 @@ from flatweights.ray._metrics import METRICS
 from flatweights.ray._progress import RoundsBar
 from flatweights.ray._report import report
 from flatweights.ray._round import Round
-from flatweights.ray._sharded import ShardedAverage, ShardedJob
+from flatweights.ray._sharded import ShardedAverage
+from flatweights.ray._sharded_job import ShardedJob
 from flatweights.ray._sharded_round import ShardedRound, ShardedWeights
 from flatweights.ray._shards import Reading
 from flatweights.ray._store import StoreTooSmallError, put, size_of

@@ -1,6 +1,7 @@
 """Actors whose weights travel as one buffer."""
 
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -195,4 +196,8 @@ class FlatWorker:
 def _was_restarted() -> bool:
     """Whether Ray has started this actor more than once."""
     context = ray.get_runtime_context()
-    return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)
+    if context.get_actor_id() is None:
+        return False
+    with warnings.catch_warnings():  # Ray asks itself in a way that it deprecates
+        warnings.simplefilter("ignore")
+        return bool(context.was_current_actor_reconstructed)
