@@ -90,7 +90,7 @@ def run(options: Namespace) -> None:
     limits = machine.limits(rounds=3 if options.quick else 7)
     rows = []
     for nbytes, count, dtype in cases:
-        rows += case(nbytes, count, dtype, budget=4 if options.quick else 12, tensorflow=True)
+        rows += case(nbytes, count, dtype, budget=1 if options.quick else 6, tensorflow=True)
     runner.report("average", rows, limits, options)
 
 

@@ -92,7 +92,7 @@ def measure(contender: str, processes: int, seconds: float) -> Row:
 
 def run(options: Namespace) -> None:
     """Measure all and print the table."""
-    seconds = 0.5 if options.quick else 3.0
+    seconds = 0.3 if options.quick else 1.5
     contenders = (runner.OURS, f"{runner.OURS}, 1 thread", "np.mean(axis=0)")
     rows = [measure(c, n, seconds) for c in contenders for n in PROCESSES]
     info = machine.describe()

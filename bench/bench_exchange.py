@@ -206,7 +206,7 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
 
 def run(options: Namespace) -> None:
     """Run the bench."""
-    budget = 4 if options.quick else 20
+    budget = 1.5 if options.quick else 8
     inherited = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     ray.init(
         "local", include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": inherited}

@@ -60,7 +60,7 @@ def run(options: Namespace) -> None:
         "300 parts of 1 kB": [(16, 16)] * 300,
         "resnet50": models.resnet50(),
     }
-    budget = 2 if options.quick else 6
+    budget = 0.5 if options.quick else 3
     rows = []
     for name, model in shapes.items():
         parts = models.random_parts(model)

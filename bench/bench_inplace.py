@@ -167,7 +167,7 @@ def run(options: Namespace) -> None:
                 oracle=oracle,
                 # NumPy's norms of 16-bit numbers overflow.
                 tolerance=np.inf if np.dtype(dtype).itemsize == 2 else 0.05,
-                budget=0.5 if options.quick else 2,
+                budget=0.15 if options.quick else 1,
             )
     runner.report("in place", rows, limits, options)
 

@@ -221,7 +221,7 @@ def run(options: Namespace) -> None:
         "resnet50": models.resnet50(),
         "transformer": models.transformer(),
     }
-    budget = 1 if options.quick else 5
+    budget = 0.3 if options.quick else 2.5
     rows = []
     for name, model in shapes.items():
         for mode in ("eager", "session"):
