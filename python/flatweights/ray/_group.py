@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,8 +10,9 @@ import ray
 
 from flatweights._average import Nonfinite, read_weights
 from flatweights._weights import FlatWeights
+from flatweights.ray._actors import Actors, raised
 from flatweights.ray._average import Job, Weights, count, late_error
-from flatweights.ray._errors import WorkerError, reason_of
+from flatweights.ray._errors import WorkerError
 from flatweights.ray._metrics import METRICS
 from flatweights.ray._progress import RoundsBar
 from flatweights.ray._report import report
@@ -23,10 +23,8 @@ from flatweights.ray._sharded_round import ShardedRound, ShardedWeights
 from flatweights.ray._shards import Reading
 from flatweights.ray._store import StoreTooSmallError, put, size_of
 from flatweights.ray._wire import GroupWire, Travels, nbytes_of, widen
-from flatweights.ray._worker import FlatWorker, StaleWorkerError
+from flatweights.ray._worker import FlatWorker
 from flatweights.wire import WireDType
-
-_log = logging.getLogger("flatweights")
 
 # Up to here arguments travel with the call and results with its reply; beyond, a value is
 # better put into the object store once than pickled into each call.
@@ -97,20 +95,8 @@ class WorkerGroup:
             ValueError: If there is no actor, or ``wire_dtype`` is another one.
             TypeError: If one is no actor of a `FlatWorker` class.
         """
-        self._actors = list(actors)
-        if not self._actors:
-            raise ValueError("expected at least one actor, got none")
-        for rank, actor in enumerate(self._actors):
-            if not isinstance(actor, ray.actor.ActorHandle) or not hasattr(
-                actor, "receive_version"
-            ):
-                raise TypeError(
-                    f"rank {rank}: expected an actor of a FlatWorker class, "
-                    f"got {type(actor).__name__}"
-                )
+        self._actors = Actors(actors)
         self._max_inflight = count(max_inflight, "max_inflight", None)
-        self._unhealthy: dict[int, Exception] = {}
-        self._owed: dict[int, Any] = {}  # by rank, what a late actor is still working on
         self._version: int | None = None  # of the latest weights that were sent
         self._latest = _Outgoing()
         self._wire = None if wire_dtype is None else GroupWire(wire_dtype)
@@ -169,11 +155,11 @@ class WorkerGroup:
 
     def actors(self) -> dict[int, Any]:
         """Return the actors by rank."""
-        return dict(enumerate(self._actors))
+        return dict(enumerate(self._actors.handles))
 
     def healthy_actor_ids(self) -> list[int]:
         """Return the ranks that are called."""
-        return [rank for rank in range(len(self._actors)) if rank not in self._unhealthy]
+        return self._actors.healthy()
 
     def num_healthy_actors(self) -> int:
         """Return how many ranks are called."""
@@ -181,12 +167,12 @@ class WorkerGroup:
 
     def is_actor_healthy(self, rank: int) -> bool:
         """Whether ``rank`` is called."""
-        return rank not in self._unhealthy
+        return rank not in self._actors.unhealthy
 
     @property
     def unhealthy(self) -> Mapping[int, Exception]:
         """By rank, why actors are not called."""
-        return dict(sorted(self._unhealthy.items()))
+        return dict(sorted(self._actors.unhealthy.items()))
 
     def step(
         self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -205,11 +191,11 @@ class WorkerGroup:
             WorkerError: If a method raised, or no rank has answered.
         """
         refs = self._call(method, args, kwargs)
-        results, failed = self._collect(refs, timeout)
-        self._note(failed)
-        raised = _raised(failed)
-        if raised or not results:
-            raise WorkerError(raised or self._unhealthy)
+        results, failed = self._actors.collect(refs, timeout)
+        self._actors.note(failed)
+        by_methods = raised(failed)
+        if by_methods or not results:
+            raise WorkerError(by_methods or self._actors.unhealthy)
         return results
 
     def average(
@@ -264,7 +250,7 @@ class WorkerGroup:
             sharded=sharded,
             **kwargs,
         )
-        report(found, said=self._unhealthy)
+        report(found, said=self._actors.unhealthy)
         return found
 
     def _average(
@@ -289,7 +275,7 @@ class WorkerGroup:
         count(min_results, "min_results", len(self._actors))
         ranks = self.healthy_actor_ids()
         if len(ranks) < (min_results or 1):
-            raise WorkerError(self._unhealthy)
+            raise WorkerError(self._actors.unhealthy)
         values = [given[rank] for rank in ranks] if isinstance(given, list) else given
         limits: dict[str, Any] = {
             "timeout": timeout,
@@ -303,7 +289,7 @@ class WorkerGroup:
             job = Job.of(len(ranks), values, **limits)
         else:
             job = sharded.job(len(ranks), values, **limits)
-        before = dict(self._unhealthy)
+        before = dict(self._actors.unhealthy)
         encoded = self._wire is not None and (travels == "gradients" or self._wire.has_sent)
         pieces: list[list[Any]] | None = None
         if isinstance(job, ShardedJob) and job.reading.shards:
@@ -322,8 +308,8 @@ class WorkerGroup:
         finally:
             # Also if it was not for a rank's failure that there is no average.
             late = {ranks[k]: late_error(timeout) for k in job.arrivals.late}
-            self._owed |= {rank: refs[rank] for rank in late}
-            self._note({ranks[k]: error for k, error in job.arrivals.failed.items()} | late)
+            self._actors.owed |= {rank: refs[rank] for rank in late}
+            self._actors.note({ranks[k]: error for k, error in job.arrivals.failed.items()} | late)
             refs.clear()  # who keeps an error keeps this frame
             if pieces is not None:
                 pieces.clear()
@@ -360,7 +346,7 @@ class WorkerGroup:
         """
         ranks = self.healthy_actor_ids()
         if not ranks:
-            raise WorkerError(self._unhealthy)
+            raise WorkerError(self._actors.unhealthy)
         before = self._version, self._latest
         begin = time.monotonic()
         self._latest = self._to_send(weights)
@@ -373,15 +359,15 @@ class WorkerGroup:
         if isinstance(weights, Round):
             weights.seconds = {**weights.seconds, **seconds}
             weights.nbytes_sent = len(answered) * self._latest.nbytes
-        raised = _raised(failed)
-        if raised and not answered:
+        by_methods = raised(failed)
+        if by_methods and not answered:
             self._version, self._latest = before
             if self._wire is not None:
                 self._wire.forget()
-            raise WorkerError(raised)
-        self._unhealthy |= raised
-        if raised or not answered:
-            raise WorkerError(raised or failed)
+            raise WorkerError(by_methods)
+        self._actors.unhealthy |= by_methods
+        if by_methods or not answered:
+            raise WorkerError(by_methods or failed)
         return list(answered)
 
     def restore(self, *, timeout: float | None = 10.0) -> list[int]:
@@ -392,18 +378,15 @@ class WorkerGroup:
         Args:
             timeout: Seconds to wait for answers; for ever, if None.
         """
-        self._forget_answered()
-        ranks = [rank for rank in sorted(self._unhealthy) if rank not in self._owed]
+        ranks = self._actors.to_probe()
         if self._version is None:
             # Nothing to send: good is who has not lost what it had.
             asked = {rank: self._actors[rank].call_version.remote(None, "ping") for rank in ranks}
-            answered, failed = self._collect(asked, timeout)
+            answered, failed = self._actors.collect(asked, timeout)
         else:
             answered, failed = self._send(ranks, timeout, in_full=True)
-        self._unhealthy |= failed
-        for rank in answered:
-            del self._unhealthy[rank]
-            _log.warning("flatweights: rank %d is back", rank)
+        self._actors.unhealthy |= failed
+        self._actors.heal(answered)
         return list(answered)
 
     def run(
@@ -444,11 +427,11 @@ class WorkerGroup:
         """
         with RoundsBar(rounds) if progress else contextlib.nullcontext() as bar:
             for number in range(1, rounds + 1):
-                if self._unhealthy:
+                if self._actors.unhealthy:
                     self.restore()
                 if self._in_round and self._version is not None:
                     ranks = self.healthy_actor_ids()
-                    self._unhealthy |= self._send(ranks, timeout, in_full=True)[1]
+                    self._actors.unhealthy |= self._send(ranks, timeout, in_full=True)[1]
                 self._in_round = True
                 begin = time.monotonic()
                 found = self._average(
@@ -465,7 +448,7 @@ class WorkerGroup:
                 self._in_round = False
                 found.seconds = {**found.seconds, "round": time.monotonic() - begin}
                 found.number = number
-                report(found, said=self._unhealthy)
+                report(found, said=self._actors.unhealthy)
                 if bar is not None:
                     bar.advance(found)
                 yield found
@@ -473,12 +456,7 @@ class WorkerGroup:
 
     def shutdown(self) -> None:
         """End all actors; their processes are gone soon after."""
-        for actor in self._actors:
-            ray.kill(actor)
-        self._unhealthy = {
-            rank: RuntimeError("the group was shut down") for rank in range(len(self._actors))
-        }
-        self._owed.clear()
+        self._actors.shut_down()
         self._arguments.clear()
         self._latest, self._snapshot = _Outgoing(), None
 
@@ -558,46 +536,10 @@ class WorkerGroup:
             rank: self._actors[rank].receive_version.remote(self._version, sent.message)
             for rank in ranks
         }
-        answered, failed = self._collect(refs, timeout)
+        answered, failed = self._actors.collect(refs, timeout)
         METRICS.count_sent(len(answered) * sent.nbytes)
-        self._note(failed)
+        self._actors.note(failed)
         return answered, failed
-
-    def _collect(
-        self, refs: Mapping[int, Any], timeout: float | None
-    ) -> tuple[dict[int, Any], dict[int, Exception]]:
-        """Return results and errors by rank; what is late is an error, and owed."""
-        results: dict[int, Any] = {}
-        failed: dict[int, Exception] = {}
-        if not refs:
-            return results, failed
-        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
-        arrived = set(ready)
-        for rank, ref in refs.items():
-            if ref not in arrived:
-                failed[rank] = late_error(timeout)
-                self._owed[rank] = ref
-                continue
-            try:
-                results[rank] = ray.get(ref)
-            except ray.exceptions.RayError as error:
-                failed[rank] = error.with_traceback(None)
-        return results, failed
-
-    def _note(self, failed: Mapping[int, Exception]) -> None:
-        for rank, error in failed.items():
-            if _is_of_ray(error):
-                if rank not in self._unhealthy:
-                    _log.warning("flatweights: rank %d is left out: %s", rank, reason_of(error))
-                self._unhealthy[rank] = error
-
-    def _forget_answered(self) -> None:
-        """Drop what late actors have answered meanwhile; they may be probed again."""
-        if self._owed:
-            refs = list(self._owed.values())
-            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-            answered = set(ready)
-            self._owed = {r: ref for r, ref in self._owed.items() if ref not in answered}
 
 
 def _by_reference(arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -608,15 +550,3 @@ def _by_reference(arguments: Sequence[Any]) -> tuple[Any, ...]:
         else ray.put(one)
         for one in arguments
     )
-
-
-def _raised(failed: Mapping[int, Exception]) -> dict[int, Exception]:
-    """Return what methods raised."""
-    return {rank: error for rank, error in failed.items() if not _is_of_ray(error)}
-
-
-def _is_of_ray(error: Exception) -> bool:
-    """Whether the actor, rather than its method, failed: it died, is stale, or is late."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return isinstance(getattr(error, "cause", None), StaleWorkerError)
-    return isinstance(error, (ray.exceptions.RayError, TimeoutError))
