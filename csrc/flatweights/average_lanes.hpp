@@ -40,6 +40,9 @@ template <class T, class Out, bool Weighted>
 [[gnu::always_inline]] inline void add_rows(Sums<Out>& sums, const std::byte* const* sources,
                                             [[maybe_unused]] const double* weights,
                                             std::size_t count, std::size_t i) noexcept {
+  // A load of its own for each source: processors foresee streams by the address of the
+  // instruction that reads them. In a loop, many sources take twice as long.
+#pragma GCC unroll 16
   for (std::size_t k = 0; k < count; ++k) {
     const std::byte* const source = sources[k];
     Pair terms[kPairs];
