@@ -14,10 +14,10 @@ For a task of your own, change `Player.build`, which returns the policy, and `pl
 what a vector of weights is worth: any number will do, without gradients. ``trials`` in the table
 is what the driver sends to each actor per update, beside the ``weights`` that it need not send.
 
-On two cores of a shared virtual machine that others used too (TensorFlow 2.21, Gymnasium 1.2),
-with seeds 0, 1 and 2: a mean return of 475 after 29, 27 and 34 updates, or 577,000 to 778,000
-steps in 52 to 131 seconds; 500.0 in each hundred episodes afterwards. To each actor some 500 bytes
-went per update; the weights have 18,440.
+On two cores of a shared virtual machine (TensorFlow 2.21, Gymnasium 1.2), with seeds 0, 1 and
+2: a mean return of 475 after 29, 27 and 34 updates, or 577,000 to 778,000 steps, in 19 seconds
+with seed 0; 500.0 in each hundred episodes afterwards. To each actor some 500 bytes went per
+update; the weights have 18,440.
 """
 
 import argparse

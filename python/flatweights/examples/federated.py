@@ -23,9 +23,9 @@ process may pass, as a lack of memory does, let Ray repeat every call a few time
 
 On two cores of a shared virtual machine (TensorFlow 2.21, Ray 2.60), the mean accuracy of the
 last five of 40 rounds: FedAvg 0.931, FedAdam 0.969, with a fifth of the clients failing; 0.913
-and 0.942 with half of them. A round takes 0.1 s, or 5 s where an actor starts anew. With one
-label for each client (``--concentration 0.1``) 40 rounds are too few: 0.733 and 0.867.
-The exchange of a round, with 20 clients: 21 ms as one buffer, 30 ms as a dict of arrays.
+and 0.942 with half of them. Both servers took 30 s together, most of it for actors to start
+anew. With one label for each client (``--concentration 0.1``) 40 rounds are too few: 0.733 and
+0.867. The exchange of a round, with 20 clients: 20 ms as one buffer, 29 ms as a dict of arrays.
 """
 
 import argparse

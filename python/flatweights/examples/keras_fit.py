@@ -13,9 +13,10 @@ For a model of your own, change `compile_model`, and `fit` to fit it to your dat
 optimizers remember (here: Adam's moments) stays where it is; to average that too, build the
 optimizer, and return ``[self.model, self.model.optimizer]`` from `FlatNetwork.build`.
 
-On two busy cores of a shared virtual machine (TensorFlow 2.21, Ray 2.60), 2 workers, 10 arrays
-of 3.3 MB in all: accuracy 0.975 on digits that were not fitted, and the same losses, for both
-classes; about 20 ms for an exchange in each of the three ways.
+On two cores of a shared virtual machine (TensorFlow 2.21, Ray 2.60), 2 workers, 10 arrays of
+3.3 MB in all: accuracy 0.975 on digits that were not fitted, and the same losses, for both
+classes. An exchange took 13.5 ms as in the guide, 10.5 ms with `average` instead, and 9.8 ms with
+`FlatNetwork`.
 """
 
 import argparse

@@ -11,8 +11,8 @@ For a model of your own, let `Worker.build` return it (a Keras model; in graph m
 `TensorFlowVariables` with the session) and `Worker.train` train it. The loop in `main` stays
 as it is. (`ComparedWorker` is a `FlatWorker` that can also do as Ray's guide does.)
 
-On two busy cores of a shared virtual machine (TensorFlow 2.21, Ray 2.60), 3 workers: 7 ms for
-an exchange, 8 ms with dicts of arrays. With two numbers to move it is Ray's calls alone;
+On two cores of a shared virtual machine (TensorFlow 2.21, Ray 2.60), 3 workers: 6 ms for an
+exchange, 8 ms with dicts of arrays. With two numbers to move it is Ray's calls alone;
 `flatweights demo` and `keras_fit` have models of more.
 """
 

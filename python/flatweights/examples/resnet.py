@@ -25,8 +25,8 @@ For a model of your own, change `build_network` in `_resnet_model.py`; for other
 write a class like `Digits` in `_images.py`. The loop in `train` stays as it is.
 
 On two cores of a shared virtual machine (TensorFlow 2.21, Ray 2.60), with 252 variables of
-3.7 MB: accuracy 0.994 on digits that were not trained on, in three minutes beside other
-work; a round's exchange took 24 ms as one buffer, and 86 ms as a dict of arrays.
+3.7 MB: accuracy 0.994 on digits that were not trained on, after 30 rounds, in 47 seconds; a
+round's exchange took 13 ms as one buffer, and 37 ms as a dict of arrays.
 """
 
 import argparse
