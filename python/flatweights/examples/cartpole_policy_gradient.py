@@ -14,8 +14,9 @@ whose actions are numbered) and `build_network`; the loss is in `Learner`. The e
 timed is one of weights: from the driver's variables to those of all actors.
 
 On two cores of a shared virtual machine (TensorFlow 2.21, Gymnasium 1.2), with seeds 0, 1 and
-2: a mean return of 475 after 80, 92 and 73 updates, or 74,000 to 94,000 steps, in 4 seconds with seed 0; 500.0 in each hundred episodes afterwards. A broadcast to two
-actors took 2.2 ms as one buffer, 3.4 ms as a dict of arrays.
+2: a mean return of 475 after 80, 92 and 73 updates, or 74,000 to 94,000 steps, in 4 seconds with
+seed 0; 500.0 in each hundred episodes afterwards. A broadcast to two actors took 2.2 ms as one
+buffer, 3.4 ms as a dict of arrays.
 """
 
 import argparse
