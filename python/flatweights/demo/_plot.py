@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from flatweights.demo._history import History
 from flatweights.demo._options import Options
+from flatweights.demo._plot_style import STYLE
 from flatweights.demo._rounds import Times
 from flatweights.demo._screen import TIME_LABELS, count
 
@@ -20,15 +21,6 @@ _TIME_COLOURS = {
     "put": "#edae49",
     "scatter": "#66a182",
     "ray": "#8d96a3",
-}
-STYLE = {
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "font.size": 9.5,
-    "legend.frameon": False,
 }
 
 

@@ -7,7 +7,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from flatweights.demo._options import Options
-from flatweights.demo._plot import LINE_COLOURS, STYLE
+from flatweights.demo._plot import LINE_COLOURS
+from flatweights.demo._plot_style import STYLE
 from flatweights.demo._screen import count
 
 if TYPE_CHECKING:

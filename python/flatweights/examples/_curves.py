@@ -5,16 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from flatweights.demo._plot_style import STYLE
+
 _COLOURS = ("#0b5fa5", "#e07b00", "#66a182", "#d1495b", "#8d6fb8", "#8d96a3")
-_STYLE = {
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "font.size": 9.5,
-    "legend.frameon": False,
-}
 
 
 @dataclass
@@ -43,7 +36,7 @@ def draw(path: Path, title: str, *panels: Panel) -> None:
     import matplotlib as mpl  # takes a second
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(1.0 + 5.0 * len(panels), 4.0), layout="constrained")
         figure.suptitle(title, fontsize=12)
         for axes, panel in zip(

@@ -115,6 +115,7 @@ def average(
 
 
 def references(refs: Iterable[Any]) -> list[Any]:
+    """Return ``refs``, checked to be references, one at least."""
     if not isinstance(refs, Iterable):
         raise TypeError(f"refs: expected a list of references, got {type(refs).__name__}")
     ranks = list(refs)
