@@ -5,15 +5,10 @@ against an oracle, bit for bit, and prints what the test asks for.
 """
 
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,53 +16,17 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from ray_programs import output_of, program
 from ray_workers import PlainWorker, trained, weights_of
-from reference import clean_environment, same_bits
+from reference import same_bits
 
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import StoreTooSmallError, WorkerError, WorkerGroup
 
-TESTS = Path(__file__).parents[1]
 LARGE = 40_000  # elements; beyond 100 KiB weights lie in shared memory
 MIB = 2**20
 SMALLEST_STORE = 75 * MIB  # Ray takes no less
-
-
-@contextmanager
-def program(function: Callable[..., None], *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a function of this file in a process, group and session of its own."""
-    code = (
-        "import importlib.util, sys, ray; sys.path.insert(0, sys.argv[1]);"
-        "spec = importlib.util.spec_from_file_location('faults', sys.argv[2]);"
-        "faults = importlib.util.module_from_spec(spec); spec.loader.exec_module(faults);"
-        "getattr(faults, sys.argv[3])(*sys.argv[4:])"
-    )
-    # A folder of its own: a cluster leaves its address there, for any other program to find.
-    # (The names of Ray's sockets must be short.)
-    folder = tempfile.mkdtemp(prefix="fw-", dir="/tmp")
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(TESTS), __file__, function.__name__, *arguments],
-        env=clean_environment(PYTHONPATH=str(TESTS), RAY_DEDUP_LOGS="0", RAY_TMPDIR=folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def output_of(function: Callable[..., None], *arguments: str, timeout: float = 120) -> str:
-    with program(function, *arguments) as process:
-        out, err = process.communicate(timeout=timeout)
-        assert process.returncode == 0, err[-5000:]
-    return out
 
 
 def start_ray(store: int = SMALLEST_STORE, **options: Any) -> None:
@@ -247,6 +206,15 @@ def store_in_use() -> tuple[int, int]:
     return stats.object_store_bytes_used, stats.spilled_bytes_total
 
 
+def settled_use() -> int:
+    """Bytes in the object store, once what was dropped is gone: Ray frees once a second."""
+    least = store_in_use()[0]
+    for _ in range(50):
+        time.sleep(0.05)
+        least = min(least, store_in_use()[0])
+    return least
+
+
 def go_round(rounds: str, mib: str, ranks: str) -> None:
     size, n = int(mib) * MIB // 8, int(ranks)
     nbytes = weights_of(0.0, size).layout.nbytes
@@ -268,11 +236,12 @@ def go_round(rounds: str, mib: str, ranks: str) -> None:
             used.append(store_in_use()[0] - rest)
             info = me.memory_full_info()
             heap.append(info.uss)
+            if len(used) == 2:
+                early = settled_use() - rest
     seconds = time.monotonic() - begin
     assert found is not None
     assert found.weights["w"][0] == int(rounds) * (n + 1) / 2
-    # The least of several looks: on a busy machine what was dropped is freed later.
-    early, late = min(used[1:6]), min(used[-5:])
+    late = settled_use() - rest
     print(nbytes, max(used), early, late, store_in_use()[1], heap[2], heap[-1], seconds)
     assert ballast is not None
 
