@@ -231,6 +231,6 @@ def run_example(program: str, *options: str, cwd: Path) -> subprocess.CompletedP
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """The environment of the tests without what counts threads, and with ``extra``."""
-    counts = ("FLATWEIGHTS_NUM_THREADS", "OMP_NUM_THREADS")
-    return {k: v for k, v in os.environ.items() if k not in counts} | extra
+    """The environment of the tests without what they are about, and with ``extra``."""
+    ours = ("FLATWEIGHTS_NUM_THREADS", "OMP_NUM_THREADS", "FLATWEIGHTS_STREAM_ABOVE")
+    return {k: v for k, v in os.environ.items() if k not in ours} | extra

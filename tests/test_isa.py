@@ -1,4 +1,4 @@
-"""Every instruction set gives the bits that the portable loops give."""
+"""Every instruction set gives the bits that the portable loops give, streamed or not."""
 
 import hashlib
 import os
@@ -56,7 +56,7 @@ def results() -> Iterator[NDArray[Any]]:
     rng = np.random.default_rng(7)
     for dtype in DTYPES:
         for size in (0, 1, 7, 31, 33, 63, 64, 65, 1023, 1024, 1025, 2049, 4097, 5000):
-            for count in (1, 2, 3, 4, 5, 8, 9, 17):
+            for count in (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 40):
                 sources = [source(rng, size, dtype, special=size % 2 == 1) for _ in range(count)]
                 by = int(rng.integers(0, 64))
                 weights = None if count % 2 else rng.uniform(0.1, 3, count)
@@ -68,13 +68,15 @@ def results() -> Iterator[NDArray[Any]]:
                 yield running.mean()
                 x = misaligned(sources[-1], by ^ 16)
                 yield from changed_in_place(out, x, float(rng.uniform(0, 1)))
-        # Past the caches: streaming stores, whole lines and the ends around them.
-        large = [source(rng, 40_000_003 // np.dtype(dtype).itemsize, dtype, False)] * 2
-        yield fw.average([*large, large[0][::-1].copy()])
-        out = misaligned(np.zeros_like(large[0]), np.dtype(dtype).itemsize)
-        yield fw.average(large, out=out)
-        yield from changed_in_place(out[:500_003], large[0][:500_003].copy(), 0.3)
-        yield fw.flatten([large[0][:7], large[0]])
+        # More than one thread takes, and more than one block of sums.
+        large = source(rng, 4_000_003 // np.dtype(dtype).itemsize, dtype, False)
+        for count in (2, 3, 15, 16, 17, 40):
+            views = [large[k : large.size - count + k] for k in range(count)]
+            yield fw.average(views)
+            out = misaligned(np.zeros_like(views[0]), np.dtype(dtype).itemsize)
+            yield fw.average(views, rng.uniform(0.1, 3, count), out=out)
+        yield from changed_in_place(out, large[: out.size].copy(), 0.3)
+        yield fw.flatten([large[:7], large])
         for optimizer in (server.FedAdagrad, server.FedAdam, server.FedYogi):
             stepping = optimizer(rng.normal(size=1025).astype(dtype), learning_rate=0.1)
             for _ in range(3):
@@ -88,24 +90,30 @@ def digest() -> str:
     return found.hexdigest()
 
 
-def run(isa: str, threads: int) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "FLATWEIGHTS_ISA": isa, "FLATWEIGHTS_NUM_THREADS": str(threads)}
+def run(isa: str, threads: int, stream_above: int) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "FLATWEIGHTS_ISA": isa,
+        "FLATWEIGHTS_NUM_THREADS": str(threads),
+        "FLATWEIGHTS_STREAM_ABOVE": str(stream_above),
+    }
     return subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
     )
 
 
 def test_all_instruction_sets_and_thread_counts_give_the_same_bits() -> None:
-    runs = {(isa, threads): run(isa, threads) for threads, isa in enumerate(SETS, start=1)}
+    cases = [(isa, n, above) for n, isa in enumerate(SETS, start=1) for above in (0, 2**40)]
     digests = {}
-    for (isa, threads), done in runs.items():
+    for case in cases:
+        isa, done = case[0], run(*case)
         if "FLATWEIGHTS_ISA: expected one of" in done.stderr:
             continue  # this processor does not have it
         assert done.returncode == 0, done.stderr
         name, _, found = done.stdout.partition(" ")
         assert name == isa, "the loops that were asked for ran"
-        digests[isa, threads] = found
-    assert len(digests) >= 1
+        digests[case] = found
+    assert len(digests) >= 2
     assert len(set(digests.values())) == 1, digests
 
 

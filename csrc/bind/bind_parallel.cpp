@@ -6,6 +6,7 @@
 #include "bindings.hpp"
 #include "flatweights/kernels.hpp"
 #include "flatweights/parallel.hpp"
+#include "flatweights/streaming.hpp"
 
 namespace flatweights::bind {
 
@@ -14,6 +15,7 @@ namespace py = pybind11;
 void bind_parallel(py::module_& m) {
   m.def("get_isa", [] { return kernels().name; });
   m.def("get_num_threads", &num_threads);
+  m.def("get_stream_above", &stream_above);
   m.def(
       "set_num_threads",
       [](py::ssize_t count) {

@@ -4,6 +4,7 @@
 
 #include "flatweights/kernels.hpp"
 #include "flatweights/parallel.hpp"
+#include "flatweights/streaming.hpp"
 
 namespace flatweights::bind {
 namespace {
@@ -77,6 +78,7 @@ std::string Place::text() const {
 void check_environment() {
   (void)num_threads();
   (void)kernels();
+  (void)stream_above();
 }
 
 DType classify(const py::dtype& dtype) {

@@ -7,6 +7,7 @@
 
 #include "flatweights/kernels.hpp"
 #include "flatweights/parallel.hpp"
+#include "flatweights/streaming.hpp"
 
 namespace flatweights {
 namespace {

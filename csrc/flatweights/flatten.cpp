@@ -4,6 +4,7 @@
 
 #include "flatweights/kernels.hpp"
 #include "flatweights/parallel.hpp"
+#include "flatweights/streaming.hpp"
 
 namespace flatweights {
 namespace {

@@ -1,6 +1,4 @@
 // The one place where an instruction set is chosen.
-#include <unistd.h>
-
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
@@ -52,16 +50,6 @@ const Kernels* decide() {
                               "'");
 }
 
-std::size_t last_cache() noexcept {
-  constexpr long kUnknown = 32L << 20;
-#ifdef _SC_LEVEL3_CACHE_SIZE
-  const long found = sysconf(_SC_LEVEL3_CACHE_SIZE);
-#else
-  const long found = 0;
-#endif
-  return static_cast<std::size_t>(found > 0 ? found : kUnknown);
-}
-
 }  // namespace
 
 const Kernels& kernels() {
@@ -72,11 +60,6 @@ const Kernels& kernels() {
     chosen.store(found, std::memory_order_relaxed);
   }
   return *found;
-}
-
-bool pays_to_stream(std::size_t nbytes) noexcept {
-  static const std::size_t limit = last_cache();
-  return nbytes > limit;
 }
 
 }  // namespace flatweights

@@ -71,8 +71,4 @@ struct Kernels {
 // std::invalid_argument where it names one that is not there.
 [[nodiscard]] const Kernels& kernels();
 
-// Whether a job that reads and writes this many bytes in all should write past the
-// caches: it would push everything out of them, its own result included.
-[[nodiscard]] bool pays_to_stream(std::size_t nbytes) noexcept;
-
 }  // namespace flatweights

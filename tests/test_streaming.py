@@ -1,0 +1,63 @@
+"""When results are written past the caches, which their bits do not show."""
+
+from pathlib import Path
+
+import pytest
+from reference import clean_environment, run_python
+
+import flatweights as fw
+
+ABOVE = "import flatweights; print(flatweights.show_config()['streams above'])"
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+def third_cache() -> str | None:
+    """What Linux says of the first processor's cache of the third level, in KiB: '32768K'."""
+    for index in CACHES.glob("index*"):
+        if (index / "level").read_text().strip() == "3":
+            return (index / "size").read_text().strip()
+    return None
+
+
+@pytest.mark.skipif(third_cache() is None, reason="Linux tells of no third cache here")
+def test_above_the_last_cache_results_are_streamed() -> None:
+    size = third_cache()
+    assert size is not None
+    assert run_python(ABOVE).strip() == f"{int(size.removesuffix('K')) / 1024:g} MiB"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "told"), [("0", "0 MiB"), ("1572864", "1.5 MiB"), (str(2**40), "1.04858e+06 MiB")]
+)
+def test_the_environment_may_say_from_where(nbytes: str, told: str) -> None:
+    env = clean_environment(FLATWEIGHTS_STREAM_ABOVE=nbytes)
+    assert run_python(ABOVE, env).strip() == told
+
+
+def test_an_empty_variable_says_nothing() -> None:
+    env = clean_environment(FLATWEIGHTS_STREAM_ABOVE="")
+    assert run_python(ABOVE, env).strip() == fw.show_config()["streams above"]
+
+
+@pytest.mark.parametrize("text", ["32M", "-1", "1.5", " 7", "7 ", "9" * 30])
+def test_a_malformed_size_is_an_error_before_anything_changes(text: str) -> None:
+    code = """
+import numpy as np
+import flatweights as fw
+a, out, n = np.ones(3), np.zeros(3), np.array([0])
+calls = [
+    fw.show_config,
+    lambda: fw.average_into([n, out], [[np.array([5]), a]] * 2),
+    lambda: fw.flatten([a], out=out),
+    lambda: fw.unflatten_into([out], a),
+]
+for call in calls:
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+assert out.tolist() == [0, 0, 0]
+assert n.tolist() == [0]
+"""
+    printed = run_python(code, clean_environment(FLATWEIGHTS_STREAM_ABOVE=text)).splitlines()
+    assert printed == [f"FLATWEIGHTS_STREAM_ABOVE: expected a number of bytes, got '{text}'"] * 4
