@@ -3,6 +3,8 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
+#include <new>
 
 #include "flatweights/average_kernel.hpp"
 #include "flatweights/lanes.hpp"
@@ -20,130 +22,194 @@ inline constexpr std::size_t kStep = kPairs * kPair;
 template <class Out>
 struct Sums {
   Pair total[kPairs];
-  Pair lost[std::is_same_v<Out, double> ? kPairs : 1];
+};
+template <>
+struct Sums<double> {
+  Pair total[kPairs];
+  Pair lost[kPairs];
 };
 
 // As add_terms, for one term.
-template <class Out>
-[[gnu::always_inline]] inline void add_to(Doubles& total, [[maybe_unused]] Doubles& lost,
-                                          Doubles term) noexcept {
+[[gnu::always_inline]] inline void add_to(Doubles& total, Doubles& lost, Doubles term) noexcept {
   const Doubles next = total + term;
-  if constexpr (std::is_same_v<Out, double>) {
-    const Doubles added = next - total;
-    lost += (total - (next - added)) + (term - added);
-  }
+  const Doubles added = next - total;
+  lost += (total - (next - added)) + (term - added);
   total = next;
 }
 
-// Adds element [i, i + kStep) of all sources, in the order of Pair for Out.
-template <class T, class Out, bool Weighted>
-[[gnu::always_inline]] inline void add_rows(Sums<Out>& sums, const std::byte* const* sources,
-                                            [[maybe_unused]] const double* weights,
-                                            std::size_t count, std::size_t i) noexcept {
+template <class Out>
+[[gnu::always_inline]] inline void add_to(Sums<Out>& sums, std::size_t j, Pair term) noexcept {
+  if constexpr (std::is_same_v<Out, double>) {
+    add_to(sums.total[j].a, sums.lost[j].a, term.a);
+    add_to(sums.total[j].b, sums.lost[j].b, term.b);
+  } else {
+    sums.total[j].a += term.a;
+    sums.total[j].b += term.b;
+  }
+}
+
+// As divide of a Sum; `spoiled` becomes NaN where the sums are not finite.
+template <bool Multiply, class Out>
+[[gnu::always_inline]] inline Pair divide(const Sums<Out>& sums, std::size_t j, Doubles factor,
+                                          Doubles& spoiled) noexcept {
+  Pair total = sums.total[j];
+  spoiled += (total.a - total.a) + (total.b - total.b);
+  if constexpr (std::is_same_v<Out, double>) {
+    total.a += finite_or_zero(sums.lost[j].a);
+    total.b += finite_or_zero(sums.lost[j].b);
+  }
+  if constexpr (Multiply) return {total.a * factor, total.b * factor};
+  return {total.a / factor, total.b / factor};
+}
+
+// Sources that are read side by side: Count of them, their addresses and weights in registers.
+template <bool Weighted, std::size_t Count>
+struct Row {
+  static constexpr std::size_t count = Count;
+  const std::byte* source[Count];
+  Doubles weight[Weighted ? Count : 1];
+
+  Row(const std::byte* const* sources, [[maybe_unused]] const double* weights,
+      std::size_t) noexcept {
+#pragma GCC unroll 16
+    for (std::size_t k = 0; k < Count; ++k) {
+      source[k] = sources[k];
+      if constexpr (Weighted) weight[k] = broadcast(weights[k]);
+    }
+  }
+};
+
+// Any number of sources, which are looked up at each step.
+template <bool Weighted>
+struct Row<Weighted, 0> {
+  const std::byte* const* source;
+  const double* weight;
+  std::size_t count;
+
+  Row(const std::byte* const* sources, const double* weights, std::size_t number) noexcept
+      : source(sources), weight(weights), count(number) {}
+};
+
+// Adds elements [i, i + kStep) of all sources, in the order of Pair for Out.
+template <class T, class Out, bool Weighted, std::size_t Count>
+[[gnu::always_inline]] inline void add_row(Sums<Out>& sums, const Row<Weighted, Count>& row,
+                                           std::size_t i) noexcept {
   // A load of its own for each source: processors foresee streams by the address of the
   // instruction that reads them. In a loop, many sources take twice as long.
 #pragma GCC unroll 16
-  for (std::size_t k = 0; k < count; ++k) {
-    const std::byte* const source = sources[k];
+  for (std::size_t k = 0; k < row.count; ++k) {
+    const std::byte* const source = row.source[k];
     Pair terms[kPairs];
     for (std::size_t j = 0; j < kPairs; ++j) {
       constexpr bool kInterleaved = is_interleaved<T> && is_interleaved<Out>;
       terms[j] = load_pair<T, kInterleaved>(source, i + j * kPair);
     }
     if constexpr (Weighted) {
-      const Doubles weight = broadcast(weights[k]);
+      const Doubles weight = broadcast(row.weight[k]);
       for (Pair& term : terms) {
         term.a *= weight;
         term.b *= weight;
       }
     }
-    for (std::size_t j = 0; j < kPairs; ++j) {
-      Pair& lost = sums.lost[std::is_same_v<Out, double> ? j : 0];
-      add_to<Out>(sums.total[j].a, lost.a, terms[j].a);
-      add_to<Out>(sums.total[j].b, lost.b, terms[j].b);
-    }
+    for (std::size_t j = 0; j < kPairs; ++j) add_to(sums, j, terms[j]);
   }
 }
 
-// As divide of a Sum; `spoiled` becomes NaN where it is not finite.
-template <class Out, bool Multiply>
-[[gnu::always_inline]] inline Doubles divide(Doubles total, [[maybe_unused]] Doubles lost,
-                                             Doubles factor, Doubles& spoiled) noexcept {
-  spoiled += total - total;
-  if constexpr (std::is_same_v<Out, double>) total += finite_or_zero(lost);
-  return Multiply ? total * factor : total / factor;
-}
+// Sources above the caches that are read side by side; more take turns. Processors foresee some
+// 16 streams. Anything else that a step reads counts too, be it a table of sources or a number
+// that found no register: 17 take a third longer than 16.
+inline constexpr std::size_t kMostStreams = 16;
+inline constexpr std::size_t kTurn = 8;
 
-// Where the sums of a block with many sources wait for the next group of these.
+// Where the sums of a block wait for the next of its sources.
 template <class Out>
 struct Waiting {
-  alignas(kLine) Sums<Out> sums[kMostBlock / kStep];
+  static constexpr std::size_t kSteps = (std::size_t{128} << 10) / sizeof(Sums<Out>);
+  Sums<Out> sums[kSteps];
 };
 
-template <class Out>
-[[gnu::always_inline]] inline Sums<Out> no_sums() noexcept {
-  Sums<Out> sums;
-  for (Pair& pair : sums.total) pair = {broadcast(0), broadcast(0)};
-  for (Pair& pair : sums.lost) pair = {broadcast(0), broadcast(0)};
-  return sums;
-}
-
-// Adds the sources to `waiting`, which counts as 0 where First.
-template <class T, class Out, bool First, bool Weighted>
-inline void add_group(Waiting<Out>& waiting, const std::byte* const* sources, const double* weights,
-                      std::size_t count, std::size_t begin, std::size_t size) noexcept {
+// Adds kTurn sources to `waiting`, which counts as 0 where First.
+template <class T, class Out, bool Weighted, bool First>
+inline void add_turn(Waiting<Out>& waiting, const std::byte* const* sources, const double* weights,
+                     std::size_t begin, std::size_t size) noexcept {
+  const Row<Weighted, kTurn> row(sources, weights, kTurn);
   for (std::size_t i = 0; i < size; i += kStep) {
-    Sums<Out> sums = no_sums<Out>();
+    Sums<Out> sums = {};
     if constexpr (!First) sums = waiting.sums[i / kStep];
-    add_rows<T, Out, Weighted>(sums, sources, weights, count, begin + i);
+    add_row<T>(sums, row, begin + i);
     waiting.sums[i / kStep] = sums;
   }
 }
 
-// Adds the last sources to `waiting`, and writes the means to `out[to, to + size)`.
-template <class T, class Out, bool First, bool Weighted, bool Multiply>
-inline Doubles finish_group(std::byte* out, std::size_t to, const Waiting<Out>& waiting,
-                            const std::byte* const* sources, const double* weights,
-                            std::size_t count, double factor, std::size_t begin,
-                            std::size_t size) noexcept {
+// Writes the means of [begin, begin + size), past the caches where Stream, adding a row of Count
+// sources (any number where 0) to what is in `waiting`, unless that is null. False where one is
+// not finite.
+template <class T, class Out, bool Weighted, bool Multiply, bool Stream, std::size_t Count,
+          bool First>
+inline bool write_means(std::byte* out, const Waiting<Out>* waiting,
+                        const std::byte* const* sources, const double* weights, std::size_t count,
+                        double factor, std::size_t begin, std::size_t size) noexcept {
+  const Row<Weighted, Count> row(sources, weights, count);
   const Doubles factors = broadcast(factor);
   Doubles spoiled = broadcast(0);
   for (std::size_t i = 0; i < size; i += kStep) {
-    Sums<Out> sums = no_sums<Out>();
-    if constexpr (!First) sums = waiting.sums[i / kStep];
-    add_rows<T, Out, Weighted>(sums, sources, weights, count, begin + i);
-    for (std::size_t j = 0; j < kPairs; ++j) {
-      const Pair& lost = sums.lost[std::is_same_v<Out, double> ? j : 0];
-      store_pair<Out>(out, to + i + j * kPair,
-                      {divide<Out, Multiply>(sums.total[j].a, lost.a, factors, spoiled),
-                       divide<Out, Multiply>(sums.total[j].b, lost.b, factors, spoiled)});
-    }
+    Sums<Out> sums = {};
+    if constexpr (!First) sums = waiting->sums[i / kStep];
+    add_row<T>(sums, row, begin + i);
+    for (std::size_t j = 0; j < kPairs; ++j)
+      store_pair<Out, Stream>(out, begin + i + j * kPair,
+                              divide<Multiply>(sums, j, factors, spoiled));
   }
-  return spoiled;
+  return !any_nonzero_or_nan(spoiled);
 }
 
-inline constexpr std::size_t kRegisterSources = 16;  // read side by side; more take turns
-// What is streamed goes out soon after it was read: measured, the shorter the better, down
-// to some lines.
-inline constexpr std::size_t kShortBlock = 64;
-static_assert(kShortBlock % kStep == 0);
-
+// As average_steps, of more sources than kMostStreams.
 template <class T, class Out, bool Weighted, bool Multiply>
-inline bool average_steps(std::byte* out, std::size_t to, const std::byte* const* sources,
-                          const double* weights, std::size_t count, double factor,
-                          std::size_t begin, std::size_t size) noexcept {
-  Waiting<Out> waiting;
-  if (count <= kRegisterSources)
-    return !any_nonzero_or_nan(finish_group<T, Out, true, Weighted, Multiply>(
-        out, to, waiting, sources, weights, count, factor, begin, size));
-  const auto from = [weights](std::size_t k) { return Weighted ? weights + k : nullptr; };
-  add_group<T, Out, true, Weighted>(waiting, sources, from(0), kRegisterSources, begin, size);
-  std::size_t k = kRegisterSources;
-  for (; k + kRegisterSources < count; k += kRegisterSources)
-    add_group<T, Out, false, Weighted>(waiting, sources + k, from(k), kRegisterSources, begin,
-                                       size);
-  return !any_nonzero_or_nan(finish_group<T, Out, false, Weighted, Multiply>(
-      out, to, waiting, sources + k, from(k), count - k, factor, begin, size));
+bool stream_in_turns(std::byte* out, Waiting<Out>& waiting, const std::byte* const* sources,
+                     const double* weights, std::size_t count, double factor, std::size_t begin,
+                     std::size_t size) noexcept {
+  const auto weights_of = [weights](std::size_t k) { return Weighted ? weights + k : nullptr; };
+  bool finite = true;
+  for (const std::size_t end = begin + size; begin < end; begin += waiting.kSteps * kStep) {
+    const std::size_t block = std::min(waiting.kSteps * kStep, end - begin);
+    add_turn<T, Out, Weighted, true>(waiting, sources, weights, begin, block);
+    std::size_t k = kTurn;
+    for (; k + kTurn < count; k += kTurn)
+      add_turn<T, Out, Weighted, false>(waiting, sources + k, weights_of(k), begin, block);
+    finite &= write_means<T, Out, Weighted, Multiply, true, 0, false>(
+        out, &waiting, sources + k, weights_of(k), count - k, factor, begin, block);
+  }
+  return finite;
+}
+
+// The means of [begin, begin + size), whole steps. `out` may be a source unless Stream: what is
+// read of it is read before it is written.
+template <class T, class Out, bool Weighted, bool Multiply, bool Stream>
+bool average_steps(std::byte* out, const std::byte* const* sources, const double* weights,
+                   std::size_t count, double factor, std::size_t begin, std::size_t size) noexcept {
+  if constexpr (Stream) {
+    if (count == kMostStreams)
+      return write_means<T, Out, Weighted, Multiply, true, kMostStreams, true>(
+          out, nullptr, sources, weights, count, factor, begin, size);
+    // A thread's stack may be too small for it; without, it takes longer.
+    const std::unique_ptr<Waiting<Out>> waiting(
+        count > kMostStreams ? new (std::nothrow) Waiting<Out> : nullptr);
+    if (waiting != nullptr)
+      return stream_in_turns<T, Out, Weighted, Multiply>(out, *waiting, sources, weights, count,
+                                                         factor, begin, size);
+  }
+  return write_means<T, Out, Weighted, Multiply, Stream, 0, true>(out, nullptr, sources, weights,
+                                                                  count, factor, begin, size);
+}
+
+// The steps for what is known once `stream` and `multiply` are.
+template <class T, class Out, bool Weighted>
+auto choose_steps(bool multiply, bool stream) noexcept {
+  if (multiply)
+    return stream ? average_steps<T, Out, Weighted, true, true>
+                  : average_steps<T, Out, Weighted, true, false>;
+  return stream ? average_steps<T, Out, Weighted, false, true>
+                : average_steps<T, Out, Weighted, false, false>;
 }
 
 // As `average` of Kernels; as `average_widened` where Out is not T.
@@ -152,35 +218,24 @@ bool average_in_lanes(std::byte* out, const std::byte* const* sources, const dou
                       std::size_t count, double total, std::size_t begin, std::size_t end,
                       bool stream) noexcept {
   const Divisor divisor(total);
-  const auto steps = weights == nullptr ? (divisor.multiply ? average_steps<T, Out, false, true>
-                                                            : average_steps<T, Out, false, false>)
-                                        : (divisor.multiply ? average_steps<T, Out, true, true>
-                                                            : average_steps<T, Out, true, false>);
-  alignas(kLine) std::byte lines[kMostBlock * sizeof(Out)];
   const std::size_t first = begin;
   bool finite = true;
+  // A part of a line or of a step.
   const auto singly = [&](std::size_t size) {
-    finite &= average_block<T, Out>(lines, 0, sources, weights, count, divisor, begin, size);
-    std::memcpy(out + begin * sizeof(Out), lines, size * sizeof(Out));
+    alignas(kLine) std::byte few[std::max(kLine, kStep * sizeof(Out))];
+    finite &= average_block<T, Out>(few, 0, sources, weights, count, divisor, begin, size);
+    std::memcpy(out + begin * sizeof(Out), few, size * sizeof(Out));
     begin += size;
   };
   // Lines that are streamed begin within no element, and the first where a line does.
   const std::size_t head = bytes_to_line(out + begin * sizeof(Out));
   if (head % sizeof(Out) != 0) stream = false;
   if (stream && head > 0) singly(std::min(end - begin, head / sizeof(Out)));
-  const std::size_t block = count > kRegisterSources ? kMostBlock : kShortBlock;
-  while (end - begin >= kStep) {
-    const std::size_t most = stream ? block : kMostBlock;
-    const std::size_t size = std::min(most, (end - begin) / kStep * kStep);
-    if (stream && size == block) {
-      finite &= steps(lines, 0, sources, weights, count, divisor.factor, begin, size);
-      stream_lines(out + begin * sizeof(Out), lines, size * sizeof(Out));
-    } else {
-      // `out` may be a source: what is read of it is read before it is written.
-      finite &= steps(out, begin, sources, weights, count, divisor.factor, begin, size);
-    }
-    begin += size;
-  }
+  const auto steps = weights == nullptr ? choose_steps<T, Out, false>(divisor.multiply, stream)
+                                        : choose_steps<T, Out, true>(divisor.multiply, stream);
+  const std::size_t whole = (end - begin) / kStep * kStep;
+  finite &= steps(out, sources, weights, count, divisor.factor, begin, whole);
+  begin += whole;
   if (begin < end) singly(end - begin);
   if (stream) end_streaming();
   if (!finite) unify_nan<Out>(out, first, end);

@@ -25,12 +25,17 @@ using Words = __m256i;  // of 32 bits, as many as Floats
 
 inline Doubles broadcast(double value) noexcept { return _mm512_set1_pd(value); }
 inline Doubles load_doubles(const void* from) noexcept { return _mm512_loadu_pd(from); }
-inline void store_doubles(void* to, Doubles value) noexcept { _mm512_storeu_pd(to, value); }
+template <bool Stream = false>
+inline void store_doubles(void* to, Doubles value) noexcept {
+  Stream ? _mm512_stream_pd(static_cast<double*>(to), value) : _mm512_storeu_pd(to, value);
+}
 inline Floats load_floats(const void* from) noexcept {
   return _mm256_loadu_ps(static_cast<const float*>(from));
 }
+template <bool Stream = false>
 inline void store_floats(void* to, Floats value) noexcept {
-  _mm256_storeu_ps(static_cast<float*>(to), value);
+  const auto floats = static_cast<float*>(to);
+  Stream ? _mm256_stream_ps(floats, value) : _mm256_storeu_ps(floats, value);
 }
 // With masks that leave nothing out: GCC 12 warns that those without read what is not set.
 inline Doubles widen(Floats value) noexcept { return _mm512_maskz_cvtps_pd(0xff, value); }
@@ -38,8 +43,10 @@ inline Floats narrow(Doubles value) noexcept { return _mm512_maskz_cvtpd_ps(0xff
 inline Floats widen_halves(const void* from) noexcept {
   return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
 }
-inline void store_halves(void* to, Floats value) noexcept {
-  _mm_storeu_si128(static_cast<__m128i*>(to), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+// Twice as many numbers of half the size: a register whole.
+inline Words narrow_to_halves(Floats a, Floats b) noexcept {
+  return _mm256_set_m128i(_mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT),
+                          _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
 inline Words load_half_words(const void* from) noexcept {
   return _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
@@ -47,8 +54,10 @@ inline Words load_half_words(const void* from) noexcept {
 inline Words load_words(const void* from) noexcept {
   return _mm256_loadu_si256(static_cast<const __m256i*>(from));
 }
+template <bool Stream = false>
 inline void store_words(void* to, Words value) noexcept {
-  _mm256_storeu_si256(static_cast<__m256i*>(to), value);
+  const auto words = static_cast<__m256i*>(to);
+  Stream ? _mm256_stream_si256(words, value) : _mm256_storeu_si256(words, value);
 }
 inline Words to_words(Floats value) noexcept { return _mm256_castps_si256(value); }
 inline Floats to_floats(Words value) noexcept { return _mm256_castsi256_ps(value); }
@@ -96,22 +105,27 @@ inline Doubles broadcast(double value) noexcept { return _mm256_set1_pd(value); 
 inline Doubles load_doubles(const void* from) noexcept {
   return _mm256_loadu_pd(static_cast<const double*>(from));
 }
+template <bool Stream = false>
 inline void store_doubles(void* to, Doubles value) noexcept {
-  _mm256_storeu_pd(static_cast<double*>(to), value);
+  const auto doubles = static_cast<double*>(to);
+  Stream ? _mm256_stream_pd(doubles, value) : _mm256_storeu_pd(doubles, value);
 }
 inline Floats load_floats(const void* from) noexcept {
   return _mm_loadu_ps(static_cast<const float*>(from));
 }
+template <bool Stream = false>
 inline void store_floats(void* to, Floats value) noexcept {
-  _mm_storeu_ps(static_cast<float*>(to), value);
+  const auto floats = static_cast<float*>(to);
+  Stream ? _mm_stream_ps(floats, value) : _mm_storeu_ps(floats, value);
 }
 inline Doubles widen(Floats value) noexcept { return _mm256_cvtps_pd(value); }
 inline Floats narrow(Doubles value) noexcept { return _mm256_cvtpd_ps(value); }
 inline Floats widen_halves(const void* from) noexcept {
   return _mm_cvtph_ps(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
 }
-inline void store_halves(void* to, Floats value) noexcept {
-  _mm_storel_epi64(static_cast<__m128i*>(to), _mm_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+inline Words narrow_to_halves(Floats a, Floats b) noexcept {
+  return _mm_unpacklo_epi64(_mm_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT),
+                            _mm_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT));
 }
 inline Words load_half_words(const void* from) noexcept {
   return _mm_cvtepu16_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
@@ -119,8 +133,10 @@ inline Words load_half_words(const void* from) noexcept {
 inline Words load_words(const void* from) noexcept {
   return _mm_loadu_si128(static_cast<const __m128i*>(from));
 }
+template <bool Stream = false>
 inline void store_words(void* to, Words value) noexcept {
-  _mm_storeu_si128(static_cast<__m128i*>(to), value);
+  const auto words = static_cast<__m128i*>(to);
+  Stream ? _mm_stream_si128(words, value) : _mm_storeu_si128(words, value);
 }
 inline Words to_words(Floats value) noexcept { return _mm_castps_si128(value); }
 inline Floats to_floats(Words value) noexcept { return _mm_castsi128_ps(value); }
@@ -168,6 +184,8 @@ inline Doubles finite_or_zero(Doubles value) noexcept {
 }
 
 #endif
+
+inline Doubles broadcast(Doubles values) noexcept { return values; }
 
 // Two registers' worth of consecutive elements: the first half in `a`, the second in `b`. Or,
 // where Interleaved, the even ones in `a` and the odd ones in `b`: bfloat16, in 32-bit words,
@@ -221,24 +239,25 @@ inline void spread_pair(double* to, Pair value) noexcept {
   return add_words(add_words(odd, broadcast_word(0x7fffu)), last);
 }
 
-// Writes elements [i, i + kPair), rounded once. NaN stay NaN, any one.
-template <class T>
+// Writes elements [i, i + kPair), rounded once. NaN stay NaN, any one. Past the caches where
+// Stream; they are then aligned to their size.
+template <class T, bool Stream = false>
 [[gnu::always_inline]] inline void store_pair(std::byte* memory, std::size_t i,
                                               Pair value) noexcept {
   std::byte* const to = memory + i * sizeof(T);
   if constexpr (std::is_same_v<T, Float16>) {
-    store_halves(to, to_floats(round_to_odd(value.a)));
-    store_halves(to + kLanes * sizeof(T), to_floats(round_to_odd(value.b)));
+    store_words<Stream>(
+        to, narrow_to_halves(to_floats(round_to_odd(value.a)), to_floats(round_to_odd(value.b))));
   } else if constexpr (std::is_same_v<T, BFloat16>) {
     const Words even = shift_right<16>(narrow_bfloat16(round_to_odd(value.a)));
     const Words odd = narrow_bfloat16(round_to_odd(value.b));
-    store_words(to, or_words(even, and_words(odd, broadcast_word(0xffff0000u))));
+    store_words<Stream>(to, or_words(even, and_words(odd, broadcast_word(0xffff0000u))));
   } else if constexpr (std::is_same_v<T, float>) {
-    store_floats(to, narrow(value.a));
-    store_floats(to + kLanes * sizeof(T), narrow(value.b));
+    store_floats<Stream>(to, narrow(value.a));
+    store_floats<Stream>(to + kLanes * sizeof(T), narrow(value.b));
   } else {
-    store_doubles(to, value.a);
-    store_doubles(to + kLanes * sizeof(T), value.b);
+    store_doubles<Stream>(to, value.a);
+    store_doubles<Stream>(to + kLanes * sizeof(T), value.b);
   }
 }
 
