@@ -19,12 +19,15 @@ std::atomic<ThreadPool*> current{nullptr};
 void forget() { current.store(nullptr); }
 
 // To wake a sleeping thread takes longer than averaging a model that fits the caches. A
-// loop asks for the next job within microseconds: so long a helper stays awake.
+// loop asks for the next job within microseconds: so long a helper stays awake, and so
+// long a caller does who waits for a helper's last chunk.
 constexpr std::chrono::microseconds kAwake{50};
 
-void wait_awake(const std::atomic<unsigned>& jobs, unsigned seen) {
+// Returns once `done` does, or after a while.
+template <class Done>
+void wait_awake(const Done& done) {
   const auto end = std::chrono::steady_clock::now() + kAwake;
-  while (jobs.load(std::memory_order_relaxed) == seen && std::chrono::steady_clock::now() < end) {
+  while (!done() && std::chrono::steady_clock::now() < end) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #else
@@ -77,10 +80,16 @@ void ThreadPool::run(std::size_t size, std::size_t chunk, unsigned threads, Body
   }
   for (unsigned i = 1; i < threads; ++i) wake_.notify_one();
   job.work();
+  const auto is_idle = [this] { return working_.load() == 0; };
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    job_ = nullptr;
+    wanted_ = 0;
+  }
+  wait_awake(is_idle);
+  if (is_idle()) return;
   std::unique_lock<std::mutex> lock(mutex_);
-  job_ = nullptr;
-  wanted_ = 0;
-  idle_.wait(lock, [this] { return working_ == 0; });
+  idle_.wait(lock, is_idle);
 }
 
 void ThreadPool::start_helpers(unsigned count) {
@@ -97,18 +106,23 @@ void ThreadPool::start_helpers(unsigned count) {
 void ThreadPool::help() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [this] { return wanted_ > 0; });
-    --wanted_;
-    ++working_;
-    Job* const job = job_;
+    if (wanted_ > 0) {
+      --wanted_;
+      ++working_;
+      Job* const job = job_;
+      lock.unlock();
+      job->work();
+      lock.lock();
+      if (--working_ == 0) idle_.notify_one();
+    }
+    // Who woke up too late for this job stays awake for the next, too: it would be too late
+    // for every one.
     const unsigned seen = jobs_.load(std::memory_order_relaxed);
+    const auto is_another = [this, seen] { return jobs_.load(std::memory_order_relaxed) != seen; };
     lock.unlock();
-    job->work();
+    wait_awake(is_another);
     lock.lock();
-    if (--working_ == 0) idle_.notify_one();
-    lock.unlock();
-    wait_awake(jobs_, seen);
-    lock.lock();
+    wake_.wait(lock, is_another);
   }
 }
 

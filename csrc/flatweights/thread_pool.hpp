@@ -41,9 +41,9 @@ class ThreadPool {
   std::mutex mutex_;               // guards all below
   std::condition_variable wake_;
   std::condition_variable idle_;
-  Job* job_ = nullptr;   // null once no helper may join
-  unsigned wanted_ = 0;  // helpers that may still join
-  unsigned working_ = 0;
+  Job* job_ = nullptr;                // null once no helper may join
+  unsigned wanted_ = 0;               // helpers that may still join
+  std::atomic<unsigned> working_{0};  // looked at without the mutex, too
   unsigned started_ = 0;
 };
 
