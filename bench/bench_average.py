@@ -84,13 +84,13 @@ def run(options: Namespace) -> None:
         (200 * MB, 4, np.float64),
     ]
     if options.quick:
-        cases = [(MB, 4, np.float32), (100 * MB, 4, np.float32), (50 * MB, 4, np.float16)]
+        cases = [(MB, 4, np.float32), (100 * MB, 4, np.float32), (5 * MB, 4, np.float16)]
     else:
         cases += [(400 * MB, 4, np.float32), (10 * MB, 64, np.float32), (MB, 4, np.float64)]
     limits = machine.limits(rounds=3 if options.quick else 7)
     rows = []
     for nbytes, count, dtype in cases:
-        rows += case(nbytes, count, dtype, budget=1 if options.quick else 6, tensorflow=True)
+        rows += case(nbytes, count, dtype, budget=1 if options.quick else 4, tensorflow=True)
     runner.report("average", rows, limits, options)
 
 

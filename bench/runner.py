@@ -124,7 +124,7 @@ def report(
     info = machine.describe()
     console.print(f"[bold]{title}[/bold]")
     console.print("  ".join(f"{key}: {value}" for key, value in info.items()), highlight=False)
-    best = max((*limits.values(), *(row.rate for row in rows if row.nbytes > 10**8)), default=0.0)
+    best = max((*limits.values(), *(row.rate for row in rows if row.nbytes >= 10**8)), default=0.0)
     if limits:
         console.print("GB/s: " + ", ".join(f"{k} {v / 1e9:.1f}" for k, v in limits.items()))
     table = Table("case", "contender", "time", "±%", "GB/s", "% of limit", "vs. ours", "error")
@@ -141,7 +141,7 @@ def report(
             _duration(row.seconds),
             f"{100 * row.spread:.0f}",
             f"{row.rate / 1e9:.1f}",
-            f"{100 * row.rate / best:.0f}" if best and row.nbytes > 10**8 else "",
+            f"{100 * row.rate / best:.0f}" if best and row.nbytes >= 10**8 else "",
             f"{row.ratio:.2f}" if row.ratio is not None else "",
             f"{row.error:.1e}" if row.error is not None else "",
             style="bold" if is_ours else None,
