@@ -2,7 +2,7 @@
 
 ``python -m bench.bench_exchange [--quick] [--json FILE] [--plot FILE]``
 
-No training: what a round costs beside it. After the table come the medians of each step.
+No training: what a round costs beside it.
 Where PyTorch is installed, one rival is an allreduce by gloo, of the vector that `FlatWorker` gives
 and takes: it has no driver, and no worker may be missing.
 The limit is that of the bytes that a round must move: each worker's variables are read and
@@ -10,7 +10,6 @@ written twice and the object store as often, the average reads all and writes on
 """
 
 import os
-import statistics
 import time
 from argparse import Namespace
 from collections import defaultdict
@@ -197,8 +196,10 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
         nbytes=0,
         budget=min(1.0, budget),
     )
-    for (way, step), seconds in rounds.steps.items():
-        print(f"{name}, {count} workers: {way}: {step} {1e3 * statistics.median(seconds):.2f} ms")
+    rows += [
+        runner.row_of(f"{name}, {count} workers: steps", f"{way}: {step}", seconds)
+        for (way, step), seconds in rounds.steps.items()
+    ]
     for worker in workers:
         ray.kill(worker)
     return rows

@@ -18,6 +18,9 @@ from bench import machine
 
 OURS = "flatweights"
 
+COLUMNS = ("case", "contender", "time", "±%", "GB/s", "% of limit", "vs. ours", "error")
+
+_LARGE = 10**8  # bytes that are above the caches for sure
 _TURN = 3e-3  # seconds that each contender is timed for at least, before the next
 
 
@@ -91,14 +94,19 @@ def time_case(
             for _ in range(repeats):
                 call()
             previous.append((time.perf_counter() - begin) / repeats)
-    rows = []
-    for name, seconds in times.items():
-        low, middle, high = statistics.quantiles(seconds, n=4)
-        rows.append(Row(case, name, middle, (high - low) / 2 / middle, nbytes, errors[name]))
+    rows = [row_of(case, name, times[name], nbytes, errors[name]) for name in contenders]
     ours = next((row for row in rows if row.contender == OURS), None)
     for row in rows:
         row.ratio = row.seconds / ours.seconds if ours else None
     return rows
+
+
+def row_of(
+    case: str, contender: str, times: Sequence[float], nbytes: int = 0, error: float | None = None
+) -> Row:
+    """Return the row for calls that took ``times``, seconds each."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return Row(case, contender, middle, (high - low) / 2 / middle, nbytes, error)
 
 
 def _error(result: Any, oracle: NDArray[Any]) -> float:
@@ -124,10 +132,10 @@ def report(
     info = machine.describe()
     console.print(f"[bold]{title}[/bold]")
     console.print("  ".join(f"{key}: {value}" for key, value in info.items()), highlight=False)
-    best = max((*limits.values(), *(row.rate for row in rows if row.nbytes >= 10**8)), default=0.0)
+    best = best_rate(rows, limits)
     if limits:
         console.print("GB/s: " + ", ".join(f"{k} {v / 1e9:.1f}" for k, v in limits.items()))
-    table = Table("case", "contender", "time", "±%", "GB/s", "% of limit", "vs. ours", "error")
+    table = Table(*COLUMNS)
     for column in table.columns[2:]:
         column.justify = "right"
     case = None
@@ -138,12 +146,7 @@ def report(
         table.add_row(
             row.case if row.case != case else "",
             row.contender,
-            _duration(row.seconds),
-            f"{100 * row.spread:.0f}",
-            f"{row.rate / 1e9:.1f}",
-            f"{100 * row.rate / best:.0f}" if best and row.nbytes >= 10**8 else "",
-            f"{row.ratio:.2f}" if row.ratio is not None else "",
-            f"{row.error:.1e}" if row.error is not None else "",
+            *cells(row, best),
             style="bold" if is_ours else None,
         )
         case = row.case
@@ -153,6 +156,23 @@ def report(
         options.json.write_text(json.dumps(record, indent=1))
     if options.plot:
         _plot(title, rows, options.plot)
+
+
+def best_rate(rows: Sequence[Row], limits: dict[str, float]) -> float:
+    """Return the limit: the fastest bytes per second of any sweep or row above the caches."""
+    return max((*limits.values(), *(r.rate for r in rows if r.nbytes >= _LARGE)), default=0.0)
+
+
+def cells(row: Row, best: float) -> list[str]:
+    """Return what the columns after the contender's say; see `COLUMNS`."""
+    return [
+        _duration(row.seconds),
+        f"{100 * row.spread:.0f}",
+        f"{row.rate / 1e9:.1f}" if row.nbytes else "",
+        f"{100 * row.rate / best:.0f}" if best and row.nbytes >= _LARGE else "",
+        f"{row.ratio:.2f}" if row.ratio is not None else "",
+        f"{row.error:.1e}" if row.error is not None else "",
+    ]
 
 
 def _duration(seconds: float) -> str:

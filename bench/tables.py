@@ -1,0 +1,74 @@
+"""Writes the tables of ``bench/README.md``: ``python -m bench.tables out.json``.
+
+``out.json`` is what was given to ``python -m bench --json``. Each table stands between two
+comments, ``<!-- average -->`` and ``<!-- end -->``, and is replaced whole; one that was not
+measured stays.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import runner
+
+README = Path(__file__).with_name("README.md")
+
+
+def table_of(record: dict[str, Any]) -> str:
+    """Return one bench's table as Markdown, below the commit and the sweeps of its run."""
+    if "limits" not in record:
+        return _processes(record["rows"])
+    limits = record["limits"]
+    rows = [runner.Row(**row) for row in record["rows"]]
+    best = runner.best_rate(rows, limits)
+    sweeps = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in limits.items())
+    lines = [f"Commit {record['machine']['commit']}. Sweeps, GB/s: {sweeps}.", ""]
+    lines += _head(runner.COLUMNS, texts=2)
+    case = None
+    for row in rows:
+        name = row.contender
+        bold = f"**{name}**" if name.startswith(runner.OURS) else name
+        lines.append(_line(["" if row.case == case else row.case, bold, *runner.cells(row, best)]))
+        case = row.case
+    return "\n".join(lines)
+
+
+def _processes(rows: Sequence[dict[str, Any]]) -> str:
+    found = {(row["processes"], row["contender"]): row["rate"] for row in rows}
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    lines = _head(["processes", *contenders], texts=0)
+    for count in dict.fromkeys(row["processes"] for row in rows):
+        lines.append(_line([str(count), *(f"{found[count, c] / 1e9:.1f}" for c in contenders)]))
+    return "\n".join(lines)
+
+
+def _head(columns: Sequence[str], texts: int) -> list[str]:
+    rules = ["---" if i < texts else "---:" for i in range(len(columns))]
+    return [_line(columns), _line(rules)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Replace the tables that were measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("json", type=Path, help="the file that `python -m bench --json` was given")
+    given: Path = parser.parse_args().json
+    text = README.read_text()
+    for name in re.findall(r"<!-- (?!end\b)(\w+) -->", text):
+        file = given.with_suffix(f".{name}{given.suffix}")
+        if file.exists():
+            table = table_of(json.loads(file.read_text()))
+            head, _, rest = text.partition(f"<!-- {name} -->")
+            _, _, tail = rest.partition("<!-- end -->")
+            text = f"{head}<!-- {name} -->\n\n{table}\n\n<!-- end -->{tail}"
+    README.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
