@@ -146,10 +146,15 @@ inline void add_squares(double& total, double& lost, const std::byte* data, doub
   add_rows_of_squares<T>(sum, rest, data, scale, begin, whole);
   for (std::size_t c = 0; whole + c < count; ++c)
     add_square<T>(sum[c], rest[c], scale * widened<T>(data, begin + whole + c));
-  for (std::size_t c = 0; c < kColumns; ++c) {
-    add_exactly(total, lost, sum[c]);
-    lost += rest[c];
+  // By halves: one after the other would take as long as a third of a block.
+  for (std::size_t half = kColumns / 2; half > 0; half /= 2) {
+    for (std::size_t c = 0; c < half; ++c) {
+      add_exactly(sum[c], rest[c], sum[c + half]);
+      rest[c] += rest[c + half];
+    }
   }
+  add_exactly(total, lost, sum[0]);
+  lost += rest[0];
 }
 
 // As `squares` of Kernels.
