@@ -20,7 +20,7 @@ OURS = "flatweights"
 
 COLUMNS = ("case", "contender", "time", "±%", "GB/s", "% of limit", "vs. ours", "error")
 
-_LARGE = 10**8  # bytes that are above the caches for sure
+_LARGE = 10**8  # bytes that are above most caches
 _TURN = 3e-3  # seconds that each contender is timed for at least, before the next
 
 
@@ -120,7 +120,7 @@ def arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer sizes, less time for each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw percent of the limit")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times, ours = 1")
     return parser.parse_args()
 
 
@@ -181,17 +181,18 @@ def _duration(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} µs"
 
 
-def _plot(title: str, rows: Sequence[Row], path: Path) -> None:
+def _plot(title: str, all_rows: Sequence[Row], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
+    rows = [row for row in all_rows if row.ratio is not None]
     cases = list(dict.fromkeys(row.case for row in rows))
     figure, axes = plt.subplots(figsize=(10, 0.32 * len(rows) + 1.5), layout="constrained")
     labels = [f"{row.case}: {row.contender}" for row in rows]
     colours = ["tab:blue" if row.contender.startswith(OURS) else "tab:gray" for row in rows]
-    axes.barh(range(len(rows)), [row.ratio or 1.0 for row in rows], color=colours)
+    axes.barh(range(len(rows)), [row.ratio for row in rows], color=colours)
     axes.set_yticks(range(len(rows)), labels, fontsize=7)
     axes.invert_yaxis()
     axes.set_xscale("log")

@@ -19,13 +19,14 @@ README = Path(__file__).with_name("README.md")
 
 def table_of(record: dict[str, Any]) -> str:
     """Return one bench's table as Markdown, below the commit and the sweeps of its run."""
+    commit = f"Commit {record['machine']['commit']}."
     if "limits" not in record:
-        return _processes(record["rows"])
+        return f"{commit}\n\n{_processes(record['rows'])}"
     limits = record["limits"]
     rows = [runner.Row(**row) for row in record["rows"]]
     best = runner.best_rate(rows, limits)
     sweeps = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in limits.items())
-    lines = [f"Commit {record['machine']['commit']}. Sweeps, GB/s: {sweeps}.", ""]
+    lines = [f"{commit} Sweeps, GB/s: {sweeps}.", ""]
     lines += _head(runner.COLUMNS, texts=2)
     case = None
     for row in rows:
@@ -59,15 +60,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("json", type=Path, help="the file that `python -m bench --json` was given")
     given: Path = parser.parse_args().json
-    text = README.read_text()
+    text, found = README.read_text(encoding="utf-8"), 0
     for name in re.findall(r"<!-- (?!end\b)(\w+) -->", text):
         file = given.with_suffix(f".{name}{given.suffix}")
         if file.exists():
             table = table_of(json.loads(file.read_text()))
             head, _, rest = text.partition(f"<!-- {name} -->")
-            _, _, tail = rest.partition("<!-- end -->")
+            _, end, tail = rest.partition("<!-- end -->")
+            assert end, f"{README.name}: {name} has no end"
+            found += 1
             text = f"{head}<!-- {name} -->\n\n{table}\n\n<!-- end -->{tail}"
-    README.write_text(text)
+    if not found:
+        parser.error(f"{given}: no bench has written {given.stem}.NAME{given.suffix}")
+    README.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

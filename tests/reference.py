@@ -203,7 +203,7 @@ def run_python(code: str, env: Mapping[str, str] | None = None) -> str:
 
     Args:
         code: A program.
-        env: Its environment; that of the tests without what counts threads, if None.
+        env: Its environment; `clean_environment` if None.
     """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -231,6 +231,6 @@ def run_example(program: str, *options: str, cwd: Path) -> subprocess.CompletedP
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """The environment of the tests without what they are about, and with ``extra``."""
+    """The environment without what chooses threads or streaming, and with ``extra``."""
     ours = ("FLATWEIGHTS_NUM_THREADS", "OMP_NUM_THREADS", "FLATWEIGHTS_STREAM_ABOVE")
     return {k: v for k, v in os.environ.items() if k not in ours} | extra

@@ -48,6 +48,12 @@ template <class Out>
   }
 }
 
+template <class Out>
+[[gnu::always_inline]] inline void settle(Sums<Out>& sums, std::size_t j) noexcept {
+  settle(sums.total[j]);
+  if constexpr (std::is_same_v<Out, double>) settle(sums.lost[j]);
+}
+
 // As divide of a Sum; `spoiled` becomes NaN where the sums are not finite.
 template <bool Multiply, class Out>
 [[gnu::always_inline]] inline Pair divide(const Sums<Out>& sums, std::size_t j, Doubles factor,
@@ -62,7 +68,8 @@ template <bool Multiply, class Out>
   return {total.a / factor, total.b / factor};
 }
 
-// Sources that are read side by side: Count of them, their addresses and weights in registers.
+// Sources that are read side by side: Count of them, their addresses and weights in registers as
+// far as there are.
 template <bool Weighted, std::size_t Count>
 struct Row {
   static constexpr std::size_t count = Count;
@@ -111,7 +118,11 @@ template <class T, class Out, bool Weighted, std::size_t Count>
         term.b *= weight;
       }
     }
-    for (std::size_t j = 0; j < kPairs; ++j) add_to(sums, j, terms[j]);
+    for (std::size_t j = 0; j < kPairs; ++j) {
+      add_to(sums, j, terms[j]);
+      // Or else terms are read before they are added, and wait in memory: a stream more.
+      if constexpr (Count != 0) settle(sums, j);
+    }
   }
 }
 
@@ -142,8 +153,8 @@ inline void add_turn(Waiting<Out>& waiting, const std::byte* const* sources, con
 }
 
 // Writes the means of [begin, begin + size), past the caches where Stream, adding a row of Count
-// sources (any number where 0) to what is in `waiting`, unless that is null. False where one is
-// not finite.
+// sources (any number where 0) to what is in `waiting`, which counts as 0 where First. False
+// where one is not finite.
 template <class T, class Out, bool Weighted, bool Multiply, bool Stream, std::size_t Count,
           bool First>
 inline bool write_means(std::byte* out, const Waiting<Out>* waiting,
@@ -191,9 +202,10 @@ bool average_steps(std::byte* out, const std::byte* const* sources, const double
     if (count == kMostStreams)
       return write_means<T, Out, Weighted, Multiply, true, kMostStreams, true>(
           out, nullptr, sources, weights, count, factor, begin, size);
-    // A thread's stack may be too small for it; without, it takes longer.
-    const std::unique_ptr<Waiting<Out>> waiting(
-        count > kMostStreams ? new (std::nothrow) Waiting<Out> : nullptr);
+    // 128 KiB are much for a thread's stack, and for few numbers. Without them, all sources side
+    // by side take longer.
+    const bool pays = count > kMostStreams && size >= kBlock;
+    const std::unique_ptr<Waiting<Out>> waiting(pays ? new (std::nothrow) Waiting<Out> : nullptr);
     if (waiting != nullptr)
       return stream_in_turns<T, Out, Weighted, Multiply>(out, *waiting, sources, weights, count,
                                                          factor, begin, size);
@@ -202,7 +214,7 @@ bool average_steps(std::byte* out, const std::byte* const* sources, const double
                                                                   count, factor, begin, size);
 }
 
-// The steps for what is known once `stream` and `multiply` are.
+// The instance of average_steps for these.
 template <class T, class Out, bool Weighted>
 auto choose_steps(bool multiply, bool stream) noexcept {
   if (multiply)

@@ -85,6 +85,7 @@ void lerp_range(std::byte* y, const std::byte* x, double a, std::size_t begin,
 // Squares are added up in columns: column c of a block takes elements c, c + kColumns and so
 // on, in this order, so that registers of any width give the same bits.
 inline constexpr std::size_t kColumns = 32;
+static_assert((kColumns & (kColumns - 1)) == 0, "they are added by halves");
 
 // Adds `term` to `total`, and what that rounded away to `lost` (Knuth's TwoSum).
 template <class V>

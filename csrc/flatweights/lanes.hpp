@@ -27,7 +27,10 @@ inline Doubles broadcast(double value) noexcept { return _mm512_set1_pd(value); 
 inline Doubles load_doubles(const void* from) noexcept { return _mm512_loadu_pd(from); }
 template <bool Stream = false>
 inline void store_doubles(void* to, Doubles value) noexcept {
-  Stream ? _mm512_stream_pd(static_cast<double*>(to), value) : _mm512_storeu_pd(to, value);
+  if constexpr (Stream)
+    _mm512_stream_pd(static_cast<double*>(to), value);
+  else
+    _mm512_storeu_pd(to, value);
 }
 inline Floats load_floats(const void* from) noexcept {
   return _mm256_loadu_ps(static_cast<const float*>(from));
@@ -35,7 +38,10 @@ inline Floats load_floats(const void* from) noexcept {
 template <bool Stream = false>
 inline void store_floats(void* to, Floats value) noexcept {
   const auto floats = static_cast<float*>(to);
-  Stream ? _mm256_stream_ps(floats, value) : _mm256_storeu_ps(floats, value);
+  if constexpr (Stream)
+    _mm256_stream_ps(floats, value);
+  else
+    _mm256_storeu_ps(floats, value);
 }
 // With masks that leave nothing out: GCC 12 warns that those without read what is not set.
 inline Doubles widen(Floats value) noexcept { return _mm512_maskz_cvtps_pd(0xff, value); }
@@ -57,7 +63,10 @@ inline Words load_words(const void* from) noexcept {
 template <bool Stream = false>
 inline void store_words(void* to, Words value) noexcept {
   const auto words = static_cast<__m256i*>(to);
-  Stream ? _mm256_stream_si256(words, value) : _mm256_storeu_si256(words, value);
+  if constexpr (Stream)
+    _mm256_stream_si256(words, value);
+  else
+    _mm256_storeu_si256(words, value);
 }
 inline Words to_words(Floats value) noexcept { return _mm256_castps_si256(value); }
 inline Floats to_floats(Words value) noexcept { return _mm256_castsi256_ps(value); }
@@ -108,7 +117,10 @@ inline Doubles load_doubles(const void* from) noexcept {
 template <bool Stream = false>
 inline void store_doubles(void* to, Doubles value) noexcept {
   const auto doubles = static_cast<double*>(to);
-  Stream ? _mm256_stream_pd(doubles, value) : _mm256_storeu_pd(doubles, value);
+  if constexpr (Stream)
+    _mm256_stream_pd(doubles, value);
+  else
+    _mm256_storeu_pd(doubles, value);
 }
 inline Floats load_floats(const void* from) noexcept {
   return _mm_loadu_ps(static_cast<const float*>(from));
@@ -116,7 +128,10 @@ inline Floats load_floats(const void* from) noexcept {
 template <bool Stream = false>
 inline void store_floats(void* to, Floats value) noexcept {
   const auto floats = static_cast<float*>(to);
-  Stream ? _mm_stream_ps(floats, value) : _mm_storeu_ps(floats, value);
+  if constexpr (Stream)
+    _mm_stream_ps(floats, value);
+  else
+    _mm_storeu_ps(floats, value);
 }
 inline Doubles widen(Floats value) noexcept { return _mm256_cvtps_pd(value); }
 inline Floats narrow(Doubles value) noexcept { return _mm256_cvtpd_ps(value); }
@@ -136,7 +151,10 @@ inline Words load_words(const void* from) noexcept {
 template <bool Stream = false>
 inline void store_words(void* to, Words value) noexcept {
   const auto words = static_cast<__m128i*>(to);
-  Stream ? _mm_stream_si128(words, value) : _mm_storeu_si128(words, value);
+  if constexpr (Stream)
+    _mm_stream_si128(words, value);
+  else
+    _mm_storeu_si128(words, value);
 }
 inline Words to_words(Floats value) noexcept { return _mm_castps_si128(value); }
 inline Floats to_floats(Words value) noexcept { return _mm_castsi128_ps(value); }
@@ -197,6 +215,11 @@ struct Pair {
 
 inline constexpr std::size_t kPair = 2 * kLanes;
 
+// The compiler has `value` in registers here, whatever it would rather compute first.
+[[gnu::always_inline]] inline void settle(Pair& value) noexcept {
+  asm volatile("" : "+x"(value.a), "+x"(value.b));
+}
+
 template <class T>
 inline constexpr bool is_interleaved = std::is_same_v<T, BFloat16>;
 
@@ -240,7 +263,7 @@ inline void spread_pair(double* to, Pair value) noexcept {
 }
 
 // Writes elements [i, i + kPair), rounded once. NaN stay NaN, any one. Past the caches where
-// Stream; they are then aligned to their size.
+// Stream; each register's place is then aligned to its size.
 template <class T, bool Stream = false>
 [[gnu::always_inline]] inline void store_pair(std::byte* memory, std::size_t i,
                                               Pair value) noexcept {

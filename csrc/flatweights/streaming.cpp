@@ -12,18 +12,18 @@
 namespace flatweights {
 namespace {
 
-constexpr std::size_t kUnknown = std::size_t{32} << 20;
+constexpr std::size_t kUsual = std::size_t{32} << 20;  // of servers, per group of cores
 
 // The cache of the third level that the first processor uses, as Linux tells, or 0. The C
 // library is asked second: before glibc 2.37 it counts all those of an AMD socket.
 std::size_t third_cache() {
-  const std::string folder = "/sys/devices/system/cpu/cpu0/cache/index";
+  const std::string prefix = "/sys/devices/system/cpu/cpu0/cache/index";
   for (char index = '0'; index <= '9'; ++index) {
     int level = 0;
     std::size_t size = 0;
     char unit = 0;
-    if (!(std::ifstream(folder + index + "/level") >> level)) break;
-    if (level == 3 && std::ifstream(folder + index + "/size") >> size >> unit && unit == 'K')
+    if (!(std::ifstream(prefix + index + "/level") >> level)) break;
+    if (level == 3 && std::ifstream(prefix + index + "/size") >> size >> unit && unit == 'K')
       return size << 10;
   }
 #ifdef _SC_LEVEL3_CACHE_SIZE
@@ -37,14 +37,15 @@ std::size_t decide() {
   if (const char* text = std::getenv("FLATWEIGHTS_STREAM_ABOVE"); text != nullptr && *text != 0) {
     const std::string_view given(text);
     std::size_t nbytes = 0;
-    const auto [rest, error] = std::from_chars(given.begin(), given.end(), nbytes);
-    if (error != std::errc() || rest != given.end())
+    const char* const end = given.data() + given.size();
+    const auto [rest, error] = std::from_chars(given.data(), end, nbytes);
+    if (error != std::errc() || rest != end)
       throw std::invalid_argument("FLATWEIGHTS_STREAM_ABOVE: expected a number of bytes, got '" +
                                   std::string(given) + "'");
     return nbytes;
   }
   const std::size_t found = third_cache();
-  return found > 0 ? found : kUnknown;
+  return found > 0 ? found : kUsual;
 }
 
 }  // namespace

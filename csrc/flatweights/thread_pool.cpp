@@ -19,8 +19,8 @@ std::atomic<ThreadPool*> current{nullptr};
 void forget() { current.store(nullptr); }
 
 // To wake a sleeping thread takes longer than averaging a model that fits the caches. A
-// loop asks for the next job within microseconds: so long a helper stays awake, and so
-// long a caller does who waits for a helper's last chunk.
+// loop asks for the next job within microseconds: so long a helper stays awake, as does a
+// caller that waits for a helper's last chunk.
 constexpr std::chrono::microseconds kAwake{50};
 
 // Returns once `done` does, or after a while.
@@ -71,14 +71,16 @@ void ThreadPool::run(std::size_t size, std::size_t chunk, unsigned threads, Body
     return;
   }
   Job job{size, chunk, body, context};
+  unsigned asleep = 0;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     start_helpers(threads - 1);
     job_ = &job;
     jobs_.fetch_add(1, std::memory_order_relaxed);
     wanted_ = std::min(threads - 1, started_);
+    asleep = wanted_ - std::min(wanted_, awake_);
   }
-  for (unsigned i = 1; i < threads; ++i) wake_.notify_one();
+  for (unsigned i = 0; i < asleep; ++i) wake_.notify_one();
   job.work();
   const auto is_idle = [this] { return working_.load() == 0; };
   {
@@ -119,9 +121,11 @@ void ThreadPool::help() {
     // for every one.
     const unsigned seen = jobs_.load(std::memory_order_relaxed);
     const auto is_another = [this, seen] { return jobs_.load(std::memory_order_relaxed) != seen; };
+    ++awake_;
     lock.unlock();
     wait_awake(is_another);
     lock.lock();
+    --awake_;
     wake_.wait(lock, is_another);
   }
 }

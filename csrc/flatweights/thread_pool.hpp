@@ -45,6 +45,7 @@ class ThreadPool {
   unsigned wanted_ = 0;               // helpers that may still join
   std::atomic<unsigned> working_{0};  // looked at without the mutex, too
   unsigned started_ = 0;
+  unsigned awake_ = 0;  // helpers that look out for a job and need not be woken
 };
 
 }  // namespace flatweights

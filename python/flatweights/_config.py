@@ -15,10 +15,14 @@ def show_config() -> dict[str, str]:
     Neither TensorFlow nor Ray is imported for it: which way weights are moved to and from
     TensorFlow is told once `flatweights.tensorflow` is imported.
 
-    Three environment variables, read at the first call that needs them, choose otherwise than by
-    the machine: ``FLATWEIGHTS_NUM_THREADS``, ``FLATWEIGHTS_ISA`` (one of the sets below) and
-    ``FLATWEIGHTS_STREAM_ABOVE``, the bytes read and written by one call from which results are
-    written past the caches; without it, the size of the last cache.
+    Environment variables, read at the first call that needs them, choose otherwise than by the
+    machine: ``FLATWEIGHTS_NUM_THREADS`` (else ``OMP_NUM_THREADS``), ``FLATWEIGHTS_ISA``
+    (avx512, avx2, baseline or portable) and ``FLATWEIGHTS_STREAM_ABOVE``, the bytes read and
+    written by one call above which results are written past the caches: without it, the size of
+    the third cache, or 32 MiB where none is known.
+
+    Raises:
+        ValueError: If one of these variables is malformed.
 
     >>> show_config()["instruction set"] in {"avx512", "avx2", "baseline", "portable"}
     True
@@ -36,7 +40,7 @@ def show_config() -> dict[str, str]:
                 config[name] = "not installed"
     config["threads"] = str(_core.get_num_threads())
     config["instruction set"] = _core.get_isa()
-    config["streams above"] = f"{_core.get_stream_above() / 2**20:g} MiB"
+    config["streams above"] = f"{_core.get_stream_above() / 2**20:.10g} MiB"
     library = sys.modules.get("flatweights.tensorflow._library")
     config["tensorflow path"] = (
         library.status() if library else "known once flatweights.tensorflow is imported"
