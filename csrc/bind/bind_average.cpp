@@ -38,6 +38,23 @@ bool are_plain(const py::list& arrays) {
   });
 }
 
+// Whether a slot of `out` is where the same one of a source is. Those that overlap otherwise are
+// refused by check_overlap.
+bool shares_slots(const py::list& out, const py::list& sources) {
+  const auto is_same = [](py::handle a, py::handle b) {
+    return py::isinstance<py::array>(a) && py::isinstance<py::array>(b) &&
+           py::reinterpret_borrow<py::array>(a).data() ==
+               py::reinterpret_borrow<py::array>(b).data();
+  };
+  for (const py::handle source : sources) {
+    const auto slots = source.cast<py::list>();
+    // Sources with too few or too many parts are refused later, by name.
+    for (std::size_t i = 0; i < std::min(out.size(), slots.size()); ++i)
+      if (is_same(out[i], slots[i])) return true;
+  }
+  return false;
+}
+
 bool run(const BoundLayout& bound, const std::vector<std::byte*>& out, const SourceTable& sources,
          const std::vector<double>& weights, double total) {
   check_overlap(bound, out, sources.starts(), weights.size());
@@ -111,6 +128,7 @@ void average_widened_into(const BoundLayout& wide, const py::object& out_object,
 
 void bind_average(py::module_& m) {
   m.def("are_plain", &are_plain, py::arg("arrays"));
+  m.def("shares_slots", &shares_slots, py::arg("out"), py::arg("sources"));
   m.def("average_into", &average_arrays_into, py::arg("layout"), py::arg("packed"), py::arg("out"),
         py::arg("sources"), py::arg("weights"), py::arg("total"));
   m.def("average_widened_into", &average_widened_into, py::arg("wide"), py::arg("out"),

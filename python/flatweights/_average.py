@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
@@ -43,6 +42,7 @@ def average(
 
     It replaces ``{k: sum(w[k] for w in ws) / len(ws) for k in ws[0]}``.
 
+    >>> import numpy as np
     >>> a, b = {"w": np.array([1.0, 2.0])}, {"w": np.array([3.0, 6.0])}
     >>> average([a, b])
     {'w': array([2., 4.])}
@@ -97,7 +97,7 @@ def average_used(
     written = template.read_out(result)
     used = list(range(len(models)))
     screened = nonfinite == "propagate"
-    if not screened and out is not None and _share_memory(written, parts):
+    if not screened and out is not None and _core.shares_slots(written, parts):
         used = _finite(template, parts, given, nonfinite)  # before a source is overwritten
         screened = True
     finite = _run(template, written, parts, given, used)
@@ -128,12 +128,6 @@ def _run(
     )
 
 
-def _share_memory(written: list[NDArray[Any]], parts: list[list[NDArray[Any]]]) -> bool:
-    # Sources with too few or too many parts are refused later, by name.
-    pairs = (pair for row in parts for pair in zip(written, row, strict=False))
-    return any(np.may_share_memory(*pair) for pair in pairs)
-
-
 def average_into(
     out: Source, sources: Iterable[Source], weights: Iterable[float] | None = None
 ) -> None:
@@ -141,6 +135,7 @@ def average_into(
 
     As `average` with ``out``.
 
+    >>> import numpy as np
     >>> a, b = np.array([1.0, 2.0]), np.array([3.0, 6.0])
     >>> average_into(a, [a, b])
     >>> a
