@@ -42,6 +42,7 @@ def contenders(sources: list[Any], *, tensorflow: bool) -> dict[str, Callable[[]
         "sum(ws) / n": lambda: peers.python_sum(sources),
         "np.mean(ws, axis=0)": lambda: peers.numpy_mean(sources),
         "Flower's aggregate (as described)": lambda: peers.flower_aggregate(sources),
+        "Flower's aggregate_inplace (same)": lambda: peers.flower_aggregate_in_place(sources),
     }
     if sources[0].dtype in (np.float32, np.float64):
         if len(sources) <= 30:  # numexpr takes no more operands
