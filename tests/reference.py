@@ -234,3 +234,33 @@ def clean_environment(**extra: str) -> dict[str, str]:
     """The environment without what chooses threads or streaming, and with ``extra``."""
     ours = ("FLATWEIGHTS_NUM_THREADS", "OMP_NUM_THREADS", "FLATWEIGHTS_STREAM_ABOVE")
     return {k: v for k, v in os.environ.items() if k not in ours} | extra
+
+
+def refusals(first: str, **environment: str) -> list[str]:
+    """The errors of calls that read a malformed ``environment``, once none has changed anything.
+
+    Args:
+        first: The call that only asks, as Python text.
+        environment: What is malformed.
+    """
+    code = f"""
+import numpy as np
+import flatweights as fw
+a, out, n = np.ones(3), np.zeros(3), np.array([0])
+calls = [
+    {first},
+    lambda: fw.average_into(out, [a, a]),
+    lambda: fw.average_into([n, out], [[np.array([5]), a]] * 2),
+    lambda: fw.flatten([a], out=out),
+    lambda: fw.unflatten_into([out], a),
+    lambda: fw.RunningAverage().add(a),
+]
+for call in calls:
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+assert out.tolist() == [0, 0, 0]
+assert n.tolist() == [0]
+"""
+    return run_python(code, clean_environment(**environment)).splitlines()
