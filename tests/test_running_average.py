@@ -1,8 +1,11 @@
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from interrupts import each_interruption
 from reference import (
     BFLOAT16,
     BLOCK,
@@ -209,6 +212,147 @@ def test_merging_in_the_same_order_gives_the_same_bits(rng: np.random.Generator)
         return total.mean()
 
     assert same_bits(merged(), merged())
+
+
+# Interrupts.
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("call", ["add", "add_all", "merge", "merge what was pickled"])
+def test_an_interrupted_call_has_added_all_or_nothing(call: str, begun: bool) -> None:
+    ten = summed([np.full(3, 10.0)], [2])
+
+    def make() -> tuple[RunningAverage, Callable[[], Any]]:
+        running = summed([np.ones(3)], [2]) if begun else RunningAverage()
+        if call == "merge what was pickled":
+            running = pickle.loads(pickle.dumps(running, protocol=5))
+        calls: dict[str, Callable[[], Any]] = {
+            "add": lambda: running.add(np.full(3, 10.0), 2),
+            "add_all": lambda: running.add_all([np.full(3, 10.0)] * 2, [1, 1]),
+        }
+        return running, calls.get(call, lambda: running.merge(ten))
+
+    before, after = ((2, 1.0), (4, 5.5)) if begun else ((0, None), (2, 10.0))
+    seen = set()
+    for running in each_interruption(make):
+        total = running.total_weight
+        mean = running.mean() if total else np.array([None])
+        assert len(set(mean.tolist())) == 1
+        seen.add((total, mean.tolist()[0]))
+        assert ten.mean().tolist() == [10.0] * 3
+    assert seen == {before, after}
+
+
+# Pickling.
+
+
+def travelled(running: RunningAverage, protocol: int = 5) -> RunningAverage:
+    return pickle.loads(pickle.dumps(running, protocol=protocol))
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pickled_sum_goes_on_with_the_same_bits(
+    kind: str, protocol: int, rng: np.random.Generator
+) -> None:
+    models = [KINDS[kind](model(rng, k)) for k in range(6)]
+    weights = [0.0, 0.3, 5, 1.5, 2, 0.1]
+    here, there = summed(models[:2], weights[:2]), summed(models[:2], weights[:2])
+    for m, weight in zip(models[2:4], weights[2:4], strict=True):
+        there = travelled(there, protocol)
+        assert_same(there.mean(), here.mean())
+        here.add(m, weight)
+        there.add(m, weight)
+    tail = summed(models[4:], weights[4:])
+    here.merge(tail)
+    there = travelled(there, protocol)
+    there.merge(travelled(tail, protocol))
+    assert_same(there.mean(), here.mean())
+    assert there.total_weight == here.total_weight
+
+
+def test_the_compensation_travels() -> None:
+    left = travelled(summed([np.array([1e16]), np.array([1.0])]))
+    right = travelled(summed([np.array([1.0]), np.array([-1e16])]))
+    left.merge(right)
+    assert left.mean().tolist() == [0.5]
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK + 1])
+def test_sums_of_ranges_of_a_vector_travel(
+    size: int, averaged_dtype: np.dtype[Any], rng: np.random.Generator
+) -> None:
+    vectors = [random_array(rng, 2 * size, averaged_dtype) for _ in range(4)]
+    halves = []
+    for part in (slice(0, size), slice(size, None)):
+        nodes = [summed([v[part] for v in vectors[k : k + 2]], [3, 1]) for k in (0, 2)]
+        here, there = RunningAverage(), RunningAverage()
+        for node in nodes:
+            here.merge(node)
+            there.merge(travelled(node))
+        assert_same(there.mean(), here.mean())
+        halves.append(there.mean())
+    assert_mean(np.concatenate(halves), vectors, [3, 1, 3, 1])
+
+
+def test_an_empty_sum_travels() -> None:
+    running = travelled(RunningAverage())
+    assert running.total_weight == 0
+    running.add(np.ones(2))
+    assert running.mean().tolist() == [1, 1]
+
+
+def test_the_sums_are_one_buffer_that_is_read_where_it_arrives(rng: np.random.Generator) -> None:
+    parts = {"a": random_array(rng, 5000, np.dtype("f4")), "b": np.ones(3), "n": np.array(7)}
+    running = summed([parts])
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(running, protocol=5, buffer_callback=buffers.append)
+    sums = buffers[0].raw()
+    assert sums.nbytes == 8 * (5000 + 2 * 3)  # a compensation only for what is float64
+    assert len(data) + sum(b.raw().nbytes for b in buffers[1:]) < 2000
+    arrived = bytes(sums), *(bytes(b.raw()) for b in buffers[1:])
+    there = pickle.loads(data, buffers=arrived)
+    assert np.shares_memory(there._state.sum.memory, np.frombuffer(arrived[0], np.uint8))
+    there.add(parts)
+    assert arrived[0] == bytes(sums)
+    assert_same(there.mean(), parts)
+
+
+def test_what_is_added_later_is_not_in_what_was_pickled() -> None:
+    running = summed([np.ones(3)])
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(running, protocol=5, buffer_callback=buffers.append)
+    running.add(np.full(3, 5.0))
+    running.merge(summed([np.full(3, 5.0)]))
+    there = pickle.loads(data, buffers=buffers)
+    assert (there.mean().tolist(), there.total_weight) == ([1.0] * 3, 1)
+    assert (running.mean().tolist(), running.total_weight) == ([11 / 3] * 3, 3)
+
+
+def test_a_sum_that_arrives_misaligned_is_copied() -> None:
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(summed([np.ones(3)]), protocol=5, buffer_callback=buffers.append)
+    room = np.zeros(100, np.uint8)
+    skewed = room[1 : 1 + buffers[0].raw().nbytes]
+    skewed[...] = np.frombuffer(buffers[0], np.uint8)
+    assert pickle.loads(data, buffers=[skewed]).mean().tolist() == [1, 1, 1]
+
+
+def test_a_truncated_pickle_is_refused() -> None:
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(summed([np.ones(3)]), protocol=5, buffer_callback=buffers.append)
+    with pytest.raises(ValueError, match=r"memory: expected .* float64 \(6,\), got float64 \(5,\)"):
+        pickle.loads(data, buffers=[buffers[0].raw()[:-8]])
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_copies_are_independent(duplicate: Callable[[RunningAverage], RunningAverage]) -> None:
+    running = summed([{"a": np.ones(3), "n": np.array(4)}])
+    other = duplicate(running)
+    running.add({"a": np.full(3, 5.0), "n": np.array(5)})
+    assert other.mean()["a"].tolist() == [1, 1, 1]
+    assert other.mean()["n"] == 4
+    assert other.total_weight == 1
 
 
 # Bad input.

@@ -2,21 +2,30 @@
 #pragma once
 
 #include <cstddef>
-#include <memory>
 #include <span>
 #include <vector>
 
-#include "flatweights/buffer_pool.hpp"
 #include "flatweights/layout.hpp"
 
 namespace flatweights {
 
-// Holds, for every real number of the floating and complex slots of one layout,
-// the sum that average_into would hold, so that the same sources added in the
-// same order give the same bits.
+// For every real number of the floating and complex slots of one layout, the sum that
+// average_into would hold: the same sources added in the same order give the same bits.
+//
+// The sums lie in memory of the caller, one float64 for each number, and behind them one
+// more for each number of the compensated slots.
 class RunningSum {
  public:
   explicit RunningSum(const Layout& layout);
+
+  // Numbers of float64 that the sum needs.
+  [[nodiscard]] std::size_t size() const noexcept { return reals() + lost_starts_.back(); }
+
+  // Uses `memory[0, size())` from now on. What is in it counts as 0 where not `begun`.
+  void use(double* memory, bool begun) noexcept {
+    memory_ = memory;
+    begun_ = begun;
+  }
 
   // Adds `weights[k] * sources[k]` over k, one after the other but in one pass over the
   // sum; `sources[k][i]` is where slot i begins.
@@ -35,27 +44,21 @@ class RunningSum {
   void divide_into(std::span<std::byte* const> out, double total) const;
 
  private:
-  struct GiveBack {
-    std::size_t capacity;
-    void operator()(double* memory) const noexcept {
-      give_buffer({reinterpret_cast<std::byte*>(memory), capacity});
-    }
-  };
-  // From the pool: a driver makes a sum every round.
-  using Doubles = std::unique_ptr<double[], GiveBack>;
-
-  [[nodiscard]] static Doubles take_doubles(std::size_t count);
   [[nodiscard]] std::size_t reals() const noexcept { return starts_.back(); }
-  [[nodiscard]] double* lost(std::size_t at) const noexcept {
-    return compensation_ == nullptr ? nullptr : compensation_.get() + at;
+  [[nodiscard]] double* sum(std::size_t slot, std::size_t at) const noexcept {
+    return memory_ + starts_[slot] + at;
   }
-  void begin();  // zeroes what nothing has been added to
+  // What rounding took from the sums of a compensated slot, else null.
+  [[nodiscard]] double* lost(std::size_t slot, std::size_t at) const noexcept {
+    return is_compensated(dtypes_[slot]) ? memory_ + reals() + lost_starts_[slot] + at : nullptr;
+  }
+  void begin();  // zeroes memory that nothing has been added to
 
   std::vector<DType> dtypes_;
-  std::vector<std::size_t> starts_;  // reals before each slot, and after the last
-  Doubles sum_;
-  Doubles compensation_;  // null where no slot is compensated
-  bool begun_ = false;    // before, the memory is undefined
+  std::vector<std::size_t> starts_;       // reals before each slot, and after the last
+  std::vector<std::size_t> lost_starts_;  // compensated ones of these
+  double* memory_ = nullptr;
+  bool begun_ = false;
 };
 
 }  // namespace flatweights

@@ -1,7 +1,7 @@
 """Typed surface of the extension; everything here is private to the package."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +31,22 @@ class Layout:
     def vector_views(self, flat: _Array) -> list[_Array]: ...
 
 class RunningSum:
+    @overload
     def __init__(self, layout: Layout) -> None: ...
+    @overload
+    def __init__(self, layout: Layout, memory: _Array, weights: object) -> None: ...
+    @property
+    def memory(self) -> NDArray[np.float64]: ...
+    @property
+    def weights(self) -> Any: ...
     def add(
-        self, packed: bool, sources: Sequence[list[_Array]], weights: Sequence[float]
+        self,
+        packed: bool,
+        sources: Sequence[list[_Array]],
+        ratios: Sequence[float],
+        weights: object,
     ) -> None: ...
-    def merge(self, other: RunningSum, scale: float) -> None: ...
+    def merge(self, other: RunningSum, scale: float, weights: object) -> None: ...
     def divide_into(self, packed: bool, out: list[_Array], total: float) -> None: ...
 
 class UnreadyError(Exception): ...

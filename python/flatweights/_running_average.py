@@ -1,8 +1,9 @@
 """The average of models that arrive one after the other."""
 
+import pickle
 import threading
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,49 @@ from flatweights import _core
 from flatweights._average import ratio, read_weight
 from flatweights._cast import move_parts
 from flatweights._dtypes import has_mean
+from flatweights._flatten import new_vector
 from flatweights._sources import Template
+
+
+class _Weights(NamedTuple):
+    """The weights of a sum.
+
+    Attributes:
+        base: The first positive weight, if there is one; the others are ratios to it.
+        ratios: The sum of these ratios.
+        total: The sum of the weights.
+    """
+
+    base: float | None = None
+    ratios: float = 0.0
+    total: float = 0.0
+
+
+class _State(NamedTuple):
+    """What a running average holds once it has a source. The sum holds its `_Weights`.
+
+    Attributes:
+        template: What the sources have in common.
+        sum: The sum, and its weights: `_core` changes both, or neither.
+        kept: By slot, the integer and boolean parts of the first source.
+    """
+
+    template: Template
+    sum: _core.RunningSum
+    kept: Mapping[int, NDArray[Any]]
+
+    @property
+    def weights(self) -> _Weights:
+        weights: _Weights = self.sum.weights
+        return weights
+
+    def writable_sum(self) -> _core.RunningSum:
+        """Return the sum; a copy, if its memory is read-only."""
+        if self.sum.memory.flags.writeable:
+            return self.sum
+        return _core.RunningSum(
+            self.template.layout.code, _copy_of(self.sum.memory), self.sum.weights
+        )
 
 
 class RunningAverage:
@@ -19,7 +62,12 @@ class RunningAverage:
 
     The sums are float64, plus as many float64 compensations where a part is float64 or
     complex128. Models added in some order give the bits that `flatweights.average` gives
-    for them in that order. Calls from several threads take turns.
+    for them in that order. Calls from several threads take turns. A call that is interrupted
+    (Ctrl-C) has added its sources and their weights, or neither; `total_weight` tells.
+
+    Pickles with its bits, in the middle of a sum too: what is added or merged after the
+    journey gives what it would have given before. With protocol 5 the sums are one out-of-band
+    buffer, which is read where it arrives; it is copied if more is added to it.
 
     >>> running = RunningAverage()
     >>> running.add(np.array([1.0, 2.0]), weight=3)
@@ -31,17 +79,13 @@ class RunningAverage:
     def __init__(self) -> None:
         """Begin with nothing; the first source sets kind, shapes and dtypes."""
         self._lock = threading.RLock()
-        self._template: Template | None = None
-        self._sum: _core.RunningSum | None = None
-        self._kept: dict[int, NDArray[Any]] = {}
-        self._base: float | None = None
-        self._relative_total = 0.0
-        self._total = 0.0
+        self._state: _State | None = None  # set once all in it is there
 
     @property
     def total_weight(self) -> float:
         """The sum of all weights so far."""
-        return self._total
+        state = self._state
+        return state.weights.total if state else 0.0
 
     def add(self, source: Any, weight: float = 1.0) -> None:
         """Add one model.
@@ -84,20 +128,26 @@ class RunningAverage:
 
     def _add(self, models: list[Any], values: list[float]) -> None:
         with self._lock:
-            template = self._template or Template.of(models[0])
+            state = self._state
+            template = (
+                state.template
+                if state
+                else Template.of(models[0], "source" if len(models) == 1 else "source 0")
+            )
             names = ["source"] if len(models) == 1 else [f"source {k}" for k in range(len(models))]
             parts = [template.read(*named) for named in zip(models, names, strict=True)]
+            before = state.weights if state else _Weights()
             # A weight of 0 before any other has no ratio yet, and needs none.
-            base = self._base if self._base is not None else next(filter(None, values), None)
-            relative = [ratio(value, base) if base is not None else 0.0 for value in values]
-            total = self._sum or _core.RunningSum(template.layout.code)
-            total.add(template.packed, parts, relative)
-            if self._template is None:
-                self._begin(template, total, _kept_parts(template, models[0]))
-            self._base = base
-            for value, share in zip(values, relative, strict=True):
-                self._relative_total += share
-                self._total += value
+            base = before.base if before.base is not None else next(filter(None, values), None)
+            ratios = [ratio(value, base) if base is not None else 0.0 for value in values]
+            sums, total = before.ratios, before.total
+            for value, share in zip(values, ratios, strict=True):
+                sums += share
+                total += value
+            kept = state.kept if state else _kept_parts(template, models[0])
+            target = state.writable_sum() if state else _core.RunningSum(template.layout.code)
+            target.add(template.packed, parts, ratios, _Weights(base, sums, total))
+            self._state = _State(template, target, kept)
 
     def merge(self, other: "RunningAverage") -> None:
         """Add what ``other`` has summed up, as if its sources were added here.
@@ -116,24 +166,26 @@ class RunningAverage:
             raise ValueError("expected another running average, got the same one")
         first, second = sorted((self, other), key=id)  # one order for all threads
         with first._lock, second._lock:
-            if other._template is None or other._sum is None:
+            state, added = self._state, other._state
+            if added is None:
                 return
-            template = self._template or other._template
-            if template.kind is not other._template.kind:
+            template = state.template if state else added.template
+            if template.kind is not added.template.kind:
                 raise TypeError(
-                    f"expected sums of {template.kind.value}, got {other._template.kind.value}"
+                    f"expected sums of {template.kind.value}, got {added.template.kind.value}"
                 )
-            template.check_layout(other._template.layout, "other")
-            base = self._base if self._base is not None else other._base
-            scale = ratio(other._base, base) if other._base and base else 1.0
-            added = ratio(scale * other._relative_total, 1.0)
-            total = self._sum or _core.RunningSum(template.layout.code)
-            total.merge(other._sum, scale)
-            if self._template is None:
-                self._begin(template, total, other._kept)
-            self._base = base
-            self._relative_total += added
-            self._total += other._total
+            template.check_layout(added.template.layout, "other")
+            ours, theirs = state.weights if state else _Weights(), added.weights
+            base = ours.base if ours.base is not None else theirs.base
+            scale = ratio(theirs.base, base) if theirs.base and base else 1.0
+            weights = _Weights(
+                base,
+                ours.ratios + ratio(scale * theirs.ratios, 1.0),
+                ours.total + theirs.total,
+            )
+            target = state.writable_sum() if state else _core.RunningSum(template.layout.code)
+            target.merge(added.sum, scale, weights)
+            self._state = _State(template, target, state.kept if state else added.kept)
 
     def mean(self, *, out: Any = None) -> Any:
         """Return the weighted mean so far; more may be added afterwards.
@@ -150,20 +202,55 @@ class RunningAverage:
             TypeError: If ``out`` is of another kind or dtype.
         """
         with self._lock:
-            if self._template is None or self._sum is None or self._base is None:
+            state = self._state
+            if state is None or state.weights.base is None:
                 raise ValueError("expected at least one source of positive weight, got none")
-            result = self._template.new() if out is None else out
-            parts = self._template.read_out(result)
-            self._sum.divide_into(self._template.packed, parts, self._relative_total)
-            if self._kept:
-                views = self._template.views(result)
-                move_parts([views[i] for i in self._kept], list(self._kept.values()))
+            template = state.template
+            result = template.new() if out is None else out
+            parts = template.read_out(result)
+            state.sum.divide_into(template.packed, parts, state.weights.ratios)
+            if state.kept:
+                views = template.views(result)
+                move_parts([views[i] for i in state.kept], list(state.kept.values()))
             return result
 
-    def _begin(
-        self, template: Template, total: _core.RunningSum, kept: dict[int, NDArray[Any]]
-    ) -> None:
-        self._template, self._sum, self._kept = template, total, kept
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle sums and weights as they are; with protocol 5 the sums are out of band."""
+        with self._lock:
+            state = self._state
+            if state is None:
+                return type(self), ()
+            memory: Any = state.sum.memory
+            if protocol >= 5:
+                # Whoever pickles may read it at any later time: what is added next goes to a copy.
+                memory.flags.writeable = False
+                memory = pickle.PickleBuffer(memory.view(np.uint8).data)
+            else:
+                memory = memory.tobytes()
+            return _unpickle, (type(self), state.template, memory, state.weights, state.kept)
+
+
+def _unpickle(
+    cls: type[RunningAverage],
+    template: Template,
+    buffer: Any,
+    weights: _Weights,
+    kept: Mapping[int, NDArray[Any]],
+) -> RunningAverage:
+    memory: NDArray[Any] = np.frombuffer(buffer, np.float64)
+    # What arrived belongs to others, who may have it in other sums, too.
+    memory.flags.writeable = False
+    if not memory.flags.aligned:
+        memory = _copy_of(memory)
+    running = cls()
+    running._state = _State(template, _core.RunningSum(template.layout.code, memory, weights), kept)
+    return running
+
+
+def _copy_of(memory: NDArray[Any]) -> NDArray[Any]:
+    copy = new_vector(memory.size, memory.dtype)
+    move_parts([copy.view(np.uint8)], [memory.view(np.uint8)])
+    return copy
 
 
 def _kept_parts(template: Template, source: Any) -> dict[int, NDArray[Any]]:
