@@ -472,7 +472,10 @@ def test_states_of_others_are_refused(rng: np.random.Generator, tmp_path: Path) 
         (lambda parts: parts.update({"FedAdam.beta2": np.ones(())}), "beta2: expected"),
         (lambda parts: parts.update({"FedAdam.beta2": np.ones(2)}), "with 'FedAdam.beta2'"),
         (lambda parts: parts.update({"FedAdam.steps": np.int64(-1)}), "number of steps, got -1"),
-        (lambda parts: parts.update(momentum=np.full(3, np.nan, np.float32)), "holds NaN"),
+        (
+            lambda parts: parts.update(momentum=np.full(3, np.nan, np.float32)),
+            "state, slot 1 'momentum': holds NaN or infinity",
+        ),
         (lambda parts: parts.update(weights=np.arange(3)), "state: weights: expected float16"),
     ],
     ids=range(8),

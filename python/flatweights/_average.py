@@ -216,11 +216,11 @@ def _finite(
     """Return the models without NaN and infinity; raise for the first one with, if asked to."""
     found = []
     for k, arrays in enumerate(parts):
-        i = _core.first_nonfinite(template.layout.code, template.packed, arrays, k)
-        if i == len(template.layout):
+        error = template.find_nonfinite(arrays, f"source {k}")
+        if error is None:
             found.append(k)
         elif nonfinite == "raise":
-            raise ValueError(f"source {k}{template.place(i)}: holds NaN or infinity")
+            raise error
     if not any(weights[k] for k in found):
         raise ValueError("every source of positive weight holds NaN or infinity")
     return found

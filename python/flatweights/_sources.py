@@ -157,6 +157,25 @@ class Template:
                 raise TypeError(f"out: expected NumPy arrays, got {type(part).__name__}")
         return arrays
 
+    def first_nonfinite(self, parts: list[NDArray[Any]]) -> int | None:
+        """Return the first slot that holds NaN or infinity, of what `read` gave."""
+        i = _core.first_nonfinite(self.layout.code, self.packed, parts, 0)
+        return i if i < len(self.layout) else None
+
+    def nonfinite_error(self, i: int, where: str) -> ValueError:
+        """Return the error that says that slot ``i`` of a source holds NaN or infinity."""
+        return ValueError(f"{where}{self.place(i)}: holds NaN or infinity")
+
+    def find_nonfinite(self, parts: list[NDArray[Any]], where: str) -> ValueError | None:
+        """Return an error that names the first slot with NaN or infinity; None without one.
+
+        Args:
+            parts: What `read` gave.
+            where: How the error names the source.
+        """
+        i = self.first_nonfinite(parts)
+        return None if i is None else self.nonfinite_error(i, where)
+
     def views(self, source: Any) -> list[NDArray[Any]]:
         """Return the parts of ``source`` one by one, a packed one's too."""
         return list(source.values()) if self.packed else self._arrays(source, "source")

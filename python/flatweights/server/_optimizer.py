@@ -9,10 +9,9 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights import _core
 from flatweights._cast import move_parts
 from flatweights._dtypes import has_mean
-from flatweights._inplace import Model, isfinite, norm
+from flatweights._inplace import Model, norm
 from flatweights._inplace import _number as number
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
@@ -234,9 +233,9 @@ class ServerOptimizer(ABC, Generic[Model]):
             raise ValueError(f"{where}: {error}") from error
         optimizer = cls.__new__(cls)
         optimizer._adopt(template, state, kept)
-        vectors = [vector for run in optimizer._runs for vector in run.vectors()]
-        if not all(isfinite(vector) for vector in vectors):
-            raise ValueError(f"{where}: holds NaN or infinity")
+        i = expected.first_nonfinite([state.buffer])
+        if i is not None and i < len(state.layout) - len(wanted):  # not a number: these are last
+            raise expected.nonfinite_error(i, where)
         if optimizer.steps < 0:
             raise ValueError(f"{where}: expected a number of steps, got {optimizer.steps}")
         return optimizer
@@ -357,7 +356,6 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _check_finite(template: Template, model: Any, where: str) -> None:
-    parts = template.read(model, where)
-    i = _core.first_nonfinite(template.layout.code, template.packed, parts, 0)
-    if i < len(template.layout):
-        raise ValueError(f"{where}{template.place(i)}: holds NaN or infinity")
+    error = template.find_nonfinite(template.read(model, where), where)
+    if error is not None:
+        raise error

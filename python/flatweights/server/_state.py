@@ -50,10 +50,6 @@ class Run:
         """Whether ``wide`` is a master copy."""
         return self.wide is not self.weights
 
-    def vectors(self) -> list[NDArray[Any]]:
-        """Return all that the optimizer has of them."""
-        return [self.weights, self.wide, *self.kept.values()]
-
     def blocks(self) -> list[slice]:
         """Return ranges that make up the whole, `BLOCK` numbers each."""
         size = self.weights.size

@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from flatweights import _core
 from flatweights._inplace import isfinite
-from flatweights._layout import Layout, place_of
+from flatweights._layout import Layout
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
 
@@ -37,12 +36,14 @@ def check_writable(weights: Any, layout: Layout, where: str) -> None:
 
 def check_finite(values: FlatWeights, model: Any, where: str) -> None:
     """Raise if ``values`` hold NaN or infinity; say whether ``model`` does, or it is too large."""
-    layout = values.layout
-    i = _core.first_nonfinite(layout.code, True, [values.buffer], 0)
-    if i == len(layout):
+    template = Template(Kind.FLAT_WEIGHTS, values.layout)
+    i = template.first_nonfinite([values.buffer])
+    if i is None:
         return
-    slot = layout.slots[i]
-    place = f"{where}, {place_of(i, slot)}"
+    slot = values.layout.slots[i]
     if values is not model and isfinite(np.ascontiguousarray(model[slot.name])):
-        raise ValueError(f"{place}: expected a difference that fits {slot.dtype}, got a larger one")
-    raise ValueError(f"{place}: holds NaN or infinity")
+        raise ValueError(
+            f"{where}{template.place(i)}: expected a difference that fits {slot.dtype}, "
+            "got a larger one"
+        )
+    raise template.nonfinite_error(i, where)
