@@ -24,6 +24,7 @@ MODULES = [
     "_flatten",
     "_inplace",
     "_layout",
+    "_locks",
     "_running_average",
     "_safetensors",
     "_sources",

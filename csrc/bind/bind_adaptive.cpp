@@ -6,6 +6,7 @@
 #include "bindings.hpp"
 #include "checks.hpp"
 #include "flatweights/adaptive.hpp"
+#include "without_gil.hpp"
 
 namespace flatweights::bind {
 namespace {
@@ -71,7 +72,7 @@ void adapt_(const std::string& kind, const py::object& weights_object,
                             memory(second),
                             average.data(),
                             before.data()};
-  const py::gil_scoped_release nogil;
+  const WithoutGil nogil;
   adapt(range, second_moment, {learning_rate, first_share, second_share, tau});
 }
 

@@ -10,6 +10,7 @@
 #include "checks.hpp"
 #include "flatweights/average.hpp"
 #include "flatweights/nonfinite.hpp"
+#include "without_gil.hpp"
 
 namespace flatweights::bind {
 namespace {
@@ -65,7 +66,7 @@ bool run(const BoundLayout& bound, const std::vector<std::byte*>& out, const Sou
     const Slot& slot = bound.layout.slots()[i];
     parts.push_back(AveragePart{slot.dtype, slot.size, slot.nbytes, out[i], slot.dtype});
   }
-  const py::gil_scoped_release nogil;
+  const WithoutGil nogil;
   return average_into(parts, sources.starts(), weights, total);
 }
 
@@ -120,7 +121,7 @@ void average_widened_into(const BoundLayout& wide, const py::object& out_object,
     parts.push_back(AveragePart{slots[i].dtype, to.size, to.nbytes, begin + to.offset, to.dtype});
   }
   check_environment();
-  const py::gil_scoped_release nogil;
+  const WithoutGil nogil;
   average_into(parts, table.starts(), weights, total);
 }
 
@@ -138,7 +139,7 @@ void bind_average(py::module_& m) {
       [](const BoundLayout& bound, bool packed, const py::list& parts, std::size_t source) {
         const auto screened =
             read_parts<ScreenedPart>(parts, bound, packed, static_cast<std::ptrdiff_t>(source));
-        const py::gil_scoped_release nogil;
+        const WithoutGil nogil;
         return first_nonfinite(screened);
       },
       py::arg("layout"), py::arg("packed"), py::arg("parts"), py::arg("source"));

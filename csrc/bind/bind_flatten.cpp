@@ -9,13 +9,14 @@
 #include "bindings.hpp"
 #include "checks.hpp"
 #include "flatweights/flatten.hpp"
+#include "without_gil.hpp"
 
 namespace flatweights::bind {
 namespace {
 
 void copy_without_gil(const std::vector<Copy>& copies) {
   check_environment();
-  const py::gil_scoped_release nogil;
+  const WithoutGil nogil;
   copy_all(copies);
 }
 

@@ -7,6 +7,7 @@
 #include "checks.hpp"
 #include "flatweights/inplace.hpp"
 #include "flatweights/nonfinite.hpp"
+#include "without_gil.hpp"
 
 namespace flatweights::bind {
 namespace {
@@ -42,7 +43,7 @@ void bind_inplace(py::module_& m) {
       "scale_",
       [](const BoundLayout& bound, bool packed, const py::list& y, double a) {
         const auto parts = check_y(bound, packed, y);
-        const py::gil_scoped_release nogil;
+        const WithoutGil nogil;
         scale(parts, a);
       },
       py::arg("layout"), py::arg("packed"), py::arg("y"), py::arg("a"));
@@ -50,7 +51,7 @@ void bind_inplace(py::module_& m) {
       "axpy_",
       [](const BoundLayout& bound, bool packed, const py::list& y, double a, const py::list& x) {
         const auto parts = check_y_and_x(bound, packed, y, x);
-        const py::gil_scoped_release nogil;
+        const WithoutGil nogil;
         axpy(parts, a);
       },
       py::arg("layout"), py::arg("packed"), py::arg("y"), py::arg("a"), py::arg("x"));
@@ -58,7 +59,7 @@ void bind_inplace(py::module_& m) {
       "lerp_",
       [](const BoundLayout& bound, bool packed, const py::list& y, const py::list& x, double a) {
         const auto parts = check_y_and_x(bound, packed, y, x);
-        const py::gil_scoped_release nogil;
+        const WithoutGil nogil;
         lerp(parts, a);
       },
       py::arg("layout"), py::arg("packed"), py::arg("y"), py::arg("x"), py::arg("a"));
@@ -66,7 +67,7 @@ void bind_inplace(py::module_& m) {
       "norm",
       [](const BoundLayout& bound, bool packed, const py::list& x) {
         const auto parts = read_parts<NormPart>(x, bound, packed, Place::kX);
-        const py::gil_scoped_release nogil;
+        const WithoutGil nogil;
         return norm(parts);
       },
       py::arg("layout"), py::arg("packed"), py::arg("x"));
@@ -74,7 +75,7 @@ void bind_inplace(py::module_& m) {
       "clip_by_norm_",
       [](const BoundLayout& bound, bool packed, const py::list& y, double max_norm) {
         const auto parts = check_y(bound, packed, y);
-        const py::gil_scoped_release nogil;
+        const WithoutGil nogil;
         return clip_by_norm(parts, max_norm);
       },
       py::arg("layout"), py::arg("packed"), py::arg("y"), py::arg("max_norm"));
@@ -82,7 +83,7 @@ void bind_inplace(py::module_& m) {
       "isfinite",
       [](const BoundLayout& bound, bool packed, const py::list& x) {
         const auto parts = read_parts<ScreenedPart>(x, bound, packed, Place::kX);
-        const py::gil_scoped_release nogil;
+        const WithoutGil nogil;
         return first_nonfinite(parts) == parts.size();
       },
       py::arg("layout"), py::arg("packed"), py::arg("x"));

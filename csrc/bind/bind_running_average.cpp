@@ -10,6 +10,7 @@
 #include "checks.hpp"
 #include "flatweights/running_average.hpp"
 #include "new_array.hpp"
+#include "without_gil.hpp"
 
 namespace flatweights::bind {
 namespace {
@@ -55,7 +56,7 @@ class BoundSum {
     }
     check_environment();
     {
-      const py::gil_scoped_release nogil;
+      const WithoutGil nogil;
       sum_.add(sources, ratios);
     }
     weights_ = std::move(weights);
@@ -67,7 +68,7 @@ class BoundSum {
       throw py::value_error("expected another sum over parts of the same sizes and dtypes");
     check_environment();
     {
-      const py::gil_scoped_release nogil;
+      const WithoutGil nogil;
       sum_.merge(other.sum_, scale);
     }
     weights_ = std::move(weights);
@@ -77,7 +78,7 @@ class BoundSum {
     const auto slots = check_model(out, bound(), packed, Place::kOut, Access::kWrite);
     check_overlap(bound(), slots, {}, 0);
     check_environment();
-    const py::gil_scoped_release nogil;
+    const WithoutGil nogil;
     sum_.divide_into(slots, total);
   }
 

@@ -6,6 +6,7 @@
 #include "flatweights/flatten.hpp"
 #include "new_array.hpp"
 #include "released_owners.hpp"
+#include "without_gil.hpp"
 
 namespace flatweights::bind {
 namespace {
@@ -260,7 +261,7 @@ void BoundVariables::with_locked(VariableAccess access, const std::vector<std::s
   std::vector<VariableMemory> memory(positions_.size());
   VariableFailure failure{};
   {
-    const py::gil_scoped_release nogil;
+    const WithoutGil nogil;
     VariablesLock lock(api_, variables_, access, chosen, alias, memory.data(), failure);
     if (lock) body(memory, lock);
   }

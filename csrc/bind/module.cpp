@@ -1,10 +1,15 @@
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
 #include "bindings.hpp"
 
-PYBIND11_MODULE(_core, m) {
+// _core, under another name until PyInit__core has looked where it is imported.
+PYBIND11_MODULE(_core_of_main_interpreter, m) {
   m.doc() = "Kernels of flatweights.";
   m.attr("__version__") = FLATWEIGHTS_VERSION;
+  // Looked up in NumPy here, under the lock of imports, and not at the first use: a fork could
+  // leave the thread behind that looks it up.
+  (void)pybind11::detail::npy_api::get();
   flatweights::bind::bind_buffer_pool(m);
   flatweights::bind::bind_layout(m);
   flatweights::bind::bind_flatten(m);
@@ -14,4 +19,15 @@ PYBIND11_MODULE(_core, m) {
   flatweights::bind::bind_running_average(m);
   flatweights::bind::bind_parallel(m);
   flatweights::bind::bind_variables(m);
+}
+
+extern "C" PYBIND11_EXPORT PyObject* PyInit__core() {
+  // pybind11 would take the GIL for the main interpreter, and wait for ever.
+  if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
+    PyErr_SetString(
+        PyExc_ImportError,
+        "flatweights cannot be imported into a sub-interpreter, only into the main one");
+    return nullptr;
+  }
+  return PyInit__core_of_main_interpreter();
 }

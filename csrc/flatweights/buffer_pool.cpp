@@ -55,19 +55,16 @@ std::byte* allocate(std::size_t capacity) noexcept {
   return static_cast<std::byte*>(memory);
 }
 
-// A child must not inherit a lock that another thread of its parent holds.
-void register_fork_handlers() {
-  static const int registered =
-      pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
-  (void)registered;
-}
+// A child must not inherit a lock that another thread of its parent holds. Registered when the
+// library is loaded, so that no fork comes before.
+[[maybe_unused]] const int registered =
+    pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
 
 }  // namespace
 
 Buffer take_buffer(std::size_t nbytes) {
   const std::size_t capacity = capacity_for(nbytes);
   if (capacity >= kLeastKept) {
-    register_fork_handlers();
     const std::lock_guard<std::mutex> lock(mutex);
     std::vector<Buffer>& buffers = kept();
     // The one kept last is the likeliest to be in a cache.

@@ -15,8 +15,10 @@ namespace {
 std::atomic<ThreadPool*> current{nullptr};
 
 // In a forked child the old pool's locks may be held by threads that are not there: it is
-// left behind as it is.
-void forget() { current.store(nullptr); }
+// left behind as it is. Registered when the library is loaded: the guard of a local static would be
+// a lock, too.
+[[maybe_unused]] const int registered =
+    pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); });
 
 // To wake a sleeping thread takes longer than averaging a model that fits the caches. A
 // loop asks for the next job within microseconds: so long a helper stays awake, as does a
@@ -39,8 +41,6 @@ void wait_awake(const Done& done) {
 }  // namespace
 
 ThreadPool& ThreadPool::instance() {
-  static const int registered = pthread_atfork(nullptr, nullptr, forget);
-  (void)registered;
   ThreadPool* pool = current.load();
   if (pool == nullptr) {
     // Never deleted: helpers sleep in it until the process ends.

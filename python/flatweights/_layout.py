@@ -3,6 +3,7 @@
 import hashlib
 import json
 import operator
+import os
 import sys
 import threading
 import zlib
@@ -389,8 +390,13 @@ class _SeenLayouts:
             while len(self._layouts) > self._kept:
                 self._layouts.popitem(last=False)
 
+    def unlock(self) -> None:
+        """Forget who holds the lock: a fork leaves that thread behind, the layouts intact."""
+        self._lock = threading.Lock()
+
 
 _seen = _SeenLayouts(_KEPT_LAYOUTS)
+os.register_at_fork(after_in_child=_seen.unlock)
 
 
 def _unpickle(pickled: bytes) -> Layout:

@@ -1,7 +1,6 @@
 """The average of models that arrive one after the other."""
 
 import pickle
-import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from flatweights._average import ratio, read_weight
 from flatweights._cast import move_parts
 from flatweights._dtypes import has_mean
 from flatweights._flatten import new_vector
+from flatweights._locks import TurnLock
 from flatweights._sources import Template
 
 
@@ -78,7 +78,7 @@ class RunningAverage:
 
     def __init__(self) -> None:
         """Begin with nothing; the first source sets kind, shapes and dtypes."""
-        self._lock = threading.RLock()
+        self._turns = TurnLock()
         self._state: _State | None = None  # set once all in it is there
 
     @property
@@ -127,7 +127,7 @@ class RunningAverage:
             self._add(models, [read_weight(w, f"weight {k}") for k, w in enumerate(given)])
 
     def _add(self, models: list[Any], values: list[float]) -> None:
-        with self._lock:
+        with self._turns.ready():
             state = self._state
             template = (
                 state.template
@@ -165,7 +165,7 @@ class RunningAverage:
         if other is self:
             raise ValueError("expected another running average, got the same one")
         first, second = sorted((self, other), key=id)  # one order for all threads
-        with first._lock, second._lock:
+        with first._turns.ready(), second._turns.ready():
             state, added = self._state, other._state
             if added is None:
                 return
@@ -201,7 +201,7 @@ class RunningAverage:
             ValueError: If no weight is positive yet, or ``out`` has other shapes.
             TypeError: If ``out`` is of another kind or dtype.
         """
-        with self._lock:
+        with self._turns.ready():
             state = self._state
             if state is None or state.weights.base is None:
                 raise ValueError("expected at least one source of positive weight, got none")
@@ -216,7 +216,7 @@ class RunningAverage:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle sums and weights as they are; with protocol 5 the sums are out of band."""
-        with self._lock:
+        with self._turns.ready():
             state = self._state
             if state is None:
                 return type(self), ()

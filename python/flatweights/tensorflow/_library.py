@@ -60,6 +60,15 @@ _lock = threading.Lock()
 _loaded: Library | LibraryError | None = None
 
 
+def _unlock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+# A fork leaves behind the thread that holds the lock.
+os.register_at_fork(after_in_child=_unlock)
+
+
 def load_library() -> Library | None:
     """Return the library, found or compiled at the first call; None to do without.
 
