@@ -1,4 +1,10 @@
+"""How many processes share the tests, and a folder of Ray's that no other program sees."""
+
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +19,34 @@ settings.register_profile(
     "ci", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ci")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A process for each core, at most four (each imports TensorFlow and starts a Ray).
+
+    None of its own for the tests of one file: they run in the process that was started.
+    """
+    files = {argument.split("::")[0] for argument in config.args}
+    cores = len(os.sched_getaffinity(0))
+    alone = cores == 1 or (len(files) == 1 and all(file.endswith(".py") for file in files))
+    return 0 if alone else min(cores, 4)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ray_folder() -> Iterator[Path]:
+    """Where the Rays of this process and its programs write, removed after the tests.
+
+    A Ray leaves its address in such a folder for any program to join: neither do the tests
+    join another program's Ray, nor does another program join theirs.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="fw-", dir="/tmp"))  # the names of sockets must be short
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_TMPDIR", str(folder))
+        environment.setenv("RAY_ADDRESS", "local")
+        # On a busy machine a node needs longer than Ray's 30 s to start.
+        environment.setenv("RAY_raylet_start_wait_time_s", "300")
+        yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(params=MOVED, ids=dtype_id)

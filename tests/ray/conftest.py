@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cluster() -> Iterator[None]:
+def _cluster(ray_folder: Path) -> Iterator[None]:
     """Ray on two CPUs; its workers can import the test modules, and TensorFlow is quiet in them."""
     found = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as inherited:
