@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from interrupts import each_interruption
 from reference import (
     AVERAGED,
     BFLOAT16,
@@ -627,3 +628,39 @@ def test_what_is_exported_is_described() -> None:
 def test_import_needs_neither_tensorflow_nor_ray() -> None:
     code = "import sys, flatweights.server; print({'ray', 'tensorflow'} & set(sys.modules))"
     assert run_python(code).split() == ["set()"]
+
+
+# Interrupts.
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_interrupted_step_is_done_or_the_optimizer_refuses_to_be_used(name: str) -> None:
+    initial = fw.FlatWeights({"w": np.ones(3, np.float16), "n": np.int64(1), "b": np.ones(2)})
+    given = fw.FlatWeights({"w": np.full(3, 2, np.float16), "n": np.int64(2), "b": np.full(2, 2.0)})
+    whole = MAKERS[name](initial)
+    before = whole.state.buffer.tobytes()
+    whole.step(given)
+    after = whole.state.buffer.tobytes()
+
+    def make() -> tuple[Any, Callable[[], Any]]:
+        optimizer = MAKERS[name](initial)
+        return optimizer, lambda: optimizer.step(given)
+
+    calls: list[Callable[[Any], Any]] = [
+        lambda o: o.state,
+        lambda o: o.weights,
+        lambda o: o.step(given),
+        lambda o: o.save("unwritten"),
+        pickle.dumps,
+    ]
+    seen, refused = set(), 0
+    for optimizer in each_interruption(make):
+        if optimizer._is_whole:
+            seen.add(optimizer.state.buffer.tobytes())
+            continue
+        refused += 1
+        for call in calls:
+            with pytest.raises(RuntimeError, match="a step was interrupted"):
+                call(optimizer)
+    assert seen == {before, after}
+    assert refused > 0

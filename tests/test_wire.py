@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from interrupts import each_interruption
 from reference import BFLOAT16, dtype_id, random_array, read_only, refuses, run_python, same_bits
 
 import flatweights as fw
@@ -718,3 +719,65 @@ def test_widened_averages_have_the_bits_of_those_of_widened_models(
             np.add.accumulate(relative)[-1],
         )
         assert same_bits(wide["a"], expected)
+
+
+# Interrupts.
+
+
+def one_of_each(value: float) -> fw.FlatWeights:
+    return fw.FlatWeights(
+        {"a": np.float32([value] * 3), "n": np.int64(value), "b": np.full(2, float(value))}
+    )
+
+
+@pytest.mark.parametrize("message", ["difference", "snapshot"])
+def test_an_interrupted_receive_has_changed_weights_and_version_or_neither(message: str) -> None:
+    driver = DeltaBroadcaster(one_of_each(1), "bfloat16")
+    first = driver.snapshot()
+    update = driver.encode(one_of_each(2))
+    sent = update if message == "difference" else driver.snapshot()
+
+    def make() -> tuple[DeltaEncoder, Callable[[], Any]]:
+        worker = DeltaEncoder(first)
+        return worker, lambda: worker.receive(sent)
+
+    seen = set()
+    for worker in each_interruption(make):
+        values = {float(v) for part in worker.reference.values() for v in part.ravel()}
+        seen.add((worker.version, *values))
+    assert seen == {(first.version, 1.0), (update.version, 2.0)}
+
+
+def test_an_interrupted_broadcast_has_changed_weights_and_version_or_neither() -> None:
+    def make() -> tuple[DeltaBroadcaster, Callable[[], Any]]:
+        driver = DeltaBroadcaster(one_of_each(1), "bfloat16")
+        driver._held[0] = 7  # instead of a random number
+        return driver, lambda: driver.encode(one_of_each(2))
+
+    seen = set()
+    for driver in each_interruption(make):
+        models = driver.reference, driver.weights
+        values = {float(v) for m in models for part in m.values() for v in part.ravel()}
+        seen.add((driver.version, *values))
+        # Workers that missed what was interrupted are told so, and a snapshot mends that.
+        worker = DeltaEncoder(driver.snapshot())
+        assert same_bits(worker.receive(driver.encode(one_of_each(3)))["b"], np.full(2, 3.0))
+    assert seen == {(7, 1.0), (8, 2.0)}
+
+
+def test_an_interrupted_encode_loses_no_more_than_a_message() -> None:
+    driver = DeltaBroadcaster(one_of_each(1), "bfloat16")
+    snapshot = driver.snapshot()
+    trained = one_of_each(1)
+    trained["a"] += np.float32(1.001)
+
+    def make() -> tuple[DeltaEncoder, Callable[[], Any]]:
+        worker = DeltaEncoder(snapshot)
+        return worker, lambda: worker.encode(trained)
+
+    worker = DeltaEncoder(snapshot)
+    worker.encode(trained)
+    after = worker.residual["a"].tolist()
+    assert after != [0, 0, 0]
+    seen = {tuple(worker.residual["a"].tolist()) for worker in each_interruption(make)}
+    assert seen == {(0, 0, 0), tuple(after)}

@@ -90,10 +90,10 @@ class GradientDescent(ServerOptimizer[Model]):
             raise ValueError(f"gradient: expected a finite norm, got {found}")
         most = self.max_norm
         factor = 1.0 if found <= most else most / found
-        for run in self._runs:
-            self._advance(run, run.read(memory), factor)
-        self.gradient_norm = found
-        self._count()
+        with self._stepping():
+            for run in self._runs:
+                self._advance(run, run.read(memory), factor)
+            self.gradient_norm = found
         return self.weights
 
     @classmethod

@@ -3,7 +3,8 @@
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
@@ -100,7 +101,8 @@ class ServerOptimizer(ABC, Generic[Model]):
 
     Steps run on the caller's thread, and those of the core's kernels on its threads; the bits
     of a result depend on neither. Two threads must not step one optimizer at once. It pickles,
-    and `copy.copy` copies its state.
+    and `copy.copy` copies its state. After a step that was interrupted (Ctrl-C) the optimizer
+    refuses to be used: go on from a state that was saved.
     """
 
     _template: Template
@@ -109,6 +111,7 @@ class ServerOptimizer(ABC, Generic[Model]):
     _memory: NDArray[np.uint8]
     _runs: list[Run]
     _integers: dict[str, NDArray[Any]]
+    _is_whole = True  # no step was broken off
 
     def _begin(self, initial: Any, numbers: Mapping[str, Any]) -> None:
         """Start from the model ``initial``; all arguments are checked here."""
@@ -156,6 +159,7 @@ class ServerOptimizer(ABC, Generic[Model]):
 
         Sending it (`ray.put`, a pickle) copies it; ``optimizer.weights.copy()`` keeps it.
         """
+        self._check_whole()
         found: Model = self._weights
         return found
 
@@ -172,6 +176,7 @@ class ServerOptimizer(ABC, Generic[Model]):
         else is kept likewise: ``master/<name>``, ``momentum/<name>``, ``second/<name>``.
         Numbers have the name of the class before theirs: ``FedAdam.steps``.
         """
+        self._check_whole()
         return FlatWeights.wrap(_read_only(self._state.buffer), self._state.layout)
 
     @classmethod
@@ -195,7 +200,7 @@ class ServerOptimizer(ABC, Generic[Model]):
         Raises:
             OSError: If it cannot be written.
         """
-        self._state.save(path)
+        self.state.save(path)
 
     @classmethod
     def load(cls: type[Optimizer], path: str | os.PathLike[str]) -> Optimizer:
@@ -242,7 +247,7 @@ class ServerOptimizer(ABC, Generic[Model]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the state."""
-        return type(self).from_state, (self._state,)
+        return type(self).from_state, (self.state,)
 
     def __repr__(self) -> str:
         """Class, hyperparameters, model and steps."""
@@ -283,6 +288,7 @@ class ServerOptimizer(ABC, Generic[Model]):
 
     def _read(self, model: Any, where: str) -> NDArray[np.uint8]:
         """Return the bytes of ``model``, checked but for its values."""
+        self._check_whole()
         self._template.match(model, where)
         return _bytes_of(self._template, model, where)
 
@@ -302,8 +308,20 @@ class ServerOptimizer(ABC, Generic[Model]):
         if self._integers:
             move_parts(list(self._integers.values()), [average[name] for name in self._integers])
 
-    def _count(self) -> None:
+    def _check_whole(self) -> None:
+        if not self._is_whole:
+            raise RuntimeError(
+                "a step was interrupted, which has changed the model by half: go on from a state "
+                "that was saved or pickled before"
+            )
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Change the state inside, and count the step; if that is broken off, all is refused."""
+        self._is_whole = False
+        yield
         self._number(_STEPS)[...] += 1
+        self._is_whole = True
 
 
 class AveragedOptimizer(ServerOptimizer[Model]):
@@ -329,10 +347,9 @@ class AveragedOptimizer(ServerOptimizer[Model]):
         """
         memory = self._read(average, "average")
         self._check(average)
-        with np.errstate(all="ignore"):
+        with self._stepping(), np.errstate(all="ignore"):
             self._advance([(run, run.read(memory)) for run in self._runs])
-        self._take_integers(average)
-        self._count()
+            self._take_integers(average)
         return self.weights
 
     def _check(self, average: Any) -> None:

@@ -39,11 +39,6 @@ class Block:
     ranges: tuple[tuple[int, int, int], ...]
     starts: tuple[int, ...]
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether there may be padding between them."""
-        return len(self.ranges) > 1
-
     def read(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
         """Return the numbers in a model's memory, padding included."""
         return memory[self.begin : self.end].view(self.dtype)
@@ -124,11 +119,9 @@ class Scratch:
         most = max((block.end - block.begin for block in plan.blocks), default=0)
         self._memory = _core.empty(most)
 
-    def of(self, block: Block, *, zero: bool = False) -> NDArray[Any]:
-        """Return room for ``block``; zeroed where it has padding, if so asked."""
+    def of(self, block: Block) -> NDArray[Any]:
+        """Return room for ``block``."""
         numbers: NDArray[Any] = self._memory[: block.end - block.begin].view(block.dtype)
-        if zero and block.is_padded:
-            numbers[...] = 0
         return numbers
 
 

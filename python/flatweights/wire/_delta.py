@@ -5,7 +5,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from flatweights import _core
 from flatweights._cast import move_parts
 from flatweights._weights import FlatWeights
 from flatweights.wire._blocks import Scratch, plan_for
@@ -19,7 +21,6 @@ from flatweights.wire._checks import (
 from flatweights.wire._difference import (
     Difference,
     Snapshot,
-    add_values,
     average_differences,
     check_base,
     check_difference,
@@ -60,7 +61,7 @@ class DeltaEncoder:
         check_kind(snapshot.weights, FlatWeights, "snapshot, weights")
         self._plan = plan_for(snapshot.weights.layout, dtype_on_wire(snapshot.wire_dtype))
         self._reference = snapshot.weights.copy()
-        self._version = snapshot.version
+        self._held = [snapshot.version]  # a list: the core changes it, with the reference
         self._residual = Residual(self._plan)
 
     @property
@@ -71,7 +72,7 @@ class DeltaEncoder:
     @property
     def version(self) -> int:
         """Their version."""
-        return self._version
+        return self._held[0]
 
     @property
     def residual(self) -> FlatWeights:
@@ -115,7 +116,7 @@ class DeltaEncoder:
         """
         check_weights(weights, self._plan.layout, "weights")
         values = self._residual.encode(weights, weights.buffer, self._reference.buffer, "weights")
-        return Difference(values, self._plan.layout, base=self._version)
+        return Difference(values, self._plan.layout, base=self.version)
 
     def receive(self, message: Difference | Snapshot) -> FlatWeights:
         """Take the weights that a driver sent; return `reference`, read-only.
@@ -135,16 +136,31 @@ class DeltaEncoder:
             check_weights(message.weights, self._plan.layout, "snapshot")
             plan = plan_for(message.weights.layout, dtype_on_wire(message.wire_dtype))
             check_layout(self._plan.wire, plan.wire, "snapshot, wire_dtype")
-            move_parts([self._reference.buffer], [message.weights.buffer])
-            self._version = message.version
+            self._advance(None, [(self._reference.buffer, message.weights.buffer)], message.version)
             return self.reference
         check_difference(message, self._plan, "difference")
-        check_base(message, self._version, "difference")
+        check_base(message, self.version, "difference")
         if message.version is None:
             raise ValueError("difference: expected one from a driver, got one from a worker")
-        add_values(self._plan, self._reference, message.values)
-        self._version = message.version
+        self._advance(message.values.buffer, [], message.version)
         return self.reference
+
+    def _advance(
+        self,
+        difference: NDArray[np.uint8] | None,
+        copied: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]],
+        version: int,
+    ) -> None:
+        plan = self._plan
+        _core.advance(
+            plan.layout.code,
+            self._reference.buffer,
+            plan.wire.code,
+            difference,
+            copied,
+            self._held,
+            version,
+        )
 
 
 class DeltaBroadcaster:
@@ -186,7 +202,7 @@ class DeltaBroadcaster:
         check_finite(weights, weights, "weights")
         self._reference = weights.copy()
         self._weights = weights.copy()
-        self._version = secrets.randbits(62)
+        self._held = [secrets.randbits(62)]  # a list: the core changes it, with the weights
 
     @property
     def reference(self) -> FlatWeights:
@@ -201,11 +217,11 @@ class DeltaBroadcaster:
     @property
     def version(self) -> int:
         """Version of `reference`."""
-        return self._version
+        return self._held[0]
 
     def snapshot(self) -> Snapshot:
         """Return a copy of `reference`, for workers that have none or missed an update."""
-        return Snapshot(self._reference.copy(), self._version, self._wire_dtype)
+        return Snapshot(self._reference.copy(), self.version, self._wire_dtype)
 
     def encode(self, weights: FlatWeights) -> Difference:
         """Return the difference that brings workers from `reference` to ``weights``, nearly.
@@ -236,11 +252,17 @@ class DeltaBroadcaster:
                 move_parts(block.pieces(wire), block.cut(delta))
         plan.keep(values, weights)
         check_finite(values, weights, "weights")
-        add_values(plan, self._reference, values)
-        if weights.buffer is not self._weights.buffer:
-            move_parts([self._weights.buffer], [weights.buffer])
-        base, self._version = self._version, self._version + 1
-        return Difference(values, plan.layout, base, self._version)
+        update = Difference(values, plan.layout, self.version, self.version + 1)
+        _core.advance(
+            plan.layout.code,
+            self._reference.buffer,
+            plan.wire.code,
+            values.buffer,
+            [(self._weights.buffer, weights.buffer)],
+            self._held,
+            self.version + 1,
+        )
+        return update
 
     def average(
         self,
@@ -279,7 +301,7 @@ class DeltaBroadcaster:
             ValueError: If it has another layout or wire dtype.
         """
         check_difference(source, self._plan, where)
-        check_base(source, self._version, where)
+        check_base(source, self.version, where)
 
     def add_to(self, mean: FlatWeights) -> FlatWeights:
         """Add `weights` to a mean of differences, in place; return it.

@@ -4,17 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from flatweights import _core
 from flatweights._average import add_up, read_weights, relative_weights
 from flatweights._cast import move_parts
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
-from flatweights.wire._blocks import Plan, Scratch, plan_for
+from flatweights.wire._blocks import Plan, plan_for
 from flatweights.wire._checks import check_kind, check_layout, check_writable
 from flatweights.wire._dtypes import WIRE_DTYPES, WireDType
-from flatweights.wire._views import flat_views
 
 
 class MissedUpdateError(RuntimeError):
@@ -159,17 +156,6 @@ def average_differences(
         add_up(relative),
     )
     return out
-
-
-def add_values(plan: Plan, reference: FlatWeights, values: FlatWeights) -> None:
-    """Add a difference to ``reference``: the one way, by which all come to have the same."""
-    wire, scratch = flat_views(values), Scratch(plan)
-    with np.errstate(all="ignore"):
-        for block in plan.blocks:
-            delta, numbers = scratch.of(block, zero=True), block.read(reference.buffer)
-            move_parts(block.cut(delta), block.pieces(wire))
-            np.add(numbers, delta, out=numbers)
-    plan.keep(reference, values)
 
 
 def plan_of(difference: Any, where: str) -> Plan:

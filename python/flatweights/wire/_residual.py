@@ -18,15 +18,18 @@ class Residual:
 
     Attributes:
         plan: For the models that are sent.
-        now: What was lost.
     """
 
     def __init__(self, plan: Plan) -> None:
         """Begin with nothing lost."""
         self.plan = plan
-        self.now = _zeros(plan.layout)
-        self._next = _zeros(plan.layout)
+        self._turns = _zeros(plan.layout), _zeros(plan.layout)  # what was lost, and room
         self._scratch = Scratch(plan)
+
+    @property
+    def now(self) -> FlatWeights:
+        """What was lost."""
+        return self._turns[0]
 
     def encode(
         self,
@@ -47,11 +50,12 @@ class Residual:
             ValueError: If what is rounded is NaN or infinite then; `now` is as it was.
         """
         values = FlatWeights.empty(self.plan.wire)
-        wire, lost = flat_views(values), flat_views(self._next)
+        now, following = self._turns
+        wire, lost = flat_views(values), flat_views(following)
         with np.errstate(all="ignore"):
             for block in self.plan.blocks:
                 wanted, numbers = self._scratch.of(block), block.read(memory)
-                before, after = block.read(self.now.buffer), block.read(self._next.buffer)
+                before, after = block.read(now.buffer), block.read(following.buffer)
                 if reference is None:
                     np.add(numbers, before, out=wanted)
                 else:
@@ -64,7 +68,7 @@ class Residual:
                 np.subtract(wanted, after, out=after)
         self.plan.keep(values, model)
         check_finite(values, model, where)
-        self.now, self._next = self._next, self.now
+        self._turns = following, now
         return values
 
 
