@@ -356,6 +356,58 @@ def test_missing_files_and_directories_are_refused_as_by_open(tmp_path: Path) ->
         FlatWeights.load(tmp_path)
 
 
+def test_a_pipe_is_refused_instead_of_waited_for(path: Path) -> None:
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="expected a file"):
+        FlatWeights.load(path)
+
+
+@pytest.mark.parametrize("size", [0, 8, 4096, 1_000_000])
+def test_a_file_that_is_cut_short_while_it_is_loaded_is_refused(
+    path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flatweights import _safetensors
+
+    FlatWeights({"a": np.ones(1000), "b": np.ones(1_000_000)}).save(path)
+    original = _safetensors._header
+
+    def header(*args: Any) -> Any:
+        found = original(*args)
+        os.truncate(path, size)
+        return found
+
+    monkeypatch.setattr(_safetensors, "_header", header)
+    with pytest.raises(ValueError, match="a file that stays as it is"):
+        FlatWeights.load(path)
+
+
+def test_a_file_that_is_overwritten_while_it_is_loaded_is_refused_or_whole(path: Path) -> None:
+    # Files of other programs have no checksum.
+    code = """
+import os, sys, threading
+import numpy as np, safetensors.numpy
+from flatweights import FlatWeights
+path = sys.argv[1]
+safetensors.numpy.save_file({"a": np.zeros(500_000)}, path)
+content = open(path, "rb").read()
+stop = threading.Event()
+def overwrite():
+    while not stop.is_set():
+        with open(path, "wb") as file:
+            file.write(content)
+writer = threading.Thread(target=overwrite)
+writer.start()
+for _ in range(200):
+    try:
+        assert FlatWeights.load(path)["a"].shape == (500_000,)
+    except ValueError:
+        pass
+stop.set()
+writer.join()
+"""
+    subprocess.run([sys.executable, "-c", code, path], check=True, timeout=60)
+
+
 # What a save leaves.
 
 
@@ -378,7 +430,6 @@ def test_a_reader_keeps_the_file_that_was_replaced(path: Path) -> None:
     FlatWeights({"w": np.ones(3)}).save(path)
     assert layout is not None
     assert parts["w"].tolist() == [0, 0, 0]
-    assert not parts["w"].flags.writeable
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])

@@ -1,16 +1,17 @@
 """Weights in a file: safetensors, with the layout and a checksum in its metadata."""
 
 import errno
+import io
 import math
-import mmap
 import os
 import re
 import secrets
 import stat
+import tempfile
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from flatweights._layout import Layout, place_of
+from flatweights._weights import FlatWeights
 
 # Either alone tells a damaged file from one of another program.
 _LAYOUT = "flatweights.layout"
@@ -51,6 +53,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
         "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     }.items()
 }
+_MOST_HEADER = 8 + 100_000_000  # bytes; the library refuses more
 _KNOWN = frozenset(_DTYPES.values())
 
 
@@ -59,18 +62,18 @@ class Saved(NamedTuple):
 
     Attributes:
         layout: The layout it was saved with; None for a file of another program.
-        parts: By name, read-only views of the mapped file, not always aligned: in the order
-            of the layout, or else of their names, as the file's own order has no meaning.
+        parts: In the order of the layout, or else of their names, as the file's own order has
+            no meaning.
     """
 
     layout: Layout | None
-    parts: dict[str, NDArray[Any]]
+    parts: FlatWeights
 
 
 class _Tensor(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    data: NDArray[np.uint8]
+    begin: int  # first byte in the file
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}"
@@ -99,23 +102,40 @@ def write(path: str | os.PathLike[str], layout: Layout, buffer: NDArray[np.uint8
 
 
 def read(path: str | os.PathLike[str]) -> Saved:
-    """Map a file into memory and check all of it. Each byte is read once; none is copied.
+    """Read a file into memory and check all of it. Each byte is copied once.
+
+    The file is not mapped: another program that cuts it short would end this process.
 
     Args:
         path: A file that `write` wrote, or any other safetensors file.
 
     Raises:
-        OSError: If it cannot be opened.
-        ValueError: If it is no safetensors file, is truncated, or is not as `write` wrote it.
+        OSError: If it cannot be opened, or is no file.
+        ValueError: If it is no safetensors file, is truncated, is not as `write` wrote it, or
+            changes meanwhile.
     """
     try:
-        with Path(path).open("rb") as file:
-            return _read(file.fileno())
+        with _open(path) as file:
+            return _read(file)
     except SafetensorError as error:
         message = f"{os.fspath(path)}: expected a whole safetensors file, got: {error}"
         raise ValueError(message) from error
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def _open(path: str | os.PathLike[str]) -> io.FileIO:
+    # A pipe that nobody writes to would block both opening and reading.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+            raise OSError(code, "expected a file", os.fspath(path))
+        return io.FileIO(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _stored(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -178,47 +198,85 @@ def _synchronise_directory(path: Path) -> None:
         _synchronise(path)
 
 
-def _read(descriptor: int) -> Saved:
-    if os.fstat(descriptor).st_size == 0:
+def _read(file: io.FileIO) -> Saved:
+    before = os.fstat(file.fileno())
+    if before.st_size == 0:
         raise ValueError("expected a safetensors file, got an empty one")
-    mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-    data = np.frombuffer(mapped, np.uint8)
-    # By descriptor: under the path there may be another file by now.
-    with safe_open(f"/dev/fd/{descriptor}", framework="np") as file:
-        metadata = file.metadata() or {}
-        tensors = _tensors(file, data)
-    if _LAYOUT not in metadata and _CHECKSUM not in metadata:
-        parts = {key: _view(tensor, *tensor[:2]) for key, tensor in sorted(tensors.items())}
-        return Saved(None, parts)
-    layout = _checked_layout(tensors, metadata)
-    parts = {s.name: _view(tensors[_key(s.name)], s.dtype, s.shape) for s in layout.slots}
-    return Saved(layout, parts)
+    metadata, tensors = _header(file, before.st_size)
+    if _LAYOUT in metadata or _CHECKSUM in metadata:
+        layout = _checked_layout(tensors, metadata)
+    else:
+        layout = None
+        tensors = dict(sorted(tensors.items()))
+    weights = FlatWeights.empty(
+        layout
+        or Layout(
+            list(tensors), [t.shape for t in tensors.values()], [t[0] for t in tensors.values()]
+        )
+    )
+    checksum = zlib.crc32(metadata.get(_LAYOUT, "").encode())
+    for slot in weights.layout.slots:
+        data = weights.buffer[slot.offset : slot.offset + slot.nbytes]
+        _fill(data.data, file, tensors[slot.name if layout is None else _key(slot.name)].begin)
+        if layout is not None:
+            checksum = zlib.crc32(data.data, checksum)
+    after = os.fstat(file.fileno())
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise ValueError(
+            "expected a file that stays as it is, got one that changed while it was read"
+        )
+    if layout is not None and metadata[_CHECKSUM] != f"{checksum:08x}":
+        raise ValueError(f"expected checksum {metadata[_CHECKSUM]}, got {checksum:08x}")
+    return Saved(layout, weights)
 
 
-def _tensors(file: Any, data: NDArray[np.uint8]) -> dict[str, _Tensor]:
-    """Return the tensors of ``file``, in its order: back to back, as the library has checked."""
-    tensors = {}
-    end = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    for key in file.offset_keys():
-        described = file.get_slice(key)
-        code, shape = described.get_dtype(), tuple(described.get_shape())
-        if code not in _DTYPES:
-            raise ValueError(f"tensor {key!r}: expected a dtype that NumPy has, got {code}")
-        dtype = _DTYPES[code]
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        tensors[key] = _Tensor(dtype, shape, data[begin:end])
-    if end != data.size:
-        raise ValueError(f"expected {end} bytes, got {data.size}")
-    return tensors
+def _fill(target: memoryview, file: io.FileIO, begin: int) -> None:
+    """Fill ``target`` with what is in ``file`` from ``begin`` on."""
+    file.seek(begin)
+    while target:
+        count = file.readinto(target)
+        if not count:
+            raise ValueError("expected a file that stays as it is, got one cut short meanwhile")
+        target = target[count:]
+
+
+def _header(file: io.FileIO, size: int) -> tuple[dict[str, str], dict[str, _Tensor]]:
+    """Return the metadata and the tensors, in the file's order: back to back, as is checked."""
+    begin = 8 + int.from_bytes(file.read(8), "little")
+    # The library maps what it reads. It gets a copy of the header, in a file of the same size
+    # that nobody else has; the rest is a hole.
+    with _private_file() as private:
+        os.truncate(private.fileno(), size)
+        file.seek(0)
+        private.write(file.read(min(begin, size, _MOST_HEADER)))
+        private.flush()
+        with safe_open(f"/dev/fd/{private.fileno()}", framework="np") as opened:
+            metadata = opened.metadata() or {}
+            described = [(key, opened.get_slice(key)) for key in opened.offset_keys()]
+            tensors = {}
+            for key, one in described:
+                code, shape = one.get_dtype(), tuple(one.get_shape())
+                if code not in _DTYPES:
+                    raise ValueError(f"tensor {key!r}: expected a dtype that NumPy has, got {code}")
+                tensors[key] = _Tensor(_DTYPES[code], shape, begin)
+                begin += math.prod(shape) * _DTYPES[code].itemsize
+    if begin != size:
+        raise ValueError(f"expected {begin} bytes, got {size}")
+    return metadata, tensors
+
+
+def _private_file() -> IO[bytes]:
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("flatweights"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _checked_layout(tensors: dict[str, _Tensor], metadata: dict[str, str]) -> Layout:
-    """Return the layout in ``metadata`` if ``tensors`` are what was saved with it."""
+    """Return the layout in ``metadata`` if ``tensors`` are as it says."""
     for key in (_LAYOUT, _CHECKSUM):
         if key not in metadata:
             raise ValueError(f"expected {key!r} in its metadata, got {sorted(metadata)}")
     layout = Layout.from_json(metadata[_LAYOUT])
-    checksum = zlib.crc32(metadata[_LAYOUT].encode())
     for i, slot in enumerate(layout.slots):
         tensor = tensors.get(_key(slot.name))
         dtype, axes = _stored(slot.dtype)
@@ -227,15 +285,7 @@ def _checked_layout(tensors: dict[str, _Tensor], metadata: dict[str, str]) -> La
                 f"{place_of(i, slot)}: expected {dtype} {slot.shape + axes}, got "
                 f"{tensor or 'no such tensor'}"
             )
-        checksum = zlib.crc32(tensor.data.data, checksum)
     if len(tensors) != len(layout):
         unknown = sorted(set(tensors) - {_key(name) for name in layout.names})
         raise ValueError(f"expected the tensors of its layout, got {unknown} besides")
-    if metadata[_CHECKSUM] != f"{checksum:08x}":
-        raise ValueError(f"expected checksum {metadata[_CHECKSUM]}, got {checksum:08x}")
     return layout
-
-
-def _view(tensor: _Tensor, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    view: NDArray[Any] = np.ndarray(shape, dtype, tensor.data)
-    return view

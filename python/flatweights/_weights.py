@@ -119,8 +119,8 @@ class FlatWeights(dict[str, NDArray[Any]]):
     def load(cls, path: str | os.PathLike[str]) -> "FlatWeights":
         """Return the weights in a safetensors file, over a new buffer.
 
-        The file is mapped into memory, checked, and copied, once: the format has no room
-        for the padding of the packed form. It may be replaced or deleted afterwards.
+        The file is read and checked; each byte is copied once. It may be replaced, changed or
+        deleted afterwards. One that is changed meanwhile is refused.
 
         What `save` wrote comes back in its order and dtypes, and only as it was written. The
         checksum, a CRC-32, finds accidents: it is no signature. The files of other
@@ -130,17 +130,14 @@ class FlatWeights(dict[str, NDArray[Any]]):
             path: A file that `save` or any other program wrote.
 
         Raises:
-            OSError: If it cannot be opened.
+            OSError: If it cannot be opened, or is no file.
             ValueError: If it is not a whole safetensors file, has dtypes that NumPy has not,
-                or is not as `save` wrote it.
+                is not as `save` wrote it, or changes while it is read.
         """
         from flatweights import _safetensors
 
-        layout, parts = _safetensors.read(path)
-        arrays = list(parts.values())
-        weights = cls.empty(layout or Layout.of_arrays(list(parts), arrays))
-        move_parts(list(weights.values()), arrays)
-        return weights
+        parts = _safetensors.read(path).parts
+        return cls.wrap(parts.buffer, parts.layout)
 
     def _view(self, buffer: NDArray[np.uint8], layout: Layout) -> None:
         views = layout.packed_views(buffer)
