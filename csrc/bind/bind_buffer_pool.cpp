@@ -8,9 +8,15 @@ namespace flatweights::bind {
 
 namespace py = pybind11;
 
+namespace {
+
+constexpr char kCapsule[] = "flatweights.buffer";
+
+}  // namespace
+
 py::array_t<std::uint8_t> new_array(std::size_t nbytes) {
   auto* const buffer = new Buffer(take_buffer(nbytes));
-  const py::capsule owner(buffer, [](void* object) {
+  const py::capsule owner(buffer, kCapsule, [](void* object) {
     auto* const given = static_cast<Buffer*>(object);
     give_buffer(*given);
     delete given;
@@ -21,6 +27,10 @@ py::array_t<std::uint8_t> new_array(std::size_t nbytes) {
 
 void bind_buffer_pool(py::module_& m) {
   m.def("empty", &new_array, py::arg("nbytes"));
+  // Whether an array's base is what gives its memory back to the pool.
+  m.def(
+      "is_pooled", [](py::handle base) { return PyCapsule_IsValid(base.ptr(), kCapsule) != 0; },
+      py::arg("base"));
   m.def("clear_pool", &clear_buffers);
   m.def("pool_bytes", &kept_bytes);
 }

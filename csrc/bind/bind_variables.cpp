@@ -9,11 +9,13 @@
 #include "bindings.hpp"
 #include "bound_variables.hpp"
 #include "checks.hpp"
+#include "released_owners.hpp"
 #include "variables_library.hpp"
 
 namespace flatweights::bind {
 
 void bind_variables(py::module_& m) {
+  bind_released_owners();
   py::register_exception<UnreadyError>(m, "UnreadyError");
   m.def(
       "can_convert",
@@ -42,6 +44,7 @@ void bind_variables(py::module_& m) {
            py::arg("guard"))
       .def("set_parts", &BoundVariables::set_parts, py::arg("positions"), py::arg("sources"),
            py::arg("share"), py::arg("guard"))
+      .def("get_shared", &BoundVariables::get_shared)
       .def("add_vector", &BoundVariables::add_vector, py::arg("x"), py::arg("a"), py::arg("guard"))
       .def("add_packed", &BoundVariables::add_packed, py::arg("x"), py::arg("a"), py::arg("guard"))
       .def("lerp_vector", &BoundVariables::lerp_vector, py::arg("x"), py::arg("a"),

@@ -1,5 +1,6 @@
 #include "bound_variables.hpp"
 
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -11,6 +12,7 @@
 namespace flatweights::bind {
 namespace {
 
+// Whatever may be aliased, so that it lives as long as a variable aliases any of it.
 py::object owner_if(bool share, const py::object& owner) { return share ? owner : py::none(); }
 
 void check_count(std::size_t got, std::size_t expected) {
@@ -104,7 +106,8 @@ void BoundVariables::get_parts(const py::list& targets, bool guard) {
 void BoundVariables::set_vector(const py::array& flat, const std::vector<std::size_t>& left,
                                 const py::list& arrays, bool share, bool guard) {
   check_ready(guard);
-  scatter(vector_sides(flat, left, arrays, Access::kRead), nullptr, owner_if(share, flat));
+  scatter(vector_sides(flat, left, arrays, Access::kRead), nullptr,
+          owner_if(share, py::make_tuple(flat, arrays)));
 }
 
 void BoundVariables::set_packed(const py::array& buffer, bool share, bool guard) {
@@ -123,6 +126,15 @@ void BoundVariables::set_parts(const std::vector<std::size_t>& positions, const 
     sides[chosen.back()] = part_side(chosen.back(), sources[j], Access::kRead);
   }
   scatter(sides, &chosen, owner_if(share, sources));
+}
+
+std::vector<bool> BoundVariables::get_shared() const {
+  const auto aliased = std::make_unique<bool[]>(positions_.size());
+  {
+    const py::gil_scoped_release nogil;
+    api_.find_aliased(variables_, aliased.get());
+  }
+  return std::vector<bool>(aliased.get(), aliased.get() + positions_.size());
 }
 
 void BoundVariables::add_vector(const py::array& x, double a, bool guard) {
@@ -301,7 +313,7 @@ void BoundVariables::scatter(const std::vector<Outside>& sides,
       aliased.push_back(aligned && !sides[i].is_converted ? sides[i].data : nullptr);
     }
     drop_released();
-    alias = {aliased.data(), hold_owner(owner), &release_owner};
+    alias = {aliased.data(), hold_owner(owner), &release_owner, &wake_sweep};
   }
   with_locked(VariableAccess::kOverwrite, chosen, owner.is_none() ? nullptr : &alias,
               [&](const std::vector<VariableMemory>& memory, VariablesLock& lock) {

@@ -56,6 +56,9 @@ class BoundVariables {
   void set_parts(const std::vector<std::size_t>& positions, const py::list& sources, bool share,
                  bool guard);
 
+  // For each bound slot, whether its variable aliases what a set with `share` gave it.
+  [[nodiscard]] std::vector<bool> get_shared() const;
+
   // y += a * x and y += a * (x - y), with x in the dtypes of the variables.
   void add_vector(const py::array& x, double a, bool guard);
   void add_packed(const py::array& x, double a, bool guard);

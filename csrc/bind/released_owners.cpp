@@ -1,8 +1,28 @@
+// Owners are released on threads of TensorFlow, which must not wait for the GIL: they may hold
+// locks that whoever has the GIL waits for. So they push what they release onto a list, and post
+// a semaphore for the thread that takes the GIL and drops what is on the list. (A pending call
+// of Python would have to wait until the main thread runs Python again: in actors that
+// work in other threads it never does.)
+//
+// The thread may wait for the GIL only while Python lives: as Python ends, threads that ask for
+// it are ended in the middle of what they do. So it asks in the state kDropping alone, and
+// atexit waits for the end of that before it moves on to kEnded.
+//
+// A forked child has no such thread; the next owner that it holds starts its own.
 #include "released_owners.hpp"
 
+#include <pthread.h>
+#include <semaphore.h>
+
 #include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <ctime>
 
 namespace flatweights::bind {
+
+namespace py = pybind11;
+
 namespace {
 
 struct Owner {
@@ -10,11 +30,91 @@ struct Owner {
   Owner* next;
 };
 
+enum class State { kNoThread, kIdle, kDropping, kEnded };
+
 std::atomic<Owner*> released{nullptr};
+std::atomic<State> state{State::kNoThread};
+std::atomic<bool (*)()> sweep{nullptr};
+sem_t wake;  // something was released, or lingers
+
+constexpr long kFirstPause = 1'000'000;  // nanoseconds until the next sweep
+constexpr long kLongestPause = 512'000'000;
+
+// Waits for `wake`, but no longer than `pause` unless that is 0.
+void wait_for_work(long pause) {
+  if (pause == 0) {
+    while (sem_wait(&wake) != 0 && errno == EINTR) {
+    }
+    return;
+  }
+  timespec until{};
+  clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_nsec += pause;
+  until.tv_sec += until.tv_nsec / 1'000'000'000;
+  until.tv_nsec %= 1'000'000'000;
+  sem_timedwait(&wake, &until);
+}
+
+void drop_with_gil() {
+  State expected = State::kIdle;
+  if (!state.compare_exchange_strong(expected, State::kDropping)) return;
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  drop_released();
+  PyGILState_Release(gil);
+  state.store(State::kIdle);
+}
+
+void* run(void*) {
+  long pause = 0;
+  while (state.load() != State::kEnded) {
+    wait_for_work(pause);
+    const auto sweep_now = sweep.load();
+    if (sweep_now == nullptr || !sweep_now())
+      pause = 0;
+    else
+      pause = pause == 0 ? kFirstPause : pause < kLongestPause ? 2 * pause : pause;
+    if (released.load() != nullptr) drop_with_gil();
+  }
+  return nullptr;
+}
+
+// Called by atexit, with the GIL.
+void end() {
+  const py::gil_scoped_release nogil;
+  State expected = State::kIdle;
+  while (!state.compare_exchange_weak(expected, State::kEnded)) {
+    if (expected == State::kNoThread) return;
+    expected = State::kIdle;
+    sched_yield();
+  }
+}
+
+void start() {
+  State expected = State::kNoThread;
+  if (!state.compare_exchange_strong(expected, State::kIdle)) return;
+  // Signals are for the threads of others.
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  pthread_t thread{};
+  if (pthread_create(&thread, nullptr, &run, nullptr) == 0)
+    pthread_detach(thread);
+  else
+    state.store(State::kNoThread);  // the next one tries again; drop_released does meanwhile
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
 
 }  // namespace
 
-void* hold_owner(pybind11::handle object) {
+void bind_released_owners() {
+  sem_init(&wake, 0, 0);
+  pthread_atfork(nullptr, nullptr, [] { state.store(State::kNoThread); });
+  py::module_::import("atexit").attr("register")(py::cpp_function(&end));
+}
+
+void* hold_owner(py::handle object) {
+  start();
   auto* const owner = new Owner{object.ptr(), nullptr};
   Py_INCREF(owner->object);
   return owner;
@@ -22,22 +122,17 @@ void* hold_owner(pybind11::handle object) {
 
 void release_owner(void* owner) {
   auto* const node = static_cast<Owner*>(owner);
-  Owner* first = released.load(std::memory_order_relaxed);
-  do {
-    node->next = first;
-  } while (!released.compare_exchange_weak(first, node, std::memory_order_release,
-                                           std::memory_order_relaxed));
-  // From here on another thread may have let `node` go. A list that was not empty has its
-  // call on the way. After Python has ended, and where the queue of calls is full, the next
-  // drop_released has to do.
-  if (first == nullptr && Py_IsInitialized() != 0)
-    Py_AddPendingCall(
-        [](void*) {
-          drop_released();
-          return 0;
-        },
-        nullptr);
+  node->next = released.load(std::memory_order_relaxed);
+  while (!released.compare_exchange_weak(node->next, node, std::memory_order_release,
+                                         std::memory_order_relaxed)) {
+  }
+  // From here on another thread may have let `node` go.
+  wake_sweep();
 }
+
+void sweep_owners(bool (*function)()) { sweep.store(function); }
+
+void wake_sweep() { sem_post(&wake); }
 
 void drop_released() {
   Owner* node = released.exchange(nullptr, std::memory_order_acquire);

@@ -5,12 +5,20 @@
 
 namespace flatweights::bind {
 
-// Takes a reference to `object`, to be given back by release_owner.
+// For the module's initialization.
+void bind_released_owners();
+
+// Takes a reference to `object`, to be given back by release_owner. The GIL is held.
 [[nodiscard]] void* hold_owner(pybind11::handle object);
 
-// Gives back what hold_owner returned, from any thread, with or without the GIL. The object
-// is let go by the main thread, as soon as it runs Python again, or by drop_released.
+// Gives back what hold_owner returned, from any thread, with or without the GIL, under any
+// locks. The object is let go soon, by a thread for that; not any more once Python ends.
 void release_owner(void* owner);
+
+// Has the thread call `sweep` every now and then, while it returns true. It takes no GIL; it is
+// the same function each time.
+void sweep_owners(bool (*sweep)());
+void wake_sweep();  // from any thread: `sweep` would return true
 
 // Lets go of all objects that were released. The GIL is held.
 void drop_released();

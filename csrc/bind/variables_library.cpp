@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 
+#include "released_owners.hpp"
+
 namespace flatweights::bind {
 
 namespace py = pybind11;
@@ -15,6 +17,7 @@ VariablesLibrary::VariablesLibrary(const std::string& path) {
   api_ = function == nullptr ? nullptr : function();
   if (api_ == nullptr || api_->version != kVariablesApiVersion)
     throw py::import_error(path + ": expected an op library of this version of flatweights");
+  sweep_owners(api_->sweep);
 }
 
 }  // namespace flatweights::bind

@@ -87,6 +87,8 @@ flatweights_variables_api() {
       [](fw::Variables* variables) { delete variables; },
       &fw::lock,
       &fw::unlock_variables,
+      &fw::find_aliased,
+      [] { return fw::LingeringRoots::instance().sweep(); },
       fw::ExecutorFunctions::instance().found() ? &fw::is_async : nullptr,
   };
   return &api;

@@ -15,6 +15,7 @@
 
 #include "alias_buffer.hpp"
 #include "bound_ids.hpp"
+#include "tensorflow/core/common_runtime/dma_helper.h"
 #include "variables_api.hpp"
 
 namespace flatweights {
@@ -100,7 +101,8 @@ class LockedVariables {
 
   void reserve(std::size_t count) { held_.reserve(count); }
 
-  // Locks and checks one variable; false, and nothing of it locked, after a failure.
+  // Locks and checks one variable. False after a failure, with the variable locked or not:
+  // deleting this unlocks it.
   bool add(const Variables::Entry& entry, VariableAccess access, const VariableAlias* alias,
            const std::shared_ptr<AliasOwner>& owner, VariableMemory* memory,
            VariableFailure* failure);
@@ -138,6 +140,13 @@ inline bool lock_for(tensorflow::Var& variable, VariableAccess access) {
   return true;
 }
 
+// Whether nothing else sees the memory of `value`. RefCountIsOne takes a slice for the owner of its
+// memory; where it is one of an array that was fed, say, the root knows that it is the caller's.
+inline bool is_exclusive(tensorflow::Tensor& value) {
+  return value.RefCountIsOne() &&
+         tensorflow::DMAHelper::buffer(&value)->root_buffer()->OwnsMemory();
+}
+
 inline bool LockedVariables::add(const Variables::Entry& entry, VariableAccess access,
                                  const VariableAlias* alias,
                                  const std::shared_ptr<AliasOwner>& owner, VariableMemory* memory,
@@ -152,7 +161,7 @@ inline bool LockedVariables::add(const Variables::Entry& entry, VariableAccess a
   const bool exclusive = lock_for(locked, access);
   held_.push_back({std::move(variable), exclusive});
 
-  const tensorflow::Tensor& value = *locked.tensor();
+  tensorflow::Tensor& value = *locked.tensor();
   if (!locked.is_initialized || !value.IsInitialized()) {
     fail(failure, VariableTrouble::kUninitialized, entry.index);
     return false;
@@ -165,12 +174,11 @@ inline bool LockedVariables::add(const Variables::Entry& entry, VariableAccess a
   where = {nullptr, nullptr};
   if (value.NumElements() == 0) return true;
   if (alias != nullptr && alias->data[entry.index] != nullptr && !locked.copy_on_read_mode.load()) {
-    auto* const buffer = new AliasBuffer(alias->data[entry.index], value.TotalBytes(), owner);
-    values_.push_back({&locked, tensorflow::Tensor(bound.dtype, bound.shape, buffer)});
-    buffer->Unref();  // the tensor has taken its own reference
+    values_.push_back({&locked, flatweights::alias(alias->data[entry.index], bound.dtype,
+                                                   bound.shape, value.TotalBytes(), owner)});
     return true;
   }
-  if (access == VariableAccess::kRead || value.RefCountIsOne()) {
+  if (access == VariableAccess::kRead || is_exclusive(value)) {
     where.data = value.data();
     return true;
   }
@@ -192,7 +200,8 @@ inline LockedVariables* lock_variables(Variables* variables, VariableAccess acce
   const std::vector<Variables::Entry>& entries = variables->entries;
   // First: from here on the owner is released, whatever happens.
   std::shared_ptr<AliasOwner> owner;
-  if (alias != nullptr) owner = std::make_shared<AliasOwner>(alias->owner, alias->release);
+  if (alias != nullptr) owner = std::make_shared<AliasOwner>(*alias);
+  LingeringRoots::instance().sweep();
   auto locked = std::make_unique<LockedVariables>();
   std::vector<char> wanted(chosen == nullptr ? 0 : entries.size());
   for (std::size_t i = 0; chosen != nullptr && i < count; ++i) wanted[chosen[i]] = 1;
@@ -207,6 +216,18 @@ inline LockedVariables* lock_variables(Variables* variables, VariableAccess acce
 inline void unlock_variables(LockedVariables* locked, bool commit) noexcept {
   if (commit) locked->commit();
   delete locked;
+}
+
+inline void find_aliased(Variables* variables, bool* aliased) noexcept {
+  for (const Variables::Entry& entry : variables->entries) {
+    aliased[entry.index] = false;
+    const auto variable = entry.bound.variable.GetNewRef();
+    if (variable == nullptr) continue;
+    const tensorflow::tf_shared_lock lock(*variable->mu());
+    tensorflow::TensorBuffer* const buffer = tensorflow::DMAHelper::buffer(variable->tensor());
+    aliased[entry.index] =
+        buffer != nullptr && dynamic_cast<AliasRoot*>(buffer->root_buffer()) != nullptr;
+  }
 }
 
 }  // namespace flatweights

@@ -8,7 +8,7 @@
 namespace flatweights {
 
 // Raised with every change to this file; libraries of another version are not used.
-inline constexpr std::uint32_t kVariablesApiVersion = 1;
+inline constexpr std::uint32_t kVariablesApiVersion = 2;
 
 // The exported function, `const VariablesApi*()`.
 inline constexpr char kVariablesApiSymbol[] = "flatweights_variables_api";
@@ -54,6 +54,7 @@ struct VariableAlias {
   const void* const* data;       // for each variable; null where it is to be copied
   void* owner;                   // keeps all of `data` alive
   void (*release)(void* owner);  // called once, on any thread, when none aliases it
+  void (*linger)();              // called, on any thread, when it is up to `sweep` to find that
 };
 
 struct VariablesApi {
@@ -78,6 +79,14 @@ struct VariablesApi {
                            std::size_t count, const VariableAlias* alias, VariableMemory* memory,
                            VariableFailure* failure);
   void (*unlock)(LockedVariables* locked, bool commit);
+
+  // Writes to `aliased`, for each variable, whether its value is memory that it was given to
+  // alias.
+  void (*find_aliased)(Variables* variables, bool* aliased);
+
+  // Releases the owners of memory that only slices of former values aliased, and nothing does
+  // any more. True while other slices keep theirs. From any thread, at any time.
+  bool (*sweep)();
 
   // Whether operations that this thread dispatches run later; `context` is a TFE_Context.
   // Null where this TensorFlow does not tell.

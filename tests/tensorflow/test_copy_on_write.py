@@ -130,6 +130,25 @@ def test_gradients_are_those_of_the_values_that_were_computed_with(write):
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_fed_array_of_which_a_variable_is_a_slice_does_not_change(write):
+    room = np.zeros(2 * SIZE * 4 + 64, np.uint8)
+    start = -room.ctypes.data % 64  # TensorFlow copies what is not aligned
+    fed = room[start : start + 2 * SIZE * 4].view(np.float32).reshape(2, SIZE)
+    fed[...] = 1
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        feed = tf.compat.v1.placeholder(tf.float32, fed.shape)
+        v = tf.compat.v1.get_variable("v", [SIZE], use_resource=True)
+        assign = tf.compat.v1.assign(v, tf.unstack(feed)[0]).op
+        session.run(v.initializer)
+        weights = TensorFlowVariables(v, session)
+        weights.get_flat()
+        session.run(assign, {feed: fed})
+        write(weights, np.arange(SIZE, dtype=np.float32))
+        np.testing.assert_array_equal(weights.get_flat(), np.arange(SIZE))
+    assert set(fed.flat) == {1}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_updates_of_tensorflow_do_not_reach_what_was_set_or_got(write):
     v = tf.Variable(tf.zeros(SIZE), name="v")
     weights = TensorFlowVariables(v)

@@ -231,6 +231,35 @@ def test_what_tensorflow_writes_to_in_place_is_not_aliased(path, switch):
         assert flat.tobytes() == before
 
 
+@only_bound
+def test_models_tell_what_they_share(path):
+    variables = [tf.Variable(tf.zeros(n), name=f"v{n}") for n in (16, 15, 32)]
+    weights = TensorFlowVariables(variables)
+    assert weights.shared == {"v16": False, "v15": False, "v32": False}
+    flat = frozen(np.arange(63, dtype=np.float32))
+    weights.set_flat(flat, share=True)
+    assert weights.shared == {"v16": True, "v15": True, "v32": False}
+    variables[0].assign_add(tf.ones(16))
+    assert weights.shared == {"v16": False, "v15": True, "v32": False}
+    weights.set_flat(flat)
+    assert not any(weights.shared.values())
+    variables[0].assign(tf.reshape(frozen_tensor(), [16]))
+    assert not any(weights.shared.values()), "not what a set gave it"
+
+
+def frozen_tensor():
+    return tf.experimental.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tf.ones(16)))
+
+
+def test_unbound_variables_share_nothing(build):
+    model = build(random_values())
+    model.weights.set_weights(frozen_weights(random_values(1)), share=True)
+    assert model.weights.shared.keys() == model.weights.variables.keys()
+    shared = {name for name, yes in model.weights.shared.items() if yes}
+    bound = {"kernel", "scalar", "ones", "bias"} - set(model.weights.unbound)
+    assert shared == bound
+
+
 # How long the owner lives.
 
 
@@ -282,6 +311,67 @@ def test_a_value_that_was_read_keeps_the_memory_alive(path):
     assert value.numpy().tolist() == list(range(1, 33))
     del value
     assert is_gone(alive)
+
+
+@only_bound
+def test_a_slice_that_was_read_keeps_the_memory_alive(path):
+    v = tf.Variable(tf.zeros((2, 16)))
+    flat, alive = watched()
+    TensorFlowVariables(v).set_flat(flat, share=True)
+    piece = v[1:]
+    del flat, v
+    assert not is_gone(alive)
+    assert piece.numpy().tolist() == [list(range(17, 33))]
+    piece = piece[:, :1]  # a copy
+    assert is_gone(alive)
+
+
+@only_bound
+def test_a_slice_that_a_function_used_keeps_nothing(path):
+    v = tf.Variable(tf.zeros((2, 16)))
+    weights = TensorFlowVariables(v)
+
+    @tf.function
+    def step():
+        old = v[:1]
+        v.assign_add(tf.ones((2, 16)))
+        return tf.reduce_sum(v[:1] - old)
+
+    for _ in range(3):
+        flat, alive = watched()
+        weights.set_flat(flat, share=True)
+        del flat
+        assert step().numpy() == 16
+        assert is_gone(alive)
+
+
+@only_bound
+def test_the_memory_is_let_go_while_the_main_thread_waits(path):
+    seen = []
+
+    def work():
+        v = tf.Variable(tf.zeros(32))
+        flat, alive = watched()
+        TensorFlowVariables(v).set_flat(flat, share=True)
+        del flat
+        v.assign(tf.zeros(32))
+        seen.append(is_gone(alive))
+
+    in_thread(work)
+    assert seen == [True]
+
+
+@only_bound
+def test_what_was_converted_for_integers_lives_as_long_as_they_do(path):
+    """Their values come from a vector of floats, and are arrays of their own, some aligned."""
+    integers = [tf.Variable(tf.zeros(8, tf.int64), name=f"i{k}") for k in range(64)]
+    weights = TensorFlowVariables([tf.Variable(tf.zeros(64)), *integers])
+    wanted = frozen(np.arange(weights.get_flat_size(), dtype=np.float64))
+    for values in (wanted, frozen(wanted.astype(np.float32))):
+        weights.set_flat(values, share=True)
+        others = [np.full(8, -1, np.int64) for _ in range(1000)]
+        assert weights.get_flat().tolist() == values.tolist()
+        del others
 
 
 RELEASES = {
@@ -390,6 +480,88 @@ def test_a_set_that_is_refused_half_way_shares_and_keeps_nothing(path):
 
 
 # TensorFlow never writes into what it shares.
+
+
+PIECES = {
+    "slice": lambda v: v[:32],
+    "slice of a slice": lambda v: v[:48][:32],
+    "unstack": lambda v: tf.unstack(v)[3],
+    "split": lambda v: tf.split(v, 2)[1],
+    "reshaped": lambda v: tf.reshape(v[:32], [-1]),
+    "bitcast": lambda v: tf.bitcast(tf.bitcast(v[:32], tf.int32), tf.float32),
+}
+
+
+@pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES)
+def test_a_piece_that_outlives_the_value_is_not_computed_in_place(piece):
+    v = tf.Variable(tf.zeros((64, 64)))
+    flat = frozen(np.ones(64 * 64, np.float32))
+    weights = TensorFlowVariables(v)
+
+    @tf.function
+    def step(change):
+        old = piece(v)
+        v.assign_sub(change)
+        return tf.reduce_max(tf.abs(old - piece(v)))
+
+    for _ in range(2):
+        weights.set_flat(flat, share=True)
+        assert step(tf.fill((64, 64), 3.0)).numpy() == 3
+        assert set(flat) == {1}
+
+
+@pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES)
+def test_a_variable_that_was_assigned_a_piece_is_not_updated_in_place(piece):
+    v = tf.Variable(tf.zeros((64, 64)))
+    other = tf.Variable(piece(v), shape=tf.TensorShape(None))
+    flat = frozen(np.ones(64 * 64, np.float32))
+    TensorFlowVariables(v).set_flat(flat, share=True)
+    other.assign(piece(v))
+    v.assign_add(tf.ones((64, 64)))
+    other.assign_add(tf.ones_like(other))
+    assert set(other.numpy().flat) == {2}
+    assert set(flat) == {1}
+
+
+@only_bound
+def test_a_variable_that_was_assigned_a_piece_is_set_apart(path):
+    v, other = tf.Variable(tf.zeros((64, 64))), tf.Variable(tf.zeros((32, 64)), name="other")
+    flat = frozen(np.ones(64 * 64, np.float32))
+    weights, others = TensorFlowVariables(v), TensorFlowVariables(other)
+    for write in (
+        lambda: others.set_flat(np.full(32 * 64, 5, np.float32)),
+        lambda: others.add_flat(np.full(32 * 64, 4, np.float32)),
+        lambda: others.lerp_flat(np.full(32 * 64, 5, np.float32), 1),
+    ):
+        weights.set_flat(flat, share=True)
+        other.assign(v[:32])
+        assert others.shared == {"other": True}
+        weights.set_flat(np.zeros(64 * 64, np.float32))
+        write()
+        assert set(other.numpy().flat) == {5}
+        assert set(flat) == {1}
+
+
+def test_pieces_in_one_thread_beside_sets_in_another():
+    v = tf.Variable(tf.zeros((64, 64)))
+    weights = TensorFlowVariables(v)
+    memory = [frozen(np.full(64 * 64, k + 1, np.float32)) for k in range(8)]
+    weights.set_flat(memory[0], share=True)
+    stop, seen = threading.Event(), []
+    compute = tf.function(lambda: tf.nn.relu(tf.ones((32, 64)) + v[:32]))
+
+    def run():
+        while not stop.is_set():
+            seen.append(compute().numpy())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    for k in range(2000):
+        weights.set_flat(memory[k % 8], share=True)
+    stop.set()
+    thread.join()
+    assert all(set(flat) == {k + 1} for k, flat in enumerate(memory))
+    assert all(len(set(value.flat)) == 1 and 2 <= value.flat[0] <= 9 for value in seen)
 
 
 def tf_function(jit):
@@ -636,6 +808,26 @@ class Interface:
         self.__array_interface__ = array.__array_interface__ | {"data": pointer}
 
 
+class Exporter:
+    """An array that says by DLPack that it is read-only, as far as NumPy lets it."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **kwargs):
+        return self.array.__dlpack__()  # of the old kind: NumPy makes a read-only array of it
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def pooled():
+    """Memory of the package's own, frozen."""
+    weights = FlatWeights({"v": vector()})
+    weights.buffer.setflags(write=False)
+    return weights.buffer.view(np.float32)[:16]
+
+
 def mapped(access):
     with tempfile.TemporaryFile() as file:
         file.write(np.arange(16, dtype=np.float32).tobytes())
@@ -671,6 +863,10 @@ WRITABLE = {
     "mmap, private": lambda: read_only(from_buffer(mapped(mmap.ACCESS_COPY))),
     "interface": lambda: np.asarray(Interface(vector(), readonly=False)),
     "view of an interface": lambda: read_only(np.asarray(Interface(vector(), readonly=False))),
+    "interface that claims": lambda: np.asarray(Interface(vector(), readonly=True)),
+    "interface of a frozen array": lambda: np.asarray(Interface(frozen(vector()), readonly=True)),
+    "dlpack": lambda: read_only(np.from_dlpack(vector())),
+    "dlpack of a frozen view": lambda: np.from_dlpack(Exporter(vector())),
     "list": lambda: vector().tolist(),
 }
 
@@ -681,7 +877,8 @@ FROZEN = {
     "memoryview of bytes": lambda: from_buffer(memoryview(vector().tobytes())),
     "pickle buffer of bytes": lambda: from_buffer(pickle.PickleBuffer(vector().tobytes())),
     "mmap": lambda: from_buffer(mapped(mmap.ACCESS_READ)),
-    "interface": lambda: np.asarray(Interface(frozen(vector()), readonly=True)),
+    "strided view of a frozen array": lambda: np.lib.stride_tricks.as_strided(frozen(vector())),
+    "buffer of the pool": pooled,
 }
 
 
@@ -892,8 +1089,14 @@ print(int(weights.get_flat()[-1]), int(in_session.get_flat()[-1]))
 @only_bound
 @pytest.mark.parametrize(
     "end",
-    ["", "sys.exit(0)", "keep = sys.modules['kept'] = [weights, in_session, variables, session]"],
-    ids=["falls off", "exits", "kept"],
+    [
+        "",
+        "sys.exit(0)",
+        "sys.modules['kept'] = [weights, in_session, variables, session, variables[1][:500]]\n"
+        "variables[1].assign(tf.zeros(1000))",
+        "if os.fork() > 0: os.wait(); sys.exit(0)\nvariables.clear(); del weights",
+    ],
+    ids=["falls off", "exits", "kept", "forked"],
 )
 def test_processes_end_while_variables_alias(path, end):
     done = subprocess.run(

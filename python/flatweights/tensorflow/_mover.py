@@ -72,6 +72,15 @@ class Mover:
         """Names of the variables that operations move, and why."""
         return self._binding.reasons
 
+    def shared(self) -> list[bool]:
+        """Whether the variable of each slot aliases what a set with ``share`` gave it."""
+        shared = [False] * len(self._layout.slots)
+        binding = self._binding
+        if binding.bound is not None and (self._guard or self._is_here(binding)):
+            for i, aliases in zip(binding.positions, binding.bound.get_shared(), strict=True):
+                shared[i] = aliases
+        return shared
+
     def bind(self) -> None:
         """Bind what can be bound now."""
         if self._library is not None:

@@ -149,6 +149,19 @@ class TensorFlowVariables:
         return dict(self._mover.reasons)
 
     @property
+    def shared(self) -> dict[str, bool]:
+        """By name, whether a variable's value is memory that it shares.
+
+        True after ``share=True``, until the variable gets another value; False where that
+        copied: see `set_flat`.
+
+        >>> import tensorflow as tf
+        >>> TensorFlowVariables(tf.Variable(3.0, name="b")).shared
+        {'b': False}
+        """
+        return dict(zip(self._layout.names, self._mover.shared(), strict=True))
+
+    @property
     def sess(self) -> Any:
         """The session that gets and sets run in; None without one, and for eager variables."""
         return self._session.session if self._session else None
@@ -260,21 +273,31 @@ class TensorFlowVariables:
 
         The vector is copied, unless ``share`` is set: then each variable whose slot
         lies at a 64-byte boundary in it and has its dtype aliases it instead, and keeps it
-        alive. TensorFlow copies such a value before it writes to it, so a training step
-        ends the sharing and changes nothing in the vector. For actors that use a model and
-        do not train it: all of one node then hold one copy of the weights, that in Ray's
-        object store. (The slots of a packed buffer all lie at such boundaries: see
-        `set_weights`.) Variables that TensorFlow writes to in place, as after a
-        `tf.gather` from them, are always copied to, and so are unbound ones.
+        alive (`shared` tells which). TensorFlow copies such a value, and every slice of it,
+        before it writes to it, so a training step ends the sharing and changes nothing in the
+        vector. For actors that use a model and do not train it: all of one node then hold one
+        copy of the weights, that in Ray's object store. (The slots of a packed buffer all lie
+        at such boundaries: see `set_weights`.) Variables that TensorFlow writes to in place, as
+        after a `tf.gather` from them, are always copied to, and so are unbound ones.
+
+        Code that breaks TensorFlow's rule that tensors do not change writes to the vector, as it
+        would write to a variable that shares nothing: a `tf.numpy_function` that
+        changes its argument, and `tf.raw_ops.InplaceUpdate` with its kin. Do not share with
+        models that contain any.
 
         Args:
             new_weights: Vector of `get_flat_size` elements.
             share: Alias the vector, which must be read-only: its owner could change the
-                model behind its back otherwise.
+                model behind its back otherwise. So must be everything that it is a view of, down
+                to an array that owns its memory or something that exports a read-only buffer
+                (what Ray returns, `bytes`, a read-only `mmap`). Their flags are trusted:
+                views that were writable before an array was frozen, other maps of a file are not
+                found. What only claims to be read-only, as arrays of `numpy.from_dlpack` and
+                of an ``__array_interface__`` do, is refused.
 
         Raises:
             ValueError: If it has another length, a value does not fit an integer variable,
-                or it is to be shared and can be written to.
+                or it is to be shared and can be written to, or does not tell.
             TypeError: If its dtype cannot be cast.
             RuntimeError: In a graph, if no session is set; if called inside a `tf.function`.
         """

@@ -1,0 +1,31 @@
+"""Random programs over shared memory: TensorFlow does not write to it, and computes the same."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import share_programs
+
+pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
+
+
+@pytest.mark.parametrize("mode", share_programs.MODES)
+def test_random_programs_do_not_write_to_what_they_share(path, mode):
+    # Without what keeps roots from being a slice's alone, 5 of the first 12 functions do.
+    for seed in range(4):
+        assert share_programs.run_program(mode, seed, share_programs.frozen) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 1200, 200))
+def test_random_programs_run_over_protected_memory(path, first):
+    program = Path(share_programs.__file__)
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", program, str(first), str(first + 200)],
+        cwd=program.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
