@@ -310,13 +310,56 @@ def test_status_tells_before_the_first_use_why_there_will_be_no_library(new_proc
     )
 
 
+# Several libraries in a wheel
+
+
+def test_library_for_this_tensorflow_is_chosen_among_those_of_a_wheel(
+    package, cache, built, failing
+):
+    wanted = _compile.identity(package)
+    for other in ({"tensorflow": "2.0.0"}, {"git": "v2.0.0-rc0"}, {"machine": "Linux other"}):
+        put_library(package / _compile.folder_name(wanted | other), wanted | other)
+    bundled = package / _compile.folder_name(wanted)
+    shutil.copytree(built.first.library.parent, bundled)
+    (used,), said = use(package, cache, CXX=failing.path)
+    assert used.library == bundled / "_tf.so"
+    assert used.before == used.after
+    assert said == failing.calls == []
+    assert not cache.exists()
+
+
+def test_tensorflow_that_a_wheel_does_not_know_is_compiled_for(
+    new_process, package, copier, monkeypatch
+):
+    monkeypatch.setenv("CXX", str(copier.path))
+    wanted = _compile.identity(package)
+    put_library(package / _compile.folder_name(wanted), wanted | {"tensorflow": "2.0.0"})
+    other = wanted | {"git": "v2.0.0-rc0"}
+    put_library(package / _compile.folder_name(other), other)
+    assert status() == "bound variables, once the first use has compiled the op library"
+    assert build_library().parent == _library._cached(wanted)
+    assert len(copier.calls) == 1
+
+
+def test_library_can_be_compiled_for_a_tensorflow_that_is_not_installed(
+    package, tmp_path, copier, monkeypatch
+):
+    monkeypatch.setenv("CXX", str(copier.path))
+    target = _compile.installed()._replace(version="9.9.9", git="v9.9.9", machine="Linux other")
+    _compile.compile_library(package, tmp_path, target)
+    record = json.loads((tmp_path / "_tf.json").read_text())
+    here = _compile.identity(package)
+    assert record == here | {"tensorflow": "9.9.9", "git": "v9.9.9", "machine": "Linux other"}
+    assert _compile.folder_name(record) != _compile.folder_name(here)
+
+
 # Libraries that must not be loaded
 
 
 @pytest.mark.parametrize("key", ["tensorflow", "git", "flags", "machine", "sources"])
 def test_library_that_is_for_something_else_is_not_found(key, new_process, package):
     wanted = _compile.identity(package)
-    for folder in (package, _library._cached(wanted)):
+    for folder in (package, package / _compile.folder_name(wanted), _library._cached(wanted)):
         put_library(folder, wanted)
         assert _library._folder_of_library(wanted) == folder
         put_library(folder, wanted | {key: "other"})

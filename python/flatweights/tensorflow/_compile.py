@@ -1,4 +1,4 @@
-"""Compiles the op library against the TensorFlow that is installed.
+"""Compiles the op library, against the TensorFlow that is installed unless told otherwise.
 
 Uses nothing else of the package: the package's own build runs this file as a program,
 ``python _compile.py SOURCES FOLDER``, where it finds a TensorFlow.
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 LIBRARY = "_tf.so"
 RECORD = "_tf.json"
@@ -28,36 +29,70 @@ class CompileError(Exception):
     """The op library cannot be compiled here; the message says why."""
 
 
-def identity(sources: Path) -> dict[str, str]:
-    """Return what a library must have been compiled from and for, to be loaded here.
+class Target(NamedTuple):
+    """A TensorFlow to compile for.
+
+    Attributes:
+        version: Its version.
+        git: The commit it was built from, as ``tf.version.GIT_VERSION`` gives it.
+        machine: The operating system and the processor.
+        flags: What its headers want of the compiler, except where they are.
+        headers: The folder of its headers.
+        link: The linker's arguments.
+    """
+
+    version: str
+    git: str
+    machine: str
+    flags: tuple[str, ...]
+    headers: Path
+    link: tuple[str, ...]
+
+
+def installed() -> Target:
+    """Return the TensorFlow that this Python imports."""
+    import tensorflow as tf
+
+    flags = tf.sysconfig.get_compile_flags()
+    return Target(
+        version=tf.version.VERSION,
+        git=tf.version.GIT_VERSION,
+        machine=f"{platform.system()} {platform.machine()}",
+        flags=tuple(flag for flag in flags if not flag.startswith("-I")),
+        headers=Path(tf.sysconfig.get_include()),
+        link=tuple(tf.sysconfig.get_link_flags()),
+    )
+
+
+def identity(sources: Path, target: Target | None = None) -> dict[str, str]:
+    """Return what a library must have been compiled from and for, to be loaded there.
 
     TensorFlow's headers do not say which version they are of, and a library for another
     version fails with undefined symbols, at best.
 
     Args:
         sources: Folder of the library's sources.
+        target: The TensorFlow that loads it; None for the one that is installed.
     """
-    import tensorflow as tf
-
+    target = target or installed()
     digest = hashlib.sha256()
     for path in sorted(sources.iterdir()):
         if path.suffix in (".cc", ".hpp"):
             digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
     return {
-        "tensorflow": tf.version.VERSION,
-        "git": tf.version.GIT_VERSION,
-        "flags": " ".join(_flags()),
-        "machine": f"{platform.system()} {platform.machine()}",
+        "tensorflow": target.version,
+        "git": target.git,
+        "flags": " ".join((*target.flags, *_FLAGS)),
+        "machine": target.machine,
         "sources": digest.hexdigest(),
     }
 
 
-def _flags() -> list[str]:
-    """Return the flags for TensorFlow's headers, but where they are, and ours."""
-    import tensorflow as tf
-
-    wanted = [flag for flag in tf.sysconfig.get_compile_flags() if not flag.startswith("-I")]
-    return [*wanted, *_FLAGS]
+def folder_name(wanted: dict[str, str]) -> str:
+    """Return the name of the folder for a library of this `identity` beside others."""
+    key = "".join(wanted[name] for name in ("git", "flags", "machine", "sources"))
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    return f"tensorflow-{wanted['tensorflow']}-{digest}"
 
 
 def find_compiler() -> str:
@@ -81,7 +116,7 @@ def find_compiler() -> str:
     raise CompileError("there is no C++ compiler (install g++ or clang++, or set CXX)")
 
 
-def compile_library(sources: Path, folder: Path) -> Path:
+def compile_library(sources: Path, folder: Path, target: Target | None = None) -> Path:
     """Compile the library into ``folder``, beside a record of what it is for.
 
     Both appear at once and whole: the library first, so that a record is never alone.
@@ -89,6 +124,7 @@ def compile_library(sources: Path, folder: Path) -> Path:
     Args:
         sources: Folder of the library's sources.
         folder: Where the library goes.
+        target: The TensorFlow to compile for; None for the one that is installed.
 
     Returns:
         Path of the library.
@@ -96,22 +132,21 @@ def compile_library(sources: Path, folder: Path) -> Path:
     Raises:
         CompileError: If there is no compiler, there are no headers, or it fails.
     """
-    import tensorflow as tf
-
+    target = target or installed()
     compiler = find_compiler()
-    headers = Path(tf.sysconfig.get_include())
-    if not (headers / "tensorflow/core/framework/resource_var.h").is_file():
-        raise CompileError(f"TensorFlow's headers are not in {headers}")
+    if not (target.headers / "tensorflow/core/framework/resource_var.h").is_file():
+        raise CompileError(f"TensorFlow's headers are not in {target.headers}")
     with tempfile.TemporaryDirectory(dir=folder, prefix=WORK_PREFIX) as work:
         library = Path(work, LIBRARY)
         command = [
             *shlex.split(compiler),
-            *_flags(),
+            *target.flags,
+            *_FLAGS,
             # Their warnings are not ours.
-            *("-isystem", str(headers)),
+            *("-isystem", str(target.headers)),
             str(sources / "library.cc"),
             *("-o", str(library)),
-            *tf.sysconfig.get_link_flags(),
+            *target.link,
         ]
         try:
             done = subprocess.run(
@@ -124,7 +159,7 @@ def compile_library(sources: Path, folder: Path) -> Path:
             errors = [line for line in lines if "error" in line] or lines[-1:] or ["no message"]
             raise CompileError(f"{compiler} failed: {errors[0].strip()}")
         record = Path(work, RECORD)
-        record.write_text(json.dumps(identity(sources), indent=1))
+        record.write_text(json.dumps(identity(sources, target), indent=1))
         library.replace(folder / LIBRARY)
         record.replace(folder / RECORD)
     return folder / LIBRARY

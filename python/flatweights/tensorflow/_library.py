@@ -1,10 +1,10 @@
 """The op library that binds variables: found, compiled once if need be, and loaded.
 
-It comes with the package where the package was built beside a TensorFlow. Else the first
-use compiles it into this user's cache: seconds, once for a version of TensorFlow.
+A wheel brings one for each release of TensorFlow that it knows, and a package that was built
+beside a TensorFlow brings one for that. For any other TensorFlow the first use compiles it
+into this user's cache: seconds, once for a version.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -24,6 +24,7 @@ from flatweights.tensorflow._compile import (
     CompileError,
     compile_library,
     find_compiler,
+    folder_name,
     identity,
     is_for_this,
 )
@@ -32,7 +33,11 @@ SETTING = "FLATWEIGHTS_TENSORFLOW"
 """Environment variable: ``bound`` to insist on the library, ``ops`` to do without."""
 
 PACKAGED = Path(_core.__file__).parent / "_tf"
-"""The library's sources in the package, and the library itself where that was built."""
+"""The library's sources in the package, and libraries that came with it.
+
+One that was compiled where the package was built lies there itself, those of a wheel in
+folders named by `folder_name`.
+"""
 
 _FAILED = "failed.json"
 _log = logging.getLogger("flatweights")
@@ -172,17 +177,15 @@ def _load() -> Library:
 
 def _folder_of_library(wanted: dict[str, str]) -> Path | None:
     """Return the folder of a library that is ready to be loaded, or None."""
-    if is_for_this(PACKAGED, wanted):
-        return PACKAGED
+    for packaged in (PACKAGED, PACKAGED / folder_name(wanted)):
+        if is_for_this(packaged, wanted):
+            return packaged
     cached = private_folder(_cached(wanted), make=False)
     return cached if is_for_this(cached, wanted) else None
 
 
 def _cached(wanted: dict[str, str]) -> Path:
-    key = "".join(wanted[name] for name in ("git", "flags", "machine", "sources"))
-    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    root = private_folder(cache_folder(), make=False)
-    return root / f"tensorflow-{wanted['tensorflow']}-{digest}"
+    return private_folder(cache_folder(), make=False) / folder_name(wanted)
 
 
 def _compile_into_cache(wanted: dict[str, str], *, again: bool = False) -> Path:
