@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <new>
 #include <vector>
 
+#include "flatweights/buffer_pool.hpp"
 #include "flatweights/kernels.hpp"
 #include "flatweights/parallel.hpp"
 #include "flatweights/streaming.hpp"
@@ -15,6 +17,28 @@ namespace {
 // Bytes read and written from which on a second thread pays: measured with
 // bench/bench_average.py on two cores.
 constexpr std::size_t kGrain = std::size_t{256} << 10;
+
+// Room for the loops, from the pool; none where there is no memory.
+class Room {
+ public:
+  explicit Room(bool wanted) noexcept {
+    if (!wanted) return;
+    try {
+      buffer_ = take_buffer(kRoom);
+    } catch (const std::bad_alloc&) {  // it is slower without
+    }
+  }
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+  ~Room() {
+    if (buffer_.memory != nullptr) give_buffer(buffer_);
+  }
+
+  [[nodiscard]] std::byte* memory() const noexcept { return buffer_.memory; }
+
+ private:
+  Buffer buffer_{nullptr, 0};
+};
 
 auto loop_for(const AveragePart& part) {
   const Kernels& loops = kernels();
@@ -50,13 +74,14 @@ bool average_into(std::span<const AveragePart> parts, std::span<const std::byte*
   const std::size_t grain = std::max<std::size_t>(1, reals / (traffic / kGrain + 1));
   std::atomic<bool> finite{true};
   parallel_for(reals, grain, [&](std::size_t begin, std::size_t end) {
+    const Room room(large && num_sources > kMostStreams);
     for_each_piece(starts, begin, end, [&](std::size_t i, std::size_t from, std::size_t to) {
       const AveragePart& part = parts[i];
       const auto row = sources.subspan(i * num_sources, num_sources);
       const bool stream = large && std::find(row.begin(), row.end(), part.out) == row.end();
       const auto average = loop_for(part);
       const bool fine = average(part.out, row.data(), weighted ? weights.data() : nullptr,
-                                num_sources, total, from, to, stream);
+                                num_sources, total, from, to, stream, room.memory());
       if (!fine) finite.store(false, std::memory_order_relaxed);
     });
   });

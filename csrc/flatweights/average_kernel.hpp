@@ -247,8 +247,8 @@ inline bool average_block(std::byte* out, std::size_t to, const std::byte* const
 // As `average` of Kernels; as `average_widened` where Out is not T.
 template <class T, class Out = T>
 bool average_range(std::byte* out, const std::byte* const* sources, const double* weights,
-                   std::size_t count, double total, std::size_t begin, std::size_t end,
-                   bool stream) noexcept {
+                   std::size_t count, double total, std::size_t begin, std::size_t end, bool stream,
+                   std::byte*) noexcept {
   const Divisor divisor(total);
   alignas(kLine) std::byte lines[kMostBlock * sizeof(Out)];
   bool finite = true;

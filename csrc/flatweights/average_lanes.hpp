@@ -2,11 +2,8 @@
 // average_range, which is their oracle. Included by kernels.cpp alone.
 #pragma once
 
-#include <algorithm>
-#include <memory>
-#include <new>
-
 #include "flatweights/average_kernel.hpp"
+#include "flatweights/kernels.hpp"
 #include "flatweights/lanes.hpp"
 
 #if defined(FLATWEIGHTS_LANES)
@@ -16,6 +13,9 @@ namespace {
 
 inline constexpr std::size_t kPairs = 2;  // sums at once hide how long one addition takes
 inline constexpr std::size_t kStep = kPairs * kPair;
+
+// Not std::min: see real.hpp.
+inline std::size_t lesser(std::size_t a, std::size_t b) noexcept { return a < b ? a : b; }
 
 // Sums of kStep elements, in order of Pair. Those that are rounded to float64 carry along
 // what they have lost.
@@ -129,15 +129,15 @@ template <class T, class Out, bool Weighted, std::size_t Count>
 // Sources above the caches that are read side by side; more take turns. Processors foresee some
 // 16 streams. Anything else that a step reads counts too, be it a table of sources or a number
 // that found no register: 17 take a third longer than 16.
-inline constexpr std::size_t kMostStreams = 16;
 inline constexpr std::size_t kTurn = 8;
 
 // Where the sums of a block wait for the next of its sources.
 template <class Out>
 struct Waiting {
-  static constexpr std::size_t kSteps = (std::size_t{128} << 10) / sizeof(Sums<Out>);
+  static constexpr std::size_t kSteps = kRoom / sizeof(Sums<Out>);
   Sums<Out> sums[kSteps];
 };
+static_assert(sizeof(Waiting<double>) <= kRoom && sizeof(Waiting<float>) <= kRoom);
 
 // Adds kTurn sources to `waiting`, which counts as 0 where First.
 template <class T, class Out, bool Weighted, bool First>
@@ -182,7 +182,7 @@ bool stream_in_turns(std::byte* out, Waiting<Out>& waiting, const std::byte* con
   const auto weights_of = [weights](std::size_t k) { return Weighted ? weights + k : nullptr; };
   bool finite = true;
   for (const std::size_t end = begin + size; begin < end; begin += waiting.kSteps * kStep) {
-    const std::size_t block = std::min(waiting.kSteps * kStep, end - begin);
+    const std::size_t block = lesser(waiting.kSteps * kStep, end - begin);
     add_turn<T, Out, Weighted, true>(waiting, sources, weights, begin, block);
     std::size_t k = kTurn;
     for (; k + kTurn < count; k += kTurn)
@@ -197,18 +197,17 @@ bool stream_in_turns(std::byte* out, Waiting<Out>& waiting, const std::byte* con
 // read of it is read before it is written.
 template <class T, class Out, bool Weighted, bool Multiply, bool Stream>
 bool average_steps(std::byte* out, const std::byte* const* sources, const double* weights,
-                   std::size_t count, double factor, std::size_t begin, std::size_t size) noexcept {
+                   std::size_t count, double factor, std::size_t begin, std::size_t size,
+                   [[maybe_unused]] std::byte* room) noexcept {
   if constexpr (Stream) {
     if (count == kMostStreams)
       return write_means<T, Out, Weighted, Multiply, true, kMostStreams, true>(
           out, nullptr, sources, weights, count, factor, begin, size);
-    // 128 KiB are much for a thread's stack, and for few numbers. Without them, all sources side
-    // by side take longer.
-    const bool pays = count > kMostStreams && size >= kBlock;
-    const std::unique_ptr<Waiting<Out>> waiting(pays ? new (std::nothrow) Waiting<Out> : nullptr);
-    if (waiting != nullptr)
-      return stream_in_turns<T, Out, Weighted, Multiply>(out, *waiting, sources, weights, count,
-                                                         factor, begin, size);
+    // For few numbers, turns do not pay.
+    if (room != nullptr && count > kMostStreams && size >= kBlock)
+      return stream_in_turns<T, Out, Weighted, Multiply>(
+          out, *reinterpret_cast<Waiting<Out>*>(room), sources, weights, count, factor, begin,
+          size);
   }
   return write_means<T, Out, Weighted, Multiply, Stream, 0, true>(out, nullptr, sources, weights,
                                                                   count, factor, begin, size);
@@ -228,13 +227,13 @@ auto choose_steps(bool multiply, bool stream) noexcept {
 template <class T, class Out = T>
 bool average_in_lanes(std::byte* out, const std::byte* const* sources, const double* weights,
                       std::size_t count, double total, std::size_t begin, std::size_t end,
-                      bool stream) noexcept {
+                      bool stream, std::byte* room) noexcept {
   const Divisor divisor(total);
   const std::size_t first = begin;
   bool finite = true;
   // A part of a line or of a step.
   const auto singly = [&](std::size_t size) {
-    alignas(kLine) std::byte few[std::max(kLine, kStep * sizeof(Out))];
+    alignas(kLine) std::byte few[kStep * sizeof(Out) > kLine ? kStep * sizeof(Out) : kLine];
     finite &= average_block<T, Out>(few, 0, sources, weights, count, divisor, begin, size);
     std::memcpy(out + begin * sizeof(Out), few, size * sizeof(Out));
     begin += size;
@@ -242,11 +241,11 @@ bool average_in_lanes(std::byte* out, const std::byte* const* sources, const dou
   // Lines that are streamed begin within no element, and the first where a line does.
   const std::size_t head = bytes_to_line(out + begin * sizeof(Out));
   if (head % sizeof(Out) != 0) stream = false;
-  if (stream && head > 0) singly(std::min(end - begin, head / sizeof(Out)));
+  if (stream && head > 0) singly(lesser(end - begin, head / sizeof(Out)));
   const auto steps = weights == nullptr ? choose_steps<T, Out, false>(divisor.multiply, stream)
                                         : choose_steps<T, Out, true>(divisor.multiply, stream);
   const std::size_t whole = (end - begin) / kStep * kStep;
-  finite &= steps(out, sources, weights, count, divisor.factor, begin, whole);
+  finite &= steps(out, sources, weights, count, divisor.factor, begin, whole, room);
   begin += whole;
   if (begin < end) singly(end - begin);
   if (stream) end_streaming();

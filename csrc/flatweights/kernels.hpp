@@ -8,6 +8,9 @@
 
 namespace flatweights {
 
+inline constexpr std::size_t kRoom = std::size_t{128} << 10;
+inline constexpr std::size_t kMostStreams = 16;
+
 // One instruction set's loops. Positions are elements of the real type that the index
 // stands for; memory may be aligned to nothing. All sets give the same bits.
 struct Kernels {
@@ -16,16 +19,18 @@ struct Kernels {
   // Writes the mean of `sources[k][begin, end)` over k < count, with `weights[k]` (null
   // for weights of 1) and their sum `total`, to `out[begin, end)`. `out` may be one of the sources
   // unless `stream`, which writes past the caches. Returns whether all sums are finite: if so, all
-  // sources are; if not, float64 may merely have overflowed.
+  // sources are; if not, float64 may merely have overflowed. `room` is kRoom bytes at a 64-byte
+  // boundary, or null; only streams of more than kMostStreams sources use it, and are faster then.
   bool (*average[kReals])(std::byte* out, const std::byte* const* sources, const double* weights,
                           std::size_t count, double total, std::size_t begin, std::size_t end,
-                          bool stream) noexcept;
+                          bool stream, std::byte* room) noexcept;
 
   // As `average`, of Float16 or BFloat16 by the first index, in float or double by the second;
   // `out` is none of the sources.
   bool (*average_widened[2][2])(std::byte* out, const std::byte* const* sources,
                                 const double* weights, std::size_t count, double total,
-                                std::size_t begin, std::size_t end, bool stream) noexcept;
+                                std::size_t begin, std::size_t end, bool stream,
+                                std::byte* room) noexcept;
 
   // Adds `weight * source[begin, end)` to `sum[0, end - begin)`; what is rounded away
   // goes to `compensation`, for float64 alone.
