@@ -388,8 +388,21 @@ def test_libraries_for_something_else_are_compiled_again(package, cache, built, 
     cached = put_library(cache / built.first.library.parent.name, wanted | {"sources": "0"})
     (used,), said = use(package, cache, CXX=copier.path)
     assert (used.library, len(said)) == (cached, 1)
-    assert json.loads(cached.with_suffix(".json").read_text()) == wanted
+    assert json.loads(cached.with_suffix(".json").read_text()).items() > wanted.items()
     assert (package / "_tf.so").read_text() == "garbage"
+
+
+@pytest.mark.parametrize("content", ["", "garb", "garbagf", "garbage more"])
+def test_a_cached_library_that_is_not_as_it_was_compiled_is_not_found(
+    content, new_process, package
+):
+    wanted = _compile.identity(package)
+    folder = _library._cached(wanted)
+    library = put_library(folder, wanted)
+    put_library(folder, wanted | _compile._bytes_of(library))
+    assert _library._folder_of_library(wanted) == folder
+    library.write_text(content)
+    assert _library._folder_of_library(wanted) is None
 
 
 def test_other_sources_and_other_tensorflows_have_their_own_places(

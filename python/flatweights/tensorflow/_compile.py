@@ -19,6 +19,7 @@ from typing import NamedTuple
 LIBRARY = "_tf.so"
 RECORD = "_tf.json"
 WORK_PREFIX = "compiling-"
+_SIZE, _HASH = "size", "sha256"  # of the library, in the record
 
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
@@ -159,18 +160,35 @@ def compile_library(sources: Path, folder: Path, target: Target | None = None) -
             errors = [line for line in lines if "error" in line] or lines[-1:] or ["no message"]
             raise CompileError(f"{compiler} failed: {errors[0].strip()}")
         record = Path(work, RECORD)
-        record.write_text(json.dumps(identity(sources, target), indent=1))
+        record.write_text(json.dumps(identity(sources, target) | _bytes_of(library), indent=1))
         library.replace(folder / LIBRARY)
         record.replace(folder / RECORD)
     return folder / LIBRARY
 
 
-def is_for_this(folder: Path, wanted: dict[str, str]) -> bool:
-    """Whether the library in ``folder`` is there, and of the `identity` that is wanted."""
+def is_for_this(folder: Path, wanted: dict[str, str], *, check_bytes: bool = True) -> bool:
+    """Whether the library in ``folder`` is there, and of the `identity` that is wanted.
+
+    Args:
+        folder: Where to look.
+        wanted: What `identity` gave.
+        check_bytes: Whether the library must be as it was compiled, where the record tells: to
+            load one that was cut short would end the process.
+    """
+    library = folder / LIBRARY
     try:
-        return (folder / LIBRARY).is_file() and json.loads((folder / RECORD).read_text()) == wanted
-    except (OSError, ValueError):
+        record = json.loads((folder / RECORD).read_text())
+        found = {name: record.pop(name) for name in (_SIZE, _HASH) if name in record}
+        if record != wanted or not library.is_file():
+            return False
+        return not (check_bytes and found) or found == _bytes_of(library)
+    except (AttributeError, OSError, TypeError, ValueError):
         return False
+
+
+def _bytes_of(library: Path) -> dict[str, str]:
+    content = library.read_bytes()
+    return {_SIZE: str(len(content)), _HASH: hashlib.sha256(content).hexdigest()}
 
 
 def main() -> int:

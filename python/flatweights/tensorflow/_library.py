@@ -178,7 +178,8 @@ def _load() -> Library:
 def _folder_of_library(wanted: dict[str, str]) -> Path | None:
     """Return the folder of a library that is ready to be loaded, or None."""
     for packaged in (PACKAGED, PACKAGED / folder_name(wanted)):
-        if is_for_this(packaged, wanted):
+        # What was installed is the installer's to check; tools that repair wheels change it.
+        if is_for_this(packaged, wanted, check_bytes=False):
             return packaged
     cached = private_folder(_cached(wanted), make=False)
     return cached if is_for_this(cached, wanted) else None
