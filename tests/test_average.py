@@ -817,3 +817,8 @@ def test_other_libraries_arrays_are_read_in_place(wrap: Callable[[np.ndarray], A
     assert fw.flatten(foreign).tolist() == [1, 2, 3, 3, 6, 9]
     arrays[0][:] = 5
     assert fw.average([foreign[0]]).tolist() == [5, 5, 5], "read in place, not copied when wrapped"
+
+
+def test_a_weight_that_no_float_holds_is_refused() -> None:
+    with refuses(ValueError, "weight 0: expected a finite weight, not negative"):
+        fw.average([np.ones(1)] * 2, weights=[10**400, 1])

@@ -28,6 +28,7 @@ MODULES = [
     "_running_average",
     "_safetensors",
     "_sources",
+    "_trees",
     "_weights",
 ]
 

@@ -445,7 +445,7 @@ def test_no_parts() -> None:
 
 BAD_PARTS = {
     "number as name": (TypeError, "slot 0: expected a name of type str, got 1", {1: np.zeros(1)}),
-    "objects": (TypeError, "slot 1 'b': expected a dtype of fixed", {"a": 1.0, "b": [None]}),
+    "objects": (TypeError, "slot 1 'b': expected an array, got list", {"a": 1.0, "b": [None]}),
     "array": (TypeError, "expected a mapping or a sequence of arrays", np.zeros(3)),
     "number": (TypeError, "expected a mapping or a sequence of arrays, got int", 3),
 }
@@ -524,3 +524,25 @@ def test_a_buffer_of_another_length_is_refused(
 def test_averages_replace_the_loop(parts: dict[str, np.ndarray]) -> None:
     ws = [FlatWeights(parts | {"bias": parts["bias"] * f}) for f in (1, 3)]
     assert_same(fw.average(ws), parts | {"bias": parts["bias"] * 2})
+
+
+# How they are shown.
+
+
+def test_a_small_model_is_shown_as_a_dict() -> None:
+    assert repr(FlatWeights({"a": np.ones(2)})) == "{'a': array([1., 1.])}"
+
+
+def test_a_large_model_is_shown_by_its_first_parts() -> None:
+    weights = FlatWeights({f"<{i}>": np.zeros((100, i), np.float32) for i in range(320)})
+    lines = repr(weights).splitlines()
+    size = 100 * 320 * 319 // 2
+    assert lines[0].startswith(f"<FlatWeights of 320 parts, {size:,} elements, ")
+    assert lines[1:] == [f"  '<{i}>' float32 (100, {i})" for i in range(10)] + ["  and 310 more>"]
+    assert str(weights) == repr(weights)
+    table = weights._repr_html_()
+    assert table.startswith("<table>")
+    assert table.count("<tr>") == 12
+    assert "<td>&lt;9&gt;</td><td>float32</td><td>(100, 9)</td>" in table
+    assert "and 310 more" in table
+    assert "and" not in FlatWeights({"w": np.zeros(1000)})._repr_html_()

@@ -3,6 +3,7 @@ import importlib
 import inspect
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -719,6 +720,41 @@ def test_widened_averages_have_the_bits_of_those_of_widened_models(
             np.add.accumulate(relative)[-1],
         )
         assert same_bits(wide["a"], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"values": None}, "values: expected FlatWeights, got NoneType"),
+        ({"values": {"w": 1}}, "values: expected FlatWeights, got dict"),
+        ({"layout": None}, "layout: expected Layout, got NoneType"),
+        ({"base": "1"}, "base: expected int, got str"),
+        ({"version": 1.5}, "version: expected int, got float"),
+    ],
+)
+def test_differences_of_wrong_fields_are_refused(change: dict[str, Any], match: str) -> None:
+    driver = DeltaBroadcaster(FlatWeights({"w": np.ones(2, np.float32)}), "bfloat16")
+    worker = DeltaEncoder(driver.snapshot())
+    message = replace(driver.encode(driver.weights), **change)
+    calls: list[Callable[[Any], Any]] = [
+        worker.receive,
+        worker.fits,
+        driver.check,
+        Difference.widen,
+        lambda m: average_differences([m]),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=match):
+            call(message)
+
+
+@pytest.mark.parametrize("change", [{"weights": None}, {"version": "1"}])
+def test_snapshots_of_wrong_fields_are_refused(change: dict[str, Any]) -> None:
+    snapshot = DeltaBroadcaster(FlatWeights({"w": np.ones(2, np.float32)}), "bfloat16").snapshot()
+    worker = DeltaEncoder(snapshot)
+    for call in (worker.receive, DeltaEncoder):
+        with pytest.raises(TypeError, match=r"expected (int|FlatWeights), got"):
+            call(replace(snapshot, **change))
 
 
 # Interrupts.

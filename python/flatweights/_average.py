@@ -51,7 +51,8 @@ def average(
 
     Args:
         sources: Models, all of one kind: arrays, `FlatWeights`, mappings of arrays with
-            the same keys, or sequences of arrays (Keras ``get_weights()``). They agree in
+            the same keys, or sequences of arrays (Keras ``get_weights()``); also nested dicts,
+            lists and tuples of arrays (Flax), whose arrays are named by their paths. They agree in
             shapes and dtypes, `FlatWeights` in `Layout.digest`. Strided arrays are
             copied first.
         weights: One weight per source, such as the number of samples that it saw: finite,
@@ -59,7 +60,7 @@ def average(
             Equal weights, if None.
         out: Where to write: of the same kind, writable, without strides. It may be one
             of the sources. If None, a new model: of the kind of the sources, a dict
-            for mappings, a list for sequences.
+            for mappings, a list for sequences, nested ones for nested ones.
         nonfinite: What to do about NaN and infinity: ``"propagate"`` them; ``"raise"``,
             naming source and slot; or ``"skip"``: leave the source out and divide by the
             weights of the rest. They are found in the pass that averages, so after
@@ -173,7 +174,10 @@ def read_weights(weights: Iterable[float] | None, count: int) -> list[float]:
 
 def read_weight(weight: float, where: str) -> float:
     """Return ``weight`` as a checked float."""
-    value = float(weight)
+    try:
+        value = float(weight)
+    except OverflowError:  # an integer
+        value = math.inf
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{where}: expected a finite weight, not negative, got {weight!r}")
     return value

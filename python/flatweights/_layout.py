@@ -8,16 +8,18 @@ import sys
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from flatweights import _core
 from flatweights._dtypes import decode_dtype, encode_dtype, is_floating, promote
+from flatweights._trees import Tree, is_tree, part
 
-Parts = Mapping[str, ArrayLike] | Sequence[ArrayLike]
+Parts = Mapping[str, Any] | Sequence[Any]
+"""Arrays by name or by position; or, where a function says so, nested containers of arrays."""
 
 ALIGNMENT = 64
 _FORMAT = "flatweights.layout/1"
@@ -145,13 +147,15 @@ class Layout:
 
         Args:
             parts: A mapping from name to array, or a sequence of arrays, whose
-                names become ``"0"``, ``"1"``, and so on.
+                names become ``"0"``, ``"1"``, and so on. Arrays in nested dicts, lists and
+                tuples are named by their paths: ``"encoder/layers/0/kernel"``.
 
         Raises:
             TypeError: If a name is no string, or an array holds Python objects.
         """
         names, arrays = named_arrays(parts)
-        return cls.of_arrays(names, arrays, named=isinstance(parts, Mapping))
+        by_position = not isinstance(parts, Mapping) and names == list(map(str, range(len(parts))))
+        return cls.of_arrays(names, arrays, named=not by_position)
 
     @classmethod
     def of_arrays(
@@ -424,34 +428,36 @@ def _decompress(pickled: bytes) -> bytes:
 def named_arrays(parts: Parts) -> tuple[list[str], list[NDArray[Any]]]:
     """Return the names and the arrays of ``parts``, in order.
 
-    Arrays are taken as they are; what is not one goes through `as_array`.
+    Arrays are taken as they are; what is not one goes through `as_array`. Those in nested
+    containers are named by their paths.
     """
-    arrays = arrays_of(parts)
-    names = parts.keys() if isinstance(parts, Mapping) else map(str, range(len(arrays)))
-    return list(names), arrays
+    values = _values(parts)
+    names: list[Any] = (
+        list(parts) if isinstance(parts, Mapping) else list(map(str, range(len(values))))
+    )
+    if is_tree(values):
+        tree = Tree.of(parts, "parts")
+        names, values = tree.paths(), tree.leaves(parts, "parts")
+    return names, [
+        value if type(value) is np.ndarray else part(value, f"slot {i} {names[i]!r}")
+        for i, value in enumerate(values)
+    ]
 
 
 def arrays_of(parts: Parts) -> list[NDArray[Any]]:
     """Return the arrays of ``parts``, in order."""
+    values = _values(parts)
+    if all(type(value) is np.ndarray for value in values):
+        return values
+    return named_arrays(parts)[1]
+
+
+def _values(parts: Parts) -> list[Any]:
     if isinstance(parts, Mapping):
-        values: Iterable[ArrayLike] = parts.values()
-    elif isinstance(parts, Sequence) and not isinstance(parts, (str, bytes)):
-        values = parts
-    else:
-        raise TypeError(f"expected a mapping or a sequence of arrays, got {type(parts).__name__}")
-    return [v if type(v) is np.ndarray else as_array(v) for v in values]
-
-
-def as_array(value: Any) -> NDArray[Any]:
-    """Return ``value`` as an array, reading it in place where it is in this process's memory.
-
-    Anything with the buffer protocol, ``__array_interface__`` or ``__array__`` (NumPy, eager
-    tensors of TensorFlow, PyTorch, JAX), or with ``__dlpack__`` on the CPU.
-    """
-    array = np.asarray(value)
-    if array.dtype == object and hasattr(value, "__dlpack__"):  # NumPy does not try by itself
-        return np.from_dlpack(value)
-    return array
+        return list(parts.values())
+    if isinstance(parts, Sequence) and not isinstance(parts, (str, bytes)):
+        return list(parts)
+    raise TypeError(f"expected a mapping or a sequence of arrays, got {type(parts).__name__}")
 
 
 def _check_name(i: int, name: object) -> None:

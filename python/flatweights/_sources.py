@@ -1,7 +1,7 @@
 """The four kinds of model that are averaged, read into arrays in one order."""
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._dtypes import has_mean, is_integer
 from flatweights._flatten import new_vector
-from flatweights._layout import Layout, arrays_of, as_array
+from flatweights._layout import Layout
+from flatweights._trees import Tree, as_array, is_tree, part
 from flatweights._weights import FlatWeights
 
 _ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__dlpack__")
@@ -25,6 +26,7 @@ class Kind(Enum):
     ARRAY = "an array"
     MAPPING = "a mapping of arrays"
     SEQUENCE = "a sequence of arrays"
+    TREE = "nested containers of arrays"
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,14 @@ class Template:
     Attributes:
         kind: How they were handed over.
         layout: The slots; a bare array is one slot with an empty name.
-        keys: The keys of a mapping, in the order of the slots.
+        keys: The keys of a mapping, in the order of the slots; the paths of a tree.
+        tree: The containers, if they are nested.
     """
 
     kind: Kind
     layout: Layout
     keys: tuple[Hashable, ...] = ()
+    tree: Tree | None = None
 
     @classmethod
     def of(cls, source: Any, where: str = "source 0") -> "Template":
@@ -61,9 +65,14 @@ class Template:
             array = as_array(source)
             return _array_template(array.shape, array.dtype, where)
         keys = tuple(source) if kind is Kind.MAPPING else tuple(range(len(source)))
-        arrays = [as_array(source[key]) for key in keys]
+        values = [source[key] for key in keys]
+        tree = None
+        if is_tree(values):
+            kind, tree = Kind.TREE, Tree.of(source, where)
+            keys, values = tuple(tree.paths()), tree.leaves(source, where)
+        arrays = _parts(keys, values, where)
         shapes, dtypes = tuple(a.shape for a in arrays), tuple(a.dtype for a in arrays)
-        return _parts_template(kind, keys, shapes, dtypes, where)
+        return _parts_template(kind, keys, tree, shapes, dtypes, where)
 
     @classmethod
     def _checked(cls, where: str, *fields: Any) -> "Template":
@@ -148,13 +157,15 @@ class Template:
         given: list[Any] = arrays
         if self.kind is Kind.ARRAY:
             given = [out]
+        elif self.tree is not None:
+            given = self.tree.leaves(out, "out")
         elif self.kind is Kind.MAPPING:
             given = [out[key] for key in self.keys]
         elif self.kind is Kind.SEQUENCE:
             given = list(out)
-        for part in given:
-            if not isinstance(part, np.ndarray):  # a converted copy would be written and lost
-                raise TypeError(f"out: expected NumPy arrays, got {type(part).__name__}")
+        for one in given:
+            if not isinstance(one, np.ndarray):  # a converted copy would be written and lost
+                raise TypeError(f"out: expected NumPy arrays, got {type(one).__name__}")
         return arrays
 
     def first_nonfinite(self, parts: list[NDArray[Any]]) -> int | None:
@@ -181,6 +192,8 @@ class Template:
         return list(source.values()) if self.packed else self._arrays(source, "source")
 
     def _arrays(self, source: Any, where: str) -> list[NDArray[Any]]:
+        if self.tree is not None:
+            return _parts(self.keys, self.tree.leaves(source, where), where)
         kind = _kind_of(source, where)
         if kind is not self.kind:
             raise TypeError(f"{where}: expected {self.kind.value}, got {kind.value}")
@@ -190,14 +203,14 @@ class Template:
         if kind is Kind.ARRAY:
             return [as_array(source)]
         if kind is Kind.SEQUENCE:
-            return arrays_of(source)
+            return _parts(range(len(source)), list(source), where)
         if len(source) != len(self.keys) or any(key not in source for key in self.keys):
             missing = [key for key in self.keys if key not in source]
             unknown = [key for key in source if key not in self.keys]
             raise ValueError(
                 f"{where}: expected the keys of the first; missing {missing}, unknown {unknown}"
             )
-        return [as_array(source[key]) for key in self.keys]
+        return _parts(self.keys, [source[key] for key in self.keys], where)
 
     def check_layout(self, layout: Layout, where: str) -> None:
         """Raise `ValueError`, naming the first difference, unless the digests agree."""
@@ -222,6 +235,8 @@ class Template:
             slot = self.layout.slots[0]
             return new_vector(slot.size, slot.dtype).reshape(slot.shape)
         views = self.layout.packed_views(self.layout.new_buffer())
+        if self.tree is not None:
+            return self.tree.build(views)
         return views if self.kind is Kind.SEQUENCE else dict(zip(self.keys, views, strict=True))
 
 
@@ -232,6 +247,8 @@ def _check_flat_weights(layout: Layout, where: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _array_template(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> Template:
+    if dtype.hasobject:
+        raise TypeError(f"{where}: expected an array of numbers, got one of Python objects")
     return Template._checked(where, Kind.ARRAY, Layout([""], [shape], [dtype], named=False))
 
 
@@ -239,6 +256,7 @@ def _array_template(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) ->
 def _parts_template(
     kind: Kind,
     keys: tuple[Hashable, ...],
+    tree: Tree | None,
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[np.dtype[Any], ...],
     where: str,
@@ -246,8 +264,15 @@ def _parts_template(
     # repr keeps apart what str would not: 1 and "1".
     named = all(isinstance(key, str) for key in keys)
     names = [str(key) if named else repr(key) for key in keys]
-    layout = Layout(names, shapes, dtypes, named=kind is Kind.MAPPING)
-    return Template._checked(where, kind, layout, keys)
+    layout = Layout(names, shapes, dtypes, named=kind is not Kind.SEQUENCE)
+    return Template._checked(where, kind, layout, keys, tree)
+
+
+def _parts(keys: Iterable[Hashable], values: list[Any], where: str) -> list[NDArray[Any]]:
+    if all(type(value) is np.ndarray for value in values):  # the rule, and quicker
+        return values
+    named = enumerate(zip(keys, values, strict=True))
+    return [part(value, f"{where}, slot {i} {str(key)!r}") for i, (key, value) in named]
 
 
 def _kind_of(source: Any, where: str) -> Kind:

@@ -1,5 +1,6 @@
 """A dict of arrays over one packed buffer."""
 
+import html
 import os
 import pickle
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from flatweights._cast import move_parts, settable_at
 from flatweights._layout import Layout, Parts, named_arrays
+
+_SHOWN_PARTS = 10
+_SHOWN_ELEMENTS = 100
 
 
 class FlatWeights(dict[str, NDArray[Any]]):
@@ -32,6 +36,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
       for any read-only array.)
     * ``w.copy()``, ``copy.copy(w)`` and ``copy.deepcopy(w)`` copy the buffer, once, and give
       `FlatWeights`; ``w | other`` gives a plain dict.
+    * ``repr`` and ``print`` show the arrays of a small model only.
     * Libraries that rebuild mappings by ``type(w)()`` (`tf.nest.map_structure`) raise;
       hand them ``dict(w)``.
 
@@ -52,7 +57,8 @@ class FlatWeights(dict[str, NDArray[Any]]):
 
         Args:
             parts: A mapping from name to array, or a sequence of arrays, whose names
-                become ``"0"``, ``"1"``, and so on.
+                become ``"0"``, ``"1"``, and so on. Arrays in nested dicts, lists and tuples
+                are named by their paths: ``"encoder/layers/0/kernel"``.
 
         Raises:
             TypeError: If a name is no string, or an array holds Python objects.
@@ -154,6 +160,46 @@ class FlatWeights(dict[str, NDArray[Any]]):
     def buffer(self) -> NDArray[np.uint8]:
         """The packed buffer itself."""
         return self._buffer
+
+    def __repr__(self) -> str:
+        """A small model as a dict; else its size, and the first parts by shape and dtype.
+
+        >>> FlatWeights({"kernel": np.zeros((100, 10)), "bias": np.zeros(10)})
+        <FlatWeights of 2 parts, 1,010 elements, 8,128 bytes:
+          'kernel' float64 (100, 10)
+          'bias' float64 (10,)>
+        """
+        slots = self._layout.slots
+        if len(slots) <= _SHOWN_PARTS and self._layout.size <= _SHOWN_ELEMENTS:
+            return super().__repr__()
+        lines = [f"{self._heading()}:", *(f"  {slot}" for slot in slots[:_SHOWN_PARTS])]
+        if len(slots) > _SHOWN_PARTS:
+            lines.append(f"  and {len(slots) - _SHOWN_PARTS:,} more")
+        text = "\n".join(lines)
+        return f"<{text}>"
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        slots = self._layout.slots
+        rows = [
+            f"<tr><td>{html.escape(slot.name)}</td><td>{slot.dtype}</td><td>{slot.shape}</td></tr>"
+            for slot in slots[:_SHOWN_PARTS]
+        ]
+        if len(slots) > _SHOWN_PARTS:
+            rows.append(
+                f"<tr><td>and {len(slots) - _SHOWN_PARTS:,} more</td><td></td><td></td></tr>"
+            )
+        return (
+            f"<table><caption>{self._heading()}</caption>"
+            f"<tr><th>part</th><th>dtype</th><th>shape</th></tr>{''.join(rows)}</table>"
+        )
+
+    def _heading(self) -> str:
+        layout = self._layout
+        return (
+            f"{type(self).__name__} of {len(layout):,} parts, {layout.size:,} elements, "
+            f"{layout.nbytes:,} bytes"
+        )
 
     def __setitem__(self, name: str, value: ArrayLike) -> None:
         """Write ``value`` to the part called ``name``.

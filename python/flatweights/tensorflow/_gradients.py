@@ -12,7 +12,8 @@ from flatweights._cast import is_settable, move_parts
 from flatweights._dtypes import is_averaged, promote
 from flatweights._flatten import new_vector
 from flatweights._inplace import clip_by_norm_, finite
-from flatweights._layout import Layout, Slot, as_array, place_of
+from flatweights._layout import Layout, Slot, place_of
+from flatweights._trees import as_array
 from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._graph_search import is_symbolic
 from flatweights.tensorflow._kinds import inner_variable, is_variable, own_name

@@ -24,6 +24,7 @@ from flatweights.wire._difference import (
     average_differences,
     check_base,
     check_difference,
+    check_fields,
 )
 from flatweights.wire._dtypes import WireDType, dtype_on_wire
 from flatweights.wire._residual import Residual
@@ -59,6 +60,7 @@ class DeltaEncoder:
         """
         check_kind(snapshot, Snapshot, "snapshot")
         check_kind(snapshot.weights, FlatWeights, "snapshot, weights")
+        check_kind(snapshot.version, int, "snapshot, version")
         self._plan = plan_for(snapshot.weights.layout, dtype_on_wire(snapshot.wire_dtype))
         self._reference = snapshot.weights.copy()
         self._held = [snapshot.version]  # a list: the core changes it, with the reference
@@ -91,9 +93,11 @@ class DeltaEncoder:
             TypeError: If it is neither a `Difference` nor a `Snapshot`.
         """
         if isinstance(message, Difference):
+            check_fields(message, "message")
             layout, wire = message.layout, message.values.layout
         else:
             check_kind(message, Snapshot, "message")
+            check_kind(message.weights, FlatWeights, "message, weights")
             layout = message.weights.layout
             wire = plan_for(layout, dtype_on_wire(message.wire_dtype)).wire
         expected = self._plan.layout.digest, self._plan.wire.digest
@@ -134,6 +138,7 @@ class DeltaEncoder:
         """
         if isinstance(message, Snapshot):
             check_weights(message.weights, self._plan.layout, "snapshot")
+            check_kind(message.version, int, "snapshot, version")
             plan = plan_for(message.weights.layout, dtype_on_wire(message.wire_dtype))
             check_layout(self._plan.wire, plan.wire, "snapshot, wire_dtype")
             self._advance(None, [(self._reference.buffer, message.weights.buffer)], message.version)

@@ -160,9 +160,7 @@ def average_differences(
 
 def plan_of(difference: Any, where: str) -> Plan:
     """Return the plan that ``difference`` was made by; errors name it ``where``."""
-    _check_kind(difference, where)
-    check_kind(difference.layout, Layout, f"{where}, layout")
-    check_kind(difference.values, FlatWeights, f"{where}, values")
+    check_fields(difference, where)
     for dtype in WIRE_DTYPES.values():
         plan = plan_for(difference.layout, dtype)
         if plan.wire == difference.values.layout:
@@ -172,7 +170,7 @@ def plan_of(difference: Any, where: str) -> Plan:
 
 def check_difference(message: Any, plan: Plan, where: str) -> None:
     """Raise unless ``message`` is a `Difference` that ``plan`` was followed for."""
-    _check_kind(message, where)
+    check_fields(message, where)
     check_layout(plan.layout, message.layout, where)
     check_layout(plan.wire, message.values.layout, where)
 
@@ -186,6 +184,12 @@ def check_base(message: Difference, version: int | None, where: str) -> None:
         )
 
 
-def _check_kind(message: Any, where: str) -> None:
+def check_fields(message: Any, where: str) -> None:
+    """Raise `TypeError` unless ``message`` is a `Difference` of `FlatWeights` and versions."""
     if not isinstance(message, Difference):
         raise TypeError(f"{where}: expected a Difference, got {type(message).__name__}")
+    check_kind(message.layout, Layout, f"{where}, layout")
+    check_kind(message.values, FlatWeights, f"{where}, values")
+    for name in ("base", "version"):
+        if getattr(message, name) is not None:
+            check_kind(getattr(message, name), int, f"{where}, {name}")

@@ -1,0 +1,157 @@
+"""Parts that lie in nested dicts, lists and tuples, as those of Flax and other JAX models do."""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__dlpack__")
+_MOST_LEVELS = 64
+
+
+def as_array(value: Any) -> NDArray[Any]:
+    """Return ``value`` as an array, reading it in place where it is in this process's memory.
+
+    Anything with the buffer protocol, ``__array_interface__`` or ``__array__`` (NumPy, eager
+    tensors of TensorFlow, PyTorch, JAX), or with ``__dlpack__`` on the CPU.
+    """
+    array = np.asarray(value)
+    if array.dtype == object and not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
+        return np.from_dlpack(value)  # NumPy does not try by itself
+    return array
+
+
+def part(value: Any, where: str) -> NDArray[Any]:
+    """Return ``value`` as `as_array` does; what is none is refused as ``where``.
+
+    Raises:
+        TypeError: If it is a container, None, or anything else that makes no array of numbers.
+        ValueError: If it is a ragged list.
+    """
+    if type(value) is np.ndarray:
+        return value
+    try:
+        array = as_array(value)
+    except (TypeError, ValueError, BufferError, RecursionError) as error:
+        kind = ValueError if isinstance(error, (ValueError, RecursionError)) else TypeError
+        raise kind(f"{where}: expected an array, got {type(value).__name__}: {error}") from error
+    if array.dtype == object and not isinstance(value, np.ndarray):
+        raise TypeError(f"{where}: expected an array, got {type(value).__name__}")
+    return array
+
+
+def is_tree(values: Iterable[Any]) -> bool:
+    """Whether one of ``values`` is a container of arrays instead of an array.
+
+    A list or tuple of numbers is an array, as it is for NumPy.
+    """
+    return any(type(value) is not np.ndarray and _is_branch(value, 0) for value in values)
+
+
+def _is_branch(value: Any, level: int) -> bool:
+    if isinstance(value, Mapping) or level > _MOST_LEVELS:
+        return True
+    if not isinstance(value, (list, tuple)):
+        return False
+    return any(_is_array(one) or _is_branch(one, level + 1) for one in value)
+
+
+def _is_array(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return True
+    if isinstance(value, (int, float, complex, np.generic, str, bytes, list, tuple)):
+        return False
+    return any(hasattr(value, name) for name in _ARRAY_PROTOCOLS)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A container, without the arrays in it.
+
+    Attributes:
+        kind: Its type: a dict for every mapping, a list, or a tuple (a named one's own type).
+        keys: Of a mapping; else the positions.
+        branches: For each key the container there, None for an array.
+    """
+
+    kind: type
+    keys: tuple[Any, ...]
+    branches: "tuple[Tree | None, ...]"
+
+    @classmethod
+    def of(cls, source: Any, where: str) -> "Tree":
+        """Return the tree of ``source``; errors name it ``where``.
+
+        Raises:
+            ValueError: If it has too many levels: most likely, it contains itself.
+        """
+        return cls._of(source, where, 0)
+
+    @classmethod
+    def _of(cls, source: Any, where: str, level: int) -> "Tree":
+        if level > _MOST_LEVELS:
+            raise ValueError(
+                f"{where}: expected at most {_MOST_LEVELS} levels of containers, got more; "
+                "does one contain itself?"
+            )
+        is_mapping = isinstance(source, Mapping)
+        kind: type = dict if is_mapping else type(source) if isinstance(source, tuple) else list
+        keys: tuple[Any, ...] = tuple(source) if is_mapping else tuple(range(len(source)))
+        branches = [
+            cls._of(source[key], where, level + 1) if _is_branch(source[key], 0) else None
+            for key in keys
+        ]
+        return cls(kind, keys, tuple(branches))
+
+    def paths(self) -> list[str]:
+        """Return the names of the arrays, in order: ``"encoder/layers/0/kernel"``."""
+        return ["/".join(map(str, path)) for path in self._paths()]
+
+    def _paths(self) -> Iterator[tuple[Hashable, ...]]:
+        for key, branch in zip(self.keys, self.branches, strict=True):
+            for rest in branch._paths() if branch is not None else ((),):
+                yield (key, *rest)
+
+    def leaves(self, source: Any, where: str) -> list[Any]:
+        """Return what is in ``source`` where this tree has arrays, in order.
+
+        Raises:
+            TypeError: If a container is of another kind.
+            ValueError: If its keys or its length differ.
+        """
+        found: list[Any] = []
+        self._gather(source, where, (), found)
+        return found
+
+    def _gather(
+        self, source: Any, where: str, path: tuple[Hashable, ...], found: list[Any]
+    ) -> None:
+        place = f"{where}, {'/'.join(map(str, path))!r}" if path else where
+        is_mapping = isinstance(source, Mapping)
+        if is_mapping != (self.kind is dict) or not isinstance(source, (Mapping, list, tuple)):
+            kind = "a mapping" if self.kind is dict else "a sequence"
+            raise TypeError(f"{place}: expected {kind}, got {type(source).__name__}")
+        keys: tuple[Any, ...] = tuple(source) if self.kind is dict else tuple(range(len(source)))
+        if set(keys) != set(self.keys):
+            raise ValueError(
+                f"{place}: expected the keys of the first; missing "
+                f"{[key for key in self.keys if key not in keys]}, "
+                f"unknown {[key for key in keys if key not in self.keys]}"
+            )
+        for key, branch in zip(self.keys, self.branches, strict=True):
+            if branch is None:
+                found.append(source[key])
+            else:
+                branch._gather(source[key], where, (*path, key), found)
+
+    def build(self, leaves: Iterable[Any]) -> Any:
+        """Return new containers with ``leaves`` in them, in order."""
+        return self._build(iter(leaves))
+
+    def _build(self, leaves: Iterator[Any]) -> Any:
+        values = [next(leaves) if b is None else b._build(leaves) for b in self.branches]
+        if self.kind is dict:
+            return dict(zip(self.keys, values, strict=True))
+        return self.kind(*values) if hasattr(self.kind, "_fields") else self.kind(values)
