@@ -131,7 +131,7 @@ void BoundVariables::set_parts(const std::vector<std::size_t>& positions, const 
 std::vector<bool> BoundVariables::get_shared() const {
   const auto aliased = std::make_unique<bool[]>(positions_.size());
   {
-    const py::gil_scoped_release nogil;
+    const WithoutGil nogil;
     api_.find_aliased(variables_, aliased.get());
   }
   return std::vector<bool>(aliased.get(), aliased.get() + positions_.size());

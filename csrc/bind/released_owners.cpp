@@ -19,6 +19,8 @@
 #include <csignal>
 #include <ctime>
 
+#include "without_gil.hpp"
+
 namespace flatweights::bind {
 
 namespace py = pybind11;
@@ -80,7 +82,7 @@ void* run(void*) {
 
 // Called by atexit, with the GIL.
 void end() {
-  const py::gil_scoped_release nogil;
+  const WithoutGil nogil;
   State expected = State::kIdle;
   while (!state.compare_exchange_weak(expected, State::kEnded)) {
     if (expected == State::kNoThread) return;
