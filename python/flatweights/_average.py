@@ -1,5 +1,7 @@
 """The weighted mean of several models, in one pass over memory."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar

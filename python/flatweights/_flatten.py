@@ -1,5 +1,7 @@
 """Parts to one vector and back."""
 
+from __future__ import annotations
+
 import sys
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Operations in place that follow an average: scaled steps, moving averages, norms."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, TypeVar
 

@@ -1,5 +1,7 @@
 """Where each part of a model lies, in the vector and in the packed form."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import operator
@@ -142,7 +144,7 @@ class Layout:
         self._pickled: bytes | None = None
 
     @classmethod
-    def of(cls, parts: Parts) -> "Layout":
+    def of(cls, parts: Parts) -> Layout:
         """Return the layout of ``parts``.
 
         Args:
@@ -160,7 +162,7 @@ class Layout:
     @classmethod
     def of_arrays(
         cls, names: Sequence[str], arrays: Sequence[NDArray[Any]], *, named: bool = True
-    ) -> "Layout":
+    ) -> Layout:
         """Return the layout of ``arrays`` under ``names``."""
         return cls(names, [a.shape for a in arrays], [a.dtype for a in arrays], named=named)
 
@@ -228,7 +230,7 @@ class Layout:
     def _described(self) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
         return self._shapes, tuple(encode_dtype(dtype) for dtype in self._dtypes)
 
-    def astype(self, dtype: DTypeLike) -> "Layout":
+    def astype(self, dtype: DTypeLike) -> Layout:
         """Return this layout with its real floating slots changed to ``dtype``.
 
         >>> Layout.of({"w": np.zeros(3), "step": np.int64(0)}).astype("float16").nbytes
@@ -307,7 +309,7 @@ class Layout:
         return json.dumps(record, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> "Layout":
+    def from_json(cls, text: str | bytes) -> Layout:
         """Return the layout that `to_json` wrote.
 
         Raises:

@@ -1,5 +1,7 @@
 """The average of models that arrive one after the other."""
 
+from __future__ import annotations
+
 import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -149,7 +151,7 @@ class RunningAverage:
             target.add(template.packed, parts, ratios, _Weights(base, sums, total))
             self._state = _State(template, target, kept)
 
-    def merge(self, other: "RunningAverage") -> None:
+    def merge(self, other: RunningAverage) -> None:
         """Add what ``other`` has summed up, as if its sources were added here.
 
         The result is deterministic, but rounded otherwise than one long sum. ``other`` is

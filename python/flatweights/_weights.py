@@ -1,5 +1,7 @@
 """A dict of arrays over one packed buffer."""
 
+from __future__ import annotations
+
 import html
 import os
 import pickle
@@ -70,7 +72,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
         move_parts(list(self.values()), arrays)
 
     @classmethod
-    def wrap(cls, buffer: NDArray[np.uint8], layout: Layout) -> "FlatWeights":
+    def wrap(cls, buffer: NDArray[np.uint8], layout: Layout) -> FlatWeights:
         """Return a view of the packed ``buffer``. No bytes move.
 
         The views keep ``buffer`` alive and are read-only if it is.
@@ -87,7 +89,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
         return self
 
     @classmethod
-    def empty(cls, layout: Layout) -> "FlatWeights":
+    def empty(cls, layout: Layout) -> FlatWeights:
         """Return weights of ``layout`` over a new buffer, values undefined, padding zero."""
         return cls.wrap(layout.new_buffer(), layout)
 
@@ -122,7 +124,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
         _safetensors.write(path, self._layout, self._buffer)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "FlatWeights":
+    def load(cls, path: str | os.PathLike[str]) -> FlatWeights:
         """Return the weights in a safetensors file, over a new buffer.
 
         The file is read and checked; each byte is copied once. It may be replaced, changed or
@@ -223,7 +225,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
 
     def __ior__(  # type: ignore[override, misc]
         self, other: Mapping[str, ArrayLike] | Iterable[tuple[str, ArrayLike]]
-    ) -> "FlatWeights":
+    ) -> FlatWeights:
         """Write the parts of ``other``, as `update` does."""
         self.update(other)
         return self
@@ -289,17 +291,17 @@ class FlatWeights(dict[str, NDArray[Any]]):
         """Raise `TypeError`: a name alone has no shape; see `empty`."""
         raise TypeError("FlatWeights cannot be made from names alone; see FlatWeights.empty")
 
-    def copy(self) -> "FlatWeights":
+    def copy(self) -> FlatWeights:
         """Return a writable copy: one buffer, copied once."""
         buffer = self._layout.new_buffer()
         move_parts([buffer], [self._buffer])
         return type(self).wrap(buffer, self._layout)
 
-    def __copy__(self) -> "FlatWeights":
+    def __copy__(self) -> FlatWeights:
         """Copy the buffer."""
         return self.copy()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FlatWeights":
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatWeights:
         """Copy the buffer."""
         return self.copy()
 
