@@ -542,6 +542,38 @@ def test_a_variable_that_was_assigned_a_piece_is_set_apart(path):
         assert set(flat) == {1}
 
 
+def test_pieces_in_one_thread_beside_sets_in_another():
+    v = tf.Variable(tf.zeros((64, 64)))
+    weights = TensorFlowVariables(v)
+    memory = [frozen(np.full(64 * 64, k + 1, np.float32)) for k in range(8)]
+    weights.set_flat(memory[0], share=True)
+    stop, seen = threading.Event(), []
+
+    @tf.function
+    def compute():
+        piece = v[:32]
+        with tf.control_dependencies([piece]):
+            busy = tf.reduce_sum(tf.random.normal((100, 100)))  # until the variable has moved on
+        with tf.control_dependencies([busy]):
+            return tf.nn.relu(tf.ones((32, 64)) + piece)
+
+    def run():
+        while not stop.is_set():
+            seen.append(compute().numpy())
+
+    compute()
+    thread = threading.Thread(target=run)
+    thread.start()
+    k = 0
+    while len(seen) < 20 and thread.is_alive():
+        weights.set_flat(memory[k % 8], share=True)
+        k += 1
+    stop.set()
+    thread.join()
+    assert all(set(flat) == {k + 1} for k, flat in enumerate(memory))
+    assert all(len(set(value.flat)) == 1 and 2 <= value.flat[0] <= 9 for value in seen)
+
+
 def tf_function(jit):
     def update(variables):
         @tf.function(jit_compile=jit)
