@@ -2,15 +2,14 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
-from reference import AVERAGED, MOVED, dtype_id
 
 import flatweights as fw
 
@@ -32,6 +31,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if alone else min(cores, 4)
 
 
+def pytest_configure() -> None:
+    """Interrupts interrupt, also where a shell has started the tests in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def ray_folder() -> Iterator[Path]:
     """Where the Rays of this process and its programs write, removed after the tests.
@@ -47,18 +52,6 @@ def ray_folder() -> Iterator[Path]:
         environment.setenv("RAY_raylet_start_wait_time_s", "300")
         yield folder
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(params=MOVED, ids=dtype_id)
-def moved_dtype(request: pytest.FixtureRequest) -> np.dtype[Any]:
-    """Each dtype that can be moved: all of a fixed size."""
-    return request.param
-
-
-@pytest.fixture(params=AVERAGED, ids=dtype_id)
-def averaged_dtype(request: pytest.FixtureRequest) -> np.dtype[Any]:
-    """Each dtype that has a mean."""
-    return request.param
 
 
 @pytest.fixture

@@ -1,11 +1,14 @@
 """Oracles and helpers that the tests share; nothing here calls flatweights."""
 
+import functools
+import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +145,9 @@ def assert_mean(
         tolerance *= 2
         scale = wide_mean([np.abs(source) for source in sources], weights)
     got = result.astype(np.complex128 if result.dtype.kind == "c" else np.float64)
-    assert np.all(np.abs(got - expected) <= tolerance * scale + np.finfo(np.float32).tiny)
+    # Below the normal numbers, all are equally far apart.
+    least = ml_dtypes.finfo(np.zeros(0, result.dtype).real.dtype).smallest_subnormal
+    assert np.all(np.abs(got - expected) <= tolerance * scale + float(least))
 
 
 def classes_of_16_bits(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -180,6 +185,31 @@ class Guarded:
         """Whether nobody wrote beside the array."""
         around = np.concatenate([self._raw[: self._begin], self._raw[self._end :]])
         return bool(np.all(around == self._SENTINEL))
+
+
+def each(**axes: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on every combination of values as one test, which names the one that fails.
+
+    For cases that take less time than pytest needs for a test of its own.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        cases = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+
+        @functools.wraps(test)
+        def run_all(**fixtures: Any) -> None:
+            for case in cases:
+                try:
+                    test(**fixtures, **case)
+                except Exception as error:
+                    raise AssertionError(f"in the case {case}: {error}") from error
+
+        signature = inspect.signature(test)
+        rest = [p for p in signature.parameters.values() if p.name not in axes]
+        run_all.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+        return run_all
+
+    return decorate
 
 
 @contextmanager

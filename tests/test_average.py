@@ -20,6 +20,7 @@ from reference import (
     assert_mean,
     classes_of_16_bits,
     dtype_id,
+    each,
     exact_mean,
     nearest,
     random_array,
@@ -80,7 +81,8 @@ def assert_model_mean(
 # Right for every dtype, size and place.
 
 
-@pytest.mark.parametrize("misalignment", MISALIGNMENTS)
+@each(misalignment=MISALIGNMENTS)
+@each(averaged_dtype=AVERAGED)
 def test_each_size_is_averaged_and_nothing_beside_it_written(
     misalignment: int, averaged_dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
@@ -95,7 +97,8 @@ def test_each_size_is_averaged_and_nothing_beside_it_written(
         assert all(map(same_bits, sources, values))
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@each(weighted=[False, True])
+@each(averaged_dtype=AVERAGED)
 def test_the_mean_of_many(
     weighted: bool, averaged_dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
@@ -104,6 +107,7 @@ def test_the_mean_of_many(
     assert_mean(fw.average(sources, weights), sources, weights)
 
 
+@each(averaged_dtype=AVERAGED)
 def test_one_source_is_its_own_mean(
     averaged_dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
@@ -221,7 +225,8 @@ def test_means_below_the_smallest_number_round_to_even(dtype: np.dtype[Any]) -> 
 # Not a number.
 
 
-@pytest.mark.parametrize("weights", [None, [1, 2], [0, 1]])
+@each(weights=[None, [1, 2], [0, 1]])
+@each(averaged_dtype=AVERAGED)
 def test_nonfinite_values_go_where_arithmetic_takes_them(
     averaged_dtype: np.dtype[Any], weights: list[float] | None
 ) -> None:
@@ -261,8 +266,9 @@ def test_an_overflowing_sum_of_finite_sources_is_infinite(nonfinite: str, in_pla
     assert result.tolist() == [np.inf, 1.0]
 
 
-@pytest.mark.parametrize("part", [0, 1, 0.5])
-@pytest.mark.parametrize("value", NONFINITE)
+@each(part=[0, 1, 0.5])
+@each(value=NONFINITE)
+@each(averaged_dtype=AVERAGED)
 def test_nonfinite_values_are_found_in_every_place(
     averaged_dtype: np.dtype[Any], value: float, part: float, use_threads: Callable[[int], None]
 ) -> None:
@@ -577,6 +583,7 @@ def test_bits_do_not_depend_on_threads(
     assert all(result == results[0] for result in results)
 
 
+@each(averaged_dtype=AVERAGED)
 def test_bits_do_not_depend_on_alignment(
     averaged_dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
@@ -594,7 +601,8 @@ def test_bits_do_not_depend_on_the_split_into_parts(rng: np.random.Generator) ->
     assert same_bits(np.concatenate(parts), whole)
 
 
-@pytest.mark.parametrize("weight", [1, 3, 0.1, 1 / 3, 1e-300, 1e300, np.float32(0.7), True])
+@each(weight=[1, 3, 0.1, 1 / 3, 1e-300, 1e300, np.float32(0.7), True])
+@each(averaged_dtype=AVERAGED)
 def test_equal_weights_give_what_none_gives(
     weight: Any, averaged_dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
@@ -602,6 +610,7 @@ def test_equal_weights_give_what_none_gives(
     assert same_bits(fw.average(sources, [weight] * 7), fw.average(sources))
 
 
+@each(averaged_dtype=AVERAGED)
 def test_weights_of_zero_take_no_part(
     averaged_dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
@@ -692,8 +701,8 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize("nonfinite", ["propagate", "raise", "skip"])
-@pytest.mark.parametrize("case", MISMATCHES)
+@each(nonfinite=["propagate", "raise", "skip"])
+@each(case=MISMATCHES)
 def test_dicts_that_differ_are_refused(case: str, nonfinite: Any) -> None:
     error, match, other = MISMATCHES[case]
     first = {"a": np.ones((2, 3), "f4"), "b": np.ones(2)}

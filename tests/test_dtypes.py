@@ -4,7 +4,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from reference import AVERAGED, INTEGERS, MOVED, OTHERS, REAL, dtype_id
+from reference import AVERAGED, INTEGERS, MOVED, OTHERS, REAL, each
 
 from flatweights._cast import copy_cast, is_settable, settable
 from flatweights._dtypes import (
@@ -32,7 +32,7 @@ ML_TYPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [*MOVED, *STRUCTURED], ids=dtype_id)
+@each(dtype=[*MOVED, *STRUCTURED])
 def test_an_encoded_dtype_decodes_to_itself(dtype: np.dtype[Any]) -> None:
     assert decode_dtype(encode_dtype(dtype)) == dtype
 
@@ -43,9 +43,8 @@ def test_every_ml_dtype_can_be_written_down() -> None:
     assert [decode_dtype(encode_dtype(d)) for d in dtypes] == dtypes
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
+@each(
+    code=[
         "",
         "float33",
         "float32",
@@ -62,7 +61,7 @@ def test_every_ml_dtype_can_be_written_down() -> None:
         '{"names":"a","formats":[],"offsets":[0],"itemsize":4}',
         "bfloat",
         "dtype",
-    ],
+    ]
 )
 def test_decode_refuses_what_encode_does_not_write(code: str) -> None:
     with pytest.raises(ValueError, match="expected the name of a dtype, got"):
@@ -122,7 +121,7 @@ def test_there_may_be_no_common_dtype() -> None:
     assert promote([np.dtype(ml_dtypes.int4), np.dtype(ml_dtypes.uint4)]) is None
 
 
-@pytest.mark.parametrize("dtype", MOVED, ids=dtype_id)
+@each(dtype=MOVED)
 def test_the_classes_of_dtypes(dtype: np.dtype[Any]) -> None:
     assert has_mean(dtype) == (dtype in AVERAGED)
     assert is_integer(dtype) == (dtype in INTEGERS)
@@ -144,8 +143,8 @@ def test_what_may_be_set_can_be_set() -> None:
     assert allowed > 300
 
 
-@pytest.mark.parametrize("target", [np.float32, np.complex64, np.bool_, np.int32, np.float64])
-@pytest.mark.parametrize("source", [np.float64, np.complex128, np.bool_, np.int64, np.uint8])
+@each(target=[np.float32, np.complex64, np.bool_, np.int32, np.float64])
+@each(source=[np.float64, np.complex128, np.bool_, np.int64, np.uint8])
 def test_what_may_be_set_is_what_copyto_sets_and_integers_from_reals(
     source: Any, target: Any
 ) -> None:

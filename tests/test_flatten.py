@@ -7,8 +7,10 @@ import pytest
 from reference import (
     BFLOAT16,
     MISALIGNMENTS,
+    MOVED,
     SIZES,
     Guarded,
+    each,
     nearest,
     random_array,
     read_only,
@@ -28,6 +30,7 @@ def example(rng: np.random.Generator, dtype: np.dtype[Any]) -> list[np.ndarray]:
     return [random_array(rng, shape, dtype) for shape in shapes]
 
 
+@each(moved_dtype=MOVED)
 def test_flatten_and_its_inverses_keep_every_dtype(
     moved_dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
@@ -336,9 +339,9 @@ def test_unflatten_into_refuses_parts_that_overlap_each_other() -> None:
 REALS = [np.float16, BFLOAT16, np.float32, np.float64]
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("target", REALS)
-@pytest.mark.parametrize("source", REALS)
+@each(threads=[1, 3])
+@each(target=REALS)
+@each(source=REALS)
 def test_real_parts_are_converted_with_one_rounding(
     source: Any, target: Any, threads: int, use_threads: Callable[[int], None]
 ) -> None:

@@ -16,6 +16,7 @@ from reference import (
     SIZES,
     Guarded,
     dtype_id,
+    each,
     nearest,
     random_array,
     read_only,
@@ -100,6 +101,7 @@ def model(rng: np.random.Generator, step: int = 0) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize("name", CHANGES)
+@each(averaged_dtype=AVERAGED)
 def test_changes_are_rounded_once(
     name: str, averaged_dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
@@ -116,7 +118,8 @@ def test_changes_are_rounded_once(
         assert x.is_intact()
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@each(name=CHANGES)
+@each(averaged_dtype=AVERAGED)
 def test_x_may_be_y(name: str, averaged_dtype: np.dtype[Any], rng: np.random.Generator) -> None:
     change, compute = CHANGES[name]
     y = random_array(rng, BLOCK + 3, averaged_dtype)
@@ -223,6 +226,7 @@ def test_models_without_floats() -> None:
 # Norms.
 
 
+@each(averaged_dtype=AVERAGED)
 def test_norm_of_each_dtype_and_size(
     averaged_dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
@@ -277,8 +281,9 @@ def test_norm_of_nothing_and_of_zeros() -> None:
     assert math.copysign(1, fw.norm(np.array([-0.0]))) == 1
 
 
-@pytest.mark.parametrize("at", [0, 5, BLOCK, 2 * BLOCK])
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@each(at=[0, 5, BLOCK, 2 * BLOCK])
+@each(value=[np.nan, -np.nan, np.inf, -np.inf])
+@each(averaged_dtype=AVERAGED)
 def test_nan_and_infinity_are_found_wherever_they_are(
     value: float, at: int, averaged_dtype: np.dtype[Any]
 ) -> None:
@@ -301,6 +306,7 @@ def test_the_largest_numbers_are_finite() -> None:
 # Clipping.
 
 
+@each(averaged_dtype=AVERAGED)
 def test_clipping_scales_to_the_norm(
     averaged_dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
@@ -346,6 +352,7 @@ def test_nan_infinity_and_overflow_are_those_of_numpy() -> None:
         assert {v.tobytes() for v in result[np.isnan(result)]} <= {np.array(np.nan).tobytes()}
 
 
+@each(averaged_dtype=AVERAGED)
 def test_every_nan_becomes_the_same_one(averaged_dtype: np.dtype[Any]) -> None:
     nans = np.array([np.nan, -np.nan] * BLOCK).astype(averaged_dtype)
     width = f"u{reals(nans).dtype.itemsize}"
@@ -406,6 +413,7 @@ def test_threads_do_not_change_the_bits(
     assert same_bits(other.buffer, weights.buffer)
 
 
+@each(averaged_dtype=AVERAGED)
 def test_alignment_does_not_change_the_norm(
     averaged_dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
@@ -416,8 +424,8 @@ def test_alignment_does_not_change_the_norm(
 # Bad input.
 
 
-@pytest.mark.parametrize("name", [*ON_Y, *READS])
-@pytest.mark.parametrize("dtype", INTEGERS + OTHERS, ids=dtype_id)
+@each(name=[*ON_Y, *READS])
+@each(dtype=INTEGERS + OTHERS)
 def test_arrays_without_floats_are_refused(
     name: str, dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
@@ -431,8 +439,8 @@ def test_arrays_without_floats_are_refused(
             call(weights)
 
 
-@pytest.mark.parametrize("name", [*ON_Y, *READS])
-@pytest.mark.parametrize("bad", [[1.0], {"a": np.ones(1)}, 3.5, None, "x"], ids=repr)
+@each(name=[*ON_Y, *READS])
+@each(bad=[[1.0], {"a": np.ones(1)}, 3.5, None, "x"])
 def test_other_things_are_refused(name: str, bad: Any) -> None:
     call = {
         **READS,
@@ -481,8 +489,8 @@ BAD_X = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_X)
-@pytest.mark.parametrize("name", WITH_X)
+@each(case=BAD_X)
+@each(name=WITH_X)
 def test_a_bad_x_is_refused(name: str, case: str) -> None:
     error, match, bad = BAD_X[case]
     y = np.arange(4.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference import MOVED, clean_environment, dtype_id, run_python
+from reference import MOVED, clean_environment, each, run_python
 
 import flatweights as fw
 from flatweights import Layout, Slot
@@ -138,7 +138,7 @@ def test_astype_changes_real_floating_slots_alone() -> None:
     assert not Layout.of([np.zeros(1)]).astype("f2").named
 
 
-@pytest.mark.parametrize("dtype", MOVED, ids=dtype_id)
+@each(dtype=MOVED)
 def test_json_and_pickles_keep_every_dtype(dtype: np.dtype[Any]) -> None:
     layout = Layout.of([np.zeros((2, 3), dtype), np.zeros(0, dtype), np.zeros((), dtype)])
     assert Layout.from_json(layout.to_json()) == layout
@@ -209,7 +209,7 @@ BAD_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_LAYOUTS)
+@each(case=BAD_LAYOUTS)
 def test_bad_layouts_are_refused(case: str) -> None:
     error, match, names, shapes, dtypes = BAD_LAYOUTS[case]
     with pytest.raises(error, match=match):
@@ -272,7 +272,7 @@ BAD_JSON = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_JSON)
+@each(case=BAD_JSON)
 def test_altered_json_is_refused(case: str) -> None:
     text, match = BAD_JSON[case]
     with pytest.raises(ValueError, match=match):

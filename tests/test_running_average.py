@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from interrupts import each_interruption
 from reference import (
+    AVERAGED,
     BFLOAT16,
     BLOCK,
     Guarded,
     assert_mean,
+    each,
     exact_mean,
     random_array,
     read_only,
@@ -75,6 +77,7 @@ def test_models_added_in_order_give_the_bits_of_average(
     assert_same(running.mean(), fw.average(models, weights))
 
 
+@each(averaged_dtype=AVERAGED)
 def test_arrays_of_each_dtype_and_size(
     averaged_dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
@@ -279,6 +282,7 @@ def test_the_compensation_travels() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK + 1])
+@each(averaged_dtype=AVERAGED)
 def test_sums_of_ranges_of_a_vector_travel(
     size: int, averaged_dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:

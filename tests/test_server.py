@@ -17,6 +17,7 @@ from reference import (
     BFLOAT16,
     REAL,
     dtype_id,
+    each,
     random_array,
     read_only,
     refuses,
@@ -166,7 +167,8 @@ def check_steps(name: str, initial: Any, averages: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0, 4), (70,)])
+@each(shape=[(), (1,), (2, 3), (0, 4), (70,)])
+@each(averaged_dtype=AVERAGED)
 def test_arrays_follow_the_papers(
     name: str,
     shape: tuple[int, ...],
@@ -200,7 +202,7 @@ def test_any_layout_follows_the_papers(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("dtype", REAL, ids=dtype_id)
+@each(dtype=REAL)
 def test_blocks_do_not_change_the_bits(
     name: str, dtype: np.dtype[Any], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +235,7 @@ def test_an_array_and_a_model_of_one_part_agree(name: str, rng: np.random.Genera
             assert same_bits(flat.step(array), result)
 
 
+@each(averaged_dtype=AVERAGED)
 def test_without_momentum_and_at_full_rate_it_is_the_average(
     averaged_dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
@@ -320,7 +323,7 @@ def test_integers_take_the_value_of_the_average(name: str, rng: np.random.Genera
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("parts", [{}, {"n": np.arange(3)}, {"none": np.zeros((0, 2))}], ids=str)
+@each(parts=[{}, {"n": np.arange(3)}, {"none": np.zeros((0, 2))}])
 def test_models_without_floats(name: str, parts: dict[str, Array]) -> None:
     optimizer = MAKERS[name](fw.FlatWeights(parts))
     average = fw.FlatWeights({key: part + 1 for key, part in parts.items()})
@@ -383,7 +386,7 @@ def test_padding_stays_zero(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("how", ["save", "state", "pickle", "deepcopy"])
+@each(how=["save", "state", "pickle", "deepcopy"])
 def test_going_on_gives_the_same_bits(
     name: str, how: str, rng: np.random.Generator, tmp_path: Path
 ) -> None:
@@ -535,8 +538,8 @@ def test_wrong_arrays_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("part", ["conv", "phase", "bias", "half/more", "brain"])
+@each(value=[np.nan, np.inf, -np.inf])
+@each(part=["conv", "phase", "bias", "half/more", "brain"])
 def test_nan_and_infinity_change_nothing(
     name: str, value: float, part: str, rng: np.random.Generator
 ) -> None:

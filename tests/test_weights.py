@@ -6,7 +6,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
-from reference import BFLOAT16, MOVED, Guarded, random_array, read_only, refuses, same_bits
+from reference import BFLOAT16, MOVED, Guarded, each, random_array, read_only, refuses, same_bits
 
 import flatweights as fw
 from flatweights import FlatWeights, Layout
@@ -59,7 +59,7 @@ def test_it_copies_the_parts_into_one_buffer(parts: dict[str, np.ndarray]) -> No
     assert w["bias"][0] != 99
 
 
-@pytest.mark.parametrize("dtype", MOVED, ids=str)
+@each(dtype=MOVED)
 def test_it_holds_every_dtype(dtype: np.dtype[Any], rng: np.random.Generator) -> None:
     parts = {"a": random_array(rng, (3, 2), dtype), "b": random_array(rng, 65, dtype)}
     w = FlatWeights(parts)

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from interrupts import each_interruption
-from reference import BFLOAT16, dtype_id, random_array, read_only, refuses, run_python, same_bits
+from reference import (
+    BFLOAT16,
+    dtype_id,
+    each,
+    random_array,
+    read_only,
+    refuses,
+    run_python,
+    same_bits,
+)
 
 import flatweights as fw
 from flatweights import FlatWeights, Layout, _core
@@ -79,7 +88,7 @@ def test_wire_layout_halves_float32_and_leaves_what_is_no_wide_float(wire: Any) 
     assert layout.named
 
 
-@pytest.mark.parametrize("size", [0, 1, 31, 32, B - 1, B, B + 1, 3 * B + 5])
+@each(size=[0, 1, 31, 32, B - 1, B, B + 1, 3 * B + 5])
 def test_encode_rounds_the_difference_and_keeps_the_rest(size: int, wire: Any) -> None:
     rng = np.random.default_rng(size)
     start = fw.FlatWeights({"w": rng.normal(size=size).astype(np.float32)})
@@ -357,8 +366,8 @@ def test_a_difference_goes_as_bytes_alone(rng: np.random.Generator, wire: Any) -
 BAD = {"nan": np.nan, "inf": np.inf, "too large": 3.4e38}
 
 
-@pytest.mark.parametrize("name", ["small", "last", "wide"])
-@pytest.mark.parametrize("bad", BAD)
+@each(name=["small", "last", "wide"])
+@each(bad=BAD)
 def test_what_does_not_fit_names_the_slot_and_changes_nothing(
     bad: str, name: str, wire: Any, rng: np.random.Generator
 ) -> None:
@@ -696,9 +705,9 @@ def test_the_core_refuses_sources_that_overlap_the_result() -> None:
         _core.average_widened_into(wide, memory[:64], narrow, [memory[32:96]], [1.0], 1.0)
 
 
-@pytest.mark.parametrize("to", [np.float32, np.float64])
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 17])
+@each(to=[np.float32, np.float64])
+@each(dtype=[np.float16, ml_dtypes.bfloat16])
+@each(count=[1, 2, 3, 8, 9, 17])
 def test_widened_averages_have_the_bits_of_those_of_widened_models(
     count: int, dtype: Any, to: Any, rng: np.random.Generator
 ) -> None:

@@ -1,11 +1,14 @@
 """Another process, in which other models were built before: what it builds, gives and takes."""
 
-import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
 from typing import Any
+
+from tf_forks import Forks
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -13,15 +16,16 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 class Elsewhere:
     """Runs functions of this module in another process, one after the other."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._here, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(there,), daemon=True)
-        self._process.start()
-        there.close()
+    def __init__(self, forks: Forks) -> None:
+        with Listener(family="AF_UNIX") as listener:
+            program = (
+                "import sys; sys.path[:0] = sys.argv[1:2]; import tf_elsewhere as e; e.serve()"
+            )
+            self._process = forks.start(program, Path(__file__).parent, listener.address)
+            self._here = listener.accept()
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        self._here.send((function, args))
+        self._here.send((function.__name__, args))
 
     def result(self) -> Any:
         value, error = self._here.recv()
@@ -35,25 +39,23 @@ class Elsewhere:
 
     def stop(self) -> None:
         self._here.close()
-        self._process.join(20)
-        self._process.kill()
+        _, errors = self._process.communicate(60)
+        assert self._process.returncode == 0, errors
 
 
-def _serve(connection: Connection) -> None:
+def serve() -> None:
     os.environ["FLATWEIGHTS_TENSORFLOW"] = "ops"
-    has_history = False
-    while True:
-        try:
-            function, args = connection.recv()
-        except EOFError:
-            return
-        try:
-            if not has_history:
-                make_history()
-                has_history = True
-            connection.send((function(*args), None))
-        except Exception:
-            connection.send((None, traceback.format_exc()))
+    make_history()
+    with Client(sys.argv[2]) as connection:
+        while True:
+            try:
+                name, args = connection.recv()
+            except EOFError:
+                return
+            try:
+                connection.send((globals()[name](*args), None))
+            except Exception:
+                connection.send((None, traceback.format_exc()))
 
 
 def make_history() -> None:

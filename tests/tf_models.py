@@ -9,6 +9,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import ml_dtypes
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from flatweights.tensorflow import TensorFlowVariables
@@ -17,6 +18,9 @@ _CPU = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(_CPU, [tf.config.LogicalDeviceConfiguration()] * 2)
 
 tf1 = tf.compat.v1
+
+# For tests whose behaviour does not depend on how weights are moved, or has one way alone.
+only_bound = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 
 @dataclass

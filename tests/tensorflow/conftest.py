@@ -1,8 +1,34 @@
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
+from tf_elsewhere import Elsewhere
+from tf_forks import Forks
 from tf_models import BUILDERS, Model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> None:
+    """Leaves what was imported, TensorFlow above all, to no garbage collection of the tests."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Processes that have TensorFlow imported."""
+    made = Forks()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="session")
+def elsewhere(forks: Forks) -> Iterator[Elsewhere]:
+    """Another process, in which other models were built before."""
+    made = Elsewhere(forks)
+    yield made
+    made.stop()
 
 
 @pytest.fixture(params=BUILDERS)

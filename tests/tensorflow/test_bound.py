@@ -401,7 +401,7 @@ def test_memory_of_deleted_variables_is_released():
 @bound_alone
 def test_constructing_many_times_leaks_nothing(path):
     variables = [tf.Variable(np.zeros(3, np.float32)) for _ in range(2)]
-    repeats = 2500
+    repeats = 800
     assert least_growth(allocated, lambda: bound(variables).get_flat(), repeats) < repeats
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from tf_elsewhere import Elsewhere, give, take, train
+from tf_elsewhere import give, take, train
 from tf_kinds import KINDS, value
 
 from flatweights.tensorflow import TensorFlowVariables
@@ -18,13 +18,6 @@ def path(monkeypatch):
     """Names do not depend on how weights are moved: one way is enough."""
     monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "ops")
     return "ops"
-
-
-@pytest.fixture(scope="module")
-def elsewhere():
-    process = Elsewhere()
-    yield process
-    process.stop()
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tensorflow as tf
-from tf_models import Model, build_eager, build_graph, mixed_values, random_values, tf1
+from tf_models import Model, build_eager, build_graph, mixed_values, only_bound, random_values, tf1
 
 from flatweights import FlatWeights, Layout
 from flatweights.tensorflow import TensorFlowVariables
+
+pytestmark = only_bound  # what differs between the ways of moving is tested elsewhere
 
 
 @pytest.fixture

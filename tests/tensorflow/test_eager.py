@@ -2,8 +2,6 @@
 
 import gc
 import pickle
-import subprocess
-import sys
 import textwrap
 import weakref
 
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.backend.common.variables import AutocastScope
-from tf_models import mixed_values
+from tf_models import mixed_values, only_bound
 
 from flatweights.tensorflow import TensorFlowVariables
 
@@ -175,8 +173,6 @@ def test_variables_on_two_devices_move_together():
 
 HISTORY = textwrap.dedent(
     """
-    import os
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     import sys
     import keras, tensorflow as tf
     from flatweights.tensorflow import TensorFlowVariables
@@ -201,14 +197,9 @@ HISTORY = textwrap.dedent(
 )
 
 
-def test_processes_with_different_histories_agree_on_the_layout():
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", HISTORY, history], capture_output=True, text=True, check=True
-        )
-        for history in ("0", "3")
-    ]
-    first, second = (run.stdout.splitlines()[-1] for run in runs)
+@only_bound
+def test_processes_with_different_histories_agree_on_the_layout(path, forks):
+    first, second = (forks.run(HISTORY, history).stdout.splitlines()[-1] for history in (0, 3))
     assert first == second
     assert '"first/kernel"' in first
 

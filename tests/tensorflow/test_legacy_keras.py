@@ -1,11 +1,9 @@
 """`TF_USE_LEGACY_KERAS=1`, which Ray Train sets: `tf.keras` is `tf_keras`, `tf1.layers` work.
 
-It is read when TensorFlow is imported: each program here is a process.
+It is read once in a process: each program here has one of its own.
 """
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -111,27 +109,19 @@ PROGRAMS = {
 
 @pytest.fixture(params=["bound"], autouse=True)
 def path(request, monkeypatch):
-    """Processes take seconds; what differs between the ways of moving is tested elsewhere."""
+    """What differs between the ways of moving is tested elsewhere."""
     monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", request.param)
     return request.param
 
 
-def run(program):
-    environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    code = START + textwrap.dedent(program)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
+# These change the process, or look at all of it.
+ALONE = ("v1_mode", "without_keras")
+TOGETHER = " ".join(name for name in PROGRAMS if name not in ALONE)
+
+
+@pytest.mark.parametrize("names", [TOGETHER, *ALONE])
+def test_variables_of_legacy_keras_go_round(names, forks):
+    programs = [textwrap.dedent(PROGRAMS[name]) for name in names.split()]
+    environment = os.environ | {"TF_USE_LEGACY_KERAS": "1"}
+    done = forks.run("\n".join([START, *programs]), environment=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_one_process_runs_all_that_is_eager_or_in_a_graph_of_its_own():
-    run("\n".join(textwrap.dedent(p) for name, p in PROGRAMS.items() if name not in ALONE))
-
-
-ALONE = ("v1_mode", "without_keras")  # These change the process, or look at all of it.
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_a_process_of_its_own(name):
-    run(PROGRAMS[name])

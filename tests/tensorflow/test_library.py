@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import tensorflow as tf
+from tf_forks import Fork, Forks
 
 import flatweights as fw
 from flatweights.tensorflow import TensorFlowVariables, _cache, _compile, _library
@@ -54,7 +55,6 @@ def use():
 count = int(sys.argv[2])
 if count == 1:
     sys.exit(use())
-# TensorFlow is imported once for all of them, which takes longer than anything else here.
 processes = [multiprocessing.get_context("fork").Process(target=use) for _ in range(count)]
 for process in processes:
     process.start()
@@ -97,21 +97,18 @@ class Compiler:
         return [int(line) for line in text.splitlines()]
 
 
-def start(package: Path, cache: Path, *, processes: int = 1, **environment: object) -> Any:
+def start(
+    forks: Forks, package: Path, cache: Path, *, processes: int = 1, **environment: object
+) -> Fork:
     own = {"FLATWEIGHTS_CACHE_DIR": cache, "TF_CPP_MIN_LOG_LEVEL": 3} | environment
-    return subprocess.Popen(
-        [sys.executable, "-c", USE, str(package), str(processes)],
-        env=os.environ | {name: str(value) for name, value in own.items()},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    theirs = os.environ | {name: str(value) for name, value in own.items()}
+    return forks.start(USE, package, processes, environment=theirs)
 
 
-def use(package: Path, cache: Path, **options: Any) -> tuple[list[Used], list[str]]:
+def use(forks: Forks, package: Path, cache: Path, **options: Any) -> tuple[list[Used], list[str]]:
     """Return what each process tells, and the lines that they have logged together."""
-    process = start(package, cache, **options)
-    stdout, stderr = process.communicate(timeout=300)
+    process = start(forks, package, cache, **options)
+    stdout, stderr = process.communicate()
     assert process.returncode == 0, stderr
     return [Used(**json.loads(line)) for line in stdout.splitlines()], ours(stderr)
 
@@ -184,11 +181,11 @@ class Built(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Built:
     """A library that a process has compiled at its first use."""
     folder = tmp_path_factory.mktemp("built")
     package = copy_sources(folder / "package")
-    (first,), said = use(package, folder / "cache")
+    (first,), said = use(forks, package, folder / "cache")
     return Built(package, folder / "cache", first, said)
 
 
@@ -263,28 +260,30 @@ def test_first_use_compiles_and_says_so_in_one_line(built):
     assert mode(built.cache) == mode(first.library.parent) == 0o700
 
 
-def test_second_process_needs_no_compiler(built, failing):
-    (second,), said = use(built.package, built.cache, CXX=failing.path, PATH="")
+def test_second_process_needs_no_compiler(forks, built, failing):
+    (second,), said = use(forks, built.package, built.cache, CXX=failing.path, PATH="")
     assert second.library == built.first.library
     assert second.before == second.after
     assert said == failing.calls == []
 
 
-def test_several_processes_at_once_compile_once(package, cache, copier):
-    used, said = use(package, cache, processes=4, CXX=copier.path)
+def test_several_processes_at_once_compile_once(forks, package, cache, copier):
+    used, said = use(forks, package, cache, processes=4, CXX=copier.path)
     assert len(used) == 4
     assert len({each.library for each in used}) == len(said) == len(copier.calls) == 1
 
 
-def test_process_that_was_killed_while_compiling_is_made_up_for(package, cache, copier, tmp_path):
+def test_process_that_was_killed_while_compiling_is_made_up_for(
+    forks, package, cache, copier, tmp_path
+):
     stuck = Compiler(tmp_path, "stuck", "exec sleep 120")
-    process = start(package, cache, CXX=stuck.path)
+    process = start(forks, package, cache, CXX=stuck.path)
     (orphan,) = wait_for(lambda: stuck.calls)
     try:
         process.kill()
         process.communicate()
         (work,) = cache.glob("*/compiling-*")
-        (second,), said = use(package, cache, CXX=copier.path)
+        (second,), said = use(forks, package, cache, CXX=copier.path)
         assert (second.library.parent, len(said)) == (work.parent, 1)
         # The compiler of the first is still there: it did not hold the lock.
         os.kill(orphan, 0)
@@ -382,11 +381,11 @@ def test_record_without_a_library_is_not_found(new_process, package):
     assert _library._folder_of_library(wanted) is None
 
 
-def test_libraries_for_something_else_are_compiled_again(package, cache, built, copier):
+def test_libraries_for_something_else_are_compiled_again(forks, package, cache, built, copier):
     wanted = _compile.identity(package)
     put_library(package, wanted | {"tensorflow": "2.0.0"})
     cached = put_library(cache / built.first.library.parent.name, wanted | {"sources": "0"})
-    (used,), said = use(package, cache, CXX=copier.path)
+    (used,), said = use(forks, package, cache, CXX=copier.path)
     assert (used.library, len(said)) == (cached, 1)
     assert json.loads(cached.with_suffix(".json").read_text()).items() > wanted.items()
     assert (package / "_tf.so").read_text() == "garbage"
@@ -739,12 +738,12 @@ def test_lock_is_free_while_a_fork_goes_on(tmp_path):
 # The program
 
 
-def test_sources_are_compiled_by_a_program(package, tmp_path, copier):
+def test_sources_are_compiled_by_a_program(forks, package, tmp_path, copier):
     folder = tmp_path / "a" / "b"
+    program = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
     environment = os.environ | {"CXX": str(copier.path)}
-    subprocess.run(
-        [sys.executable, _compile.__file__, package, folder], env=environment, check=True
-    )
+    done = forks.run(program, _compile.__file__, package, folder, environment=environment)
+    assert done.returncode == 0, done.stderr
     assert {file.name for file in folder.iterdir()} == {"_tf.so", "_tf.json"}
     assert _compile.is_for_this(folder, _compile.identity(package))
 

@@ -6,8 +6,11 @@ import pytest
 import tensorflow as tf
 import tf_keras
 from tf_kinds import Block, OldBlock, numbers, value
+from tf_models import only_bound
 
 from flatweights.tensorflow import TensorFlowVariables
+
+pytestmark = only_bound  # what differs between the ways of moving is tested elsewhere
 
 tf1 = tf.compat.v1
 

@@ -2,10 +2,7 @@
 
 import gc
 import mmap
-import os
 import pickle
-import subprocess
-import sys
 import tempfile
 import textwrap
 import threading
@@ -18,14 +15,12 @@ import pytest
 import tensorflow as tf
 import tf_keras
 from reference import read_only, refuses, same_bits
-from tf_models import build_eager, build_graph, mixed_values, random_values
+from tf_models import build_eager, build_graph, mixed_values, only_bound, random_values
 
 from flatweights import FlatWeights
 from flatweights.tensorflow import TensorFlowVariables
 
 tf1 = tf.compat.v1
-
-only_bound = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 
 def frozen(values, shift=0):
@@ -1059,8 +1054,9 @@ def test_numbers_and_nothing_are_shared(path):
 # The end of the process.
 
 END = """
+import faulthandler
+faulthandler.enable()
 import os
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import sys
 import threading
 import numpy as np
@@ -1108,15 +1104,8 @@ print(int(weights.get_flat()[-1]), int(in_session.get_flat()[-1]))
     ],
     ids=["falls off", "exits", "kept", "forked"],
 )
-def test_processes_end_while_variables_alias(path, end):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(END) + end],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=os.environ | {"PYTHONFAULTHANDLER": "1"},
-    )
+def test_processes_end_while_variables_alias(path, end, forks):
+    done = forks.run(textwrap.dedent(END) + end)
     assert (done.returncode, done.stdout.strip()) == (0, "2999 999"), done.stderr
     for word in ("Traceback", "Fatal", "Segmentation", "Abort", "terminate called"):
         assert word not in done.stderr

@@ -12,8 +12,11 @@ import tensorflow as tf
 import tf_keras
 from keras.src.backend.common.stateless_scope import StatelessScope
 from tf_kinds import KINDS, Block, Leaf, OldBlock, Tree, numbers, value
+from tf_models import only_bound
 
 from flatweights.tensorflow import TensorFlowVariables
+
+pytestmark = only_bound  # what differs between the ways of moving is tested elsewhere
 
 tf1 = tf.compat.v1
 

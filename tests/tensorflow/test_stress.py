@@ -15,12 +15,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tf_models import only_bound
 
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.tensorflow import TensorFlowVariables
 
-SECONDS = {"bound": 8.0, "ops": 2.0}
 DEADLINE = 60.0  # to end after that; else they wait for each other
 
 SHAPES = {
@@ -32,8 +32,6 @@ SHAPES = {
     "accumulator": (300_000,),
     "table": (2_000, 50),
 }
-
-only_bound = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 
 class Crew:
@@ -83,14 +81,14 @@ class Crew:
         assert all(self.rounds.values()), self.rounds
 
 
-@pytest.fixture
-def crew(path):
-    """Threads for as long as the path is worth, that copy with threads of their own."""
+@pytest.fixture(params=[1.5, pytest.param(8.0, marks=pytest.mark.slow)], ids=["short", "long"])
+def crew(request):
+    """Threads for some seconds, that copy with threads of their own."""
     before = fw.get_num_threads()
     interval = sys.getswitchinterval()
     fw.set_num_threads(2)
     sys.setswitchinterval(1e-4)
-    yield Crew(SECONDS[path])
+    yield Crew(request.param)
     sys.setswitchinterval(interval)
     fw.set_num_threads(before)
 
