@@ -3,6 +3,7 @@
 #include "bindings.hpp"
 #include "flatweights/buffer_pool.hpp"
 #include "new_array.hpp"
+#include "offered_window.hpp"
 
 namespace flatweights::bind {
 
@@ -15,6 +16,8 @@ constexpr char kCapsule[] = "flatweights.buffer";
 }  // namespace
 
 py::array_t<std::uint8_t> new_array(std::size_t nbytes) {
+  if (std::shared_ptr<Window> window = take_offered_window(nbytes))
+    return array_over(std::move(window), nbytes);
   auto* const buffer = new Buffer(take_buffer(nbytes));
   const py::capsule owner(buffer, kCapsule, [](void* object) {
     auto* const given = static_cast<Buffer*>(object);

@@ -1,0 +1,281 @@
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+#include <new>
+#include <string>
+#include <string_view>
+#include <system_error>
+
+#include "bindings.hpp"
+#include "flatweights/mailbox.hpp"
+#include "flatweights/memory_file.hpp"
+#include "flatweights/window.hpp"
+#include "offered_window.hpp"
+
+namespace flatweights::bind {
+
+namespace py = pybind11;
+
+namespace {
+
+using Side = Mailbox::Side;
+
+Side side_of(bool of_worker) { return of_worker ? Side::kWorker : Side::kDriver; }
+
+py::bytes as_bytes(const MemoryFile::Nonce& nonce) {
+  return py::bytes(reinterpret_cast<const char*>(nonce.data()), nonce.size());
+}
+
+py::bytes as_bytes(std::span<const std::byte> bytes) {
+  return py::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+std::span<const std::byte> as_span(const py::bytes& bytes) {
+  const auto view = static_cast<std::string_view>(bytes);
+  return {reinterpret_cast<const std::byte*>(view.data()), view.size()};
+}
+
+MemoryFile::Nonce nonce_of(const py::bytes& bytes) {
+  const std::span<const std::byte> given = as_span(bytes);
+  MemoryFile::Nonce nonce;
+  if (given.size() != nonce.size())
+    throw py::value_error("nonce: expected " + std::to_string(nonce.size()) + " bytes, got " +
+                          std::to_string(given.size()));
+  std::copy(given.begin(), given.end(), nonce.begin());
+  return nonce;
+}
+
+// Python code as OSError, with its number.
+template <class F>
+auto with_os_errors(F&& make) {
+  try {
+    return make();
+  } catch (const std::system_error& error) {
+    const auto raised = py::reinterpret_steal<py::object>(
+        PyObject_CallFunction(PyExc_OSError, "is", error.code().value(), error.what()));
+    if (raised) PyErr_SetObject(PyExc_OSError, raised.ptr());
+    throw py::error_already_set();
+  }
+}
+
+std::shared_ptr<MemoryFile> create_file(std::size_t nbytes) {
+  return with_os_errors([nbytes] {
+    const py::gil_scoped_release nogil;  // pages are filled with zeros
+    return MemoryFile::create(nbytes);
+  });
+}
+
+std::shared_ptr<MemoryFile> open_file(int descriptor, const py::bytes& nonce,
+                                      MemoryFile::Access access) {
+  const MemoryFile::Nonce expected = nonce_of(nonce);
+  return with_os_errors([&] {
+    const py::gil_scoped_release nogil;
+    return MemoryFile::open(descriptor, expected, access);
+  });
+}
+
+void check_index(std::size_t index) {
+  if (index >= Mailbox::kWindows)
+    throw py::value_error("window: expected less than " + std::to_string(Mailbox::kWindows) +
+                          ", got " + std::to_string(index));
+}
+
+// A mailbox in a memory file of its own.
+struct BoundMailbox {
+  std::shared_ptr<MemoryFile> file;
+
+  [[nodiscard]] Mailbox& box() const { return *reinterpret_cast<Mailbox*>(file->data()); }
+
+  static BoundMailbox create() { return {create_file(sizeof(Mailbox))}; }
+
+  static BoundMailbox open(int descriptor, const py::bytes& nonce) {
+    BoundMailbox made{open_file(descriptor, nonce, MemoryFile::Access::kWrite)};
+    if (made.file->size() != sizeof(Mailbox))
+      throw py::value_error("mailbox: expected " + std::to_string(sizeof(Mailbox)) +
+                            " bytes, got " + std::to_string(made.file->size()));
+    return made;
+  }
+
+  [[nodiscard]] bool post(const py::bytes& command) const {
+    switch (box().post(as_span(command))) {
+      case Mailbox::Posted::kWoken:
+        return true;
+      case Mailbox::Posted::kNeedsCall:
+        return false;
+      default:
+        throw std::runtime_error("mailbox: not ready for a command of " +
+                                 std::to_string(as_span(command).size()) + " bytes");
+    }
+  }
+
+  [[nodiscard]] bool await(double seconds) const {
+    const auto nanoseconds = static_cast<std::int64_t>(seconds * 1e9);
+    for (;;) {
+      Mailbox::Awaited outcome;
+      {
+        const py::gil_scoped_release nogil;
+        outcome = box().await(nanoseconds);
+      }
+      if (outcome != Mailbox::Awaited::kInterrupted) return outcome == Mailbox::Awaited::kTaken;
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+  }
+
+  void answer_with(const py::bytes& answer, bool stay, int doorbell) const {
+    if (box().state() != Mailbox::State::kBusy) throw std::runtime_error("mailbox: no command");
+    if (as_span(answer).size() > Mailbox::kRoom)
+      throw py::value_error("answer: expected at most " + std::to_string(Mailbox::kRoom) +
+                            " bytes, got " + std::to_string(as_span(answer).size()));
+    box().answer_with(as_span(answer), stay);
+    const std::uint64_t one = 1;
+    // It cannot fail but where the driver is gone.
+    if (doorbell >= 0 && write(doorbell, &one, sizeof one) < 0) return;
+  }
+};
+
+// One view of a peer's window: counted in the mailbox until it is gone.
+struct Hold {
+  std::shared_ptr<MemoryFile> window;
+  std::shared_ptr<MemoryFile> mailbox;
+  Side holder;
+  std::size_t index;
+  pid_t process;  // a forked child has copies of its parent's views, which count once
+
+  ~Hold() {
+    if (process == getpid()) reinterpret_cast<Mailbox*>(mailbox->data())->drop_hold(holder, index);
+  }
+};
+
+struct PeerWindow {
+  std::shared_ptr<MemoryFile> file;
+
+  static PeerWindow open(int descriptor, const py::bytes& nonce) {
+    return {open_file(descriptor, nonce, MemoryFile::Access::kRead)};
+  }
+
+  [[nodiscard]] py::array view(const BoundMailbox& mailbox, bool of_worker, std::size_t index,
+                               std::size_t offset, std::size_t nbytes) const {
+    check_index(index);
+    if (offset > file->size() || nbytes > file->size() - offset)
+      throw py::value_error("window " + std::to_string(index) + ": expected at most " +
+                            std::to_string(file->size()) + " bytes, got " + std::to_string(offset) +
+                            " + " + std::to_string(nbytes));
+    auto* const hold = new Hold{file, mailbox.file, side_of(of_worker), index, getpid()};
+    const py::capsule owner(hold, [](void* object) { delete static_cast<Hold*>(object); });
+    py::array array(py::dtype::of<std::uint8_t>(), {static_cast<py::ssize_t>(nbytes)},
+                    {py::ssize_t{1}}, reinterpret_cast<const std::uint8_t*>(file->data()) + offset,
+                    owner);
+    array.attr("flags").attr("writeable") = false;
+    return array;
+  }
+};
+
+// Where `buffer` begins in the window, -1 if it is elsewhere.
+py::ssize_t offset_of(const Window& window, const py::buffer& buffer) {
+  const py::buffer_info info = buffer.request();
+  const auto begin = reinterpret_cast<std::uintptr_t>(window.file().data());
+  const auto at = reinterpret_cast<std::uintptr_t>(info.ptr);
+  if (at < begin || at >= begin + window.file().size()) return -1;
+  return static_cast<py::ssize_t>(at - begin);
+}
+
+}  // namespace
+
+void bind_lanes(py::module_& m) {
+  py::class_<BoundMailbox>(m, "Mailbox")
+      .def(py::init(&BoundMailbox::create))
+      .def_static("open", &BoundMailbox::open, py::arg("descriptor"), py::arg("nonce"))
+      .def_property_readonly("nonce",
+                             [](const BoundMailbox& s) { return as_bytes(s.file->nonce()); })
+      .def_property_readonly("descriptor",
+                             [](const BoundMailbox& s) { return s.file->descriptor(); })
+      .def("close_descriptor", [](const BoundMailbox& s) { s.file->close_descriptor(); })
+      .def_property_readonly("is_settled",
+                             [](const BoundMailbox& s) { return s.box().is_settled(); })
+      .def_property_readonly(
+          "is_waiting",
+          [](const BoundMailbox& s) { return s.box().state() == Mailbox::State::kWaiting; })
+      .def_property_readonly(
+          "is_busy", [](const BoundMailbox& s) { return s.box().state() == Mailbox::State::kBusy; })
+      .def_property_readonly("sequence", [](const BoundMailbox& s) { return s.box().sequence(); })
+      .def("post", &BoundMailbox::post, py::arg("command"))
+      .def("withdraw", [](const BoundMailbox& s) { return s.box().withdraw(); })
+      .def("dismiss", [](const BoundMailbox& s) { s.box().dismiss(); })
+      .def("answer", [](const BoundMailbox& s) { return as_bytes(s.box().answer()); })
+      .def("enter", [](const BoundMailbox& s) { s.box().enter(); })
+      .def("wait", &BoundMailbox::await, py::arg("seconds"))
+      .def("command", [](const BoundMailbox& s) { return as_bytes(s.box().command()); })
+      .def("answer_with", &BoundMailbox::answer_with, py::arg("answer"), py::arg("stay"),
+           py::arg("doorbell"))
+      .def(
+          "holds",
+          [](const BoundMailbox& s, bool of_worker, std::size_t index) {
+            check_index(index);
+            return s.box().holds(side_of(of_worker), index);
+          },
+          py::arg("of_worker"), py::arg("index"))
+      .def(
+          "add_hold",
+          [](const BoundMailbox& s, bool of_worker, std::size_t index) {
+            check_index(index);
+            s.box().add_hold(side_of(of_worker), index);
+          },
+          py::arg("of_worker"), py::arg("index"))
+      .def(
+          "drop_hold",
+          [](const BoundMailbox& s, bool of_worker, std::size_t index) {
+            check_index(index);
+            s.box().drop_hold(side_of(of_worker), index);
+          },
+          py::arg("of_worker"), py::arg("index"));
+
+  py::class_<Window, std::shared_ptr<Window>>(m, "Window")
+      .def(py::init([](std::size_t nbytes) {
+             return with_os_errors([nbytes] {
+               const py::gil_scoped_release nogil;
+               return std::make_shared<Window>(nbytes);
+             });
+           }),
+           py::arg("nbytes"))
+      .def_property_readonly("nbytes", [](const Window& s) { return s.file().size(); })
+      .def_property_readonly("nonce", [](const Window& s) { return as_bytes(s.file().nonce()); })
+      .def_property_readonly("descriptor", [](const Window& s) { return s.file().descriptor(); })
+      .def("close_descriptor", [](const Window& s) { s.file().close_descriptor(); })
+      .def_property_readonly("is_taken", &Window::is_taken)
+      .def(
+          "offer",
+          [](const std::shared_ptr<Window>& self, std::size_t nbytes) {
+            if (nbytes > self->file().size())
+              throw py::value_error("offer: expected at most " +
+                                    std::to_string(self->file().size()) + " bytes, got " +
+                                    std::to_string(nbytes));
+            offer_window(self, nbytes);
+          },
+          py::arg("nbytes"))
+      // Not counted as taken: for copies into a window that is free, and out of one that is not.
+      .def("memory",
+           [](const std::shared_ptr<Window>& self) {
+             auto* const kept = new std::shared_ptr<Window>(self);
+             const py::capsule owner(
+                 kept, [](void* object) { delete static_cast<std::shared_ptr<Window>*>(object); });
+             return py::array_t<std::uint8_t>(static_cast<py::ssize_t>(self->file().size()),
+                                              reinterpret_cast<std::uint8_t*>(self->file().data()),
+                                              owner);
+           })
+      .def("offset_of", &offset_of, py::arg("buffer"));
+  m.def("withdraw_offer", [] { offer_window(nullptr, 0); });
+
+  py::class_<PeerWindow>(m, "PeerWindow")
+      .def(py::init(&PeerWindow::open), py::arg("descriptor"), py::arg("nonce"))
+      .def_property_readonly("nbytes", [](const PeerWindow& s) { return s.file->size(); })
+      .def("view", &PeerWindow::view, py::arg("mailbox"), py::arg("of_worker"), py::arg("index"),
+           py::arg("offset"), py::arg("nbytes"));
+
+  m.attr("MAILBOX_ROOM") = Mailbox::kRoom;
+  m.attr("MAILBOX_WINDOWS") = Mailbox::kWindows;
+}
+
+}  // namespace flatweights::bind

@@ -1,0 +1,110 @@
+#include "flatweights/mailbox.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <cstring>
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <ctime>
+#endif
+
+namespace flatweights {
+namespace {
+
+// Sleeps while `word` is `value`, at most so long; returns whether a signal ended it.
+bool sleep_on(std::atomic<std::uint32_t>& word, std::uint32_t value, std::int64_t nanoseconds) {
+#ifdef __linux__
+  const timespec span{static_cast<time_t>(nanoseconds / 1'000'000'000),
+                      static_cast<long>(nanoseconds % 1'000'000'000)};
+  // Not FUTEX_PRIVATE_FLAG: another process wakes it.
+  return syscall(SYS_futex, &word, FUTEX_WAIT, value, &span, nullptr, 0) != 0 && errno == EINTR;
+#else
+  (void)word, (void)value, (void)nanoseconds;
+  return false;
+#endif
+}
+
+void wake(std::atomic<std::uint32_t>& word) {
+#ifdef __linux__
+  syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#else
+  (void)word;
+#endif
+}
+
+}  // namespace
+
+Mailbox::Posted Mailbox::post(std::span<const std::byte> command) noexcept {
+  if (!is_settled() || command.size() > kRoom) return Posted::kRefused;
+  std::copy(command.begin(), command.end(), command_);
+  command_size_ = static_cast<std::uint32_t>(command.size());
+  std::uint32_t word = word_.load();
+  // It fails only where the worker has come or gone meanwhile.
+  while (!word_.compare_exchange_weak(word, word_of((word >> 2) + 1, State::kCommand))) {
+  }
+  if (state_of(word) == State::kAway) return Posted::kNeedsCall;
+  wake(word_);
+  return Posted::kWoken;
+}
+
+bool Mailbox::withdraw() noexcept {
+  std::uint32_t word = word_.load();
+  return state_of(word) == State::kCommand && change(word, State::kAway);
+}
+
+void Mailbox::dismiss() noexcept {
+  std::uint32_t word = word_.load();
+  if (state_of(word) == State::kWaiting && change(word, State::kAway)) wake(word_);
+}
+
+std::span<const std::byte> Mailbox::answer() const noexcept {
+  return {answer_, std::min<std::size_t>(answer_size_, kRoom)};
+}
+
+void Mailbox::enter() noexcept {
+  std::uint32_t word = word_.load();
+  if (state_of(word) == State::kAway) change(word, State::kWaiting);
+}
+
+Mailbox::Awaited Mailbox::await(std::int64_t nanoseconds) noexcept {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(nanoseconds);
+  for (;;) {
+    std::uint32_t word = word_.load(std::memory_order_acquire);
+    switch (state_of(word)) {
+      case State::kCommand:
+        if (change(word, State::kBusy)) return Awaited::kTaken;
+        continue;
+      case State::kWaiting: {
+        const std::int64_t left =
+            std::chrono::nanoseconds(end - std::chrono::steady_clock::now()).count();
+        if (left <= 0) {
+          if (change(word, State::kAway)) return Awaited::kLeft;
+          continue;
+        }
+        if (sleep_on(word_, word, left)) return Awaited::kInterrupted;
+        continue;
+      }
+      default:
+        return Awaited::kLeft;
+    }
+  }
+}
+
+std::span<const std::byte> Mailbox::command() const noexcept {
+  return {command_, std::min<std::size_t>(command_size_, kRoom)};
+}
+
+void Mailbox::answer_with(std::span<const std::byte> answer, bool stay) noexcept {
+  const std::size_t size = std::min(answer.size(), kRoom);
+  std::copy_n(answer.begin(), size, answer_);
+  answer_size_ = static_cast<std::uint32_t>(size);
+  word_.store(word_of(sequence(), stay ? State::kWaiting : State::kAway));
+}
+
+}  // namespace flatweights

@@ -1,0 +1,129 @@
+#include "flatweights/memory_file.hpp"
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+#ifdef __linux__
+#include <fcntl.h>
+#include <linux/memfd.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace flatweights {
+
+#ifdef __linux__
+namespace {
+
+struct Header {
+  std::uint64_t magic;
+  std::uint64_t size;  // of what follows the header's page
+  MemoryFile::Nonce nonce;
+};
+
+constexpr std::uint64_t kMagic = 0x31656e616c2d7766;  // "fw-lane1"
+constexpr std::size_t kHeader = 4096;                 // data begins at a page
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+constexpr unsigned kNotExecutable = 8;  // MFD_NOEXEC_SEAL, of Linux 6.3
+
+// By number: the C library of manylinux2014 has no function for it.
+int new_descriptor(unsigned flags) {
+  return static_cast<int>(
+      syscall(SYS_memfd_create, "flatweights", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags));
+}
+
+[[noreturn]] void fail(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+}  // namespace
+
+std::shared_ptr<MemoryFile> MemoryFile::create(std::size_t nbytes) {
+  const std::shared_ptr<MemoryFile> file(new MemoryFile);
+  if (nbytes > (std::size_t{1} << 62)) {
+    errno = ENOMEM;
+    fail("memory file");
+  }
+  // Hardened systems refuse files that could be executed, older ones do not know the flag.
+  file->descriptor_ = new_descriptor(kNotExecutable);
+  if (file->descriptor_ < 0 && errno == EINVAL) file->descriptor_ = new_descriptor(0);
+  if (file->descriptor_ < 0) fail("memfd_create");
+  if (ftruncate(file->descriptor_, static_cast<off_t>(kHeader + nbytes)) != 0) fail("ftruncate");
+  file->map(file->descriptor_, nbytes, Access::kWrite);
+  auto* const header = reinterpret_cast<Header*>(file->mapping_);
+  header->magic = kMagic;
+  header->size = nbytes;
+  const auto got = syscall(SYS_getrandom, header->nonce.data(), header->nonce.size(), 0);
+  if (got != static_cast<long>(header->nonce.size())) fail("getrandom");
+  file->nonce_ = header->nonce;
+  if (fcntl(file->descriptor_, F_ADD_SEALS, kSeals) != 0) fail("seals of a memory file");
+  return file;
+}
+
+std::shared_ptr<MemoryFile> MemoryFile::open(int descriptor, const Nonce& nonce, Access access) {
+  const int seals = fcntl(descriptor, F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals)
+    throw std::invalid_argument("expected a memory file of fixed size, got another file");
+  struct stat status{};
+  if (fstat(descriptor, &status) != 0) fail("fstat");
+  const auto length = static_cast<std::size_t>(status.st_size);
+  if (length < kHeader) throw std::invalid_argument("expected a memory file with a header");
+  const std::shared_ptr<MemoryFile> file(new MemoryFile);
+  file->map(descriptor, length - kHeader, access);
+  const auto* const header = reinterpret_cast<const Header*>(file->mapping_);
+  if (header->magic != kMagic)
+    throw std::invalid_argument("expected a memory file of this version of flatweights");
+  if (header->size != file->size_)
+    throw std::invalid_argument("memory file: expected " + std::to_string(header->size) +
+                                " bytes, got " + std::to_string(file->size_));
+  if (header->nonce != nonce)
+    throw std::invalid_argument("memory file: its nonce is not the one that was announced");
+  file->nonce_ = nonce;
+  return file;
+}
+
+void MemoryFile::map(int descriptor, std::size_t nbytes, Access access) {
+  const int protection = access == Access::kWrite ? PROT_READ | PROT_WRITE : PROT_READ;
+  void* const memory =
+      mmap(nullptr, kHeader + nbytes, protection, MAP_SHARED | MAP_POPULATE, descriptor, 0);
+  if (memory == MAP_FAILED) fail("mapping a memory file");
+  mapping_ = static_cast<std::byte*>(memory);
+  data_ = mapping_ + kHeader;
+  size_ = nbytes;
+}
+
+MemoryFile::~MemoryFile() {
+  if (mapping_ != nullptr) munmap(mapping_, kHeader + size_);
+  close_descriptor();
+}
+
+void MemoryFile::close_descriptor() noexcept {
+  if (descriptor_ >= 0) close(descriptor_);
+  descriptor_ = -1;
+}
+
+#else
+
+std::shared_ptr<MemoryFile> MemoryFile::create(std::size_t) {
+  throw std::system_error(ENOSYS, std::generic_category(), "memory files are Linux's");
+}
+
+std::shared_ptr<MemoryFile> MemoryFile::open(int, const Nonce&, Access) {
+  throw std::system_error(ENOSYS, std::generic_category(), "memory files are Linux's");
+}
+
+void MemoryFile::map(int, std::size_t, Access) {}
+
+MemoryFile::~MemoryFile() = default;
+
+void MemoryFile::close_descriptor() noexcept {}
+
+#endif
+
+}  // namespace flatweights

@@ -1,0 +1,57 @@
+// Memory that several processes of a machine map, in a file without a name.
+//
+// The creator makes a file of a fixed size, fills in a header with a random nonce, seals the
+// file and hands its descriptor to a peer, with the nonce by another way. The peer maps it
+// only if the seals forbid any change of size (else a read could end in SIGBUS), the header
+// is one of this version, the size is what the header says, and the nonce is the one that it
+// was told. Mapping proves that both are on one machine. Pages exist from the start: a first
+// write to a fresh page takes ten times as long as one to a page that is there. Nothing is
+// left behind when the last process that maps the file is gone, however it ended.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace flatweights {
+
+class MemoryFile {
+ public:
+  using Nonce = std::array<std::byte, 16>;
+  enum class Access { kRead, kWrite };
+
+  // A new file with room for `nbytes` zeros. Throws std::system_error where there is no
+  // memory, or no such files (other systems than Linux).
+  [[nodiscard]] static std::shared_ptr<MemoryFile> create(std::size_t nbytes);
+
+  // Maps the file behind `descriptor`, which stays the caller's. Throws std::system_error, and
+  // std::invalid_argument for a file that `create` did not make or with another nonce.
+  [[nodiscard]] static std::shared_ptr<MemoryFile> open(int descriptor, const Nonce& nonce,
+                                                        Access access);
+
+  MemoryFile(const MemoryFile&) = delete;
+  MemoryFile& operator=(const MemoryFile&) = delete;
+  ~MemoryFile();
+
+  // Begins at the boundary of a page.
+  [[nodiscard]] std::byte* data() const noexcept { return data_; }
+  [[nodiscard]] std::size_t size() const noexcept { return size_; }
+  [[nodiscard]] const Nonce& nonce() const noexcept { return nonce_; }
+
+  // The creator's descriptor, to be handed to peers; -1 once it was closed, and in a peer.
+  [[nodiscard]] int descriptor() const noexcept { return descriptor_; }
+  void close_descriptor() noexcept;
+
+ private:
+  MemoryFile() = default;
+  void map(int descriptor, std::size_t nbytes, Access access);
+
+  std::byte* mapping_ = nullptr;
+  std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+  Nonce nonce_{};
+  int descriptor_ = -1;
+};
+
+}  // namespace flatweights

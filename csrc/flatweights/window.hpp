@@ -1,0 +1,34 @@
+// A memory file that one process writes and others read: what travels lies in it.
+//
+// The owner writes only while the window is free: no array of its own process over the memory
+// is alive (`take` and `give`), and no peer holds a view (the counts in their mailboxes). A
+// result that is gathered straight into the window is not moved again; one that its maker
+// keeps after handing it out would change under the readers, so such a one is copied.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+
+#include "flatweights/memory_file.hpp"
+
+namespace flatweights {
+
+class Window {
+ public:
+  explicit Window(std::size_t nbytes) : file_(MemoryFile::create(nbytes)) {}
+
+  [[nodiscard]] MemoryFile& file() const noexcept { return *file_; }
+
+  // Whether an array of this process is over the memory.
+  [[nodiscard]] bool is_taken() const noexcept { return taken_.load(std::memory_order_acquire); }
+  // Returns false if it was taken already.
+  [[nodiscard]] bool take() noexcept { return !taken_.exchange(true); }
+  void give() noexcept { taken_.store(false); }
+
+ private:
+  std::shared_ptr<MemoryFile> file_;
+  std::atomic<bool> taken_{false};
+};
+
+}  // namespace flatweights

@@ -1,0 +1,232 @@
+"""The driver's end of lanes: it posts commands, and waits for answers of any of its workers."""
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+from typing import Any, NamedTuple
+
+from flatweights import _core
+from flatweights.ray._lane import LaneEnd, LaneError, fold
+from flatweights.ray._lane_worker import BY_CALL, VALUE, check_user
+from flatweights.ray._letter import Dumps, Place, read
+from flatweights.ray._windows import Windows
+
+_MOST_WINDOWS = 16
+_MOST_OFFERED = 3  # of the windows, those whose averages the user keeps
+_TOKEN = 16
+_NUMBER = struct.Struct("<Q")
+
+
+class Command(NamedTuple):
+    """What workers are to do, written once for all of them.
+
+    Attributes:
+        letter: For the mailboxes.
+        places: The windows that it mentions.
+    """
+
+    letter: bytes
+    places: list[Place]
+
+
+class Answer(NamedTuple):
+    """What became of a command.
+
+    Attributes:
+        kind: ``VALUE``, ``BY_CALL`` or ``REFUSED`` of `flatweights.ray._lane_worker`.
+        value: The result; the number of the call of Ray's that gives it; or a reason.
+    """
+
+    kind: int
+    value: Any
+
+
+class DriverLane(LaneEnd):
+    """The lane to one worker."""
+
+    def __init__(self, connection: socket.socket, mailbox: _core.Mailbox) -> None:
+        """Take a socket of a worker, and its mailbox."""
+        super().__init__(connection, is_worker=False)
+        self.mailbox: _core.Mailbox = mailbox
+        self._sent: list[Place] = []  # in the command that is in the mailbox
+        self._is_read = True
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the last command was answered."""
+        return self.mailbox.is_settled
+
+    def post(self, command: Command, windows: Windows) -> bool:
+        """Post a command; return whether the worker is there, else it has to be called.
+
+        Raises:
+            LaneError: If the worker has not answered the last one.
+            OSError: If the worker is dead, or does not take new windows.
+        """
+        if not self.is_answered:
+            raise LaneError("the last command was not answered")
+        self.discard()
+        self.announce(windows, command.places)
+        self.hold(command.places)
+        self._sent, self._is_read = command.places, False
+        return self.mailbox.post(command.letter)
+
+    def take(self) -> Answer:
+        """Return the answer. Arrays in it are views, until the next command at the longest.
+
+        A view that lives longer keeps its window from being written, and nothing else.
+        """
+        self._is_read = True
+        kind, places, stream = read(self.mailbox.answer())
+        if kind == VALUE:
+            return Answer(kind, self.load(places, stream))
+        if kind == BY_CALL:
+            return Answer(kind, _NUMBER.unpack(stream)[0])
+        return Answer(kind, bytes(stream).decode())
+
+    def discard(self) -> None:
+        """Drop the last answer, if nobody has taken it."""
+        if not self._is_read:
+            self.take()
+
+    def withdraw(self) -> bool:
+        """Take back a command that the worker has not taken; return whether it was so."""
+        if not self.mailbox.withdraw():
+            return False
+        self._is_read = True
+        self.release(self._sent)
+        return True
+
+
+class Lanes:
+    """The lanes of one driver: its socket, its doorbell, and its windows.
+
+    Attributes:
+        address: Where workers connect.
+        windows: What this process writes.
+    """
+
+    def __init__(self) -> None:
+        """Listen; nobody knows the address yet.
+
+        Raises:
+            OSError: If sockets or memory files are not to be had.
+        """
+        _core.Mailbox()  # raises where there are no memory files
+        self.address = b"\0flatweights-" + secrets.token_hex(16).encode()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.setblocking(False)
+        self._listener.bind(self.address)
+        self._listener.listen(512)
+        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.epoll()
+        self._poll.register(self._doorbell, select.EPOLLIN)
+        self._lanes: dict[int, DriverLane] = {}  # by descriptor
+        self._new: dict[bytes, DriverLane] = {}  # by token
+        self.windows = Windows(_MOST_WINDOWS, self._is_held)
+
+    def new_token(self) -> bytes:
+        """Return what a worker names itself by."""
+        return secrets.token_bytes(_TOKEN)
+
+    def connect(self, token: bytes, nonce: bytes) -> DriverLane:
+        """Return the lane to the worker that has attached.
+
+        Args:
+            token: What it was told.
+            nonce: What it said, by another way, is in its mailbox.
+
+        Raises:
+            LaneError: If it has not connected, or the mailbox is another.
+        """
+        self._accept()
+        lane = self._new.pop(token, None)
+        if lane is None:
+            raise LaneError("the worker has not connected")
+        if lane.mailbox.nonce != nonce:
+            lane.close()
+            raise LaneError("the mailbox is not that of the worker")
+        socket.send_fds(lane.connection, [b"D"], [self._doorbell])
+        descriptor = lane.connection.fileno()
+        self._lanes[descriptor] = lane
+        self._poll.register(descriptor, select.EPOLLIN | select.EPOLLRDHUP)
+        return lane
+
+    def command(
+        self, method: str, args: Any, kwargs: Any, other: Dumps, *, wants_window: bool
+    ) -> Command | None:
+        """Return a command for workers; None if it has to go through Ray.
+
+        Args:
+            method: Of the worker.
+            args: Its arguments; read-only arrays in windows go out as they lie there.
+            kwargs: Its keyword arguments.
+            other: See `flatweights.ray._letter.dump`.
+            wants_window: Whether the result is to lie in a window of the worker, to be read
+                in place; else it is small, or goes through Ray.
+        """
+        found = fold(int(wants_window), [(method, args, kwargs)], self.windows, other, frozen=True)
+        return None if found is None else Command(*found)
+
+    def wait(self, seconds: float | None) -> None:
+        """Sleep until some worker has answered or died, or the time is up; or for nothing."""
+        for descriptor, _ in self._poll.poll(seconds):
+            if descriptor == self._doorbell:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(descriptor)
+                continue
+            lane = self._lanes[descriptor]
+            lane.receive()
+            if lane.is_closed:
+                self.drop(lane)
+
+    def drop(self, lane: DriverLane) -> None:
+        """Close a lane, of a worker that is dead: it reads and writes nothing any more."""
+        descriptor = next((d for d, known in self._lanes.items() if known is lane), None)
+        if descriptor is not None:
+            del self._lanes[descriptor]
+            self._poll.unregister(descriptor)
+        lane.close()
+
+    def close(self) -> None:
+        """Close everything; views of windows stay valid."""
+        for lane in list(self._lanes.values()):
+            self.drop(lane)
+        self._listener.close()
+        self._poll.close()
+        os.close(self._doorbell)
+
+    def _is_held(self, index: int) -> bool:
+        return any(lane.is_held(index) for lane in self._lanes.values())
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            made = self._greet(connection)
+            if made is None:
+                connection.close()
+            else:
+                self._new[made[0]] = made[1]
+
+    def _greet(self, connection: socket.socket) -> tuple[bytes, DriverLane] | None:
+        """Return token and lane of a worker that has just connected."""
+        descriptors: list[int] = []
+        try:
+            check_user(connection)
+            connection.setblocking(False)
+            message, descriptors, _, _ = socket.recv_fds(connection, 256, 4)
+            if message[:1] != b"H" or len(descriptors) != 1:
+                return None
+            token, nonce = message[1 : 1 + _TOKEN], message[1 + _TOKEN :]
+            return token, DriverLane(connection, _core.Mailbox.open(descriptors[0], nonce))
+        except (OSError, LaneError, ValueError):
+            return None
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)

@@ -1,0 +1,184 @@
+"""The worker's end of lanes: it attaches to drivers, and serves their commands.
+
+A worker serves inside a call of Ray's, in the actor's own main thread: `serve` takes the
+command in the mailbox, runs it, answers, and sleeps on the mailbox for the next one. It returns
+after a few milliseconds without a command, and after a few more in any case, so that calls of
+others on the actor's handle get their turn.
+"""
+
+import os
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+from flatweights import _core
+from flatweights.ray._lane import LaneEnd, LaneError, fold
+from flatweights.ray._letter import Dumps, read, write
+from flatweights.ray._windows import Windows
+
+LINGER = 0.005
+"""Seconds for which a worker waits for the next command."""
+STAY = 0.015
+"""Seconds after which `serve` returns even if commands keep coming."""
+
+# Kinds of answers.
+VALUE = 0  # a letter
+BY_CALL = 1  # what the call of Ray's gives: a number says which call
+REFUSED = 2  # the command was not run; a text says why
+
+_MOST_WINDOWS = 4
+_NUMBER = struct.Struct("<Q")
+_PEER = struct.Struct("3i")  # process, user, group
+
+
+class WorkerLane(LaneEnd):
+    """A lane of this worker's, to one driver."""
+
+    def __init__(self, address: bytes, token: bytes) -> None:
+        """Connect to a driver and hand over a mailbox.
+
+        Args:
+            address: Of the driver's socket.
+            token: What tells the driver which worker this is.
+
+        Raises:
+            OSError: If there is no such socket here, or no memory.
+            LaneError: If the driver belongs to another user.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(address)
+            check_user(connection)
+            super().__init__(connection, is_worker=True)
+            self.mailbox = _core.Mailbox()
+            socket.send_fds(
+                connection, [b"H" + token + self.mailbox.nonce], [self.mailbox.descriptor]
+            )
+        except BaseException:
+            connection.close()
+            raise
+        self.mailbox.close_descriptor()
+        self._windows = Windows(_MOST_WINDOWS, self.is_held)
+        self._doorbell = -1
+        self._last = 0  # bytes of the last result
+
+    def __del__(self) -> None:
+        """Close the doorbell."""
+        if getattr(self, "_doorbell", -1) >= 0:
+            os.close(self._doorbell)
+
+    def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
+        if kind == b"D" and len(descriptors) == 1 and self._doorbell < 0:
+            self._doorbell = os.dup(descriptors[0])
+        else:
+            super()._take(kind, body, descriptors)
+
+    def serve(self, worker: Any, number: int, other: Dumps) -> Any:
+        """Run commands on ``worker`` until none comes; return what is to go through Ray.
+
+        Args:
+            worker: Whose methods are called.
+            number: Of this call of Ray's.
+            other: Pickles what `pickle` does not.
+        """
+        mailbox = self.mailbox
+        assert mailbox is not None
+        end = time.monotonic() + STAY
+        mailbox.enter()
+        while mailbox.wait(LINGER):
+            stay = time.monotonic() < end
+            box: list[Any] = []
+            answer = None
+            try:
+                answer = self._run(worker, box, other)
+            finally:
+                if answer is None:  # by this call: a value that is no letter, or what was raised
+                    answer, stay = write(BY_CALL, _NUMBER.pack(number)), False
+                mailbox.answer_with(answer, stay, self._doorbell)
+            if box:
+                return box.pop()
+            if not stay:
+                return None
+        return None
+
+    def _run(self, worker: Any, box: list[Any], other: Dumps) -> bytes | None:
+        """Run the command in the mailbox; return the answer, None if the result is in ``box``."""
+        assert self.mailbox is not None
+        try:
+            if self._doorbell < 0:
+                self.receive()
+            kind, places, stream = read(self.mailbox.command())
+            method, args, kwargs = self.load(places, stream)
+        except Exception as error:
+            return write(REFUSED, f"{type(error).__name__}: {error}".encode())
+        wants_window = bool(kind)
+        if wants_window and self._last:
+            self._windows.offer(self._last)
+        try:
+            box.append(getattr(worker, method)(*args, **kwargs))
+        finally:
+            _core.withdraw_offer()
+            # Views of the driver's windows go before it hears of the answer.
+            del args, kwargs, stream
+        letter = fold(VALUE, box, self._windows if wants_window else None, other, frozen=False)
+        if letter is None:
+            return None
+        answer, places = letter
+        try:
+            self.announce(self._windows, places)
+        except OSError:
+            box.append(None)  # nobody is there to read it
+            return None
+        self.hold(places)
+        for place in places:
+            self._windows[place.window][0].close_descriptor()  # nobody else is to have it
+        if places:
+            self._last = max(place.nbytes for place in places)
+        return answer
+
+
+class WorkerLanes:
+    """The lanes of one worker, by token: one for each group that has it."""
+
+    def __init__(self) -> None:
+        """Have none."""
+        self._lanes: dict[bytes, WorkerLane] = {}
+
+    def attach(self, address: bytes, token: bytes) -> bytes | str:
+        """Make a lane; return the nonce of its mailbox, or why there can be none.
+
+        Args:
+            address: Of the driver's socket.
+            token: Of the lane.
+        """
+        for known, lane in list(self._lanes.items()):
+            lane.receive()
+            if lane.is_closed:
+                del self._lanes[known]
+        if threading.current_thread() is not threading.main_thread():
+            return "the actor is async or has max_concurrency above 1"
+        try:
+            made = WorkerLane(address, token)
+        except (OSError, LaneError, ValueError, MemoryError) as error:
+            return f"{type(error).__name__}: {error}"
+        self._lanes[token] = made
+        assert made.mailbox is not None
+        return made.mailbox.nonce
+
+    def serve(self, worker: Any, token: bytes, number: int, other: Dumps) -> Any:
+        """Serve the lane of ``token``; see `WorkerLane.serve`.
+
+        Raises:
+            KeyError: If there is none: the worker was restarted.
+        """
+        return self._lanes[token].serve(worker, number, other)
+
+
+def check_user(connection: socket.socket) -> None:
+    """Raise `LaneError` unless the peer belongs to the user of this process."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    _, user, _ = _PEER.unpack(found)
+    if user != os.geteuid():
+        raise LaneError(f"the peer belongs to user {user}, and this process to {os.geteuid()}")

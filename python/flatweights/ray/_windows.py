@@ -1,0 +1,135 @@
+"""The windows that this process writes, and that its peers read."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights import _core
+from flatweights._cast import move_parts
+from flatweights.ray._lane_room import NoRoomError, check_room
+from flatweights.ray._letter import Place
+
+_LINE = 64
+_log = logging.getLogger("flatweights")
+
+
+class Windows:
+    """Windows by index, made when they are needed, and made anew when they are too small.
+
+    A window is free while no array of this process is over it and no peer holds a view.
+    """
+
+    def __init__(self, most: int, is_held: Callable[[int], bool]) -> None:
+        """Have none yet.
+
+        Args:
+            most: How many there may be.
+            is_held: Whether a peer holds a view of the window of an index.
+        """
+        self._most = most
+        self._is_held = is_held
+        self._windows: list[_core.Window] = []
+        self._generations: list[int] = []
+        self._warned = False
+
+    def __getitem__(self, index: int) -> tuple[_core.Window, int]:
+        """Return a window and its generation."""
+        return self._windows[index], self._generations[index]
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all windows."""
+        return sum(window.nbytes for window in self._windows)
+
+    def offer(self, nbytes: int, *, most_taken: int | None = None) -> None:
+        """Offer a free window to the next array of ``nbytes`` that this thread makes.
+
+        Args:
+            nbytes: How many; too few for a window of their own are not offered one.
+            most_taken: Offer none while so many are taken.
+        """
+        if most_taken is not None and sum(w.is_taken for w in self._windows) >= most_taken:
+            return
+        index = self._free(nbytes) if nbytes > 0 else None
+        if index is not None:
+            self._windows[index].offer(nbytes)
+
+    def find(self, buffer: memoryview) -> Place | None:
+        """Return where ``buffer`` lies, if that is in a window."""
+        for index, window in enumerate(self._windows):
+            offset = window.offset_of(buffer)
+            if offset >= 0:
+                return Place(index, self._generations[index], offset, buffer.nbytes)
+        return None
+
+    def is_taken(self, place: Place) -> bool:
+        """Whether an array of this process is over the window of ``place``."""
+        return self._windows[place.window].is_taken
+
+    def copy_in(self, buffers: Sequence[memoryview | Place]) -> list[Place] | None:
+        """Copy ``buffers`` into a free window; None if there is none.
+
+        Args:
+            buffers: Memory; or places in other windows.
+        """
+        ends = np.cumsum([-(-buffer.nbytes // _LINE) * _LINE for buffer in buffers]).tolist()
+        index = self._free(ends[-1])
+        if index is None:
+            return None
+        memory = self._windows[index].memory()
+        starts = [0, *ends[:-1]]
+        places = [
+            Place(index, self._generations[index], start, buffer.nbytes)
+            for start, buffer in zip(starts, buffers, strict=True)
+        ]
+        sources = [
+            self._windows[b.window].memory()[b.offset : b.offset + b.nbytes]
+            if isinstance(b, Place)
+            else np.frombuffer(b, np.uint8)
+            for b in buffers
+        ]
+        move_parts([memory[p.offset : p.offset + p.nbytes] for p in places], sources)
+        return places
+
+    def copy_of(self, place: Place | None) -> NDArray[np.uint8]:
+        """Return a copy of what lies at ``place``."""
+        assert place is not None
+        memory = self._windows[place.window].memory()
+        return np.array(memory[place.offset : place.offset + place.nbytes])
+
+    def _free(self, nbytes: int) -> int | None:
+        """Return the index of a free window of ``nbytes`` or more, made if need be."""
+        free = [
+            index
+            for index, window in enumerate(self._windows)
+            if not window.is_taken and not self._is_held(index)
+        ]
+        for index in free:
+            # One that is much too large was made for another model.
+            if nbytes <= self._windows[index].nbytes <= 4 * nbytes + 4096:
+                return index
+        if not free and len(self._windows) >= self._most:
+            return None
+        if free:  # its memory goes back before there is more
+            index = free[0]
+            self._windows[index] = _core.Window(0)
+            self._generations[index] += 1
+        try:
+            check_room(nbytes)
+            made = _core.Window(nbytes)
+        except (NoRoomError, OSError) as error:
+            if not self._warned:
+                self._warned = True
+                _log.warning("flatweights: no window, so weights go through Ray: %s", error)
+            return None
+        if free:
+            self._windows[index] = made
+            return index
+        self._windows.append(made)
+        self._generations.append(1)
+        return len(self._windows) - 1

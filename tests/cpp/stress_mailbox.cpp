@@ -1,0 +1,226 @@
+// Hammers mailboxes: one driver and several workers, as threads under ThreadSanitizer, and as
+// processes, some of which are killed.
+//
+// Each command is a number, and bytes that follow from it; an answer likewise. Windows are
+// read while the protocol allows it. What is torn, lost, or taken twice is found by the bytes.
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <new>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "flatweights/mailbox.hpp"
+
+namespace {
+
+using flatweights::Mailbox;
+
+constexpr unsigned kWorkers = 3;
+constexpr std::uint32_t kCommands = 20000;
+constexpr std::uint32_t kCommandsToProcesses = 5000;
+constexpr std::size_t kWindow = 2048;
+constexpr std::uint64_t kLast = ~std::uint64_t{0};
+
+std::atomic<bool> failed{false};
+
+void expect(bool is_so, const char* what) {
+  if (is_so) return;
+  std::fprintf(stderr, "stress_mailbox: %s\n", what);
+  failed = true;
+}
+
+// What both sides share, beside what Ray would do: `calls` is how often the worker is called.
+struct Shared {
+  Mailbox mailbox;
+  alignas(64) std::atomic<std::uint32_t> calls;
+  alignas(64) std::uint64_t window[kWindow];  // written by the worker, between take and answer
+};
+
+std::uint64_t mixed(std::uint64_t value) { return value * 0x9e3779b97f4a7c15U + 1; }
+
+class Random {
+ public:
+  explicit Random(unsigned seed) : engine_(seed) {}
+  std::size_t below(std::size_t end) {
+    return std::uniform_int_distribution<std::size_t>(0, end - 1)(engine_);
+  }
+
+ private:
+  std::mt19937 engine_;
+};
+
+// Serves until it is told the last command; returns how many it has run.
+void serve(Shared& shared, unsigned seed) {
+  Random random(seed);
+  std::uint64_t before = 0;
+  for (;;) {
+    // A call of Ray's.
+    while (shared.calls.load() == 0) std::this_thread::yield();
+    shared.calls.fetch_sub(1);
+    const std::size_t stay = random.below(50);
+    shared.mailbox.enter();
+    for (std::size_t k = 0;; ++k) {
+      const auto linger = static_cast<std::int64_t>(random.below(2) == 0 ? 0 : 200'000);
+      const Mailbox::Awaited outcome = shared.mailbox.await(linger);
+      if (outcome == Mailbox::Awaited::kInterrupted) continue;
+      if (outcome == Mailbox::Awaited::kLeft) break;
+      std::uint64_t number = 0;
+      const std::span<const std::byte> command = shared.mailbox.command();
+      expect(command.size() == sizeof number, "a command of another size");
+      std::memcpy(&number, command.data(), sizeof number);
+      if (number != kLast) {
+        expect(number > before, "a command was taken twice, or out of order");
+        before = number;
+        for (std::size_t i = 0; i < kWindow; ++i) shared.window[i] = mixed(number + i);
+      }
+      const bool stays = k < stay && number != kLast;
+      const std::uint64_t answer = mixed(number);
+      shared.mailbox.answer_with(std::as_bytes(std::span(&answer, 1)), stays);
+      if (number == kLast) return;
+      if (!stays) break;
+    }
+  }
+}
+
+bool is_answered(const Shared& shared) { return shared.mailbox.is_settled(); }
+
+void check_answer(const Shared& shared, std::uint64_t number) {
+  std::uint64_t answer = 0;
+  const std::span<const std::byte> given = shared.mailbox.answer();
+  expect(given.size() == sizeof answer, "an answer of another size");
+  std::memcpy(&answer, given.data(), sizeof answer);
+  expect(answer == mixed(number), "an answer to another command");
+  if (number == kLast) return;
+  for (std::size_t i = 0; i < kWindow; ++i)
+    if (shared.window[i] != mixed(number + i)) return expect(false, "a window is torn");
+}
+
+void post(Shared& shared, std::uint64_t number) {
+  switch (shared.mailbox.post(std::as_bytes(std::span(&number, 1)))) {
+    case Mailbox::Posted::kNeedsCall:
+      shared.calls.fetch_add(1);
+      break;
+    case Mailbox::Posted::kRefused:
+      expect(false, "a settled mailbox refuses a command");
+      break;
+    case Mailbox::Posted::kWoken:
+      break;
+  }
+}
+
+// Posts `commands` to all; withdraws some, dismisses some, calls some ahead of time.
+void drive(const std::vector<Shared*>& workers, std::uint32_t commands, unsigned seed) {
+  Random random(seed);
+  std::vector<std::uint64_t> posted(workers.size(), 0);
+  for (std::uint64_t number = 1; number <= commands; ++number) {
+    for (std::size_t k = 0; k < workers.size(); ++k) {
+      Shared& shared = *workers[k];
+      if (random.below(64) == 0) shared.mailbox.dismiss();
+      if (random.below(64) == 0) shared.calls.fetch_add(1);
+      post(shared, number);
+      posted[k] = number;
+      if (random.below(64) == 0 && shared.mailbox.withdraw()) posted[k] = 0;
+    }
+    for (std::size_t k = 0; k < workers.size(); ++k) {
+      if (posted[k] == 0) continue;
+      while (!is_answered(*workers[k])) std::this_thread::yield();
+      check_answer(*workers[k], number);
+    }
+    if (random.below(256) == 0) usleep(300);
+  }
+  for (Shared* shared : workers) post(*shared, kLast);
+  for (Shared* shared : workers) {
+    while (!is_answered(*shared)) std::this_thread::yield();
+    check_answer(*shared, kLast);
+  }
+}
+
+std::vector<Shared*> make(unsigned count) {
+  std::vector<Shared*> made;
+  for (unsigned k = 0; k < count; ++k) {
+    void* const memory =
+        mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) std::abort();
+    made.push_back(new (memory) Shared);
+  }
+  return made;
+}
+
+void as_threads() {
+  const std::vector<Shared*> workers = make(kWorkers);
+  std::vector<std::thread> threads;
+  for (unsigned k = 0; k < kWorkers; ++k) threads.emplace_back([&, k] { serve(*workers[k], k); });
+  drive(workers, kCommands, 99);
+  for (std::thread& thread : threads) thread.join();
+}
+
+void as_processes() {
+  const std::vector<Shared*> workers = make(kWorkers);
+  std::vector<pid_t> children;
+  for (unsigned k = 0; k < kWorkers; ++k) {
+    std::fflush(nullptr);
+    const pid_t child = fork();
+    if (child == 0) {
+      serve(*workers[k], k);
+      _exit(failed ? 1 : 0);
+    }
+    children.push_back(child);
+  }
+  drive(workers, kCommandsToProcesses, 7);
+  for (const pid_t child : children) {
+    int status = -1;
+    expect(waitpid(child, &status, 0) == child && status == 0, "a worker failed");
+  }
+}
+
+// A worker that dies at any moment leaves a word from which the driver can tell whether the
+// window is whole: it is, unless the word says COMMAND or BUSY.
+unsigned with_deaths() {
+  Random random(5);
+  unsigned busy = 0;
+  for (int round = 0; round < 100; ++round) {
+    const std::vector<Shared*> workers = make(1);
+    Shared& shared = *workers[0];
+    std::fflush(nullptr);
+    const pid_t child = fork();
+    if (child == 0) {
+      serve(shared, 1);
+      _exit(0);
+    }
+    const auto end =
+        std::chrono::steady_clock::now() + std::chrono::microseconds(500 + random.below(3000));
+    std::uint64_t number = 0;
+    while (std::chrono::steady_clock::now() < end) {
+      if (!is_answered(shared)) continue;
+      if (number > 0) check_answer(shared, number);
+      post(shared, ++number);
+    }
+    kill(child, SIGKILL);
+    int status = 0;
+    waitpid(child, &status, 0);
+    if (is_answered(shared) && number > 0) check_answer(shared, number);
+    busy += shared.mailbox.state() == Mailbox::State::kBusy ? 1 : 0;
+    munmap(&shared, sizeof shared);
+  }
+  return busy;
+}
+
+}  // namespace
+
+int main() {
+  as_processes();  // before there are threads
+  const unsigned busy = with_deaths();
+  as_threads();
+  std::printf("stress_mailbox: %u workers, %u commands each; 100 killed, %u of them busy\n",
+              kWorkers, kCommands, busy);
+  return failed ? 1 : 0;
+}

@@ -1,0 +1,217 @@
+"""Workers of lanes in processes of their own, without Ray: a pipe makes Ray's calls."""
+
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flatweights as fw
+from flatweights.ray._lane_driver import Answer, Command, DriverLane, Lanes
+from flatweights.ray._lane_worker import WorkerLanes
+
+# A worker is a fork of a server that has imported everything, once.
+_processes = multiprocessing.get_context("forkserver")
+
+LARGE = 50_000  # elements
+
+
+class Model:
+    """Weights, and methods that treat them badly."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.weights = fw.FlatWeights({"w": np.full(size, float(rank)), "n": np.int64(rank)})
+        self.kept: Any = None
+
+    def get(self, value: float | None = None) -> fw.FlatWeights:
+        if value is not None:
+            self.weights["w"][:] = value
+        return self.weights.copy()
+
+    def get_and_keep(self, value: float) -> fw.FlatWeights:
+        self.kept = self.get(value)
+        return self.kept
+
+    def change_kept(self) -> None:
+        self.kept["w"] += 1000.0
+
+    def get_with(self, extras: Any) -> tuple[fw.FlatWeights, Any]:
+        return self.get(), extras
+
+    def get_dict(self) -> dict[str, Any]:
+        return dict(self.weights)
+
+    def set(self, weights: fw.FlatWeights) -> None:
+        self.weights = weights.copy()
+
+    def set_and_keep(self, weights: fw.FlatWeights) -> None:
+        self.kept = weights
+
+    def forget(self) -> None:
+        self.kept = None
+
+    def total(self) -> float:
+        return float(self.kept["w"].sum())
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    def fail(self) -> None:
+        raise ArithmeticError("diverged")
+
+    def leave(self) -> None:
+        raise SystemExit(3)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def die(self) -> None:
+        os._exit(1)
+
+    def limit_memory(self, nbytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (_mapped() + nbytes, resource.RLIM_INFINITY))
+
+    def descriptors(self) -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _mapped() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def plain(value: Any, keep: Any) -> bytes:
+    """What pickles everything else: here, what is pickled by name."""
+    return pickle.dumps(value, protocol=5, buffer_callback=keep)
+
+
+def _work(pipe: Connection, rank: int, size: int) -> None:
+    model, lanes = Model(rank, size), WorkerLanes()
+    while True:
+        try:
+            kind, *given = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if kind == "serve":
+                pipe.send(("value", lanes.serve(model, *given, plain)))
+            elif kind == "attach":
+                pipe.send(("value", lanes.attach(*given)))
+            elif kind == "attach in a thread":
+                with ThreadPoolExecutor(1) as threads:
+                    pipe.send(("value", threads.submit(lanes.attach, *given).result()))
+        except BaseException as error:
+            pipe.send(("raised", repr(error)))
+
+
+def _start_server() -> None:
+    """Start the server, unless it runs; it finds this module by the environment alone."""
+    folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with pytest.MonkeyPatch.context() as inherited:
+        inherited.setenv("PYTHONPATH", os.pathsep.join(folders))
+        _processes.set_forkserver_preload(["lane_processes"])
+        forkserver.ensure_running()
+
+
+class LaneWorker:
+    """A process, and the driver's end of the lane to it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        _start_server()
+        self.pipe, theirs = _processes.Pipe()
+        self.process = _processes.Process(target=_work, args=(theirs, rank, size), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.calls = 0
+        self.lane: DriverLane
+        self.token = b""
+
+    def attach(self, lanes: Lanes) -> None:
+        self.token = lanes.new_token()
+        self.pipe.send(("attach", lanes.address, self.token))
+        kind, nonce = self.pipe.recv()
+        assert kind == "value"
+        assert isinstance(nonce, bytes), nonce
+        self.lane = lanes.connect(self.token, nonce)
+
+    def post(self, command: Command, lanes: Lanes) -> None:
+        if not self.lane.post(command, lanes.windows):
+            self.serve()
+
+    def serve(self) -> None:
+        self.calls += 1
+        self.pipe.send(("serve", self.token, self.calls))
+
+    def outcomes(self, count: int) -> list[Any]:
+        """Return what ``count`` calls have come to."""
+        assert self.pipe.poll(60) or count == 0
+        return [self.pipe.recv() for _ in range(count)]
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class Driver:
+    """Lanes to some workers, and calls over them."""
+
+    def __init__(self, count: int, size: int = LARGE) -> None:
+        self.lanes = Lanes()
+        self.workers = [LaneWorker(rank, size) for rank in range(count)]
+        for worker in self.workers:
+            worker.attach(self.lanes)
+
+    def command(self, method: str, *args: Any, wants_window: bool = True) -> Command:
+        found = self.lanes.command(method, args, {}, plain, wants_window=wants_window)
+        assert found is not None
+        return found
+
+    def post(self, method: str, *args: Any, wants_window: bool = True) -> None:
+        command = self.command(method, *args, wants_window=wants_window)
+        for worker in self.workers:
+            worker.post(command, self.lanes)
+
+    def wait(self, workers: Sequence[LaneWorker] | None = None, seconds: float = 60) -> bool:
+        """Wait for the answers of ``workers``, of all if None; return whether they are there."""
+        end = time.monotonic() + seconds
+        waited_for = self.workers if workers is None else workers
+        while not all(worker.lane.is_answered for worker in waited_for):
+            if time.monotonic() > end:
+                return False
+            self.lanes.wait(max(0.0, end - time.monotonic()))
+        return True
+
+    def answers(self, method: str, *args: Any, wants_window: bool = True) -> list[Answer]:
+        self.post(method, *args, wants_window=wants_window)
+        assert self.wait()
+        return [worker.lane.take() for worker in self.workers]
+
+    def values(self, method: str, *args: Any, wants_window: bool = True) -> list[Any]:
+        return [answer.value for answer in self.answers(method, *args, wants_window=wants_window)]
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.end()
+        self.lanes.close()
+
+
+def sealed(weights: fw.FlatWeights) -> fw.FlatWeights:
+    """Return read-only weights over the same buffer."""
+    buffer = weights.buffer.view()
+    buffer.flags.writeable = False
+    return fw.FlatWeights.wrap(buffer, weights.layout)

@@ -1,0 +1,407 @@
+"""Lanes between processes: what passes is whole, whatever is kept, killed, stopped or refused."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lane_processes import LARGE, Driver, sealed
+
+import flatweights as fw
+from flatweights import _core
+from flatweights.ray._lane import LaneError
+from flatweights.ray._lane_driver import Lanes
+from flatweights.ray._lane_worker import BY_CALL, REFUSED, VALUE
+from flatweights.ray._windows import Windows
+
+pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="lanes are Linux's")
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    made = Driver(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def one() -> Iterator[Driver]:
+    made = Driver(1)
+    yield made
+    made.close()
+
+
+# Memory files
+
+
+def test_a_peer_sees_what_the_owner_writes() -> None:
+    window, mailbox = _core.Window(10_000), _core.Mailbox()
+    peer = _core.PeerWindow(window.descriptor, window.nonce)
+    window.memory()[:] = np.arange(10_000) % 251
+    view = peer.view(mailbox, False, 0, 100, 9_900)
+    assert view.tobytes() == (np.arange(10_000) % 251).astype(np.uint8)[100:].tobytes()
+    assert not view.flags.writeable
+    assert view.ctypes.data % 4 == 0
+
+
+def test_a_window_that_is_another_is_refused(tmp_path: Path) -> None:
+    window = _core.Window(5000)
+    with pytest.raises(ValueError, match="nonce is not the one"):
+        _core.PeerWindow(window.descriptor, bytes(16))
+    with pytest.raises(ValueError, match="expected 16 bytes, got 3"):
+        _core.PeerWindow(window.descriptor, b"abc")
+    unsealed = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 5000)
+    with pytest.raises(ValueError, match="fixed size, got another file"):
+        _core.PeerWindow(unsealed, window.nonce)
+    os.close(unsealed)
+    (tmp_path / "file").write_bytes(bytes(5000))
+    with (tmp_path / "file").open("r+b") as file, pytest.raises(ValueError, match="another file"):
+        _core.PeerWindow(file.fileno(), window.nonce)
+    with pytest.raises(OSError, match="memory file"):
+        _core.Window(1 << 62)
+
+
+@pytest.mark.parametrize("nbytes", [0, 100_000])
+def test_nobody_changes_the_size_of_a_window(nbytes: int) -> None:
+    window = _core.Window(5000)
+    with pytest.raises(PermissionError):
+        os.ftruncate(window.descriptor, nbytes)
+
+
+def test_a_mailbox_of_another_size_is_refused() -> None:
+    window = _core.Window(100)
+    with pytest.raises(ValueError, match=r"mailbox: expected \d+ bytes, got 100"):
+        _core.Mailbox.open(window.descriptor, window.nonce)
+
+
+def test_views_are_within_their_window() -> None:
+    window, mailbox = _core.Window(100), _core.Mailbox()
+    peer = _core.PeerWindow(window.descriptor, window.nonce)
+    for offset, nbytes in [(0, 101), (101, 0), (1 << 63, 1 << 63), (50, 51)]:
+        with pytest.raises(ValueError, match="expected at most 100 bytes"):
+            peer.view(mailbox, False, 0, offset, nbytes)
+    with pytest.raises(ValueError, match="window: expected less than 64"):
+        peer.view(mailbox, False, 64, 0, 1)
+
+
+# Windows that are offered
+
+
+def test_an_offer_is_taken_once_by_an_array_of_that_size() -> None:
+    window = _core.Window(4096)
+    window.offer(4000)
+    assert window.offset_of(_core.empty(4096)) == -1
+    first, second = _core.empty(4000), _core.empty(4000)
+    assert window.offset_of(first) == 0
+    assert window.offset_of(second) == -1
+    assert window.is_taken
+    view = first[10:20]
+    del first
+    assert window.is_taken
+    del view
+    assert not window.is_taken
+    window.offer(4000)
+    _core.withdraw_offer()
+    assert window.offset_of(_core.empty(4000)) == -1
+    with pytest.raises(ValueError, match="offer: expected at most 4096 bytes"):
+        window.offer(4097)
+
+
+def test_an_average_is_made_in_the_window() -> None:
+    sources = [fw.FlatWeights({"w": np.full(1000, k, np.float32)}) for k in (1.0, 4.0)]
+    window = _core.Window(sources[0].buffer.nbytes)
+    window.offer(window.nbytes)
+    mean = fw.average(sources)
+    assert window.offset_of(mean.buffer) == 0
+    assert (mean["w"] == 2.5).all()
+
+
+def test_a_window_that_is_held_is_not_written() -> None:
+    held = {0}
+    windows = Windows(2, held.__contains__)
+    first = windows.copy_in([memoryview(b"a" * 3000)])
+    second = windows.copy_in([memoryview(b"b" * 3000), memoryview(b"c" * 10)])
+    assert first is not None
+    assert second is not None
+    assert [place.window for place in first + second] == [0, 1, 1]
+    assert second[1].offset % 64 == 0
+    held.add(1)
+    assert windows.copy_in([memoryview(b"d" * 3000)]) is None
+    held.discard(0)
+    third = windows.copy_in([memoryview(b"e" * 3000)])
+    assert third is not None
+    assert third[0][:2] == (0, 1)
+    larger = windows.copy_in([memoryview(b"f" * 30_000)])
+    assert larger is not None
+    assert larger[0][:2] == (0, 2), "another file in place of the one that was too small"
+    assert len(windows) == 2
+
+
+# Lanes
+
+
+def test_results_are_whole_and_are_not_moved_twice(driver: Driver) -> None:
+    for value in (1.0, 2.0, 3.0):
+        values = driver.values("get", value)
+        assert all((weights["w"] == value).all() for weights in values)
+        assert [int(weights["n"]) for weights in values] == [0, 1]
+        assert not values[0].buffer.flags.writeable
+        del values
+    assert [worker.lane.windows_of_peer for worker in driver.workers] == [1, 1]
+
+
+def test_a_result_that_the_worker_keeps_is_copied(one: Driver) -> None:
+    one.values("get", 1.0)  # from now on results are made in the window
+    (kept,) = one.values("get_and_keep", 5.0)
+    one.values("change_kept", wants_window=False)
+    assert (kept["w"] == 5.0).all()
+    (again,) = one.values("get", 6.0)
+    assert (again["w"] == 6.0).all()
+    assert (kept["w"] == 5.0).all()
+
+
+def test_a_result_that_the_driver_keeps_is_not_overwritten(one: Driver) -> None:
+    (worker,) = one.workers
+    kept = [one.values("get", float(value))[0] for value in range(3)]
+    assert [weights["w"][-1] for weights in kept] == [0, 1, 2]
+    assert worker.lane.windows_of_peer == 3
+    kept += [one.values("get", 3.0)[0]]
+    # No window is left: the result goes through the call.
+    one.post("get", 4.0)
+    assert one.wait()
+    assert worker.lane.take().kind == BY_CALL
+    (_, value) = worker.outcomes(worker.calls)[-1]
+    assert (value["w"] == 4.0).all()
+    assert [weights["w"][-1] for weights in kept] == [0, 1, 2, 3]
+    del kept[:2]
+    assert one.values("get", 5.0)[0]["w"][0] == 5.0
+
+
+def test_the_average_goes_out_from_where_it_was_made(driver: Driver) -> None:
+    nbytes = driver.values("get", 1.0)[0].buffer.nbytes
+    for value in (3.0, 4.0, 5.0):
+        sources = driver.values("get", value)
+        driver.lanes.windows.offer(nbytes)
+        mean = sealed(fw.average(sources))
+        del sources
+        assert driver.values("set", mean, wants_window=False) == [None, None]
+        assert [w["w"][7] for w in driver.values("get")] == [value, value]
+    assert len(driver.lanes.windows) == 2
+
+
+def test_weights_that_a_worker_keeps_stay_as_they_were(driver: Driver) -> None:
+    first = fw.FlatWeights({"w": np.full(LARGE, 1.0)})
+    driver.values("set_and_keep", sealed(first), wants_window=False)
+    for value in (2.0, 3.0, 4.0):
+        other = fw.FlatWeights({"w": np.full(LARGE, value)})
+        driver.values("set", other, wants_window=False)
+    assert driver.values("total", wants_window=False) == [LARGE, LARGE]
+    assert len(driver.lanes.windows) == 2
+    driver.values("forget", wants_window=False)
+    assert [driver.lanes._is_held(index) for index in range(2)] == [False, False]
+
+
+def test_weights_that_can_still_be_written_are_copied(one: Driver) -> None:
+    nbytes = one.values("get", 1.0)[0].buffer.nbytes
+    one.lanes.windows.offer(nbytes)
+    weights = fw.average(one.values("get", 2.0))
+    one.values("set_and_keep", weights, wants_window=False)
+    weights["w"] += 1.0
+    assert one.values("total", wants_window=False) == [2.0 * LARGE]
+
+
+def test_extras_lists_and_dicts_pass(one: Driver) -> None:
+    extras = {"losses": np.arange(5000.0), "name": "x", "list": [1, None, (2.5, True)]}
+    for _ in range(3):
+        ((weights, found),) = one.values("get_with", extras)
+        assert (weights["w"] == 0).all()
+        assert (found["losses"] == extras["losses"]).all()
+        assert [found["name"], found["list"]] == ["x", extras["list"]]
+    (found,) = one.values("get_dict")
+    assert type(found) is dict
+    assert sorted(found) == ["n", "w"]
+    assert found["w"].shape == (LARGE,)
+
+
+def test_what_is_too_large_goes_through_the_call(one: Driver) -> None:
+    assert one.lanes.command("echo", ("x" * 200_000,), {}, repr, wants_window=False) is None
+    (answer,) = one.answers("echo", np.arange(5000), wants_window=False)
+    assert answer == (BY_CALL, 1)
+    ((kind, value),) = one.workers[0].outcomes(1)
+    assert kind == "value"
+    assert (value == np.arange(5000)).all()
+
+
+@pytest.mark.parametrize(("method", "said"), [("fail", "ArithmeticError"), ("leave", "SystemExit")])
+def test_what_a_method_raises_goes_through_the_call(one: Driver, method: str, said: str) -> None:
+    (answer,) = one.answers(method)
+    assert answer == (BY_CALL, 1)
+    assert said in one.workers[0].outcomes(1)[0][1]
+    assert one.values("echo", 7) == [7], "and the lane goes on"
+
+
+def test_a_command_that_cannot_be_read_is_refused(one: Driver) -> None:
+    (worker,) = one.workers
+    command = one.command("echo", 1)
+    worker.post(command._replace(letter=command.letter[:-5]), one.lanes)
+    assert one.wait()
+    assert worker.lane.take().kind == REFUSED
+    assert one.answers("echo", 2)[0] == (VALUE, 2)
+
+
+def test_an_idle_lane_costs_nothing(one: Driver) -> None:
+    one.values("echo", 1)
+    (worker,) = one.workers
+    assert worker.outcomes(1) == [("value", None)], "it has returned to Ray"
+    assert not worker.lane.mailbox.is_waiting
+    before = worker.calls
+    one.values("echo", 2)
+    assert worker.calls == before + 1
+
+
+def test_the_call_returns_though_commands_keep_coming(one: Driver) -> None:
+    (worker,) = one.workers
+    end = time.monotonic() + 60
+    while worker.calls < 3:
+        assert time.monotonic() < end
+        one.values("echo", 1)
+    assert worker.outcomes(2) == [("value", None)] * 2
+
+
+def test_a_worker_is_dismissed_at_once(one: Driver) -> None:
+    (worker,) = one.workers
+    one.values("echo", 1)
+    worker.lane.mailbox.dismiss()
+    assert worker.outcomes(1) == [("value", None)]
+    assert one.values("echo", 3) == [3]
+
+
+def test_a_command_that_is_withdrawn_is_not_run(one: Driver) -> None:
+    (worker,) = one.workers
+    weights = fw.FlatWeights({"w": np.ones(LARGE)})
+    lane = worker.lane
+    assert not lane.post(one.command("set_and_keep", weights), one.lanes.windows)
+    assert one.lanes._is_held(0)
+    with pytest.raises(LaneError, match="was not answered"):
+        lane.post(one.command("echo", 1), one.lanes.windows)
+    assert lane.withdraw()
+    assert not lane.withdraw()
+    assert not one.lanes._is_held(0)
+    assert one.values("echo", 4) == [4]
+
+
+def test_a_death_is_known_at_once_and_gives_back_what_was_held(driver: Driver) -> None:
+    driver.values("set_and_keep", fw.FlatWeights({"w": np.ones(LARGE)}), wants_window=False)
+    first, second = driver.workers
+    second.post(driver.command("get", 9.0), driver.lanes)
+    assert driver.wait([second])
+    first.post(driver.command("sleep", 60.0), driver.lanes)
+    first.signal(signal.SIGKILL)
+    while not first.lane.is_closed:
+        driver.lanes.wait(60)
+    assert not first.lane.is_answered
+    assert (second.lane.take().value["w"] == 9.0).all()
+    second.post(driver.command("forget"), driver.lanes)
+    assert driver.wait([second])
+    assert not driver.lanes._is_held(0)
+
+
+def test_a_stopped_worker_is_late_and_writes_only_its_own(driver: Driver) -> None:
+    driver.values("get", 1.0)
+    first, second = driver.workers
+    first.signal(signal.SIGSTOP)
+    driver.post("get", 2.0)
+    assert driver.wait([second])
+    assert not driver.wait([first], seconds=0.05)
+    value = second.lane.take().value
+    for step in (3.0, 4.0):
+        second.post(driver.command("get", step), driver.lanes)
+        assert driver.wait([second])
+        assert (second.lane.take().value["w"] == step).all()
+    assert (value["w"] == 2.0).all()
+    first.signal(signal.SIGCONT)
+    assert driver.wait([first])
+    assert (first.lane.take().value["w"] == 2.0).all()
+
+
+def test_a_stranger_is_no_worker(one: Driver) -> None:
+    lanes = one.lanes
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(lanes.address)
+        stranger.send(b"H" + bytes(32))
+        with pytest.raises(LaneError, match="has not connected"):
+            lanes.connect(lanes.new_token(), bytes(16))
+        assert stranger.recv(10) == b""
+    token = lanes.new_token()
+    (worker,) = one.workers
+    worker.pipe.send(("attach", lanes.address, token))
+    worker.outcomes(1)
+    with pytest.raises(LaneError, match="not that of the worker"):
+        lanes.connect(token, bytes(16))
+    assert one.values("echo", 5) == [5]
+
+
+def test_there_is_no_lane_to_elsewhere_or_to_other_threads(one: Driver) -> None:
+    (worker,) = one.workers
+    worker.pipe.send(("attach", b"\0flatweights-nowhere", b"t" * 16))
+    ((_, why),) = worker.outcomes(1)
+    assert why == "ConnectionRefusedError: [Errno 111] Connection refused"
+    worker.pipe.send(("attach in a thread", one.lanes.address, b"t" * 16))
+    ((_, why),) = worker.outcomes(1)
+    assert why == "the actor is async or has max_concurrency above 1"
+
+
+def test_where_there_is_no_memory_results_go_through_the_call(one: Driver) -> None:
+    one.values("limit_memory", 100_000, wants_window=False)
+    (answer,) = one.answers("get", 2.0)
+    assert answer.kind == BY_CALL
+
+
+def test_descriptors_and_windows_stay_few(one: Driver) -> None:
+    def count() -> tuple[int, int]:
+        (theirs,) = one.values("descriptors", wants_window=False)
+        return theirs, len(list(Path("/proc/self/fd").iterdir()))
+
+    one.values("get", 1.0)
+    before = count()
+    for k in range(40):
+        weights = fw.FlatWeights({"w": np.full(1000 * (k % 7 + 1), 1.0)})
+        one.values("set", weights, wants_window=False)
+        one.values("get")
+    theirs, ours = count()
+    assert theirs <= before[0] + 2
+    assert ours <= before[1] + 2
+
+
+def test_two_drivers_share_a_worker(one: Driver) -> None:
+    other = Lanes()
+    (worker,) = one.workers
+    mine = worker.lane, worker.token
+    worker.attach(other)
+    theirs = worker.lane, worker.token
+    for k in range(4):
+        for lanes, (lane, token) in ((one.lanes, mine), (other, theirs)):
+            worker.lane, worker.token = lane, token
+            command = lanes.command("get", (float(k),), {}, repr, wants_window=True)
+            assert command is not None
+            worker.post(command, lanes)
+            while not lane.is_answered:
+                lanes.wait(60)
+            assert (lane.take().value["w"] == k).all()
+    other.close()
+
+
+def test_a_forked_child_drops_no_hold(one: Driver) -> None:
+    (weights,) = one.values("get", 1.0)
+    held = one.workers[0].lane.mailbox.holds(False, 0)
+    child = os.fork()
+    if child == 0:
+        del weights
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert held == one.workers[0].lane.mailbox.holds(False, 0) == 1
