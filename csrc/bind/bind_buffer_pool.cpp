@@ -9,17 +9,11 @@ namespace flatweights::bind {
 
 namespace py = pybind11;
 
-namespace {
-
-constexpr char kCapsule[] = "flatweights.buffer";
-
-}  // namespace
-
 py::array_t<std::uint8_t> new_array(std::size_t nbytes) {
   if (std::shared_ptr<Window> window = take_offered_window(nbytes))
     return array_over(std::move(window), nbytes);
   auto* const buffer = new Buffer(take_buffer(nbytes));
-  const py::capsule owner(buffer, kCapsule, [](void* object) {
+  const py::capsule owner(buffer, kOwner, [](void* object) {
     auto* const given = static_cast<Buffer*>(object);
     give_buffer(*given);
     delete given;
@@ -30,9 +24,9 @@ py::array_t<std::uint8_t> new_array(std::size_t nbytes) {
 
 void bind_buffer_pool(py::module_& m) {
   m.def("empty", &new_array, py::arg("nbytes"));
-  // Whether an array's base is what gives its memory back to the pool.
+  // Whether an array's base is what gives its memory back to the pool, or a window back.
   m.def(
-      "is_pooled", [](py::handle base) { return PyCapsule_IsValid(base.ptr(), kCapsule) != 0; },
+      "is_pooled", [](py::handle base) { return PyCapsule_IsValid(base.ptr(), kOwner) != 0; },
       py::arg("base"));
   m.def("clear_pool", &clear_buffers);
   m.def("pool_bytes", &kept_bytes);

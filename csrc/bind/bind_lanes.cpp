@@ -13,7 +13,9 @@
 #include "flatweights/mailbox.hpp"
 #include "flatweights/memory_file.hpp"
 #include "flatweights/window.hpp"
+#include "new_array.hpp"
 #include "offered_window.hpp"
+#include "without_gil.hpp"
 
 namespace flatweights::bind {
 
@@ -63,7 +65,7 @@ auto with_os_errors(F&& make) {
 
 std::shared_ptr<MemoryFile> create_file(std::size_t nbytes) {
   return with_os_errors([nbytes] {
-    const py::gil_scoped_release nogil;  // pages are filled with zeros
+    const WithoutGil nogil;  // pages are filled with zeros
     return MemoryFile::create(nbytes);
   });
 }
@@ -72,7 +74,7 @@ std::shared_ptr<MemoryFile> open_file(int descriptor, const py::bytes& nonce,
                                       MemoryFile::Access access) {
   const MemoryFile::Nonce expected = nonce_of(nonce);
   return with_os_errors([&] {
-    const py::gil_scoped_release nogil;
+    const WithoutGil nogil;
     return MemoryFile::open(descriptor, expected, access);
   });
 }
@@ -116,7 +118,7 @@ struct BoundMailbox {
     for (;;) {
       Mailbox::Awaited outcome;
       {
-        const py::gil_scoped_release nogil;
+        const WithoutGil nogil;
         outcome = box().await(nanoseconds);
       }
       if (outcome != Mailbox::Awaited::kInterrupted) return outcome == Mailbox::Awaited::kTaken;
@@ -164,7 +166,7 @@ struct PeerWindow {
                             std::to_string(file->size()) + " bytes, got " + std::to_string(offset) +
                             " + " + std::to_string(nbytes));
     auto* const hold = new Hold{file, mailbox.file, side_of(of_worker), index, getpid()};
-    const py::capsule owner(hold, [](void* object) { delete static_cast<Hold*>(object); });
+    const py::capsule owner(hold, kOwner, [](void* object) { delete static_cast<Hold*>(object); });
     py::array array(py::dtype::of<std::uint8_t>(), {static_cast<py::ssize_t>(nbytes)},
                     {py::ssize_t{1}}, reinterpret_cast<const std::uint8_t*>(file->data()) + offset,
                     owner);
@@ -235,7 +237,7 @@ void bind_lanes(py::module_& m) {
   py::class_<Window, std::shared_ptr<Window>>(m, "Window")
       .def(py::init([](std::size_t nbytes) {
              return with_os_errors([nbytes] {
-               const py::gil_scoped_release nogil;
+               const WithoutGil nogil;
                return std::make_shared<Window>(nbytes);
              });
            }),

@@ -8,6 +8,10 @@
 
 namespace flatweights::bind {
 
+// The name of capsules that own the memory of the array over them, and give it back: nobody
+// else can write to it.
+inline constexpr char kOwner[] = "flatweights.buffer";
+
 // A new one-dimensional uint8 array at a 64-byte boundary, contents undefined. Its
 // memory goes back to the pool when it dies.
 [[nodiscard]] pybind11::array_t<std::uint8_t> new_array(std::size_t nbytes);

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "new_array.hpp"
+
 namespace flatweights::bind {
 
 namespace py = pybind11;
@@ -29,7 +31,7 @@ std::shared_ptr<Window> take_offered_window(std::size_t nbytes) {
 py::array_t<std::uint8_t> array_over(std::shared_ptr<Window> window, std::size_t nbytes) {
   auto* const memory = reinterpret_cast<std::uint8_t*>(window->file().data());
   auto* const kept = new std::shared_ptr<Window>(std::move(window));
-  const py::capsule owner(kept, [](void* object) {
+  const py::capsule owner(kept, kOwner, [](void* object) {
     auto* const given = static_cast<std::shared_ptr<Window>*>(object);
     (*given)->give();
     delete given;
