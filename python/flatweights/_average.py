@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 from numpy.typing import NDArray
@@ -87,8 +87,12 @@ def average_used(
     *,
     out: Source | None = None,
     nonfinite: Nonfinite = "propagate",
+    names: Sequence[str] | None = None,
 ) -> tuple[Source, list[int]]:
-    """Return what `average` does, and which sources ``nonfinite`` did not leave out."""
+    """Return what `average` does, and which sources ``nonfinite`` did not leave out.
+
+    Errors about NaN and infinity name sources by ``names``, if given.
+    """
     models = list(sources)
     if not models:
         raise ValueError("expected at least one source, got none")
@@ -101,12 +105,12 @@ def average_used(
     used = list(range(len(models)))
     screened = nonfinite == "propagate"
     if not screened and out is not None and _core.shares_slots(written, parts):
-        used = _finite(template, parts, given, nonfinite)  # before a source is overwritten
+        used = _finite(template, parts, given, nonfinite, names)  # before a source is overwritten
         screened = True
     finite = _run(template, written, parts, given, used)
     if not screened and not finite:
         # Which source it was is looked up only now; none, if float64 overflowed.
-        used = _finite(template, parts, given, nonfinite)
+        used = _finite(template, parts, given, nonfinite, names)
         if len(used) < len(models):
             _run(template, written, parts, given, used)
     return result, used
@@ -217,12 +221,16 @@ def add_up(relative: list[float]) -> float:
 
 
 def _finite(
-    template: Template, parts: list[list[NDArray[Any]]], weights: list[float], nonfinite: Nonfinite
+    template: Template,
+    parts: list[list[NDArray[Any]]],
+    weights: list[float],
+    nonfinite: Nonfinite,
+    names: Sequence[str] | None,
 ) -> list[int]:
     """Return the models without NaN and infinity; raise for the first one with, if asked to."""
     found = []
     for k, arrays in enumerate(parts):
-        error = template.find_nonfinite(arrays, f"source {k}")
+        error = template.find_nonfinite(arrays, names[k] if names else f"source {k}")
         if error is None:
             found.append(k)
         elif nonfinite == "raise":

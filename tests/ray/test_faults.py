@@ -81,11 +81,12 @@ def lose_a_node() -> None:
     group.broadcast(found)
 
     # After its answer, which lay on its node.
-    refs = group._call("train", (), {})
-    ray.wait(list(refs.values()), num_returns=3, fetch_local=False)
+    handles = [group.actors()[rank] for rank in group.healthy_actor_ids()]
+    refs = [handle.train.remote() for handle in handles]
+    ray.wait(refs, num_returns=3, fetch_local=False)
     cluster.remove_node(nodes[1])
     time.sleep(0.5)
-    last = fw.ray.average(list(refs.values()), min_results=2, timeout=60)  # type: ignore[attr-defined]
+    last = fw.ray.average(refs, min_results=2, timeout=60)  # type: ignore[attr-defined]
     assert last.used == (0, 1), last
     print("lost:", type(last.failed[2]).__name__)
     check(last.weights, found.weights, (0, 2))

@@ -23,14 +23,21 @@ def bits(model: FlatWeights) -> bytes:
     return model.buffer.tobytes()
 
 
+def received(worker: WorkerWire, message: Any) -> FlatWeights:
+    """What a worker sets its model from."""
+    found: list[FlatWeights] = []
+    worker.receive(message, found.append)
+    return found[0]
+
+
 def test_a_round_goes_in_full_once_and_then_in_differences() -> None:
     group, workers = GroupWire(WIRE), [WorkerWire() for _ in range(2)]
     assert not group.has_sent
-    first = group.message(weights(1.0))
+    first, group = group.message(weights(1.0))
     assert isinstance(first, Snapshot)
     assert group.has_sent
     for worker in workers:
-        assert bits(worker.receive(first)) == bits(weights(1.0))
+        assert bits(received(worker, first)) == bits(weights(1.0))
     sent = [
         worker.encode((weights(1.0 + 2**-9 * (k + 1)), {"rank": k}), "weights", WIRE)
         for k, worker in enumerate(workers)
@@ -41,10 +48,10 @@ def test_a_round_goes_in_full_once_and_then_in_differences() -> None:
     mean["w"] = (group.widen(sent[0][0])["w"] + group.widen(sent[1][0])["w"]) / 2
     found = group.decode(mean, "weights")
     assert found["w"][0] == np.float32(1.0 + 2**-9 * 1.5)
-    second = group.message(found)
+    second, group = group.message(found)
     assert isinstance(second, Difference)
-    assert len({bits(worker.receive(second)) for worker in workers}) == 1
-    assert bits(workers[0].receive(group.snapshot())) == bits(group.snapshot().weights)
+    assert len({bits(received(worker, second)) for worker in workers}) == 1
+    assert bits(received(workers[0], group.snapshot())) == bits(group.snapshot().weights)
 
 
 def test_a_tuple_of_two_is_weights_and_extras() -> None:
@@ -64,51 +71,59 @@ def test_a_tuple_of_two_is_weights_and_extras() -> None:
 
 def test_a_worker_that_was_never_sent_weights_says_so() -> None:
     group = GroupWire(WIRE)
-    group.message(weights(1.0))
-    update = group.message(weights(2.0))
+    _, group = group.message(weights(1.0))
+    update, _ = group.message(weights(2.0))
     with pytest.raises(MissedUpdateError, match="never received"):
-        WorkerWire().receive(update)
+        received(WorkerWire(), update)
     with pytest.raises(MissedUpdateError, match="no weights have been received"):
         WorkerWire().encode(weights(1.0), "weights", WIRE)
 
 
 def test_a_result_from_older_weights_is_refused() -> None:
-    group, worker = GroupWire(WIRE), WorkerWire()
-    worker.receive(group.message(weights(1.0)))
+    group, worker = in_touch()
     old = worker.encode(weights(1.5), "weights", WIRE)
     group.widen(old)
-    worker.receive(group.message(weights(2.0)))
+    message, group = group.message(weights(2.0))
+    received(worker, message)
     with pytest.raises(MissedUpdateError, match="result: expected a difference from weights"):
         group.widen(old)
 
 
+def in_touch() -> tuple[GroupWire, WorkerWire]:
+    """A group and a worker that has its first message."""
+    worker = WorkerWire()
+    message, group = GroupWire(WIRE).message(weights(1.0))
+    received(worker, message)
+    return group, worker
+
+
 def test_another_layout_starts_anew() -> None:
-    group, worker = GroupWire(WIRE), WorkerWire()
-    worker.receive(group.message(weights(1.0)))
+    group, worker = in_touch()
     other = FlatWeights({"v": np.ones(3, np.float32)})
-    message = group.message(other)
+    message, group = group.message(other)
     assert isinstance(message, Snapshot)
-    assert bits(worker.receive(message)) == bits(other)
-    assert isinstance(group.message({"v": np.zeros(3, np.float32)}), Difference)
+    assert bits(received(worker, message)) == bits(other)
+    assert isinstance(group.message({"v": np.zeros(3, np.float32)})[0], Difference)
 
 
-def test_after_a_message_that_was_lost_all_goes_in_full() -> None:
-    group, worker = GroupWire(WIRE), WorkerWire()
-    worker.receive(group.message(weights(1.0)))
-    group.message(weights(2.0))
-    group.forget()
-    assert not group.has_sent
-    message = group.message(weights(3.0))
-    assert isinstance(message, Snapshot)
-    assert bits(worker.receive(message)) == bits(weights(3.0))
-    assert group.has_sent
-    assert isinstance(group.message(weights(4.0)), Difference)
+def test_what_was_not_sent_or_not_taken_has_not_happened() -> None:
+    group, worker = in_touch()
+    before = bits(group.snapshot().weights)
+    lost, _ = group.message(weights(2.0))
+    with pytest.raises(LookupError, match="w"):
+        worker.receive(lost, lambda model: {}[next(iter(model))])
+    assert bits(group.snapshot().weights) == before
+    first = worker.encode(weights(1.5), "weights", WIRE)
+    assert group.widen(first)["w"][0] == 0.5, "from the weights that both had before"
+    message, after = group.message(weights(3.0))
+    assert bits(received(worker, message)) == bits(after.snapshot().weights)
+    with pytest.raises(MissedUpdateError, match="expected a difference from weights"):
+        received(worker, lost)
 
 
 def test_another_wire_dtype_starts_anew() -> None:
-    worker, half = WorkerWire(), GroupWire("float16")
-    worker.receive(GroupWire(WIRE).message(weights(1.0)))
-    worker.receive(half.message(weights(1.0)))
+    _, worker = in_touch()
+    received(worker, GroupWire("float16").message(weights(1.0))[0])
     assert worker.encode(weights(1.5), "weights", "float16").values["w"].dtype == np.float16
 
 
@@ -123,8 +138,7 @@ def test_gradients_need_no_weights_and_may_be_a_vector() -> None:
 
 
 def test_what_has_no_names_is_refused() -> None:
-    group, worker = GroupWire(WIRE), WorkerWire()
-    worker.receive(group.message(weights(1.0)))
+    group, worker = in_touch()
     with pytest.raises(TypeError, match="by name"):
         group.message(np.zeros(3))
     with pytest.raises(TypeError, match="by name"):
@@ -136,8 +150,8 @@ def test_what_has_no_names_is_refused() -> None:
 def test_sizes_are_those_of_the_buffer_that_travels() -> None:
     group = GroupWire(WIRE)
     model = weights(1.0)
-    snapshot = group.message(model)
-    update = group.message(model)
+    snapshot, group = group.message(model)
+    update, _ = group.message(model)
     assert nbytes_of(snapshot) == nbytes_of(model) == 448 + 64
     assert nbytes_of(update) == 256 + 64
     assert nbytes_of(np.zeros(3)) is None

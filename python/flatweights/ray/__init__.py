@@ -3,18 +3,14 @@
 Imports Ray, and TensorFlow only where a `FlatWorker` is built.
 """
 
-from flatweights.ray._average import average
-from flatweights.ray._cost import ExchangeCost, exchange_cost
-from flatweights.ray._errors import WorkerError
+from flatweights.ray._driver import average
+from flatweights.ray._errors import StaleWorkerError, StoreTooSmallError, WorkerError
 from flatweights.ray._group import WorkerGroup
-from flatweights.ray._round import Round
+from flatweights.ray._round import Round, ShardedRound, ShardedWeights
 from flatweights.ray._sharded import ShardedAverage
-from flatweights.ray._sharded_round import ShardedRound, ShardedWeights
-from flatweights.ray._store import StoreTooSmallError
-from flatweights.ray._worker import FlatWorker, StaleWorkerError
+from flatweights.ray._worker import FlatWorker
 
 __all__ = [
-    "ExchangeCost",
     "FlatWorker",
     "Round",
     "ShardedAverage",
@@ -25,5 +21,4 @@ __all__ = [
     "WorkerError",
     "WorkerGroup",
     "average",
-    "exchange_cost",
 ]

@@ -1,8 +1,14 @@
-"""What went wrong in workers, by rank."""
+"""What goes wrong in workers and in Ray's object store, and how it is said."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
+
+import ray
+
+from flatweights._sources import Template
+
+FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes|$)")
@@ -17,7 +23,7 @@ class WorkerError(RuntimeError):
 
     def __init__(self, failed: Mapping[int, Exception]) -> None:
         """Say which ranks failed, and why."""
-        self.failed = dict(failed)
+        self.failed = dict(sorted(failed.items()))
         reasons = [f"rank {rank}: {reason_of(error)}" for rank, error in self.failed.items()]
         super().__init__("\n".join(reasons))  # Ray's own errors have several lines
 
@@ -26,17 +32,35 @@ class WorkerError(RuntimeError):
         return type(self), (self.failed,)
 
 
+class StaleWorkerError(RuntimeError):
+    """A worker was asked to work on weights that it does not have: it was restarted since."""
+
+
+class StoreTooSmallError(RuntimeError):
+    """The object store, and the disk that it spills to, cannot hold a round."""
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether the worker, rather than its method, failed: it died, is stale, or is late."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return isinstance(getattr(error, "cause", None), StaleWorkerError)
+    return isinstance(error, (ray.exceptions.RayError, TimeoutError))
+
+
+def late_error(timeout: float | None) -> TimeoutError:
+    """Return what stands for the result of a rank that did not answer."""
+    return TimeoutError(f"no result after {timeout} s")
+
+
 def reason_of(error: Exception) -> str:
     """Return what a worker raised, rather than what Ray has wrapped around it."""
-    cause = getattr(error, "cause", None)  # what a RayTaskError was raised from
-    shown = cause if isinstance(cause, Exception) else error
+    shown = _shown(error)
     return f"{type(shown).__name__}: {shown}"
 
 
 def reason_in_a_line(error: Exception) -> str:
     """As `reason_of`, on one line: Ray's own errors have several, and colours in them."""
-    cause = getattr(error, "cause", None)
-    shown = cause if isinstance(cause, Exception) else error
+    shown = _shown(error)
     name = type(shown).__name__
     lines = [line.strip() for line in _COLOURS.sub("", str(shown)).splitlines() if line.strip()]
     if not lines:
@@ -45,3 +69,43 @@ def reason_in_a_line(error: Exception) -> str:
         return f"{name}: {lines[-1]}"
     detail = _EXIT_DETAIL.search(lines[-1])
     return f"{name}: {lines[0]}" + (f" {detail[1]}" if detail else "")
+
+
+def _shown(error: Exception) -> Exception:
+    cause = getattr(error, "cause", None)  # what a RayTaskError was raised from
+    return cause if isinstance(cause, Exception) else error
+
+
+def put(weights: Any, ranks: int) -> Any:
+    """Put ``weights``, for or from so many ``ranks``, into the object store.
+
+    Raises:
+        StoreTooSmallError: If there is no room.
+    """
+    try:
+        return ray.put(weights)
+    except FULL as error:
+        raise too_small(ranks, weights) from error
+
+
+def too_small(ranks: int, weights: Any) -> StoreTooSmallError:
+    """Return the error that says how large the store must be for ``weights``, if known."""
+    nbytes = size_of(weights)
+    need = f"({ranks} + 2) * " + (
+        "the bytes of the weights"
+        if nbytes is None
+        else f"{nbytes:,} = {(ranks + 2) * nbytes:,} bytes"
+    )
+    return StoreTooSmallError(
+        f"the object store is full: the results of {ranks} ranks, their average and the one "
+        f"before need at least {need}; set ray.init(object_store_memory=...) or ray start "
+        "--object-store-memory"
+    )
+
+
+def size_of(weights: Any) -> int | None:
+    """Return the bytes of ``weights``, None if they are of no kind that is averaged."""
+    try:
+        return Template.of(weights).layout.nbytes
+    except TypeError:
+        return None

@@ -1,45 +1,56 @@
 """Several workers that are called together, some of which may be slow or dead."""
 
 import contextlib
-import itertools
+import functools
+import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
 
-from flatweights._average import Nonfinite, read_weights
+from flatweights._average import Nonfinite
 from flatweights._weights import FlatWeights
-from flatweights.ray._actors import Actors, raised
-from flatweights.ray._average import Job, Weights, count, late_error
-from flatweights.ray._errors import WorkerError
+from flatweights.ray._calls import Call, Head, Payload, Stamp, Stamps
+from flatweights.ray._driver import DriverAverage
+from flatweights.ray._engine import (
+    Arrivals,
+    Request,
+    Weights,
+    check_count,
+    check_timeout,
+    deadline_of,
+)
+from flatweights.ray._errors import WorkerError, is_lost, put, size_of
 from flatweights.ray._metrics import METRICS
-from flatweights.ray._progress import RoundsBar
-from flatweights.ray._report import report
-from flatweights.ray._round import Round
+from flatweights.ray._ray_calls import BY_VALUE, RayAnswer
+from flatweights.ray._report import RoundsBar, report
+from flatweights.ray._round import Round, ShardedRound, ShardedWeights
 from flatweights.ray._sharded import ShardedAverage
-from flatweights.ray._sharded_job import ShardedJob
-from flatweights.ray._sharded_round import ShardedRound, ShardedWeights
 from flatweights.ray._shards import Reading
-from flatweights.ray._store import StoreTooSmallError, put, size_of
-from flatweights.ray._wire import GroupWire, Travels, nbytes_of, widen
+from flatweights.ray._wire import GroupWire, Travels, nbytes_of
 from flatweights.ray._worker import FlatWorker
+from flatweights.ray._workers import Workers
 from flatweights.wire import WireDType
 
-# Up to here arguments travel with the call and results with its reply; beyond, a value is
-# better put into the object store once than pickled into each call.
-# Measured: with four actors, by value 2.3 ms against 3.3 ms by reference up to 100 KiB of
-# pickle, 4.8 ms beyond. Some of that is the layout's.
-_BY_VALUE = 96 * 1024
-
-_versions = itertools.count()  # no two groups of a driver send weights of one version
+_PROBE = 10.0  # seconds that an unhealthy worker is given to answer
 
 
-class _Outgoing(NamedTuple):
-    """What workers are sent: a value, or a reference to one, and its bytes if they are known."""
+class _Sent(NamedTuple):
+    """The weights that a group sent last: replaced as a whole, so a broadcast happened or not.
 
-    message: Any = None
-    nbytes: int = 0
+    Attributes:
+        version: Their stamp; None before the first broadcast.
+        payload: What was sent.
+        wire: What the wire keeps of them, if there is one.
+        full: The same in full, for workers that missed others before; once it is needed.
+    """
+
+    version: Stamp | None = None
+    payload: Payload | None = None
+    wire: GroupWire | None = None
+    full: Payload | None = None
 
 
 class WorkerGroup:
@@ -95,20 +106,17 @@ class WorkerGroup:
             ValueError: If there is no actor, or ``wire_dtype`` is another one.
             TypeError: If one is no actor of a `FlatWorker` class.
         """
-        self._actors = Actors(actors)
-        self._max_inflight = count(max_inflight, "max_inflight", None)
-        self._version: int | None = None  # of the latest weights that were sent
-        self._latest = _Outgoing()
-        self._wire = None if wire_dtype is None else GroupWire(wire_dtype)
-        # In full, of the latest weights, once it is needed.
-        self._snapshot: _Outgoing | None = None
+        self._workers = Workers(actors)
+        self._max_inflight = check_count(max_inflight, "max_inflight")
+        self._sent = _Sent(wire=None if wire_dtype is None else GroupWire(wire_dtype))
+        self._stamps = Stamps()
         self._in_round = False  # of run(): workers may have trained since the latest weights
         self._arguments: list[Sequence[Any]] = []  # of the actors, for those that are restarted
 
     @classmethod
     def create(
         cls,
-        worker: type[FlatWorker],
+        worker: type[FlatWorker] | Any,
         n: int,
         *args: Any,
         max_inflight: int = 4,
@@ -119,7 +127,7 @@ class WorkerGroup:
         """Start ``n`` actors of the class ``worker``.
 
         Args:
-            worker: A subclass of `FlatWorker`, not yet made an actor.
+            worker: A subclass of `FlatWorker`, or what `ray.remote` made of one.
             n: How many.
             *args: Arguments for each constructor, and so for `FlatWorker.build`.
             max_inflight: See `average`.
@@ -131,13 +139,15 @@ class WorkerGroup:
             TypeError: If ``worker`` is no subclass of `FlatWorker`.
             ValueError: If ``n`` is less than 1.
         """
-        if not (isinstance(worker, type) and issubclass(worker, FlatWorker)):
+        remote = worker if isinstance(worker, ray.actor.ActorClass) else None
+        plain = remote.__ray_actor_class__ if remote is not None else worker
+        if not (isinstance(plain, type) and issubclass(plain, FlatWorker)):
             raise TypeError(f"worker: expected a subclass of FlatWorker, got {worker!r}")
-        if n < 1:
-            raise ValueError(f"n: expected at least 1, got {n}")
+        check_count(n, "n")
+        check_count(max_inflight, "max_inflight")
         if wire_dtype is not None:
             GroupWire(wire_dtype)  # raises before an actor is started
-        remote = ray.remote(worker)
+        remote = remote or ray.remote(plain)
         if ray_options:
             remote = remote.options(**ray_options)
         given = [arguments(rank) if arguments else () for rank in range(n)]
@@ -155,11 +165,11 @@ class WorkerGroup:
 
     def actors(self) -> dict[int, Any]:
         """Return the actors by rank."""
-        return dict(enumerate(self._actors.handles))
+        return self._workers.handles()
 
     def healthy_actor_ids(self) -> list[int]:
         """Return the ranks that are called."""
-        return self._actors.healthy()
+        return self._workers.healthy()
 
     def num_healthy_actors(self) -> int:
         """Return how many ranks are called."""
@@ -167,12 +177,12 @@ class WorkerGroup:
 
     def is_actor_healthy(self, rank: int) -> bool:
         """Whether ``rank`` is called."""
-        return rank not in self._actors.unhealthy
+        return rank not in self._workers.unhealthy
 
     @property
     def unhealthy(self) -> Mapping[int, Exception]:
         """By rank, why actors are not called."""
-        return dict(sorted(self._actors.unhealthy.items()))
+        return dict(sorted(self._workers.unhealthy.items()))
 
     def step(
         self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -190,12 +200,18 @@ class WorkerGroup:
         Raises:
             WorkerError: If a method raised, or no rank has answered.
         """
-        refs = self._call(method, args, kwargs)
-        results, failed = self._actors.collect(refs, timeout)
-        self._actors.note(failed)
-        by_methods = raised(failed)
+        timeout = check_timeout(timeout)
+        deadline = deadline_of(timeout)
+        ranks = self._workers.settle(timeout, deadline)
+        arrivals = Arrivals({}, timeout, deadline=deadline)
+        try:
+            self._call(arrivals, ranks, method, args, kwargs)
+            results = arrivals.collect()
+        finally:
+            self._workers.close(arrivals)
+        by_methods = _raised(arrivals.failed)
         if by_methods or not results:
-            raise WorkerError(by_methods or self._actors.unhealthy)
+            raise WorkerError(by_methods or self._workers.unhealthy)
         return results
 
     def average(
@@ -238,91 +254,76 @@ class WorkerGroup:
             TypeError: As `flatweights.ray.average`.
             ValueError: As `flatweights.ray.average`.
         """
-        found = self._average(
-            method,
-            *args,
-            weights=weights,
-            out=out,
-            timeout=timeout,
-            min_results=min_results,
-            nonfinite=nonfinite,
-            travels=travels,
-            sharded=sharded,
-            **kwargs,
-        )
-        report(found, said=self._actors.unhealthy)
+        request = self._request(weights, timeout, min_results, nonfinite, sharded)
+        found = self._average(method, args, kwargs, request, out, travels, sharded)
+        report(found, said=self._workers.unhealthy)
         return found
 
-    def _average(
+    def _request(
         self,
-        method: str,
-        *args: Any,
         weights: Weights,
         timeout: float | None,
         min_results: int | None,
         nonfinite: Nonfinite,
+        sharded: ShardedAverage | None,
+    ) -> Request:
+        """Check what was given, for all ranks of the group."""
+        ranks = len(self._workers)
+        if sharded is not None:
+            return sharded.request(
+                ranks, weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite
+            )
+        return Request.of(
+            ranks,
+            weights,
+            timeout=timeout,
+            min_results=min_results,
+            nonfinite=nonfinite,
+            max_inflight=self._max_inflight,
+        )
+
+    def _average(
+        self,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        request: Request,
         out: Any = None,
         travels: Travels = "weights",
         sharded: ShardedAverage | None = None,
-        **kwargs: Any,
     ) -> Round:
         """As `average`, which reports it."""
-        if sharded is not None and (out is not None or self._wire is not None):
+        wire = self._sent.wire
+        if sharded is not None and (out is not None or wire is not None):
             raise ValueError("sharded: expected neither out nor a wire_dtype with it")
-        given = weights
-        if not (given is None or callable(given)):
-            given = read_weights(given, len(self._actors))
-        count(min_results, "min_results", len(self._actors))
-        ranks = self.healthy_actor_ids()
-        if len(ranks) < (min_results or 1):
-            raise WorkerError(self._actors.unhealthy)
-        values = [given[rank] for rank in ranks] if isinstance(given, list) else given
-        limits: dict[str, Any] = {
-            "timeout": timeout,
-            "min_results": min_results,
-            "nonfinite": nonfinite,
-        }
-        job: Job | ShardedJob
-        if sharded is None:
-            wide = self._wire.widen if self._wire is not None else widen
-            limits |= {"max_inflight": self._max_inflight, "widen": wide}
-            job = Job.of(len(ranks), values, **limits)
-        else:
-            job = sharded.job(len(ranks), values, **limits)
-        before = dict(self._actors.unhealthy)
-        encoded = self._wire is not None and (travels == "gradients" or self._wire.has_sent)
-        pieces: list[list[Any]] | None = None
-        if isinstance(job, ShardedJob) and job.reading.shards:
-            refs, pieces = self._call_cut(job.reading, method, args, kwargs)
-        else:
-            refs = self._call(method, args, kwargs, travels if encoded else None)
-        found: Round
+        deadline = deadline_of(request.timeout)
+        ranks = self._workers.settle(request.timeout, deadline)
+        if len(ranks) < (request.min_results or 1):
+            raise WorkerError(self._workers.unhealthy)
+        before = dict(self._workers.unhealthy)
+        patience = math.inf if sharded is None else sharded.patience
+        arrivals = Arrivals({}, request.timeout, deadline=deadline, patience=patience)
         try:
-            if isinstance(job, ShardedJob):
-                found = job.run(list(refs.values()), pieces)
+            plan: Any
+            if sharded is not None:
+                reading = sharded.reading(request)
+                pieces = self._call_cut(arrivals, ranks, reading, method, args, kwargs)
+                plan = sharded.plan(arrivals, request, pieces)
+            elif wire is not None and (travels == "gradients" or wire.has_sent):
+                how = wire.wire_dtype, travels
+                self._call(arrivals, ranks, method, args, kwargs, how)
+                finish = functools.partial(wire.decode, travels=travels)
+                plan = DriverAverage(arrivals, request, out, widen=wire.widen, finish=finish)
             else:
-                found = job.run(list(refs.values()), out)
+                self._call(arrivals, ranks, method, args, kwargs)
+                plan = DriverAverage(arrivals, request, out)
+            found: Round = plan.run()
         except WorkerError as error:
-            failed = {ranks[k]: reason for k, reason in error.failed.items()}
-            raise WorkerError(dict(sorted((before | failed).items()))) from error.__cause__
+            raise WorkerError(before | error.failed) from error.__cause__
         finally:
             # Also if it was not for a rank's failure that there is no average.
-            late = {ranks[k]: late_error(timeout) for k in job.arrivals.late}
-            self._actors.owed |= {rank: refs[rank] for rank in late}
-            self._actors.note({ranks[k]: error for k, error in job.arrivals.failed.items()} | late)
-            refs.clear()  # who keeps an error keeps this frame
-            if pieces is not None:
-                pieces.clear()
-        if self._wire is not None and encoded:
-            found.weights = self._wire.decode(found.weights, travels)
-        found.used = tuple(ranks[k] for k in found.used)
-        found.late = tuple(late)
-        found.quarantined = tuple(ranks[k] for k in found.quarantined)
-        failed = {ranks[k]: reason for k, reason in found.failed.items()}
-        found.failed = dict(sorted((before | failed).items()))
-        found.extras = {ranks[k]: extras for k, extras in found.extras.items()}
-        if isinstance(found, ShardedRound):
-            found.groups = tuple(tuple(ranks[k] for k in group) for group in found.groups)
+            self._workers.close(arrivals)
+        found.failed = dict(sorted((before | found.failed).items()))
         return found
 
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
@@ -344,33 +345,36 @@ class WorkerGroup:
                 are unhealthy: they do not have the weights of the others.
             StoreTooSmallError: If the object store has no room for them; nothing was sent.
         """
-        ranks = self.healthy_actor_ids()
+        timeout = check_timeout(timeout)
+        deadline = deadline_of(timeout)
+        ranks = self._workers.settle(timeout, deadline)
         if not ranks:
-            raise WorkerError(self._actors.unhealthy)
-        before = self._version, self._latest
+            raise WorkerError(self._workers.unhealthy)
+        before = self._sent
         begin = time.monotonic()
-        self._latest = self._to_send(weights)
-        self._snapshot = None
-        self._version = next(_versions)
+        payload, wire = self._to_send(weights)
+        for rank in ranks:
+            self._workers[rank].prepare(payload)
         put = time.monotonic()
-        answered, failed = self._send(ranks, timeout)
+        # From here on it happened: workers that do not answer have missed it.
+        stamp = self._stamps.next()
+        self._sent = _Sent(stamp, payload, wire)
+        arrivals = self._send(ranks, payload, timeout, deadline)
         seconds = {"put": put - begin, "broadcast": time.monotonic() - put}
         METRICS.observe(seconds)
         if isinstance(weights, Round):
-            weights.seconds = {**weights.seconds, **seconds}
-            weights.nbytes_sent = len(answered) * self._latest.nbytes
-        by_methods = raised(failed)
-        if by_methods and not answered:
-            self._version, self._latest = before
-            if self._wire is not None:
-                self._wire.forget()
+            weights.seconds.update(seconds)
+            weights.nbytes_sent = len(arrivals.arrived) * payload.nbytes
+        by_methods = _raised(arrivals.failed)
+        if by_methods and not arrivals.arrived:
+            self._sent = before
             raise WorkerError(by_methods)
-        self._actors.unhealthy |= by_methods
-        if by_methods or not answered:
-            raise WorkerError(by_methods or failed)
-        return list(answered)
+        self._workers.unhealthy |= by_methods
+        if by_methods or not arrivals.arrived:
+            raise WorkerError(by_methods or self._workers.unhealthy)
+        return sorted(arrivals.arrived)
 
-    def restore(self, *, timeout: float | None = 10.0) -> list[int]:
+    def restore(self, *, timeout: float | None = _PROBE) -> list[int]:
         """Send unhealthy workers the latest weights; return the ranks that have them.
 
         They are healthy again. A worker that was late is sent them once it has answered.
@@ -378,16 +382,22 @@ class WorkerGroup:
         Args:
             timeout: Seconds to wait for answers; for ever, if None.
         """
-        ranks = self._actors.to_probe()
-        if self._version is None:
-            # Nothing to send: good is who has not lost what it had.
-            asked = {rank: self._actors[rank].call_version.remote(None, "ping") for rank in ranks}
-            answered, failed = self._actors.collect(asked, timeout)
+        timeout = check_timeout(timeout)
+        ranks = self._workers.to_probe()
+        if self._sent.version is None:
+            # No weights were broadcast yet, so a worker is healthy if it was never restarted.
+            arrivals = Arrivals({}, timeout)
+            try:
+                self._call(arrivals, ranks, "ping", (), {})
+                arrivals.collect()
+            finally:
+                self._workers.close(arrivals)
         else:
-            answered, failed = self._send(ranks, timeout, in_full=True)
-        self._actors.unhealthy |= failed
-        self._actors.heal(answered)
-        return list(answered)
+            arrivals = self._send_in_full(ranks, timeout)
+        self._workers.unhealthy |= arrivals.failed
+        healed = sorted(arrivals.arrived)
+        self._workers.heal(healed)
+        return healed
 
     def run(
         self,
@@ -425,30 +435,40 @@ class WorkerGroup:
         Raises:
             WorkerError: As `average` and `broadcast`.
         """
+        try:
+            rounds = operator.index(rounds)
+        except TypeError:
+            raise TypeError(f"rounds: expected an integer, got {rounds!r}") from None
+        request = self._request(weights, timeout, min_results, nonfinite, sharded)
+        return self._rounds(rounds, method, args, kwargs, request, sharded, progress)
+
+    def _rounds(
+        self,
+        rounds: int,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        request: Request,
+        sharded: ShardedAverage | None,
+        progress: bool,
+    ) -> Iterator[Round]:
+        """Yield what `run` promises."""
+        timeout = request.timeout
         with RoundsBar(rounds) if progress else contextlib.nullcontext() as bar:
             for number in range(1, rounds + 1):
-                if self._actors.unhealthy:
-                    self.restore()
-                if self._in_round and self._version is not None:
-                    ranks = self.healthy_actor_ids()
-                    self._actors.unhealthy |= self._send(ranks, timeout, in_full=True)[1]
-                self._in_round = True
                 begin = time.monotonic()
-                found = self._average(
-                    method,
-                    *args,
-                    weights=weights,
-                    timeout=timeout,
-                    min_results=min_results,
-                    nonfinite=nonfinite,
-                    sharded=sharded,
-                    **kwargs,
-                )
+                if self._in_round and self._sent.version is not None:
+                    ranks = self._workers.settle(timeout, deadline_of(timeout))
+                    self._workers.unhealthy |= self._send_in_full(ranks, timeout).failed
+                if self._workers.unhealthy:
+                    self.restore(timeout=_PROBE if timeout is None else min(_PROBE, timeout))
+                self._in_round = True
+                found = self._average(method, args, kwargs, request, sharded=sharded)
                 self.broadcast(found, timeout=timeout)
                 self._in_round = False
-                found.seconds = {**found.seconds, "round": time.monotonic() - begin}
+                found.seconds["round"] = time.monotonic() - begin
                 found.number = number
-                report(found, said=self._actors.unhealthy)
+                report(found, said=self._workers.unhealthy)
                 if bar is not None:
                     bar.advance(found)
                 yield found
@@ -456,97 +476,114 @@ class WorkerGroup:
 
     def shutdown(self) -> None:
         """End all actors; their processes are gone soon after."""
-        self._actors.shut_down()
+        self._workers.shut_down()
         self._arguments.clear()
-        self._latest, self._snapshot = _Outgoing(), None
+        self._sent = _Sent()
 
     def _call(
         self,
+        arrivals: Arrivals,
+        ranks: Sequence[int],
         method: str,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        travels: Travels | None = None,
-    ) -> dict[int, Any]:
-        if self._wire is not None and travels is not None:
-            wire = self._wire.wire_dtype, travels
-            return {
-                rank: self._actors[rank].call_encoded.remote(
-                    self._version, wire, method, *args, **kwargs
-                )
-                for rank in self.healthy_actor_ids()
-            }
-        return {
-            rank: self._actors[rank].call_version.remote(self._version, method, *args, **kwargs)
-            for rank in self.healthy_actor_ids()
-        }
+        wire: tuple[WireDType, Travels] | None = None,
+    ) -> None:
+        """Call ``method`` of ``ranks``; their answers are to arrive in ``arrivals``."""
+        call = Call(Head(self._stamps.next(), self._sent.version, wire), method, args, kwargs)
+        for rank in ranks:
+            arrivals.expect(rank, self._workers[rank].call(call))
 
     def _call_cut(
-        self, reading: Reading, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[dict[int, Any], list[list[Any]]]:
-        """Call ``method`` of workers that cut its result; return headers, and pieces."""
-        headers: dict[int, Any] = {}
-        pieces = []
-        for k, rank in enumerate(self.healthy_actor_ids()):
-            call = self._actors[rank].call_cut.options(num_returns=1 + reading.shards)
-            headers[rank], *row = call.remote(self._version, reading, k, method, *args, **kwargs)
-            pieces.append(row)
-        return headers, pieces
+        self,
+        arrivals: Arrivals,
+        ranks: Sequence[int],
+        reading: Reading,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> dict[int, list[Any]] | None:
+        """As `_call`, of workers that cut the result themselves; return references to the pieces.
 
-    def _to_send(self, weights: Any) -> _Outgoing:
-        pieces = weights.pieces if isinstance(weights, ShardedRound) else weights
-        if isinstance(pieces, ShardedWeights) and self._wire is None:
-            return _Outgoing(pieces, pieces.layout.nbytes)
-        is_round = isinstance(weights, Round)
-        if self._wire is not None:
-            given = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights
-            return self._small_or_put(self._wire.message(given.weights if is_round else given))
-        if isinstance(weights, ray.ObjectRef):
-            return _Outgoing(weights)
-        value = weights.weights if is_round else weights
+        If nodes add up first, nothing is cut, and there are none.
+        """
+        head = Head(self._stamps.next(), self._sent.version)
+        pieces: dict[int, list[Any]] = {}
+        for rank in ranks:
+            handle = self._workers[rank].handle
+            if reading.shards:
+                run = handle.call_cut.options(num_returns=1 + reading.shards)
+                ref, *pieces[rank] = run.remote(head, reading, rank, method, *args, **kwargs)
+            else:
+                ref = handle.call_version.remote(head, method, *args, **kwargs)
+            arrivals.expect(rank, RayAnswer(ref, fetch=False))
+        return pieces if reading.shards else None
+
+    def _to_send(self, weights: Any) -> tuple[Payload, GroupWire | None]:
+        """Return what is sent for ``weights``, and the wire once it is."""
+        ranks, wire = len(self._workers), self._sent.wire
+        value = weights
+        if isinstance(weights, ShardedRound) and wire is None and not weights.is_changed:
+            value = weights.pieces
+        elif isinstance(weights, Round):
+            value = weights.weights
+        if wire is not None:
+            model = ray.get(value) if isinstance(value, ray.ObjectRef) else value
+            message, wire = wire.message(model)
+            return Payload(message, nbytes_of(message) or 0, lambda: put(message, ranks)), wire
+        if isinstance(value, ray.ObjectRef):
+            return Payload(value, 0, lambda: value), None
+        if isinstance(value, ShardedWeights):
+            return Payload(value, value.layout.nbytes, lambda: put(value, ranks)), None
         nbytes = size_of(value) or 0
-        if isinstance(value, FlatWeights) and value.buffer.nbytes <= _BY_VALUE:
-            # The caller's may change before a restart wants it.
-            return _Outgoing(value.copy(), nbytes)
-        return _Outgoing(weights.ref if is_round else put(value, len(self._actors)), nbytes)
+        if isinstance(value, FlatWeights) and nbytes <= BY_VALUE and value.buffer.flags.writeable:
+            value = value.copy()  # the caller's may change before a restart wants it
+        if isinstance(weights, Round):
+            return Payload(value, nbytes, weights.ref_to_what_it_is_now), None
+        return Payload(value, nbytes, lambda: put(value, ranks)), None
 
-    def _small_or_put(self, message: Any) -> _Outgoing:
-        nbytes = nbytes_of(message) or 0
-        if 0 < nbytes <= _BY_VALUE:
-            return _Outgoing(message, nbytes)
-        try:
-            return _Outgoing(put(message, len(self._actors)), nbytes)
-        except StoreTooSmallError:
-            if self._wire is not None:
-                self._wire.forget()
-            raise
+    def _send_in_full(self, ranks: Sequence[int], timeout: float | None) -> Arrivals:
+        """Send the latest weights to ``ranks``, which may have missed others before."""
+        sent = self._sent
+        payload = sent.payload
+        if sent.wire is not None:
+            if sent.full is None:
+                snapshot, count = sent.wire.snapshot(), len(self._workers)
+                full = Payload(snapshot, nbytes_of(snapshot) or 0, lambda: put(snapshot, count))
+                self._sent = sent = sent._replace(full=full)
+            payload = sent.full
+        assert payload is not None
+        return self._send(ranks, payload, timeout, deadline_of(timeout))
 
     def _send(
-        self, ranks: Sequence[int], timeout: float | None, *, in_full: bool = False
-    ) -> tuple[dict[int, Any], dict[int, Exception]]:
-        """Send the latest weights; return who has answered, and errors.
+        self, ranks: Sequence[int], payload: Payload, timeout: float | None, deadline: float | None
+    ) -> Arrivals:
+        """Send the weights of the latest version; return who has answered, and errors."""
+        for rank in ranks:
+            self._workers[rank].prepare(payload)
+        assert self._sent.version is not None
+        head = Head(self._stamps.next(), self._sent.version)
+        arrivals = Arrivals({}, timeout, deadline=deadline)
+        try:
+            for rank in ranks:
+                arrivals.expect(rank, self._workers[rank].send(head, payload))
+            arrivals.collect()
+        finally:
+            self._workers.close(arrivals)
+            METRICS.count_sent(len(arrivals.arrived) * payload.nbytes)
+        return arrivals
 
-        Those who may have missed others before need them in full.
-        """
-        sent = self._latest
-        if in_full and self._wire is not None:
-            if self._snapshot is None:
-                self._snapshot = self._small_or_put(self._wire.snapshot())
-            sent = self._snapshot
-        refs = {
-            rank: self._actors[rank].receive_version.remote(self._version, sent.message)
-            for rank in ranks
-        }
-        answered, failed = self._actors.collect(refs, timeout)
-        METRICS.count_sent(len(answered) * sent.nbytes)
-        self._actors.note(failed)
-        return answered, failed
+
+def _raised(failed: Mapping[int, Exception]) -> dict[int, Exception]:
+    """Return what methods raised, of what has failed."""
+    return {rank: error for rank, error in failed.items() if not is_lost(error)}
 
 
 def _by_reference(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """Return ``arguments`` with references to those that are too large to travel with a call."""
     return tuple(
         one
-        if isinstance(one, ray.ObjectRef) or len(ray.cloudpickle.dumps(one)) <= _BY_VALUE
+        if isinstance(one, ray.ObjectRef) or len(ray.cloudpickle.dumps(one)) <= BY_VALUE
         else ray.put(one)
         for one in arguments
     )

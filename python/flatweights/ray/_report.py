@@ -1,7 +1,9 @@
-"""A round in the log, and in the metrics."""
+"""A round in the log, in the metrics, and on a progress bar."""
 
 import logging
 from collections.abc import Collection
+from types import TracebackType
+from typing import Any
 
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._metrics import METRICS
@@ -37,7 +39,6 @@ def report(found: Round, *, said: Collection[int] = ()) -> None:
         if ranks:
             counts.append(f"{len(ranks)} {reason} ({', '.join(map(str, ranks))})")
     steps = {step: value for step, value in found.seconds.items() if step != "round"}
-    total = found.seconds.get("round", sum(steps.values()))
     times = ", ".join(f"{step} {value:.3f}" for step, value in steps.items())
     reasons = "".join(
         f"; rank {rank}: {reason_in_a_line(error)}"
@@ -49,7 +50,7 @@ def report(found: Round, *, said: Collection[int] = ()) -> None:
         "flatweights: %s: %s, %.3f s (%s), %s%s",
         name,
         ", ".join(counts),
-        total,
+        found.total_seconds,
         times,
         _in_bytes(found),
         reasons,
@@ -75,3 +76,60 @@ def readable_bytes(nbytes: int) -> str:
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:,.0f} TB"
+
+
+class RoundsBar:
+    """How many rounds are done, and which ranks the last average is not of.
+
+    Drawn on a terminal or in a notebook, and nowhere else: a file would get its remains.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        """Show nothing yet.
+
+        Raises:
+            ImportError: If ``rich`` is not installed.
+        """
+        try:
+            from rich import progress
+            from rich.console import Console
+        except ImportError as error:
+            raise ImportError("progress=True needs rich: pip install rich") from error
+        console = Console()
+        self._bar: Any = progress.Progress(
+            progress.TextColumn("rounds"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.description}"),
+            console=console,
+            disable=not (console.is_terminal or console.is_jupyter),
+        )
+        self._task = self._bar.add_task("", total=rounds)
+
+    def __enter__(self) -> "RoundsBar":
+        """Begin to draw."""
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the bar as it is."""
+        self._bar.stop()
+
+    def advance(self, found: Round) -> None:
+        """Show that one more round is done."""
+        self._bar.update(self._task, advance=1, description=_ranks(found))
+
+
+def _ranks(found: Round) -> str:
+    lost = sorted({*found.late, *found.failed})
+    if not lost:
+        return f"{len(found.used)} ranks"
+    without = ", ".join(map(str, lost))
+    return f"[yellow]{len(found.used)} of {len(found.used) + len(lost)} ranks, without {without}[/]"

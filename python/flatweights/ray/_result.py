@@ -1,7 +1,11 @@
-"""What the method of a worker returns; imports nothing of Ray."""
+"""The result of a worker: weights, or weights and extras; imports nothing of Ray."""
 
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
+
+from flatweights._weights import FlatWeights
 
 
 def split(result: Any) -> tuple[Any, Any]:
@@ -18,3 +22,14 @@ def with_weights(result: Any, change: Callable[[Any], Any]) -> Any:
     """Return ``result`` with ``change(weights)`` for its weights; the extras stay as they are."""
     weights, extras = split(result)
     return change(weights) if weights is result else (change(weights), extras)
+
+
+def own(extras: Any) -> Any:
+    """Return ``extras`` with copies of the arrays in it, which are views of a worker's memory."""
+    if isinstance(extras, (np.ndarray, FlatWeights)):
+        return extras.copy()
+    if type(extras) is dict:
+        return {key: own(value) for key, value in extras.items()}
+    if type(extras) in (list, tuple):
+        return type(extras)(map(own, extras))
+    return extras

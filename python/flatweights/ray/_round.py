@@ -1,26 +1,30 @@
-"""What came of one round."""
+"""The outcome of a round: the average, in the driver or in pieces, and what became of ranks."""
 
+import html
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from flatweights.ray._errors import reason_in_a_line
-from flatweights.ray._store import put
+import numpy as np
+import ray
+
+from flatweights._layout import Layout
+from flatweights._sources import Kind, Template
+from flatweights._weights import FlatWeights
+from flatweights.ray._errors import put, reason_in_a_line
+from flatweights.ray._ranges import as_kind, assemble, in_place
 
 
-@dataclass
 class Round:
     """The average of one round, and which ranks it is of.
 
     Attributes:
-        weights: The average, of the kind that the workers returned.
         used: The ranks that it was taken over, in the order in which they were added.
         failed: By rank, what its worker raised, or the error about NaN and infinity for which
             ``nonfinite="skip"`` left it out.
         quarantined: Those of the failed ranks that ``nonfinite="skip"`` left out.
         late: The ranks that had not answered when the time was up.
-        extras: By rank, what workers returned beside their weights.
+        extras: By rank, what the workers of the used ranks returned beside their weights.
         seconds: How long it took: ``"wait"`` for results, ``"average"`` to add them up,
             ``"put"`` to bring the average into the object store, once it is there. A
             `WorkerGroup` adds ``"broadcast"``, until its workers had it, and `WorkerGroup.run`
@@ -30,23 +34,41 @@ class Round:
         number: Which round of `WorkerGroup.run` it was, from 1.
     """
 
-    weights: Any
-    used: Sequence[int]
-    failed: Mapping[int, Exception] = field(default_factory=dict)
-    late: Sequence[int] = ()
-    extras: Mapping[int, Any] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    nbytes: int = 0
-    nbytes_sent: int = 0
-    quarantined: Sequence[int] = ()
-    number: int | None = None
-    _ref: Any = field(default=None, repr=False)
+    def __init__(
+        self,
+        weights: Any,
+        used: Sequence[int],
+        failed: Mapping[int, Exception] | None = None,
+        late: Sequence[int] = (),
+        extras: Mapping[int, Any] | None = None,
+        seconds: Mapping[str, float] | None = None,
+        nbytes: int = 0,
+        nbytes_sent: int = 0,
+        quarantined: Sequence[int] = (),
+        number: int | None = None,
+    ) -> None:
+        """Take what is known of the round; see the attributes."""
+        self._weights = weights
+        self.used = tuple(used)
+        self.failed = dict(failed or {})
+        self.late = tuple(late)
+        self.extras = dict(extras or {})
+        self.seconds = dict(seconds or {})
+        self.nbytes = nbytes
+        self.nbytes_sent = nbytes_sent
+        self.quarantined = tuple(quarantined)
+        self.number = number
+        self._ref: Any = None
+        self._in_store: list[Any] = []  # the parts that were put, if none of them can change
 
-    def __post_init__(self) -> None:
-        """Make what is given unchangeable."""
-        self.used = tuple(self.used)
-        self.late = tuple(self.late)
-        self.quarantined = tuple(self.quarantined)
+    @property
+    def weights(self) -> Any:
+        """The average, of the kind that the workers returned.
+
+        It is read-only, so that it stays what workers are sent; change a copy. A buffer that was
+        given as ``out`` is returned itself.
+        """
+        return self._weights
 
     @property
     def ref(self) -> Any:
@@ -54,11 +76,21 @@ class Round:
         if self._ref is None:
             begin = time.monotonic()
             self._ref = put(self.weights, len(self.used) + len(self.failed) + len(self.late))
-            self.seconds = {**self.seconds, "put": time.monotonic() - begin}
+            parts = _parts_of(self.weights)
+            self._in_store = [] if any(part.flags.writeable for part in parts) else parts
+            self.seconds["put"] = time.monotonic() - begin
         return self._ref
 
+    def ref_to_what_it_is_now(self) -> Any:
+        """Return `ref`; put anew if `weights` may have been changed since it was made."""
+        parts = _parts_of(self.weights) if self._ref is not None else []
+        same = len(parts) == len(self._in_store)
+        if not (same and all(a is b for a, b in zip(parts, self._in_store, strict=True))):
+            self._ref = None
+        return self.ref
+
     def record(self) -> dict[str, Any]:
-        """Return what there is to know of the round but for its weights and extras, as plain data.
+        """Return all there is to know of the round except its weights and extras, as plain data.
 
         For a line of JSON per round, or a row of a table: numbers, texts, lists and dicts with
         texts as keys, which JSON gives back as they were.
@@ -81,3 +113,173 @@ class Round:
             "seconds": dict(self.seconds),
             "bytes": {"in": self.nbytes, "out": self.nbytes_sent},
         }
+
+    @property
+    def total_seconds(self) -> float:
+        """How long the round took, as far as it is known."""
+        return self.seconds.get("round", sum(self.seconds.values()))
+
+    def __repr__(self) -> str:
+        """Ranks and seconds, without the weights.
+
+        >>> Round([1.0], used=[0, 2], late=[1], seconds={"wait": 0.25})
+        <Round: 2 of 3 ranks (0, 2), late (1), 0.250 s>
+        """
+        name = type(self).__name__ + ("" if self.number is None else f" {self.number}")
+        lost = {*self.late, *self.failed}
+        failed = [rank for rank in self.failed if rank not in self.quarantined]
+        counts = [f"{len(self.used)} of {len(self.used) + len(lost)} ranks {_ranks(self.used)}"]
+        named = {"late": self.late, "quarantined": self.quarantined, "failed": failed}
+        counts += [f"{word} {_ranks(ranks)}" for word, ranks in named.items() if ranks]
+        return f"<{name}: {', '.join(counts)}, {self.total_seconds:.3f} s>"
+
+    def _repr_html_(self) -> str:
+        """As `record`, a table for notebooks."""
+        cells: dict[str, Any] = self.record()
+        cells["failed"] = "; ".join(f"rank {k}: {why}" for k, why in cells["failed"].items())
+        cells["seconds"] = ", ".join(f"{k} {v:.3f}" for k, v in cells["seconds"].items())
+        cells["bytes"] = ", ".join(f"{k} {v:,}" for k, v in cells["bytes"].items())
+        rows = [
+            f"<tr><th>{name}</th><td>{html.escape(str(value))}</td></tr>"
+            for name, value in cells.items()
+            if value not in (None, "", [])
+        ]
+        return f"<table>{''.join(rows)}</table>"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = [*map(str, ranks[:16]), *(["..."] if len(ranks) > 16 else [])]
+    return f"({', '.join(shown)})"
+
+
+def sealed(model: Any) -> Any:
+    """Return a view of ``model`` that cannot be written to; a new dict or list of such views."""
+    if isinstance(model, FlatWeights):
+        return FlatWeights.wrap(_read_only(model.buffer), model.layout)
+    if isinstance(model, dict):
+        return {key: _read_only(part) for key, part in model.items()}
+    if isinstance(model, list):
+        return [_read_only(part) for part in model]
+    return _read_only(model)
+
+
+def _read_only(array: Any) -> Any:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _parts_of(model: Any) -> list[Any]:
+    """Return the arrays that ``model`` consists of: the same objects each time."""
+    if isinstance(model, FlatWeights):
+        return [model.buffer]
+    parts = list(model.values()) if isinstance(model, Mapping) else model
+    parts = [parts] if isinstance(parts, np.ndarray) else list(parts)
+    return [part if isinstance(part, np.ndarray) else np.asarray(part) for part in parts]
+
+
+class ShardedWeights:
+    """A model whose ranges are objects of their own, on the nodes that averaged them.
+
+    It is small, and can be sent to any process as it is: the references travel in it. Whoever
+    wants the model asks for it, and Ray moves the pieces from node to node.
+    """
+
+    def __init__(self, template: Template, keys: Sequence[Hashable], refs: Sequence[Any]) -> None:
+        """Take one reference per range.
+
+        Args:
+            template: What it is a model of; private to the package.
+            keys: The keys of a dict in their order.
+            refs: References to the ranges.
+        """
+        self._template = template
+        self._keys = tuple(keys)
+        self.refs = tuple(refs)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the whole model; a dict's by sorted keys."""
+        return self._template.layout
+
+    def get(self) -> Any:
+        """Return the model, of the kind that the workers returned, put together here.
+
+        Raises:
+            ray.exceptions.RayError: If a node that held a range is gone, and nobody has a copy.
+        """
+        return self._ordered(assemble(self._template, ray.get(list(self.refs))))
+
+    def get_in_place(self) -> Any:
+        """Return the model as views of the object store, read-only: a dict for `FlatWeights`.
+
+        Of a dict or a list only those parts are copied that a range ends in; an array is
+        one part, and put together.
+
+        Raises:
+            ray.exceptions.RayError: As `get`.
+        """
+        parts = in_place(self._template, ray.get(list(self.refs)))
+        for part in parts:
+            part.flags.writeable = False
+        return self._ordered(as_kind(self._template, parts))
+
+    def _ordered(self, model: Any) -> Any:
+        return {key: model[key] for key in self._keys} if self._is_mapping else model
+
+    @property
+    def _is_mapping(self) -> bool:
+        return self._template.kind is Kind.MAPPING
+
+    def __repr__(self) -> str:
+        """Sizes."""
+        return f"<ShardedWeights: {self.layout.nbytes} bytes in {len(self.refs)} ranges>"
+
+
+class ShardedRound(Round):
+    """The average of one round of a `ShardedAverage`, and which ranks it is of.
+
+    A `Round`; but the average lies in pieces on several nodes until somebody asks for
+    `weights` (or `Round.ref`), which put it together here. Workers take the `pieces`.
+
+    Attributes:
+        pieces: The average, to be sent to workers: by `WorkerGroup.broadcast`, or to
+            `FlatWorker.set_pieces`.
+        groups: With ``per_node``, the ranks that were added up first, in the order in which the
+            sums were merged; otherwise none.
+    """
+
+    def __init__(
+        self,
+        pieces: ShardedWeights,
+        used: Sequence[int],
+        *,
+        groups: Sequence[Sequence[int]] = (),
+        **attributes: Any,
+    ) -> None:
+        """Take the pieces, and the attributes of a `Round`."""
+        super().__init__(None, used, **attributes)
+        self.pieces = pieces
+        self.groups = tuple(map(tuple, groups))
+
+    @property
+    def weights(self) -> Any:
+        """The average, of the kind that the workers returned: put together here, once.
+
+        Raises:
+            ray.exceptions.RayError: If a node that held a range is gone, and nobody has a copy.
+        """
+        if self._weights is None:
+            self._weights = sealed(self.pieces.get())
+            self._fetched = _parts_of(self._weights)
+        return self._weights
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody has put other arrays into the dict or list that `weights` is."""
+        if self._weights is None:
+            return False
+        parts = _parts_of(self._weights)
+        return len(parts) != len(self._fetched) or any(
+            a is not b for a, b in zip(parts, self._fetched, strict=True)
+        )

@@ -1,19 +1,51 @@
-"""The average of what workers return, spread over actors on several nodes."""
+"""The average spread over actors on several nodes, each of which owns a range of the buffer."""
 
 import math
-import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
 import ray
+from ray.experimental import get_local_object_locations
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from flatweights._average import Nonfinite
-from flatweights.ray._average import Job, Weights, count, references
-from flatweights.ray._cuts import at
+from flatweights._average import Nonfinite, read_weights
+from flatweights._sources import Template
+from flatweights.ray._calls import Answer, wait_any
+from flatweights.ray._driver import references
+from flatweights.ray._engine import (
+    Arrivals,
+    LettingGo,
+    Request,
+    Weights,
+    check_count,
+    deadline_of,
+)
+from flatweights.ray._errors import reason_of
+from flatweights.ray._ranges import as_kind, ranges_of
+from flatweights.ray._ray_calls import RayAnswer
 from flatweights.ray._report import report
-from flatweights.ray._sharded_job import ShardedJob
-from flatweights.ray._sharded_round import ShardedRound
-from flatweights.ray._shards import RangeOwner
+from flatweights.ray._result import own
+from flatweights.ray._round import ShardedRound, ShardedWeights
+from flatweights.ray._shards import (
+    ADD_UP_NODE,
+    READ_RESULT,
+    Header,
+    Outcome,
+    RangeOwner,
+    Reading,
+)
+
+# Results that are read at once on one node: each takes a process of its own, which Ray starts.
+_READERS = 2
+
+_MOST_INLINE = 100 * 1024  # bytes of a result that travels with the reply, as Ray has it
+
+_MOST_OWNERS = 4  # that are tried for one range, before something else must be wrong
+
+Key = TypeVar("Key")
 
 
 class ShardedAverage:
@@ -41,8 +73,7 @@ class ShardedAverage:
 
     If a node dies after the round, the ranges that nobody has fetched from it are lost.
 
-    `exchange_cost` says when which way is the cheapest. On one node, `flatweights.ray.average` is
-    as good, and starts nothing.
+    On one node, `flatweights.ray.average` is as good, and starts nothing.
 
     >>> import numpy as np
     >>> _ = ray.init(num_cpus=1, log_to_driver=False, ignore_reinit_error=True)
@@ -81,7 +112,7 @@ class ShardedAverage:
             ValueError: If an argument is out of range, or ``nodes`` is empty.
         """
         if num_shards is not None:
-            count(operator.index(num_shards), "num_shards", None)
+            check_count(num_shards, "num_shards")
         if nodes is not None and not list(nodes):
             raise ValueError("nodes: expected at least one id, got none")
         if not num_cpus >= 0:
@@ -92,8 +123,8 @@ class ShardedAverage:
         self._per_node = per_node
         self._nodes = None if nodes is None else list(nodes)
         self._num_cpus = num_cpus
-        self._max_inflight = count(max_inflight, "max_inflight", None)
-        self._patience = patience
+        self._max_inflight = check_count(max_inflight, "max_inflight")
+        self.patience = patience
         self._owners: list[Any] = []
         self._ended = False
 
@@ -127,22 +158,59 @@ class ShardedAverage:
             TypeError: As `flatweights.ray.average`.
             ValueError: As `flatweights.ray.average`.
         """
-        ranks = references(refs)
-        job = self.job(
-            len(ranks), weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite
+        answers = references(refs, fetch=False)
+        request = self.request(
+            len(answers),
+            weights,
+            timeout=timeout,
+            min_results=min_results,
+            nonfinite=nonfinite,
         )
-        found = job.run(ranks)
+        arrivals = Arrivals(answers, request.timeout, patience=self.patience)
+        found = self.plan(arrivals, request).run()
         report(found)
         return found
 
-    def job(self, ranks: int, weights: Weights, **options: Any) -> ShardedJob:
+    def request(self, ranks: int, weights: Weights, **options: Any) -> Request:
         """Check what `average` was given, for so many ranks."""
-        job = Job.of(ranks, weights, max_inflight=self._max_inflight, **options)
+        request = Request.of(ranks, weights, max_inflight=self._max_inflight, **options)
         if self._ended:
             raise RuntimeError("this ShardedAverage was shut down")
+        return request
+
+    def reading(self, request: Request) -> Reading:
+        """Say how results are read where they lie; start the owners."""
         if not self._owners:
             self._start()
-        return ShardedJob(job, self._owners, self._new_owner, self._per_node, self._patience)
+        return Reading(
+            shards=0 if self._per_node else len(self._owners),
+            screen=request.nonfinite != "propagate",
+            weigh=request.weights if callable(request.weights) else None,
+        )
+
+    def plan(
+        self,
+        arrivals: Arrivals,
+        request: Request,
+        pieces: Mapping[int, Sequence[Any]] | None = None,
+    ) -> "ShardedPlan":
+        """Return one average, to be run.
+
+        Args:
+            arrivals: The results; if ranks have cut them themselves, the headers of these.
+            request: What is asked for.
+            pieces: If they have: references to the pieces by rank.
+        """
+        reading = self.reading(request)
+        return ShardedPlan(
+            arrivals,
+            request,
+            reading,
+            pieces,
+            owners=self._owners,
+            new_owner=self._new_owner,
+            patience=self.patience,
+        )
 
     def shutdown(self) -> None:
         """End the owners. Rounds that there were keep their pieces."""
@@ -166,7 +234,7 @@ class ShardedAverage:
 
     def _new_owner(self, node: str = "") -> Any:
         # Firmly: Ray places actors that need nothing at random, if a node is only preferred.
-        options = at(node, firmly=True) or {"scheduling_strategy": "SPREAD"}
+        options = _at(node, firmly=True) or {"scheduling_strategy": "SPREAD"}
         owner: Any = ray.remote(RangeOwner)
         return owner.options(num_cpus=self._num_cpus, **options).remote()
 
@@ -177,3 +245,331 @@ def _nodes() -> list[str]:
     alive = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
     mine = ray.get_runtime_context().get_node_id()
     return sorted(alive, key=lambda node: node == mine)
+
+
+class ShardedPlan:
+    """One average: who reads and cuts which result, and who adds up which range.
+
+    The driver fetches no result; of each it gets a header. So nothing is mapped here.
+    """
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        request: Request,
+        reading: Reading,
+        pieces: Mapping[int, Sequence[Any]] | None,
+        *,
+        owners: list[Any],
+        new_owner: Callable[[], Any],
+        patience: float,
+    ) -> None:
+        """Take what was checked; see `ShardedAverage.plan`. Owners that fail are replaced."""
+        self._arrivals = arrivals
+        self._request = request
+        self._reading = reading
+        self._owners = owners
+        self._new_owner = new_owner
+        self._patience = patience
+        self._are_cut = pieces is not None
+        self._pieces = {rank: list(row) for rank, row in (pieces or {}).items()}
+        self._headers: dict[int, Header] = {}
+        self._nodes: dict[int, str] = {}  # of the results; empty, if one travelled inline
+        self._unknown: set[int] = set()  # where their results lie
+        self._being_read: dict[int, RayAnswer] = {}
+        self._readers: Counter[str] = Counter()  # by node
+        self._queues: dict[str, deque[int]] = {}  # of the ranks on a node that are read later
+        self._sums: dict[tuple[int, ...], list[Any]] = {}  # by the ranks of a node
+
+    def run(self) -> ShardedRound:
+        """Wait, read, average; nothing is held afterwards but the references to the ranges."""
+        with LettingGo(self, self._arrivals):
+            return self._run()
+
+    def let_go(self) -> None:
+        """Hold no reference any longer."""
+        self._pieces.clear()
+        self._being_read.clear()
+        self._queues.clear()
+        self._headers.clear()
+        self._sums.clear()
+
+    def _run(self) -> ShardedRound:
+        arrivals = self._arrivals
+        while (came := arrivals.wait()) is not None:
+            for rank in came:
+                self._receive(rank)
+            for rank in [rank for rank in self._being_read if rank in arrivals.failed]:
+                del self._being_read[rank]  # nothing was read any more
+                arrivals.lose({k: arrivals.failed[rank] for q in self._queues.values() for k in q})
+                self._queues.clear()
+            arrivals.check(self._request)
+        begin = time.monotonic()
+        ranges: list[Any] | None = None
+        while ranges is None:  # once more without them, if ranks were lost
+            used, weights, template = self._settle()
+            groups = [] if self._reading.shards else self._groups(used)
+            ranges = (
+                self._average_sums(groups, weights, template)
+                if groups
+                else self._average(used, weights, template)
+            )
+        headers = self._headers
+        return ShardedRound(
+            ShardedWeights(template, headers[used[0]].keys, ranges),
+            used,
+            groups=groups,
+            failed=dict(sorted(arrivals.failed.items())),
+            quarantined=sorted(arrivals.quarantined),
+            late=arrivals.late,
+            extras={k: own(headers[k].extras) for k in used if headers[k].extras is not None},
+            seconds={"wait": arrivals.seconds_waited, "average": time.monotonic() - begin},
+            nbytes=sum(headers[rank].nbytes for rank in used),
+        )
+
+    def _receive(self, rank: int) -> None:
+        """Take a header that came; have a result read on its node."""
+        if rank in self._being_read:
+            answer = self._being_read.pop(rank)
+            node = self._nodes[rank]
+            self._readers[node] -= 1
+            self._take_header(rank, answer)
+            self._read_more(node)
+        elif self._are_cut:
+            self._take_header(rank, self._arrivals.answers[rank])
+        else:
+            self._read(rank)
+
+    def _take_header(self, rank: int, answer: Any) -> None:
+        try:
+            self._headers[rank] = answer.take()
+        except ray.exceptions.RayError as error:
+            self._arrivals.lose({rank: error.with_traceback(None)})
+            self._pieces.pop(rank, None)
+            return
+        if rank in self._unknown:
+            self._nodes[rank] = self._headers[rank].node  # Ray has read it where it lies
+
+    def _read(self, rank: int) -> None:
+        ref: Any = self._arrivals.answers[rank].ref  # type: ignore[attr-defined]
+        found = get_local_object_locations([ref]).get(ref, {})
+        nodes, size = found.get("node_ids"), found.get("object_size")
+        if nodes == []:
+            # It travelled inline, if it is not lost or an error: nothing is fetched here.
+            try:
+                ray.get(ref, timeout=self._patience)
+            except ray.exceptions.RayError as error:
+                self._arrivals.lose({rank: error.with_traceback(None)})
+                return
+        if not nodes and (size is None or size > _MOST_INLINE):
+            self._unknown.add(rank)
+        node = self._nodes[rank] = min(nodes) if nodes else ""
+        self._queues.setdefault(node, deque()).append(rank)
+        self._read_more(node)
+
+    def _read_more(self, node: str) -> None:
+        """Begin to read what lies on ``node``, as many results as may be read at once."""
+        queue = self._queues.get(node, deque())
+        while queue and self._readers[node] < _READERS:
+            rank = queue.popleft()
+            ref: Any = self._arrivals.answers[rank].ref  # type: ignore[attr-defined]
+            task = READ_RESULT.options(num_returns=1 + self._reading.shards, **_at(node))
+            found = task.remote(ref, rank, self._reading)
+            header, *self._pieces[rank] = found if self._reading.shards else [found]
+            self._being_read[rank] = RayAnswer(header, fetch=False)
+            self._arrivals.follow(rank, self._being_read[rank])
+            self._readers[node] += 1
+
+    def _settle(self) -> tuple[list[int], dict[int, float], Template]:
+        """Return who is averaged, their weights, and what they have in common."""
+        arrivals, request = self._arrivals, self._request
+        arrivals.check(request)
+        template: Template | None = None
+        first = 0
+        spoiled: dict[int, Exception] = {}
+        read = sorted(rank for rank in self._headers if rank not in arrivals.failed)
+        for rank in read:
+            header = self._headers[rank]
+            if header.error is not None:
+                raise header.error
+            assert header.template is not None
+            if template is None:
+                template, first = header.template, rank
+            _match(template, header.template, rank, first)
+            if header.spoiled is not None:
+                spoiled[rank] = header.spoiled
+        assert template is not None
+        if spoiled and request.nonfinite == "raise":
+            raise next(iter(spoiled.values()))
+        arrivals.quarantine(spoiled)
+        arrivals.check(request)
+        left = sorted(rank for rank in self._headers if rank not in arrivals.failed)
+        given = request.weights
+        values = [self._headers[k].weight or 0.0 if callable(given) else given[k] for k in left]
+        weights = dict(zip(left, read_weights(values, len(left)), strict=True))
+        return left, weights, template
+
+    def _groups(self, used: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the ranks by node, nodes in the order of their lowest ranks."""
+        groups: dict[str, list[int]] = {}
+        for rank in used:
+            groups.setdefault(self._nodes[rank], []).append(rank)
+        return list(map(tuple, groups.values()))
+
+    def _average(
+        self, used: Sequence[int], weights: Mapping[int, float], template: Template
+    ) -> list[Any] | None:
+        """Return references to the ranges; None if ranks were lost, which have failed now."""
+        pieces, lost = self._from_owners(
+            template,
+            "average",
+            lambda k: {rank: self._pieces[rank][k] for rank in used},
+            [weights[rank] for rank in used],
+        )
+        self._arrivals.lose(lost)
+        return None if lost else pieces
+
+    def _average_sums(
+        self, groups: Sequence[tuple[int, ...]], weights: Mapping[int, float], template: Template
+    ) -> list[Any] | None:
+        """As `_average`, by the sums of each node."""
+        shards = len(self._owners)
+        calls: dict[Answer, tuple[int, ...]] = {}
+        sums: dict[tuple[int, ...], list[Any]] = {}
+        for group in groups:
+            if group in self._sums:
+                sums[group] = self._sums[group]
+                continue
+            refs = {rank: self._arrivals.answers[rank].ref for rank in group}  # type: ignore[attr-defined]
+            values = [weights[rank] for rank in group]
+            task = ADD_UP_NODE.options(num_returns=1 + shards, **_at(self._nodes[group[0]]))
+            outcome, *sums[group] = task.remote(refs, values, shards, self._patience)
+            calls[RayAnswer(outcome, fetch=False)] = group
+        lost: dict[int, Exception] = {}
+        for group, outcome in _outcomes(calls, self._patience):
+            if isinstance(outcome, Exception):
+                lost |= dict.fromkeys(group, outcome)
+            else:
+                lost |= outcome.lost
+        self._sums = {group: found for group, found in sums.items() if not lost.keys() & group}
+        pieces: list[Any] = []
+        if not lost:
+            pieces, without = self._from_owners(
+                template,
+                "merge",
+                lambda k: {group: row[k] for group, row in sums.items()},
+                [weights[group[0]] for group in sums],
+            )
+            lost = {rank: error for group, error in without.items() for rank in group}
+        self._arrivals.lose(lost)
+        return None if lost else pieces
+
+    def _from_owners(
+        self,
+        template: Template,
+        method: str,
+        sources_of: Callable[[int], Mapping[Any, Any]],
+        weights: Sequence[float],
+    ) -> tuple[list[Any], dict[Any, Exception]]:
+        """Have each range averaged by its owner, by another if that fails.
+
+        Args:
+            template: Of the whole model.
+            method: The owner's method.
+            sources_of: Gives references to what is added for a range, in order.
+            weights: One for each source.
+
+        Returns:
+            References to the ranges, and what could not be fetched.
+
+        Raises:
+            RuntimeError: If several owners of a range have failed.
+        """
+        layouts = [r.layout for r in ranges_of(template.layout, len(self._owners))]
+        pieces: list[Any] = [None] * len(layouts)
+        nodes: dict[int, str] = {}
+        calls: dict[Answer, int] = {}
+        tries = [0] * len(layouts)
+
+        def start(k: int) -> None:
+            call = getattr(self._owners[k], method).options(num_returns=2)
+            outcome, pieces[k] = call.remote(
+                layouts[k], sources_of(k), weights, self._request.max_inflight, self._patience
+            )
+            calls[RayAnswer(outcome, fetch=False)] = k
+            tries[k] += 1
+
+        missing = set(range(len(layouts)))
+        while missing:
+            for k in missing:
+                start(k)
+            for k, outcome in _outcomes(calls, self._patience):
+                if isinstance(outcome, Outcome):
+                    if outcome.lost:
+                        return [], outcome.lost
+                    nodes[k] = outcome.node
+                    continue
+                if tries[k] == _MOST_OWNERS or isinstance(outcome, ray.exceptions.RayTaskError):
+                    raise RuntimeError(
+                        f"range {k} of {len(layouts)} could not be averaged, its owner failed: "
+                        f"{reason_of(outcome)}"
+                    ) from outcome
+                ray.kill(self._owners[k])
+                self._owners[k] = self._new_owner()
+                start(k)
+            # A node may have died after it had averaged its range.
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            missing = {k for k in range(len(layouts)) if nodes[k] not in alive}
+        return pieces, {}
+
+
+def _match(template: Template, other: Template, rank: int, first: int) -> None:
+    """Raise unless a rank's result is such a model as the first one's."""
+    if template == other:
+        return
+    where = f"rank {rank}"
+    try:
+        if template.kind is not other.kind:
+            raise TypeError(f"{where}: expected {template.kind.value}, got {other.kind.value}")
+        if template.packed:
+            template.check_layout(other.layout, where)
+            return
+        # Nothing of the model is here; arrays without memory stand for it.
+        slots = other.layout.slots
+        arrays = [np.broadcast_to(np.zeros((), slot.dtype), slot.shape) for slot in slots]
+        template.match(as_kind(other, arrays), where)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error} (rank {first} gave what is expected)") from None
+
+
+def _outcomes(
+    calls: dict[Answer, Key], patience: float
+) -> Iterator[tuple[Key, Outcome | Exception]]:
+    """Yield what became of each of ``calls``, which may grow meanwhile, until it is empty.
+
+    If nothing has happened for ``patience`` seconds, the rest have failed.
+    """
+    while calls:
+        there = wait_any(calls, deadline_of(patience))
+        if not there:
+            for answer in list(calls):
+                yield calls.pop(answer), TimeoutError(f"nothing has happened for {patience} s")
+        for answer in there:
+            key = calls.pop(answer)
+            try:
+                outcome: Outcome | Exception = answer.take()
+            except ray.exceptions.RayError as error:
+                outcome = error.with_traceback(None)
+            yield key, outcome
+
+
+def _at(node: str, *, firmly: bool = False) -> dict[str, Any]:
+    """Return the options for something to run on ``node``; anywhere, if that is empty.
+
+    Args:
+        node: Id of the node. Ray itself starts a task where most of its arguments lie.
+        firmly: Whether it fails if the node is gone, instead of running elsewhere.
+    """
+    if not node:
+        return {}
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=not firmly)}

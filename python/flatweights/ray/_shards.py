@@ -6,14 +6,12 @@ from typing import Any, NamedTuple
 
 import ray
 
-from flatweights import _core
-from flatweights._average import add_up, average, ratio, read_weight
+from flatweights._average import average, read_weight
 from flatweights._layout import Layout
 from flatweights._running_average import RunningAverage
 from flatweights._sources import Template
 from flatweights.ray._ranges import Bytes, bytes_of, canonical, cut, model_of, ranges_of
 from flatweights.ray._result import split
-from flatweights.ray._wide import WideSum
 from flatweights.ray._wire import nbytes_of, widen
 
 
@@ -55,25 +53,6 @@ class Reading(NamedTuple):
     weigh: Callable[[Any], float] | None
 
 
-class Sum(NamedTuple):
-    """How the sum of a node was weighed, as `flatweights.RunningAverage` does.
-
-    Attributes:
-        base: The first positive weight, if there is one.
-        total: The sum of the weights, as ratios to it.
-    """
-
-    base: float | None
-    total: float
-
-    @classmethod
-    def of(cls, weights: Sequence[float]) -> tuple["Sum", list[float]]:
-        """Return how to weigh models of these ``weights``, and the ratios."""
-        base = next(filter(None, weights), None)
-        relative = [0.0 if base is None else ratio(weight, base) for weight in weights]
-        return cls(base, add_up(relative)), relative
-
-
 class Outcome(NamedTuple):
     """What became of a call.
 
@@ -101,7 +80,9 @@ def read_result(result: Any, rank: int, reading: Reading) -> Any:
         where = f"rank {rank}"
         template = Template.of(model, where)
         weight = reading.weigh and read_weight(reading.weigh(result), f"weight of {where}")
-        spoiled = _spoiled(template, model, where) if reading.screen else None
+        spoiled = None
+        if reading.screen:
+            spoiled = template.find_nonfinite(template.read(model, where), where)
         nbytes = nbytes_of(received)
         header = Header(
             template,
@@ -121,14 +102,6 @@ def read_result(result: Any, rank: int, reading: Reading) -> Any:
     return (header, *pieces, *[None] * (reading.shards - len(pieces)))
 
 
-def _spoiled(template: Template, model: Any, where: str) -> Exception | None:
-    parts = template.read(model, where)
-    i = _core.first_nonfinite(template.layout.code, template.packed, parts, 0)
-    if i == len(template.layout):
-        return None
-    return ValueError(f"{where}{template.place(i)}: holds NaN or infinity")
-
-
 def add_up_node(
     refs: Mapping[int, Any], weights: Sequence[float], shards: int, patience: float
 ) -> Any:
@@ -141,32 +114,30 @@ def add_up_node(
         patience: Seconds to wait for a result.
 
     Returns:
-        One object for the outcome and one for each range: a `WideSum`; the piece itself, if it
-        is of one rank with a positive weight: that is its own sum. None for what is not.
+        One object for the outcome and one for each range: a `RunningAverage`; the piece itself, if
+        it is of one rank: half as many bytes. None for what is not.
     """
     begin = time.monotonic()
-    models: dict[int, Any] = {}
+    models: list[Any] = []
     lost: dict[int, Exception] = {}
     for rank, ref in refs.items():
         found = _fetch({rank: ref}, patience, lost)
         if found:
-            models[rank] = canonical(widen(split(found.pop(rank))[0]))[0]
+            models.append(canonical(widen(split(found.pop(rank))[0]))[0])
     sums: list[Any] = []
     if not lost:
-        template = Template.of(next(iter(models.values())))
-        rows = [cut(template, model, shards) for model in models.values()]
-        _, relative = Sum.of(weights)
-        for k, r in enumerate(ranges_of(template.layout, shards)):
-            pieces = [row[k] for row in rows]
-            sums.append(_sum_of(r.layout, pieces, relative))
+        template = Template.of(models[0])
+        rows = [cut(template, model, shards) for model in models]
+        for r, *pieces in zip(ranges_of(template.layout, shards), *rows, strict=True):
+            sums.append(pieces[0] if len(pieces) == 1 else _sum_of(pieces, r.layout, weights))
     sums += [None] * (shards - len(sums))
     return (Outcome(lost, _node(), time.monotonic() - begin), *sums)
 
 
-def _sum_of(layout: Layout, pieces: list[Bytes], relative: list[float]) -> Any:
-    if len(pieces) == 1 and relative[0] > 0:  # which is 1
-        return pieces[0]
-    return WideSum.of(layout, pieces, relative)
+def _sum_of(pieces: Sequence[Bytes], layout: Layout, weights: Sequence[float]) -> RunningAverage:
+    total = RunningAverage()
+    total.add_all([model_of(piece, layout) for piece in pieces], weights)
+    return total
 
 
 class RangeOwner:
@@ -212,7 +183,7 @@ class RangeOwner:
         self,
         layout: Layout,
         refs: Mapping[Any, Any],
-        sums: Sequence[Sum],
+        weights: Sequence[float],
         max_inflight: int,
         patience: float,
     ) -> tuple[Outcome, Bytes | None]:
@@ -221,30 +192,22 @@ class RangeOwner:
         Args:
             layout: Of the range.
             refs: What `add_up_node` gave, by node, in the order in which they are merged.
-            sums: How each was weighed.
+            weights: Of each node's first rank: that of a piece which is its own sum.
             max_inflight: How many are mapped at once.
             patience: Seconds to wait for one.
         """
         begin = time.monotonic()
         lost: dict[Any, Exception] = {}
-        weighed = dict(zip(refs, sums, strict=True))
-        total: WideSum | None = None
-        base: float | None = None
-        weight = 0.0
+        weight_of = dict(zip(refs, weights, strict=True))
+        total = RunningAverage()
         for run in _runs(refs, max_inflight, patience, lost):
+            if lost:
+                continue  # to tell of all that are lost
             for node, value in run.items():
-                mine = weighed[node]
-                base = mine.base if base is None else base
-                scale = ratio(mine.base, base) if mine.base and base else 1.0
-                added = value if isinstance(value, WideSum) else WideSum.of(layout, [value], [1.0])
-                if total is None:
-                    total = WideSum.zero(layout, added.kept)
-                total.merge(layout, added, scale)
-                weight += ratio(scale * mine.total, 1.0)
+                is_sum = isinstance(value, RunningAverage)
+                total.merge(value if is_sum else _sum_of([value], layout, [weight_of[node]]))
         outcome = Outcome(lost, _node(), time.monotonic() - begin)
-        if lost or total is None:
-            return outcome, None
-        return outcome, total.divide(layout, weight)
+        return outcome, None if lost else bytes_of(total.mean())
 
 
 def _runs(
@@ -261,17 +224,21 @@ def _runs(
 
 
 def _fetch(refs: Mapping[Any, Any], patience: float, lost: dict[Any, Exception]) -> dict[Any, Any]:
+    """Return the values; note in ``lost`` what cannot be had, and why."""
+    found: dict[Any, Any] = {}
     try:
-        values = ray.get(list(refs.values()), timeout=patience)
-        return dict(zip(refs, values, strict=True))
+        found = dict(zip(refs, ray.get(list(refs.values()), timeout=patience), strict=True))
     except ray.exceptions.RayError:
-        pass
-    found = {}
-    for key, ref in refs.items():
-        try:
-            found[key] = ray.get(ref, timeout=patience)
-        except ray.exceptions.RayError as error:
-            lost[key] = error.with_traceback(None)
+        for key, ref in refs.items():
+            try:
+                found[key] = ray.get(ref, timeout=patience)
+            except ray.exceptions.RayError as error:
+                lost[key] = error.with_traceback(None)
+    # A piece was there when its rank was counted in. If its node died since, Ray cuts the result
+    # again elsewhere; where that is gone, too, there is nothing instead of a piece.
+    for key in [key for key, value in found.items() if value is None]:
+        del found[key]
+        lost[key] = ray.exceptions.ObjectLostError(refs[key].hex(), None, "")
     return found
 
 

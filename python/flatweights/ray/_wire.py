@@ -1,6 +1,6 @@
 """16-bit differences between a `WorkerGroup` and its workers; imports nothing of Ray."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -33,18 +33,20 @@ class WorkerWire:
         self._weights: DeltaEncoder | None = None
         self._gradients: GradientEncoder | None = None
 
-    def receive(self, message: Message) -> FlatWeights:
-        """Return the weights that ``message`` stands for, read-only.
+    def receive(self, message: Message, take: Callable[[FlatWeights], Any]) -> None:
+        """Give ``take`` the weights that ``message`` stands for, read-only; keep them if it does.
 
         Raises:
-            MissedUpdateError: If it is a difference from weights that this worker has not.
+            MissedUpdateError: If it is a difference from weights that this worker does not have.
         """
-        if self._weights is None or not self._weights.fits(message):
-            if not isinstance(message, Snapshot):
-                raise MissedUpdateError("a difference from weights that were never received")
-            self._weights = DeltaEncoder(message)
-            return self._weights.reference
-        return self._weights.receive(message)
+        if self._weights is not None and self._weights.fits(message):
+            received = self._weights.after(message)
+        elif isinstance(message, Snapshot):
+            received = DeltaEncoder(message)
+        else:
+            raise MissedUpdateError("a difference from weights that were never received")
+        take(received.reference)
+        self._weights = received
 
     def encode(self, result: Any, travels: Travels, wire_dtype: WireDType) -> Any:
         """Return what a method returned, its weights or gradients in 16 bits; extras stay.
@@ -73,55 +75,54 @@ class WorkerWire:
 
 
 class GroupWire:
-    """What a group keeps: the weights that all workers have, and those that they should have."""
+    """What a group keeps: the weights that all workers have, and those that they should have.
 
-    def __init__(self, wire_dtype: WireDType) -> None:
-        """Begin with nothing: the first message is a snapshot.
+    It does not change: `message` gives the next one, to be kept once the message is sent.
+    """
 
-        Args:
-            wire_dtype: ``"bfloat16"`` or ``"float16"``.
+    def __init__(self, wire_dtype: WireDType, driver: DeltaBroadcaster | None = None) -> None:
+        """Begin with what was sent before; if that is nothing, the first message is a snapshot.
 
         Raises:
-            ValueError: If it is another one.
+            ValueError: If ``wire_dtype`` is no dtype of the wire.
         """
         dtype_on_wire(wire_dtype)
-        self.wire_dtype: WireDType = wire_dtype
-        self._driver: DeltaBroadcaster | None = None
-        self._is_known = False
+        self.wire_dtype = wire_dtype
+        self._driver = driver
 
     @property
     def has_sent(self) -> bool:
         """Whether workers have weights that differences can be taken from."""
-        return self._is_known
+        return self._driver is not None
 
-    def forget(self) -> None:
-        """Note that the last message was not sent or not taken: the next one goes in full."""
-        self._is_known = False
+    def message(self, weights: Any) -> "tuple[Message, GroupWire]":
+        """Return a message that brings workers to ``weights``, and the wire once it is sent.
 
-    def message(self, weights: Any) -> Message:
-        """Return what brings workers to ``weights``: a difference, or the first time a snapshot.
+        A difference; the first time, and for another layout, a snapshot.
 
         Args:
             weights: `FlatWeights`, or a dict of arrays.
 
         Raises:
             TypeError: If they are neither.
-            ValueError: As `DeltaBroadcaster.encode`; nothing has changed then.
+            ValueError: As `DeltaBroadcaster.encode`.
         """
         if isinstance(weights, np.ndarray) or not isinstance(weights, Mapping):
             raise TypeError(
                 f"wire_dtype: expected weights by name (get_weights), got {type(weights).__name__}"
             )
         model = weights if isinstance(weights, FlatWeights) else FlatWeights(weights)
-        driver = self._driver if self._is_known else None
+        driver = self._driver
+        message: Message
         if driver is not None and driver.weights.layout.digest == model.layout.digest:
-            return driver.encode(model)
-        self._driver = DeltaBroadcaster(model, self.wire_dtype)
-        self._is_known = True
-        return self._driver.snapshot()
+            message, driver = driver.after(model)
+        else:
+            driver = DeltaBroadcaster(model, self.wire_dtype)
+            message = driver.snapshot()
+        return message, GroupWire(self.wire_dtype, driver)
 
     def snapshot(self) -> Snapshot:
-        """Return what all workers have, for one that has lost it."""
+        """Return the weights that all workers have, for one that has lost them."""
         assert self._driver is not None
         return self._driver.snapshot()
 

@@ -10,14 +10,14 @@ import ray
 from numpy.typing import ArrayLike, NDArray
 
 from flatweights._weights import FlatWeights
-from flatweights.ray._sharded_round import ShardedWeights
+from flatweights.ray._calls import Head, Stamp
+from flatweights.ray._errors import StaleWorkerError
+from flatweights.ray._round import ShardedWeights
 from flatweights.ray._shards import Reading, read_result
-from flatweights.ray._wire import Message, Travels, WorkerWire
-from flatweights.wire import MissedUpdateError, WireDType
+from flatweights.ray._wire import Message, WorkerWire
+from flatweights.wire import MissedUpdateError
 
-
-class StaleWorkerError(RuntimeError):
-    """A worker was asked to work on weights that it does not have: it was restarted since."""
+_MOST_GROUPS = 64  # whose last calls a worker remembers
 
 
 class FlatWorker:
@@ -48,8 +48,10 @@ class FlatWorker:
         variables: The `TensorFlowVariables` of what `build` returned.
     """
 
-    _version: int | None = None  # of the weights that a WorkerGroup has sent
+    # Set on first use: subclasses need not call this constructor.
+    _version: Stamp | None = None  # of the weights that a WorkerGroup has sent
     _wire: WorkerWire | None = None  # if these travel in 16 bits
+    _last_calls: dict[str, int] | None = None  # the number of each group's last call
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build the model; arguments go to `build`.
@@ -81,9 +83,9 @@ class FlatWorker:
         """Return the weights by name; see `TensorFlowVariables.get_weights`."""
         return self.variables.get_weights()
 
-    def set_weights(self, new_weights: Mapping[str, ArrayLike]) -> None:
+    def set_weights(self, new_weights: Mapping[str, ArrayLike], *, share: bool = False) -> None:
         """Set weights by name; see `TensorFlowVariables.set_weights`."""
-        self.variables.set_weights(new_weights)
+        self.variables.set_weights(new_weights, share=share)
 
     def set_pieces(self, pieces: ShardedWeights) -> None:
         """Set weights from the ranges of a `ShardedRound`, fetched here; none goes by the driver.
@@ -97,9 +99,17 @@ class FlatWorker:
         """Return the weights as one vector; see `TensorFlowVariables.get_flat`."""
         return self.variables.get_flat()
 
-    def set_flat(self, new_weights: ArrayLike) -> None:
-        """Set all weights from one vector; see `TensorFlowVariables.set_flat`."""
-        self.variables.set_flat(new_weights)
+    def set_flat(
+        self, new_weights: ArrayLike | Mapping[str, ArrayLike], *, share: bool = False
+    ) -> None:
+        """Set all weights from one vector; see `TensorFlowVariables.set_flat`.
+
+        Weights by name, such as `get_weights` or an average gives, are set by `set_weights`.
+        """
+        if isinstance(new_weights, Mapping):
+            self.set_weights(new_weights, share=share)
+        else:
+            self.variables.set_flat(new_weights, share=share)
 
     def ping(self) -> str:
         """Return ``"pong"``: the actor is alive and built."""
@@ -107,26 +117,28 @@ class FlatWorker:
 
     def receive_version(
         self,
-        version: int,
+        head: Head,
         new_weights: Mapping[str, ArrayLike] | NDArray[Any] | Message | ShardedWeights,
     ) -> None:
         """Set the weights that a `WorkerGroup` sends, and remember which they are.
 
         Raises:
-            StaleWorkerError: If it is a difference from weights that this actor does not have.
+            StaleWorkerError: If it is a difference from weights that this actor does not have, or
+                the actor was sent others since.
         """
+        self._admit(head.stamp)
         if isinstance(new_weights, Message):
             if self._wire is None:
                 self._wire = WorkerWire()
             try:
-                new_weights = self._wire.receive(new_weights)
+                self._wire.receive(new_weights, self._set)
             except MissedUpdateError as error:
                 raise StaleWorkerError(str(error)) from error
-        if isinstance(new_weights, ShardedWeights):
+        elif isinstance(new_weights, ShardedWeights):
             self.set_pieces(new_weights)
         else:
             self._set(new_weights)
-        self._version = version
+        self._version = head.version
 
     def _set(self, new_weights: Mapping[str, ArrayLike] | NDArray[Any]) -> None:
         if isinstance(new_weights, np.ndarray):
@@ -134,41 +146,37 @@ class FlatWorker:
         else:
             self.set_weights(new_weights)
 
-    def call_version(self, version: int | None, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call_version(self, head: Head, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method for a `WorkerGroup`, on the weights that it means.
 
-        A restarted actor answers calls that were waiting for it, with the weights that it was
-        built with: such an answer must not be averaged into the others.
+        Ray repeats calls on a restarted actor, which has the weights that it was built with, or
+        newer ones: such an answer must not be averaged into the others, and such a call must
+        not train. So each call says its number and its weights; if none were ever sent, the
+        actor may have any except those of a restart.
 
         Args:
-            version: Of the weights that the group sent last. If None, it never did, and the
-                actor may have any but those of a restart.
+            head: Which call it is, which weights it means, and whether to encode the result.
             method: Name of the method.
             *args: Its arguments.
             **kwargs: Its keyword arguments.
 
         Raises:
-            StaleWorkerError: If this actor has other weights.
+            StaleWorkerError: If this actor has other weights, or had this call or a later one.
         """
+        self._admit(head.stamp)
+        version = head.version
         if version is None and self._version is None and _was_restarted():
             raise StaleWorkerError("restarted, and not sent any weights since")
         if version is not None and version != self._version:
+            got = None if self._version is None else self._version.number
             raise StaleWorkerError(
-                f"expected weights of version {version}, got {self._version}: restarted since"
+                f"expected weights of version {version.number}, got {got}: restarted since, or "
+                "sent others"
             )
-        return getattr(self, method)(*args, **kwargs)
-
-    def call_encoded(
-        self,
-        version: int | None,
-        wire: tuple[WireDType, Travels],
-        method: str,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """As `call_version`; the weights or gradients that the method returns, in 16 bits."""
-        wire_dtype, travels = wire
-        result = self.call_version(version, method, *args, **kwargs)
+        result = getattr(self, method)(*args, **kwargs)
+        if head.wire is None:
+            return result
+        wire_dtype, travels = head.wire
         if self._wire is None:
             self._wire = WorkerWire()
         try:
@@ -177,19 +185,26 @@ class FlatWorker:
             raise StaleWorkerError(str(error)) from error
 
     def call_cut(
-        self,
-        version: int | None,
-        reading: Reading,
-        rank: int,
-        method: str,
-        *args: Any,
-        **kwargs: Any,
+        self, head: Head, reading: Reading, rank: int, method: str, *args: Any, **kwargs: Any
     ) -> Any:
         """As `call_version`; what the method returns, cut for a `ShardedAverage`.
 
         The pieces are the only copy then that goes into the object store.
         """
-        return read_result(self.call_version(version, method, *args, **kwargs), rank, reading)
+        return read_result(self.call_version(head, method, *args, **kwargs), rank, reading)
+
+    def _admit(self, stamp: Stamp) -> None:
+        """Raise unless ``stamp`` is above all that its group has sent; remember it."""
+        if self._last_calls is None:
+            self._last_calls = {}
+        last = self._last_calls.pop(stamp.group, -1)
+        self._last_calls[stamp.group] = max(last, stamp.number)  # the last of the dict
+        if len(self._last_calls) > _MOST_GROUPS:
+            del self._last_calls[next(iter(self._last_calls))]
+        if stamp.number <= last:
+            raise StaleWorkerError(
+                f"call {stamp.number} came again or too late, after call {last}: it is not run"
+            )
 
 
 @functools.cache

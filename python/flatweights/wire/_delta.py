@@ -1,5 +1,6 @@
 """Both ends of an exchange of weights: what they have in common, and differences from it."""
 
+import copy
 import secrets
 from collections.abc import Iterable
 from typing import Any
@@ -150,6 +151,25 @@ class DeltaEncoder:
         self._advance(message.values.buffer, [], message.version)
         return self.reference
 
+    def after(self, message: Difference | Snapshot) -> "DeltaEncoder":
+        """Return an encoder that has received ``message``, and leave this one as it is.
+
+        To go on with one or the other, whether the weights could be set or not; the two share
+        what was lost. It copies `reference` first.
+
+        Args:
+            message: As for `receive`.
+
+        Raises:
+            MissedUpdateError: As `receive`.
+            ValueError: As `receive`.
+            TypeError: As `receive`.
+        """
+        other = copy.copy(self)
+        other._reference, other._held = self._reference.copy(), list(self._held)
+        other.receive(message)
+        return other
+
     def _advance(
         self,
         difference: NDArray[np.uint8] | None,
@@ -243,6 +263,28 @@ class DeltaBroadcaster:
             ValueError: If they have another layout, hold NaN or infinity, or differ from
                 `reference` by more than the dtype holds. All is then as it was.
         """
+        return self._encode(weights, self.version + 1)
+
+    def after(self, weights: FlatWeights) -> "tuple[Difference, DeltaBroadcaster]":
+        """Return what `encode` does, and a broadcaster that has; leave this one as it is.
+
+        To go on with one or the other, whether the difference could be sent or not. It copies
+        `reference` first.
+
+        Args:
+            weights: As for `encode`.
+
+        Raises:
+            TypeError: As `encode`.
+            ValueError: As `encode`.
+        """
+        other = copy.copy(self)
+        other._reference, other._held = self._reference.copy(), list(self._held)
+        other._weights = FlatWeights.empty(self._plan.layout)
+        # What this one sends next instead has another version.
+        return other._encode(weights, self.version + 1 + secrets.randbelow(1 << 20)), other
+
+    def _encode(self, weights: FlatWeights, version: int) -> Difference:
         plan = self._plan
         check_weights(weights, plan.layout, "weights")
         values = FlatWeights.empty(plan.wire)
@@ -257,7 +299,7 @@ class DeltaBroadcaster:
                 move_parts(block.pieces(wire), block.cut(delta))
         plan.keep(values, weights)
         check_finite(values, weights, "weights")
-        update = Difference(values, plan.layout, self.version, self.version + 1)
+        update = Difference(values, plan.layout, self.version, version)
         _core.advance(
             plan.layout.code,
             self._reference.buffer,
@@ -265,7 +307,7 @@ class DeltaBroadcaster:
             values.buffer,
             [(self._weights.buffer, weights.buffer)],
             self._held,
-            self.version + 1,
+            version,
         )
         return update
 

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from bench.exchange_cost import exchange_cost
 from ray_programs import output_of
 from ray_workers import PlainWorker, weights_of
 from reference import same_bits
 
-from flatweights.ray import ShardedAverage, WorkerGroup, exchange_cost
+from flatweights.ray import ShardedAverage, WorkerGroup
 
 M = 1e9
 NODES = 3

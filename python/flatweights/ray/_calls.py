@@ -1,0 +1,191 @@
+"""The seam between rounds and workers: calls that go out, answers on their way back.
+
+The engine (averages, `WorkerGroup`) reaches workers through this file alone, and knows nothing of
+how a call travels. `flatweights.ray._ray_calls` goes through Ray's actor calls and its object
+store. Another way implements `Worker` and `Answer`; one round may mix several. The contract:
+
+- A `Worker` is the driver's end of one actor. `Worker.call` and `Worker.send` return at once. The
+  worker answers each with one `Answer`, in the order of the calls.
+- `wait_any` waits for several answers, of any ways, until a deadline. A worker that died has
+  answered: its answer raises.
+- `Answer.take` gives the value, or raises what the worker raised. The value may be a view of
+  memory that is not the driver's: it is valid until `Answer.let_go`, and until the next call or
+  message to that worker at the latest. The engine copies what it keeps, and lets go of each
+  answer that it has waited for before it returns a `Round`. It may take a value more than once.
+- An answer that is late, or whose round was broken off, is kept as owed, and nothing is sent to
+  that worker before it has answered. So a worker never has two calls of a group.
+- Weights are sent as a `Payload`: `Worker.prepare` brings it within reach of that worker,
+  once for all workers of its way, and `Worker.send` announces it. If `prepare` raises, nothing was
+  sent. What was sent is never written again: a round owns its memory until it is dropped.
+- A `Call` carries its `Stamp` and that of the weights it means. The worker refuses a stamp that
+  is not above the last one of its group (Ray repeats calls on a restarted actor), and
+  weights that it does not have: see `FlatWorker.call_version`. Each way passes both through.
+- Errors: an error of the worker's method is a `ray.exceptions.RayTaskError` with its ``cause``; a
+  dead worker a `ray.exceptions.RayActorError`; `flatweights.ray._errors.is_lost` tells
+  which of them mean that the worker is to be left out.
+"""
+
+import itertools
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flatweights.ray._wire import Travels
+from flatweights.wire import WireDType
+
+_SLICE = 1e-3  # seconds that one way is waited for while there are others
+
+
+class Stamp(NamedTuple):
+    """The place of a call among all those of its group.
+
+    Attributes:
+        group: Whose call it is: no two groups have the same, in any process.
+        number: Counts its calls and messages.
+    """
+
+    group: str
+    number: int
+
+
+class Stamps:
+    """Gives the stamps of one group; a pickled copy counts as another group."""
+
+    def __init__(self) -> None:
+        """Begin to count."""
+        self._group = secrets.token_hex(8)
+        self._count = itertools.count()
+
+    def next(self) -> Stamp:
+        """Return a stamp above all before."""
+        return Stamp(self._group, next(self._count))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a new one: two processes would give the same numbers."""
+        return type(self), ()
+
+
+class Head(NamedTuple):
+    """What a worker is told beside the method and its arguments.
+
+    Attributes:
+        stamp: Of this call.
+        version: The stamp of the weights that it means: those sent last. None, if none were.
+        wire: The dtype on the wire, and what travels, if the result is to be encoded.
+    """
+
+    stamp: Stamp
+    version: Stamp | None
+    wire: tuple[WireDType, Travels] | None = None
+
+
+class Call(NamedTuple):
+    """One call, for one worker or several."""
+
+    head: Head
+    method: str
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = {}
+
+
+class Answer(ABC):
+    """The answer to one call, on its way."""
+
+    @classmethod
+    @abstractmethod
+    def wait(cls, answers: Sequence[Any], timeout: float | None) -> Sequence["Answer"]:
+        """Return those of ``answers``, all of this class, that are there.
+
+        Args:
+            answers: Answers of this class that nobody has let go of.
+            timeout: Seconds to wait for the first of them; for ever, if None.
+        """
+
+    @abstractmethod
+    def take(self) -> Any:
+        """Return the value of an answer that is there; see the contract.
+
+        Raises:
+            Exception: What the worker raised, or why the value is lost.
+        """
+
+    def keep(self) -> Any:
+        """As `take`; the value stays valid for as long as it is wanted. For `WorkerGroup.step`."""
+        return self.take()
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Give back the memory of the value; it is not taken again. A second time is harmless."""
+
+
+class Payload:
+    """Weights on their way to workers.
+
+    Attributes:
+        value: `FlatWeights`, a dict of arrays, a vector, a message of the wire, `ShardedWeights`,
+            or a reference of Ray's to one of them. It may be the caller's, and change after the
+            broadcast. So a way that does not call `put` in `Worker.prepare`, but copies the
+            weights elsewhere, sets `value` and `put` to that copy: a restart may want them later.
+        nbytes: Their bytes; 0 if they are not known.
+        put: Puts them into Ray's object store and returns the reference.
+        ready: What each way has made of it, by its `Worker` class: filled by `Worker.prepare`.
+    """
+
+    def __init__(self, value: Any, nbytes: int, put: Callable[[], Any]) -> None:
+        """Take weights that nobody changes any more."""
+        self.value = value
+        self.nbytes = nbytes
+        self.put = put
+        self.ready: dict[type[Worker], Any] = {}
+
+
+class Worker(ABC):
+    """The driver's end of one worker.
+
+    Attributes:
+        handle: The actor, for those who call it themselves.
+    """
+
+    handle: Any
+
+    @abstractmethod
+    def call(self, call: Call) -> Answer:
+        """Call a method."""
+
+    @abstractmethod
+    def prepare(self, payload: Payload) -> None:
+        """Bring ``payload`` within reach of this worker, unless it is already; send nothing.
+
+        Raises:
+            StoreTooSmallError: If there is no room for it.
+        """
+
+    @abstractmethod
+    def send(self, head: Head, payload: Payload) -> Answer:
+        """Have the worker set its weights from a prepared ``payload``; they have ``head.stamp``."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the actor's process."""
+
+
+def wait_any(answers: Collection[Answer], deadline: float | None = None) -> list[Answer]:
+    """Wait for the first of ``answers``; return all that are there, none if the time is up.
+
+    Args:
+        answers: Of any ways, one at least.
+        deadline: When to stop, by `time.monotonic`; never, if None.
+    """
+    ways: dict[type[Answer], list[Answer]] = {}
+    for answer in answers:
+        ways.setdefault(type(answer), []).append(answer)
+    while True:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        patience = left if len(ways) == 1 else min(_SLICE, _SLICE if left is None else left)
+        there: list[Answer] = []
+        for way, expected in ways.items():
+            there += way.wait(expected, 0.0 if there else patience)
+        if there or left == 0:
+            return there

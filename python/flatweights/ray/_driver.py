@@ -1,0 +1,342 @@
+"""The average in the driver: results are added where they lie, in the order of the ranks."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import ray
+
+from flatweights._average import Nonfinite, average_used
+from flatweights._running_average import RunningAverage
+from flatweights._sources import Template
+from flatweights.ray._calls import Answer
+from flatweights.ray._engine import Arrivals, LettingGo, Request, Weights
+from flatweights.ray._ray_calls import RayAnswer
+from flatweights.ray._report import report
+from flatweights.ray._result import own, split
+from flatweights.ray._round import Round, sealed
+from flatweights.ray._wire import nbytes_of, widen
+
+
+def average(
+    refs: Iterable[Any],
+    weights: Weights = None,
+    *,
+    out: Any = None,
+    timeout: float | None = None,
+    min_results: int | None = None,
+    nonfinite: Nonfinite = "raise",
+    max_inflight: int = 4,
+) -> Round:
+    """Average what ``refs`` refer to, as it arrives, where it lies in the object store.
+
+    Results are read in place and not copied. They are added in the order of ``refs``,
+    whatever the order in which they arrive, so the bits are those of
+    `flatweights.average` over the ranks in `Round.used`. It replaces, in a driver,
+    ``{k: sum(w[k] for w in ray.get(refs)) / n for k in ...}``.
+
+    Up to ``max_inflight`` ranks are averaged in one pass when all have answered. More
+    are added to a running sum, by runs of consecutive ranks, while others still work:
+    the sum takes 8 bytes for each number, and no more than ``max_inflight`` results are
+    mapped at once; those that arrive before their turn wait in the object store.
+
+    What was encoded in 16 bits (a `flatweights.wire.Difference`) is averaged in the dtypes that
+    it was encoded from: float32.
+
+    A worker may return ``(weights, extras)``, a tuple of two: the extras come back by rank,
+    arrays in them as copies, so that they hold nothing in the object store.
+
+    >>> import numpy as np
+    >>> _ = ray.init(num_cpus=1, log_to_driver=False, ignore_reinit_error=True)
+    >>> refs = [ray.put(np.array([1.0, 2.0])), ray.put(np.array([3.0, 6.0]))]
+    >>> average(refs).weights
+    array([2., 4.])
+
+    Args:
+        refs: One reference per rank, each to an array, `FlatWeights`, a dict or a list of
+            arrays; of one kind, with equal shapes and dtypes. Or to a tuple of that and
+            anything else.
+        weights: One weight per rank, such as the number of samples it saw; or a function
+            of what a worker returned, such as ``lambda result: result[1]["samples"]``.
+        out: Where to write; see `flatweights.average`. A buffer given to each round in
+            turn spares its allocation, once the last `Round.ref` has been made.
+        timeout: Seconds to wait for results; for ever, if None.
+        min_results: How many ranks make an average. If so many have answered when the
+            time is up, or when the others have failed, they are averaged, their weights
+            renormalised; `Round` names the others. All ranks, if None.
+        nonfinite: What to do about NaN and infinity; see `flatweights.average`. Errors
+            name the rank. What ``"skip"`` leaves out counts as failed, and ``min_results``
+            have to be left; one, if None.
+        max_inflight: How many results are mapped at once.
+
+    Returns:
+        The average, which ranks it is of, and what became of the others.
+
+    Raises:
+        WorkerError: If fewer than ``min_results`` ranks can give a result: as soon as too
+            many have failed, or when the time is up, naming all that failed or are late.
+            Those still running are left to run; ``out`` is as it was. If results did not
+            fit into the object store, it says how large that must be.
+        TypeError: If ``refs`` holds anything but references; else as `flatweights.average`.
+        ValueError: If there is no reference, or ``min_results``, ``max_inflight`` or
+            ``timeout`` are out of range; else as `flatweights.average`. Weights that are
+            given as numbers are checked before any result is waited for. Only after
+            ``nonfinite="raise"`` has found a rank, ``out`` may hold nothing of use.
+    """
+    answers = references(refs)
+    request = Request.of(
+        len(answers),
+        weights,
+        timeout=timeout,
+        min_results=min_results,
+        nonfinite=nonfinite,
+        max_inflight=max_inflight,
+    )
+    found = DriverAverage(Arrivals(answers, request.timeout), request, out).run()
+    report(found)
+    return found
+
+
+def references(refs: Iterable[Any], *, fetch: bool = True) -> dict[int, Answer]:
+    """Return answers by rank for ``refs``, checked to be references, one at least."""
+    if not isinstance(refs, Iterable):
+        raise TypeError(f"refs: expected a list of references, got {type(refs).__name__}")
+    answers: dict[int, Answer] = {}
+    for rank, ref in enumerate(refs):
+        if not isinstance(ref, ray.ObjectRef):
+            raise TypeError(
+                f"rank {rank}: expected a ray.ObjectRef, got {type(ref).__name__}; "
+                "flatweights.average takes the values themselves"
+            )
+        answers[rank] = RayAnswer(ref, fetch=fetch)
+    if not answers:
+        raise ValueError("expected at least one reference, got none")
+    return answers
+
+
+class DriverAverage:
+    """One average that the driver adds up.
+
+    A value holds its object in the object store mapped, and keeps the store from dropping it.
+    So at most ``max_inflight`` of them are held at once; what arrives out of turn is
+    taken again when its turn comes.
+    """
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        request: Request,
+        out: Any = None,
+        *,
+        widen: Callable[[Any], Any] = widen,
+        finish: Callable[[Any], Any] = lambda mean: mean,
+    ) -> None:
+        """Say what is averaged.
+
+        Args:
+            arrivals: The answers that are waited for.
+            request: What is asked for.
+            out: Where to write.
+            widen: Gives the model that a worker's weights stand for.
+            finish: Gives the result that the mean stands for; it may change the mean.
+        """
+        self._arrivals = arrivals
+        self._request = request
+        self._out = out
+        self._widen = widen
+        self._finish = finish
+        self._order = sorted(arrivals.answers)
+        self._next = 0  # place in the order of the first rank that was not added
+        self._held: dict[int, Any] = {}
+        self._template: Template | None = None
+        self._first = 0  # the rank that gave the template
+        self._used: list[int] = []
+        self._extras: dict[int, Any] = {}
+        self._nbytes: dict[int, int] = {}
+        self._seconds = 0.0
+
+    def run(self) -> Round:
+        """Wait, average, and let go of all values, in an error too."""
+        with LettingGo(self, self._arrivals):
+            # "skip" may leave too few, which is known only after the pass that writes ``out``.
+            skips = self._request.nonfinite == "skip" and self._out is not None
+            at_once = len(self._order) <= self._request.max_inflight and not skips
+            mean = self._finish(self._at_once() if at_once else self._streamed())
+            return Round(
+                sealed(mean) if self._out is None else mean,
+                self._used,
+                failed=dict(sorted(self._arrivals.failed.items())),
+                quarantined=sorted(self._arrivals.quarantined),
+                late=self._arrivals.late,
+                extras={rank: self._extras[rank] for rank in self._used if rank in self._extras},
+                seconds={"wait": self._arrivals.seconds_waited, "average": self._seconds},
+                nbytes=sum(self._nbytes.values()),
+            )
+
+    def let_go(self) -> None:
+        """Hold no value any longer."""
+        self._held.clear()
+
+    def _at_once(self) -> Any:
+        """Wait for all, then average in one pass."""
+        while (came := self._arrivals.wait()) is not None:
+            self._hold(came)
+            self._check()
+        self._check()
+        models: list[Any] = []
+        weights: list[float] = []
+        for run in self._runs(to_the_end=True):
+            for rank, value in run.items():
+                models.append(self._read(rank, value))
+                weights.append(self._request.weight_of(rank, value))
+            run.clear()
+        begin = time.monotonic()
+        ranks = self._used
+        try:
+            mean, used = average_used(
+                models,
+                weights,
+                out=self._out,
+                nonfinite=self._request.nonfinite,
+                names=[f"rank {rank}" for rank in ranks],
+            )
+        except ValueError:
+            if self._request.nonfinite == "skip":
+                self._arrivals.quarantine(self._find_spoiled(ranks, models))
+                self._check()
+            raise
+        if len(used) < len(models):
+            self._arrivals.quarantine(self._find_spoiled(ranks, models))
+            self._check()
+            self._used = [ranks[k] for k in used]
+        self._seconds += time.monotonic() - begin
+        return mean
+
+    def _streamed(self) -> Any:
+        """Add runs to a running sum while others are waited for."""
+        total = RunningAverage()
+        while (came := self._arrivals.wait()) is not None:
+            self._hold(came)
+            self._check()
+            self._add(total, to_the_end=False)
+        self._check()
+        self._add(total, to_the_end=True)
+        self._check()  # an object may have been lost since it arrived
+        if self._request.nonfinite == "propagate":
+            return self._mean(total, self._out)
+        mean = self._mean(total)
+        if self._find_spoiled([self._first], [mean]):
+            spoiled: dict[int, Exception] = {}
+            for rank in self._used:
+                value = [self._arrivals.take(rank)]  # one is mapped at a time
+                if rank not in self._arrivals.failed:
+                    model = [self._widen(split(value.pop())[0])]
+                    spoiled |= self._find_spoiled([rank], model)
+                    model.clear()
+            if spoiled and self._request.nonfinite == "raise":
+                raise next(iter(spoiled.values()))
+            self._arrivals.quarantine(spoiled)
+            self._check()
+            if self._arrivals.failed:
+                # Without them, once more: the others have not been let go of.
+                self._next, self._used, total = 0, [], RunningAverage()
+                self._add(total, to_the_end=True)
+                self._check()
+                mean = self._mean(total)
+        return mean if self._out is None else self._mean(total, self._out)
+
+    def _hold(self, came: Iterable[int]) -> None:
+        """Take what came, to be told of failures at once; hold it if its turn is near.
+
+        What is out of turn comes first: the rank whose turn it is, and so one value, is not
+        held then.
+        """
+        near = set(self._order[self._next : self._next + self._request.max_inflight])
+        for rank in sorted(came, reverse=True):
+            value = [self._arrivals.take(rank)]
+            if rank in near and rank in self._arrivals.arrived:
+                self._held[rank] = value.pop()
+            value.clear()
+
+    def _runs(self, *, to_the_end: bool) -> Iterator[dict[int, Any]]:
+        """Yield values by runs of consecutive ranks, at most ``max_inflight`` long.
+
+        Failed ranks are passed over. The caller clears each run before it asks for the next.
+
+        Args:
+            to_the_end: Pass over ranks that have not answered, too.
+        """
+        while True:
+            run: dict[int, Any] = {}
+            while self._next < len(self._order) and len(run) < self._request.max_inflight:
+                rank = self._order[self._next]
+                arrived = rank in self._arrivals.arrived
+                if not (arrived or to_the_end or rank in self._arrivals.failed):
+                    break
+                self._next += 1
+                if not arrived:
+                    continue
+                run[rank] = self._held.pop(rank, None)
+                if run[rank] is None:
+                    run[rank] = self._arrivals.take(rank)
+                if rank in self._arrivals.failed:
+                    del run[rank]
+            if not run:
+                return
+            yield run
+
+    def _add(self, total: RunningAverage, *, to_the_end: bool) -> None:
+        for run in self._runs(to_the_end=to_the_end):
+            begin = time.monotonic()
+            models = [self._read(rank, value) for rank, value in run.items()]
+            weights = [self._request.weight_of(rank, value) for rank, value in run.items()]
+            total.add_all(models, weights)
+            models.clear()
+            run.clear()
+            self._seconds += time.monotonic() - begin
+
+    def _mean(self, total: RunningAverage, out: Any = None) -> Any:
+        begin = time.monotonic()
+        mean = total.mean(out=out)
+        self._seconds += time.monotonic() - begin
+        return mean
+
+    def _read(self, rank: int, value: Any) -> Any:
+        """Return the model in ``value``, checked; keep the extras."""
+        received, extras = split(value)
+        model = self._widen(received)
+        name = f"rank {rank}"
+        if self._template is None:
+            self._template, self._first = Template.of(model, name), rank
+        else:
+            try:
+                self._template.match(model, name)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{error} (rank {self._first} gave what is expected)") from None
+        nbytes = nbytes_of(received)
+        self._nbytes[rank] = self._template.layout.nbytes if nbytes is None else nbytes
+        if extras is not None:
+            self._extras[rank] = own(extras)
+        self._used.append(rank)
+        return model
+
+    def _find_spoiled(self, ranks: Iterable[int], models: Iterable[Any]) -> dict[int, Exception]:
+        """Return, for the ranks whose models hold NaN or infinity, errors that name the slot."""
+        assert self._template is not None
+        found: dict[int, Exception] = {}
+        for rank, model in zip(ranks, models, strict=True):
+            name = f"rank {rank}"
+            error = self._template.find_nonfinite(self._template.read(model, name), name)
+            if error is not None:
+                found[rank] = error
+        return found
+
+    def _check(self) -> None:
+        self._arrivals.check(self._request, self._sample)
+
+    def _sample(self) -> Any:
+        """Return some model of the round, if there is one."""
+        if self._out is not None:
+            return self._out
+        arrived = sorted(self._arrivals.arrived)
+        return split(self._arrivals.take(arrived[0]))[0] if arrived else None

@@ -1,0 +1,296 @@
+"""What a round asks for, the wait for its ranks, and the check of how many are left."""
+
+import math
+import operator
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+from flatweights._average import Nonfinite, check_nonfinite, read_weight, read_weights
+from flatweights.ray._calls import Answer, wait_any
+from flatweights.ray._errors import FULL, WorkerError, late_error, too_small
+from flatweights.ray._metrics import METRICS
+
+Weights = Iterable[float] | Callable[[Any], float] | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a round asks for, checked.
+
+    Attributes:
+        weights: One weight for each rank, or a function of what a worker returned.
+        timeout: Seconds to wait for results; for ever, if None.
+        min_results: How many ranks make an average; all that are called, if None.
+        nonfinite: What to do about NaN and infinity.
+        max_inflight: How many results are mapped at once.
+    """
+
+    weights: tuple[float, ...] | Callable[[Any], float]
+    timeout: float | None
+    min_results: int | None
+    nonfinite: Nonfinite
+    max_inflight: int
+
+    @classmethod
+    def of(
+        cls,
+        ranks: int,
+        weights: Weights,
+        *,
+        timeout: float | None,
+        min_results: int | None,
+        nonfinite: Nonfinite,
+        max_inflight: int,
+    ) -> "Request":
+        """Check what an average of so many ``ranks`` was given.
+
+        Raises:
+            ValueError: If something is out of range.
+            TypeError: If something is no number that should be one.
+        """
+        check_nonfinite(nonfinite)
+        return cls(
+            weights if callable(weights) else tuple(read_weights(weights, ranks)),
+            check_timeout(timeout),
+            None if min_results is None else check_count(min_results, "min_results", ranks),
+            nonfinite,
+            check_count(max_inflight, "max_inflight"),
+        )
+
+    def weight_of(self, rank: int, result: Any) -> float:
+        """Return the weight of a rank that returned ``result``.
+
+        Raises:
+            ValueError: If a function gave one that is negative or not finite.
+        """
+        if callable(self.weights):
+            return read_weight(self.weights(result), f"weight of rank {rank}")
+        return self.weights[rank]
+
+
+def check_count(value: int, name: str, most: int | None = None) -> int:
+    """Return ``value``, checked to be an integer in 1 to ``most``."""
+    try:
+        checked = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
+    if checked < 1 or (most is not None and checked > most):
+        bound = "at least 1" if most is None else f"1 to {most}, the number of ranks"
+        raise ValueError(f"{name}: expected {bound}, got {value!r}")
+    return checked
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    """Return ``timeout``, checked to be seconds; None for infinity."""
+    if timeout is None:
+        return None
+    if not hasattr(timeout, "__float__"):
+        raise TypeError(f"timeout: expected seconds or None, got {timeout!r}")
+    if not timeout >= 0:
+        raise ValueError(f"timeout: expected seconds, not negative, got {timeout!r}")
+    return None if timeout == math.inf else timeout
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    """Return when ``timeout`` seconds are over, by `time.monotonic`; None for never."""
+    return None if timeout is None else time.monotonic() + timeout
+
+
+class Arrivals:
+    """The one wait for answers by rank: who has answered, who failed, who is late.
+
+    Attributes:
+        answers: The answers by rank, as long as they are not let go of.
+        arrived: The ranks whose answers are there, without those that failed.
+        failed: By rank, what workers raised, so far; and why ranks are in quarantine.
+        quarantined: Those of the failed ranks that hold NaN or infinity, and are to be skipped.
+        late: The ranks that had not answered when the time was up.
+        seconds_waited: How long it has waited.
+    """
+
+    def __init__(
+        self,
+        answers: Mapping[int, Answer],
+        timeout: float | None,
+        *,
+        deadline: float | None = None,
+        patience: float = math.inf,
+    ) -> None:
+        """Take one answer for each rank.
+
+        Args:
+            answers: The answers.
+            timeout: Seconds until ranks are late, as errors say it; never, if None.
+            deadline: When that is, by `time.monotonic`; ``timeout`` from now, if None.
+            patience: Seconds without progress after which what `follow` waits for has failed.
+        """
+        self.answers: dict[int, Answer] = {}
+        self.arrived: set[int] = set()
+        self.failed: dict[int, Exception] = {}
+        self.quarantined: set[int] = set()
+        self.late: list[int] = []
+        self.seconds_waited = 0.0
+        self.timeout = timeout
+        self._deadline = deadline_of(timeout) if deadline is None else deadline
+        self._patience = patience
+        self._pending: dict[Answer, int] = {}
+        self._following: dict[Answer, int] = {}
+        self._last = time.monotonic()
+        for rank, answer in answers.items():
+            self.expect(rank, answer)
+
+    def expect(self, rank: int, answer: Answer) -> None:
+        """Wait for ``answer``, too."""
+        self.answers[rank] = answer
+        self._pending[answer] = rank
+
+    @property
+    def unanswered(self) -> dict[int, Answer]:
+        """The answers that workers still owe: those of late ranks, and those not waited for."""
+        owing = {*self.late, *self._pending.values()}
+        return {rank: answer for rank, answer in self.answers.items() if rank in owing}
+
+    def follow(self, rank: int, answer: Answer) -> None:
+        """Wait for ``answer``, too, which is to say something about a rank that has answered."""
+        self._following[answer] = rank
+
+    def wait(self) -> list[int] | None:
+        """Wait for something to happen; return the ranks of answers that came.
+
+        Returns:
+            The ranks, maybe none; None if there is nothing left to wait for.
+        """
+        if not self._pending and not self._following:
+            return None
+        begin = time.monotonic()
+        ends = [self._deadline] if self._pending and self._deadline is not None else []
+        if self._following and self._patience < math.inf:
+            ends.append(self._last + self._patience)
+        there = wait_any([*self._pending, *self._following], min(ends, default=None))
+        now = time.monotonic()
+        self.seconds_waited += now - begin
+        self._last = now if there else self._last
+        came = sorted(
+            self._pending.pop(answer) if answer in self._pending else self._following.pop(answer)
+            for answer in there
+        )
+        self.arrived.update(came)
+        if self._deadline is not None and now >= self._deadline:
+            self.late = sorted({*self.late, *self._pending.values()})
+            self._pending.clear()
+        if self._following and now - self._last >= self._patience:
+            error = TimeoutError(f"the result was there, but not read in {self._patience} s")
+            self.lose(dict.fromkeys(self._following.values(), error))
+            self._following.clear()
+        return came
+
+    def collect(self) -> dict[int, Any]:
+        """Wait for all; return the values by rank, for as long as they are wanted."""
+        while self.wait() is not None:
+            pass
+        values = {rank: self.take(rank, keep=True) for rank in sorted(self.arrived)}
+        return {rank: value for rank, value in values.items() if rank in self.arrived}
+
+    def take(self, rank: int, *, keep: bool = False) -> Any:
+        """Return the value of a rank that has answered; None if it failed, now or before.
+
+        Args:
+            rank: The rank.
+            keep: Whether the value is wanted after the round.
+        """
+        if rank in self.failed:
+            return None
+        try:
+            return self.answers[rank].keep() if keep else self.answers[rank].take()
+        except Exception as error:
+            # The frames of its traceback would hold other ranks' results.
+            self.lose({rank: error.with_traceback(None)})
+        return None
+
+    def lose(self, reasons: Mapping[int, Exception]) -> None:
+        """Count ranks as failed."""
+        self.failed.update(reasons)
+        self.arrived.difference_update(reasons)
+
+    def quarantine(self, spoiled: Mapping[int, Exception]) -> None:
+        """Leave out ranks that hold NaN or infinity, as ``nonfinite="skip"`` asks for."""
+        self.quarantined |= spoiled.keys()
+        self.lose(spoiled)
+
+    def check(self, request: Request, sample: Callable[[], Any] = lambda: None) -> None:
+        """Raise if too few ranks can give a result.
+
+        All that are called, or ``min_results``, must give one. Those in quarantine have; but
+        ``min_results`` must be left, or one.
+
+        Args:
+            request: Says how many it takes.
+            sample: Gives some model of the round, to say how large the object store must be.
+
+        Raises:
+            WorkerError: Naming all that failed, are late or in quarantine.
+        """
+        left = len(self.answers) - len(self.failed) - len(self.late)
+        need = len(self.answers) if request.min_results is None else request.min_results
+        if left + len(self.quarantined) >= need and left >= (request.min_results or 1):
+            return
+        failed = dict(self.failed)
+        first = next(iter(failed.values()), None)
+        full = [rank for rank, error in failed.items() if isinstance(error, FULL)]
+        if full:
+            failed |= dict.fromkeys(full, too_small(len(self.answers), sample()))
+        failed |= dict.fromkeys(self.late, late_error(self.timeout))
+        raise WorkerError(failed) from first
+
+    def let_go(self) -> None:
+        """Let go of all answers but those that are still owed, and wait for none."""
+        owed = self.unanswered
+        for rank, answer in self.answers.items():
+            if rank not in owed:
+                answer.let_go()
+        for answer in self._following:
+            answer.let_go()
+        self._following.clear()
+
+
+class Holder(Protocol):
+    """Something that holds values of answers."""
+
+    def let_go(self) -> None:
+        """Hold none any longer."""
+
+
+class LettingGo:
+    """Ends a round: lets go of all values, also of those that an error's frames would keep.
+
+    A context manager around all that touches values. An error that leaves it holds no
+    value any more; errors that were being handled before are left as they are.
+    """
+
+    def __init__(self, *holders: Holder) -> None:
+        """Take what holds values."""
+        self._holders = holders
+        self._outer = sys.exc_info()[1]
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Let go."""
+        for holder in self._holders:
+            holder.let_go()
+        if isinstance(error, Exception):
+            METRICS.count_failed_round()
+        while error is not None and error is not self._outer:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__context__

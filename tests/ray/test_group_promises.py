@@ -1,0 +1,382 @@
+"""What a group promises whatever happens: names of ranks, one version, no call twice."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray_workers import PlainWorker, trained, wait_for, weights_of
+from reference import same_bits
+
+import flatweights as fw
+from flatweights import FlatWeights
+from flatweights.ray import (
+    Round,
+    ShardedAverage,
+    StaleWorkerError,
+    StoreTooSmallError,
+    WorkerError,
+    WorkerGroup,
+    average,
+)
+from flatweights.ray import _engine as engine
+from flatweights.ray import _group as group_module
+from flatweights.ray._calls import Head, Stamp
+from flatweights.ray._shards import RangeOwner
+
+LARGE = 80_000  # elements; in 16 bits, too, beyond what travels by value
+
+
+class Told(PlainWorker):
+    """Waits, trains and refuses as it is told; its weights may be float32, for the wire."""
+
+    def __init__(self, rank: int = 0, size: int = 5) -> None:
+        super().__init__(rank, size)
+        self.model = FlatWeights({"w": np.ones(size, np.float32), "n": np.int64(0)})
+
+    def set_weights(self, new_weights: Any) -> None:
+        if new_weights["w"][0] > 50:
+            raise ValueError("too large")
+        super().set_weights(new_weights)
+
+    def wait_and_train(self, where: str) -> FlatWeights:
+        Path(where, f"{self.rank} began").touch()
+        wait_for(Path(where) / "go on")
+        return self.train()
+
+    def give(self, rank: int, value: Any, otherwise: Any) -> Any:
+        return value if rank == self.rank else otherwise
+
+    def takes_all(self, **options: Any) -> tuple[FlatWeights, Any]:
+        return self.get_weights(), options
+
+
+def start_of(value: float, size: int = 5) -> FlatWeights:
+    return FlatWeights({"w": np.full(size, value, np.float32), "n": np.int64(3)})
+
+
+def create(n: int, size: int = 5, **options: Any) -> WorkerGroup:
+    return WorkerGroup.create(
+        Told, n, arguments=lambda rank: (rank, size), num_cpus=0, max_restarts=-1, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[WorkerGroup]:
+    group = create(3, max_concurrency=4)
+    yield group
+    group.shutdown()
+
+
+@pytest.fixture(scope="module")
+def wired() -> Iterator[WorkerGroup]:
+    group = create(3, LARGE, wire_dtype="bfloat16")
+    yield group
+    group.shutdown()
+
+
+def heal(group: WorkerGroup) -> None:
+    for _ in range(600):
+        if len(group.healthy_actor_ids()) == len(group.actors()):
+            return
+        group.restore(timeout=60)
+        threading.Event().wait(0.1)
+    raise AssertionError(group.unhealthy)
+
+
+@pytest.fixture
+def group(three: WorkerGroup) -> WorkerGroup:
+    heal(three)
+    three.broadcast(start_of(1.0))
+    return three
+
+
+def bits(group: WorkerGroup) -> list[bytes]:
+    return [weights.buffer.tobytes() for weights in group.step("get_weights").values()]
+
+
+# Ranks are those of the group, though some are not called.
+
+
+def without_rank_0(group: WorkerGroup) -> None:
+    group._workers.unhealthy[0] = TimeoutError("away")
+
+
+WAYS: dict[str, dict[str, Any]] = {"at once": {}, "streamed": {}, "sharded": {}, "per node": {}}
+
+
+@pytest.fixture(scope="module")
+def sharded() -> Iterator[dict[str, ShardedAverage]]:
+    with ShardedAverage(2) as by_range, ShardedAverage(1, per_node=True) as by_node:
+        yield {"sharded": by_range, "per node": by_node}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_errors_name_the_ranks_of_the_group(
+    group: WorkerGroup, sharded: dict[str, ShardedAverage], way: str
+) -> None:
+    if way == "streamed":
+        group = WorkerGroup(list(group.actors().values()), max_inflight=1)
+    options = {"sharded": sharded.get(way), "min_results": 1}
+    without_rank_0(group)
+    good, nan = np.ones(3), np.array([1.0, np.nan, 1.0])
+    with pytest.raises(ValueError, match=r"^rank 2: holds NaN"):
+        group.average("give", 2, nan, good, **options)
+    found = group.average("give", 2, (nan, "x"), (good, "y"), nonfinite="skip", **options)
+    assert (found.used, found.quarantined, found.extras) == ((1,), (2,), {1: "y"})
+    assert str(found.failed[2]).startswith("rank 2: holds NaN")
+    assert found.record()["failed"]["2"] == "ValueError: rank 2: holds NaN or infinity"
+    with pytest.raises(ValueError, match=r"^rank 2\b.*expected.*\(rank 1 gave what is expected\)"):
+        group.average("give", 2, np.ones(4), good, **options)
+    with pytest.raises(ValueError, match=r"^weight of rank 2: expected a finite weight"):
+        group.average("give", 2, -good, good, weights=lambda result: float(result[0]), **options)
+    with pytest.raises(WorkerError, match=r"^rank 0: TimeoutError: away\nrank 2: ValueError: rank"):
+        group.average("give", 2, nan, good, nonfinite="skip", **options | {"min_results": 2})
+    weighed = group.average("give", 2, 3 * good, good, weights=[100, 3, 1], **options)
+    assert weighed.weights.tolist() == [1.5] * 3
+    group._workers.unhealthy.clear()
+
+
+# A broadcast happened, or it did not.
+
+
+@pytest.mark.parametrize("size", ["wire", "plain"])
+def test_weights_that_all_refused_are_sent_to_nobody(
+    three: WorkerGroup, wired: WorkerGroup, size: str
+) -> None:
+    group = wired if size == "wire" else three
+    elements = LARGE if group is wired else 5
+    heal(group)
+    group.broadcast(start_of(1.0, elements))
+    group.broadcast(start_of(1.25, elements))
+    before = bits(group)
+    without_rank_0(group)  # as if it had died
+    with pytest.raises(WorkerError, match="rank 1: ValueError: too large"):
+        group.broadcast(start_of(100.0, elements))
+    assert group.restore(timeout=60) == [0]
+    assert bits(group) == before
+    found = group.average("get_weights")
+    assert found.used == (0, 1, 2)
+    assert np.all(found.weights["w"] == 1.25)
+    group.broadcast(start_of(2.0, elements))
+    assert len({*bits(group)}) == 1
+
+
+@pytest.mark.parametrize("error", [StoreTooSmallError, KeyboardInterrupt])
+def test_weights_that_could_not_be_put_are_not_the_latest(
+    wired: WorkerGroup, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    heal(wired)
+    wired.broadcast(start_of(1.0, LARGE))
+    wired.broadcast(start_of(1.5, LARGE))
+    with monkeypatch.context() as patched:
+        patched.setattr(group_module, "put", raising(error))
+        with pytest.raises(error):
+            wired.broadcast(start_of(3.0, LARGE))
+    without_rank_0(wired)
+    assert wired.restore(timeout=60) == [0]
+    assert np.all(wired.average("get_weights").weights["w"] == 1.5)
+
+
+def raising(error: type[BaseException]) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_an_interrupt_while_workers_take_weights_leaves_one_version(
+    wired: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heal(wired)
+    wired.broadcast(start_of(1.0, LARGE))
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "wait_any", raising(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            wired.broadcast(start_of(2.0, LARGE))
+    found = wired.average("get_weights")
+    assert found.used == (0, 1, 2)
+    assert np.all(found.weights["w"] == 2.0)
+    assert len({*bits(wired)}) == 1
+
+
+# No call runs twice, and none beside newer weights.
+
+
+def test_a_worker_refuses_a_call_that_comes_again_or_too_late() -> None:
+    worker = PlainWorker()
+    first, second, third = (Stamp("group", number) for number in range(3))
+    worker.receive_version(Head(first, first), weights_of(1.0))
+    worker.call_version(Head(second, first), "train")
+    with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 1"):
+        worker.call_version(Head(second, first), "train")
+    # As on a restarted actor: restored first, then asked again what it died of.
+    again = PlainWorker()
+    again.receive_version(Head(third, first), weights_of(1.0))
+    with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 2"):
+        again.call_version(Head(second, first), "train")
+    with pytest.raises(StaleWorkerError):
+        again.receive_version(Head(first, first), weights_of(5.0))
+    assert (worker.calls, again.calls) == (1, 0)
+    again.call_version(Head(Stamp("another group", 0), first), "train")
+
+
+def test_after_an_interrupt_weights_are_sent_once_the_call_has_ended(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """These workers run several calls at a time: what was sent first would be trained on."""
+
+    def interrupt(*arguments: Any) -> Any:
+        for rank in range(3):
+            wait_for(tmp_path / f"{rank} began")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "wait_any", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(group.run(1, "wait_and_train", str(tmp_path)))
+    timer = threading.Timer(0.5, (tmp_path / "go on").touch)
+    timer.start()
+    (found,) = group.run(1, "train")
+    timer.join()
+    expected = fw.average([trained(start_of(1.0), rank) for rank in range(3)])
+    assert same_bits(found.weights.buffer, expected.buffer)
+    assert set(bits(group)) == {expected.buffer.tobytes()}
+
+
+# What is given is checked, and goes where it belongs.
+
+
+def test_run_gives_all_other_arguments_to_the_method(group: WorkerGroup) -> None:
+    (found,) = group.run(1, "takes_all", out=1, travels="gradients")
+    assert found.extras[0] == {"out": 1, "travels": "gradients"}
+
+
+def test_run_gives_restore_no_more_time_than_it_has(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float | None] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(group, "restore", lambda timeout: given.append(timeout))
+        for timeout in (2.0, 60.0, None):
+            without_rank_0(group)
+            list(group.run(1, "get_weights", timeout=timeout))
+    assert given == [2.0, 10.0, 10.0]
+    group._workers.unhealthy.clear()
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), -1, "2"])
+def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(
+    group: WorkerGroup, timeout: Any
+) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: group.step("train", timeout=timeout),
+        lambda: group.average("train", timeout=timeout),
+        lambda: group.broadcast(start_of(7.0), timeout=timeout),
+        lambda: group.restore(timeout=timeout),
+        lambda: group.run(1, "train", timeout=timeout),
+        lambda: average([ray.put(np.zeros(2))], timeout=timeout),
+    ]
+    for call in calls:
+        with pytest.raises((TypeError, ValueError), match="timeout: expected seconds"):
+            call()
+    assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
+
+
+def test_numbers_that_are_no_integers_are_refused(group: WorkerGroup) -> None:
+    with pytest.raises(TypeError, match=r"min_results: expected an integer, got 1\.5"):
+        group.average("train", min_results=1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"rounds: expected an integer, got 2\.5"):
+        group.run(2.5, "train")  # type: ignore[arg-type]
+    assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
+
+
+def test_one_actor_is_one_rank(group: WorkerGroup) -> None:
+    actors = group.actors()
+    with pytest.raises(ValueError, match="rank 2: expected another actor than that of rank 0"):
+        WorkerGroup([actors[0], actors[1], actors[0]])
+
+
+def test_create_takes_a_class_that_is_an_actor_already() -> None:
+    group = WorkerGroup.create(ray.remote(num_cpus=0)(PlainWorker), 1, 7)
+    assert group.broadcast(weights_of(1.0)) == [0]
+    group.shutdown()
+    with pytest.raises(TypeError, match="worker: expected a subclass of FlatWorker"):
+        WorkerGroup.create(ray.remote(dict), 1)
+
+
+# A round is what workers are sent.
+
+
+def models() -> dict[str, Any]:
+    arrays = {"a": np.arange(3.0), "b": np.ones((2, 2))}
+    return {
+        "array": arrays["a"],
+        "dict": arrays,
+        "list": list(arrays.values()),
+        "FlatWeights": FlatWeights(arrays),
+    }
+
+
+@pytest.mark.parametrize("max_inflight", [1, 4])
+@pytest.mark.parametrize("kind", models())
+def test_the_average_cannot_be_changed(kind: str, max_inflight: int) -> None:
+    model = models()[kind]
+    found = average([ray.put(model), ray.put(model)], max_inflight=max_inflight)
+    weights = found.weights
+    assert type(weights) is type(model)
+    parts = list(weights.values()) if isinstance(weights, dict) else weights
+    parts = [parts] if kind == "array" else parts
+    for part in parts:
+        with pytest.raises(ValueError, match="read-only"):
+            part += 1
+    with pytest.raises(AttributeError):
+        found.weights = model  # type: ignore[misc]
+
+
+def test_what_is_sent_is_what_the_weights_are(group: WorkerGroup) -> None:
+    by_name = group.average("give", -1, None, dict(start_of(1.0)))
+    assert by_name.ref is by_name.ref
+    by_name.weights["w"] = np.full(5, 7, np.float32)  # a dict is the user's to fill
+    group.broadcast(by_name)
+    assert group.step("get_weights")[2]["w"].tolist() == [7.0] * 5
+    out = start_of(0.0, LARGE)
+    found = group.average("give", -1, None, start_of(1.0, LARGE), out=out)
+    assert found.weights is out
+    assert ray.get(found.ref)["w"][0] == 1.0
+    out["w"] += 1
+    group.broadcast(found)
+    assert group.step("get_weights")[2]["w"][0] == 2.0
+
+
+def test_a_round_shows_ranks_and_seconds() -> None:
+    failed: dict[int, Exception] = {1: ValueError("<NaN>"), 3: OSError("gone")}
+    found = Round(
+        FlatWeights({f"w{k}": np.zeros(1000) for k in range(320)}),
+        used=[0, 4],
+        failed=failed,
+        late=[2],
+        quarantined=[1],
+        seconds={"wait": 1.0, "average": 0.5},
+        number=7,
+    )
+    shown = "<Round 7: 2 of 5 ranks (0, 4), late (2), quarantined (1), failed (3), 1.500 s>"
+    assert repr(found) == str(found) == shown
+    table = found._repr_html_()
+    assert "<td>[0, 4]</td>" in table
+    assert "rank 1: ValueError: &lt;NaN&gt;; rank 3: OSError: gone" in table
+    assert len(table) < 1000
+
+
+def test_a_piece_that_is_gone_is_a_rank_that_is_lost() -> None:
+    """If a node dies, Ray cuts its results again elsewhere, and may have nothing to cut."""
+    layout = fw.Layout.of({"0": np.zeros(8)})
+    refs = {4: ray.put(np.zeros(64, np.uint8)), 7: ray.put(None)}
+    for method in (RangeOwner().average, RangeOwner().merge):
+        outcome, piece = method(layout, refs, [1.0, 1.0], 2, 10.0)
+        assert piece is None
+        assert list(outcome.lost) == [7]
+        assert isinstance(outcome.lost[7], ray.exceptions.ObjectLostError)
