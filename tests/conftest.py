@@ -48,8 +48,9 @@ def ray_folder() -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_TMPDIR", str(folder))
         environment.setenv("RAY_ADDRESS", "local")
-        # On a busy machine a node needs longer than Ray's 30 s to start.
-        environment.setenv("RAY_raylet_start_wait_time_s", "300")
+        # On a busy machine a node needs longer than Ray's 30 s to start; one that has aborted
+        # is waited for as long, too.
+        environment.setenv("RAY_raylet_start_wait_time_s", "90")
         yield folder
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -127,7 +127,8 @@ def wide_mean(
     total = np.zeros(sources[0].shape, dtype)
     for factor, source in zip(factors, sources, strict=True):
         total += factor * source.astype(np.complex128 if dtype == np.clongdouble else np.float64)
-    return total / factors.sum()
+    mean: NDArray[Any] = total / factors.sum()
+    return mean
 
 
 def assert_mean(
@@ -160,6 +161,29 @@ def classes_of_16_bits(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]
 def same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
     """Whether both have the same shape, dtype and bytes."""
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def arrays_of(model: Any) -> list[NDArray[Any]]:
+    """The arrays of a model of any kind: an array, a mapping or a sequence of arrays."""
+    if isinstance(model, np.ndarray):
+        return [model]
+    return [np.asarray(part) for part in (model.values() if hasattr(model, "values") else model)]
+
+
+def assert_parts(model: Any, expected: Any) -> None:
+    """Fail unless both have the same names in the same order, shapes, dtypes and bytes."""
+    if isinstance(expected, Mapping):
+        assert list(model) == list(expected)
+    for i, (got, wanted) in enumerate(zip(arrays_of(model), arrays_of(expected), strict=True)):
+        assert same_bits(got, wanted), f"part {i}: expected {wanted!r}, got {got!r}"
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Fail unless ``got`` is a model of the same type, parts and buffer, if it has one."""
+    assert type(got) is type(expected)
+    assert_parts(got, expected)
+    if hasattr(expected, "buffer"):
+        assert same_bits(got.buffer, expected.buffer)  # with what is between the parts
 
 
 class Guarded:
@@ -223,7 +247,7 @@ def refuses(error: type[Exception], match: str, *arrays: NDArray[Any]) -> Iterat
 
 def read_only(array: NDArray[Any]) -> NDArray[Any]:
     """A view that cannot be written to, as `ray.get` gives."""
-    view = array.view()
+    view: NDArray[Any] = array.view()
     view.flags.writeable = False
     return view
 
@@ -266,14 +290,16 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ours} | extra
 
 
-def refusals(first: str, **environment: str) -> list[str]:
-    """The errors of calls that read a malformed ``environment``, once none has changed anything.
+def refusals(first: str, name: str, texts: Sequence[str]) -> list[list[str]]:
+    """For each malformed text, the errors of calls that read it, once none has changed anything.
 
     Args:
         first: The call that only asks, as Python text.
-        environment: What is malformed.
+        name: A variable of the environment.
+        texts: What it is set to, one after the other, in one process.
     """
     code = f"""
+import os
 import numpy as np
 import flatweights as fw
 a, out, n = np.ones(3), np.zeros(3), np.array([0])
@@ -285,12 +311,21 @@ calls = [
     lambda: fw.unflatten_into([out], a),
     lambda: fw.RunningAverage().add(a),
 ]
-for call in calls:
-    try:
-        call()
-    except ValueError as error:
-        print(error)
-assert out.tolist() == [0, 0, 0]
-assert n.tolist() == [0]
+for text in {list(texts)!r}:
+    os.environ[{name!r}] = text
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            print(error)
+    print("next")
+    assert out.tolist() == [0, 0, 0]
+    assert n.tolist() == [0]
 """
-    return run_python(code, clean_environment(**environment)).splitlines()
+    found: list[list[str]] = [[]]
+    for line in run_python(code).splitlines():
+        if line == "next":
+            found.append([])
+        else:
+            found[-1].append(line)
+    return found[:-1]

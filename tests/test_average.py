@@ -17,6 +17,7 @@ from reference import (
     OTHERS,
     SIZES,
     Guarded,
+    arrays_of,
     assert_mean,
     classes_of_16_bits,
     dtype_id,
@@ -39,12 +40,6 @@ KINDS: dict[str, Callable[[dict[str, np.ndarray]], Any]] = {
     "dict": dict,
     "list": lambda parts: list(parts.values()),
 }
-
-
-def arrays_of(model: Any) -> list[np.ndarray]:
-    if isinstance(model, np.ndarray):
-        return [model]
-    return list(model.values() if hasattr(model, "values") else model)
 
 
 def models_of(

@@ -11,7 +11,9 @@ from reference import (
     BFLOAT16,
     BLOCK,
     Guarded,
+    arrays_of,
     assert_mean,
+    assert_same,
     each,
     exact_mean,
     random_array,
@@ -40,18 +42,6 @@ def model(rng: np.random.Generator, step: int = 0) -> dict[str, np.ndarray]:
         "phase": random_array(rng, 3, np.dtype(np.complex128)),
         "none": np.zeros((0, 3), np.float32),
     }
-
-
-def arrays_of(result: Any) -> list[np.ndarray]:
-    if isinstance(result, np.ndarray):
-        return [result]
-    return list(result.values() if hasattr(result, "values") else result)
-
-
-def assert_same(a: Any, b: Any) -> None:
-    assert type(a) is type(b)
-    assert len(arrays_of(a)) == len(arrays_of(b))
-    assert all(map(same_bits, arrays_of(a), arrays_of(b)))
 
 
 def summed(models: list[Any], weights: list[float] | None = None) -> RunningAverage:

@@ -15,6 +15,15 @@ def _cluster(ray_folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as inherited:
         inherited.setenv("PYTHONPATH", os.pathsep.join(found))
         inherited.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        for attempts_left in (2, 1, 0):
+            try:
+                ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+                break
+            except Exception:
+                # A raylet gives its agent, a Python process, 15 s to start, and else aborts:
+                # too few on a machine that is very busy, and there is no setting.
+                ray.shutdown()
+                if not attempts_left:
+                    raise
     yield
     ray.shutdown()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 from numpy.typing import NDArray
-from reference import refuses, same_bits
+from reference import assert_same, refuses, same_bits
 
 import flatweights as fw
 from flatweights import FlatWeights
@@ -96,11 +96,6 @@ def model(rng: np.random.Generator, size: int = 65) -> FlatWeights:
             "step": np.int64(rng.integers(1000)),
         }
     )
-
-
-def assert_same(got: FlatWeights, expected: FlatWeights) -> None:
-    assert got.layout == expected.layout
-    assert same_bits(got.buffer, expected.buffer)
 
 
 ORDERS = {

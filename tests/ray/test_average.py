@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import ray
 from numpy.typing import NDArray
-from reference import assert_mean, same_bits
+from reference import arrays_of, assert_mean, assert_same
 
 import flatweights as fw
 from flatweights import FlatWeights
@@ -85,20 +85,6 @@ KINDS: dict[str, Callable[[np.random.Generator, int], Any]] = {
     "dict": make_dict,
     "list": lambda rng, size: list(make_dict(rng, size).values()),
 }
-
-
-def arrays_of(model: Any) -> list[NDArray[Any]]:
-    if isinstance(model, dict):
-        return list(model.values())
-    return model if isinstance(model, list) else [model]
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    assert type(got) is type(expected)
-    if isinstance(expected, dict):
-        assert list(got) == list(expected)
-    for a, b in zip(arrays_of(got), arrays_of(expected), strict=True):
-        assert same_bits(a, b)
 
 
 @pytest.mark.parametrize("weights", [None, [1, 5, 2.5]], ids=["equal", "weighted"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import ray
 from numpy.typing import NDArray
-from reference import same_bits
+from reference import assert_same, same_bits
 
 from flatweights import FlatWeights, Layout
 
@@ -61,14 +61,6 @@ def make(size: int, seed: int = 0) -> FlatWeights:
 @pytest.fixture(params=SIZES)
 def weights(request: pytest.FixtureRequest) -> FlatWeights:
     return make(SIZES[request.param])
-
-
-def assert_same(got: Any, expected: FlatWeights) -> None:
-    assert type(got) is FlatWeights
-    assert list(got) == list(expected)
-    assert got.layout == expected.layout
-    for name in expected:
-        assert same_bits(got[name], expected[name])
 
 
 def test_put_and_get_keep_type_layout_and_bits(weights: FlatWeights) -> None:

@@ -14,7 +14,7 @@ import ray
 from numpy.typing import NDArray
 from ray_programs import output_of
 from ray_workers import PlainWorker, die, trained, weights_of
-from reference import assert_mean, same_bits
+from reference import arrays_of, assert_mean, assert_same, same_bits
 
 import flatweights as fw
 from flatweights import FlatWeights, RunningAverage
@@ -54,20 +54,6 @@ KINDS: dict[str, Callable[[np.random.Generator, int], Any]] = {
     "dict": make_parts,
     "list": lambda rng, size: list(make_parts(rng, size).values()),
 }
-
-
-def arrays_of(model: Any) -> list[NDArray[Any]]:
-    if isinstance(model, dict):
-        return list(model.values())
-    return list(model) if isinstance(model, (list, tuple)) else [model]
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    assert type(got) is type(expected)
-    if isinstance(expected, dict):
-        assert list(got) == list(expected)
-    for a, b in zip(arrays_of(got), arrays_of(expected), strict=True):
-        assert same_bits(a, b)
 
 
 def running(models: Sequence[Any], weights: Sequence[float] | None = None) -> RunningAverage:

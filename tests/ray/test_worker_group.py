@@ -13,7 +13,7 @@ import psutil
 import pytest
 import ray
 from ray_workers import POISON, PlainWorker, trained, weights_of
-from reference import refuses, same_bits
+from reference import assert_same, refuses, same_bits
 
 import flatweights as fw
 from flatweights import FlatWeights
@@ -54,12 +54,6 @@ def group(three: WorkerGroup) -> WorkerGroup:
     three.broadcast(weights_of(0.0))  # another group may have sent others
     assert len(three.step("forget_calls")) == 3
     return three
-
-
-def assert_same(got: Any, expected: FlatWeights) -> None:
-    assert type(got) is FlatWeights
-    assert got.layout == expected.layout
-    assert same_bits(got.buffer, expected.buffer)
 
 
 def mean_of(before: FlatWeights, ranks: Any, weights: Any = None, step: float = 1.0) -> FlatWeights:
