@@ -29,7 +29,7 @@ class PlainWorker(FlatWorker):
     def get_weights(self) -> FlatWeights:
         return self.model.copy()
 
-    def set_weights(self, new_weights: Mapping[str, Any]) -> None:
+    def set_weights(self, new_weights: Mapping[str, Any], *, share: bool = False) -> None:
         unknown = set(new_weights) - set(self.model)
         if unknown:
             raise KeyError(f"unknown names: {unknown}")
@@ -39,7 +39,7 @@ class PlainWorker(FlatWorker):
     def get_flat(self) -> NDArray[Any]:
         return np.concatenate([part.ravel() for part in self.model.values()])
 
-    def set_flat(self, new_weights: Any) -> None:
+    def set_flat(self, new_weights: Any, *, share: bool = False) -> None:
         self.model = FlatWeights({"w": new_weights[:-1], "n": np.int64(new_weights[-1])})
 
     def train(self, step: float = 1.0) -> FlatWeights:
