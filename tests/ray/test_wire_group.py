@@ -63,8 +63,15 @@ def bits(group: WorkerGroup) -> list[bytes]:
     return [w.buffer.tobytes() for w in group.step("get_weights").values()]
 
 
-@pytest.mark.parametrize("size", [5, 80_000])
-@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("wire", "size"),
+    [
+        ("bfloat16", 80_000),
+        ("float16", 5),
+        pytest.param("bfloat16", 5, marks=pytest.mark.slow),
+        pytest.param("float16", 80_000, marks=pytest.mark.slow),
+    ],
+)
 def test_rounds_give_what_float32_gives_with_half_the_bytes(
     make: Make, wire: str, size: int
 ) -> None:

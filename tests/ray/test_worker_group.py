@@ -315,8 +315,8 @@ def test_another_layout_or_nan_leaves_actors_healthy(group: WorkerGroup) -> None
     ("action", "restarts", "size"),
     [
         ("die before", 0, LARGE),
-        ("die before", -1, SMALL),
-        ("die during", 0, SMALL),
+        pytest.param("die before", -1, SMALL, marks=pytest.mark.slow),
+        pytest.param("die during", 0, SMALL, marks=pytest.mark.slow),
         ("die during", -1, LARGE),
     ],
 )
