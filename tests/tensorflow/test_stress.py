@@ -260,7 +260,7 @@ def test_sparse_updates_do_not_tear_what_is_gathered(crew, path):
     crew.add("get_flat", lambda: check_one_value("table", weights.get_flat()))
     crew.add("get_weights", lambda: check_parts(weights.get_weights()))
     crew.add("scatter", lambda: table.scatter_update(all_rows(shape, next(numbers))))
-    crew.run(part=0.4)
+    crew.run()
 
 
 def test_models_come_and_go_beside_others(crew, variables, path):
