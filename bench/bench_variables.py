@@ -31,10 +31,12 @@ def _by_operations() -> Iterator[None]:
     """Forces the path without bound variables on what is constructed within."""
     before = os.environ.get("FLATWEIGHTS_TENSORFLOW")
     os.environ["FLATWEIGHTS_TENSORFLOW"] = "ops"
-    yield
-    os.environ.pop("FLATWEIGHTS_TENSORFLOW")
-    if before is not None:
-        os.environ["FLATWEIGHTS_TENSORFLOW"] = before
+    try:
+        yield
+    finally:
+        os.environ.pop("FLATWEIGHTS_TENSORFLOW")
+        if before is not None:
+            os.environ["FLATWEIGHTS_TENSORFLOW"] = before
 
 
 class Subject:

@@ -139,7 +139,7 @@ std::vector<bool> BoundVariables::get_shared() const {
 
 void BoundVariables::add_vector(const py::array& x, double a, bool guard) {
   check_ready(guard);
-  update(vector_sides(x, {}, py::list(), Access::kRead), a, &axpy);
+  update(averaged_sides(x), a, &axpy);
 }
 
 void BoundVariables::add_packed(const py::array& x, double a, bool guard) {
@@ -149,7 +149,7 @@ void BoundVariables::add_packed(const py::array& x, double a, bool guard) {
 
 void BoundVariables::lerp_vector(const py::array& x, double a, bool guard) {
   check_ready(guard);
-  update(vector_sides(x, {}, py::list(), Access::kRead), a, &lerp);
+  update(averaged_sides(x), a, &lerp);
 }
 
 void BoundVariables::lerp_packed(const py::array& x, double a, bool guard) {
@@ -228,18 +228,22 @@ BoundVariables::Outside BoundVariables::part_side(std::size_t variable, py::hand
   return side;
 }
 
+std::byte* BoundVariables::vector_begin(const py::array& flat, Access access) const {
+  if (flat.ndim() != 1 || static_cast<std::size_t>(flat.size()) != bound_.layout.size() ||
+      !is_contiguous(flat) || (access == Access::kWrite && !flat.writeable()))
+    throw UnreadyError("array");
+  return static_cast<std::byte*>(const_cast<void*>(flat.data()));
+}
+
 // The bound slots of a vector, but for those at the positions `left`, which have their own
 // arrays.
 std::vector<BoundVariables::Outside> BoundVariables::vector_sides(
     const py::array& flat, const std::vector<std::size_t>& left, const py::list& arrays,
     Access access) const {
   check_count(arrays.size(), left.size());
-  if (flat.ndim() != 1 || static_cast<std::size_t>(flat.size()) != bound_.layout.size() ||
-      !is_contiguous(flat) || (access == Access::kWrite && !flat.writeable()))
-    throw UnreadyError("array");
+  std::byte* const begin = vector_begin(flat, access);
   const py::dtype dtype = flat.dtype();
   const auto itemsize = static_cast<std::size_t>(dtype.itemsize());
-  auto* const begin = static_cast<std::byte*>(const_cast<void*>(flat.data()));
   std::vector<Outside> sides;
   sides.reserve(positions_.size());
   std::size_t next = 0;
@@ -253,6 +257,19 @@ std::vector<BoundVariables::Outside> BoundVariables::vector_sides(
     sides.back().data = begin + slot_of(i).start * itemsize;
   }
   if (next != left.size()) throw py::index_error("expected bound slots, ascending");
+  return sides;
+}
+
+// The slots of a vector that an update reads; integers, which it leaves, have no memory here.
+std::vector<BoundVariables::Outside> BoundVariables::averaged_sides(const py::array& x) const {
+  const std::byte* const begin = vector_begin(x, Access::kRead);
+  const py::dtype dtype = x.dtype();
+  const auto itemsize = static_cast<std::size_t>(dtype.itemsize());
+  std::vector<Outside> sides(positions_.size());
+  for (const std::size_t i : averaged_) {
+    sides[i] = side_of(i, dtype);
+    sides[i].data = const_cast<std::byte*>(begin) + slot_of(i).start * itemsize;
+  }
   return sides;
 }
 

@@ -85,10 +85,12 @@ class BoundVariables {
 
   [[nodiscard]] Outside side_of(std::size_t variable, const py::dtype& dtype) const;
   [[nodiscard]] Outside part_side(std::size_t variable, py::handle object, Access access) const;
+  [[nodiscard]] std::byte* vector_begin(const py::array& flat, Access access) const;
   [[nodiscard]] std::vector<Outside> uniform_sides(const py::object& flat) const;
   [[nodiscard]] std::vector<Outside> vector_sides(const py::array& flat,
                                                   const std::vector<std::size_t>& left,
                                                   const py::list& arrays, Access access) const;
+  [[nodiscard]] std::vector<Outside> averaged_sides(const py::array& x) const;
   [[nodiscard]] std::vector<Outside> packed_sides(const py::array& buffer, Access access) const;
 
   template <class F>

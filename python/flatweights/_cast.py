@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from flatweights import _core
 from flatweights._dtypes import is_floating, is_integer, is_ml_dtype
 from flatweights._layout import Layout, Slot, place_of
+from flatweights._trees import as_array
 
 
 def is_settable(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
@@ -42,7 +43,7 @@ def settable(value: ArrayLike, slot: Slot, where: str) -> NDArray[Any]:
         ValueError: If the shape differs, or a value does not fit an integer dtype.
         TypeError: If the dtype cannot be cast.
     """
-    array = np.asarray(value)
+    array = as_array(value)
     if array.shape != slot.shape or not is_settable(array.dtype, slot.dtype):
         message = f"{where}: expected {slot.dtype} {slot.shape}, got {array.dtype} {array.shape}"
         raise (ValueError if array.shape != slot.shape else TypeError)(message)

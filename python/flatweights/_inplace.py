@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._dtypes import is_floating, is_integer
 from flatweights._sources import Kind, Template
+from flatweights._trees import as_array
 from flatweights._weights import FlatWeights
 
 Model = TypeVar("Model", NDArray[Any], FlatWeights)
@@ -208,7 +209,7 @@ def _memory(model: Any, where: str) -> tuple[Kind, NDArray[Any]]:
     if isinstance(model, FlatWeights):
         return Kind.FLAT_WEIGHTS, model.buffer
     if isinstance(model, (np.ndarray, np.generic)) or hasattr(model, "__array__"):
-        return Kind.ARRAY, np.asarray(model)
+        return Kind.ARRAY, as_array(model)
     raise TypeError(f"{where}: expected an array or FlatWeights, got {type(model).__name__}")
 
 

@@ -17,7 +17,14 @@ def as_array(value: Any) -> NDArray[Any]:
     Anything with the buffer protocol, ``__array_interface__`` or ``__array__`` (NumPy, eager
     tensors of TensorFlow, PyTorch, JAX), or with ``__dlpack__`` on the CPU.
     """
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        # The `__array__` of TensorFlow's bfloat16 and float8 tensors without axes is a scalar.
+        scalar = value.__array__() if hasattr(value, "__array__") else None
+        if not isinstance(scalar, np.generic):
+            raise
+        return np.asarray(scalar)
     if array.dtype == object and not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
         return np.from_dlpack(value)  # NumPy does not try by itself
     return array

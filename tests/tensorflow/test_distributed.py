@@ -1,5 +1,7 @@
 """Variables of `tf.distribute` strategies, on two logical CPUs, and of several devices."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import keras
 import numpy as np
 import pytest
@@ -285,3 +287,21 @@ def test_within_a_replica_calls_move_the_whole_variable(strategy):
     weights = TensorFlowVariables(a)
     got = strategy.run(lambda: tf.constant(weights.get_flat()))
     assert [value.numpy().tolist() for value in got.values] == [[1], [1]]
+
+
+def test_replicas_are_equal_after_sets_in_several_threads(strategy):
+    with strategy.scope():
+        variables = [tf.Variable(tf.zeros(2000), name=f"v{i}") for i in range(8)]
+    models = [TensorFlowVariables(variables) for _ in range(2)]
+    size = models[0].get_flat_size()
+
+    def work(k):
+        for n in range(20):
+            models[k % 2].set_flat(np.full(size, 100 * k + n, np.float32))
+
+    for _ in range(5):
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+        for variable in variables:
+            first, second = replicas(variable)
+            np.testing.assert_array_equal(first, second)

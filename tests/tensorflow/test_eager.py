@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.backend.common.variables import AutocastScope
+from tensorflow.python.distribute.sharded_variable import ShardedVariable
+from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 from tf_models import mixed_values, only_bound
 
 from flatweights.tensorflow import TensorFlowVariables
@@ -204,15 +206,16 @@ def test_processes_with_different_histories_agree_on_the_layout(path, forks):
     assert '"first/kernel"' in first
 
 
-def test_functions_are_traced_once_or_never(path):
+def test_nothing_is_traced_on_the_host(monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise AssertionError("a graph was made")
+
     weights = TensorFlowVariables([tf.Variable(v) for v in mixed_values().values()])
-    for _ in range(20):
-        weights.set_flat(weights.get_flat())
-        weights.set_weights(weights.get_weights())
-    for functions in weights._mover._operations._functions.values():
-        expected = 1 if path == "ops" else 0
-        assert functions.read.experimental_get_tracing_count() == expected
-        assert functions.write.experimental_get_tracing_count() == expected
+    monkeypatch.setattr(tf.Graph, "__init__", refuse)
+    weights.set_flat(weights.get_flat())
+    weights.set_weights(weights.get_weights())
+    weights.set_weights(dict(list(weights.get_weights().items())[:2]))
+    weights.add_flat(weights.get_flat())
 
 
 def test_a_model_that_trains_is_seen_as_it_is():
@@ -288,3 +291,56 @@ def test_variables_are_let_go():
     gone = construct()
     gc.collect()
     assert gone() is None
+
+
+def uninitialized(dtype=tf.float32):
+    return UninitializedVariable(shape=[3], dtype=dtype, name="u")
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.int32, tf.bfloat16])
+@pytest.mark.parametrize("call", ["get_flat", "get_weights", "add_flat"])
+def test_an_uninitialized_variable_is_named(call, dtype):
+    known = tf.Variable([1.0, 2.0])
+    weights = TensorFlowVariables([known, uninitialized(dtype), uninitialized()])
+    arguments = [np.ones(8)] if call == "add_flat" else []
+    names = r"'u', 'u_1'" if dtype == tf.float32 else r"'u(_1)?'"
+    with pytest.raises(RuntimeError, match=f"initialized variables, got uninitialized: {names};"):
+        getattr(weights, call)(*arguments)
+    np.testing.assert_array_equal(known, [1, 2])
+
+
+def test_setting_initializes_a_variable(path):
+    known, unknown = tf.Variable([1.0, 2.0]), uninitialized()
+    weights = TensorFlowVariables([known, unknown])
+    weights.set_flat(np.arange(5.0))
+    np.testing.assert_array_equal(known, [0, 1])
+    np.testing.assert_array_equal(unknown, [2, 3, 4])
+    np.testing.assert_array_equal(weights.get_flat(), np.arange(5.0))
+    assert bool(weights.unbound) is (path == "ops")
+
+
+@pytest.mark.parametrize("where", ["alone", "attribute"])
+def test_a_sharded_variable_is_its_shards(where):
+    shards = [tf.Variable([1.0, 2.0], name="s"), tf.Variable([3.0], name="s")]
+    model = ShardedVariable(shards, name="s")
+    if where == "attribute":
+        module = tf.Module()
+        module.table = model
+        model = module
+    weights = TensorFlowVariables(model)
+    np.testing.assert_array_equal(weights.get_flat(), [1, 2, 3])
+    weights.set_flat([4, 5, 6])
+    np.testing.assert_array_equal(shards[1], [6])
+
+
+def test_calls_within_a_device_scope_move_variables_of_another(path):
+    with tf.device("CPU:1"):
+        variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
+    weights = TensorFlowVariables(variables)
+    with tf.device("CPU:0"):
+        weights.set_flat(weights.get_flat() + 1)
+        np.testing.assert_array_equal(weights.get_flat(), [2, 3, 4])
+    with tf.Graph().as_default():
+        weights.add_flat([1, 1, 1])
+        np.testing.assert_array_equal(weights.get_flat(), [3, 4, 5])
+    assert {v.device[-5:] for v in variables} == {"CPU:1"}

@@ -1,5 +1,8 @@
 """get_flat and set_flat, in both modes."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -168,6 +171,15 @@ def test_a_wrong_vector_changes_nothing(build, flat, error, message):
     assert (model.weights.get_flat() == 1).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_updates_leave_integers_and_take_vectors_that_do_not_convert_to_them(build, dtype):
+    model = build({"w": np.float32([1, 2]), "seed": np.uint32([7, 8]), "b": np.float32(3)})
+    model.weights.add_flat(np.array([1, 1, 100, 100, 1], dtype), 2)
+    np.testing.assert_array_equal(model.weights.get_flat(), [3, 4, 7, 8, 5])
+    model.weights.lerp_flat(np.array([5, 4, 100, 100, 1], dtype), 0.5)
+    np.testing.assert_array_equal(model.weights.get_flat(), [4, 4, 7, 8, 3])
+
+
 def read_only(array):
     array.setflags(write=False)
     return array
@@ -200,3 +212,47 @@ def test_a_dtype_that_cannot_hold_the_weights_is_refused(build, dtype):
     model = build({"w": np.ones(3, np.float32)})
     with pytest.raises(TypeError, match="dtype: expected one that holds float32, got"):
         model.weights.get_flat(dtype=dtype)
+
+
+@pytest.mark.parametrize("update", ["add_flat", "lerp_flat"])
+def test_threads_lose_no_update(build, update):
+    model = build({"w": np.zeros(5000, np.float32), "b": np.float32(0)})
+    size = model.weights.get_flat_size()
+    threads, rounds = 4, 25
+    start = threading.Barrier(threads)
+
+    def work():
+        start.wait()
+        for _ in range(rounds):
+            if update == "add_flat":
+                model.weights.add_flat(np.ones(size, np.float32))
+            else:
+                model.weights.lerp_flat(np.ones(size, np.float32), 1 / 64)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(work) for _ in range(threads)]:
+            done.result()
+    left = (1 - 1 / 64) ** (threads * rounds)
+    expected = threads * rounds if update == "add_flat" else 1 - left
+    np.testing.assert_allclose(model.weights.get_flat(), expected, rtol=1e-4)
+
+
+def test_a_read_sees_all_or_nothing_of_a_set(build):
+    model = build({f"v{i}": np.zeros(50, np.float32) for i in range(20)})
+    stop = threading.Event()
+
+    def write(value):
+        flat = np.full(model.weights.get_flat_size(), value, np.float32)
+        while not stop.is_set():
+            model.weights.set_flat(flat)
+
+    with ThreadPoolExecutor(2) as pool:
+        writers = [pool.submit(write, value) for value in (1, 2)]
+        try:
+            for _ in range(50):
+                flat = model.weights.get_flat()
+                assert (flat == flat[0]).all()
+        finally:
+            stop.set()
+        for writer in writers:
+            writer.result()

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework.indexed_slices import IndexedSlicesValue
 
+import flatweights as fw
 from flatweights.tensorflow import TensorFlowVariables
 
 tf1 = tf.compat.v1
@@ -222,6 +223,29 @@ def test_a_keras_embedding():
     np.testing.assert_array_equal(flat[120:], concatenated(gradients[1:]))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float8_e4m3fn"])
+def test_tensors_without_axes_of_any_dtype_are_read(dtype):
+    # TensorFlow's `__array__` returns a scalar for these.
+    weights = TensorFlowVariables(tf.Variable(tf.cast(0.0, dtype), name="v"))
+    tensor = tf.cast(2.0, dtype)
+    np.testing.assert_array_equal(weights.flatten_gradients([tensor]).astype(float), [2])
+    weights.set_weights({"v": tensor})
+    np.testing.assert_array_equal(weights.get_flat().astype(float), [2])
+    np.testing.assert_array_equal(fw.flatten([tensor, tensor]).astype(float), [2, 2])
+    packed = fw.FlatWeights({"a": tensor})
+    packed["a"] = tf.cast(3.0, dtype)
+    assert float(packed["a"]) == 3
+
+
+def test_averages_read_bfloat16_tensors_without_axes():
+    one, three = tf.cast(1, tf.bfloat16), tf.cast(3, tf.bfloat16)
+    assert float(fw.average([{"a": one}, {"a": three}])["a"]) == 2
+    assert float(fw.average([one, three])) == 2
+    y = np.asarray(1, "bfloat16")
+    fw.axpy_(y, 1.0, three)
+    assert float(y) == 4
+
+
 # Clipping
 
 
@@ -235,6 +259,18 @@ def test_clipping_is_that_of_tensorflow(clip_norm):
     np.testing.assert_allclose(flat, concatenated([*expected[:-1], np.zeros(2)]), rtol=1e-6)
     inside = tf.function(lambda *g: weights.flatten_gradients([*g, None], clip_norm=clip_norm))
     np.testing.assert_allclose(inside(*gradients[:-1]), flat, rtol=1e-6)
+
+
+@pytest.mark.parametrize("clip_norm", [0, 5, 1e300])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
+@pytest.mark.parametrize("scale", [0, 1])
+def test_clipping_inside_a_function_is_that_outside(dtype, clip_norm, scale):
+    weights = TensorFlowVariables(tf.Variable(tf.zeros(2, dtype)))
+    gradient = tf.cast([3 * scale, 4 * scale], dtype)
+    flat = weights.flatten_gradients([gradient], clip_norm=clip_norm)
+    inside = tf.function(lambda g: weights.flatten_gradients([g], clip_norm=clip_norm))(gradient)
+    np.testing.assert_array_equal(inside, flat)
+    np.testing.assert_array_equal(flat, np.zeros(2) if clip_norm == 0 else gradient)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -1,5 +1,7 @@
-"""Operations on eager variables: one `tf.function` for each group that reads, one that writes."""
+"""Operations on eager variables: dispatched at once on the host, traced elsewhere."""
 
+import logging
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,14 +9,24 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 from tensorflow.python.eager import context as eager_context
+from tensorflow.python.eager.execute import execute
 
-from flatweights.tensorflow._groups import Group
+from flatweights._cast import move_parts
+from flatweights._flatten import new_vector
+from flatweights._trees import as_array
+from flatweights.tensorflow._groups import Group, is_synchronized_on_reading
 from flatweights.tensorflow._library import Library
 from flatweights.tensorflow._operations import Operations
 
+# So many variables take a second or more to trace.
+_MANY = 100
+
+_lock = threading.RLock()
+_log = logging.getLogger("flatweights")
+
 
 class EagerOperations(Operations):
-    """Reads and writes eager variables; each function is traced once, at its first use."""
+    """Reads and writes eager variables."""
 
     def __init__(
         self, variables: Sequence[tf.Variable], groups: list[Group], library: Library | None
@@ -22,9 +34,12 @@ class EagerOperations(Operations):
         """Take ``variables`` in the order of the slots of their layout, and in ``groups``."""
         self.groups = groups
         self.context = eager_context.context()
-        self._variables = list(variables)
+        self.lock = _lock
         self._library = library
-        self._functions = {id(group): _Functions(group) for group in groups}
+        self._ways = {
+            id(group): (_OnHost if _is_on_host(group) else _Elsewhere)(group, self.context)
+            for group in groups
+        }
 
     def check(self) -> None:
         """Wait for operations that this thread dispatched to run later."""
@@ -50,36 +65,135 @@ class EagerOperations(Operations):
                 for variable in group.variables
             ]
 
-    def read(self, groups: Sequence[Group]) -> list[NDArray[Any]]:
-        """Run one concat per group."""
+    def read(self, groups: Sequence[Group]) -> dict[int, NDArray[Any]]:
+        """Run one operation per group."""
+        values: dict[int, NDArray[Any]] = {}
         with eagerly():
-            return [np.asarray(self._functions[id(group)].read()) for group in groups]
+            for group in groups:
+                values.update(zip(group.slots, self._ways[id(group)].read(), strict=True))
+        return values
 
-    def write(self, groups: Sequence[Group], vectors: Sequence[NDArray[Any]]) -> None:
-        """Run one split per group."""
+    def write(self, values: Mapping[int, NDArray[Any]]) -> None:
+        """Assign to each variable, or to a whole group elsewhere at once."""
         with eagerly():
-            tensors = [tf.convert_to_tensor(vector) for vector in vectors]
-            for group, tensor in zip(groups, tensors, strict=True):
-                self._functions[id(group)].write(tensor)
-
-    def write_some(self, values: Mapping[int, NDArray[Any]]) -> None:
-        """Assign each."""
-        with eagerly():
-            for i, value in values.items():
-                self._variables[i].assign(value, read_value=False)
+            for group in self.groups:
+                own = group.among(values)
+                if own:
+                    self._ways[id(group)].write(own)
 
 
-class _Functions:
-    """The functions of one group; they hold no reference to their owner: no cycle."""
+class _OnHost:
+    """The variables of a group in this process's memory; nothing has to be traced for these.
 
-    def __init__(self, group: Group) -> None:
-        def write(vector: tf.Tensor) -> None:
-            for variable, value in zip(group.variables, group.split(vector), strict=True):
+    One operation reads all of them, and the results alias their memory.
+    """
+
+    def __init__(self, group: Group, context: Any) -> None:
+        self._group = group
+        self._context = context
+        self._dtype = group.dtype.as_datatype_enum
+        count = len(group.variables)
+        self._reading = ("N", count, "dtypes", [self._dtype] * count)
+        self._assigning = ("dtype", self._dtype, "validate_shape", False)
+
+    def read(self) -> list[NDArray[Any]]:
+        try:
+            tensors = execute(
+                b"_ReadVariablesOp",
+                len(self._group.variables),
+                [variable.handle for variable in self._group.variables],
+                self._reading,
+                self._context,
+            )
+        except (tf.errors.FailedPreconditionError, tf.errors.InvalidArgumentError) as error:
+            self._raise_uninitialized(error)
+            raise
+        values = [as_array(tensor) for tensor in tensors]
+        slots = self._group.layout.slots
+        if any(value.size != slot.size for value, slot in zip(values, slots, strict=True)):
+            self._raise_uninitialized(None)
+        # A raw operation may have given a variable another shape.
+        return [value.reshape(slot.shape) for value, slot in zip(values, slots, strict=True)]
+
+    def write(self, values: Mapping[int, NDArray[Any]]) -> None:
+        dtype = self._group.dtype.as_numpy_dtype
+        own = {j: new_vector(v.size, np.dtype(dtype)).reshape(v.shape) for j, v in values.items()}
+        move_parts(list(own.values()), list(values.values()))
+        for j, array in own.items():
+            handle = self._group.variables[j].handle
+            execute(
+                b"AssignVariableOp",
+                0,
+                [handle, _aliased(array, self._group.dtype, self._context)],
+                self._assigning,
+                self._context,
+            )
+
+    def _raise_uninitialized(self, error: Exception | None) -> None:
+        pairs = zip(self._group.layout.slots, self._group.variables, strict=True)
+        names = [repr(slot.name) for slot, v in pairs if not v.is_initialized()]
+        if names:
+            raise RuntimeError(
+                f"expected initialized variables, got uninitialized: {', '.join(names)}; assign "
+                "values first"
+            ) from error
+
+
+class _Elsewhere:
+    """The variables of a group on an accelerator or another machine, or without one value.
+
+    A `tf.function` with one concat brings all of them here in one transfer, another takes
+    them there. Both are traced at their first use. They hold no reference to their owner:
+    no cycle.
+    """
+
+    def __init__(self, group: Group, context: Any) -> None:
+        self._group = group
+        self._context = context
+
+        def read() -> tf.Tensor:
+            _tell_of_tracing(group)
+            return group.concat()
+
+        def write(packed: tf.Tensor) -> None:
+            _tell_of_tracing(group)
+            for variable, value in zip(group.variables, group.cut(packed), strict=True):
                 variable.assign(value, read_value=False)
 
-        signature = [tf.TensorSpec([group.layout.size], group.dtype)]
-        self.read = tf.function(group.concat, autograph=False)
-        self.write = tf.function(write, autograph=False, input_signature=signature)
+        signature = [tf.TensorSpec([group.packed_size], group.dtype)]
+        self._read = tf.function(read, autograph=False)
+        self._write = tf.function(write, autograph=False, input_signature=signature)
+
+    def read(self) -> list[NDArray[Any]]:
+        return self._group.layout.vector_views(as_array(self._read()))
+
+    def write(self, values: Mapping[int, NDArray[Any]]) -> None:
+        if len(values) == len(self._group.slots):
+            packed = self._group.copy_packed(values)
+            self._write(_aliased(packed, self._group.dtype, self._context))
+            return
+        for j, value in values.items():
+            self._group.variables[j].assign(value, read_value=False)
+
+
+def _tell_of_tracing(group: Group) -> None:
+    count = len(group.variables)
+    if count >= _MANY:
+        _log.warning("flatweights: tracing the operations for %d variables, once", count)
+
+
+def _aliased(array: NDArray[Any], dtype: tf.DType, context: Any) -> tf.Tensor:
+    """Return a tensor over the memory of ``array``, which belongs to TensorFlow from now on.
+
+    `tf.convert_to_tensor` would copy.
+    """
+    return tf.__internal__.EagerTensor(array, context.device_name, dtype.as_datatype_enum)
+
+
+def _is_on_host(group: Group) -> bool:
+    device = tf.DeviceSpec.from_string(group.device)
+    is_here = device.device_type == "CPU" and device.job == "localhost"
+    return is_here and not is_synchronized_on_reading(group.variables[0])
 
 
 def eagerly() -> Any:

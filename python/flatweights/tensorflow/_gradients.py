@@ -288,7 +288,12 @@ def _clip(flat: NDArray[Any], most: float) -> None:
 def _clipped(flat: tf.Tensor, most: float) -> tf.Tensor:
     # The sum of squares of float16 overflows where the norm is 256.
     wide = tf.cast(flat, tf.float32) if flat.dtype.size < 4 else flat
-    return tf.cast(tf.clip_by_global_norm([wide], most)[0][0], flat.dtype)
+    norm = tf.linalg.global_norm([tf.abs(wide) if flat.dtype.is_complex else wide])
+    # Unlike that of `tf.clip_by_global_norm`, the factor is 1 for zeros, and at the norm itself.
+    bound = tf.constant(min(most, float(norm.dtype.max)), norm.dtype)
+    factor = tf.where(norm > bound, tf.math.divide_no_nan(bound, norm), 1)
+    factor = tf.where(tf.math.is_finite(norm), factor, float("nan"))
+    return tf.cast(wide * tf.cast(factor, wide.dtype), flat.dtype)
 
 
 def _is_pair(item: Any) -> bool:

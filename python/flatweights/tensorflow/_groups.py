@@ -1,9 +1,12 @@
 """The variables of a model, in groups that are moved in one way."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
+from numpy.typing import NDArray
 
+from flatweights._cast import move_parts
 from flatweights._layout import Layout
 
 
@@ -13,7 +16,9 @@ class Group:
     Attributes:
         slots: Their positions in the layout, ascending.
         variables: The variables themselves.
-        layout: They alone, as a vector of their dtype.
+        layout: The layout of these variables alone.
+        dtype: Their dtype.
+        packed_size: Elements of their packed form, in which a buffer of one dtype has gaps.
         device: Where they live; empty if TensorFlow decides.
         obstacle: Why they cannot be bound, if that is known beforehand; else empty.
     """
@@ -29,6 +34,7 @@ class Group:
             [slot.dtype for slot in members],
         )
         self.dtype: tf.DType = self.variables[0].dtype.base_dtype
+        self.packed_size = self.layout.nbytes // self.dtype.size
         self.device: str = self.variables[0].device
         self.obstacle = obstacle(self.variables[0])
 
@@ -41,6 +47,29 @@ class Group:
                 for variable, slot in zip(self.variables, self.layout.slots, strict=True)
             ]
             return tf.concat(pieces, axis=0)
+
+    def among(self, values: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[Any]]:
+        """Return this group's of ``values``, which are by position in the layout, by that here."""
+        return {j: values[i] for j, i in enumerate(self.slots) if i in values}
+
+    def copy_packed(self, values: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
+        """Return a packed copy of ``values``, one per variable, for `cut`."""
+        buffer = self.layout.new_buffer()
+        move_parts(self.layout.packed_views(buffer), [values[j] for j in range(len(self.slots))])
+        return buffer.view(self.dtype.as_numpy_dtype)
+
+    def cut(self, packed: tf.Tensor) -> list[tf.Tensor]:
+        """Return the ops that cut the packed form into values for the variables.
+
+        They alias its memory where TensorFlow can: the slots are aligned for that.
+        """
+        with tf.device(self.device or None):
+            return [
+                tf.reshape(
+                    tf.slice(packed, [slot.offset // slot.dtype.itemsize], [slot.size]), slot.shape
+                )
+                for slot in self.layout.slots
+            ]
 
     def split(self, vector: tf.Tensor) -> list[tf.Tensor]:
         """Return the ops that cut a vector into values for the variables."""

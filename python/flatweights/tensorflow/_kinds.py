@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.distribute.sharded_variable import ShardedVariableMixin
 
 Path = tuple[str, ...]
 """Attribute names, keys and positions that lead to a variable."""
@@ -31,8 +32,10 @@ def is_variable(value: Any) -> bool:
 
 
 def is_partitioned(value: Any) -> bool:
-    """Whether ``value`` is several variables that TF1 presents as one."""
-    return type(value).__name__ == "PartitionedVariable" and hasattr(value, "_variable_list")
+    """Whether ``value`` is several variables that are presented as one, and iterates over them."""
+    return isinstance(value, ShardedVariableMixin) or (
+        type(value).__name__ == "PartitionedVariable" and hasattr(value, "_variable_list")
+    )
 
 
 def is_layer(value: Any) -> bool:

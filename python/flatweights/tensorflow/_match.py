@@ -5,9 +5,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from flatweights._layout import Layout
+from flatweights._trees import as_array
 from flatweights._weights import FlatWeights
 
 NO_MATCH = (
@@ -107,5 +106,5 @@ def _renamed(keys: list[str], rename: Mapping[str, str]) -> dict[str, str]:
 def _layout_of(given: Mapping[str, Any]) -> Layout:
     if isinstance(given, FlatWeights):
         return given.layout
-    arrays = [np.asarray(value) for value in given.values()]
+    arrays = [as_array(value) for value in given.values()]
     return Layout.of_arrays([str(i) for i in range(len(arrays))], arrays)

@@ -1,6 +1,7 @@
 """Moves all variables of a model: bound ones by the core, others by TensorFlow's operations."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,6 @@ from flatweights._dtypes import is_averaged
 from flatweights._inplace import axpy_, lerp_
 from flatweights._layout import Layout
 from flatweights.tensorflow._binding import Binding, bind, unbound
-from flatweights.tensorflow._groups import Group
 from flatweights.tensorflow._library import Library
 from flatweights.tensorflow._operations import Operations
 
@@ -209,10 +209,19 @@ class Mover:
                 self.bind()
                 binding = self._binding
             try:
-                return move(binding)
+                self._alone(move, binding)
+                return
             except _core.UnreadyError:
                 self._take(binding._replace(may_improve=True))
-        raise RuntimeError("the variables are destroyed as fast as they are bound")
+        # Operations give uninitialized variables their first values, and name them in errors.
+        reason = "it, or one beside it, is not initialized"
+        self._take(unbound(self._operations.groups, reason, may_improve=True))
+        self._alone(move, self._binding)
+
+    def _alone(self, move: Callable[[Binding], None], binding: Binding) -> None:
+        """Call ``move``; while it runs operations, no other call does."""
+        with self._operations.lock if binding.others else nullcontext():
+            move(binding)
 
     def _gather(self, targets: Sequence[NDArray[Any]]) -> None:
         """Read every variable into its target, one array per slot, cast to its dtype."""
@@ -229,10 +238,8 @@ class Mover:
                 binding.bound.get_parts(direct, False)
                 pairs += [(targets[i], array) for i, array in own.items()]
             if binding.others:
-                vectors = self._operations.read(binding.others)
-                for group, vector in zip(binding.others, vectors, strict=True):
-                    pieces = group.layout.vector_views(vector)
-                    pairs += zip((targets[i] for i in group.slots), pieces, strict=True)
+                read = self._operations.read(binding.others)
+                pairs += [(targets[i], array) for i, array in read.items()]
             move_parts([target for target, _ in pairs], [piece for _, piece in pairs])
 
         self._with_binding(move)
@@ -245,18 +252,9 @@ class Mover:
             if binding.bound is not None and positions:
                 arrays = [self._direct(i, values[i]) for i in positions]
                 binding.bound.set_parts(positions, arrays, share, False)
-            whole = [group for group in binding.others if all(i in values for i in group.slots)]
-            if whole:
-                self._write_groups(whole, values)
-            some = {
-                i: values[i]
-                for group in binding.others
-                if group not in whole
-                for i in group.slots
-                if i in values
-            }
-            if some:
-                self._operations.write_some(self._private(some))
+            others = {i: values[i] for group in binding.others for i in group.slots if i in values}
+            if others:
+                self._operations.write(others)
 
         self._with_binding(move)
 
@@ -269,33 +267,22 @@ class Mover:
         copy_cast(array, value)
         return array
 
-    def _private(self, values: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[Any]]:
-        # A session aliases aligned arrays that it is fed, and a variable that they are
-        # assigned to goes on doing so: it must not see what becomes of the caller's.
-        own = {i: self._empty(i) for i in values}
-        move_parts(list(own.values()), list(values.values()))
-        return own
-
-    def _write_groups(self, groups: Sequence[Group], values: Mapping[int, NDArray[Any]]) -> None:
-        vectors = []
-        for group in groups:
-            vector = np.empty(group.layout.size, group.dtype.as_numpy_dtype)
-            move_parts(group.layout.vector_views(vector), [values[i] for i in group.slots])
-            vectors.append(vector)
-        self._operations.write(groups, vectors)
-
     def _update(
         self, update: Update, packed: NDArray[np.uint8], parts: Sequence[NDArray[Any]], a: float
     ) -> None:
         def move(binding: Binding) -> None:
+            groups = [group for group in binding.others if is_averaged(group.layout.slots[0].dtype)]
+            values = self._operations.read(groups) if groups else {}
+            for group in groups:
+                y, x = (np.empty(group.layout.size, group.layout.dtype) for _ in range(2))
+                changed = group.layout.vector_views(y)
+                move_parts(changed, [values[i] for i in group.slots])
+                move_parts(group.layout.vector_views(x), [parts[i] for i in group.slots])
+                update.in_place(y, x, a)
+                values.update(zip(group.slots, changed, strict=True))
             if binding.bound is not None:
                 update.packed(binding.bound, packed, a, False)
-            groups = [group for group in binding.others if is_averaged(group.layout.slots[0].dtype)]
-            changed = [np.array(vector) for vector in self._operations.read(groups)]
-            for group, vector in zip(groups, changed, strict=True):
-                by = np.empty_like(vector)
-                move_parts(group.layout.vector_views(by), [parts[i] for i in group.slots])
-                update.in_place(vector, by, a)
-            self._operations.write(groups, changed)
+            if values:
+                self._operations.write(values)
 
         self._with_binding(move)

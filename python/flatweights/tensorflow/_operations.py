@@ -1,9 +1,10 @@
 """What TensorFlow is asked to do: read and write variables, and hand them over to be bound.
 
 Dispatching one TensorFlow op per variable is what makes reading a model slow; here one
-concat per group reads all of its variables, and one split writes them.
+operation per group reads all of its variables.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,10 +20,13 @@ class Operations(ABC):
 
     Attributes:
         groups: The variables.
+        lock: Held from the first to the last operation of a call, by all models whose variables
+            could be the same: each call is then all or nothing to the others.
         context: The context of eager TensorFlow; None for the variables of a session.
     """
 
     groups: list[Group]
+    lock: threading.RLock
     context: Any = None
 
     @abstractmethod
@@ -42,13 +46,13 @@ class Operations(ABC):
         """Run the op that binds for each variable of ``groups``; return what it gave."""
 
     @abstractmethod
-    def read(self, groups: Sequence[Group]) -> list[NDArray[Any]]:
-        """Return one vector per group, which may alias a variable: it is not written to."""
+    def read(self, groups: Sequence[Group]) -> dict[int, NDArray[Any]]:
+        """Return the values by position, which may alias variables: they are not written to.
+
+        Raises:
+            RuntimeError: If a variable is not initialized; the message names it.
+        """
 
     @abstractmethod
-    def write(self, groups: Sequence[Group], vectors: Sequence[NDArray[Any]]) -> None:
-        """Set the variables from one vector per group, which TensorFlow may keep."""
-
-    @abstractmethod
-    def write_some(self, values: Mapping[int, NDArray[Any]]) -> None:
-        """Set the variables at these positions, from arrays that TensorFlow may keep."""
+    def write(self, values: Mapping[int, NDArray[Any]]) -> None:
+        """Set the variables at these positions; the arrays, made by `settable`, are copied."""

@@ -1,5 +1,6 @@
 """Mirrored variables: read from one replica, set on all."""
 
+import threading
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
@@ -9,6 +10,9 @@ from flatweights.tensorflow._eager import EagerOperations
 from flatweights.tensorflow._groups import make_groups
 from flatweights.tensorflow._library import Library
 from flatweights.tensorflow._mover import Mover
+
+_lock = threading.RLock()
+"""Held while replicas follow: whoever follows last gives all of them what the first has then."""
 
 
 class Replicas:
@@ -44,8 +48,9 @@ class Replicas:
         """Give all replicas the values of the first."""
         if not self._movers:
             return
-        packed = self._layout.new_buffer()
-        self._first.get_packed(packed)
-        parts = self._layout.packed_views(packed)
-        for positions, mover in self._movers:
-            mover.set_parts({j: parts[i] for j, i in enumerate(positions)})
+        with _lock:
+            packed = self._layout.new_buffer()
+            self._first.get_packed(packed)
+            parts = self._layout.packed_views(packed)
+            for positions, mover in self._movers:
+                mover.set_parts({j: parts[i] for j, i in enumerate(positions)})

@@ -1,5 +1,7 @@
 """Operations on the variables of a TF1 graph, built once and run in a session."""
 
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,9 +9,12 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from flatweights._cast import move_parts
 from flatweights.tensorflow._groups import Group
 from flatweights.tensorflow._library import Library
 from flatweights.tensorflow._operations import Operations
+
+_locks: weakref.WeakKeyDictionary[tf.Graph, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 class SessionOperations(Operations):
@@ -40,6 +45,7 @@ class SessionOperations(Operations):
                 "(before tf.compat.v1.train.MonitoredTrainingSession), for it adds operations"
             )
         self.graph = graph
+        self.lock = _locks.setdefault(graph, threading.RLock())
         self.groups = groups
         self.session: Any = None
         self._names = list(variables)
@@ -94,32 +100,43 @@ class SessionOperations(Operations):
         """Run the op for each variable of ``groups``, all in one run."""
         return list(self._run([op for group in groups for op in self._nodes[id(group)].bind]))
 
-    def read(self, groups: Sequence[Group]) -> list[NDArray[Any]]:
+    def read(self, groups: Sequence[Group]) -> dict[int, NDArray[Any]]:
         """Run one concat per group, all in one run."""
         try:
-            return [
-                np.asarray(vector)
-                for vector in self._run([self._nodes[id(group)].read for group in groups])
-            ]
+            vectors = self._run([self._nodes[id(group)].read for group in groups])
         except tf.errors.FailedPreconditionError as error:
             raise RuntimeError(
                 f"expected initialized variables, got uninitialized: {self._uninitialized()}; "
                 "run tf.compat.v1.global_variables_initializer() first"
             ) from error
+        values: dict[int, NDArray[Any]] = {}
+        for group, vector in zip(groups, vectors, strict=True):
+            pieces = group.layout.vector_views(np.asarray(vector))
+            values.update(zip(group.slots, pieces, strict=True))
+        return values
 
-    def write(self, groups: Sequence[Group], vectors: Sequence[NDArray[Any]]) -> None:
-        """Run one split per group, all in one run."""
-        nodes = [self._nodes[id(group)] for group in groups]
-        self._run(
-            [node.write for node in nodes],
-            {node.fed: vector for node, vector in zip(nodes, vectors, strict=True)},
-        )
+    def write(self, values: Mapping[int, NDArray[Any]]) -> None:
+        """Feed each whole group at once, and other variables one by one, all in one run.
 
-    def write_some(self, values: Mapping[int, NDArray[Any]]) -> None:
-        """Run the assignments, all in one run."""
-        names = {self._names[i]: value for i, value in values.items()}
-        fetches = [_operation(self.assignment_nodes[name]) for name in names]
-        self._run(fetches, {self.placeholders[name]: value for name, value in names.items()})
+        A session aliases aligned arrays that it is fed, and so do variables that these are
+        assigned to: it is fed copies.
+        """
+        fetches: list[Any] = []
+        feed: dict[tf.Tensor, NDArray[Any]] = {}
+        for group in self.groups:
+            own = group.among(values)
+            if len(own) == len(group.slots):
+                nodes = self._nodes[id(group)]
+                fetches.append(nodes.write)
+                feed[nodes.fed] = group.copy_packed(own)
+                continue
+            for j, value in own.items():
+                name = self._names[group.slots[j]]
+                fetches.append(_operation(self.assignment_nodes[name]))
+                copy = np.empty(value.shape, group.layout.slots[j].dtype)
+                move_parts([copy], [value])
+                feed[self.placeholders[name]] = copy
+        self._run(fetches, feed)
 
     def _run(self, fetches: Any, feed: dict[tf.Tensor, NDArray[Any]] | None = None) -> Any:
         # The session proper: hooks of a monitored one count steps of training, not these.
@@ -143,8 +160,8 @@ class _Nodes:
 
     def __init__(self, group: Group, library: Library | None) -> None:
         self.read = group.concat()
-        self.fed = tf.compat.v1.placeholder(group.dtype, [group.layout.size])
-        values = group.split(self.fed)
+        self.fed = tf.compat.v1.placeholder(group.dtype, [group.packed_size])
+        values = group.cut(self.fed)
         assignments = [
             _operation(variable.assign(value, read_value=False))
             for variable, value in zip(group.variables, values, strict=True)

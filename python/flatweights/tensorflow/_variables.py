@@ -15,6 +15,7 @@ from flatweights._flatten import new_vector
 from flatweights._inplace import finite
 from flatweights._layout import Layout, place_of
 from flatweights._safetensors import read
+from flatweights._trees import as_array
 from flatweights._weights import FlatWeights
 from flatweights.tensorflow._apply import Steps
 from flatweights.tensorflow._discover import discover
@@ -309,7 +310,7 @@ class TensorFlowVariables:
         self._replicas.follow()
 
     def _vector(self, value: ArrayLike, what: str) -> NDArray[Any]:
-        flat = np.asarray(value)
+        flat = as_array(value)
         if flat.shape != (self._layout.size,):
             raise ValueError(f"{what}: expected shape ({self._layout.size},), got {flat.shape}")
         return flat if flat.flags.c_contiguous else np.ascontiguousarray(flat)
