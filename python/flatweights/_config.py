@@ -1,5 +1,6 @@
 """What is installed and in use."""
 
+import importlib.util
 import platform
 import sys
 from importlib import metadata
@@ -13,7 +14,8 @@ def show_config() -> dict[str, str]:
     """Return versions, threads and the code paths in use, as text, ready to be printed.
 
     Neither TensorFlow nor Ray is imported for it: which way weights are moved to and from
-    TensorFlow is told once `flatweights.tensorflow` is imported.
+    TensorFlow is told once `flatweights.tensorflow` is imported, or by ``flatweights info``,
+    which asks a process of its own.
 
     Environment variables, read at the first call that needs them, choose otherwise than by the
     machine: ``FLATWEIGHTS_NUM_THREADS`` (else ``OMP_NUM_THREADS``), ``FLATWEIGHTS_ISA``
@@ -42,7 +44,10 @@ def show_config() -> dict[str, str]:
     config["instruction set"] = _core.get_isa()
     config["streams above"] = f"{_core.get_stream_above() / 2**20:.10g} MiB"
     library = sys.modules.get("flatweights.tensorflow._library")
-    config["tensorflow path"] = (
-        library.status() if library else "known once flatweights.tensorflow is imported"
-    )
+    if library:
+        config["tensorflow path"] = library.status()
+    elif importlib.util.find_spec("tensorflow") is None:
+        config["tensorflow path"] = "none, since tensorflow is not installed"
+    else:
+        config["tensorflow path"] = "known once flatweights.tensorflow is imported"
     return config

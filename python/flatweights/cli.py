@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -46,10 +47,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _info(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     config = flatweights.show_config()
+    if "flatweights.tensorflow._library" not in sys.modules and not _missing(["tensorflow"]):
+        config["tensorflow path"] = _tensorflow_path()
     width = max(map(len, config))
     for key, value in config.items():
         print(f"{key:<{width}}  {value}")
     return 0
+
+
+def _tensorflow_path() -> str:
+    """Return which way weights are moved to and from TensorFlow, and why.
+
+    TensorFlow alone knows its build. It is asked in a process of its own: it writes to stderr,
+    and a broken one may kill the process that imports it.
+    """
+    program = "from flatweights.tensorflow._library import status; print(status())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    last = lines[-1] if lines else f"exit code {done.returncode}"
+    return last if done.returncode == 0 else f"none, since tensorflow cannot be imported: {last}"
 
 
 def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
