@@ -256,3 +256,29 @@ def test_a_read_sees_all_or_nothing_of_a_set(build):
             stop.set()
         for writer in writers:
             writer.result()
+
+
+def test_integers_that_a_vector_rounds_are_named_once(build):
+    model = build({"w": np.ones(2, np.float32), "state": np.int64([1, 2**53 + 1])})
+    with pytest.warns(RuntimeWarning, match=r"slot 1 'state': set_flat cannot restore its int64"):
+        model.weights.get_flat()
+    model.weights.get_flat()
+    model.weights.set_weights(model.weights.get_weights())
+    np.testing.assert_array_equal(model.read()["state"], [1, 2**53 + 1])
+
+
+def test_integers_that_a_vector_holds_pass_silently(build):
+    model = build({"w": np.ones(2, np.float32), "state": np.int64([-(2**53) + 1, 2**53 - 1])})
+    model.weights.set_flat(model.weights.get_flat())
+    np.testing.assert_array_equal(model.read()["state"], [-(2**53) + 1, 2**53 - 1])
+    with pytest.warns(RuntimeWarning, match="from a vector of float32; get_weights"):
+        model.weights.get_flat(dtype=np.float32)
+
+
+def test_real_variables_beside_complex_ones_are_named_once(build):
+    model = build({"c": np.complex64([1j]), "w": np.ones(2, np.float32)})
+    with pytest.warns(RuntimeWarning, match=r"slot 1 'w': set_flat cannot restore its float32"):
+        flat = model.weights.get_flat()
+    model.weights.get_flat()
+    with pytest.raises(TypeError, match="slot 1 'w'"):
+        model.weights.set_flat(flat)

@@ -2,15 +2,17 @@
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+import ml_dtypes
 import numpy as np
 import tensorflow as tf
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from flatweights._cast import is_settable, settable_at
-from flatweights._dtypes import is_averaged, is_floating
+from flatweights._dtypes import is_averaged, is_floating, is_integer
 from flatweights._flatten import new_vector
 from flatweights._inplace import finite
 from flatweights._layout import Layout, place_of
@@ -57,6 +59,11 @@ class TensorFlowVariables:
     update; beside a training step it may see some variables updated and some not, but
     each one whole. Values that were read before, and variables that were assigned from
     these, never change. Any number of threads may call.
+
+    Calls that move unbound variables exclude each other by a lock, so all of this holds between
+    them; but of an update by TensorFlow beside `add_flat` or `lerp_flat` one of both may be
+    lost. The replicas of mirrored variables follow one after the other: once all calls have
+    returned they are equal, and beside a running one they may differ.
 
     >>> import tensorflow as tf
     >>> v = TensorFlowVariables([tf.Variable([1.0, 2.0], name="w"), tf.Variable(3.0, name="b")])
@@ -107,6 +114,8 @@ class TensorFlowVariables:
             [v.dtype.base_dtype.as_numpy_dtype for v in found.variables.values()],
         )
         self._dtype = self._layout.dtype
+        self._has_warned = False
+        self._lossy: dict[np.dtype[Any], list[int]] = {}
         self._not_computed_with = [
             str(slot)
             for slot in self._layout.slots
@@ -216,6 +225,11 @@ class TensorFlowVariables:
         Each byte is moved once, without an operation of TensorFlow, and the result is from
         `flatweights`' pool of buffers; but see `unbound`.
 
+        A vector of floating numbers rounds integers beyond its precision (2**53 for float64:
+        the state of a `tf.random.Generator`), and `set_flat` takes no complex vector for real
+        variables. Where either occurs, the first call warns and names the variable:
+        `get_weights` and `set_weights` keep each dtype.
+
         Args:
             out: Where to write: contiguous, of `get_flat_size` elements. A new vector, if None.
             dtype: Dtype of the result, floating or complex: float64 for
@@ -249,7 +263,39 @@ class TensorFlowVariables:
         else:
             self._check_out(out, target)
         self._mover.get_vector(out)
+        self._warn_of_loss(out)
         return out
+
+    def _warn_of_loss(self, flat: NDArray[Any]) -> None:
+        """Warn, once, of slots that `set_flat` cannot set from ``flat`` to what they hold."""
+        for i in self._may_lose(flat.dtype):
+            slot = self._layout.slots[i]
+            values = flat[slot.start : slot.start + slot.size]
+            if flat.dtype.kind == "c" or not _holds_integers(values):
+                self._has_warned = True
+                warnings.warn(
+                    f"{place_of(i, slot)}: set_flat cannot restore its {slot.dtype} from a vector "
+                    f"of {flat.dtype}; get_weights and set_weights keep each dtype",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+                return
+
+    def _may_lose(self, dtype: np.dtype[Any]) -> list[int]:
+        """Return the positions whose values a vector of ``dtype`` may not hold; none once told."""
+        if self._has_warned:
+            return []
+        if dtype not in self._lossy:
+            slots = list(enumerate(self._layout.slots))
+            if dtype.kind == "c":
+                # Asked for by name, a complex vector of real weights is meant.
+                is_mixed = self._dtype.kind == "c"
+                lossy = [i for i, slot in slots if is_mixed and slot.dtype.kind != "c"]
+            else:
+                bits = _bits_of_integers(dtype)
+                lossy = [i for i, s in slots if is_integer(s.dtype) and 8 * s.dtype.itemsize > bits]
+            self._lossy[dtype] = lossy
+        return self._lossy[dtype]
 
     def _check_out(self, out: NDArray[Any], dtype: np.dtype[Any]) -> None:
         if not isinstance(out, np.ndarray):
@@ -681,6 +727,17 @@ class TensorFlowVariables:
             "TensorFlowVariables cannot be pickled: a copy would set another model than yours. "
             "Build the model inside the actor, and send get_weights() or get_flat()"
         )
+
+
+def _bits_of_integers(dtype: np.dtype[Any]) -> int:
+    """Return how many bits an integer may have that ``dtype`` holds exactly."""
+    return int(ml_dtypes.finfo(dtype).nmant) + 1 if is_floating(dtype) else 8 * dtype.itemsize
+
+
+def _holds_integers(values: NDArray[Any]) -> bool:
+    """Whether integers were not rounded when they became these ``values``."""
+    largest = 2.0 ** _bits_of_integers(values.dtype)
+    return bool((np.abs(values.astype(np.float64)) < largest).all())
 
 
 def _runs_elsewhere(session: Any) -> bool:
