@@ -133,6 +133,21 @@ def test_set_weights_sets_the_model(worker: Any, mode: str, send: Any) -> None:
     assert same_bits(ray.get(worker.get_flat.remote()), np.concatenate([-FLAT[:6], BIAS]))
 
 
+@pytest.mark.parametrize("send", [lambda value: value, ray.put], ids=["value", "ref"])
+def test_set_flat_takes_weights_by_name(worker: Any, mode: str, send: Any) -> None:
+    kernel, bias = NAMES[mode]
+    ray.get(worker.set_flat.remote(send(FlatWeights({kernel: -KERNEL, bias: -BIAS}))))
+    assert same_bits(ray.get(worker.get_flat.remote()), -FLAT)
+
+
+def test_weights_may_be_shared_instead_of_copied(worker: Any, mode: str) -> None:
+    kernel, bias = NAMES[mode]
+    ray.get(worker.set_flat.remote(ANOTHER, share=True))
+    assert same_bits(ray.get(worker.get_flat.remote()), ANOTHER)
+    ray.get(worker.set_weights.remote({kernel: -KERNEL, bias: -BIAS}, share=True))
+    assert same_bits(ray.get(worker.get_flat.remote()), -FLAT)
+
+
 def test_what_was_got_does_not_follow_the_model(worker: Any) -> None:
     before = ray.get(worker.get_weights.remote())
     ray.get(worker.set_flat.remote(ANOTHER))
