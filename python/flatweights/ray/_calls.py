@@ -12,8 +12,9 @@ store. Another way implements `Worker` and `Answer`; one round may mix several. 
   memory that is not the driver's: it is valid until `Answer.let_go`, and until the next call or
   message to that worker at the latest. The engine copies what it keeps, and lets go of each
   answer that it has waited for before it returns a `Round`. It may take a value more than once.
-- An answer that is late, or whose round was broken off, is kept as owed, and nothing is sent to
-  that worker before it has answered. So a worker never has two calls of a group.
+- An answer that is late is kept as owed, and nothing is sent to that worker before it has
+  answered. One whose round was broken off is abandoned: see `Answer.abandon`. So no worker is
+  sent weights in the middle of a call.
 - Weights are sent as a `Payload`: `Worker.prepare` brings it within reach of that worker,
   once for all workers of its way, and `Worker.send` announces it. If `prepare` raises, nothing was
   sent. What was sent is never written again: a round owns its memory until it is dropped.
@@ -114,6 +115,15 @@ class Answer(ABC):
     def keep(self) -> Any:
         """As `take`; the value stays valid for as long as it is wanted. For `WorkerGroup.step`."""
         return self.take()
+
+    def abandon(self) -> "Answer | None":
+        """Note that nobody wants the value of an answer that is not there yet.
+
+        Returns:
+            What the driver has to wait for before it sends this worker anything else: this
+            answer. None, if the worker itself takes what is sent after the call has ended.
+        """
+        return self
 
     @abstractmethod
     def let_go(self) -> None:

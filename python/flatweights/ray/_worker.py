@@ -1,8 +1,10 @@
 """Actors whose weights travel as one buffer."""
 
 import functools
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -126,19 +128,20 @@ class FlatWorker:
             StaleWorkerError: If it is a difference from weights that this actor does not have, or
                 the actor was sent others since.
         """
-        self._admit(head.stamp)
-        if isinstance(new_weights, Message):
-            if self._wire is None:
-                self._wire = WorkerWire()
-            try:
-                self._wire.receive(new_weights, self._set)
-            except MissedUpdateError as error:
-                raise StaleWorkerError(str(error)) from error
-        elif isinstance(new_weights, ShardedWeights):
-            self.set_pieces(new_weights)
-        else:
-            self._set(new_weights)
-        self._version = head.version
+        with self._turn():
+            self._admit(head.stamp)
+            if isinstance(new_weights, Message):
+                if self._wire is None:
+                    self._wire = WorkerWire()
+                try:
+                    self._wire.receive(new_weights, self._set)
+                except MissedUpdateError as error:
+                    raise StaleWorkerError(str(error)) from error
+            elif isinstance(new_weights, ShardedWeights):
+                self.set_pieces(new_weights)
+            else:
+                self._set(new_weights)
+            self._version = head.version
 
     def _set(self, new_weights: Mapping[str, ArrayLike] | NDArray[Any]) -> None:
         if isinstance(new_weights, np.ndarray):
@@ -163,6 +166,12 @@ class FlatWorker:
         Raises:
             StaleWorkerError: If this actor has other weights, or had this call or a later one.
         """
+        with self._turn():
+            return self._run_call(head, method, args, kwargs)
+
+    def _run_call(
+        self, head: Head, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         self._admit(head.stamp)
         version = head.version
         if version is None and self._version is None and _was_restarted():
@@ -192,6 +201,15 @@ class FlatWorker:
         The pieces are the only copy then that goes into the object store.
         """
         return read_result(self.call_version(head, method, *args, **kwargs), rank, reading)
+
+    def _turn(self) -> AbstractContextManager[Any]:
+        """Return the lock by which calls and weights of groups take turns.
+
+        Actors may run several calls at a time (``max_concurrency``), and a call that was broken
+        off would go on training on weights that were sent meanwhile.
+        """
+        turn: AbstractContextManager[Any] = self.__dict__.setdefault("_turns", threading.RLock())
+        return turn
 
     def _admit(self, stamp: Stamp) -> None:
         """Raise unless ``stamp`` is above all that its group has sent; remember it."""

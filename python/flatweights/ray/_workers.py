@@ -83,7 +83,10 @@ class Workers:
 
     def close(self, arrivals: Arrivals) -> None:
         """Take over what is to be known of ranks once their round is over, or broken off."""
-        self.owed |= arrivals.unanswered
+        for rank, answer in arrivals.unanswered.items():
+            rest = answer if rank in arrivals.late else answer.abandon()
+            if rest is not None:
+                self.owed[rank] = rest
         arrivals.let_go()
         late = dict.fromkeys(arrivals.late, late_error(arrivals.timeout))
         self.note({**arrivals.failed, **late})
