@@ -20,7 +20,8 @@ def in_fresh_interpreter(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_command_is_installed():
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="flatweights")
-    assert script.load() is main
+    assert script.value == "flatweights_command:main"
+    assert script.load().__module__ == "flatweights_command"
 
 
 def test_version_is_that_of_the_package(capsys):
@@ -208,7 +209,13 @@ def test_reader_that_left_is_no_traceback():
         (["demo", "--seed", "-1"], "--seed: expected an integer from 0 to 4294967295, got '-1'"),
         (["demo", "--seed", "4294967296"], "--seed: expected an integer from 0 to 4294967295"),
         (["demo", "--mode", "both"], "--mode: invalid choice: 'both'"),
+        (["demo", "--size", "huge"], "--size: invalid choice: 'huge'"),
         (["demo", "--kill-worker", "--workers", "1"], "--kill-worker: expected at least 2 workers"),
+        (["demo", "--kill-worker", "--rounds", "1"], "--kill-worker: expected at least 2 rounds"),
+        (
+            ["demo", "--kill-worker", "--mode", "gradients"],
+            "expected --mode weights",
+        ),
     ],
 )
 def test_bad_arguments_say_what_was_expected(arguments, expected, capsys):

@@ -1,220 +1,234 @@
-"""The example `resnet`, run as a user runs it."""
+"""Files, batches and checkpoints of the example `resnet`: no TensorFlow, no Ray."""
 
-import os
-import re
-import signal
-import subprocess
-import sys
-import time
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from reference import clean_environment, run_example
-from test_demo import Process, family, still_running
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits
 
 from flatweights import FlatWeights
-from flatweights.examples import resnet
+from flatweights.examples.resnet import (
+    Checkpoint,
+    Images,
+    draw_batch,
+    learning_rate,
+    load_images,
+    main,
+    standardised,
+)
 
-ROUNDS = 10  # so many that each has its line
-SMALL = ("--num-residual-units=1", "--batch-size=16", f"--rounds={ROUNDS}", "--eval-every=1")
-ENOUGH = 0.3
-BROKEN_OFF = 4
-PROGRESS = re.compile(r"round (\d+) of \d+: loss (\d+\.\d+)")
-
-
-class Run:
-    """The program, started in a session of its own.
-
-    Attributes:
-        losses: Of each round that was printed.
-        output: What it has printed.
-        errors: What it has printed to the standard error, once it has ended.
-    """
-
-    def __init__(self, *options: str, cwd: Path) -> None:
-        self.losses: dict[int, float] = {}
-        self.output = self.errors = ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "flatweights.examples.resnet", *SMALL, *options],
-            cwd=cwd,
-            env=clean_environment(),
-            start_new_session=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for left in family(self.process.pid):
-            os.kill(left.id, signal.SIGKILL)
-        self.process.wait()
-
-    def read(self, number: int = 0) -> bool:
-        """Read until a round is done, that one or a later one; False at the end."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
-            if found := PROGRESS.match(line):
-                self.losses[int(found[1])] = float(found[2])
-                if int(found[1]) >= number:
-                    return True
-        return False
-
-    def end(self) -> int:
-        """Read to the end; return the exit code."""
-        while self.read():
-            pass
-        self.errors = self.process.communicate(timeout=240)[1]
-        return self.process.returncode
-
-    def processes(self, name: str = "") -> set[Process]:
-        return {process for process in family(self.process.pid) if process.name.startswith(name)}
+LABELS = {"cifar10": (10,), "cifar100": (20, 100)}
+SETTINGS = {"--rounds": 4, "images": "digits"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("resnet")
+def write(path: Path, name: str, images: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Write random images; return the records."""
+    rng = np.random.default_rng(seed)
+    labels = [rng.integers(0, n, (images, 1), np.uint8) for n in LABELS[name]]
+    pixels = rng.integers(0, 256, (images, 3 * 32 * 32), np.uint8)
+    records = np.concatenate([*labels, pixels], axis=1)
+    records.tofile(path)
+    return records
 
 
-@pytest.fixture(scope="module")
-def interrupted(folder: Path) -> Run:
-    """Run eagerly, and interrupted in the middle."""
-    with Run(cwd=folder) as run:
-        assert run.read(BROKEN_OFF), run.end()
-        before = run.processes()
-        os.killpg(run.process.pid, signal.SIGINT)
-        assert run.end() == 130, run.errors
-        deadline = time.monotonic() + 30
-        while still_running(before) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not still_running(before)
-    return run
+@pytest.mark.parametrize("name", LABELS)
+def test_records_are_read_in_the_order_of_the_files(tmp_path: Path, name: str) -> None:
+    written = {n: write(tmp_path / f"data_{n}.bin", name, n, seed=n) for n in (3, 1, 2)}
+    (tmp_path / "readme.html").write_text("something else")
+    found = load_images(str(tmp_path / "data_*.bin"), None, False, 0)
+    assert (found.name, found.classes) == (name, LABELS[name][-1])
+    records, first = np.concatenate([written[n] for n in (1, 2, 3)]), len(LABELS[name])
+    assert found.labels.tolist() == records[:, first - 1].tolist()
+    # Pixel by pixel, as the format is described: red, green, blue; row by row.
+    for i, c, y, x in np.ndindex(6, 3, 32, 32):
+        assert found.pixels[i, y, x, c] == records[i, first + 1024 * c + 32 * y + x]
 
 
-@pytest.fixture(scope="module")
-def resumed(interrupted: Run, folder: Path) -> Run:
-    """Resumed in a session of TF1; one of its workers is killed."""
-    options = ("--resume", "--mode=graph", "--log-dir=logs", "--plot=plot.png")
-    with Run(*options, f"--enough={ENOUGH}", cwd=folder) as run:
-        assert run.read(), run.end()
-        _, victim = run.processes("ray::Trainer")
-        os.kill(victim.id, signal.SIGKILL)
-        assert run.end() == 0, run.errors
-    return run
-
-
-def test_interrupt_saves_the_last_complete_round(interrupted: Run, folder: Path) -> None:
-    *_, saved, last = interrupted.errors.splitlines()
-    assert last == "interrupted"
-    assert interrupted.losses[BROKEN_OFF] < interrupted.losses[1] - 0.3
-    assert "Traceback" not in interrupted.errors
-    found = re.fullmatch(
-        r"round (\d+) is saved: (resnet-checkpoints/round-\d+\.safetensors)", saved
-    )
-    assert found, saved
-    assert int(found[1]) - max(interrupted.losses) in (0, 1)
-
-
-def test_it_goes_on_after_that_round_in_the_other_mode(interrupted: Run, resumed: Run) -> None:
-    first = min(resumed.losses)
-    assert first - max(interrupted.losses) in (1, 2)
-    assert list(resumed.losses) == list(range(first, ROUNDS + 1))
-    assert resumed.losses[first] < interrupted.losses[1] - 0.3, "it has not begun again"
-
-
-def last_accuracy(run: Run) -> float:
-    (row,) = [line for line in run.output.splitlines() if re.match(r"\s+\d+ to \d+ ", line)]
-    return float(row.split()[-1])
-
-
-def test_it_learns_though_a_worker_dies(resumed: Run) -> None:
-    assert re.search(r"rank [01] is left out", resumed.errors)
-    assert re.search(r"round \d+ of 10: .*, without rank [01]\n", resumed.output)
-    assert last_accuracy(resumed) > ENOUGH
-    assert re.search(r"exchange per round: \S+ ms as one buffer, \S+ ms as a dict", resumed.output)
-
-
-def test_plot_and_weights_are_there_at_the_end(resumed: Run, folder: Path) -> None:
-    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
-    found = sorted((folder / "resnet-checkpoints").iterdir())
-    assert [path.name for path in found] == ["checkpoint.json", f"round-{ROUNDS:06}.safetensors"]
-    weights = FlatWeights.load(found[1])
-    assert all(np.isfinite(value).all() for value in weights.values())
-
-
-def test_tensorboard_gets_its_numbers(resumed: Run, folder: Path) -> None:
-    import tensorflow as tf
-
-    (file,) = (folder / "logs").glob("events.out.tfevents.*")
-    found: dict[str, dict[int, float]] = {}
-    for event in tf.compat.v1.train.summary_iterator(str(file)):
-        for value in event.summary.value:
-            assert value.metadata.plugin_data.plugin_name == "scalars"
-            found.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
-    names = ("training/loss", "training/accuracy", "training/seconds", "images per second")
-    for name in names:
-        assert list(found[name]) == list(resumed.losses)
-        assert all(value > 0 for value in found[name].values())
-    assert found["training/loss"] == pytest.approx(resumed.losses, abs=6e-4)
-    rates = {n: 0.05 if n <= 5 else 0.005 if n <= 8 else 0.0005 for n in resumed.losses}
-    assert found["learning rate"] == pytest.approx(rates)
-    assert found["evaluation/accuracy"][ROUNDS] == pytest.approx(last_accuracy(resumed), abs=6e-5)
-
-
-def refused(
-    *options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> str:
-    """What the program says, before it starts Ray."""
-    monkeypatch.setattr(sys, "argv", ["resnet", *SMALL, *options])
+def refused(pattern: Path, name: str | None = None) -> str:
     with pytest.raises(SystemExit) as error:
-        resnet.main()
-    return f"{error.value} {capsys.readouterr().err}"
+        load_images(str(pattern), name, False, 0)
+    return str(error.value)
 
 
-def test_what_cannot_be_resumed_is_refused(
-    resumed: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_wrong_files_are_named(tmp_path: Path) -> None:
+    assert "no*: expected at least one file, found none" in refused(tmp_path / "no*")
+    (tmp_path / "folder").mkdir()
+    assert "folder: cannot be read: Is a directory" in refused(tmp_path / "folder")
+    (tmp_path / "empty").touch()
+    assert "expected records of 3073 (cifar10) or 3074" in refused(tmp_path / "empty")
+    write(tmp_path / "1", "cifar10", 2)
+    (tmp_path / "2").write_bytes(write(tmp_path / "2", "cifar10", 3).tobytes()[:-1])
+    assert "2: expected records of 3073 (cifar10) bytes, got 9218" in refused(tmp_path / "[12]")
+    write(tmp_path / "2", "cifar100", 2)
+    assert "2: expected records of 3073 (cifar10) bytes, got 6148" in refused(tmp_path / "[12]")
+    assert "1: expected records of 3074 (cifar100)" in refused(tmp_path / "1", "cifar100")
+
+
+def test_sizes_that_fit_both_kinds_need_a_name(tmp_path: Path) -> None:
+    with (tmp_path / "both").open("wb") as file:
+        file.truncate(3073 * 3074)
+    assert "both fit: say which, by --dataset" in refused(tmp_path / "both")
+    assert len(load_images(str(tmp_path / "both"), "cifar100", False, 0).labels) == 3073
+
+
+@pytest.mark.parametrize(("name", "most"), [("cifar10", 9), ("cifar100", 19)])
+def test_labels_that_there_are_not_are_named(tmp_path: Path, name: str, most: int) -> None:
+    records = write(tmp_path / "1", name, 5)
+    records[3, 0] = most + 1
+    records.tofile(tmp_path / "1")
+    expected = f"1: record 3: expected a label from 0 to {most}, got {most + 1}"
+    assert expected in refused(tmp_path / "1", name)
+
+
+def test_digits_are_enlarged_and_split() -> None:
+    scans = load_digits()
+    parts = [load_images(None, None, held_out, seed=3) for held_out in (False, True)]
+    assert [len(part.labels) for part in parts] == [1438, 359]
+    small = {
+        image.tobytes(): label for image, label in zip(scans.images, scans.target, strict=False)
+    }
+    seen = []
+    for part in parts:
+        assert part.pixels.dtype == np.uint8
+        for image, label in zip(part.pixels, part.labels, strict=True):
+            scan = np.round(image[2::4, 2::4, 1] * (16 / 255))
+            assert small[scan.tobytes()] == label
+            seen.append(scan.tobytes())
+    assert len(set(seen)) == len(small)
+
+
+def columns(name: str) -> Images:
+    """Images that get lighter from left to right."""
+    pixels = np.tile(np.arange(100, 228, 4, dtype=np.uint8)[:, np.newaxis], (2, 32, 1, 3))
+    return Images(name, pixels, np.zeros(2, np.int32))
+
+
+def test_batches_are_shifted_mirrored_and_standardised() -> None:
+    batch, labels = draw_batch(columns("cifar10"), 40, np.random.default_rng(0))
+    assert batch.shape == (40, 32, 32, 3)
+    assert labels.tolist() == [0] * 40
+    np.testing.assert_allclose(batch.mean(axis=(1, 2, 3)), 0, atol=1e-5)
+    np.testing.assert_allclose(batch.std(axis=(1, 2, 3)), 1, atol=1e-5)
+    middle = batch[:, 16, :, 0]  # padding is darker than all pixels
+    mirrored = middle[:, 8] > middle[:, 24]
+    assert 5 < mirrored.sum() < 35
+    shifts = {int(np.argmax(row)) for row in middle[~mirrored]}
+    assert shifts <= set(range(27, 32)), "four pixels at most"
+    assert len(shifts) > 2
+    again, _ = draw_batch(columns("cifar10"), 40, np.random.default_rng(0))
+    np.testing.assert_array_equal(again, batch)
+    digits, _ = draw_batch(columns("digits"), 40, np.random.default_rng(0))
+    assert not np.any(digits[:, 16, 8, 0] > digits[:, 16, 24, 0]), "mirrored: another digit"
+
+
+def test_one_grey_level_is_no_division_by_zero() -> None:
+    np.testing.assert_array_equal(standardised(np.full((1, 32, 32, 3), 7, np.uint8)), 0)
+
+
+def test_the_rate_falls_after_half_and_three_quarters() -> None:
+    rates = [learning_rate(1.0, number, 8) for number in range(1, 9)]
+    assert rates == pytest.approx([1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01])
+
+
+# Checkpoints.
+
+
+def saved(folder: Path, *numbers: int) -> Checkpoint:
+    checkpoint = Checkpoint(folder, SETTINGS)
+    for number in numbers:
+        checkpoint.number = number
+        checkpoint.weights = FlatWeights({"w": np.full(3, number, np.float32)})
+        said = f"round {number} is saved: {folder}/round-{number:06}.safetensors"
+        assert checkpoint.save() == said
+    return checkpoint
+
+
+def says(call: Any, *arguments: Any) -> str:
+    with pytest.raises(SystemExit) as error:
+        call(*arguments)
+    return str(error.value)
+
+
+def test_the_last_checkpoint_is_loaded_and_the_others_are_gone(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 3)
+    (tmp_path / "mine.safetensors").touch()
+    found = Checkpoint(tmp_path, SETTINGS)
+    found.load()
+    assert found.number == 3
+    assert found.weights is not None
+    np.testing.assert_array_equal(found.weights["w"], [3, 3, 3])
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"checkpoint.json", "round-000003.safetensors", "mine.safetensors"}
+
+
+def test_without_a_round_there_is_nothing_to_save(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path / "none", SETTINGS)
+    assert checkpoint.save() == "no round is complete: nothing to save"
+    assert "none: no checkpoint to resume" in says(checkpoint.load)
+
+
+def test_where_writing_fails_the_one_before_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def say(*options: str) -> str:
-        return refused(*options, monkeypatch=monkeypatch, capsys=capsys)
+    checkpoint = saved(tmp_path, 1)
+    checkpoint.number = 2
+    real = Path.write_text
 
-    monkeypatch.chdir(folder)
-    assert "all 10 rounds are done" in say("--resume")
-    assert "another training: --num-residual-units: 1 there, 5 here" in say(
-        "--resume", "--num-residual-units=5"
-    )
-    assert "nowhere: no checkpoint to resume" in say("--resume", "--checkpoint-dir=nowhere")
-    assert "another training, or of a part" in say("--seed=1")
-    assert "File exists: 'plot.png'" in say("--checkpoint-dir=plot.png")
+    def half(path: Path, text: str) -> int:
+        real(path, text[:10])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="no space left"):
+        checkpoint.save()
+    found = Checkpoint(tmp_path, SETTINGS)
+    found.load()
+    assert found.number == 1
 
 
-def test_wrong_files_are_named(
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"round": "x", "weights": "w", "settings": {}}', '{"round": 1}']
+)
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, text: str) -> None:
+    checkpoint = saved(tmp_path, 1)
+    (tmp_path / "checkpoint.json").write_text(text)
+    assert "checkpoint.json: no whole checkpoint" in says(checkpoint.load)
+    assert "of another training, or of a part" in says(checkpoint.check_free, 1)
+
+
+def test_damaged_weights_are_named(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, 1)
+    (tmp_path / "round-000001.safetensors").write_bytes(b"")
+    assert "checkpoint.json: its weights" in says(checkpoint.load)
+
+
+def test_another_training_is_not_resumed_and_not_replaced(tmp_path: Path) -> None:
+    saved(tmp_path, 4)
+    other = Checkpoint(tmp_path, {**SETTINGS, "--rounds": 5})
+    assert "another training: --rounds: 4 there, 5 here" in says(other.load)
+    assert "of another training, or of a part" in says(other.check_free, 5)
+    Checkpoint(tmp_path, SETTINGS).check_free(4)  # complete: may be done again
+    saved(tmp_path, 2)
+    part = Checkpoint(tmp_path, SETTINGS)
+    assert "which --resume continues" in says(part.check_free, 4)
+    assert json.loads((tmp_path / "checkpoint.json").read_text())["round"] == 2
+
+
+def test_what_does_not_go_together_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("batch_1.bin").write_bytes(bytes(3073 * 2))
-    Path("batch_2.bin").write_bytes(bytes(3073 * 2 - 1))
-    paths = ("--train-data-path=batch*", "--eval-data-path=batch_1.bin")
-    said = refused(*paths, monkeypatch=monkeypatch, capsys=capsys)
-    assert "batch_2.bin: expected records of 3073 bytes (cifar10), got 6145 bytes" in said
-    said = refused(paths[0], monkeypatch=monkeypatch, capsys=capsys)
-    assert "--train-data-path, --eval-data-path: expected both or none" in said
-    paths = ("--train-data-path=batch_1*", "--eval-data-path=batch_1.bin")
-    said = refused(*paths, "--num-workers=3", monkeypatch=monkeypatch, capsys=capsys)
-    assert "expected an image for each of 3 workers, got 2" in said
-
-
-def test_more_gpus_than_there_are_are_refused(tmp_path: Path) -> None:
-    done = run_example("resnet", "--num-gpus=99", cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr == "expected a GPU for each of 99 workers, got 0: that is what Ray has\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_defaults_learn_the_digits(tmp_path: Path, mode: str) -> None:
-    done = run_example("resnet", f"--mode={mode}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    write(Path("a.bin"), "cifar10", 2)
+    files = ["--train-data-path=a*", "--eval-data-path=a.bin"]
+    assert "an image for each of 3 workers, got 2" in says(main, [*files, "--num-workers=3"])
+    with pytest.raises(SystemExit):
+        main(files[:1])
+    assert "expected both or none" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--dataset=cifar10"])
+    assert "with it" in capsys.readouterr().err
+    with pytest.raises(FileExistsError, match=r"a\.bin"):
+        main(["--checkpoint-dir=a.bin"])

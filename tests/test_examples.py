@@ -1,117 +1,123 @@
-"""The programs of `flatweights.examples`, run as a user runs them."""
+"""What the programs of `flatweights.examples` share, and how they fail."""
 
+import errno
 import re
-import signal
 import subprocess
 import sys
-from argparse import Namespace
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import product
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
-from reference import run_example, run_python
+from reference import clean_environment, run_example, run_python
 
-from flatweights.examples._exchange import Seconds
-from flatweights.examples._linear import report
+from flatweights.examples import Panel, draw, draw_panel, explain, print_table
 
-PROGRAMS = ("linear_weights", "linear_gradients")
-MODES = {"eager": [], "graph": ["--graph"]}
-INTERRUPTED_S = 60
-
-
-Runs = dict[tuple[str, str], Future[subprocess.CompletedProcess[str]]]
+TITLES = ("server", "accuracy", "first 0.9", "rounds", "raised", "died", "MB received")
+ROWS = [
+    ("FedAvg", "0.93123456", "1463", "14631463", "28", "0", "1234567.8"),
+    ("FedAdam", "0.96987654", "never", "14631464", "123456", "1", "7654321.9"),
+]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("examples")
-
-
-@pytest.fixture(scope="module")
-def runs(folder: Path) -> Iterator[Runs]:
-    """Each program in each mode, two at a time: starting TensorFlow takes most of it."""
-
-    def run(program: str, mode: str) -> subprocess.CompletedProcess[str]:
-        options = ["--workers=2", f"--plot={program}-{mode}.png", *MODES[mode]]
-        return run_example(program, *options, cwd=folder)
-
-    with ThreadPoolExecutor(2) as pool:
-        yield {key: pool.submit(run, *key) for key in product(PROGRAMS, MODES)}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_linear_regression_finds_the_line(
-    runs: Runs, folder: Path, program: str, mode: str
+@pytest.mark.parametrize("width", [20, 60, 80, 120])
+def test_no_width_cuts_a_number(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = runs[program, mode].result()
-    assert done.returncode == 0, done.stderr
-    found = dict(re.findall(r"^ +(slope|intercept) +\S+ +(\S+) *$", done.stdout, re.MULTILINE))
-    assert float(found["slope"]) == pytest.approx(0.1, abs=1e-3)
-    assert float(found["intercept"]) == pytest.approx(0.3, abs=1e-3)
-    times = re.search(r"round: (\S+) ms as one buffer, (\S+) ms as a dict", done.stdout)
-    assert times, done.stdout
-    assert min(map(float, times.groups())) > 0
-    assert (folder / f"{program}-{mode}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_result_off_the_line_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="more --iterations"):
-        report([[0.1, 0.302]], Seconds(0.002, 0.003), Namespace(plot=None))
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_table(TITLES, ROWS)
     out = capsys.readouterr().out
-    assert "2.0 ms as one buffer, 3.0 ms as a dict of arrays (1.5 times)" in out
-    assert re.search("intercept +0.3000 +0.3020", out)
+    assert max(map(len, out.splitlines())) <= width
+    assert "…" not in out
+    cells = [cell for line in out.splitlines() for cell in re.split(r"\s{2,}", line)]
+    for cell in (*TITLES, *ROWS[0], *ROWS[1]):
+        assert cell in cells or width == 20
+    if width == 20:  # too narrow for a number and its title: all digits are there
+        digits = re.sub(r"\D", "", out)
+        assert all(d in digits for d in ("931234", "146", "765432"))
 
 
-@pytest.mark.parametrize("there", ["raylet", "ray::Worker"])
-def test_interrupt_ends_an_example_cleanly(folder: Path, there: str) -> None:
-    import psutil  # which comes with Ray
+def test_a_narrow_table_is_turned_and_a_file_has_no_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    print_table(TITLES, ROWS)
+    assert re.search(r"accuracy +0\.93123456 +0\.96987654", capsys.readouterr().out)
+    monkeypatch.delenv("COLUMNS")
+    print_table(TITLES * 2, [row * 2 for row in ROWS])
+    assert re.search(r"FedAvg( +\S+){13}\s*\n", capsys.readouterr().out)
 
-    command = [sys.executable, "-m", "flatweights.examples.linear_weights"]
-    process = subprocess.Popen(
-        [*command, "--workers=1", "--iterations=1000000"],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+
+def test_curves_that_agree_are_both_seen(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    x = list(range(50))
+    panel = Panel("loss", "step", dict.fromkeys("abc", (x, x)), alike=True)
+    axes = Figure().subplots()
+    draw_panel(axes, panel)
+    widths = [line.get_linewidth() for line in axes.lines]
+    assert widths == sorted(widths, reverse=True)
+    assert min(np.diff(widths)) <= -2
+    assert max(np.diff(widths)) <= -2
+    draw(tmp_path / "plot.png", "Alike", panel)
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_full_disk_is_one_line_with_the_remedy(tmp_path: Path) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", "plot.png")
+    assert explain(error) == (
+        "plot.png: No space left on device: free some space, or choose another folder"
     )
-    family: list[psutil.Process] = []
-    while process.poll() is None and there not in map(title, family):
-        family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=INTERRUPTED_S)
-    assert (process.returncode, out) == (130, "")
-    assert errors.splitlines()[-1] == "interrupted"
-    assert "Traceback" not in errors
-    assert not psutil.wait_procs(family, timeout=INTERRUPTED_S)[1]
+    plot = tmp_path / "plot.png"
+    plot.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space") as caught:
+        draw(plot, "", Panel("", "", {"": ([1], [2])}))
+    assert "free some space" in explain(caught.value)
 
 
-def title(process: Any) -> str:
-    """What a process calls itself now; nothing if it has ended."""
-    try:
-        return Path(f"/proc/{process.pid}/comm").read_text().rstrip("\n")
-    except OSError:
-        return ""
+def test_mistakes_of_the_program_keep_their_traceback() -> None:
+    with pytest.raises(KeyError):
+        explain(KeyError("name"))
 
 
-@pytest.mark.parametrize("option", ["--workers", "--iterations"])
-def test_options_are_checked(tmp_path: Path, option: str) -> None:
-    done = run_example("linear_weights", option, "0", cwd=tmp_path)
+def test_a_ray_that_does_not_start_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "flatweights.cli", "examples", "linear_weights"],
+        env=clean_environment(RAY_TMPDIR=str(tmp_path / "file"), RAY_ADDRESS="local"),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"Ray did not start: .*: it needs a folder to write to \(RAY_TMPDIR", line)
+
+
+def test_tensorflow_greets_nobody() -> None:
+    run_python(
+        "import os, sys; sys.stdout = None; os.dup2(2, 1)\n"
+        "from flatweights.examples import prepare_tensorflow\n"
+        "prepare_tensorflow()\n"
+        "import tensorflow as tf\n"
+        "assert tf.config.threading.get_intra_op_parallelism_threads() == 1\n"
+        "tf.constant(1) + 1\n"
+        "prepare_tensorflow(threads=2)  # in use: nothing to be done\n"
+    )
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    done = run_example("linear_weights", "--iterations", "0", cwd=tmp_path)
     assert done.returncode == 2
-    assert f"argument {option}: expected at least 1, got '0'" in done.stderr
+    assert "argument --iterations: expected at least 1, got '0'" in done.stderr
 
 
-def test_examples_import_tensorflow_where_they_use_it() -> None:
-    code = """
-import sys
-import flatweights.examples
-assert "ray" not in sys.modules
-import flatweights.examples.linear_gradients
-import flatweights.examples.linear_weights
-import flatweights.examples.resnet
-assert "tensorflow" not in sys.modules
-"""
-    run_python(code)
+def test_drivers_that_need_no_tensorflow_import_none() -> None:
+    run_python(
+        "import sys\n"
+        "import flatweights.examples\n"
+        "assert not {'ray', 'rich', 'matplotlib'} & set(sys.modules)\n"
+        "import flatweights.examples.linear_weights, flatweights.examples.resnet\n"
+        "import flatweights.examples.linear_gradients, flatweights.examples.keras_fit\n"
+        "assert 'tensorflow' not in sys.modules\n"
+    )

@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).parents[1]
 STUB = ast.parse(Path(fw.__file__).with_name("_core.pyi").read_text())
 MODULES = [
     "_arguments",
+    "_supervise",
     "_average",
     "_cast",
     "_config",

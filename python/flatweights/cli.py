@@ -1,20 +1,21 @@
 """The command `flatweights`."""
 
 import argparse
+import ast
 import importlib.util
 import os
+import pkgutil
+import runpy
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import resources
 
 import flatweights
-from flatweights import demo
-from flatweights._arguments import PLOT_SUFFIXES, integer, plot_file
-from flatweights.examples._catalogue import find_programs, read_catalogue
+from flatweights import demo, examples
 
-_DEMO_NEEDS = ("tensorflow", "ray", "sklearn", "rich", "matplotlib")
-_EXAMPLES_NEED = (*_DEMO_NEEDS, "scipy", "gymnasium")
+_NEEDED = ("tensorflow", "ray", "sklearn", "rich", "matplotlib", "scipy", "gymnasium")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,10 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows the command's name; `sys.argv` if None.
 
     Returns:
-        The exit code: 0, 1 if the demo failed, 130 if it was interrupted.
+        The exit code: 0, 1 if something failed, 2 if something is not installed.
 
     Raises:
-        SystemExit: With code 2 for arguments that do not make sense, 0 after ``--help``.
+        SystemExit: With code 2 for arguments that do not make sense, 0 after ``--help``; at the
+            end of the demo or an example, with their code: 130 if they were interrupted.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -35,8 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.command(parser, options)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be stopped
-        print("flatweights: interrupted", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader has gone; Python would complain when it flushes at exit.
@@ -45,9 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def find_programs() -> list[str]:
+    """Return the names of the examples."""
+    return sorted(module.name for module in pkgutil.iter_modules(examples.__path__))
+
+
 def _info(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     config = flatweights.show_config()
-    if "flatweights.tensorflow._library" not in sys.modules and not _missing(["tensorflow"]):
+    has_tensorflow = importlib.util.find_spec("tensorflow") is not None
+    if has_tensorflow and "flatweights.tensorflow._library" not in sys.modules:
         config["tensorflow path"] = _tensorflow_path()
     width = max(map(len, config))
     for key, value in config.items():
@@ -83,6 +90,7 @@ def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         return 2
     from flatweights.tensorflow._library import LibraryError, build_library
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that it can clear up
     try:
         print(build_library())
     except LibraryError as error:
@@ -92,56 +100,39 @@ def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
 
 def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    missing = _missing(_DEMO_NEEDS)
-    if missing:
-        print(
-            f"flatweights demo: {missing} not installed: pip install 'flatweights[all]'",
-            file=sys.stderr,
-        )
-        return 2
-    schedule = demo.SCHEDULES[options.mode]
-    try:
-        chosen = demo.Options(
-            workers=options.workers,
-            rounds=options.rounds or schedule.rounds,
-            local_steps=options.local_steps or schedule.local_steps,
-            mode=options.mode,
-            seed=options.seed,
-            plot=options.plot,
-            kill_worker=options.kill_worker,
-        )
-    except ValueError as error:
-        parser.error(str(error).replace("kill_worker", "--kill-worker"))
-    try:
-        demo.run(chosen)
-    except demo.DemoError as error:
-        print(f"flatweights demo: {error}", file=sys.stderr)
-        return 1
-    return 0
+    demo.check_options(parser, options)
+    if _is_installed("demo"):
+        examples.run(lambda: demo.run(options))
+    return 2
 
 
 def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.name is None:
-        catalogue = read_catalogue()
-        width = max(map(len, catalogue))
-        for name, line in catalogue.items():
-            print(f"{name:<{width}}  {line}")
+        width = max(map(len, find_programs()))
+        for name in find_programs():
+            print(f"{name:<{width}}  {_first_line(name)}")
         print("\nTo run one: flatweights examples NAME; more about it: with --help")
         return 0
-    missing = _missing(_EXAMPLES_NEED)
-    if not missing:
-        # In the place of this process: signals reach the program, and its exit code the caller.
-        module = f"flatweights.examples.{options.name}"
-        os.execv(sys.executable, [sys.executable, "-m", module, *options.options])
-    print(
-        f"flatweights examples: {missing} not installed: pip install 'flatweights[all]'",
-        file=sys.stderr,
-    )
-    return 2
+    if not _is_installed("examples"):
+        return 2
+    module = f"flatweights.examples.{options.name}"
+    sys.argv = [options.name, *options.options]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
 
 
-def _missing(needed: Sequence[str]) -> str:
-    return ", ".join(name for name in needed if importlib.util.find_spec(name) is None)
+def _first_line(name: str) -> str:
+    """Return the first line of an example's docstring, without importing it."""
+    source = resources.files(examples).joinpath(f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+def _is_installed(command: str) -> bool:
+    missing = ", ".join(name for name in _NEEDED if importlib.util.find_spec(name) is None)
+    if missing:
+        remedy = "pip install 'flatweights[all]'"
+        print(f"flatweights {command}: {missing} not installed: {remedy}", file=sys.stderr)
+    return not missing
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -164,85 +155,34 @@ def _parser() -> argparse.ArgumentParser:
     )
     build.set_defaults(command=_build_tf)
 
-    examples = commands.add_parser(
+    programs = commands.add_parser(
         "examples",
         help="list the programs to read and to change, or run one of them",
         description="List the programs of flatweights.examples, or run one of them.",
         usage="flatweights examples [-h] [NAME [options of the program]]",
     )
-    examples.set_defaults(command=_examples)
-    examples.add_argument(
+    programs.set_defaults(command=_examples)
+    programs.add_argument(
         "name", nargs="?", choices=find_programs(), metavar="NAME", help="which one to run"
     )
-    examples.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    programs.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
     train = commands.add_parser(
         "demo",
         help="train on handwritten digits in Ray actors, beside the loop from Ray's guide",
         description=(
-            "Train a small convolutional Keras model on scikit-learn's handwritten digits, "
-            "data-parallel in Ray actors on this machine: once exchanging one buffer through "
-            "flatweights, once as in Ray's guide, a dict of arrays; and compare."
+            "Train a Keras model of 22 MB on scikit-learn's handwritten digits, data-parallel in "
+            "Ray actors on this machine. What is averaged after each round is exchanged twice: as "
+            "one buffer through flatweights, and as a dict of arrays, as in Ray's guide. Then "
+            "bare arrays of other sizes are."
         ),
     )
     train.set_defaults(command=_demo)
-    train.add_argument(
-        "--workers",
-        type=integer(1, 64),
-        default=2,
-        metavar="N",
-        help="number of Ray actors (default: %(default)s)",
-    )
-    train.add_argument(
-        "--rounds",
-        type=integer(1, 100_000),
-        metavar="N",
-        help=f"averages to take (default: {_by_mode('rounds')})",
-    )
-    train.add_argument(
-        "--local-steps",
-        type=integer(1, 100_000),
-        metavar="N",
-        help=(
-            "batches that each worker sees per round: steps of its own optimizer, or gradients "
-            f"that it adds up (default: {_by_mode('local_steps')})"
-        ),
-    )
-    train.add_argument(
-        "--mode",
-        choices=tuple(demo.SCHEDULES),
-        default="weights",
-        help="what is averaged (default: %(default)s)",
-    )
-    train.add_argument(
-        "--seed",
-        type=integer(0, 2**32 - 1),
-        default=0,
-        metavar="N",
-        help="of the data's split, the batches and the weights (default: %(default)s)",
-    )
-    train.add_argument(
-        "--kill-worker",
-        action="store_true",
-        help=(
-            "train our way alone, kill one worker's process half-way, and go on: with the others, "
-            "then with all again"
-        ),
-    )
-    train.add_argument(
-        "--plot",
-        type=plot_file,
-        metavar="FILE",
-        help=f"draw loss, accuracy and the time split ({', '.join(PLOT_SUFFIXES)})",
-    )
+    demo.add_options(train)
     return parser
 
 
-def _by_mode(field: str) -> str:
-    return ", ".join(
-        f"{getattr(schedule, field)} for {mode}" for mode, schedule in demo.SCHEDULES.items()
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    from flatweights_command import main as command
+
+    sys.exit(command())

@@ -1,28 +1,104 @@
 """`flatweights demo`: handwritten digits, trained data-parallel in Ray actors.
 
-The same training runs twice in the same actors, round about: once with what is exchanged in
-one buffer, averaged by `flatweights`, and once with the loop from Ray's guide over dicts of
-arrays. Or, with ``kill_worker``, it runs our way alone, one worker's process is killed half-way,
-and it goes on. Importing this package imports neither TensorFlow nor Ray; `run` does.
+Each round, the actors train on their shares of the digits; then what they have is averaged, and
+all go on from the average. That exchange is done twice, from the same weights: by a
+`flatweights.ray.WorkerGroup`, and by the loop over dicts of arrays of Ray's guide. Afterwards,
+the same actors exchange as many variables of other sizes. Or, with ``--kill-worker``, one
+worker's process is killed half-way, and the training goes on.
+
+Importing this package imports neither TensorFlow nor Ray; `run` does.
 """
 
-from flatweights.demo._options import SCHEDULES, DemoError, Options
+import argparse
+from typing import NamedTuple
 
-__all__ = ["SCHEDULES", "DemoError", "Options", "run"]
+from flatweights._arguments import PLOT_SUFFIXES, integer, plot_file
+
+__all__ = ["SIZES", "add_options", "run"]
 
 
-def run(options: Options) -> None:
-    """Train, and print progress, a table and the weights' digest to the standard output.
+class Size(NamedTuple):
+    """How large the network is, and what else is exchanged.
 
-    Starts Ray on this machine and stops it again, also when interrupted.
+    Attributes:
+        width: Of its 50 layers.
+        others: Megabytes of the exchanges without a network.
+        repeats: How often each of these is done.
+    """
 
-    Args:
-        options: What to train, and how.
+    width: int
+    others: tuple[float, ...]
+    repeats: int
+
+
+SIZES = {"full": Size(336, (1.0, 100.0), 5), "small": Size(16, (0.1, 1.0), 2)}
+SCHEDULES = {"weights": (20, 20), "gradients": (200, 1)}
+"""By mode, rounds and local steps: what reaches 95 % on two workers."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the demo."""
+
+    def number(name: str, least: int, most: int, text: str, default: int | None = None) -> None:
+        text = text if default is None else f"{text}; default: %(default)s"
+        kind = integer(least, most)
+        parser.add_argument(name, type=kind, default=default, metavar="N", help=text)
+
+    rounds, steps = (
+        ", ".join(f"{schedule[i]} for {mode}" for mode, schedule in SCHEDULES.items())
+        for i in range(2)
+    )
+    number("--workers", 1, 64, "Ray actors", 2)
+    number("--rounds", 1, 100_000, f"averages to take; default: {rounds}")
+    number("--local-steps", 1, 100_000, f"batches of a worker in a round; default: {steps}")
+    number("--seed", 0, 2**32 - 1, "of the data's split, the batches and the weights", 0)
+    parser.add_argument(
+        "--mode",
+        choices=tuple(SCHEDULES),
+        default="weights",
+        help="what is averaged; default: %(default)s",
+    )
+    parser.add_argument(
+        "--size",
+        choices=tuple(SIZES),
+        default="full",
+        help="of the network, 22 MB or 0.1 MB in 100 variables; default: %(default)s",
+    )
+    parser.add_argument(
+        "--kill-worker",
+        action="store_true",
+        help="our way alone: kill a worker's process half-way, go on without it, then with it",
+    )
+    parser.add_argument(
+        "--plot",
+        type=plot_file,
+        metavar="FILE",
+        help=f"draw the training and what the exchanges took ({', '.join(PLOT_SUFFIXES)})",
+    )
+
+
+def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Fill in what depends on other options, and refuse what does not go together."""
+    rounds, local_steps = SCHEDULES[options.mode]
+    options.rounds = options.rounds or rounds
+    options.local_steps = options.local_steps or local_steps
+    if not options.kill_worker:
+        return
+    for name in ("workers", "rounds"):
+        if getattr(options, name) < 2:
+            parser.error(f"--kill-worker: expected at least 2 {name}, got 1")
+    if options.mode != "weights":
+        parser.error(f"--kill-worker: expected --mode weights, got {options.mode}")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train; print progress, a table and the weights' digest to the standard output.
 
     Raises:
-        DemoError: If Ray did not start, a worker failed or the plot could not be written.
-        KeyboardInterrupt: On SIGINT, once Ray has been stopped.
+        SystemExit: If Ray did not start.
+        flatweights.ray.WorkerError: If a worker failed.
+        OSError: If the plot could not be written.
     """
-    from flatweights.demo._run import run_demo
+    from flatweights.demo._training import compare, survive
 
-    run_demo(options)
+    (survive if options.kill_worker else compare)(options)

@@ -1,12 +1,11 @@
-"""What the demo shows: progress while it runs, then a table."""
+"""What the demo shows: progress while it runs, and pictures."""
 
+import argparse
 import sys
-from collections.abc import Sequence
-from statistics import median
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -16,34 +15,15 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
 
-from flatweights.demo._history import History
-from flatweights.demo._options import Options
+from flatweights.examples import STYLE, Panel, draw_panel
 
 if TYPE_CHECKING:
-    from flatweights.demo._survival import Survival
+    from flatweights.demo._training import Costs
 
-_LINES = 10  # of progress, where there is no terminal to draw a bar on
-
-TIME_LABELS = {
-    "compute": "compute",
-    "gather": "gather",
-    "average": "average",
-    "put": "put",
-    "scatter": "scatter",
-    "ray": "Ray calls, waiting",
-}
-"""What to call the fields of `Times`."""
-
-SURVIVAL_LABELS = {
-    "wait": "training, waiting",
-    "average": "average",
-    "put": "put",
-    "broadcast": "broadcast, scatter",
-    "round": "whole round",
-}
-"""What to call the steps of `Round.seconds`."""
+LINES = 10  # of progress, where there is no terminal to draw a bar on
+BLUE, RED = "#0b5fa5", "#d1495b"
+STEP_COLOURS = ("#8d96a3", RED, "#edae49", "#66a182")
 
 
 class Screen:
@@ -89,104 +69,116 @@ class Screen:
         self._console.file.flush()
 
     def stage(self, text: str) -> None:
-        """Say what takes time now."""
+        """Say what is being done."""
         self._progress.update(self._task, description=text)
         self._plain(text)
 
-    def round_done(self, done: int, accuracy: float) -> None:
-        """Move on by one round."""
-        self.advance(done, f"test accuracy {accuracy:.3f}")
-
-    def advance(self, done: int, text: str) -> None:
-        """Show how many rounds are done, and something about the last one."""
-        self._progress.update(self._task, description=text, completed=done)
-        lines, before = (n * _LINES // self._rounds for n in (done, done - 1))
-        if done == 1 or lines > before:
-            self._plain(f"round {done} of {self._rounds}: {text}")
+    def advance(self, number: int, text: str) -> None:
+        """Say that a round is done, and what came of it."""
+        self._progress.update(self._task, completed=number, description=text)
+        every = max(1, self._rounds // LINES)
+        if number == 1 or number % every == 0 or number == self._rounds:
+            self._plain(f"round {number} of {self._rounds}: {text}")
 
     def _plain(self, text: str) -> None:
         if not self._console.is_terminal:
             self.line(text)
 
-    def digits(self, sizes: Sequence[int], held_out: int) -> None:
-        """Say how the examples are split."""
-        per_worker = " or ".join(map(str, sorted(set(sizes))))
-        self.line(f"digits: {sum(sizes)} to train on, {per_worker} per worker; {held_out} held out")
 
-    def training(self, options: Options) -> None:
-        """Say that the rounds begin."""
-        self.stage(
-            f"training: {count(options.rounds, 'round')} of "
-            f"{count(options.local_steps, 'local step')}, averaging {options.mode}"
-        )
-
-    def table(self, ours: History, rival: History, workers: int) -> None:
-        """Print both ways side by side."""
-        table = Table(box=box.SIMPLE_HEAD)
-        for column in ("per round", "flatweights", "dict of arrays", "dict / flat"):
-            table.add_column(column, justify="right" if table.columns else "left")
-
-        def add_times(label: str, flat: float, dicts: float) -> None:
-            table.add_row(label, _ms(flat), _ms(dicts), f"{dicts / flat:.1f}x")
-
-        split, rival_split = ours.split(), rival.split()
-        for field, label in TIME_LABELS.items():
-            add_times(label, getattr(split, field), getattr(rival_split, field))
-        table.add_section()
-        add_times("sum", sum(split), sum(rival_split))
-        add_times(
-            "  without compute", sum(split) - split.compute, sum(rival_split) - rival_split.compute
-        )
-        table.add_section()
-        sent = workers + 1
-        table.add_row("bytes exchanged", f"{sent * ours.nbytes:,}", f"{sent * rival.nbytes:,}")
-        table.add_row("  in arrays", f"{sent * ours.arrays}", f"{sent * rival.arrays}")
-        table.add_section()
-        table.add_row("test loss", f"{ours.losses[-1]:.4f}", f"{rival.losses[-1]:.4f}")
-        table.add_row("test accuracy", f"{ours.accuracies[-1]:.4f}", f"{rival.accuracies[-1]:.4f}")
-        self._console.print(table)
-
-        rounds = len(ours.measured)
-        if rounds < len(ours.times):
-            self.line(f"Times: medians of {count(rounds, 'round')}, all but the first.")
-        else:
-            self.line("Times: of one round, in which TensorFlow traced.")
-        self.line("What runs in workers: the slowest one's.")
-        self.line(f"Bytes: {count(workers, 'result')} and their average.")
-
-    def survival_table(self, survival: "Survival") -> None:
-        """Print the rounds of all workers beside those without the one that was killed."""
-        table = Table(box=box.SIMPLE_HEAD)
-        for column in ("per round", "all workers", f"without rank {survival.victim}"):
-            table.add_column(column, justify="right" if table.columns else "left")
-        away = set(survival.without)
-        parts: list[list[dict[str, Any]]] = [[], []]
-        for one in survival.records:
-            parts[one["round"] in away].append(one)
-        table.add_row("rounds", *(str(len(part)) for part in parts))
-        table.add_row("results averaged", *(str(len(part[-1]["used"])) for part in parts))
-        table.add_section()
-        for step, label in SURVIVAL_LABELS.items():
-            table.add_row(label, *(_ms(median(r["seconds"][step] for r in part)) for part in parts))
-        table.add_section()
-        for direction in ("in", "out"):
-            cells = (f"{part[-1]['bytes'][direction]:,}" for part in parts)
-            table.add_row(f"bytes {direction}", *cells)
-        table.add_section()
-        for label, values in (
-            ("test loss, last", survival.losses),
-            ("test accuracy, last", survival.accuracies),
-        ):
-            cells = (f"{values[part[-1]['round'] - 1]:.4f}" for part in parts)
-            table.add_row(label, *cells)
-        self._console.print(table)
-        self.line("Times: medians.")
-
-
-def count(n: int, noun: str) -> str:
+def plural(n: int, noun: str) -> str:
     """Return ``n`` and the noun in its right number."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms"
+def milliseconds(seconds: float) -> str:
+    """Return three digits and the unit."""
+    value = 1e3 * seconds
+    return f"{value:.{max(0, 3 - len(str(int(value))))}f} ms"
+
+
+def draw_comparison(
+    options: argparse.Namespace,
+    losses: Sequence[float],
+    accuracies: Sequence[float],
+    costs: Mapping[str, "Costs"],
+    steps: Mapping[str, str],
+) -> None:
+    """Draw the training, the steps of its exchange, and exchanges of other sizes.
+
+    Raises:
+        OSError: If the picture cannot be written.
+    """
+    import matplotlib as mpl  # takes a second
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(11, 7.2), layout="constrained")
+        figure.suptitle(_title(options) + f", averaging {options.mode}", fontsize=13)
+        exchange, sizes, loss, accuracy = figure.subplots(2, 2).flat
+        left = [0.0] * len(costs)
+        for (step, label), colour in zip(steps.items(), STEP_COLOURS, strict=True):
+            widths = [1e3 * cost.seconds[step] for cost in costs.values()]
+            exchange.barh(list(costs), widths, 0.55, left, color=colour, label=label)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        for name, end in zip(costs, left, strict=True):
+            exchange.text(end, name, f"  {end:.3g} ms", va="center")
+        exchange.invert_yaxis()
+        exchange.set_xlim(0, 1.2 * max(left))
+        exchange.set(title="Exchange of one round, by step", xlabel="milliseconds, median")
+        exchange.legend(loc="lower right")
+        curves = {}
+        for name, cost in costs.items():
+            points = sorted({**cost.others, cost.nbytes / 1e6: cost.total}.items())
+            curves[name] = [x for x, _ in points], [1e3 * y for _, y in points]
+        draw_panel(sizes, Panel("Exchange by size, ms", "MB in 100 arrays", curves, "log"))
+        sizes.set_xscale("log")
+        rounds = range(1, len(losses) + 1)
+        draw_panel(loss, Panel("Test loss", "round", {"": (rounds, losses)}, "log"))
+        draw_panel(accuracy, Panel("Test accuracy", "round", {"": (rounds, accuracies)}))
+        figure.savefig(options.plot, dpi=150)
+
+
+def draw_survival(
+    options: argparse.Namespace, accuracies: Sequence[float], used: Sequence[int], victim: int
+) -> None:
+    """Draw the accuracy, and how many ranks each average was of.
+
+    Raises:
+        OSError: If the picture cannot be written.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(9, 7.2), layout="constrained")
+        figure.suptitle(_title(options) + "; one worker killed", fontsize=13)
+        accuracy, ranks = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+        rounds = range(1, len(used) + 1)
+        draw_panel(accuracy, Panel("Test accuracy", "", {"": (rounds, accuracies)}))
+        away = [n for n, count in zip(rounds, used, strict=True) if count < options.workers]
+        if away:
+            _mark(accuracy, away, victim)
+        colours = [RED if n in away else BLUE for n in rounds]
+        ranks.bar(rounds, used, width=0.85, color=colours)
+        ranks.set(title="Ranks averaged", xlabel="round", yticks=range(options.workers + 1))
+        ranks.xaxis.get_major_locator().set_params(integer=True)
+        figure.savefig(options.plot, dpi=150)
+
+
+def _mark(axes: Any, away: Sequence[int], victim: int) -> None:
+    """Shade the rounds without the worker."""
+    begin, end = away[0] - 0.5, away[-1] + 0.5
+    axes.axvspan(begin, end, color=RED, alpha=0.13, lw=0)
+    for x, text, side in (
+        (begin, f"rank {victim} killed ", "right"),
+        (end, f" rank {victim} is back", "left"),
+    ):
+        axes.axvline(x, color=RED, lw=1, ls="--")
+        axes.text(x, 0.04, text, ha=side, color=RED, transform=axes.get_xaxis_transform())
+
+
+def _title(options: argparse.Namespace) -> str:
+    return (
+        f"Handwritten digits, {plural(options.workers, 'worker')}: "
+        f"{plural(options.rounds, 'round')} of {plural(options.local_steps, 'local step')}"
+    )

@@ -1,86 +1,173 @@
-"""The Ray actor of the demo."""
+"""The actor of the demo: a network, a share of the digits, and both ways to exchange."""
 
+import argparse
 import hashlib
-from time import perf_counter
-from typing import Any, Literal, NamedTuple
+import os
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
 
-from flatweights.demo._digits import Examples
-from flatweights.demo._options import Options
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights import FlatWeights
+from flatweights.demo import SIZES
+from flatweights.examples import prepare_tensorflow
 from flatweights.ray import FlatWorker
 
-Way = Literal["flat", "dict"]
+HELD_OUT = 359  # digits that no worker trains on
+DEPTH = 48
+BATCH = 32
+LEARNING_RATE = 1e-3
+
+Data = tuple[NDArray[np.float32], NDArray[np.int32]]  # images and labels
 
 
-class Worked(NamedTuple):
-    """Seconds that a worker took for its part before the average."""
+def load_shards(workers: int, seed: int) -> tuple[list[Data], Data]:
+    """Return the digits of each worker, and those that no worker has."""
+    from sklearn.datasets import load_digits
 
-    compute: float
-    gather: float
+    images, labels = load_digits(return_X_y=True)
+    images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
+    order = np.random.default_rng(seed).permutation(len(labels))
+    held_out, shards = order[:HELD_OUT], np.array_split(order[HELD_OUT:], workers)
+    return [(images[s], labels[s]) for s in shards], (images[held_out], labels[held_out])
 
 
-class Received(NamedTuple):
-    """Seconds that a worker took for its part after the average."""
+def build_model(width: int, seed: int) -> Any:
+    """Return a residual network of dense layers: 100 variables."""
+    import keras
 
-    scatter: float
-    compute: float
+    keras.utils.set_random_seed(seed)
+    dense = keras.layers.Dense
+    pixels = keras.Input((64,))
+    x = dense(width, activation="relu")(pixels)
+    for _ in range(DEPTH):
+        start = keras.initializers.VarianceScaling(1 / DEPTH)
+        x = keras.layers.Add()([x, dense(width, activation="relu", kernel_initializer=start)(x)])
+    return keras.Model(pixels, dense(10)(x))
 
 
 class DigitsWorker(FlatWorker):
-    """Trains two replicas on one shard of the data, one for each way of exchange.
+    """Trains a network; what it exchanges lies there twice, once for each way."""
 
-    Both in one process: it imports TensorFlow once, and one replica sleeps while the
-    other works.
-    """
+    def build(self, options: argparse.Namespace, rank: int) -> Any:
+        """Build the network; return the variables that travel as one buffer."""
+        prepare_tensorflow()
+        import keras
+        import tensorflow as tf
 
-    def build(self, options: Options, rank: int, shard: Examples, test: Examples) -> Any:
-        """Build the replicas; return the model whose weights travel as one buffer."""
-        from flatweights.demo import _exchange, _replica
+        shards, self.held_out = load_shards(options.workers, options.seed)
+        self.images, self.labels = shards[rank]
+        self.rng = np.random.default_rng([options.seed, rank])
+        self.local_steps = options.local_steps
+        self.model = build_model(SIZES[options.size].width, options.seed)
+        self.trained = [v.value for v in self.model.trainable_variables]
+        optimizer = keras.optimizers.Adam(LEARNING_RATE)
+        optimizer.build(self.model.trainable_variables)
+        self.gradients = None
+        if options.mode == "gradients":
+            self.gradients = [tf.Variable(tf.zeros(v.shape)) for v in self.trained]
+        self.ours = self.gradients or self.trained
+        paths = [v.path for v in self.model.trainable_variables]
+        self.rival = dict(zip(paths, (tf.Variable(v) for v in self.ours), strict=True))
+        self.doomed = False
 
-        _replica.make_tensorflow_deterministic()
-        flat, rival = (
-            _replica.Replica(options.mode, options.local_steps, options.seed, rank, shard)
-            for _ in range(2)
-        )
-        self._test = test
-        self._replicas: dict[Way, _replica.Replica] = {"flat": flat, "dict": rival}
-        self._exchanges: dict[Way, _exchange.Exchange]
-        if options.mode == "weights":
-            self._exchanges = {
-                "flat": _exchange.FlatWeightsExchange(self),
-                "dict": _exchange.DictWeightsExchange(rival.model.trainable_variables),
-            }
+        def losses(images: Any, labels: Any) -> Any:
+            logits = self.model(images)
+            return logits, tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+
+        def differentiate(images: Any, labels: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(losses(images, labels)[1])
+            return tape.gradient(loss, self.trained)
+
+        def step(images: Any, labels: Any) -> None:
+            optimizer.apply(differentiate(images, labels))
+
+        self.step, self.differentiate = tf.function(step), tf.function(differentiate)
+        self.apply_gradients, self.measure = tf.function(optimizer.apply), tf.function(losses)
+        return dict(zip(paths, self.ours, strict=True))
+
+    def size(self) -> int:
+        """Return how many digits there are to train on."""
+        return len(self.labels)
+
+    def train(self) -> float:
+        """Take the round's steps, or compute its mean gradient; return the seconds."""
+        import tensorflow as tf
+
+        begin = time.perf_counter()
+        batches = [self._draw_batch() for _ in range(self.local_steps)]
+        if self.gradients is None:
+            for batch in batches:
+                self.step(*batch)
         else:
-            self._exchanges = {
-                "flat": _exchange.FlatGradientsExchange(flat.model.trainable_variables),
-                "dict": _exchange.DictGradientsExchange(rival.model.trainable_variables),
-            }
-        return flat.model
+            found = zip(*(self.differentiate(*batch) for batch in batches), strict=True)
+            for variable, some in zip(self.gradients, found, strict=True):
+                variable.assign(tf.add_n(some) / len(some))
+        seconds = time.perf_counter() - begin
+        for variable, ours in zip(self.rival.values(), self.ours, strict=True):
+            variable.assign(ours.numpy())  # not the tensor, which they would share
+        return seconds
 
-    def start_from(self, weights: Any) -> None:
-        """Set both replicas' weights."""
-        self.set_weights(weights)
-        self._replicas["dict"].model.set_weights(list(weights.values()))
+    def finish(self) -> float:
+        """Apply the mean of all gradients, if it is these that travel; return the seconds."""
+        begin = time.perf_counter()
+        if self.gradients is not None:
+            self.apply_gradients([v.read_value() for v in self.gradients])
+        return time.perf_counter() - begin
 
-    def work(self, way: Way) -> tuple[Any, Worked]:
-        """Train; return what is to be averaged, and the time."""
-        start = perf_counter()
-        gradients = self._replicas[way].compute()
-        computed = perf_counter()
-        sent = self._exchanges[way].gather(gradients)
-        return sent, Worked(computed - start, perf_counter() - computed)
+    def _draw_batch(self) -> Any:
+        import tensorflow as tf
 
-    def receive(self, way: Way, average: Any) -> Received:
-        """Take over the average; return the time."""
-        start = perf_counter()
-        gradients = self._exchanges[way].scatter(average)
-        scattered = perf_counter()
-        self._replicas[way].finish(gradients)
-        return Received(scattered - start, perf_counter() - scattered)
+        # Batches are of one size, so that TensorFlow traces once.
+        size = min(BATCH, len(self.labels))
+        chosen = self.rng.choice(len(self.labels), size, replace=False)
+        return tf.constant(self.images[chosen]), tf.constant(self.labels[chosen])
 
-    def evaluate(self, way: Way) -> tuple[float, float]:
-        """Return loss and accuracy on the examples held out."""
-        return self._replicas[way].evaluate(self._test)
+    def evaluate(self) -> tuple[float, float]:
+        """Return loss and accuracy on the digits that are held out."""
+        logits, losses = self.measure(*self.held_out)
+        hits = np.argmax(logits, axis=1) == self.held_out[1]
+        return float(np.mean(losses)), float(np.mean(hits))
 
     def digest(self) -> str:
-        """Return the SHA-256 of the weights in packed form."""
-        return hashlib.sha256(self.get_weights().buffer.data).hexdigest()
+        """Return the SHA-256 of the network's weights."""
+        return hashlib.sha256(b"".join(v.numpy().tobytes() for v in self.trained)).hexdigest()
+
+    # The guide's way: one read, one assignment, one array for each variable.
+
+    def get_dict(self) -> dict[str, NDArray[Any]]:
+        """Return what travels, variable by variable."""
+        return {name: variable.numpy() for name, variable in self.rival.items()}
+
+    def set_dict(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Set what travels, variable by variable."""
+        for name, variable in self.rival.items():
+            variable.assign(arrays[name])
+
+    def exchange_others(self, nbytes: float) -> None:
+        """From now on, exchange as many variables of so many bytes in all: bare arrays."""
+        import tensorflow as tf
+
+        from flatweights.tensorflow import TensorFlowVariables
+
+        length = max(16, int(nbytes / 4 / len(self.rival)) // 16 * 16)
+        names = list(self.rival)
+        ours, self.rival = ({n: tf.Variable(tf.ones(length)) for n in names} for _ in range(2))
+        self.variables = TensorFlowVariables(ours)
+
+    # To be killed, once: the process that Ray starts in its place is not doomed.
+
+    def die_in_next_round(self) -> None:
+        """Let `train_on` end with the end of this process."""
+        self.doomed = True
+
+    def train_on(self) -> FlatWeights:
+        """Train, and return the weights; or die with them."""
+        self.train()
+        if self.doomed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.get_weights()

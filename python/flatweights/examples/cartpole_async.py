@@ -14,48 +14,77 @@ Adam is `flatweights.server.FedAdam`, which steps towards a model: it is given t
 plain step against the gradient leads to. What is played in the end is a moving average of the
 weights. Which gradient comes first depends on the machine: no two runs are alike.
 
-For a task of your own, change `ActorCritic`: what it returns from `gradients` is one gradient
-for each variable of `networks`. The exchange that is timed is that of one gradient: weights to
-one worker, and as many numbers back.
+For a task of your own, change `Worker`: what it returns from `gradient` is one gradient for
+each variable of what `build` returns. The exchange that is timed is that with one worker.
 
-On two cores of a shared virtual machine (TensorFlow 2.21, Gymnasium 1.2): a mean return of 475
-after 174 updates, 88,000 steps and 1.5 seconds in one run; after 304 to 942 updates in others,
-while the machine was busy. Then 500.0 in each hundred episodes. Staleness was 1 on average, 2 to
-9 at most. An exchange took 1.0 ms as one buffer, 2.3 ms as a dict of arrays.
+How many updates it takes varies widely: in simulated runs of two workers that take turns, seeds 0
+to 3 needed 156 to 396 of them (80,000 to 200,000 steps) for a mean return of 475; runs on a machine
+that was busy with other things, with a staleness of up to 9, needed up to 1,463. A smaller
+learning rate with normalised advantages took longer still, and once did not arrive. The
+program gives up after 3,000.
 """
 
-import argparse
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import gymnasium
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from flatweights.examples._cartpole import (
-    ACTIONS,
-    EPISODES,
-    Environments,
-    History,
-    Rollout,
-    Samples,
-    as_policy,
-    build_network,
-    parse_options,
-    play,
+from flatweights.examples import (
+    Panel,
+    draw,
+    integer,
+    make_parser,
+    output_file,
+    prepare_tensorflow,
+    print_table,
+    run,
+    start_ray,
+    time_exchange,
 )
-from flatweights.examples._exchange import ComparedWorker, Seconds, compare
-from flatweights.examples._main import run
-from flatweights.examples._ray import ray_for
+from flatweights.ray import FlatWorker, WorkerGroup
 from flatweights.server import ExponentialMovingAverage, FedAdam
 
+ENVIRONMENT, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
+GOAL, MOST = 475, 500  # the mean return that counts as solved, and the most there is
+EPISODES = 100  # in a row, that the mean is taken over
 WIDTH = 64
-ENVIRONMENTS = 16  # of each worker
-STEPS = 32  # of each environment, per gradient
+ENVIRONMENTS, STEPS = 16, 32  # of each worker, and of each environment per gradient
 DISCOUNT, DECAY = 0.98, 0.95
 ENTROPY = 0.005  # what a policy that is undecided is worth
 MAX_NORM = 0.5
 LEARNING_RATE = 3e-3
 SMOOTHING = 0.95
+
+Network = Callable[[NDArray[Any]], NDArray[Any]]
+
+
+def build_network(outputs: int, seed: int) -> Any:
+    """Return a network of two hidden layers; its last layer starts near zero."""
+    import keras
+
+    sizes = ((WIDTH, 1.0, "tanh"), (WIDTH, 1.0, "tanh"), (outputs, 0.01, None))
+    layers = [
+        keras.layers.Dense(
+            size,
+            activation=activation,
+            kernel_initializer=keras.initializers.Orthogonal(gain, seed=seed + i),
+        )
+        for i, (size, gain, activation) in enumerate(sizes)
+    ]
+    return keras.Sequential([keras.Input((OBSERVATIONS,)), *layers])
+
+
+def as_function(network: Any) -> Network:
+    """Return what calls ``network``, traced once: a plain call takes many times as long."""
+    import tensorflow as tf
+
+    states = tf.TensorSpec([None, OBSERVATIONS])
+    call = tf.function(network, input_signature=[states]).get_concrete_function()
+    return lambda observations: np.asarray(call(tf.constant(observations)))
 
 
 class Played(NamedTuple):
@@ -72,82 +101,140 @@ class Played(NamedTuple):
     steps: int
 
 
-class ActorCritic:
-    """A policy, and a critic that says what to expect.
-
-    Attributes:
-        networks: Both, by name.
-        policy: Gives logits of the actions.
-        critic: Gives values.
-    """
-
-    def __init__(self, seed: int) -> None:
-        """Build both; the same seed gives the same weights."""
-        import tensorflow as tf
-
-        self._policy = build_network(ACTIONS, WIDTH, seed)
-        self._critic = build_network(1, WIDTH, seed + 1)
-        self.networks = {"policy": self._policy, "critic": self._critic}
-        self.policy, self.critic = as_policy(self._policy), as_policy(self._critic)
-        self._trained = self._policy.trainable_weights + self._critic.trainable_weights
-        signature = Samples.signature()
-        self._differentiate = tf.function(self._gradients, input_signature=signature)
-
-    def gradients(self, rollout: Rollout) -> list[Any]:
-        """Return one gradient for each variable."""
-        samples = Samples.of(rollout, self.critic, DISCOUNT, DECAY)
-        return list(self._differentiate(*samples))
-
-    def _gradients(self, states: Any, actions: Any, better: Any, targets: Any) -> Any:
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            logits = self._policy(states)
-            unlikely = tf.nn.sparse_softmax_cross_entropy_with_logits(actions, logits)
-            entropy = tf.nn.softmax_cross_entropy_with_logits(tf.nn.softmax(logits), logits)
-            error = tf.square(self._critic(states)[:, 0] - targets)
-            loss = tf.reduce_mean(unlikely * better - ENTROPY * entropy + 0.5 * error)
-        return tape.gradient(loss, self._trained)
-
-
-class Worker(ComparedWorker):
+class Worker(FlatWorker):
     """Plays, and computes gradients of what it played."""
 
-    def build(self, rank: int, seed: int) -> Any:
-        """Build policy and critic in this process."""
-        from flatweights.demo._replica import make_tensorflow_deterministic
+    def build(self, seed: int, rank: int) -> Any:
+        """Build policy, critic and environments in this process."""
+        prepare_tensorflow()
+        import tensorflow as tf
 
-        make_tensorflow_deterministic()
-        self.agent = ActorCritic(seed)
-        self.environments = Environments(ENVIRONMENTS, [seed, rank])
-        return self.agent.networks
+        policy, critic = build_network(ACTIONS, seed), build_network(1, seed + 1)
+        self.policy, self.value = as_function(policy), as_function(critic)
+        trained = policy.trainable_weights + critic.trainable_weights
+
+        def differentiate(states: Any, actions: Any, better: Any, targets: Any) -> Any:
+            with tf.GradientTape() as tape:
+                logits = policy(states)
+                unlikely = tf.nn.sparse_softmax_cross_entropy_with_logits(actions, logits)
+                entropy = tf.nn.softmax_cross_entropy_with_logits(tf.nn.softmax(logits), logits)
+                error = tf.square(critic(states)[:, 0] - targets)
+                loss = tf.reduce_mean(unlikely * better - ENTROPY * entropy + 0.5 * error)
+            return tape.gradient(loss, trained)
+
+        row = tf.TensorSpec([None])
+        states, actions = tf.TensorSpec([None, OBSERVATIONS]), tf.TensorSpec([None], tf.int64)
+        self.differentiate = tf.function(differentiate, input_signature=[states, actions, row, row])
+        self.start_environments([seed, rank])
+        return {"policy": policy, "critic": critic}
+
+    def start_environments(self, seed: Sequence[int]) -> None:
+        """Start episodes: a rank in ``seed`` gives each worker its own."""
+        self.rng = np.random.default_rng(seed)
+        self.environments = gymnasium.make_vec(ENVIRONMENT, ENVIRONMENTS)
+        self.states, _ = self.environments.reset(seed=int(self.rng.integers(2**31)))
+        self.over = np.zeros(ENVIRONMENTS, np.bool_)
+        self.returns = np.zeros(ENVIRONMENTS)
 
     def gradient(self, weights: NDArray[Any], version: int) -> tuple[NDArray[Any], Played]:
         """Play with ``weights``; return the gradient with respect to all of them."""
         self.set_flat(weights)
-        rollout = self.environments.rollout(self.agent.policy, STEPS)
-        gradients = self.agent.gradients(rollout)
+        states, columns, returns = [self.states], [], []
+        for _ in range(STEPS):
+            logits = self.policy(self.states)
+            # The largest of logits with Gumbel noise is a sample of their softmax.
+            actions = np.argmax(logits + self.rng.gumbel(size=logits.shape), axis=1)
+            counts = ~self.over  # what was over is reset instead, and the action is ignored
+            self.states, rewards, failed, cut, _ = self.environments.step(actions)
+            self.over = failed | cut
+            self.returns += rewards
+            returns.extend(self.returns[self.over].tolist())
+            self.returns[self.over] = 0.0
+            states.append(self.states)
+            columns.append((actions, rewards, failed.copy(), self.over, counts))
+        seen = np.stack(states)
+        taken, rewards, failed, over, counts = map(np.stack, zip(*columns, strict=True))
+        values = self.value(seen.reshape(-1, OBSERVATIONS)).reshape(seen.shape[:2])
+        better = advantages(rewards, failed, over, values)
+        rows = seen[:-1], taken, better, better + values[:-1]
+        gradients = self.differentiate(*(column[counts] for column in rows))
         flat = self.variables.flatten_gradients(gradients, clip_norm=MAX_NORM)
-        return flat, Played(version, rollout.returns, rollout.steps)
+        return flat, Played(version, returns, int(counts.sum()))
 
-    def play(self, weights: NDArray[Any], seed: int) -> NDArray[Any]:
-        """Return the returns of some episodes, played with ``weights``."""
+    def play(self, weights: NDArray[Any], seed: int) -> float:
+        """Return the mean return of some episodes, played with ``weights``."""
         self.set_flat(weights)
-        return play(self.agent.policy, EPISODES, seed)
+        return play_greedily(self.policy, seed)
 
 
-def train(options: argparse.Namespace) -> None:
-    """Run the program, with Ray."""
+def advantages(
+    rewards: NDArray[Any], failed: NDArray[Any], over: NDArray[Any], values: NDArray[Any]
+) -> NDArray[np.float32]:
+    """Return the generalised advantage estimates of all steps (Schulman et al., ICLR 2016).
+
+    An episode that ran into the limit of its length is valued as if it went on.
+
+    Args:
+        rewards: By step and environment.
+        failed: Whether the step ended the episode and nothing comes after.
+        over: Whether it ended the episode, be it by the limit of its length.
+        values: Of the states: one row more than there are steps.
+    """
+    onward = np.where(failed, 0.0, DISCOUNT)
+    errors = rewards + onward * values[1:] - values[:-1]
+    better = np.zeros(errors.shape, np.float32)
+    later = np.zeros(errors.shape[1:])
+    for t in reversed(range(len(errors))):
+        later = errors[t] + np.where(over[t], 0.0, DISCOUNT * DECAY * later)
+        better[t] = later
+    return better
+
+
+def play_greedily(policy: Network, seed: int) -> float:
+    """Return the mean return of episodes with the likeliest actions; they are played at once."""
+    environments = gymnasium.make_vec(ENVIRONMENT, EPISODES)
+    states, _ = environments.reset(seed=seed)
+    running, returns = np.ones(EPISODES, np.bool_), np.zeros(EPISODES)
+    while running.any():
+        states, rewards, failed, cut, _ = environments.step(np.argmax(policy(states), axis=1))
+        returns += np.where(running, rewards, 0.0)
+        running &= ~(failed | cut)
+    return float(returns.mean())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program.
+
+    Raises:
+        SystemExit: If the goal is not reached.
+    """
+    parser = make_parser(
+        __doc__, "the returns", workers=(2, "actors that play"), updates=(3000, "at most")
+    )
+    parser.add_argument(
+        "--goal",
+        type=integer(1, MOST),
+        default=GOAL,
+        metavar="N",
+        help="stop when the last hundred episodes returned that, on average; default: %(default)s",
+    )
+    parser.add_argument(
+        "--save", type=output_file, metavar="FILE", help="write the weights there, as safetensors"
+    )
+    options = parser.parse_args(arguments)
+    start_ray(options.workers)
     actor: Any = ray.remote(Worker)
-    workers = [actor.remote(rank, options.seed) for rank in range(options.workers)]
+    workers = [actor.remote(options.seed, rank) for rank in range(options.workers)]
     start = ray.get(workers[0].get_flat.remote())
     optimizer = FedAdam(start, learning_rate=LEARNING_RATE, tau=1e-5)
     smoothed = ExponentialMovingAverage(start, decay=SMOOTHING)
     ray.get([worker.ping.remote() for worker in workers])  # all begin together
-    history = History(options, every=50)
+    last: deque[float] = deque(maxlen=EPISODES)
+    curve: list[tuple[float, float]] = []
     staleness: list[int] = []
+    steps, mean, reached = 0, 0.0, False
     running = {worker.gradient.remote(optimizer.weights, 0): worker for worker in workers}
-    while not history.done:
+    while not reached and len(curve) < options.updates:
         (first,), _ = ray.wait(list(running))
         worker = running.pop(first)
         gradient, played = ray.get(first)
@@ -155,31 +242,34 @@ def train(options: argparse.Namespace) -> None:
         # It takes a model to step towards: that of a plain step against the gradient.
         weights = optimizer.step(optimizer.weights - gradient)
         smoothed.step(weights)
-        history.add(played.returns, played.steps)
         running[worker.gradient.remote(weights, optimizer.steps)] = worker
+        last.extend(played.returns)
+        steps += played.steps
+        mean = sum(last) / max(1, len(last))
+        curve.append((1e-3 * steps, mean))
+        reached = len(last) == EPISODES and mean >= options.goal
+        if len(curve) % 50 == 0 or reached:
+            print(f"update {len(curve)}: {steps} steps, mean return {mean:.1f}", flush=True)
     ray.get(list(running))
-    print(time_exchange(workers[0]))
-    played = ray.get(workers[0].play.remote(smoothed.weights, options.seed))
+    greedy = ray.get(workers[0].play.remote(smoothed.weights, options.seed))
     if options.save:
         ray.get(workers[0].get_weights.remote()).save(options.save)
-    more = {"staleness, mean": f"{np.mean(staleness):.2f}", "most": str(max(staleness))}
-    history.report("CartPole, asynchronous advantage actor-critic", played, more)
-
-
-def time_exchange(worker: Any) -> Seconds:
-    """Return what it takes to send weights to ``worker`` and get as much back."""
-    flat, arrays = ray.get([worker.get_flat.remote(), worker.get_dict.remote()])
-    return compare(
-        lambda: ray.get(worker.pass_flat.remote(flat)),
-        lambda: ray.get(worker.pass_dict.remote(arrays)),
-    )
-
-
-def main() -> None:
-    """Run the program."""
-    options = parse_options(__doc__, updates=3000)
-    with ray_for(options.workers):
-        train(options)
+    print(time_exchange(WorkerGroup(workers[:1])))
+    cells = {
+        "updates": str(len(curve)),
+        "environment steps": f"{steps:,}",
+        "last 100 episodes": f"{mean:.1f}",
+        "100 more, greedy": f"{greedy:.1f}",
+        "staleness, mean": f"{np.mean(staleness):.2f}",
+        "most": str(max(staleness)),
+    }
+    print_table(list(cells), [list(cells.values())])
+    if options.plot:
+        x, y = zip(*curve, strict=True)
+        panel = Panel("return, last 100 episodes", "thousand environment steps", {"": (x, y)})
+        draw(options.plot, "CartPole, asynchronous advantage actor-critic", panel)
+    if not reached:
+        raise SystemExit(f"mean return {mean:.1f}, not {options.goal}: it needs more --updates")
 
 
 if __name__ == "__main__":

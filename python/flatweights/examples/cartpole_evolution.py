@@ -20,30 +20,34 @@ with seed 0; 500.0 in each hundred episodes afterwards. To each actor some 500 b
 update; the weights have 18,440.
 """
 
-import argparse
 import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import gymnasium
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
 from flatweights import axpy_
-from flatweights.examples._cartpole import (
-    ACTIONS,
-    EPISODES,
-    History,
-    as_policy,
-    build_network,
-    parse_options,
-    play,
+from flatweights.examples import (
+    Panel,
+    draw,
+    integer,
+    make_parser,
+    output_file,
+    prepare_tensorflow,
+    print_table,
+    run,
+    start_ray,
 )
-from flatweights.examples._main import run
-from flatweights.examples._ray import ray_for
-from flatweights.ray import FlatWorker
+from flatweights.ray import FlatWorker, WorkerGroup
 
+ENVIRONMENT, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
+GOAL, MOST = 475, 500  # the mean return that counts as solved, and the most there is
+EPISODES = 100  # in a row, that the mean is taken over
 WIDTH = 64
 # 25 million in the paper, for a million weights; here a policy has 4,610.
 NOISE = 1_000_000
@@ -51,6 +55,8 @@ PAIRS = 16  # per generation, from all actors
 EACH = 4  # episodes with the same weights
 SIGMA = 0.1
 LEARNING_RATE = 0.2
+
+Network = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 class Trial(NamedTuple):
@@ -67,6 +73,43 @@ class Trial(NamedTuple):
     minus: float
 
 
+def build_network(outputs: int, seed: int) -> Any:
+    """Return a network of two hidden layers; its last layer starts near zero."""
+    import keras
+
+    sizes = ((WIDTH, 1.0, "tanh"), (WIDTH, 1.0, "tanh"), (outputs, 0.01, None))
+    layers = [
+        keras.layers.Dense(
+            size,
+            activation=activation,
+            kernel_initializer=keras.initializers.Orthogonal(gain, seed=seed + i),
+        )
+        for i, (size, gain, activation) in enumerate(sizes)
+    ]
+    return keras.Sequential([keras.Input((OBSERVATIONS,)), *layers])
+
+
+def as_function(network: Any) -> Network:
+    """Return what calls ``network``, traced once: a plain call takes many times as long."""
+    import tensorflow as tf
+
+    states = tf.TensorSpec([None, OBSERVATIONS])
+    call = tf.function(network, input_signature=[states]).get_concrete_function()
+    return lambda observations: np.asarray(call(tf.constant(observations)))
+
+
+def play(policy: Network, episodes: int, seed: int) -> NDArray[np.float64]:
+    """Return the returns of ``episodes`` with the likeliest actions; they are played at once."""
+    environments = gymnasium.make_vec(ENVIRONMENT, episodes)
+    states, _ = environments.reset(seed=seed)
+    running, returns = np.ones(episodes, np.bool_), np.zeros(episodes)
+    while running.any():
+        states, rewards, failed, cut, _ = environments.step(np.argmax(policy(states), axis=1))
+        returns += np.where(running, rewards, 0.0)
+        running &= ~(failed | cut)
+    return returns
+
+
 def steps_of(trials: Sequence[Trial]) -> Iterator[tuple[int, float]]:
     """Yield how much to add of which piece: equal answers give equal steps, everywhere."""
     returns = np.array([[trial.plus, trial.minus] for trial in trials])
@@ -79,28 +122,31 @@ def steps_of(trials: Sequence[Trial]) -> Iterator[tuple[int, float]]:
 class Player(FlatWorker):
     """Tries weights around those that it has, and moves them."""
 
-    def build(self, rank: int, seed: int, noise: NDArray[np.float32]) -> Any:
+    def build(self, seed: int, noise: NDArray[np.float32], rank: int) -> Any:
         """Build the policy in this process; ``noise`` stays in the object store."""
-        from flatweights.demo._replica import make_tensorflow_deterministic
-
-        make_tensorflow_deterministic()
-        self.noise = noise
+        prepare_tensorflow()
+        self.noise, self.rank = noise, rank
         self.rng = np.random.default_rng([seed, rank])
-        network = build_network(ACTIONS, WIDTH, seed)
-        self.policy = as_policy(network)
+        network = build_network(ACTIONS, seed)
+        self.policy = as_function(network)
         return network
 
     def generation(
-        self, trials: Sequence[Trial], pairs: int, seed: int
+        self, trials: Sequence[Trial], pairs: Sequence[int], seed: int
     ) -> tuple[list[Trial], list[float]]:
         """Take the step of the last generation's ``trials``; try what lies around there.
+
+        Args:
+            trials: Of all players.
+            pairs: How many trials to make, by rank.
+            seed: Of the episodes.
 
         Returns:
             The trials, and the returns of all their episodes.
         """
         self.move(trials)
         last = len(self.noise) - self.variables.get_flat_size()
-        places = self.rng.integers(last, size=pairs, endpoint=True).tolist()
+        places = self.rng.integers(last, size=pairs[self.rank], endpoint=True).tolist()
         center = self.get_flat()
         tried, returns = [], []
         for place in places:
@@ -134,49 +180,75 @@ def digest(weights: NDArray[np.float32]) -> str:
     return hashlib.sha256(weights.data).hexdigest()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program.
 
     Raises:
         SystemExit: If the goal is not reached, or the weights at the end differ.
     """
-    options = parse_options(__doc__, updates=100)
-    with ray_for(options.workers):
-        train(options)
-
-
-def train(options: argparse.Namespace) -> None:
-    """Run the program, with Ray."""
+    parser = make_parser(
+        __doc__, "the returns", workers=(2, "actors that play"), updates=(100, "at most")
+    )
+    parser.add_argument(
+        "--goal",
+        type=integer(1, MOST),
+        default=GOAL,
+        metavar="N",
+        help="stop when the last hundred episodes returned that, on average; default: %(default)s",
+    )
+    parser.add_argument(
+        "--save", type=output_file, metavar="FILE", help="write the weights there, as safetensors"
+    )
+    options = parser.parse_args(arguments)
+    start_ray(options.workers)
     rng = np.random.default_rng(options.seed)
     table = ray.put(rng.standard_normal(NOISE, np.float32))
     noise = ray.get(table)  # read where it lies
-    player: Any = ray.remote(Player)
-    players = [player.remote(rank, options.seed, table) for rank in range(options.workers)]
-    weights = ray.get(players[0].get_flat.remote()).copy()  # the last weights that travel
-    start = ray.put(weights)
-    ray.get([one.set_flat.remote(start) for one in players])
-    pairs = [len(part) for part in np.array_split(range(PAIRS), len(players))]
-    history = History(options, every=1)
+    group = WorkerGroup.create(
+        Player, options.workers, options.seed, table, arguments=lambda rank: (rank,)
+    )
+    weights = group.step("get_flat")[0].copy()
+    group.broadcast(weights.copy())  # the last weights that travel
+    pairs = [len(part) for part in np.array_split(range(PAIRS), options.workers)]
+    last: deque[float] = deque(maxlen=EPISODES)
     trials: list[Trial] = []
-    while not history.done:
-        calls = zip(players, pairs, strict=True)
-        seed = options.seed + history.updates  # the same starts for all of a generation
-        found = ray.get([one.generation.remote(trials, n, seed) for one, n in calls])
+    curve: list[tuple[float, float]] = []
+    steps, mean, reached = 0, 0.0, False
+    while not reached and len(curve) < options.updates:
+        seed = options.seed + len(curve)  # the same starts for all of a generation
+        found = list(group.step("generation", trials, pairs, seed).values())
         trials = [trial for tried, _ in found for trial in tried]
         for place, scale in steps_of(trials):
             axpy_(weights, scale, noise[place : place + len(weights)])
         returns = [one for _, some in found for one in some]
-        history.add(returns, int(sum(returns)))
-    ends = [one.finish.remote(trials, options.seed) for one in players]
-    digests, played = zip(*ray.get(ends), strict=True)
+        last.extend(returns)
+        steps += int(sum(returns))
+        mean = sum(last) / len(last)
+        curve.append((1e-3 * steps, mean))
+        reached = len(last) == EPISODES and mean >= options.goal
+        print(f"update {len(curve)}: {steps} steps, mean return {mean:.1f}", flush=True)
+    digests, played = zip(*group.step("finish", trials, options.seed).values(), strict=True)
     if set(digests) != {digest(weights)}:
         raise SystemExit("the players ended with other weights than the driver")
-    print(f"SHA-256 of the weights, alike in driver and {len(players)} players: {digests[0]}")
+    print(f"SHA-256 of the weights, alike in driver and {len(digests)} players: {digests[0]}")
     if options.save:
-        ray.get(players[0].get_weights.remote()).save(options.save)
-    sent = len(pickle.dumps(trials))
-    more = {"trials": f"{sent} bytes", "weights": f"{weights.nbytes} bytes"}
-    history.report("CartPole, evolution strategies", played[0], more)
+        group.step("get_weights")[0].save(options.save)
+    group.shutdown()
+    cells = {
+        "updates": str(len(curve)),
+        "environment steps": f"{steps:,}",
+        "last 100 episodes": f"{mean:.1f}",
+        "100 more, greedy": f"{played[0].mean():.1f}",
+        "trials": f"{len(pickle.dumps(trials))} bytes",
+        "weights": f"{weights.nbytes} bytes",
+    }
+    print_table(list(cells), [list(cells.values())])
+    if options.plot:
+        x, y = zip(*curve, strict=True)
+        panel = Panel("return, last 100 episodes", "thousand environment steps", {"": (x, y)})
+        draw(options.plot, "CartPole, evolution strategies", panel)
+    if not reached:
+        raise SystemExit(f"mean return {mean:.1f}, not {options.goal}: it needs more --updates")
 
 
 if __name__ == "__main__":

@@ -25,12 +25,13 @@ On two cores of a shared virtual machine (TensorFlow 2.21, Ray 2.60), the mean a
 last five of 40 rounds: FedAvg 0.931, FedAdam 0.969, with a fifth of the clients failing; 0.913
 and 0.942 with half of them. Both servers took 30 s together, most of it for actors to start
 anew. With one label for each client (``--concentration 0.1``) 40 rounds are too few: 0.733 and
-0.867. The exchange of a round, with 20 clients: 20 ms as one buffer, 29 ms as a dict of arrays.
+0.867.
 """
 
 import argparse
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,25 +40,32 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import ray
+from numpy.typing import ArrayLike, NDArray
 
 from flatweights import FlatWeights
-from flatweights._arguments import fraction, integer, positive
-from flatweights.demo._digits import Examples, split_digits
-from flatweights.examples._curves import Panel, draw
-from flatweights.examples._exchange import ComparedWorker, Seconds, time_exchange
-from flatweights.examples._main import run
-from flatweights.examples._options import make_parser
-from flatweights.examples._partition import split_by_label
-from flatweights.examples._ray import ray_for
-from flatweights.examples._table import print_table
-from flatweights.ray import Round, average
+from flatweights.examples import (
+    Panel,
+    draw,
+    fraction,
+    integer,
+    make_parser,
+    positive,
+    prepare_tensorflow,
+    print_table,
+    run,
+    start_ray,
+    time_exchange,
+)
+from flatweights.ray import FlatWorker, Round, WorkerGroup, average
 from flatweights.server import FedAdam, FedAvg, FedAvgM, FedYogi, ServerOptimizer
 
 BATCH = 8
 LEARNING_RATE = 0.2  # of the clients
 ENOUGH = 0.9
+HELD_OUT = 359  # digits that no client has
 LAST = 5  # rounds that the accuracy in the end is the mean of
 
+Data = tuple[NDArray[Any], NDArray[Any]]  # images and labels
 Server = Callable[[FlatWeights], ServerOptimizer[FlatWeights]]
 SERVERS: dict[str, Server] = {
     "FedAvg": FedAvg,
@@ -67,25 +75,84 @@ SERVERS: dict[str, Server] = {
 }
 
 
-def split_data(options: argparse.Namespace) -> tuple[list[Examples], Examples]:
+def split_by_label(
+    labels: ArrayLike, clients: int, concentration: float, seed: int
+) -> list[NDArray[np.intp]]:
+    """Return one array per client: which examples are its own.
+
+    Every example belongs to one client, and no client is without. The mix of labels of each is
+    drawn from a Dirichlet distribution around the mix of all, and its examples are drawn by
+    that mix without replacement, as in Hsu, Qi and Brown, "Measuring the Effects of
+    Non-Identical Data Distribution for Federated Visual Classification", 2019. Where a client
+    asks for labels that are used up, it takes of those that are left. Unlike there, sizes
+    differ: they are drawn from a Dirichlet distribution too.
+
+    Args:
+        labels: What each example shows: one integer for each.
+        clients: How many; no more than there are examples.
+        concentration: How alike the clients are: near 0, each has few labels; the larger, the
+            nearer is each to the mix of all.
+        seed: The same one gives the same split.
+
+    Raises:
+        ValueError: If ``labels`` has not one dimension, ``clients`` is out of range, or
+            ``concentration`` is not positive and finite.
+    """
+    kinds = np.asarray(labels)
+    if kinds.ndim != 1:
+        raise ValueError(f"labels: expected one dimension, got {kinds.ndim}")
+    if not 1 <= clients <= len(kinds):
+        raise ValueError(
+            f"clients: expected 1 to {len(kinds)}, the number of examples, got {clients!r}"
+        )
+    if not (concentration > 0 and math.isfinite(concentration)):
+        raise ValueError(f"concentration: expected a positive number, got {concentration!r}")
+    rng = np.random.default_rng(seed)
+    stacks = [list(rng.permutation(np.flatnonzero(kinds == kind))) for kind in np.unique(kinds)]
+    overall = np.array([len(stack) / len(kinds) for stack in stacks])
+    # One for each, and the rest by shares: the largest are about four times the mean.
+    shares = rng.dirichlet(np.full(clients, 2.0))
+    sizes = 1 + rng.multinomial(len(kinds) - clients, shares)
+    parts = []
+    for size in sizes:
+        mix = rng.dirichlet(concentration * overall)
+        part = [stacks[_draw(mix, stacks, rng)].pop() for _ in range(size)]
+        parts.append(np.sort(np.array(part, np.intp)))
+    return parts
+
+
+def _draw(mix: NDArray[np.float64], stacks: list[list[np.intp]], rng: np.random.Generator) -> int:
+    """Return which of ``stacks`` to take from: by ``mix``, among those that are not empty."""
+    left = np.array([len(stack) for stack in stacks])
+    chances = np.where(left > 0, mix, 0.0)
+    if not chances.sum() > 0:
+        chances = left.astype(np.float64)
+    return int(rng.choice(len(stacks), p=chances / chances.sum()))
+
+
+def split_data(options: argparse.Namespace) -> tuple[list[Data], Data]:
     """Return the data of each client, and what no client has."""
-    (train,), test = split_digits(1, options.seed)
-    parts = split_by_label(train.labels, options.clients, options.concentration, options.seed)
-    return [Examples(train.images[part], train.labels[part]) for part in parts], test
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    order = np.random.default_rng(options.seed).permutation(len(labels))
+    held_out, rest = order[:HELD_OUT], order[HELD_OUT:]
+    parts = split_by_label(labels[rest], options.clients, options.concentration, options.seed)
+    shards = [(images[rest[part]], labels[rest[part]]) for part in parts]
+    return shards, (images[held_out], labels[held_out])
 
 
 class DropoutError(RuntimeError):
     """A client went away before it could send what it had learned."""
 
 
-class Client(ComparedWorker):
+class Client(FlatWorker):
     """Plays one client after another; between calls it keeps the data alone."""
 
     def build(self, options: argparse.Namespace) -> Any:
         """Build the model, and compile the step that trains it."""
-        from flatweights.demo._replica import make_tensorflow_deterministic
-
-        make_tensorflow_deterministic()
+        prepare_tensorflow()
         import keras
         import tensorflow as tf
 
@@ -95,8 +162,7 @@ class Client(ComparedWorker):
         self.shards, self.test = split_data(options)
         self.model = keras.Sequential(
             [
-                keras.Input((8, 8, 1)),
-                layers.Flatten(),
+                keras.Input((64,)),
                 layers.Dense(64, activation="relu"),
                 layers.Dense(32, activation="relu"),
                 layers.Dense(10),
@@ -105,7 +171,7 @@ class Client(ComparedWorker):
         variables = self.model.trainable_variables
         optimizer = keras.optimizers.SGD(LEARNING_RATE)
         optimizer.build(variables)
-        shapes = [tf.TensorSpec([BATCH, 8, 8, 1]), tf.TensorSpec([BATCH], tf.int32)]
+        shapes = [tf.TensorSpec([BATCH, 64]), tf.TensorSpec([BATCH], tf.int64)]
 
         @tf.function(input_signature=shapes)  # type: ignore[untyped-decorator]
         def step(images: Any, labels: Any) -> None:
@@ -148,8 +214,8 @@ class Client(ComparedWorker):
     def accuracy(self, weights: FlatWeights) -> float:
         """Return the share of digits that no client has, and ``weights`` tell."""
         self.set_weights(weights)
-        guesses = np.argmax(self.model(self.test.images), axis=1)
-        return float(np.mean(guesses == self.test.labels))
+        images, labels = self.test
+        return float(np.mean(np.argmax(self.model(images), axis=1) == labels))
 
 
 def draw_clients(number: int, options: argparse.Namespace) -> list[tuple[int, str]]:
@@ -216,39 +282,25 @@ def run_server(
     return History(ray.get(accuracies), len(failures) - died, died, nbytes)
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = make_parser(__doc__, plot="accuracy over rounds")
+    parser = make_parser(
+        __doc__,
+        "accuracy over rounds",
+        clients=(100, "that have data"),
+        rounds=(40, "averages to take"),
+        local_epochs=(5, "over a client's data, in a round"),
+        workers=(2, "actors"),
+    )
     add = partial(parser.add_argument, metavar="N")
-    add("--clients", type=integer(1, 1000), default=100, help="default: %(default)s")
-    add("--rounds", type=integer(1), default=40, help="default: %(default)s")
-    add(
-        "--fraction",
-        type=positive(1),
-        default=0.2,
-        help="of the clients that take part in a round; default: %(default)s",
-    )
-    add(
-        "--failing",
-        type=fraction,
-        default=0.2,
-        help="of those that take part, how many fail; one never does; default: %(default)s",
-    )
-    add(
-        "--deaths",
-        type=integer(0),
-        default=20,
-        help="in one of so many rounds, one that fails ends its process; 0: in none; "
-        "default: %(default)s",
-    )
-    add(
-        "--concentration",
-        type=positive(),
-        default=1.0,
-        help="how alike the labels of the clients are; default: %(default)s",
-    )
-    add("--local-epochs", type=integer(1), default=5, help="default: %(default)s")
-    add("--workers", type=integer(1), default=2, help="actors; default: %(default)s")
+    part = "of the clients that take part in a round; default: %(default)s"
+    add("--fraction", type=positive(1), default=0.2, help=part)
+    failing = "of those that take part, how many fail; one never does; default: %(default)s"
+    add("--failing", type=fraction, default=0.2, help=failing)
+    deaths = "in one of so many rounds, one that fails ends its process; 0: none; default: 20"
+    add("--deaths", type=integer(0), default=20, help=deaths)
+    alike = "how alike the labels of the clients are; default: %(default)s"
+    add("--concentration", type=positive(), default=1.0, help=alike)
     parser.add_argument(
         "--server",
         nargs="+",
@@ -256,62 +308,58 @@ def parse_options() -> argparse.Namespace:
         default=["FedAvg", "FedAdam"],
         help="which ones to compare; default: FedAvg FedAdam",
     )
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def compare(options: argparse.Namespace) -> tuple[dict[str, History], Seconds]:
-    """Train with every server, on one pool of actors; then time the exchange of a round."""
-    sizes = [len(shard.labels) for shard in split_data(options)[0]]
-    taking_part = draw_clients(0, options)
-    failing = sum(fate != "trains" for _, fate in taking_part)
-    print(
-        f"{options.clients} clients with {min(sizes)} to {max(sizes)} images each; "
-        f"{len(taking_part)} take part in a round, {failing} of them fail",
-        flush=True,
-    )
-    with contextlib.ExitStack() as stack:
-        # Whatever its log level, Ray prints what it finds out about a process that died.
-        nowhere = stack.enter_context(Path(os.devnull).open("w"))
-        stack.enter_context(contextlib.redirect_stdout(nowhere))
-        stack.enter_context(ray_for(options.workers))
-        client = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(Client)
-        actors = [client.remote(options) for _ in range(options.workers)]
-        first = ray.get(actors[0].get_weights.remote())
-        histories = {}
-        for name in options.server:
-            histories[name] = run_server(actors, SERVERS[name](first), options)
-        seconds = time_exchange([actors[rank % len(actors)] for rank in range(len(taking_part))])
-    return histories, seconds
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program.
 
     Raises:
         SystemExit: If a server ends below `ENOUGH`.
     """
-    options = parse_options()
+    options = parse_options(arguments)
     # Clients fail on purpose, in every round: the table counts them.
     logging.getLogger("flatweights").setLevel(logging.ERROR)
-    histories, seconds = compare(options)
+    sizes = [len(labels) for _, labels in split_data(options)[0]]
+    fates = [fate for _, fate in draw_clients(0, options)]
+    print(
+        f"{options.clients} clients with {min(sizes)} to {max(sizes)} images each; "
+        f"{len(fates)} take part in a round, {len(fates) - fates.count('trains')} of them fail",
+        flush=True,
+    )
+    start_ray(options.workers)
+    # Whatever its log level, Ray prints what it finds out about a process that died.
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+        client = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(Client)
+        actors = [client.remote(options) for _ in range(options.workers)]
+        first = ray.get(actors[0].get_weights.remote())
+        histories = {
+            name: run_server(actors, SERVERS[name](first), options) for name in options.server
+        }
+        exchange = time_exchange(WorkerGroup(actors))
+    report(histories, options.clients, options.plot)
+    print(exchange)
+    if min(history.accuracy for history in histories.values()) < ENOUGH:
+        raise SystemExit(f"accuracy below {ENOUGH}: it needs more --rounds")
+
+
+def report(histories: dict[str, History], clients: int, plot: Path | None) -> None:
+    """Print a row for each server, and draw how it went if asked to."""
     rows = []
     for name, history in histories.items():
         reached = next((n for n, a in enumerate(history.accuracies, 1) if a >= ENOUGH), "never")
         counts = [reached, len(history.accuracies), history.raised, history.died]
-        rows.append([name, f"{history.accuracy:.3f}", *map(str, counts)])
-        rows[-1].append(f"{history.nbytes / 1e6:.1f}")
+        received = f"{history.nbytes / 1e6:.1f}"
+        rows.append([name, f"{history.accuracy:.3f}", *map(str, counts), received])
     titles = ["server", "accuracy", f"first {ENOUGH}", "rounds", "raised", "died", "MB received"]
     print_table(titles, rows)
-    print(seconds)
-    if options.plot:
+    if plot:
         curves = {
             name: (range(1, len(history.accuracies) + 1), history.accuracies)
             for name, history in histories.items()
         }
         panel = Panel("Accuracy on digits that no client has", "round", curves)
-        draw(options.plot, f"Digits of {options.clients} clients, some of which fail", panel)
-    if min(history.accuracy for history in histories.values()) < ENOUGH:
-        raise SystemExit(f"accuracy below {ENOUGH}: it needs more --rounds")
+        draw(plot, f"Digits of {clients} clients, some of which fail", panel)
 
 
 if __name__ == "__main__":

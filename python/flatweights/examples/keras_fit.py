@@ -3,13 +3,13 @@
 `Network` is an actor as Ray's guide has it: a compiled model that can `fit`, and Keras's
 own `get_weights` and `set_weights`. Between two fits the driver averages the weights, in the
 way of the guide and in that of flatweights (`exchange_as_in_the_guide`, `exchange`): these lines
-are all that differ. `FlatNetwork` is the same as a `FlatWorker`, whose weights travel as one
-buffer instead of as a list of arrays.
+are all that differ. `FlatNetwork` is the same as a `FlatWorker` in a `WorkerGroup`: weights
+travel as one buffer instead of as a list of arrays, and the exchange is one line.
 
     python -m flatweights.examples.keras_fit
     python -m flatweights.examples.keras_fit --workers 4 --rounds 20 --plot keras_fit.png
 
-For a model of your own, change `compile_model`, and `fit` to fit it to your data. What the
+For a model of your own, change `compile_model`, and `load_shard` to load your data. What the
 optimizers remember (here: Adam's moments) stays where it is; to average that too, build the
 optimizer, and return ``[self.model, self.model.optimizer]`` from `FlatNetwork.build`.
 
@@ -19,64 +19,80 @@ classes. An exchange took 13.5 ms as in the guide, 10.5 ms with `average` instea
 `FlatNetwork`.
 """
 
-import argparse
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ray
 
-from flatweights._arguments import integer
-from flatweights.demo._digits import Examples, split_digits
-from flatweights.examples._curves import Panel, draw
-from flatweights.examples._main import run
-from flatweights.examples._options import make_parser
-from flatweights.examples._ray import ray_for
-from flatweights.examples._table import print_table
-from flatweights.ray import FlatWorker, average
+from flatweights.examples import (
+    Panel,
+    draw,
+    make_parser,
+    prepare_tensorflow,
+    print_table,
+    run,
+    start_ray,
+)
+from flatweights.ray import FlatWorker, WorkerGroup, average
 
 ENOUGH = 0.95
+HELD_OUT = 359  # digits that no worker fits
 
-History = dict[str, list[float]]
+Data = tuple[Any, Any]  # images and labels
+
+
+def load_shard(rank: int, workers: int, seed: int) -> tuple[Data, Data]:
+    """Return the digits of one worker, and those that no worker has."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(seed).permutation(len(labels))
+    own, held_out = np.array_split(order[HELD_OUT:], workers)[rank], order[:HELD_OUT]
+    images = (images / 16).astype(np.float32)
+    return (images[own], labels[own]), (images[held_out], labels[held_out])
 
 
 def compile_model(seed: int) -> Any:
     """Return a network, ready to be fitted; the same for every worker."""
+    prepare_tensorflow()
     import keras
 
-    from flatweights.demo._replica import make_tensorflow_deterministic
-
-    make_tensorflow_deterministic()
     keras.utils.set_random_seed(seed)
     hidden = [keras.layers.Dense(512, activation="relu") for _ in range(4)]
-    model = keras.Sequential(
-        [keras.Input((8, 8, 1)), keras.layers.Flatten(), *hidden, keras.layers.Dense(10)]
-    )
+    model = keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(10)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("adam", loss, metrics=["accuracy"])
     return model
 
 
-def fit(model: Any, shard: Examples) -> History:
-    """Go once over ``shard``; return what Keras tells about it."""
-    history: History = model.fit(shard.images, shard.labels, batch_size=32, verbose=0).history
-    return history
+def fit(model: Any, shard: Data) -> float:
+    """Go once over ``shard``; return the loss."""
+    return float(model.fit(*shard, batch_size=32, verbose=0).history["loss"][0])
+
+
+def measure(model: Any, data: Data) -> float:
+    """Return the accuracy."""
+    return float(model.evaluate(*data, verbose=0, return_dict=True)["accuracy"])
 
 
 class Network:
     """A model that is fitted to one worker's data: an actor as in Ray's guide."""
 
-    def __init__(self, seed: int, shard: Examples) -> None:
+    def __init__(self, seed: int, workers: int, rank: int) -> None:
         """Build the model in this process."""
+        self.shard, self.held_out = load_shard(rank, workers, seed)
         self.model = compile_model(seed)
-        self.shard = shard
 
-    def train(self) -> History:
-        """Fit the model."""
+    def train(self) -> float:
+        """Fit the model; return the loss."""
         return fit(self.model, self.shard)
+
+    def evaluate(self) -> float:
+        """Return the accuracy on digits that were not fitted."""
+        return measure(self.model, self.held_out)
 
     def get_weights(self) -> list[Any]:
         """Return one array for each variable."""
@@ -86,22 +102,23 @@ class Network:
         """Set the variables."""
         self.model.set_weights(weights)
 
-    def evaluate(self, examples: Examples) -> float:
-        """Return the accuracy."""
-        return float(self.model.evaluate(*examples, verbose=0, return_dict=True)["accuracy"])
-
 
 class FlatNetwork(FlatWorker):
     """The same; the weights leave and enter as one buffer."""
 
-    def build(self, seed: int, shard: Examples) -> Any:
+    def build(self, seed: int, workers: int, rank: int) -> Any:
         """Build the model in this process."""
+        self.shard, self.held_out = load_shard(rank, workers, seed)
         self.model = compile_model(seed)
-        self.shard = shard
         return self.model
 
-    train = Network.train
-    evaluate = Network.evaluate
+    def train(self) -> float:
+        """Fit the model; return the loss."""
+        return fit(self.model, self.shard)
+
+    def evaluate(self) -> float:
+        """Return the accuracy on digits that were not fitted."""
+        return measure(self.model, self.held_out)
 
 
 def exchange_as_in_the_guide(workers: Sequence[Any]) -> None:
@@ -117,113 +134,67 @@ def exchange(workers: Sequence[Any]) -> None:
     ray.get([worker.set_weights.remote(mean.ref) for worker in workers])
 
 
-def start(network: type[Any], shards: Sequence[Examples], seed: int) -> list[Any]:
-    """Return one actor for each shard."""
-    actor = ray.remote(network)
-    return [actor.remote(seed, shard) for shard in shards]
-
-
-def train(workers: Sequence[Any]) -> float:
-    """Fit all models; return the mean of their losses."""
-    histories: list[History] = ray.get([worker.train.remote() for worker in workers])
-    return float(np.mean([history["loss"] for history in histories]))
-
-
-class Results(NamedTuple):
-    """What came of the training.
-
-    Attributes:
-        losses: By class of actors, that of each round.
-        accuracy: By class of actors, on examples that were not fitted.
-        seconds: By way to average, the time of each round's exchange.
-    """
-
-    losses: dict[str, list[float]]
-    accuracy: dict[str, float]
-    seconds: dict[str, list[float]]
-
-
-GUIDE = "Network, as in Ray's guide"
-
-
-def fit_in_actors(options: argparse.Namespace) -> Results:
-    """Train actors of both classes, and average their weights in both ways."""
-    shards, test = split_digits(options.workers, options.seed)
-    plain = start(Network, shards, options.seed)
-    flat = start(FlatNetwork, shards, options.seed)
-    exchanges = {
-        GUIDE: (exchange_as_in_the_guide, plain),
-        "Network": (exchange, plain),
-        "FlatNetwork": (exchange, flat),
-    }
-    losses: dict[str, list[float]] = {"Network": [], "FlatNetwork": []}
-    seconds: dict[str, list[float]] = {name: [] for name in exchanges}
-    for _ in range(options.rounds):
-        losses["Network"].append(train(plain))
-        losses["FlatNetwork"].append(train(flat))
-        for way, workers in exchanges.values():
-            way(workers)
-        # Once more, now that no worker is busy with what a fit leaves to be done. It takes as
-        # long, and changes nothing: equal weights have themselves as their mean.
-        for name, (way, workers) in exchanges.items():
-            begin = time.perf_counter()
-            way(workers)
-            seconds[name].append(time.perf_counter() - begin)
-    scores = ray.get([workers[0].evaluate.remote(test) for workers in (plain, flat)])
-    return Results(losses, dict(zip(losses, scores, strict=True)), seconds)
-
-
-def report(results: Results) -> None:
-    """Print a row for each way to average, with what its actors have learned."""
-    rows = []
-    guide = median(results.seconds[GUIDE])
-    for name, seconds in results.seconds.items():
-        network = name.partition(",")[0]
-        learned = (f"{results.losses[network][-1]:.4f}", f"{results.accuracy[network]:.3f}")
-        times = (f"{1e3 * median(seconds):.1f} ms", f"{guide / median(seconds):.1f}")
-        rows.append((name, *learned, *times))
-    print_table(("", "last loss", "accuracy", "exchange per round", "times as fast"), rows)
-
-
-def draw_results(path: Path, results: Results) -> None:
-    """Draw the losses, and what the exchanges took."""
-    rounds = range(1, 1 + len(results.losses["Network"]))
-    milliseconds = {name: [1e3 * s for s in times] for name, times in results.seconds.items()}
-    draw(
-        path,
-        "Compiled Keras models, averaged between fits",
-        Panel(
-            "loss", "round", {n: (rounds, values) for n, values in results.losses.items()}, "log"
-        ),
-        Panel("exchange, ms", "round", {n: (rounds, times) for n, times in milliseconds.items()}),
-    )
-
-
-def parse_options() -> argparse.Namespace:
-    """Read the command line."""
-    parser = make_parser(__doc__, plot="the losses, and what the exchanges took")
-    parser.add_argument(
-        "--workers", type=integer(1), default=2, metavar="N", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--rounds", type=integer(1), default=10, metavar="N", help="default: %(default)s"
-    )
-    return parser.parse_args()
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program.
 
     Raises:
         SystemExit: If too little is learned.
     """
-    options = parse_options()
-    with ray_for(2 * options.workers):
-        results = fit_in_actors(options)
-    report(results)
+    parser = make_parser(
+        __doc__,
+        "the losses, and what the exchanges took",
+        workers=(2, "actors of either class"),
+        rounds=(10, "fits, each with an exchange after it"),
+    )
+    options = parser.parse_args(arguments)
+    start_ray(2 * options.workers)
+    given = options.seed, options.workers
+    actor = ray.remote(Network)
+    plain = [actor.remote(*given, rank) for rank in range(options.workers)]
+    group = WorkerGroup.create(FlatNetwork, options.workers, *given, arguments=lambda rank: (rank,))
+    guide = "Network, as in Ray's guide"
+    ways: dict[str, Callable[[], object]] = {
+        guide: lambda: exchange_as_in_the_guide(plain),
+        "Network": lambda: exchange(plain),
+        "FlatNetwork": lambda: group.broadcast(group.average()),
+    }
+    losses: dict[str, list[float]] = {"Network": [], "FlatNetwork": []}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(options.rounds):
+        losses["Network"].append(np.mean(ray.get([one.train.remote() for one in plain])).item())
+        losses["FlatNetwork"].append(np.mean([*group.step("train").values()]).item())
+        for way in ways.values():
+            way()
+        # Once more, now that no worker is busy with what a fit leaves to be done. It takes as
+        # long, and changes nothing: equal weights have themselves as their mean.
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - begin)
+    accuracy = {
+        "Network": ray.get(plain[0].evaluate.remote()),
+        "FlatNetwork": next(iter(group.step("evaluate").values())),
+    }
+    group.shutdown()
+
+    rows = []
+    for name, times in seconds.items():
+        network, middle = name.partition(",")[0], median(times)
+        learned = f"{losses[network][-1]:.4f}", f"{accuracy[network]:.3f}"
+        faster = f"{median(seconds[guide]) / middle:.1f}"
+        rows.append((name, *learned, f"{1e3 * middle:.1f} ms", faster))
+    print_table(("", "last loss", "accuracy", "exchange per round", "times as fast"), rows)
     if options.plot:
-        draw_results(options.plot, results)
-    if min(results.accuracy.values()) < ENOUGH:
+        rounds = range(1, options.rounds + 1)
+        curves = {name: (rounds, values) for name, values in losses.items()}
+        times_of = {name: (rounds, [1e3 * s for s in some]) for name, some in seconds.items()}
+        draw(
+            options.plot,
+            "Compiled Keras models, averaged between fits",
+            Panel("loss", "round", curves, "log", alike=True),
+            Panel("exchange, ms", "round", times_of),
+        )
+    if min(accuracy.values()) < ENOUGH:
         raise SystemExit(f"accuracy below {ENOUGH}: it needs more --rounds")
 
 

@@ -18,10 +18,9 @@ On two cores of a shared virtual machine (TensorFlow 2.21), 200 steps of 64 digi
 weights are the same bits after a break, and differ by less than 1e-6 between the ways.
 """
 
-import argparse
-import os
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,19 +28,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights._arguments import integer
-from flatweights.demo._digits import Examples, split_digits
-from flatweights.examples._curves import Panel, draw
-from flatweights.examples._main import run
-from flatweights.examples._options import make_parser
-from flatweights.examples._table import print_table
-
-# What TensorFlow logs as it starts would bury the result.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+from flatweights.examples import Panel, draw, make_parser, prepare_tensorflow, print_table, run
 
 BATCH = 64
 ENOUGH = 0.9
 TOLERANCE = 1e-3  # of a weight, after steps that were rounded otherwise
+HELD_OUT = 359  # digits that are not trained on
+
+Data = tuple[Any, Any]  # images and labels
+
+
+def load_data(seed: int) -> tuple[Data, Data]:
+    """Return the digits to train on, and others."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(seed).permutation(len(labels))
+    images = (images / 16).astype(np.float32)
+    parts = (order[HELD_OUT:], order[:HELD_OUT])
+    trained_on, held_out = ((images[part], labels[part]) for part in parts)
+    return trained_on, held_out
 
 
 def build(seed: int) -> tuple[Any, Any]:
@@ -60,8 +66,7 @@ def build(seed: int) -> tuple[Any, Any]:
             self.output_bias = tf.Variable(tf.zeros(10), name="output_bias")
 
         def __call__(self, images: Any) -> Any:
-            flat = tf.reshape(images, [-1, 64])
-            hidden = tf.tanh(flat @ self.hidden + self.hidden_bias)
+            hidden = tf.tanh(images @ self.hidden + self.hidden_bias)
             return hidden @ self.output + self.output_bias
 
     return Network(), tf.compat.v1.train.AdamOptimizer(0.01)
@@ -151,7 +156,7 @@ class InSession(Way):
 
         tf1 = tf.compat.v1
         with tf.Graph().as_default():
-            self._images = tf1.placeholder(tf.float32, [None, 8, 8, 1])
+            self._images = tf1.placeholder(tf.float32, [None, 64])
             self._labels = tf1.placeholder(tf.int64, [None])
             network, optimizer = build(seed)
             self._scores = network(self._images)
@@ -177,86 +182,47 @@ WAYS: dict[str, type[Any]] = {
 }
 
 
-def train(way: Way, examples: Examples, steps: range, seed: int) -> list[float]:
-    """Train over ``steps``; each one's batch is the same in every run."""
-    losses = []
-    for step in steps:
-        chosen = np.random.default_rng((seed, step)).integers(len(examples.labels), size=BATCH)
-        losses.append(way.train(examples.images[chosen], examples.labels[chosen]))
-    return losses
-
-
 def train_in_turn(
-    first: str, second: str | None, options: argparse.Namespace
+    first: str, second: str | None, data: Data, steps: int, seed: int
 ) -> tuple[Way, list[float]]:
     """Train half of the steps in one way, save, load in another, and train the rest.
 
-    Without a ``second`` way there is no break.
+    Without a ``second`` way there is no break. Each step's batch is the same in every run.
     """
-    (examples,), _ = split_digits(1, options.seed)
-    half = options.steps // 2
-    begun: Way = WAYS[first](options.seed)
-    losses = train(begun, examples, range(half), options.seed)
-    ended = begun
-    if second is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "half-way.safetensors")
-            begun.variables.save(path)
-            ended = WAYS[second](options.seed + 1)  # other weights than those that it loads
-            ended.variables.load(path)
-    return ended, losses + train(ended, examples, range(half, options.steps), options.seed)
+    images, labels = data
+    way: Way = WAYS[first](seed)
+    losses = []
+    for step in range(steps):
+        if step == steps // 2 and second is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, "half-way.safetensors")
+                way.variables.save(path)
+                way = WAYS[second](seed + 1)  # other weights than those that it loads
+                way.variables.load(path)
+        chosen = np.random.default_rng((seed, step)).integers(len(labels), size=BATCH)
+        losses.append(way.train(images[chosen], labels[chosen]))
+    return way, losses
 
 
-def parse_options() -> argparse.Namespace:
-    """Read the command line."""
-    parser = make_parser(__doc__, plot="the losses")
-    parser.add_argument(
-        "--steps", type=integer(2), default=200, metavar="N", help="default: %(default)s"
-    )
-    return parser.parse_args()
-
-
-def draw_losses(path: Path, losses: dict[tuple[str, str | None], list[float]]) -> None:
-    """Draw the losses where each way was followed by another one, and the gaps between them."""
-    ways = list(WAYS)
-    expected = losses[ways[0], None]
-    steps = range(len(expected))
-    changed = {f"{a}, {b}": losses[a, b] for a, b in zip(ways, ways[1:] + ways[:1], strict=True)}
-    gaps = {name: np.abs(np.subtract(values, expected)) for name, values in changed.items()}
-    draw(
-        path,
-        f"One code, saved and loaded after {len(steps) // 2} steps",
-        Panel("loss", "step", {n: (steps, values) for n, values in changed.items()}, "log"),
-        Panel(
-            f"distance to the loss of {ways[0]}, without a break",
-            "step",
-            {n: (steps, values.tolist()) for n, values in gaps.items()},
-        ),
-    )
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program.
 
     Raises:
         SystemExit: If a break changes the weights, or too little is learned.
     """
-    options = parse_options()
-    from flatweights.demo._replica import make_tensorflow_deterministic
-
-    make_tensorflow_deterministic()  # one thread: sums in one order
-    _, test = split_digits(1, options.seed)
+    options = make_parser(__doc__, "the losses", steps=(200, "of 64 digits")).parse_args(arguments)
+    prepare_tensorflow()  # one thread: sums in one order
+    data, (images, labels) = load_data(options.seed)
     rows: list[tuple[str, ...]] = []
     losses: dict[tuple[str, str | None], list[float]] = {}
     unbroken: dict[str, NDArray[Any]] = {}
     wrong = []
     for first, second in [*((way, None) for way in WAYS), *product(WAYS, WAYS)]:
-        way, found = train_in_turn(first, second, options)
+        way, found = train_in_turn(first, second, data, options.steps, options.seed)
         losses[first, second] = found
         weights = way.variables.get_flat()
-        expected = unbroken.setdefault(second or first, weights)
-        gap = float(np.max(np.abs(weights - expected)))
-        accuracy = float(np.mean(np.argmax(way.predict(test.images), axis=1) == test.labels))
+        gap = float(np.max(np.abs(weights - unbroken.setdefault(second or first, weights))))
+        accuracy = float(np.mean(np.argmax(way.predict(images), axis=1) == labels))
         verdict = "same bits" if gap == 0 else f"within {gap:.0e}"
         name = second or "(no break)"
         rows.append((first, name, f"{found[-1]:.4f}", f"{accuracy:.3f}", verdict))
@@ -266,7 +232,20 @@ def main() -> None:
             wrong.append(f"{first}, {name}: accuracy below {ENOUGH}: it needs more --steps")
     print_table(("first half", "second half", "last loss", "accuracy", "weights"), rows)
     if options.plot:
-        draw_losses(options.plot, losses)
+        ways, steps = list(WAYS), range(options.steps)
+        turns = list(zip(ways, ways[1:] + ways[:1], strict=True))
+        curves = {f"{a}, {b}": (steps, losses[a, b]) for a, b in turns}
+        expected = losses[ways[0], None]
+        gaps = {
+            name: (steps, np.abs(np.subtract(y, expected)).tolist())
+            for name, (_, y) in curves.items()
+        }
+        draw(
+            options.plot,
+            f"One code, saved and loaded after {options.steps // 2} steps",
+            Panel("loss", "step", curves, "log", alike=True),
+            Panel(f"distance to the loss of {ways[0]}, without a break", "step", gaps),
+        )
     if wrong:
         raise SystemExit(wrong[0])
 

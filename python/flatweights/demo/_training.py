@@ -1,0 +1,322 @@
+"""The driver of the demo: rounds, the two ways to exchange, and a worker that is killed."""
+
+import argparse
+import contextlib
+import logging
+import os
+import pickle
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+
+from flatweights.demo import SIZES
+from flatweights.demo._screen import Screen, draw_comparison, draw_survival, milliseconds, plural
+from flatweights.demo._worker import DigitsWorker
+from flatweights.examples import print_table, start_ray
+from flatweights.ray import WorkerGroup
+
+RESTART_S = 300.0
+FLAT, GUIDE = "flatweights", "Ray's guide"
+STEPS = {
+    "wait": "collect results",
+    "average": "average",
+    "put": "put",
+    "broadcast": "set variables",
+}
+"""What to call the steps of an exchange, by the names in `Round.seconds`."""
+
+
+class Exchanged(NamedTuple):
+    """What one exchange brought, and what it took.
+
+    Attributes:
+        mean: By name, the average.
+        seconds: By step; see `STEPS`.
+        nbytes: Of one message.
+        arrays: That one message consists of.
+    """
+
+    mean: Mapping[str, Any]
+    seconds: dict[str, float]
+    nbytes: int
+    arrays: int
+
+    @property
+    def total(self) -> float:
+        """The seconds of all steps."""
+        return sum(self.seconds.values())
+
+
+def exchange_flat(group: WorkerGroup, sizes: Sequence[int]) -> Exchanged:
+    """Exchange through `flatweights`: two lines."""
+    found = group.average(weights=sizes)
+    group.broadcast(found)
+    seconds = {step: found.seconds.get(step, 0.0) for step in STEPS}
+    return Exchanged(found.weights, seconds, pickled_size(found.weights), 1)
+
+
+def exchange_dicts(group: WorkerGroup, sizes: Sequence[int]) -> Exchanged:
+    """Exchange as in Ray's guide; weighted, if the shares of the digits differ in size."""
+    actors = group.actors().values()
+    times = [time.perf_counter()]
+    found = ray.get([actor.get_dict.remote() for actor in actors])
+    times.append(time.perf_counter())
+    if min(sizes) == max(sizes):
+        mean = {k: sum(w[k] for w in found) / len(found) for k in found[0]}
+    else:
+        shares = [size / sum(sizes) for size in sizes]
+        pairs = list(zip(shares, found, strict=True))
+        mean = {k: sum(share * w[k] for share, w in pairs) for k in found[0]}
+    times.append(time.perf_counter())
+    ref = ray.put(mean)
+    times.append(time.perf_counter())
+    ray.get([actor.set_dict.remote(ref) for actor in actors])
+    times.append(time.perf_counter())
+    seconds = dict(zip(STEPS, np.diff(times).tolist(), strict=True))
+    return Exchanged(mean, seconds, pickled_size(mean), len(mean))
+
+
+def pickled_size(message: Any) -> int:
+    """Return the bytes that Ray sends for ``message``: buffers, and the pickle beside them."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+    return len(head) + sum(buffer.raw().nbytes for buffer in buffers)
+
+
+WAYS = {FLAT: exchange_flat, GUIDE: exchange_dicts}
+
+
+class Costs(NamedTuple):
+    """What a way's exchange takes.
+
+    Attributes:
+        seconds: By step, the median.
+        total: The median of all steps together.
+        nbytes: Of one message.
+        arrays: That one message consists of.
+        others: By megabytes, the median of exchanges without a network.
+    """
+
+    seconds: dict[str, float]
+    total: float
+    nbytes: int
+    arrays: int
+    others: dict[float, float]
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Train, and exchange both ways after each round.
+
+    Raises:
+        SystemExit: If the workers ended with different weights.
+    """
+    with _screen(options) as screen:
+        group, sizes = _start(options, screen)
+        ways = list(WAYS.items())
+        exchanges: dict[str, list[Exchanged]] = {name: [] for name in WAYS}
+        losses, accuracies, computing, gap = [], [], [], 0.0
+        for number in range(1, options.rounds + 1):
+            seconds = max(group.step("train").values())
+            one_round = {name: exchange(group, sizes) for name, exchange in ways}
+            ways.reverse()  # neither way always runs in the other's wake
+            seconds += max(group.step("finish").values())
+            mean, other = (one_round[name].mean for name in (FLAT, GUIDE))
+            gap = max(gap, *(float(np.abs(mean[k] - other[k]).max()) for k in mean))
+            for name, exchanged in one_round.items():
+                exchanges[name].append(exchanged._replace(mean={}))
+            computing.append(seconds)
+            loss, accuracy = ray.get(group.actors()[0].evaluate.remote())
+            losses.append(loss)
+            accuracies.append(accuracy)
+            screen.advance(number, f"test accuracy {accuracy:.4f}")
+        digest = _digest(group)
+        screen.stage("exchanging bare arrays of other sizes")
+        others = _exchange_others(group, sizes, options.size)
+        group.shutdown()
+    costs = {}
+    for name, some in exchanges.items():
+        measured = some[1:] or some  # in the first round, memory is new
+        steps = {step: median(one.seconds[step] for one in measured) for step in STEPS}
+        total = median(one.total for one in measured)
+        costs[name] = Costs(steps, total, some[0].nbytes, some[0].arrays, others[name])
+    _show(costs)
+    print_table(
+        ("training", ""),
+        [
+            ("rounds", str(options.rounds)),
+            ("computing, per round", milliseconds(median(computing[1:] or computing))),
+            ("test loss", f"{losses[-1]:.4f}"),
+            ("test accuracy", f"{accuracies[-1]:.4f}"),
+        ],
+    )
+    screen.line("Times: medians over rounds. Both ways exchange the same weights, in turn.")
+    screen.line(f"Largest difference between the two averages: {gap:.0e}")
+    if options.plot:
+        draw_comparison(options, losses, accuracies, costs, STEPS)
+        screen.line(f"plot: {options.plot}")
+    screen.line(f"test accuracy {accuracies[-1]:.4f}, SHA-256 of the weights {digest}")
+
+
+def _show(costs: Mapping[str, Costs]) -> None:
+    """Print the exchange: a column for each way."""
+    ours = costs[FLAT]
+
+    def row(title: str, cells: Sequence[str]) -> tuple[str, ...]:
+        return title, *cells
+
+    def times(title: str, of: Any) -> list[tuple[str, ...]]:
+        values = [of(cost) for cost in costs.values()]
+        ratios = [f"{value / of(ours):.1f}x" for value in values]
+        return [row(title, [*map(milliseconds, values)]), row("  times flatweights", ratios)]
+
+    rows = times(f"exchange of {ours.nbytes / 1e6:.3g} MB", lambda cost: cost.total)
+    for step, title in STEPS.items():
+        rows.append(row(f"  {title}", [milliseconds(c.seconds[step]) for c in costs.values()]))
+    for size in ours.others:
+        rows += times(f"exchange of {size:g} MB", lambda cost, size=size: cost.others[size])
+    rows.append(row("bytes sent, each", [f"{cost.nbytes:,}" for cost in costs.values()]))
+    rows.append(row("  in arrays", [str(cost.arrays) for cost in costs.values()]))
+    print_table(("per round", *costs), rows)
+
+
+def _exchange_others(
+    group: WorkerGroup, sizes: Sequence[int], size: str
+) -> dict[str, dict[float, float]]:
+    """Return, by way and megabytes, the median seconds of exchanges of bare arrays."""
+    others: dict[str, dict[float, float]] = {name: {} for name in WAYS}
+    for megabytes in SIZES[size].others:
+        group.step("exchange_others", 1e6 * megabytes)
+        for name, exchange in WAYS.items():
+            totals = [exchange(group, sizes).total for _ in range(1 + SIZES[size].repeats)]
+            others[name][megabytes] = median(totals[1:])
+    return others
+
+
+def survive(options: argparse.Namespace) -> None:
+    """Train on though half-way the last rank's process is killed.
+
+    It is averaged again as soon as Ray has started it anew. That takes seconds, in which
+    TensorFlow is imported, and rounds of the demo take less: after a quarter of all rounds
+    without it, they wait.
+
+    Raises:
+        SystemExit: If the worker does not come back, or ends with other weights.
+    """
+    victim, losses, accuracies = options.workers - 1, [], []
+    rounds: list[dict[str, Any]] = []
+    dies_in = (options.rounds + 1) // 2
+    with _screen(options) as screen:
+        group, sizes = _start(options, screen, max_restarts=1)
+        screen.line("Ray's guide is left out: its loop ends with the first worker that dies")
+        group.broadcast(group.step("get_weights")[0])
+        if dies_in == 1:
+            ray.get(group.actors()[victim].die_in_next_round.remote())
+        for found in group.run(options.rounds, "train_on", weights=sizes, min_results=1):
+            loss, accuracy = ray.get(group.actors()[found.used[0]].evaluate.remote())
+            losses.append(loss)
+            accuracies.append(accuracy)
+            was_there = not rounds or victim in rounds[-1]["used"]
+            number, there = len(rounds) + 1, victim in found.used
+            share = f"averaged over {len(found.used)} of {options.workers}"
+            if was_there and not there:
+                reason = found.record()["failed"][str(victim)]
+                screen.line(f"round {number}: rank {victim} died: {reason}; {share}")
+            if there and not was_there:
+                screen.line(f"round {number}: rank {victim} is back; {share}")
+            rounds.append(found.record())
+            screen.advance(number, f"test accuracy {accuracy:.4f}")
+            if number == dies_in - 1:
+                ray.get(group.actors()[victim].die_in_next_round.remote())
+            if number == dies_in + max(1, options.rounds // 4) - 1:
+                _wait_for(group, victim, screen)
+        digest = _digest(group)
+        group.shutdown()
+    without = [victim not in one["used"] for one in rounds]
+    parts = [
+        [r for r, away in zip(rounds, without, strict=True) if away is part]
+        for part in (False, True)
+    ]
+    rows = [
+        ("rounds", [str(len(part)) for part in parts]),
+        ("results averaged", [str(len(part[-1]["used"])) for part in parts]),
+        *(
+            (title, [milliseconds(median(r["seconds"].get(step, 0.0) for r in p)) for p in parts])
+            for step, title in {**STEPS, "wait": "train, collect", "round": "all of it"}.items()
+        ),
+        ("bytes in", [f"{part[-1]['bytes']['in']:,}" for part in parts]),
+        ("bytes out", [f"{part[-1]['bytes']['out']:,}" for part in parts]),
+    ]
+    titles = ("per round, median", "all workers", f"without rank {victim}")
+    print_table(titles, [(title, *cells) for title, cells in rows])
+    screen.line(f"test loss {losses[-1]:.4f}")
+    if options.plot:
+        draw_survival(options, accuracies, [len(one["used"]) for one in rounds], victim)
+        screen.line(f"plot: {options.plot}")
+    screen.line(f"test accuracy {accuracies[-1]:.4f}, SHA-256 of the weights {digest}")
+
+
+def _wait_for(group: WorkerGroup, rank: int, screen: Screen) -> None:
+    """Wait until ``rank`` is there again; it gets the latest weights."""
+    if group.is_actor_healthy(rank):
+        return
+    screen.stage(f"waiting for rank {rank}: Ray starts its process again")
+    end = time.monotonic() + RESTART_S
+    while not group.is_actor_healthy(rank):
+        if time.monotonic() > end:
+            raise SystemExit(f"rank {rank} did not come back in {RESTART_S:.0f} s")
+        time.sleep(0.1)
+        group.restore()
+
+
+def _digest(group: WorkerGroup) -> str:
+    """Return the digest of the weights, which all workers have to have."""
+    digests = set(group.step("digest").values())
+    if len(digests) != 1:
+        raise SystemExit(f"the workers ended with {len(digests)} different sets of weights")
+    return str(digests.pop())
+
+
+@contextlib.contextmanager
+def _screen(options: argparse.Namespace) -> Iterator[Screen]:
+    """Show progress; keep off the screen what Ray and the package say about dead workers."""
+    log, nowhere = logging.getLogger("flatweights"), logging.NullHandler()
+    log.addHandler(nowhere)  # a warning that somebody handles is not printed
+    try:
+        with (
+            Screen(options.rounds) as screen,
+            Path(os.devnull).open("w") as unseen,
+            contextlib.redirect_stdout(unseen),  # where Ray prints it, whatever its log level
+        ):
+            yield screen
+    finally:
+        log.removeHandler(nowhere)
+
+
+def _start(
+    options: argparse.Namespace, screen: Screen, **ray_options: Any
+) -> tuple[WorkerGroup, list[int]]:
+    """Start Ray and the workers; return them, and how many digits each has."""
+    screen.stage("starting Ray")
+    start_ray(options.workers)
+    screen.stage("importing TensorFlow and building the networks")
+    group = WorkerGroup.create(
+        DigitsWorker,
+        options.workers,
+        options,
+        arguments=lambda rank: (rank,),
+        num_cpus=1,
+        **ray_options,
+    )
+    sizes = list(group.step("size").values())
+    per_worker = " or ".join(map(str, sorted(set(sizes))))
+    screen.line(f"digits: {sum(sizes)} to train on, {per_worker} per worker")
+    screen.stage(
+        f"training: {plural(options.rounds, 'round')} of "
+        f"{plural(options.local_steps, 'local step')}, averaging {options.mode}"
+    )
+    return group, sizes

@@ -1,0 +1,132 @@
+"""`flatweights demo`, small, in the Ray of these tests."""
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from flatweights import demo
+
+LAST_LINE = re.compile(r"test accuracy (\d\.\d{4}), SHA-256 of the weights ([0-9a-f]{64})")
+SHORT = ("--size=small", "--rounds=3", "--local-steps=60", "--seed=1")
+
+
+class Finished(NamedTuple):
+    accuracy: float
+    digest: str
+    output: str
+
+
+Demo = Callable[..., Finished]
+
+
+@pytest.fixture
+def run_demo(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Demo:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Finished:
+        parser = argparse.ArgumentParser()
+        demo.add_options(parser)
+        options = parser.parse_args(arguments)
+        demo.check_options(parser, options)
+        demo.run(options)
+        output = capsys.readouterr().out
+        last = LAST_LINE.fullmatch(output.splitlines()[-1])
+        assert last, output
+        return Finished(float(last[1]), last[2], output)
+
+    return run
+
+
+def cells(output: str, row: str) -> list[str]:
+    (line,) = [line for line in output.splitlines() if line.strip().startswith(row + "  ")]
+    return re.split(r"\s{2,}", line.strip())[1:]
+
+
+def milliseconds(output: str, row: str) -> list[float]:
+    return [float(cell.removesuffix(" ms")) for cell in cells(output, row)]
+
+
+def check_exchange(output: str) -> None:
+    """Steps add up, ratios are those of the times, and all is told of both ways."""
+    assert cells(output, "per round") == ["flatweights", "Ray's guide"]
+    total = milliseconds(output, "exchange of 0.0584 MB")
+    steps = ("collect results", "average", "put", "set variables")
+    parts = [milliseconds(output, step) for step in steps]
+    for *times, whole in zip(*parts, total, strict=True):
+        assert min(times) >= 0
+        assert max(times) <= whole * 1.01  # medians: their sum need not be the median
+    for size in ("0.1", "1"):
+        assert min(milliseconds(output, f"exchange of {size} MB")) > 0
+    ratios = [line.split()[-1] for line in output.splitlines() if "times flatweights" in line]
+    assert len(ratios) == 3
+    assert float(ratios[0].removesuffix("x")) == pytest.approx(total[1] / total[0], abs=0.06)
+    ours, guide = (int(cell.replace(",", "")) for cell in cells(output, "bytes sent, each"))
+    assert 57_088 < ours <= guide
+    assert cells(output, "in arrays") == ["1", "100"]
+    assert output.index("per round") < output.index("computing")
+    assert len(cells(output, "computing, per round")) == 1, "no ratio for what is the same"
+
+
+def test_both_ways_are_compared(run_demo: Demo) -> None:
+    from matplotlib.image import imread
+
+    found = run_demo(*SHORT, "--plot=plot.png")
+    assert found.accuracy > 0.3
+    check_exchange(found.output)
+    assert float(cells(found.output, "test accuracy")[0]) == found.accuracy
+    assert "\x1b" not in found.output
+    assert "round 3 of 3: test accuracy" in found.output
+    gap = re.search(r"difference between the two averages: (\S+)", found.output)
+    assert gap
+    assert float(gap[1]) < 1e-6
+    pixels = imread("plot.png")
+    assert min(pixels.shape[:2]) > 500
+    assert pixels.std() > 0
+
+
+@pytest.mark.slow
+def test_gradients_of_unequal_shares_are_compared(run_demo: Demo) -> None:
+    # Three shards of the digits differ in size.
+    found = run_demo("--size=small", "--mode=gradients", "--workers=3", "--rounds=60")
+    check_exchange(found.output)
+    assert found.accuracy > 0.2
+
+
+@pytest.mark.slow
+def test_seed_fixes_the_weights(run_demo: Demo) -> None:
+    one, same, other = (run_demo(*SHORT[:-1], f"--seed={seed}") for seed in (1, 1, 2))
+    assert one.digest == same.digest != other.digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["weights", "gradients"])
+def test_defaults_reach_the_promised_accuracy(run_demo: Demo, mode: str) -> None:
+    assert run_demo("--mode", mode).accuracy > 0.95
+
+
+def test_training_survives_a_worker(run_demo: Demo) -> None:
+    from matplotlib.image import imread
+
+    small = ("--size=small", "--rounds=8", "--local-steps=60")
+    found = run_demo("--kill-worker", *small, "--plot=kill.png")
+    assert found.accuracy > 0.5
+    died = r"^round 4: rank 1 died: Actor\w+Error: .+; averaged over 1 of 2$"
+    back = r"^round ([56]): rank 1 is back; averaged over 2 of 2$"
+    (before,) = re.finditer(died, found.output, re.MULTILINE)
+    (after,) = re.finditer(back, found.output, re.MULTILINE)
+    assert before.start() < after.start()
+    without = int(after[1]) - 4
+    assert cells(found.output, "rounds") == [str(8 - without), str(without)]
+    assert cells(found.output, "results averaged") == ["2", "1"]
+    both, one = (int(cell.replace(",", "")) for cell in cells(found.output, "bytes in"))
+    assert both == 2 * one > 0
+    assert "Traceback" not in found.output
+    pixels = imread("kill.png")[..., :3]
+    red = (0xD1 / 255, 0x49 / 255, 0x5B / 255)
+    assert (abs(pixels - red).max(axis=2) < 0.01).any(), "rounds without it"

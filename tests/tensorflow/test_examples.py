@@ -1,0 +1,84 @@
+"""The examples that need no Ray, run within this process."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatweights.examples import digits_lbfgs, one_code
+
+pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _tensorflow_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes it deterministic holds for all of a process."""
+    for program in (one_code, digits_lbfgs):
+        monkeypatch.setattr(program, "prepare_tensorflow", lambda: None)
+
+
+def read_table(output: str) -> list[list[str]]:
+    lines = [re.split(r"\s{2,}", line.strip()) for line in output.splitlines()]
+    return [cells for cells in lines if len(cells) > 1]
+
+
+def test_each_way_goes_on_where_another_has_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_code.main(["--steps=100", f"--plot={tmp_path / 'one_code.png'}"])
+    titles, *rows = read_table(capsys.readouterr().out)
+    assert titles == ["first half", "second half", "last loss", "accuracy", "weights"]
+    assert len(rows) == 3 + 9
+    for first, second, _, accuracy, weights in rows:
+        assert float(accuracy) > 0.9
+        if second in (first, "(no break)"):
+            assert weights == "same bits"
+    assert (tmp_path / "one_code.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_break_that_changes_the_weights_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Forgetful(one_code.Way):
+        """Ends at the weights that it begins with, whatever it loads."""
+
+        def __init__(self, seed: int) -> None:
+            self.variables = self
+            self._weights = np.full(3, float(seed))
+
+        def get_flat(self) -> np.ndarray:
+            return self._weights
+
+        def save(self, path: Path) -> None:
+            path.write_bytes(b"")
+
+        def load(self, path: Path) -> None:
+            pass
+
+        def train(self, images: np.ndarray, labels: np.ndarray) -> float:
+            return 1.0
+
+        def predict(self, images: np.ndarray) -> np.ndarray:
+            return np.eye(10)[one_code.load_data(0)[1][1]]
+
+    monkeypatch.setattr(one_code, "WAYS", {"forgetful": Forgetful})
+    with pytest.raises(SystemExit, match=r"differ by 1\.0 from those without a break"):
+        one_code.main([])
+    assert "(no break)" in capsys.readouterr().out
+
+
+def test_both_ways_fit_the_digits_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    digits_lbfgs.main(["--layers=3", f"--plot={tmp_path / 'digits.png'}"])
+    _, ours, loop = read_table(capsys.readouterr().out)
+    assert (ours[0], loop[0]) == ("flatweights", "loop over variables")
+    assert int(ours[1]) > 50
+    assert float(ours[5]) > 0.95
+    assert ours[1:6] == loop[1:6], "the same bits, so the same steps"
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_bad_fit_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"accuracy below 0\.95: it needs more --iterations"):
+        digits_lbfgs.main(["--layers=2", "--iterations=1"])
+    assert "flatweights" in capsys.readouterr().out

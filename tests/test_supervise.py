@@ -1,0 +1,158 @@
+"""A supervised program leaves no process, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+WAIT_S = 120
+
+
+@contextmanager
+def supervised(body: str, options: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Run ``body`` as the supervised function of a program."""
+    code = f"""
+import ctypes, os, subprocess, sys, time
+from flatweights._supervise import supervise
+def main():
+    {body}
+sys.exit(supervise(main{options}))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def outcome(body: str) -> tuple[int, str, str]:
+    with supervised(body) as process:
+        out, err = process.communicate(timeout=WAIT_S)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("print('said')", (0, "said\n", "")),
+        ("sys.exit(3)", (3, "", "")),
+        ("sys.exit('what to do')", (1, "", "what to do\n")),
+        ("os.kill(os.getpid(), 9)", (137, "", "ended by SIGKILL; if memory was short, use")),
+    ],
+)
+def test_the_exit_is_that_of_the_program(body: str, expected: tuple[int, str, str]) -> None:
+    code, out, err = outcome(body)
+    assert (code, out) == expected[:2]
+    assert err.startswith(expected[2])
+    assert bool(err) == bool(expected[2])
+
+
+def test_an_error_has_its_traceback() -> None:
+    code, _, err = outcome("raise KeyError('name')")
+    assert code == 1
+    assert err.endswith("KeyError: 'name'\n")
+    assert "Traceback" in err
+
+
+# A child, a grandchild in a session of its own, and one whose parent has gone: as Ray's.
+STARTS = (
+    "[print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid) for _ in range(2)];"
+    "left = subprocess.run(['sh', '-c', 'sleep 600 >/dev/null & echo $!'], stdout=-1).stdout;"
+    "print(left.decode(), end='', flush=True);"
+)
+
+
+def started(process: subprocess.Popen[str]) -> list[int]:
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(3)]
+    assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    return pids
+
+
+def test_processes_do_not_outlive_the_program() -> None:
+    with supervised(STARTS + "time.sleep(0.5)") as process:
+        pids = started(process)
+        assert process.wait(WAIT_S) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize("received", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_with_one_line(received: signal.Signals) -> None:
+    # Holding the GIL, as some of Ray's and TensorFlow's C++ does.
+    with supervised(STARTS + "ctypes.PyDLL(None).sleep(600)") as process:
+        pids = started(process)
+        process.send_signal(received)
+        _, err = process.communicate(timeout=WAIT_S)
+        assert (process.returncode, err) == (128 + received, "interrupted\n")
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+TIDY = """
+    try:
+        print('ready', flush=True); time.sleep(600)
+    except KeyboardInterrupt:
+        print('tidied', flush=True); raise
+"""
+
+
+def test_a_program_may_tidy_up() -> None:
+    with supervised(TIDY, ", grace=60") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=WAIT_S) == ("tidied\n", "interrupted\n")
+        assert process.returncode == 130
+
+
+def test_who_tidies_up_for_ever_is_ended_by_the_second_signal() -> None:
+    with supervised(TIDY.replace("raise", "time.sleep(600)"), ", grace=600") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "tidied\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=WAIT_S) == ("", "interrupted\n")
+        assert process.returncode == 130
+
+
+def test_the_program_dies_with_its_supervisor() -> None:
+    with supervised("print(os.getpid(), flush=True); time.sleep(600)") as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+        deadline = time.monotonic() + WAIT_S
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            os.sched_yield()
+            time.sleep(0.02)
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_ctrl_c_ends_the_command_while_it_is_imported() -> None:
+    code = """
+import sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            print("importing", flush=True)
+            time.sleep(600)
+sys.meta_path.insert(0, Slow())
+import flatweights_command
+flatweights_command.main()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, err) == (130, "interrupted\n")
