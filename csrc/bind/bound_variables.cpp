@@ -1,6 +1,7 @@
 #include "bound_variables.hpp"
 
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -14,6 +15,62 @@ namespace {
 
 // Whatever may be aliased, so that it lives as long as a variable aliases any of it.
 py::object owner_if(bool share, const py::object& owner) { return share ? owner : py::none(); }
+
+// Calls `body`; a null pointer, with Python's error set, for an exception. As pybind11 does for
+// its own functions.
+template <class F>
+PyObject* with_python_errors(F&& body) noexcept {
+  try {
+    return body();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+BoundVariables& variables_of(PyObject* self) {
+  auto* const instance = reinterpret_cast<py::detail::instance*>(self);
+  return *instance->get_value_and_holder().value_ptr<BoundVariables>();
+}
+
+PyObject* get_for(PyObject* self, PyObject* out) {
+  return with_python_errors([&] {
+    try {
+      const auto target = py::reinterpret_borrow<py::object>(out);
+      return variables_of(self).get_at_once(target).release().ptr();
+    } catch (const UnreadyError&) {
+      return py::none().release().ptr();
+    }
+  });
+}
+
+PyObject* set_for(PyObject* self, PyObject* flat) {
+  return with_python_errors([&] {
+    try {
+      const auto source = py::reinterpret_borrow<py::object>(flat);
+      return py::bool_(variables_of(self).set_at_once(source)).release().ptr();
+    } catch (const UnreadyError&) {
+      return py::bool_(false).release().ptr();
+    }
+  });
+}
+
+PyMethodDef get_definition{"get_at_once", &get_for, METH_O, nullptr};
+PyMethodDef set_definition{"set_at_once", &set_for, METH_O, nullptr};
+
+py::object function_of(PyMethodDef& definition, const py::object& self) {
+  PyObject* const function = PyCFunction_New(&definition, self.ptr());
+  if (function == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(function);
+}
 
 void check_count(std::size_t got, std::size_t expected) {
   if (got != expected)
@@ -47,7 +104,9 @@ BoundVariables::BoundVariables(const VariablesLibrary& library, const BoundLayou
   for (const py::dtype& dtype : bound.dtypes)
     uniform_ = uniform_ && same_dtype(dtype, bound.dtypes[0]);
   if (!context.is_none()) {
+    context_object_ = context;
     thread_ = context.attr("_thread_local_data");
+    tells_eager_mode_ = tells_eager_mode();
     handle_ = context.attr("_context_handle");
     context_ = PyCapsule_GetPointer(handle_.ptr(), nullptr);
     if (context_ == nullptr) throw py::error_already_set();
@@ -61,7 +120,16 @@ BoundVariables::~BoundVariables() {
   if (variables_ != nullptr) api_.destroy(variables_);
 }
 
+py::object BoundVariables::getter(const py::object& self) {
+  return function_of(get_definition, self);
+}
+
+py::object BoundVariables::setter(const py::object& self) {
+  return function_of(set_definition, self);
+}
+
 py::object BoundVariables::get_at_once(const py::object& out) {
+  api_.prefetch(variables_);
   if (!uniform_ || !is_ready()) return py::none();
   if (out.is_none()) {
     const std::size_t nbytes = bound_.layout.size() * slot_of(0).itemsize;
@@ -77,6 +145,7 @@ py::object BoundVariables::get_at_once(const py::object& out) {
 }
 
 bool BoundVariables::set_at_once(const py::object& flat) {
+  api_.prefetch(variables_);
   if (!uniform_ || !is_uniform_vector(flat) || !is_ready()) return false;
   scatter(uniform_sides(flat), nullptr, py::none());
   return true;
@@ -167,18 +236,38 @@ std::size_t BoundVariables::variable_of(std::size_t position) const {
   return variable;
 }
 
-// Whether values may be moved now: within a function that is being traced, nothing is to
-// be moved at once; and operations that were dispatched to run later must have run.
-bool BoundVariables::is_ready() const {
-  if (!thread_) return true;
+// Whether the op library finds what TensorFlow's attribute `is_eager` says, tried with both
+// values: it takes a declaration of TensorFlow's for granted that no header promises.
+bool BoundVariables::tells_eager_mode() const {
+  if (api_.eager_mode == nullptr) return false;
+  const py::object before = thread_.attr("is_eager");
+  bool agrees = true;
+  for (const bool value : {false, true}) {
+    thread_.attr("is_eager") = py::bool_(value);
+    agrees = agrees && *api_.eager_mode(context_object_.ptr()) == value;
+  }
+  thread_.attr("is_eager") = before;
+  return agrees;
+}
+
+bool BoundVariables::is_eager() const {
+  if (tells_eager_mode_) return *api_.eager_mode(context_object_.ptr());
   static PyObject* const is_eager = PyUnicode_InternFromString("is_eager");
   PyObject* const eager = PyObject_GetAttr(thread_.ptr(), is_eager);
   if (eager == nullptr) throw py::error_already_set();
   Py_DECREF(eager);
-  return eager == Py_True && api_.is_async != nullptr && !api_.is_async(context_);
+  return eager == Py_True;
+}
+
+// Whether values may be moved now: within a function that is being traced, nothing is to
+// be moved at once; and operations that were dispatched to run later must have run.
+bool BoundVariables::is_ready() const {
+  if (!thread_) return true;
+  return is_eager() && api_.is_async != nullptr && !api_.is_async(context_);
 }
 
 void BoundVariables::check_ready(bool guard) const {
+  api_.prefetch(variables_);
   if (guard && !is_ready()) throw UnreadyError("in a function, or asynchronous");
 }
 
@@ -383,6 +472,8 @@ void BoundVariables::raise(const VariableFailure& failure) const {
       throw UnreadyError("gone");
     case VariableTrouble::kUninitialized:
       throw UnreadyError("uninitialized");
+    case VariableTrouble::kNoMemory:
+      throw std::bad_alloc();
     default:
       break;
   }

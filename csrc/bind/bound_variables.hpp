@@ -41,6 +41,11 @@ class BoundVariables {
   // The same for writing; false where anything is in the way.
   bool set_at_once(const py::object& flat);
 
+  // Python functions that call them for `self`, the object of Python's that holds this. With
+  // cold caches, the way through a class of pybind11's takes longer than a small model.
+  static py::object getter(const py::object& self);
+  static py::object setter(const py::object& self);
+
   // A vector's slots at the positions `left` have their own `arrays`, for the caller to
   // convert.
   void get_vector(const py::array& out, const std::vector<std::size_t>& left,
@@ -79,6 +84,8 @@ class BoundVariables {
 
   [[nodiscard]] const Slot& slot_of(std::size_t variable) const;
   [[nodiscard]] std::size_t variable_of(std::size_t position) const;
+  [[nodiscard]] bool tells_eager_mode() const;
+  [[nodiscard]] bool is_eager() const;
   [[nodiscard]] bool is_ready() const;
   void check_ready(bool guard) const;
   [[nodiscard]] bool is_uniform_vector(const py::object& object) const;
@@ -109,9 +116,11 @@ class BoundVariables {
   std::vector<std::size_t> averaged_;     // variables of a dtype that is averaged
   bool uniform_ = false;                  // all slots are bound and of one dtype
   Variables* variables_ = nullptr;
-  py::object thread_;  // of eager TensorFlow; null for a session
+  py::object context_object_;  // of eager TensorFlow; null for a session
+  py::object thread_;
   py::object handle_;  // keeps `context_` alive
   void* context_ = nullptr;
+  bool tells_eager_mode_ = false;  // the op library does, without Python
 };
 
 }  // namespace flatweights::bind

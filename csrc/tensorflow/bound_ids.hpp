@@ -1,6 +1,8 @@
 // The op that hands a variable out of TensorFlow: resource handle in, id out.
 #pragma once
 
+#include <pthread.h>
+
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -54,6 +56,9 @@ class BoundIds {
     std::random_device random;
     const std::uint64_t high = random();
     nonce_ = static_cast<std::int64_t>(high << 32 ^ random());
+    // A child must not inherit a lock that another thread of its parent holds.
+    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                   [] { instance().mutex_.unlock(); });
   }
 
   std::mutex mutex_;

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <exception>
+#include <new>
 
 #include "alias_buffer.hpp"
 #include "bound_ids.hpp"
@@ -43,6 +44,20 @@ struct ExecutorFunctions {
   }
 };
 
+// The function behind EagerContextThreadLocalData of TensorFlow's Python module, whose result
+// begins with `bool is_eager` (tensorflow/python/eager/pywrap_tfe.h).
+using EagerMode = const bool* (*)(void* context);
+
+EagerMode find_eager_mode() {
+  constexpr const char* kName = "_ZN10tensorflow31GetEagerContextThreadLocalDataEP7_object";
+  for (const char* name : {"lib_pywrap_tensorflow_common.so", "_pywrap_tensorflow_internal.so"}) {
+    void* const library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
+    if (library == nullptr) continue;
+    if (void* const function = dlsym(library, kName)) return reinterpret_cast<EagerMode>(function);
+  }
+  return reinterpret_cast<EagerMode>(dlsym(RTLD_DEFAULT, kName));
+}
+
 bool is_async(void* context) {
   const ExecutorFunctions& functions = ExecutorFunctions::instance();
   void* const executor = functions.executor_of_thread(context);
@@ -56,6 +71,9 @@ template <class F>
 auto without_exceptions(VariableFailure* failure, F&& body) -> decltype(body()) {
   try {
     return body();
+  } catch (const std::bad_alloc&) {
+    fail(failure, VariableTrouble::kNoMemory, 0);
+    return nullptr;
   } catch (const std::exception& error) {
     fail(failure, VariableTrouble::kOther, 0, error.what());
     return nullptr;
@@ -85,11 +103,13 @@ flatweights_variables_api() {
       fw::BoundIds::instance().nonce(),
       &fw::make,
       [](fw::Variables* variables) { delete variables; },
+      [](const fw::Variables* variables) { variables->prefetch(); },
       &fw::lock,
       &fw::unlock_variables,
       &fw::find_aliased,
       [] { return fw::LingeringRoots::instance().sweep(); },
       fw::ExecutorFunctions::instance().found() ? &fw::is_async : nullptr,
+      fw::find_eager_mode(),
   };
   return &api;
 }

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -26,14 +28,71 @@ struct BoundVariable {
   tensorflow::TensorShape shape;
 };
 
+// Where a variable and its value were when they were last seen: to be fetched ahead, never to
+// be read, since they may be gone.
+class LastSeen {
+ public:
+  // Remembers a variable and its weak pointer, which is one to an object of TensorFlow's.
+  void see(const tensorflow::Var* variable,
+           const tensorflow::core::WeakPtr<tensorflow::Var>& weak) noexcept {
+    variable_ = variable;
+    static_assert(sizeof weak >= sizeof weak_);
+    std::memcpy(&weak_, &weak, sizeof weak_);
+  }
+
+  // Remembers the value. Several threads that read a variable may see it at once.
+  void see(tensorflow::Tensor& value) noexcept {
+    const void* const buffer = tensorflow::DMAHelper::buffer(&value);
+    if (buffer_.load(std::memory_order_relaxed) == buffer) return;
+    buffer_.store(buffer, std::memory_order_relaxed);
+    data_.store(value.data(), std::memory_order_relaxed);
+    nbytes_.store(value.TotalBytes(), std::memory_order_relaxed);
+  }
+
+  void prefetch() const noexcept {
+    fetch(weak_, kLine);
+    fetch(variable_, sizeof(tensorflow::Var));
+    fetch(buffer_.load(std::memory_order_relaxed), sizeof(tensorflow::TensorBuffer));
+    // What follows the first lines of a large value, the processor fetches by itself.
+    fetch(data_.load(std::memory_order_relaxed),
+          std::min(nbytes_.load(std::memory_order_relaxed), kMostBytes));
+  }
+
+ private:
+  static constexpr std::size_t kLine = 64;
+  static constexpr std::size_t kMostBytes = 512;
+
+  static void fetch(const void* memory, std::size_t nbytes) noexcept {
+    const auto begin = reinterpret_cast<std::uintptr_t>(memory);
+    for (std::uintptr_t line = begin / kLine * kLine; line < begin + nbytes; line += kLine)
+      __builtin_prefetch(reinterpret_cast<const void*>(line));
+  }
+
+  const void* weak_ = nullptr;
+  const void* variable_ = nullptr;
+  std::atomic<const void*> buffer_{nullptr};
+  std::atomic<const void*> data_{nullptr};
+  std::atomic<std::size_t> nbytes_{0};
+};
+
 // In the order of their mutexes' addresses; `index` is the position that the caller knows.
+//
+// Between two calls of a training loop the caches are overwritten. The pointers from a weak one
+// over variable and buffer to the data would then be followed at the price of a miss for each,
+// so all are fetched ahead, side by side.
 class Variables {
  public:
   struct Entry {
     BoundVariable bound;
     std::size_t index;
   };
+
+  void prefetch() const noexcept {
+    for (std::size_t i = 0; i < entries.size(); ++i) last_seen[i].prefetch();
+  }
+
   std::vector<Entry> entries;
+  std::unique_ptr<LastSeen[]> last_seen;  // of each entry
 };
 
 // As NumPy would say it: "float64 (64,)".
@@ -60,6 +119,7 @@ inline Variables* make_variables(const WantedVariable* wanted, std::size_t count
   auto variables = std::make_unique<Variables>();
   std::vector<std::pair<const void*, std::size_t>> order;  // a mutex's address, a position
   std::vector<BoundVariable> found(count);
+  std::vector<const tensorflow::Var*> addresses(count);
   for (std::size_t i = 0; i < count; ++i) {
     found[i].variable = BoundIds::instance().take(wanted[i].id);
     found[i].dtype = static_cast<tensorflow::DataType>(wanted[i].dtype);
@@ -70,6 +130,7 @@ inline Variables* make_variables(const WantedVariable* wanted, std::size_t count
       return nullptr;
     }
     order.emplace_back(variable->mu(), i);
+    addresses[i] = variable.get();
   }
   std::sort(order.begin(), order.end());
   for (std::size_t i = 1; i < count; ++i) {
@@ -79,7 +140,12 @@ inline Variables* make_variables(const WantedVariable* wanted, std::size_t count
     }
   }
   variables->entries.reserve(count);
-  for (const auto& [mutex, i] : order) variables->entries.push_back({std::move(found[i]), i});
+  variables->last_seen = std::make_unique<LastSeen[]>(count);
+  for (std::size_t place = 0; place < count; ++place) {
+    const std::size_t i = order[place].second;
+    variables->last_seen[place].see(addresses[i], found[i].variable);
+    variables->entries.push_back({std::move(found[i]), i});
+  }
   return variables.release();
 }
 
@@ -103,9 +169,9 @@ class LockedVariables {
 
   // Locks and checks one variable. False after a failure, with the variable locked or not:
   // deleting this unlocks it.
-  bool add(const Variables::Entry& entry, VariableAccess access, const VariableAlias* alias,
-           const std::shared_ptr<AliasOwner>& owner, VariableMemory* memory,
-           VariableFailure* failure);
+  bool add(const Variables::Entry& entry, LastSeen& last_seen, VariableAccess access,
+           const VariableAlias* alias, const std::shared_ptr<AliasOwner>& owner,
+           VariableMemory* memory, VariableFailure* failure);
 
   void commit() noexcept {
     for (auto& [variable, value] : values_) std::swap(*variable->tensor(), value);
@@ -147,8 +213,8 @@ inline bool is_exclusive(tensorflow::Tensor& value) {
          tensorflow::DMAHelper::buffer(&value)->root_buffer()->OwnsMemory();
 }
 
-inline bool LockedVariables::add(const Variables::Entry& entry, VariableAccess access,
-                                 const VariableAlias* alias,
+inline bool LockedVariables::add(const Variables::Entry& entry, LastSeen& last_seen,
+                                 VariableAccess access, const VariableAlias* alias,
                                  const std::shared_ptr<AliasOwner>& owner, VariableMemory* memory,
                                  VariableFailure* failure) {
   const BoundVariable& bound = entry.bound;
@@ -173,6 +239,7 @@ inline bool LockedVariables::add(const Variables::Entry& entry, VariableAccess a
   VariableMemory& where = memory[entry.index];
   where = {nullptr, nullptr};
   if (value.NumElements() == 0) return true;
+  last_seen.see(value);
   if (alias != nullptr && alias->data[entry.index] != nullptr && !locked.copy_on_read_mode.load()) {
     values_.push_back({&locked, flatweights::alias(alias->data[entry.index], bound.dtype,
                                                    bound.shape, value.TotalBytes(), owner)});
@@ -184,7 +251,7 @@ inline bool LockedVariables::add(const Variables::Entry& entry, VariableAccess a
   }
   tensorflow::Tensor fresh(bound.dtype, bound.shape);
   if (!fresh.IsInitialized()) {
-    fail(failure, VariableTrouble::kOther, entry.index, "no memory for a new value");
+    fail(failure, VariableTrouble::kNoMemory, entry.index);
     return false;
   }
   where.data = fresh.data();
@@ -206,9 +273,10 @@ inline LockedVariables* lock_variables(Variables* variables, VariableAccess acce
   std::vector<char> wanted(chosen == nullptr ? 0 : entries.size());
   for (std::size_t i = 0; chosen != nullptr && i < count; ++i) wanted[chosen[i]] = 1;
   locked->reserve(chosen == nullptr ? entries.size() : count);
-  for (const Variables::Entry& entry : entries) {
-    if (chosen != nullptr && wanted[entry.index] == 0) continue;
-    if (!locked->add(entry, access, alias, owner, memory, failure)) return nullptr;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (chosen != nullptr && wanted[entries[i].index] == 0) continue;
+    if (!locked->add(entries[i], variables->last_seen[i], access, alias, owner, memory, failure))
+      return nullptr;
   }
   return locked.release();
 }

@@ -8,7 +8,7 @@
 namespace flatweights {
 
 // Raised with every change to this file; libraries of another version are not used.
-inline constexpr std::uint32_t kVariablesApiVersion = 2;
+inline constexpr std::uint32_t kVariablesApiVersion = 3;
 
 // The exported function, `const VariablesApi*()`.
 inline constexpr char kVariablesApiSymbol[] = "flatweights_variables_api";
@@ -40,6 +40,7 @@ enum class VariableTrouble {
   kNone,
   kGone,           // destroyed: to be bound again
   kUninitialized,  // exists, has no value
+  kNoMemory,       // none for a new value
   kOther,          // another dtype, shape or memory; see `text`
 };
 
@@ -67,6 +68,10 @@ struct VariablesApi {
   Variables* (*make)(const WantedVariable* wanted, std::size_t count, VariableFailure* failure);
   void (*destroy)(Variables* variables);
 
+  // Has the processor fetch what the next lock and the moves after it will read, if it is not
+  // in the caches. It changes nothing and may be called at any time.
+  void (*prefetch)(const Variables* variables);
+
   // Locks the variables at the `count` positions `chosen` (all where that is null), checks
   // that each is what it was bound as, and writes where it is to `memory`, one for each of
   // all variables. Null after a failure: then nothing is locked and nothing has changed.
@@ -91,6 +96,11 @@ struct VariablesApi {
   // Whether operations that this thread dispatches run later; `context` is a TFE_Context.
   // Null where this TensorFlow does not tell.
   bool (*is_async)(void* context);
+
+  // Where this thread's "is_eager" of `context`, TensorFlow's Python object, is: what reading
+  // the attribute looks up, without Python's and pybind11's part. To be called, and read at
+  // once, with the GIL. Null where this TensorFlow does not tell.
+  const bool* (*eager_mode)(void* context);
 };
 
 }  // namespace flatweights

@@ -1,6 +1,6 @@
 """Typed surface of the extension; everything here is private to the package."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -121,8 +121,10 @@ class BoundVariables:
         dtypes: Sequence[int],
         context: object,
     ) -> None: ...
-    def get_at_once(self, out: object) -> _Array | None: ...
-    def set_at_once(self, flat: object) -> bool: ...
+    @property
+    def get_at_once(self) -> Callable[[object], _Array | None]: ...
+    @property
+    def set_at_once(self) -> Callable[[object], bool]: ...
     def get_vector(
         self, out: _Array, left: Sequence[int], arrays: list[_Array], guard: bool
     ) -> None: ...

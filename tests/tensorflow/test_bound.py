@@ -546,3 +546,31 @@ def test_two_models_over_one_variable_see_each_other(path):
     assert second.get_flat().tolist() == [3, 4]
     second.add_flat([1, 1])
     assert first.get_flat().tolist() == v.numpy().tolist() == [4, 5]
+
+
+NO_MEMORY = """
+import resource
+from pathlib import Path
+import numpy as np
+import tensorflow as tf
+from flatweights.tensorflow import TensorFlowVariables
+
+variable = tf.Variable(tf.zeros(1 << 26))
+weights = TensorFlowVariables(variable)
+flat = np.ones(1 << 26, np.float32)
+weights.set_flat(flat)
+seen = variable.read_value()  # what it reads is not written to any more
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+tf.zeros(1).numpy()  # starts the threads of TensorFlow, whose stacks count, too
+resource.setrlimit(resource.RLIMIT_AS, (used + (192 << 20), resource.RLIM_INFINITY))
+try:
+    weights.set_flat(flat)
+except MemoryError:
+    print("MemoryError", float(variable.read_value()[-1]))
+"""
+
+
+@bound_alone
+def test_a_new_value_without_memory_is_a_memory_error(path, forks):
+    done = forks.run(NO_MEMORY)
+    assert done.stdout.strip() == "MemoryError 1.0", done.stderr

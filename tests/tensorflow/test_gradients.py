@@ -907,3 +907,44 @@ def test_loss_scaling_of_tf1():
         weights.apply_flat_gradients(optimizer, gradient)
         weights.apply_flat_gradients(optimizer, [np.nan])
         assert session.run(v) == [-2]
+
+
+FORKED = """
+import os, signal, threading
+import tensorflow as tf
+from flatweights.tensorflow import TensorFlowVariables
+
+tf1 = tf.compat.v1
+inside, go_on = threading.Event(), threading.Event()
+
+class Slow(tf1.train.GradientDescentOptimizer):
+    def apply_gradients(self, *args, **kwargs):
+        inside.set()
+        go_on.wait()
+        return super().apply_gradients(*args, **kwargs)
+
+session = tf1.Session(graph=tf.Graph())
+with session.graph.as_default():
+    variable = tf1.get_variable("v", (3,), use_resource=True)
+    session.run(variable.initializer)
+    weights = TensorFlowVariables(variable, session)
+thread = threading.Thread(target=lambda: weights.prepare_gradients(Slow(0.1)))
+thread.start()
+inside.wait()
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    try:
+        weights.prepare_gradients(tf1.train.GradientDescentOptimizer(0.1))
+    except RuntimeError as error:
+        os._exit("when the process forked" not in str(error))
+    os._exit(2)
+go_on.set()
+thread.join()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_while_another_thread_prepares_a_step_does_not_hang(forks):
+    done = forks.run(FORKED)
+    assert done.stdout.strip() == "0", done.stderr

@@ -3,7 +3,6 @@
 TensorFlow is handed one tensor for each dtype, and what is run is built once per optimizer.
 """
 
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from flatweights._cast import move_parts, settable_at
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout
+from flatweights._locks import TurnLock
 from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._gradients import trained_positions
 from flatweights.tensorflow._groups import Group
@@ -45,7 +45,7 @@ class Steps:
         self._layout = layout
         self._session = session
         self._steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
+        self._lock = TurnLock()
 
     def prepare(self, optimizer: Any) -> "_Step":
         """Return the step of ``optimizer``, built at the first call."""
@@ -56,7 +56,7 @@ class Steps:
             )
         if not callable(getattr(optimizer, "apply_gradients", None)):
             raise TypeError(f"expected an optimizer, got {type(optimizer).__name__}")
-        with self._lock:
+        with self._lock.ready():
             step = self._steps.get(optimizer)
             if step is None:
                 step = self._steps[optimizer] = self._new(optimizer)
@@ -157,7 +157,7 @@ class _SessionStep(_Step):
                 "tf.compat.v1.train.MonitoredTrainingSession), for it adds operations"
             )
         self._session = session
-        self._lock = threading.Lock()
+        self._lock = TurnLock()
         self._checked: weakref.ref[Any] | None = None
         # Neither the caller's device, name scope nor control dependencies are ours.
         with (
@@ -183,7 +183,7 @@ class _SessionStep(_Step):
 
     def _run(self, vectors: Sequence[NDArray[Any]]) -> None:
         session = self._session.session
-        with self._lock:
+        with self._lock.ready():
             self._initialize(session)
         session.run(self._train, dict(zip(self._fed, vectors, strict=True)))
 

@@ -49,6 +49,11 @@ class Mover:
 
     Whatever moves all bound variables from or to one buffer is tried at once. Where that
     cannot be, the general way checks, binds again, converts, and uses operations.
+
+    Attributes:
+        get_all: `get_at_once`, for a hot loop over eager variables that are all bound: a
+            function of the core's without a frame of Python's. None for other variables.
+        set_all: The same of `set_at_once`.
     """
 
     def __init__(self, operations: Operations, layout: Layout, library: Library | None) -> None:
@@ -88,8 +93,9 @@ class Mover:
 
     def _take(self, binding: Binding) -> None:
         self._binding = binding
-        # What a hot loop asks for first: all eager variables.
-        self._all_eager = binding.bound if self._guard and not binding.others else None
+        everything = binding.bound if self._guard and not binding.others else None
+        self.get_all = None if everything is None else everything.get_at_once
+        self.set_all = None if everything is None else everything.set_at_once
 
     def get_at_once(self, out: Any) -> NDArray[Any] | None:
         """Read all variables into ``out``, or a new vector if it is None.
@@ -97,19 +103,13 @@ class Mover:
         Returns:
             The vector; None if that takes more than moving bytes, and nothing was done.
         """
-        bound = self._all_eager or self._whole()
-        try:
-            return None if bound is None else bound.get_at_once(out)
-        except _core.UnreadyError:
-            return None
+        bound = self._whole()
+        return None if bound is None else bound.get_at_once(out)
 
     def set_at_once(self, flat: Any) -> bool:
         """Write all variables from ``flat``; False if that takes more than moving bytes."""
-        bound = self._all_eager or self._whole()
-        try:
-            return bound is not None and bound.set_at_once(flat)
-        except _core.UnreadyError:
-            return False
+        bound = self._whole()
+        return bound is not None and bound.set_at_once(flat)
 
     def get_vector(self, out: NDArray[Any]) -> None:
         """Read all variables into the vector ``out``, cast to its dtype."""
