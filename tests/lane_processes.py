@@ -104,7 +104,7 @@ def _work(pipe: Connection, rank: int, size: int) -> None:
             return
         try:
             if kind == "serve":
-                pipe.send(("value", lanes.serve(model, *given, plain)))
+                pipe.send(("value", lanes[given[0]].serve(model, given[1], plain)))
             elif kind == "attach":
                 pipe.send(("value", lanes.attach(*given)))
             elif kind == "attach in a thread":

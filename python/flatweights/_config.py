@@ -21,7 +21,9 @@ def show_config() -> dict[str, str]:
     machine: ``FLATWEIGHTS_NUM_THREADS`` (else ``OMP_NUM_THREADS``), ``FLATWEIGHTS_ISA``
     (avx512, avx2, baseline or portable) and ``FLATWEIGHTS_STREAM_ABOVE``, the bytes read and
     written by one call above which results are written past the caches: without it, the size of
-    the third cache, or 32 MiB where none is known.
+    the third cache, or 32 MiB where none is known. ``FLATWEIGHTS_RAY`` says how a `WorkerGroup`
+    reaches workers on its machine: ``store``, never past Ray's object store, or ``lanes``, with
+    an error where there is no lane to a worker; read when a group is made.
 
     Raises:
         ValueError: If one of these variables is malformed.
@@ -50,4 +52,6 @@ def show_config() -> dict[str, str]:
         config["tensorflow path"] = "none, since tensorflow is not installed"
     else:
         config["tensorflow path"] = "known once flatweights.tensorflow is imported"
+    lanes = sys.modules.get("flatweights.ray._lane_calls")
+    config["rounds on Ray"] = lanes.status() if lanes else "known once flatweights.ray is imported"
     return config

@@ -145,6 +145,7 @@ def test_ctrl_c_in_a_round_leaves_the_last_round(tmp_path: Path) -> None:
 
 
 def fill_the_store() -> None:
+    os.environ["FLATWEIGHTS_RAY"] = "store"
     # No room on the disk to spill to.
     start_ray(_system_config={"local_fs_capacity_threshold": 1e-6})
     size = 20 * MIB // 8

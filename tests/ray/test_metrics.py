@@ -253,7 +253,7 @@ def test_the_log_has_a_line_for_each_round(
     assert level == "INFO"
     found = LINE.fullmatch(line)
     assert found, line
-    assert found.groups() == ("3 of 3 ranks", "960 kB in, 960 kB out")
+    assert found.groups() == ("3 of 3 ranks", "960 kB in, 960 kB out by lanes")
 
 
 def test_the_log_warns_of_ranks_that_are_skipped(
@@ -328,6 +328,7 @@ def test_a_round_of_nothing_but_weights_has_a_record() -> None:
         "quarantined": [],
         "seconds": {},
         "bytes": {"in": 0, "out": 0},
+        "ways": {},
     }
 
 

@@ -156,9 +156,11 @@ class Worker(ABC):
 
     Attributes:
         handle: The actor, for those who call it themselves.
+        way: How the last call went out: ``"lane"``, or ``"store"`` and why it was no lane.
     """
 
     handle: Any
+    way: str = "store"
 
     @abstractmethod
     def call(self, call: Call) -> Answer:

@@ -317,13 +317,18 @@ class WorkerGroup:
             else:
                 self._call(arrivals, ranks, method, args, kwargs)
                 plan = DriverAverage(arrivals, request, out)
+            self._workers.lanes.offer()
             found: Round = plan.run()
+            if sharded is None and out is None:
+                self._workers.lanes.made(found.weights)
         except WorkerError as error:
             raise WorkerError(before | error.failed) from error.__cause__
         finally:
             # Also if it was not for a rank's failure that there is no average.
+            self._workers.lanes.done()
             self._workers.close(arrivals)
         found.failed = dict(sorted((before | found.failed).items()))
+        found.ways = {rank: self._workers[rank].way for rank in ranks}
         return found
 
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:

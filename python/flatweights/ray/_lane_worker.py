@@ -115,7 +115,7 @@ class WorkerLane(LaneEnd):
             return write(REFUSED, f"{type(error).__name__}: {error}".encode())
         wants_window = bool(kind)
         if wants_window and self._last:
-            self._windows.offer(self._last)
+            self._windows.offer(self._last, most_taken=2)
         try:
             box.append(getattr(worker, method)(*args, **kwargs))
         finally:
@@ -167,13 +167,9 @@ class WorkerLanes:
         assert made.mailbox is not None
         return made.mailbox.nonce
 
-    def serve(self, worker: Any, token: bytes, number: int, other: Dumps) -> Any:
-        """Serve the lane of ``token``; see `WorkerLane.serve`.
-
-        Raises:
-            KeyError: If there is none: the worker was restarted.
-        """
-        return self._lanes[token].serve(worker, number, other)
+    def __getitem__(self, token: bytes) -> WorkerLane:
+        """Return the lane of ``token``."""
+        return self._lanes[token]
 
 
 def check_user(connection: socket.socket) -> None:

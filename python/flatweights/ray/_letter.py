@@ -14,14 +14,17 @@ import numpy as np
 
 from flatweights import _core
 from flatweights._weights import FlatWeights
+from flatweights.ray._calls import Head, Stamp
 
 _HEADER = struct.Struct("<II")  # what it is, how many buffers
 _PLACE = struct.Struct("<IIQQ")
 _IN_BAND = 1024  # bytes up to which a buffer travels in the stream
 
+_OWN = {Head, Stamp}
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), FlatWeights}
 
-Dumps = Callable[[Any, Callable[[pickle.PickleBuffer], Any]], bytes]
+Keep = Callable[[pickle.PickleBuffer], Any]
+Dumps = Callable[[Any, Keep], bytes]
 
 
 class Place(NamedTuple):
@@ -70,7 +73,7 @@ def _is_plain(value: Any) -> bool:
         return not value.dtype.hasobject
     if kind is dict:
         return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
-    if kind is tuple or kind is list:
+    if kind is tuple or kind is list or kind in _OWN:
         return all(map(_is_plain, value))
     return False
 

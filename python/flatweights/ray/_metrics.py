@@ -1,8 +1,9 @@
 """Rounds in Ray's metrics: its dashboard, and what Prometheus scrapes from each node."""
 
+import collections
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Concatenate, ParamSpec
 
 from ray.util.metrics import Counter, Gauge, Histogram
@@ -48,6 +49,9 @@ class _Instruments:
         self.bytes = Counter(
             "flatweights_bytes", "Bytes of weights from (in) and to (out) workers.", ("direction",)
         )
+        self.ways = Counter(
+            "flatweights_ranks_by_way", "Ranks that rounds asked, by the way there.", ("way",)
+        )
         self.seconds = Histogram(
             "flatweights_round_seconds", "Seconds of each step of a round.", _SECONDS, ("step",)
         )
@@ -77,14 +81,23 @@ class Metrics:
         return _Instruments()
 
     @_at_no_risk
-    def count_round(self, used: int, left_out: Mapping[str, Collection[int]], nbytes: int) -> None:
+    def count_round(
+        self,
+        used: int,
+        left_out: Mapping[str, Collection[int]],
+        nbytes: int,
+        ways: Iterable[str] = (),
+    ) -> None:
         """Count a round.
 
         Args:
             used: How many ranks the average is of.
             left_out: Ranks by the reason why they are not in it.
             nbytes: Bytes that were read.
+            ways: How ranks were reached, a lane or the store, for each.
         """
+        for way, number in collections.Counter(ways).items():
+            self._to.ways.inc(number, {"way": way})
         self._to.rounds.inc()
         self._to.ranks_used.set(used)
         for reason, ranks in left_out.items():

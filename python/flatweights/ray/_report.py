@@ -27,7 +27,8 @@ def report(found: Round, *, said: Collection[int] = ()) -> None:
         "quarantined": found.quarantined,
         "failed": [rank for rank in found.failed if rank not in found.quarantined],
     }
-    METRICS.count_round(len(found.used), left_out, found.nbytes)
+    ways = {rank: way.split(":")[0] for rank, way in found.ways.items()}
+    METRICS.count_round(len(found.used), left_out, found.nbytes, ways.values())
     METRICS.observe({step: found.seconds[step] for step in _OWN if step in found.seconds})
     lost = {*found.late, *found.failed}
     level = logging.WARNING if lost.difference(said) else logging.INFO
@@ -52,7 +53,7 @@ def report(found: Round, *, said: Collection[int] = ()) -> None:
         ", ".join(counts),
         found.total_seconds,
         times,
-        _in_bytes(found),
+        _in_bytes(found) + _by_ways(found),
         reasons,
     )
 
@@ -66,6 +67,19 @@ def _in_bytes(found: Round) -> str:
     if not found.nbytes_sent:
         return readable_bytes(found.nbytes)
     return f"{readable_bytes(found.nbytes)} in, {readable_bytes(found.nbytes_sent)} out"
+
+
+def _by_ways(found: Round) -> str:
+    """Return how ranks were reached, and why some not by lanes, if any was."""
+    ranks: dict[str, list[str]] = {}
+    for rank, way in found.ways.items():
+        ranks.setdefault(way, []).append(str(rank))
+    if "lane" not in ranks:
+        return ""
+    if len(ranks) == 1:
+        return " by lanes"
+    texts = [f"{', '.join(of)} by {way}" for way, of in ranks.items()]
+    return f" ({'; '.join(texts)})"
 
 
 def readable_bytes(nbytes: int) -> str:

@@ -32,6 +32,8 @@ class Round:
         nbytes: Bytes of weights that were read.
         nbytes_sent: Bytes of weights that a `WorkerGroup` sent to those who took the average.
         number: Which round of `WorkerGroup.run` it was, from 1.
+        ways: By rank, how a `WorkerGroup` reached its worker: ``"lane"``, through memory that both
+            map, or ``"store"``, through Ray, and why.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Round:
         self.nbytes_sent = nbytes_sent
         self.quarantined = tuple(quarantined)
         self.number = number
+        self.ways: dict[int, str] = {}
         self._ref: Any = None
         self._in_store: list[Any] = []  # the parts that were put, if none of them can change
 
@@ -102,7 +105,7 @@ class Round:
         Returns:
             ``round``, its number or None; ``used``, ``late`` and ``quarantined``, lists of
             ranks; ``failed``, by rank the reason in one line; ``seconds`` by step;
-            ``bytes``, those read as ``in`` and those sent as ``out``.
+            ``bytes``, those read as ``in`` and those sent as ``out``; ``ways``, by rank.
         """
         return {
             "round": self.number,
@@ -112,6 +115,7 @@ class Round:
             "quarantined": list(self.quarantined),
             "seconds": dict(self.seconds),
             "bytes": {"in": self.nbytes, "out": self.nbytes_sent},
+            "ways": {str(rank): way for rank, way in self.ways.items()},
         }
 
     @property
@@ -139,6 +143,7 @@ class Round:
         cells["failed"] = "; ".join(f"rank {k}: {why}" for k, why in cells["failed"].items())
         cells["seconds"] = ", ".join(f"{k} {v:.3f}" for k, v in cells["seconds"].items())
         cells["bytes"] = ", ".join(f"{k} {v:,}" for k, v in cells["bytes"].items())
+        cells["ways"] = ", ".join(f"{k} {v}" for k, v in cells["ways"].items())
         rows = [
             f"<tr><th>{name}</th><td>{html.escape(str(value))}</td></tr>"
             for name, value in cells.items()

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Head, Stamp
 from flatweights.ray._errors import StaleWorkerError
+from flatweights.ray._lane_worker import WorkerLanes
 from flatweights.ray._round import ShardedWeights
 from flatweights.ray._shards import Reading, read_result
 from flatweights.ray._wire import Message, WorkerWire
@@ -54,6 +55,7 @@ class FlatWorker:
     _version: Stamp | None = None  # of the weights that a WorkerGroup has sent
     _wire: WorkerWire | None = None  # if these travel in 16 bits
     _last_calls: dict[str, int] | None = None  # the number of each group's last call
+    _lanes: WorkerLanes | None = None  # to groups that share this machine
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build the model; arguments go to `build`.
@@ -210,6 +212,27 @@ class FlatWorker:
         """
         turn: AbstractContextManager[Any] = self.__dict__.setdefault("_turns", threading.RLock())
         return turn
+
+    def attach_lane(self, address: bytes, token: bytes) -> bytes | str:
+        """Make a lane to a `WorkerGroup` on this machine; see `WorkerLanes.attach`."""
+        if self._lanes is None:
+            self._lanes = WorkerLanes()
+        return self._lanes.attach(address, token)
+
+    def serve_lane(self, token: bytes, number: int) -> Any:
+        """Run commands of a lane until none comes; return what is to go through Ray.
+
+        Raises:
+            StaleWorkerError: If there is no such lane.
+            Exception: What a method raised.
+        """
+        from flatweights.ray._lane_calls import cloud_dumps
+
+        try:
+            lane = (self._lanes or WorkerLanes())[token]
+        except KeyError:
+            raise StaleWorkerError("restarted since: it has not attached again") from None
+        return lane.serve(self, number, cloud_dumps)
 
     def _admit(self, stamp: Stamp) -> None:
         """Raise unless ``stamp`` is above all that its group has sent; remember it."""

@@ -9,7 +9,7 @@ import ray
 from flatweights.ray._calls import Answer, Worker, wait_any
 from flatweights.ray._engine import Arrivals
 from flatweights.ray._errors import is_lost, late_error, reason_of
-from flatweights.ray._ray_calls import RayWorker
+from flatweights.ray._lane_calls import GroupLanes, LaneWorker
 
 _log = logging.getLogger("flatweights")
 
@@ -18,6 +18,7 @@ class Workers:
     """Workers by rank, and their health.
 
     Attributes:
+        lanes: Those to workers on this machine.
         unhealthy: By rank, why workers are not called.
         owed: By rank, the answers that workers still owe: nothing is sent to these ranks before
             they have answered, or what is sent would change what they are working on.
@@ -43,7 +44,8 @@ class Workers:
             first = ranks.setdefault(actor._actor_id, rank)
             if first != rank:
                 raise ValueError(f"rank {rank}: expected another actor than that of rank {first}")
-        self._workers: list[Worker] = [RayWorker(actor) for actor in actors]
+        self.lanes = GroupLanes()
+        self._workers: list[Worker] = [LaneWorker(actor, self.lanes) for actor in actors]
         self.unhealthy: dict[int, Exception] = {}
         self.owed: dict[int, Answer] = {}
 

@@ -1,0 +1,447 @@
+"""Calls of workers through lanes, where driver and worker share a machine; else through Ray.
+
+A worker is asked to attach by the first call of its group, which itself goes through Ray. From
+the next on, commands go into its mailbox. A call of Ray's, `FlatWorker.serve_lane`, is made for
+each command to a worker that is not waiting at its mailbox; it also brings what is no letter:
+what was raised, and results that are too large or name objects of Ray. What cannot go through
+the lane at all goes through `flatweights.ray._ray_calls`: references, messages of the wire,
+pieces, large arguments. A worker that died has answered: its call of Ray's says how it died.
+"""
+
+import io
+import logging
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from flatweights import _core
+from flatweights._weights import FlatWeights
+from flatweights.ray._calls import Answer, Call, Head, Payload, Worker
+from flatweights.ray._lane import LaneError
+from flatweights.ray._lane_driver import Command, DriverLane, Lanes
+from flatweights.ray._lane_worker import BY_CALL, VALUE
+from flatweights.ray._letter import Keep
+from flatweights.ray._ray_calls import RayAnswer, RayWorker
+from flatweights.ray._round import sealed
+
+_VARIABLE = "FLATWEIGHTS_RAY"
+_INSIST = 120.0  # seconds that a worker is given to attach where lanes are insisted on
+_SLICE = 1.0  # seconds after which calls of Ray's are looked at, too
+_ASKED = "attaches"
+
+_log = logging.getLogger("flatweights")
+
+
+def choice() -> str:
+    """Return what ``FLATWEIGHTS_RAY`` says: ``"store"``, ``"lanes"``, or nothing.
+
+    Raises:
+        ValueError: If it says anything else.
+    """
+    found = os.environ.get(_VARIABLE, "")
+    if found not in ("", "store", "lanes"):
+        raise ValueError(f"{_VARIABLE}: expected store or lanes, got {found!r}")
+    return found
+
+
+class LostResultError(ray.exceptions.RayError):  # type: ignore[misc]
+    """A worker has answered, but the answer cannot be read: its window cannot be mapped."""
+
+
+class NoLetterError(TypeError):
+    """An object of Ray's: it travels by Ray, which counts who refers to it."""
+
+
+class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
+    def reducer_override(self, value: Any) -> Any:
+        """Refuse objects of Ray's."""
+        if isinstance(value, (ray.ObjectRef, ray.actor.ActorHandle)):
+            raise NoLetterError(f"{type(value).__name__} is no letter")
+        return super().reducer_override(value)
+
+
+def cloud_dumps(value: Any, keep: Keep) -> bytes:
+    """Pickle what `pickle` does not, as Ray does, but for objects of Ray's."""
+    with io.BytesIO() as stream:
+        _Pickler(stream, protocol=5, buffer_callback=keep).dump(value)
+        return stream.getvalue()
+
+
+class GroupLanes:
+    """The lanes of a group; a pickled copy begins anew.
+
+    Attributes:
+        why_not: Why there are none; empty, if there may be.
+        nbytes: Of the last average: the next is likely to have as many.
+    """
+
+    def __init__(self) -> None:
+        """Make nothing yet.
+
+        Raises:
+            ValueError: If the environment variable is malformed.
+        """
+        self.insists = choice() == "lanes"
+        self.why_not = f"{_VARIABLE}=store" if choice() == "store" else ""
+        self.nbytes = 0
+        self._lanes: Lanes | None = None
+        self._last: tuple[Any, Command | None] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as new ones."""
+        return type(self), ()
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """The lanes of this process, made when they are first wanted; None if there are none."""
+        if self._lanes is None and not self.why_not:
+            try:
+                self._lanes = Lanes()
+            except (OSError, AttributeError) as error:  # other systems have no such sockets
+                self.why_not = f"{type(error).__name__}: {error}"
+            else:
+                weakref.finalize(self, self._lanes.close)
+        return self._lanes
+
+    def command(
+        self, key: Any, method: str, args: Any, kwargs: Any, *, returns: bool
+    ) -> Command | None:
+        """Return the command for ``key``, made once for all workers; None if it is none.
+
+        Args:
+            key: What the command is made of.
+            method: Of the worker.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            returns: Whether what it returns may be large.
+        """
+        assert self._lanes is not None
+        if self._last is None or self._last[0] is not key:
+            made = self._lanes.command(method, args, kwargs, cloud_dumps, wants_window=returns)
+            self._last = key, made
+        return self._last[1]
+
+    def offer(self) -> None:
+        """Have the next average made in a window, if there is a free one."""
+        if self._lanes is not None and self.nbytes:
+            self._lanes.windows.offer(self.nbytes, most_taken=3)
+
+    def done(self) -> None:
+        """Offer nothing and keep no command any longer."""
+        _core.withdraw_offer()
+        self._last = None
+
+    def made(self, weights: Any) -> None:
+        """Take note of an average that was made."""
+        if isinstance(weights, FlatWeights):
+            self.nbytes = weights.buffer.nbytes
+        elif isinstance(weights, np.ndarray):
+            self.nbytes = weights.nbytes
+
+
+class LaneAnswer(Answer):
+    """The answer to a command, or to the call of Ray's that brings it."""
+
+    def __init__(self, worker: "LaneWorker", lane: DriverLane, again: Any) -> None:
+        """Wait for the worker's answer to the command that was just posted.
+
+        Args:
+            worker: The worker.
+            lane: Its lane.
+            again: Makes the call through Ray, for a worker that refuses the command.
+        """
+        self._worker = worker
+        self._lane = lane
+        self._again = again
+        self._by_ray: RayAnswer | None = None
+        self._values: list[Any] = []
+        self._error: Exception | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the call of Ray's."""
+        return RayAnswer, ((self._by_ray or RayAnswer(self._worker.latest_call())).ref,)
+
+    @classmethod
+    def wait(cls, answers: Sequence["LaneAnswer"], timeout: float | None) -> list[Answer]:
+        """Return those that are there."""
+        begin = time.monotonic()
+        end = None if timeout is None else begin + timeout
+        while True:
+            there = cls._there(answers)
+            now = time.monotonic()
+            if there or (end is not None and now >= end):
+                return there
+            # Answers through Ray ring no bell: they are asked for, ever less often.
+            by_ray = any(answer._by_ray is not None for answer in answers)
+            patience = min(_SLICE, max(5e-4, (now - begin) / 8)) if by_ray else _SLICE
+            if end is not None:
+                patience = min(patience, end - now)
+            answers[0]._worker.wait(patience)
+            if not by_ray and time.monotonic() - now >= _SLICE:
+                for answer in answers:
+                    answer.look_at_call()
+
+    @classmethod
+    def _there(cls, answers: Sequence["LaneAnswer"]) -> list[Answer]:
+        there: list[Answer] = []
+        by_ray: dict[Any, list[LaneAnswer]] = {}
+        for answer in answers:
+            if answer._is_there():
+                there.append(answer)
+            elif answer._by_ray is not None:
+                by_ray.setdefault(answer._by_ray.ref, []).append(answer)
+        if by_ray:
+            ready, _ = ray.wait(list(by_ray), num_returns=len(by_ray), timeout=0)
+            there += [answer for ref in ready for answer in by_ray[ref]]
+        return there
+
+    def _is_there(self) -> bool:
+        """Whether the answer has come through the lane; see to it that it comes through Ray."""
+        if self._values or self._error is not None:
+            return True
+        if self._by_ray is not None:
+            return False
+        if self._lane.is_answered:
+            try:
+                self._read()
+            except Exception as error:
+                self._worker.lose(self._lane, "its answer could not be read")
+                self._error = LostResultError(f"{type(error).__name__}: {error}")
+            return self._by_ray is None
+        if self._lane.is_closed:
+            self._worker.lose(self._lane, "the worker died")
+            self._by_ray = RayAnswer(self._worker.latest_call())
+        return False
+
+    def _read(self) -> None:
+        answer = self._lane.take()
+        if answer.kind == VALUE:
+            self._values.append(answer.value)
+        elif answer.kind == BY_CALL:
+            self._by_ray = RayAnswer(self._worker.call_of(answer.value))
+        else:
+            _log.warning("flatweights: a worker refused a command: %s", answer.value)
+            self._by_ray = self._again()
+
+    def look_at_call(self) -> None:
+        """Have the answer be that of the call of Ray's, if that has failed without the lane."""
+        ref = self._worker.latest_call()
+        if self._by_ray is not None or not ray.wait([ref], timeout=0)[0]:
+            return
+        if self._is_there() or self._by_ray is not None:
+            return
+        self._lane.withdraw()
+        self._worker.lose(self._lane, "its call failed")
+        self._by_ray = RayAnswer(ref)
+
+    def take(self) -> Any:
+        """Return the value: its arrays are views of the worker's window."""
+        if self._error is not None:
+            raise self._error
+        return self._by_ray.take() if self._by_ray is not None else self._values[0]
+
+    def let_go(self) -> None:
+        """Drop the value."""
+        self._values.clear()
+        if self._by_ray is not None:
+            self._by_ray.let_go()
+
+
+class LaneWorker(Worker):
+    """A worker that is called through a lane, once it has attached; until then, as an actor.
+
+    Attributes:
+        way: How it is reached: ``"lane"``, or ``"store"`` and why.
+    """
+
+    def __init__(self, handle: Any, lanes: GroupLanes) -> None:
+        """Take the handle of an actor, and the lanes of its group."""
+        self.handle = handle
+        self._ray = RayWorker(handle)
+        self._group = lanes
+        self._lane: DriverLane | None = None
+        self._attaching: tuple[Any, bytes] | None = None  # the answer that comes, and the token
+        self._token = b""
+        self._why_not = ""
+        self._calls: dict[int, Any] = {}  # the last calls that serve, by number
+        self._count = 0
+        self.way = f"store: {lanes.why_not}" if lanes.why_not else ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as one that has not attached."""
+        return type(self), (self.handle, self._group)
+
+    def call(self, call: Call) -> Answer:
+        """Call a method."""
+        lane = self._ready()
+        if lane is None:
+            return self._ray.call(call)
+        if call.head.wire is not None:
+            return self._by_ray("it is encoded").call(call)
+        command = self._group.command(
+            call, "call_version", (call.head, call.method, *call.args), call.kwargs, returns=True
+        )
+        if command is None:
+            return self._by_ray("the arguments are large, or of Ray's").call(call)
+        return self._post(lane, command, lambda: self._ray.call(call)) or self._ray.call(call)
+
+    def prepare(self, payload: Payload) -> None:
+        """Have weights that nobody changes, so that they go into a window as they are."""
+        if self._ready() is None or not _is_for_lanes(payload.value):
+            self._ray.prepare(payload)
+        elif LaneWorker not in payload.ready:
+            if _is_writable(payload.value):
+                payload.value = self._frozen(payload)
+            payload.ready[LaneWorker] = True
+
+    def send(self, head: Head, payload: Payload) -> Answer:
+        """Have the worker read the weights where they lie."""
+        lane = self._lane
+        if lane is not None and LaneWorker in payload.ready:
+            command = self._group.command(
+                head, "receive_version", (head, payload.value), {}, returns=False
+            )
+            answer = None
+            if command is not None:
+                answer = self._post(lane, command, lambda: self._send_by_ray(head, payload))
+            if answer is not None:
+                return answer
+            self._by_ray("no window is free")
+        elif lane is not None:
+            self._by_ray("these weights go through Ray")
+        return self._send_by_ray(head, payload)
+
+    def end(self) -> None:
+        """End the actor's process."""
+        self._ray.end()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for any worker of the group to ring."""
+        assert self._group.lanes is not None
+        self._group.lanes.wait(seconds)
+
+    def call_of(self, number: int) -> Any:
+        """Return the reference to what the call of a number gives."""
+        return self._calls[number]
+
+    def latest_call(self) -> Any:
+        """Return the reference to what the last call that serves gives."""
+        return self._calls[self._count]
+
+    def lose(self, lane: DriverLane, why: str) -> None:
+        """Use ``lane`` no more; the next call has the worker attach anew."""
+        if self._lane is lane:
+            self._lane = None
+            self.way = f"store: {why}"
+
+    def _send_by_ray(self, head: Head, payload: Payload) -> RayAnswer:
+        self._ray.prepare(payload)
+        return self._ray.send(head, payload)
+
+    def _by_ray(self, why: str) -> RayWorker:
+        """Return the worker as an actor; if it waits at its mailbox, it is to take the call."""
+        self.way = f"store: {why}"
+        if self._lane is not None:
+            self._lane.mailbox.dismiss()
+        return self._ray
+
+    def _post(self, lane: DriverLane, command: Command, again: Any) -> LaneAnswer | None:
+        """Post a command; None if the worker does not take it."""
+        assert self._group.lanes is not None
+        try:
+            is_there = lane.post(command, self._group.lanes.windows)
+        except (RuntimeError, OSError) as error:
+            self.lose(lane, f"{type(error).__name__}: {error}")
+            return None
+        if not is_there:
+            self._count += 1
+            self._calls[self._count] = self.handle.serve_lane.remote(self._token, self._count)
+            self._calls.pop(self._count - 2, None)
+        self.way = "lane"
+        return LaneAnswer(self, lane, again)
+
+    def _ready(self) -> DriverLane | None:
+        """Return the lane if the worker has attached; have it attach if it has not."""
+        lanes = self._group.lanes
+        if self._lane is not None and self._lane.is_closed:
+            self.lose(self._lane, "the worker died")
+        if self._lane is not None or lanes is None or self._why_not:
+            self._insist()
+            return self._lane
+        if self._attaching is None:
+            self._token = lanes.new_token()
+            ref = self.handle.attach_lane.remote(lanes.address, self._token)
+            self._attaching = ref, self._token
+            self.way = f"store: it {_ASKED}"
+        ref, token = self._attaching
+        if ray.wait([ref], timeout=_INSIST if self._group.insists else 0)[0]:
+            self._attaching = None
+            self._connect(lanes, ref, token)
+        self._insist()
+        return self._lane
+
+    def _connect(self, lanes: Lanes, ref: Any, token: bytes) -> None:
+        try:
+            nonce = ray.get(ref)
+            if isinstance(nonce, bytes):
+                self._lane = lanes.connect(token, nonce)
+                return
+            self._why_not = nonce
+        except (LaneError, OSError) as error:
+            self._why_not = f"{type(error).__name__}: {error}"
+        except ray.exceptions.RayError as error:  # it died meanwhile: the next call asks again
+            self.way = f"store: {type(error).__name__} when it was asked to attach"
+            return
+        self.way = f"store: {self._why_not}"
+        _log.info("flatweights: a worker is reached through the object store: %s", self._why_not)
+
+    def _insist(self) -> None:
+        if self._group.insists and self._lane is None and (self._why_not or self._group.why_not):
+            raise RuntimeError(
+                f"{_VARIABLE}=lanes: there is no lane to a worker: "
+                f"{self._why_not or self._group.why_not}"
+            )
+
+    def _frozen(self, payload: Payload) -> Any:
+        """Return a copy of the weights that nobody changes, in a window if there is one."""
+        assert self._group.lanes is not None
+        value = payload.value
+        if isinstance(value, FlatWeights):
+            self._group.lanes.windows.offer(value.buffer.nbytes)
+            made = sealed(value.copy())
+            _core.withdraw_offer()
+        elif isinstance(value, dict):
+            made = sealed({key: np.array(part) for key, part in value.items()})
+        else:
+            made = sealed(np.array(value))
+        payload.put = lambda: ray.put(made)
+        return made
+
+
+def _is_for_lanes(value: Any) -> bool:
+    """Whether weights are arrays of this process."""
+    if isinstance(value, dict):
+        return all(isinstance(part, np.ndarray) for part in value.values())
+    return type(value) is np.ndarray
+
+
+def _is_writable(value: Any) -> bool:
+    parts = [value.buffer] if isinstance(value, FlatWeights) else value
+    parts = list(parts.values()) if isinstance(parts, dict) else parts
+    parts = parts if isinstance(parts, list) else [parts]
+    return any(part.flags.writeable for part in parts)
+
+
+def status() -> str:
+    """Return what `flatweights.show_config` says of lanes."""
+    chosen = choice()
+    return {
+        "": "lanes within a machine, else the object store",
+        "store": f"the object store ({_VARIABLE}=store)",
+        "lanes": f"lanes ({_VARIABLE}=lanes)",
+    }[chosen]
