@@ -50,8 +50,10 @@ _DTYPES: dict[str, np.dtype[Any]] = {
         "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
         "F8_E5M2": ml_dtypes.float8_e5m2,
         "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
-        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        # ml_dtypes has it since 0.5, and TensorFlow 2.18.0 wants an older one.
+        "F8_E8M0": getattr(ml_dtypes, "float8_e8m0fnu", None),
     }.items()
+    if dtype is not None  # which NumPy takes for float64
 }
 _MOST_HEADER = 8 + 100_000_000  # bytes; the library refuses more
 _KNOWN = frozenset(_DTYPES.values())
