@@ -22,6 +22,7 @@ default_role = "py:obj"
 autodoc_typehints = "none"  # the signatures show them; "Args" says what they mean
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+napoleon_use_ivar = True  # attributes of named tuples are documented once
 autodoc_class_signature = "mixed"
 autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True
