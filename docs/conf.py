@@ -4,7 +4,7 @@ from importlib.metadata import version as installed_version
 
 project = "flatweights"
 author = "the flatweights developers"
-copyright = "2026, the flatweights developers"  # noqa: A001
+copyright = "2026, the flatweights developers"
 release = version = installed_version("flatweights")
 
 extensions = [

@@ -1,4 +1,4 @@
-"""The README's first example prints what the README says it prints."""
+"""The README's examples, run one after the other, print what it says they print."""
 
 import os
 import re
@@ -9,13 +9,13 @@ from pathlib import Path
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
-def block(language):
-    return re.search(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)[1]
+def blocks(language):
+    return "".join(re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL))
 
 
-def test_the_first_example_prints_its_output(tmp_path):
+def test_the_examples_print_their_output(tmp_path):
     script = tmp_path / "example.py"
-    script.write_text(block("python"))
+    script.write_text(blocks("python"))
     run = subprocess.run(
         [sys.executable, script],
         cwd=tmp_path,
@@ -29,4 +29,4 @@ def test_the_first_example_prints_its_output(tmp_path):
     assert run.returncode == 0, run.stderr
     # Ray relays what its workers print, TensorFlow's greetings among it.
     printed = [line for line in run.stdout.splitlines() if "pid=" not in line]
-    assert "\n".join(printed).endswith(block("text").rstrip())
+    assert "\n".join(printed).endswith(blocks("text").rstrip())
