@@ -28,7 +28,7 @@ class FlatWorker:
 
     Write `build`, and methods that train; make it an actor with `ray.remote`. The
     constructor takes what `build` takes. Weights leave and enter as `FlatWeights` or a vector:
-    one buffer in the object store, which every process of the node reads in place.
+    one buffer in the object store, which every process of the node reads in place::
 
         @ray.remote
         class Worker(FlatWorker):
