@@ -75,6 +75,30 @@ def case(nbytes: int, count: int, dtype: Any, *, budget: float, tensorflow: bool
     )
 
 
+def model_case(name: str, shapes: models.Shapes, *, budget: float) -> list[Any]:
+    """Return the rows for four models of many parts, whose sources a training step left cold."""
+    sources = [models.random_parts(shapes, seed=seed) for seed in range(4)]
+    out, numpy_out = (models.random_parts(shapes) for _ in range(2))
+
+    def in_place() -> None:
+        for i, target in enumerate(numpy_out):
+            peers.numpy_in_place([source[i] for source in sources], target)
+
+    in_place()
+    ours = flatweights.average(sources, out=out)
+    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(ours, numpy_out, strict=True))
+    found: dict[str, Callable[[], Any]] = {
+        runner.OURS: lambda: flatweights.average(sources, out=out),
+        "NumPy in place": in_place,
+    }
+    nbytes = 5 * sum(part.nbytes for part in out)
+    return [
+        row
+        for time_case in (runner.time_case, runner.time_cold_case)
+        for row in time_case(f"lists, N=4, {name}", found, nbytes=nbytes, budget=budget)
+    ]
+
+
 def run(options: Namespace) -> None:
     """Run the bench."""
     cases: list[tuple[int, int, Any]] = [
@@ -92,6 +116,9 @@ def run(options: Namespace) -> None:
     rows = []
     for nbytes, count, dtype in cases:
         rows += case(nbytes, count, dtype, budget=1 if options.quick else 4, tensorflow=True)
+    if not options.quick:
+        for name, shapes in (("policy", models.POLICY), ("resnet20", models.resnet20())):
+            rows += model_case(name, shapes, budget=4)
     runner.report("average", rows, limits, options)
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import flatweights
 from bench import machine, models, peers, runner
 
+_SMALL = 10_000_000  # bytes read and written of a model that fits the caches
+
 
 def flatten_contenders(parts: list[Any]) -> dict[str, Callable[[], Any]]:
     """Return all ways to flatten ``parts``."""
@@ -93,6 +95,18 @@ def run(options: Namespace) -> None:
         rows += runner.time_case(
             f"unflatten_into {name}", unflatten_contenders(parts), nbytes=nbytes, budget=budget
         )
+        if nbytes <= _SMALL:  # larger ones leave the caches cold by themselves
+            rows += runner.time_cold_case(
+                f"flatten {name}",
+                flatten_contenders(parts),
+                nbytes=nbytes,
+                oracle=oracle,
+                tolerance=0,
+                budget=budget,
+            )
+            rows += runner.time_cold_case(
+                f"unflatten_into {name}", unflatten_contenders(parts), nbytes=nbytes, budget=budget
+            )
         rows += runner.time_case(
             f"unflatten {name}", view_contenders(parts), nbytes=0, budget=budget / 2
         )

@@ -25,6 +25,8 @@ tf1 = tf.compat.v1
 
 Contenders = dict[str, Callable[[], Any]]
 
+_SMALL = 10_000_000  # bytes of a model that fits the caches
+
 
 @contextmanager
 def _by_operations() -> Iterator[None]:
@@ -187,6 +189,11 @@ def _run_subject(name: str, subject: Subject, budget: float) -> list[runner.Row]
         rows += runner.time_case(
             f"{what} {name} {mode}", contenders, nbytes=times * flat.nbytes, budget=budget
         )
+    if flat.nbytes <= _SMALL:  # larger ones leave the caches cold by themselves
+        for what, contenders in (("get_flat", subject.getters()), ("set_flat", subject.setters())):
+            rows += runner.time_cold_case(
+                f"{what} {name} {mode}", contenders, nbytes=2 * flat.nbytes, budget=budget
+            )
     return rows
 
 

@@ -826,3 +826,25 @@ def test_other_libraries_arrays_are_read_in_place(wrap: Callable[[np.ndarray], A
 def test_a_weight_that_no_float_holds_is_refused() -> None:
     with refuses(ValueError, "weight 0: expected a finite weight, not negative"):
         fw.average([np.ones(1)] * 2, weights=[10**400, 1])
+
+
+def test_plain_arrays_give_what_lists_of_them_give() -> None:
+    rng = np.random.default_rng(0)
+    for dtype in (np.float16, np.float32, np.float64, np.complex64):
+        for shape in ((), (7,), (3, 5), (0, 2)):
+            sources = [np.asarray(rng.standard_normal(shape), dtype) for _ in range(4)]
+            (expected,) = fw.average([[source] for source in sources])
+            got = fw.average(sources)
+            out = sources[2].copy()
+            assert fw.average(sources, out=out) is out
+            assert type(got) is np.ndarray
+            for result in (got, out):
+                assert (result.dtype, result.shape) == (expected.dtype, shape)
+                assert result.tobytes() == expected.tobytes()
+
+
+def test_plain_arrays_that_partly_overlap_out_are_refused_and_left() -> None:
+    memory = np.arange(10.0)
+    with pytest.raises(ValueError, match="overlaps"):
+        fw.average([memory[:8], np.zeros(8)], out=memory[2:])
+    assert np.array_equal(memory, np.arange(10.0))

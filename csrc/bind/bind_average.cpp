@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "checks.hpp"
 #include "flatweights/average.hpp"
 #include "flatweights/nonfinite.hpp"
+#include "new_array.hpp"
 #include "without_gil.hpp"
 
 namespace flatweights::bind {
@@ -83,6 +85,63 @@ bool average_arrays_into(const BoundLayout& bound, bool packed, const py::list& 
   return run(bound, out_slots, table, weights, total);
 }
 
+// Whether `object` is an array, of no subclass, without strides.
+bool is_plain(py::handle object) {
+  return Py_TYPE(object.ptr()) == py::detail::npy_api::get().PyArray_Type_ &&
+         is_contiguous(py::reinterpret_borrow<py::array>(object));
+}
+
+bool agree(const py::array& a, const py::array& b) {
+  return a.ndim() == b.ndim() && std::equal(a.shape(), a.shape() + a.ndim(), b.shape()) &&
+         same_dtype(a.dtype(), b.dtype());
+}
+
+// The mean of plain arrays that agree, with equal weights, written to `out` or a new array. None,
+// and nothing done, for anything else: small arrays take longer to be looked at from Python, and
+// to be bound to a layout, than to be averaged.
+py::object average_at_once(const py::object& sources_object, const py::object& out_object) {
+  const PyObject* const list = sources_object.ptr();
+  if (!PyList_CheckExact(list)) return py::none();
+  const auto sources = py::reinterpret_borrow<py::list>(sources_object);
+  if (sources.empty() || !is_plain(sources[0])) return py::none();
+  const auto first = py::reinterpret_borrow<py::array>(sources[0]);
+  const DType dtype = classify(first.dtype());
+  if (!is_averaged(dtype) || first.size() == 0) return py::none();
+  const auto nbytes = static_cast<std::size_t>(first.nbytes());
+  py::array out;
+  if (!out_object.is_none()) {
+    if (!is_plain(out_object)) return py::none();
+    out = py::reinterpret_borrow<py::array>(out_object);
+    if (!agree(out, first) || !out.writeable()) return py::none();
+  }
+  const auto* const target = static_cast<const std::byte*>(out.data());
+  std::vector<const std::byte*> starts;
+  starts.reserve(sources.size());
+  for (const py::handle object : sources) {
+    if (!is_plain(object)) return py::none();
+    const auto source = py::reinterpret_borrow<py::array>(object);
+    const auto* const begin = static_cast<const std::byte*>(source.data());
+    if (!agree(source, first)) return py::none();
+    if (!out_object.is_none() && begin != target && ranges_overlap(begin, nbytes, target, nbytes))
+      return py::none();
+    starts.push_back(begin);
+  }
+  check_environment();
+  if (out_object.is_none()) {
+    const py::array_t<std::uint8_t> bytes = new_array(nbytes);
+    const std::vector<py::ssize_t> shape(first.shape(), first.shape() + first.ndim());
+    out = py::array(first.dtype(), shape, bytes.data(), bytes);
+  }
+  const AveragePart part{dtype, static_cast<std::size_t>(first.size()), nbytes,
+                         static_cast<std::byte*>(const_cast<void*>(out.data())), dtype};
+  const std::vector<double> weights(starts.size(), 1.0);
+  {
+    const WithoutGil nogil;
+    average_into({&part, 1}, starts, weights, static_cast<double>(starts.size()));
+  }
+  return out;
+}
+
 bool widens(DType from, DType to) {
   return (from == DType::kFloat16 || from == DType::kBFloat16) &&
          (to == DType::kFloat32 || to == DType::kFloat64);
@@ -128,6 +187,7 @@ void average_widened_into(const BoundLayout& wide, const py::object& out_object,
 }  // namespace
 
 void bind_average(py::module_& m) {
+  m.def("average_at_once", &average_at_once, py::arg("sources"), py::arg("out"));
   m.def("are_plain", &are_plain, py::arg("arrays"));
   m.def("shares_slots", &shares_slots, py::arg("out"), py::arg("sources"));
   m.def("average_into", &average_arrays_into, py::arg("layout"), py::arg("packed"), py::arg("out"),
