@@ -121,10 +121,16 @@ class Template:
         # What hot loops average, at once.
         if self.kind is Kind.ARRAY and _core.are_plain(sources):
             return [[source] for source in sources]
-        if self.packed and all(
-            type(source) is FlatWeights and source.layout is self.layout for source in sources
-        ):
-            return [[source.buffer] for source in sources]
+        if self.packed and {type(source) for source in sources} == {FlatWeights}:
+            # Not by the properties, each of which calls a function.
+            ours = self.layout
+            buffers = [
+                [source._buffer]
+                for source in sources
+                if source._layout is ours or source._layout.digest == ours.digest
+            ]
+            if len(buffers) == len(sources):
+                return buffers
         return [self.read(source, f"source {k}") for k, source in enumerate(sources)]
 
     def match(self, source: Any, where: str) -> None:
