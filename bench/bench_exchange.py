@@ -2,11 +2,13 @@
 
 ``python -m bench.bench_exchange [--quick] [--json FILE] [--plot FILE]``
 
-No training: what a round costs beside it.
+No training: what a round costs beside it. Ours is a round of a `WorkerGroup`: over lanes, and over
+the object store. A lane is timed alone, too: one empty command to one worker, at once after the
+last one, and after 5 ms in which the driver sleeps as it would in a training step.
 Where PyTorch is installed, one rival is an allreduce by gloo, of the vector that `FlatWorker` gives
 and takes: it has no driver, and no worker may be missing.
-The limit is that of the bytes that a round must move: each worker's variables are read and
-written twice and the object store as often, the average reads all and writes one.
+The limit is that of the bytes that a round must move: each worker's variables and window are read
+and written, the average reads all windows and writes one, and each worker reads that.
 """
 
 import os
@@ -24,9 +26,14 @@ import numpy as np
 import ray
 
 from bench import machine, models, peers, runner
-from flatweights.ray import FlatWorker, average
+from flatweights.ray import FlatWorker, WorkerGroup, average
 
 ROOT = Path(__file__).parents[1]
+
+
+STORE = f"{runner.OURS}, object store"
+PAUSE = 5e-3
+_LOOPS = 3
 
 
 class Worker(FlatWorker):
@@ -92,6 +99,8 @@ class Rounds:
     def __init__(self, workers: list[Any]) -> None:
         """Take the ``workers``."""
         self._workers = workers
+        self._group = WorkerGroup(workers)
+        self._one = WorkerGroup(workers[:1])
         self._out: Any = None
         self.steps: dict[tuple[str, str], list[float]] = defaultdict(list)
 
@@ -102,16 +111,29 @@ class Rounds:
         self.steps[way, step].append(time.perf_counter() - begin)
 
     def flat(self) -> Any:
-        """One buffer each."""
-        with self._step(runner.OURS, "get, average"):
+        """One buffer each, through the object store."""
+        with self._step(STORE, "get, average"):
             refs = [worker.get_weights.remote() for worker in self._workers]
             found = average(refs, out=self._out)
-        with self._step(runner.OURS, "put"):
+        with self._step(STORE, "put"):
             ref = found.ref
-        with self._step(runner.OURS, "set"):
+        with self._step(STORE, "set"):
             ray.get([worker.set_weights.remote(ref) for worker in self._workers])
-        self._out = found.weights
+        if self._out is None:
+            self._out = found.weights.copy()
         return np.concatenate([part.reshape(-1) for part in found.weights.values()])
+
+    def in_lanes(self) -> Any:
+        """A round of a group."""
+        with self._step(runner.OURS, "get, average"):
+            found = self._group.average("get_weights")
+        with self._step(runner.OURS, "send"):
+            self._group.broadcast(found)
+        return np.concatenate([part.reshape(-1) for part in found.weights.values()])
+
+    def command(self) -> None:
+        """One empty command to one worker."""
+        self._one.step("ping")
 
     def dict_loop(self) -> Any:
         """The loop of Ray's guide."""
@@ -171,7 +193,8 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
     ]
     oracle = np.mean(np.asarray(values, np.float64), axis=0)
     contenders: dict[str, Callable[[], Any]] = {
-        runner.OURS: rounds.flat,
+        runner.OURS: rounds.in_lanes,
+        STORE: rounds.flat,
         "dict of arrays": rounds.dict_loop,
         "Keras lists": rounds.lists,
     }
@@ -180,7 +203,11 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
     else:
         rounds.join(f"{name}-{count}")
         contenders["gloo allreduce"] = rounds.allreduce
-    nbytes = values[0].nbytes * (8 * count + count + 1 + 2)
+    nbytes = values[0].nbytes * (4 * count + count + 1)
+    for _ in range(2):  # the first round goes through the store while workers attach
+        rounds.in_lanes()
+    rounds.steps.clear()
+    ray.get([worker.begin.remote() for worker in workers])
     # The first call of each sets all workers to the mean, which later rounds keep.
     rows = runner.time_case(
         f"{name}, {count} workers",
@@ -196,12 +223,46 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
         nbytes=0,
         budget=min(1.0, budget),
     )
+    rows += run_loops(rounds, f"{name}, {count} workers: in a loop", budget)
+    rows += run_commands(rounds, name, count)
     rows += [
         runner.row_of(f"{name}, {count} workers: steps", f"{way}: {step}", seconds)
         for (way, step), seconds in rounds.steps.items()
     ]
     for worker in workers:
         ray.kill(worker)
+    return rows
+
+
+def run_loops(rounds: Rounds, case: str, budget: float) -> list[runner.Row]:
+    """Return the rows of ways that each run for a while: workers wait at their lanes then."""
+    ways = {runner.OURS: rounds.in_lanes, STORE: rounds.flat, "dict of arrays": rounds.dict_loop}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(_LOOPS):
+        for way, call in ways.items():
+            call()
+            end = time.perf_counter() + budget / _LOOPS / len(ways)
+            while time.perf_counter() < end or len(times[way]) < _LOOPS:
+                begin = time.perf_counter()
+                call()
+                times[way].append(time.perf_counter() - begin)
+    rows = [runner.row_of(case, way, seconds) for way, seconds in times.items()]
+    for row in rows:
+        row.ratio = row.seconds / rows[0].seconds
+    return rows
+
+
+def run_commands(rounds: Rounds, name: str, count: int) -> list[runner.Row]:
+    """Return the rows of one empty command through a lane, with and without a pause before."""
+    rows = []
+    for way, pause in (("at once", 0.0), ("after 5 ms", PAUSE)):
+        seconds = []
+        for _ in range(200):
+            time.sleep(pause)
+            begin = time.perf_counter()
+            rounds.command()
+            seconds.append(time.perf_counter() - begin)
+        rows.append(runner.row_of(f"{name}, {count} workers: one command", way, seconds[20:]))
     return rows
 
 
@@ -221,7 +282,7 @@ def run(options: Namespace) -> None:
         shapes_of = {"resnet20": shapes_of["resnet20"]}
     rows = []
     for name, shapes in shapes_of.items():
-        for count in (4,) if options.quick else (2, 4, 8):
+        for count in (4,) if options.quick else (1, 4, 8):
             rows += run_case(name, shapes, count, budget)
     ray.shutdown()
     runner.report("exchange", rows, machine.limits(rounds=3), options)

@@ -18,9 +18,9 @@ from flatweights.ray._lane import LaneEnd, LaneError, fold
 from flatweights.ray._letter import Dumps, read, write
 from flatweights.ray._windows import Windows
 
-LINGER = 0.005
+LINGER = 0.01
 """Seconds for which a worker waits for the next command."""
-STAY = 0.015
+STAY = 0.02
 """Seconds after which `serve` returns even if commands keep coming."""
 
 # Kinds of answers.
