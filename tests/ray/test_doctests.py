@@ -4,7 +4,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("module", ["_average", "_group"])
+@pytest.mark.parametrize("module", ["_driver", "_group"])
 def test_the_documented_examples_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"flatweights.ray.{module}"))
     assert result.attempted >= 4

@@ -35,6 +35,7 @@ def program(
 ) -> Program:
     """Runs one in an empty folder; returns what it prints."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")  # wide enough for every table as it is
 
     def run(name: str, *options: str) -> str:
         module = import_module(f"flatweights.examples.{name}")

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 @pytest.fixture(autouse=True)
 def _tensorflow_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What makes it deterministic holds for all of a process."""
+    """What makes it deterministic holds for all of a process. Tables are not turned or folded."""
+    monkeypatch.setenv("COLUMNS", "200")
     for program in (one_code, digits_lbfgs):
         monkeypatch.setattr(program, "prepare_tensorflow", lambda: None)
 
