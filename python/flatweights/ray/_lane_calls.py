@@ -22,6 +22,7 @@ import ray
 from flatweights import _core
 from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Answer, Call, Head, Payload, Worker
+from flatweights.ray._errors import put
 from flatweights.ray._lane import LaneError
 from flatweights.ray._lane_driver import Command, DriverLane, Lanes
 from flatweights.ray._lane_worker import BY_CALL, VALUE
@@ -78,10 +79,11 @@ class GroupLanes:
     Attributes:
         why_not: Why there are none; empty, if there may be.
         nbytes: Of the last average: the next is likely to have as many.
+        ranks: How many workers the group has.
     """
 
-    def __init__(self) -> None:
-        """Make nothing yet.
+    def __init__(self, ranks: int) -> None:
+        """Make nothing yet, for a group of so many ``ranks``.
 
         Raises:
             ValueError: If the environment variable is malformed.
@@ -89,12 +91,13 @@ class GroupLanes:
         self.insists = choice() == "lanes"
         self.why_not = f"{_VARIABLE}=store" if choice() == "store" else ""
         self.nbytes = 0
+        self.ranks = ranks
         self._lanes: Lanes | None = None
         self._last: tuple[Any, Command | None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as new ones."""
-        return type(self), ()
+        return type(self), (self.ranks,)
 
     @property
     def lanes(self) -> Lanes | None:
@@ -419,7 +422,7 @@ class LaneWorker(Worker):
             made = sealed({key: np.array(part) for key, part in value.items()})
         else:
             made = sealed(np.array(value))
-        payload.put = lambda: ray.put(made)
+        payload.put = lambda: put(made, self._group.ranks)
         return made
 
 

@@ -44,7 +44,7 @@ class Workers:
             first = ranks.setdefault(actor._actor_id, rank)
             if first != rank:
                 raise ValueError(f"rank {rank}: expected another actor than that of rank {first}")
-        self.lanes = GroupLanes()
+        self.lanes = GroupLanes(len(actors))
         self._workers: list[Worker] = [LaneWorker(actor, self.lanes) for actor in actors]
         self.unhealthy: dict[int, Exception] = {}
         self.owed: dict[int, Answer] = {}
