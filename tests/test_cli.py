@@ -41,6 +41,7 @@ def test_info_tells_the_configuration_and_the_path_to_tensorflow_without_importi
     assert (run.returncode, run.stderr) == (0, "")
     config = flatweights.show_config()
     config["tensorflow path"] = "TensorFlow's operations, since FLATWEIGHTS_TENSORFLOW=ops"
+    config["rounds on Ray"] = "known once flatweights.ray is imported"
     width = max(map(len, config)) + 2
     lines = run.stdout.splitlines()
     assert {line[:width].strip(): line[width:] for line in lines} == config
@@ -94,9 +95,9 @@ def test_examples_are_listed_with_a_line_each(capsys):
 
 
 @pytest.mark.parametrize("program", [path.stem for path in PROGRAMS])
-def test_readme_names_each_example(program):
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    assert re.search(rf"^python -m flatweights\.examples\.{program} +# \w", readme, re.MULTILINE)
+def test_the_documentation_names_each_example(program):
+    page = (Path(__file__).parents[1] / "docs" / "start.md").read_text()
+    assert re.search(rf"^flatweights examples {program} +# \w", page, re.MULTILINE)
 
 
 def test_examples_are_listed_on_the_base_install():

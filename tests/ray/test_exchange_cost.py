@@ -1,6 +1,7 @@
 """The model of what a round costs: by hand, and against bytes counted on a cluster."""
 
 import json
+import os
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,7 @@ def created() -> dict[str, int]:
 
 
 def count_bytes() -> None:
+    os.environ["FLATWEIGHTS_RAY"] = "store"  # whose bytes are counted
     from ray.cluster_utils import Cluster
 
     store = {"object_store_memory": 200 * 2**20, "num_cpus": 1}
