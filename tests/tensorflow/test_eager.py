@@ -344,3 +344,40 @@ def test_calls_within_a_device_scope_move_variables_of_another(path):
         weights.add_flat([1, 1, 1])
         np.testing.assert_array_equal(weights.get_flat(), [3, 4, 5])
     assert {v.device[-5:] for v in variables} == {"CPU:1"}
+
+
+FORKED = """
+import os, signal, threading
+os.environ["FLATWEIGHTS_TENSORFLOW"] = "ops"
+import tensorflow as tf
+from flatweights.tensorflow import TensorFlowVariables, _eager
+
+weights = TensorFlowVariables(tf.Variable([1.0, 2.0]))
+inside, go_on = threading.Event(), threading.Event()
+
+def call():  # as one that has not run its last operation
+    with _eager._lock.ready():
+        inside.set()
+        go_on.wait()
+
+thread = threading.Thread(target=call)
+thread.start()
+inside.wait()
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    try:
+        weights.add_flat([1.0, 1.0])
+    except RuntimeError as error:
+        os._exit("when the process forked" not in str(error))
+    os._exit(2)
+go_on.set()
+thread.join()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("path", ["ops"], indirect=True)
+def test_a_fork_while_another_thread_runs_operations_does_not_hang(path, forks):
+    done = forks.run(FORKED)
+    assert done.stdout.strip() == "0", done.stderr

@@ -1,7 +1,6 @@
 """Operations on eager variables: dispatched at once on the host, traced elsewhere."""
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from tensorflow.python.eager.execute import execute
 
 from flatweights._cast import move_parts
 from flatweights._flatten import new_vector
+from flatweights._locks import TurnLock
 from flatweights._trees import as_array
 from flatweights.tensorflow._groups import Group, is_synchronized_on_reading
 from flatweights.tensorflow._library import Library
@@ -21,7 +21,7 @@ from flatweights.tensorflow._operations import Operations
 # So many variables take a second or more to trace.
 _MANY = 100
 
-_lock = threading.RLock()
+_lock = TurnLock()
 _log = logging.getLogger("flatweights")
 
 

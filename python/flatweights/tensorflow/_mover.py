@@ -220,7 +220,7 @@ class Mover:
 
     def _alone(self, move: Callable[[Binding], None], binding: Binding) -> None:
         """Call ``move``; while it runs operations, no other call does."""
-        with self._operations.lock if binding.others else nullcontext():
+        with self._operations.lock.ready() if binding.others else nullcontext():
             move(binding)
 
     def _gather(self, targets: Sequence[NDArray[Any]]) -> None:

@@ -4,7 +4,6 @@ Dispatching one TensorFlow op per variable is what makes reading a model slow; h
 operation per group reads all of its variables.
 """
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flatweights._locks import TurnLock
 from flatweights.tensorflow._groups import Group
 
 
@@ -26,7 +26,7 @@ class Operations(ABC):
     """
 
     groups: list[Group]
-    lock: threading.RLock
+    lock: TurnLock
     context: Any = None
 
     @abstractmethod

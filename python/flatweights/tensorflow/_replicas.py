@@ -1,17 +1,17 @@
 """Mirrored variables: read from one replica, set on all."""
 
-import threading
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
 from flatweights._layout import Layout
+from flatweights._locks import TurnLock
 from flatweights.tensorflow._eager import EagerOperations
 from flatweights.tensorflow._groups import make_groups
 from flatweights.tensorflow._library import Library
 from flatweights.tensorflow._mover import Mover
 
-_lock = threading.RLock()
+_lock = TurnLock()
 """Held while replicas follow: whoever follows last gives all of them what the first has then."""
 
 
@@ -48,7 +48,7 @@ class Replicas:
         """Give all replicas the values of the first."""
         if not self._movers:
             return
-        with _lock:
+        with _lock.ready():
             packed = self._layout.new_buffer()
             self._first.get_packed(packed)
             parts = self._layout.packed_views(packed)

@@ -1,6 +1,5 @@
 """Operations on the variables of a TF1 graph, built once and run in a session."""
 
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,11 +9,12 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from flatweights._cast import move_parts
+from flatweights._locks import TurnLock
 from flatweights.tensorflow._groups import Group
 from flatweights.tensorflow._library import Library
 from flatweights.tensorflow._operations import Operations
 
-_locks: weakref.WeakKeyDictionary[tf.Graph, threading.RLock] = weakref.WeakKeyDictionary()
+_locks: weakref.WeakKeyDictionary[tf.Graph, TurnLock] = weakref.WeakKeyDictionary()
 
 
 class SessionOperations(Operations):
@@ -45,7 +45,7 @@ class SessionOperations(Operations):
                 "(before tf.compat.v1.train.MonitoredTrainingSession), for it adds operations"
             )
         self.graph = graph
-        self.lock = _locks.setdefault(graph, threading.RLock())
+        self.lock = _locks.setdefault(graph, TurnLock())
         self.groups = groups
         self.session: Any = None
         self._names = list(variables)
