@@ -65,7 +65,9 @@ def check_exchange(output: str) -> None:
         assert min(milliseconds(output, f"exchange of {size} MB")) > 0
     ratios = [line.split()[-1] for line in output.splitlines() if "times flatweights" in line]
     assert len(ratios) == 3
-    assert float(ratios[0].removesuffix("x")) == pytest.approx(total[1] / total[0], abs=0.06)
+    # Of times with three digits, itself with one after the point.
+    ratio = pytest.approx(total[1] / total[0], rel=0.02, abs=0.06)
+    assert float(ratios[0].removesuffix("x")) == ratio
     ours, guide = (int(cell.replace(",", "")) for cell in cells(output, "bytes sent, each"))
     assert 57_088 < ours <= guide
     assert cells(output, "in arrays") == ["1", "100"]
