@@ -161,7 +161,8 @@ def test_merges_in_both_directions_do_not_wait_for_each_other() -> None:
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
-    assert all(np.all(running.mean() == 2.0) for running in pair)
+    # The total weight grows past 2**53 and is rounded, at other places in each interleaving.
+    assert all(np.allclose(running.mean(), 2.0, rtol=1e-12) for running in pair)
 
 
 def test_layouts_are_unpickled_by_several_threads() -> None:
