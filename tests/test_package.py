@@ -5,12 +5,17 @@ import re
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+import surface
+from numpy.typing import DTypeLike, NDArray
 from reference import run_python
 
 import flatweights as fw
+import flatweights.server
+import flatweights.wire
 from flatweights import _core
 
 REPOSITORY = Path(__file__).parents[1]
@@ -19,6 +24,7 @@ MODULES = [
     "_arguments",
     "_supervise",
     "_average",
+    "_buffer_pool",
     "_cast",
     "_config",
     "_dtypes",
@@ -26,6 +32,7 @@ MODULES = [
     "_inplace",
     "_layout",
     "_locks",
+    "_parallel",
     "_running_average",
     "_safetensors",
     "_sources",
@@ -49,11 +56,35 @@ def test_the_configuration_names_versions_and_choices() -> None:
     assert all(isinstance(text, str) and text for text in config.values())
 
 
-def test_what_is_exported_exists_and_is_described() -> None:
-    assert sorted(set(fw.__all__)) == sorted(fw.__all__)
-    for name in fw.__all__:
-        assert hasattr(fw, name)
-        assert name == "__version__" or getattr(fw, name).__doc__
+PUBLIC = [flatweights.server, flatweights.wire, fw]
+
+
+@pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)
+def test_what_is_exported_exists_and_is_described(package: ModuleType) -> None:
+    assert sorted(set(package.__all__)) == sorted(package.__all__)
+    assert [name for name in package.__all__ if not hasattr(package, name)] == []
+    assert surface.undescribed(package) == []
+
+
+@pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)
+def test_signatures_are_made_of_short_names(package: ModuleType) -> None:
+    assert surface.unreadable_signatures(package) == []
+
+
+def test_the_line_of_the_signature_that_pybind11_writes_is_no_description() -> None:
+    assert (_core.clear_pool.__doc__ or "").strip() == "clear_pool() -> None"
+    bare = ModuleType("bare")
+    bare.__all__, bare.clear_pool = ["clear_pool"], _core.clear_pool
+    assert surface.undescribed(bare) == ["clear_pool"]
+
+
+def test_unions_that_are_written_out_are_found() -> None:
+    def shift(x: NDArray[Any], dtype: DTypeLike = None) -> None: ...
+
+    bare = ModuleType("bare")
+    bare.__all__, bare.shift = ["shift"], shift
+    found = surface.unreadable_signatures(bare)
+    assert [line.partition("[")[0] for line in found] == ["shift: numpy.ndarray", "shift: Union"]
 
 
 def names_in(tree: ast.Module | ast.ClassDef) -> set[str]:

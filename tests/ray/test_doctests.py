@@ -2,6 +2,9 @@ import doctest
 import importlib
 
 import pytest
+import surface
+
+import flatweights.ray
 
 
 @pytest.mark.parametrize("module", ["_driver", "_group"])
@@ -9,3 +12,8 @@ def test_the_documented_examples_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"flatweights.ray.{module}"))
     assert result.attempted >= 4
     assert result.failed == 0
+
+
+def test_the_public_surface_is_described_in_short_names() -> None:
+    assert surface.undescribed(flatweights.ray) == []
+    assert surface.unreadable_signatures(flatweights.ray) == []

@@ -1,5 +1,7 @@
 """The average in the driver: results are added where they lie, in the order of the ranks."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

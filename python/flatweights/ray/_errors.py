@@ -1,5 +1,7 @@
 """What goes wrong in workers and in Ray's object store, and how it is said."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from typing import Any

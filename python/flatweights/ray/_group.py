@@ -1,5 +1,7 @@
 """Several workers that are called together, some of which may be slow or dead."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import math
@@ -123,7 +125,7 @@ class WorkerGroup:
         wire_dtype: WireDType | None = None,
         arguments: Callable[[int], Sequence[Any]] | None = None,
         **ray_options: Any,
-    ) -> "WorkerGroup":
+    ) -> WorkerGroup:
         """Start ``n`` actors of the class ``worker``.
 
         Args:

@@ -1,5 +1,7 @@
 """The outcome of a round: the average, in the driver or in pieces, and what became of ranks."""
 
+from __future__ import annotations
+
 import html
 import time
 from collections.abc import Hashable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """The average spread over actors on several nodes, each of which owns a range of the buffer."""
 
+from __future__ import annotations
+
 import math
 import time
 from collections import Counter, deque
@@ -193,7 +195,7 @@ class ShardedAverage:
         arrivals: Arrivals,
         request: Request,
         pieces: Mapping[int, Sequence[Any]] | None = None,
-    ) -> "ShardedPlan":
+    ) -> ShardedPlan:
         """Return one average, to be run.
 
         Args:
@@ -219,7 +221,7 @@ class ShardedAverage:
             ray.kill(owner)
         self._owners.clear()
 
-    def __enter__(self) -> "ShardedAverage":
+    def __enter__(self) -> ShardedAverage:
         """Return itself."""
         return self
 

@@ -1,5 +1,7 @@
 """Actors whose weights travel as one buffer."""
 
+from __future__ import annotations
+
 import functools
 import threading
 import warnings

@@ -1,5 +1,7 @@
 """FedAdagrad, FedAdam and FedYogi: steps that adapt to each number."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 

@@ -1,5 +1,7 @@
 """Averages as they are, with momentum, and smoothed."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

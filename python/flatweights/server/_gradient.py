@@ -1,5 +1,7 @@
 """Steps along averaged gradients, clipped by their norm."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """What all server optimizers have in common: a model, a state, numbers to tune."""
 
+from __future__ import annotations
+
 import math
 import os
 from abc import ABC, abstractmethod
@@ -56,17 +58,17 @@ class Hyperparameter:
         self._name = name
 
     @overload
-    def __get__(self, optimizer: None, owner: type) -> "Hyperparameter": ...
+    def __get__(self, optimizer: None, owner: type) -> Hyperparameter: ...
     @overload
-    def __get__(self, optimizer: "ServerOptimizer[Any]", owner: type) -> float: ...
+    def __get__(self, optimizer: ServerOptimizer[Any], owner: type) -> float: ...
     def __get__(
-        self, optimizer: "ServerOptimizer[Any] | None", owner: type
-    ) -> "float | Hyperparameter":
+        self, optimizer: ServerOptimizer[Any] | None, owner: type
+    ) -> float | Hyperparameter:
         if optimizer is None:
             return self
         return float(optimizer._number(self._name))
 
-    def __set__(self, optimizer: "ServerOptimizer[Any]", value: float) -> None:
+    def __set__(self, optimizer: ServerOptimizer[Any], value: float) -> None:
         if self._fixed:
             raise AttributeError(f"{self._name}: fixed when the optimizer is made")
         optimizer._number(self._name)[...] = self.read(value)

@@ -1,5 +1,7 @@
 """`TensorFlowVariables`: get and set the weights of a model."""
 
+from __future__ import annotations
+
 import functools
 import os
 import warnings

@@ -1,5 +1,7 @@
 """How models of one layout become 16-bit ones: block by block, in one pass over memory."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Both ends of an exchange of weights: what they have in common, and differences from it."""
 
+from __future__ import annotations
+
 import copy
 import secrets
 from collections.abc import Iterable
@@ -151,7 +153,7 @@ class DeltaEncoder:
         self._advance(message.values.buffer, [], message.version)
         return self.reference
 
-    def after(self, message: Difference | Snapshot) -> "DeltaEncoder":
+    def after(self, message: Difference | Snapshot) -> DeltaEncoder:
         """Return an encoder that has received ``message``, and leave this one as it is.
 
         To go on with one or the other, whether the weights could be set or not; the two share
@@ -265,7 +267,7 @@ class DeltaBroadcaster:
         """
         return self._encode(weights, self.version + 1)
 
-    def after(self, weights: FlatWeights) -> "tuple[Difference, DeltaBroadcaster]":
+    def after(self, weights: FlatWeights) -> tuple[Difference, DeltaBroadcaster]:
         """Return what `encode` does, and a broadcaster that has; leave this one as it is.
 
         To go on with one or the other, whether the difference could be sent or not. It copies

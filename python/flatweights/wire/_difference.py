@@ -1,5 +1,7 @@
 """What travels, and its average."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,7 @@
 """What numbers are rounded to on their way."""
 
+from __future__ import annotations
+
 from typing import Any, Literal
 
 import ml_dtypes

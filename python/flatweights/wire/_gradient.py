@@ -1,5 +1,7 @@
 """Gradients, which nobody keeps a reference of."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 

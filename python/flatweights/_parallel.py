@@ -1,0 +1,42 @@
+"""How many threads the kernels use."""
+
+from flatweights import _core
+
+
+def get_num_threads() -> int:
+    """Return the largest number of threads that one call uses.
+
+    It is decided at the first call that needs it: by `set_num_threads`, else by the environment
+    variables ``FLATWEIGHTS_NUM_THREADS`` or ``OMP_NUM_THREADS``, else by the processors that the
+    affinity of the process and the quota of its control group allow. Results have the same bits
+    for any number.
+
+    >>> get_num_threads() >= 1
+    True
+
+    Raises:
+        ValueError: If ``FLATWEIGHTS_NUM_THREADS`` is not a positive number.
+    """
+    return _core.get_num_threads()
+
+
+def set_num_threads(count: int) -> None:
+    """Set the largest number of threads that one call uses, in this process from now on.
+
+    It has precedence over the environment variables. Small arrays are moved and averaged by the
+    calling thread alone.
+
+    >>> before = get_num_threads()
+    >>> set_num_threads(1)
+    >>> get_num_threads()
+    1
+    >>> set_num_threads(before)
+
+    Args:
+        count: From 1 to 1024; the calling thread is one of them.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is out of range.
+    """
+    _core.set_num_threads(count)
