@@ -1,6 +1,12 @@
 """Sphinx's settings: Markdown pages by MyST, the API reference from the docstrings."""
 
 from importlib.metadata import version as installed_version
+from typing import Any
+
+from docutils.nodes import Element
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 project = "flatweights"
 author = "the flatweights developers"
@@ -36,3 +42,44 @@ html_title = f"flatweights {release}"
 html_static_path = ["_static"]
 html_show_sourcelink = False
 html_theme_options = {"navigation_with_keys": True}
+
+# A name in a docstring that nothing bears is an error: renaming cannot leave one behind.
+nitpicky = True
+# What others document, in places that cannot be asked without a network.
+ELSEWHERE = ("tf.", "tf_keras", "keras.", "ray.", "numpy.", "scipy.", "mmap", "copy.", "dict.")
+
+
+def find_in_all_modules(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element
+) -> Element | None:
+    """Return a link to what has that name, in whichever module it is documented."""
+    target: str = node["reftarget"]
+    if target.startswith(ELSEWHERE):
+        return text
+    python = env.domains.python_domain
+    # Attributes are described with their class and have no place of their own.
+    owner = target.rpartition(".")[0] or node.get("py:class", "")
+    for wanted in filter(None, (target, owner)):
+        names = [
+            name
+            for name, entry in python.objects.items()
+            if name.endswith(f".{wanted}") and not entry.aliased
+        ]
+        if len(names) == 1:
+            (name,) = names
+            return python.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, text)
+    return None
+
+
+def keep_first_line(
+    _app: Sphinx, what: str, _name: str, _object: Any, _options: Any, lines: list[str]
+) -> None:
+    """Keep Napoleon from taking what is before a colon for the type of a property."""
+    if what in ("property", "attribute"):
+        lines[:0] = ["..", ""]  # an empty comment
+
+
+def setup(app: Sphinx) -> None:
+    """Have Sphinx call the functions above."""
+    app.connect("missing-reference", find_in_all_modules)
+    app.connect("autodoc-process-docstring", keep_first_line, priority=400)

@@ -136,8 +136,8 @@ def norm(x: Model) -> float:
             float64 or complex.
 
     Returns:
-        The norm: NaN or infinite if ``x`` holds such a number, infinite too where float64
-        does not reach so far, 0.0 if ``x`` is empty.
+        The norm. It is NaN or infinite if ``x`` holds such a number, infinite where it
+        exceeds float64, and 0.0 if ``x`` is empty.
 
     Raises:
         TypeError: If ``x`` is neither, or has no floating dtype.

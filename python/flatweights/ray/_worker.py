@@ -216,7 +216,7 @@ class FlatWorker:
         return turn
 
     def attach_lane(self, address: bytes, token: bytes) -> bytes | str:
-        """Make a lane to a `WorkerGroup` on this machine; see `WorkerLanes.attach`."""
+        """Make a lane to a `WorkerGroup` on this machine; groups call it."""
         if self._lanes is None:
             self._lanes = WorkerLanes()
         return self._lanes.attach(address, token)

@@ -26,7 +26,7 @@ def dtype_on_wire(name: str) -> np.dtype[Any]:
     dtype('float16')
 
     Args:
-        name: ``"bfloat16"`` or ``"float16"``: a `WireDType`.
+        name: ``"bfloat16"`` or ``"float16"``: a ``WireDType``.
 
     Raises:
         ValueError: If it is anything else.
