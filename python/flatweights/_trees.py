@@ -112,6 +112,14 @@ class Tree:
         ]
         return cls(kind, keys, tuple(branches))
 
+    def sorted(self) -> "Tree":
+        """Return the same containers, the keys of dicts in an order that they alone decide."""
+        items = list(zip(self.keys, self.branches, strict=True))
+        if self.kind is dict:
+            items.sort(key=lambda item: repr(item[0]))
+        keys = tuple(key for key, _ in items)
+        return Tree(self.kind, keys, tuple(branch and branch.sorted() for _, branch in items))
+
     def paths(self) -> list[str]:
         """Return the names of the arrays, in order: ``"encoder/layers/0/kernel"``."""
         return ["/".join(map(str, path)) for path in self._paths()]

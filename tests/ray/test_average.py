@@ -360,3 +360,19 @@ def test_weights_are_checked_before_results_are_got(ranks: list[Any], weights: l
     refs = [r.fail.remote(RuntimeError("got")) for r in ranks[:2]]
     with pytest.raises(ValueError, match="weight"):
         average(refs, weights)
+
+
+def test_trees_are_averaged_and_put_as_they_are_now(ranks: list[Any]) -> None:
+    def tree(value: float) -> dict[str, Any]:
+        return {"layers": [{"w": np.full(3, value)}, (np.full(2, -value),)], "n": np.int64(7)}
+
+    found = average([ranks[k].give.remote(tree(float(k))) for k in range(3)])
+    layers = found.weights["layers"]
+    assert (type(layers), type(layers[1])) == (list, tuple)
+    assert (layers[0]["w"].tolist(), layers[1][0].tolist()) == ([1, 1, 1], [-1, -1])
+    with pytest.raises(ValueError, match="read-only"):
+        layers[1][0][0] = 5
+    first = found.ref
+    assert found.ref_to_what_it_is_now() is first
+    layers[0]["w"] = np.full(3, 9.0)
+    assert ray.get(found.ref_to_what_it_is_now())["layers"][0]["w"].tolist() == [9, 9, 9]

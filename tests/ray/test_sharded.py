@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -111,6 +111,61 @@ def test_ranges_give_the_bits_of_average(
     assert_mean(arrays_of(found.weights)[0], first, weights)
 
 
+class Moments(NamedTuple):
+    mean: NDArray[Any]
+    square: NDArray[Any]
+
+
+def tree(rng: np.random.Generator, size: int, *, reverse: bool = False) -> dict[str, Any]:
+    """Nested containers; dicts of two ranks may be filled in another order."""
+    layer = {"kernel": rng.normal(size=(size, 2)), "bias": rng.normal(size=size)}
+    model = {
+        "params": {"layers": [layer, {"kernel": rng.normal(size=3)}], "alone": rng.normal(size=())},
+        "moments": Moments(rng.normal(size=size), rng.normal(size=size)),
+        "empty": {},
+    }
+    if reverse:
+        layer["bias"] = layer.pop("bias")
+        layer["kernel"] = layer.pop("kernel")
+        model["params"] = dict(reversed(model["params"].items()))
+        model = dict(reversed(model.items()))
+    return model
+
+
+def assert_same_tree(got: Any, expected: Any) -> None:
+    assert type(got) is type(expected)
+    if isinstance(expected, np.ndarray):
+        assert same_bits(got, expected)
+        return
+    keys = list(expected) if isinstance(expected, dict) else range(len(expected))
+    assert list(got) == keys if isinstance(expected, dict) else len(got) == len(keys)
+    for key in keys:
+        assert_same_tree(got[key], expected[key])
+
+
+@pytest.mark.parametrize("way", ["by_range", "by_node"])
+def test_trees_are_averaged_into_trees(
+    way: str, request: pytest.FixtureRequest, rng: np.random.Generator
+) -> None:
+    values = [tree(rng, 500, reverse=k == 1) for k in range(3)]
+    found = request.getfixturevalue(way).average(list(map(ray.put, values)))
+    expected = merged(values, [(0, 1, 2)]) if way == "by_node" else fw.average(values)
+    assert_same_tree(found.weights, expected)
+    assert_same_tree(found.pieces.get_in_place(), expected)
+
+
+def test_another_tree_is_refused_by_rank_and_path(
+    by_range: ShardedAverage, rng: np.random.Generator
+) -> None:
+    values = [tree(rng, 5), tree(rng, 5)]
+    values[1]["params"]["layers"][0]["bias"] = np.zeros(6)
+    with pytest.raises(ValueError, match=r"rank 1, slot \d+ 'params/layers/0/bias': .*\(6,\)"):
+        by_range.average(list(map(ray.put, values)))
+    values[1]["params"]["layers"] = np.zeros(2)
+    with pytest.raises(TypeError, match="rank 1, 'params/layers': expected a sequence"):
+        by_range.average(list(map(ray.put, values)))
+
+
 @pytest.mark.parametrize("shards", [1, 7])
 def test_any_number_of_ranges_gives_the_same_bits(rng: np.random.Generator, shards: int) -> None:
     values = [FlatWeights(make_parts(rng, 100)) for _ in range(3)]
@@ -157,7 +212,7 @@ def test_sums_of_nodes_are_merged_as_running_averages_are(
     values = [KINDS[kind](rng, 5000) for _ in range(7)]
     weights = [3, 1.5, 0, 2.25, 7, 1 / 3, 0.1]
     groups = [[0, 3], [2], [1, 4, 5], [6]]
-    model, keys = canonical(values[0])
+    model, containers = canonical(values[0])
     template = Template.of(model)
     rows, sums = [], []
     for group in groups:
@@ -172,7 +227,7 @@ def test_sums_of_nodes_are_merged_as_running_averages_are(
         outcome, piece = RangeOwner().merge(r.layout, refs, sums, 2, 10.0)
         assert outcome.lost == {}
         pieces.append(ray.put(piece))
-    assert_same(ShardedWeights(template, keys, pieces).get(), merged(values, groups, weights))
+    assert_same(ShardedWeights(template, containers, pieces).get(), merged(values, groups, weights))
 
 
 def test_sums_keep_what_is_not_finite(by_node: ShardedAverage) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from flatweights._cast import move_parts
 from flatweights._flatten import new_vector
 from flatweights._layout import ALIGNMENT, Layout
 from flatweights._sources import Kind, Template
+from flatweights._trees import Tree
 from flatweights._weights import FlatWeights
 
 Bytes = NDArray[np.uint8]
@@ -67,15 +68,17 @@ def _range(layout: Layout, offsets: Sequence[int], begin: int, end: int) -> Rang
     return Range(begin, end, Layout(names, shapes, dtypes))
 
 
-def canonical(model: Any) -> tuple[Any, tuple[Hashable, ...]]:
-    """Return ``model``, a dict in an order that depends on its keys alone; and their order.
+def canonical(model: Any) -> tuple[Any, Tree | None]:
+    """Return ``model``, its dicts in an order that depends on their keys alone; and its containers.
 
-    Two dicts with the same keys are averaged whatever the order of either.
+    Two models with the same keys are averaged whatever the order of either. The containers, in
+    their own order, are None for an array and for `FlatWeights`.
     """
-    if isinstance(model, Mapping) and not isinstance(model, FlatWeights):
-        keys = tuple(model)
-        return {key: model[key] for key in sorted(keys, key=repr)}, keys
-    return model, ()
+    if isinstance(model, FlatWeights) or not isinstance(model, (Mapping, list, tuple)):
+        return model, None
+    containers = Tree.of(model, "source")
+    ordered = containers.sorted()
+    return ordered.build(ordered.leaves(model, "source")), containers
 
 
 def cut(template: Template, model: Any, count: int) -> list[Bytes]:
@@ -126,9 +129,11 @@ def assemble(template: Template, pieces: Sequence[Bytes]) -> Any:
 
 
 def as_kind(template: Template, parts: Sequence[NDArray[Any]]) -> Any:
-    """Return ``parts`` as an array, a list, or a dict (also for `FlatWeights`)."""
+    """Return ``parts`` as an array, a list, a tree, or a dict (also for `FlatWeights`)."""
     if template.kind is Kind.ARRAY:
         return parts[0]
+    if template.tree is not None:
+        return template.tree.build(parts)
     if template.kind is Kind.SEQUENCE:
         return list(parts)
     names = template.layout.names if template.packed else template.keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import ray
 
 from flatweights._layout import Layout
 from flatweights._sources import Kind, Template
+from flatweights._trees import Tree
 from flatweights._weights import FlatWeights
 from flatweights.ray._errors import put, reason_in_a_line
 from flatweights.ray._ranges import as_kind, assemble, in_place
@@ -160,18 +161,15 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def sealed(model: Any) -> Any:
-    """Return a view of ``model`` that cannot be written to; a new dict or list of such views."""
+    """Return a view of ``model`` that cannot be written to; new dicts, lists, tuples of such."""
     if isinstance(model, FlatWeights):
-        return FlatWeights.wrap(_read_only(model.buffer), model.layout)
+        return FlatWeights.wrap(sealed(model.buffer), model.layout)
     if isinstance(model, dict):
-        return {key: _read_only(part) for key, part in model.items()}
-    if isinstance(model, list):
-        return [_read_only(part) for part in model]
-    return _read_only(model)
-
-
-def _read_only(array: Any) -> Any:
-    view = array.view()
+        return {key: sealed(part) for key, part in model.items()}
+    if isinstance(model, (list, tuple)):
+        parts = map(sealed, model)
+        return type(model)(*parts) if hasattr(model, "_fields") else type(model)(parts)
+    view = model.view()
     view.flags.writeable = False
     return view
 
@@ -180,9 +178,10 @@ def _parts_of(model: Any) -> list[Any]:
     """Return the arrays that ``model`` consists of: the same objects each time."""
     if isinstance(model, FlatWeights):
         return [model.buffer]
-    parts = list(model.values()) if isinstance(model, Mapping) else model
-    parts = [parts] if isinstance(parts, np.ndarray) else list(parts)
-    return [part if isinstance(part, np.ndarray) else np.asarray(part) for part in parts]
+    if isinstance(model, (Mapping, list, tuple)):
+        values = model.values() if isinstance(model, Mapping) else model
+        return [part for value in values for part in _parts_of(value)]
+    return [model if isinstance(model, np.ndarray) else np.asarray(model)]
 
 
 class ShardedWeights:
@@ -192,21 +191,21 @@ class ShardedWeights:
     wants the model asks for it, and Ray moves the pieces from node to node.
     """
 
-    def __init__(self, template: Template, keys: Sequence[Hashable], refs: Sequence[Any]) -> None:
+    def __init__(self, template: Template, containers: Tree | None, refs: Sequence[Any]) -> None:
         """Take one reference per range.
 
         Args:
             template: What it is a model of; private to the package.
-            keys: The keys of a dict in their order.
+            containers: Those of a dict, a list or a tree, in their own order.
             refs: References to the ranges.
         """
         self._template = template
-        self._keys = tuple(keys)
+        self._containers = containers
         self.refs = tuple(refs)
 
     @property
     def layout(self) -> Layout:
-        """The layout of the whole model; a dict's by sorted keys."""
+        """The layout of the whole model; those of dicts by sorted keys."""
         return self._template.layout
 
     def get(self) -> Any:
@@ -232,11 +231,9 @@ class ShardedWeights:
         return self._ordered(as_kind(self._template, parts))
 
     def _ordered(self, model: Any) -> Any:
-        return {key: model[key] for key in self._keys} if self._is_mapping else model
-
-    @property
-    def _is_mapping(self) -> bool:
-        return self._template.kind is Kind.MAPPING
+        if self._containers is None or self._template.kind not in (Kind.MAPPING, Kind.TREE):
+            return model
+        return self._containers.build(self._containers.leaves(model, "the average"))
 
     def __repr__(self) -> str:
         """Sizes."""

@@ -318,7 +318,7 @@ class ShardedPlan:
             )
         headers = self._headers
         return ShardedRound(
-            ShardedWeights(template, headers[used[0]].keys, ranges),
+            ShardedWeights(template, headers[used[0]].containers, ranges),
             used,
             groups=groups,
             failed=dict(sorted(arrivals.failed.items())),

@@ -1,7 +1,7 @@
 """What runs on the nodes of a `ShardedAverage`: cutting results, adding pieces up."""
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -10,6 +10,7 @@ from flatweights._average import average, read_weight
 from flatweights._layout import Layout
 from flatweights._running_average import RunningAverage
 from flatweights._sources import Template
+from flatweights._trees import Tree
 from flatweights.ray._ranges import Bytes, bytes_of, canonical, cut, model_of, ranges_of
 from flatweights.ray._result import split
 from flatweights.ray._wire import nbytes_of, widen
@@ -20,7 +21,7 @@ class Header(NamedTuple):
 
     Attributes:
         template: What it is; dicts by sorted keys.
-        keys: The keys of a dict, in its own order.
+        containers: Those of a dict, a list or a tree, in their own order.
         weight: Its weight, if a function of the result gives that.
         extras: What was returned beside the weights.
         spoiled: The error about NaN and infinity, if it was looked for them and has any.
@@ -30,7 +31,7 @@ class Header(NamedTuple):
     """
 
     template: Template | None = None
-    keys: tuple[Hashable, ...] = ()
+    containers: Tree | None = None
     weight: float | None = None
     extras: Any = None
     spoiled: Exception | None = None
@@ -76,7 +77,7 @@ def read_result(result: Any, rank: int, reading: Reading) -> Any:
     pieces: list[Any] = []
     try:
         received, extras = split(result)
-        model, keys = canonical(widen(received))
+        model, containers = canonical(widen(received))
         where = f"rank {rank}"
         template = Template.of(model, where)
         weight = reading.weigh and read_weight(reading.weigh(result), f"weight of {where}")
@@ -86,7 +87,7 @@ def read_result(result: Any, rank: int, reading: Reading) -> Any:
         nbytes = nbytes_of(received)
         header = Header(
             template,
-            keys,
+            containers,
             weight,
             extras,
             spoiled,
