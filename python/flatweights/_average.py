@@ -102,7 +102,7 @@ def average_used(
     if not models:
         raise ValueError("expected at least one source, got none")
     check_nonfinite(nonfinite)
-    given = read_weights(weights, len(models))
+    factors = read_weights(weights, len(models))
     template = Template.of(models[0])
     parts = template.read_all(models)
     result: Any = template.new() if out is None else out
@@ -110,14 +110,14 @@ def average_used(
     used = list(range(len(models)))
     screened = nonfinite == "propagate"
     if not screened and out is not None and _core.shares_slots(written, parts):
-        used = _finite(template, parts, given, nonfinite, names)  # before a source is overwritten
+        used = _finite(template, parts, factors, nonfinite, names)  # before a source is overwritten
         screened = True
-    finite = _run(template, written, parts, given, used)
+    finite = _run(template, written, parts, factors, used)
     if not screened and not finite:
         # Which source it was is looked up only now; none, if float64 overflowed.
-        used = _finite(template, parts, given, nonfinite, names)
+        used = _finite(template, parts, factors, nonfinite, names)
         if len(used) < len(models):
-            _run(template, written, parts, given, used)
+            _run(template, written, parts, factors, used)
     return result, used
 
 
@@ -175,12 +175,12 @@ def read_weights(weights: Iterable[float] | None, count: int) -> list[float]:
     """Return ``count`` checked weights."""
     if weights is None:
         return [1.0] * count
-    given = [read_weight(weight, f"weight {k}") for k, weight in enumerate(weights)]
-    if len(given) != count:
-        raise ValueError(f"expected {count} weights, one per source, got {len(given)}")
-    if not any(given):
+    factors = [read_weight(weight, f"weight {k}") for k, weight in enumerate(weights)]
+    if len(factors) != count:
+        raise ValueError(f"expected {count} weights, one per source, got {len(factors)}")
+    if not any(factors):
         raise ValueError("expected a positive weight, got zeros alone")
-    return given
+    return factors
 
 
 def read_weight(weight: float, where: str) -> float:
@@ -233,13 +233,13 @@ def _finite(
     names: Sequence[str] | None,
 ) -> list[int]:
     """Return the models without NaN and infinity; raise for the first one with, if asked to."""
-    found = []
+    used = []
     for k, arrays in enumerate(parts):
         error = template.find_nonfinite(arrays, names[k] if names else f"source {k}")
         if error is None:
-            found.append(k)
+            used.append(k)
         elif nonfinite == "raise":
             raise error
-    if not any(weights[k] for k in found):
+    if not any(weights[k] for k in used):
         raise ValueError("every source of positive weight holds NaN or infinity")
-    return found
+    return used

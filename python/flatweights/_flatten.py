@@ -56,10 +56,10 @@ def _read(parts: Parts) -> tuple[list[NDArray[Any]], int, np.dtype[Any]]:
     """Return the arrays, their elements together, and the dtype of a vector of them."""
     if isinstance(parts, (dict, list, tuple)):
         # Arrays of one dtype are the rule; to look at each from here takes longer than to copy it.
-        given: list[Any] = list(parts.values() if isinstance(parts, dict) else parts)
-        total = _core.uniform_size(given)
+        listed: list[Any] = list(parts.values() if isinstance(parts, dict) else parts)
+        total = _core.uniform_size(listed)
         if total >= 0:
-            return given, total, given[0].dtype
+            return listed, total, listed[0].dtype
     arrays = arrays_of(parts)
     dtypes = {array.dtype for array in arrays}
     return arrays, sum(array.size for array in arrays), _common_dtype(dtypes)
@@ -120,8 +120,8 @@ def unflatten_into(parts: Parts, flat: NDArray[Any]) -> None:
         ValueError: If the lengths differ, a part is strided or read-only, or overlaps
             ``flat`` or another part.
     """
-    given = list(parts.values() if hasattr(parts, "values") else parts)
-    _core.unflatten_into(given, flat)
+    arrays = list(parts.values() if hasattr(parts, "values") else parts)
+    _core.unflatten_into(arrays, flat)
 
 
 def new_vector(size: int, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -122,11 +122,11 @@ class RunningAverage:
             ValueError: As `add`, or if there is not one weight per source.
         """
         models = list(sources)
-        given = [1.0] * len(models) if weights is None else list(weights)
-        if len(given) != len(models):
-            raise ValueError(f"expected {len(models)} weights, one per source, got {len(given)}")
+        factors = [1.0] * len(models) if weights is None else list(weights)
+        if len(factors) != len(models):
+            raise ValueError(f"expected {len(models)} weights, one per source, got {len(factors)}")
         if models:
-            self._add(models, [read_weight(w, f"weight {k}") for k, w in enumerate(given)])
+            self._add(models, [read_weight(w, f"weight {k}") for k, w in enumerate(factors)])
 
     def _add(self, models: list[Any], values: list[float]) -> None:
         with self._turns.ready():

@@ -175,9 +175,9 @@ def _replace(
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     except SafetensorError as error:
         # The tensors are right, so it is the file; the library's message has the number.
-        found = re.search(r"os error (\d+)", str(error))
-        code = int(found[1]) if found else errno.EIO
-        reason = os.strerror(code) if found else str(error)
+        match = re.search(r"os error (\d+)", str(error))
+        code = int(match[1]) if match else errno.EIO
+        reason = os.strerror(code) if match else str(error)
         raise OSError(code, reason, os.fspath(path)) from error
     finally:
         with suppress(OSError):

@@ -160,16 +160,16 @@ class Template:
     def read_out(self, out: Any) -> list[NDArray[Any]]:
         """Return the parts of ``out``, to be written to; raises as `read` does."""
         arrays = self._arrays(out, "out")
-        given: list[Any] = arrays
+        outs: list[Any] = arrays
         if self.kind is Kind.ARRAY:
-            given = [out]
+            outs = [out]
         elif self.tree is not None:
-            given = self.tree.leaves(out, "out")
+            outs = self.tree.leaves(out, "out")
         elif self.kind is Kind.MAPPING:
-            given = [out[key] for key in self.keys]
+            outs = [out[key] for key in self.keys]
         elif self.kind is Kind.SEQUENCE:
-            given = list(out)
-        for one in given:
+            outs = list(out)
+        for one in outs:
             if not isinstance(one, np.ndarray):  # a converted copy would be written and lost
                 raise TypeError(f"out: expected NumPy arrays, got {type(one).__name__}")
         return arrays

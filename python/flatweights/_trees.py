@@ -136,12 +136,12 @@ class Tree:
             TypeError: If a container is of another kind.
             ValueError: If its keys or its length differ.
         """
-        found: list[Any] = []
-        self._gather(source, where, (), found)
-        return found
+        arrays: list[Any] = []
+        self._gather(source, where, (), arrays)
+        return arrays
 
     def _gather(
-        self, source: Any, where: str, path: tuple[Hashable, ...], found: list[Any]
+        self, source: Any, where: str, path: tuple[Hashable, ...], arrays: list[Any]
     ) -> None:
         place = f"{where}, {'/'.join(map(str, path))!r}" if path else where
         is_mapping = isinstance(source, Mapping)
@@ -157,9 +157,9 @@ class Tree:
             )
         for key, branch in zip(self.keys, self.branches, strict=True):
             if branch is None:
-                found.append(source[key])
+                arrays.append(source[key])
             else:
-                branch._gather(source[key], where, (*path, key), found)
+                branch._gather(source[key], where, (*path, key), arrays)
 
     def build(self, leaves: Iterable[Any]) -> Any:
         """Return new containers with ``leaves`` in them, in order."""

@@ -54,24 +54,24 @@ class Exchanged(NamedTuple):
 
 def exchange_flat(group: WorkerGroup, sizes: Sequence[int]) -> Exchanged:
     """Exchange through `flatweights`: two lines."""
-    found = group.average(weights=sizes)
-    group.broadcast(found)
-    seconds = {step: found.seconds.get(step, 0.0) for step in STEPS}
-    return Exchanged(found.weights, seconds, pickled_size(found.weights), 1)
+    result = group.average(weights=sizes)
+    group.broadcast(result)
+    seconds = {step: result.seconds.get(step, 0.0) for step in STEPS}
+    return Exchanged(result.weights, seconds, pickled_size(result.weights), 1)
 
 
 def exchange_dicts(group: WorkerGroup, sizes: Sequence[int]) -> Exchanged:
     """Exchange as in Ray's guide; weighted, if the shares of the digits differ in size."""
     actors = group.actors().values()
     times = [time.perf_counter()]
-    found = ray.get([actor.get_dict.remote() for actor in actors])
+    replies = ray.get([actor.get_dict.remote() for actor in actors])
     times.append(time.perf_counter())
     if min(sizes) == max(sizes):
-        mean = {k: sum(w[k] for w in found) / len(found) for k in found[0]}
+        mean = {k: sum(w[k] for w in replies) / len(replies) for k in replies[0]}
     else:
         shares = [size / sum(sizes) for size in sizes]
-        pairs = list(zip(shares, found, strict=True))
-        mean = {k: sum(share * w[k] for share, w in pairs) for k in found[0]}
+        pairs = list(zip(shares, replies, strict=True))
+        mean = {k: sum(share * w[k] for share, w in pairs) for k in replies[0]}
     times.append(time.perf_counter())
     ref = ray.put(mean)
     times.append(time.perf_counter())
@@ -216,19 +216,19 @@ def survive(options: argparse.Namespace) -> None:
         group.broadcast(group.step("get_weights")[0])
         if dies_in == 1:
             ray.get(group.actors()[victim].die_in_next_round.remote())
-        for found in group.run(options.rounds, "train_on", weights=sizes, min_results=1):
-            loss, accuracy = ray.get(group.actors()[found.used[0]].evaluate.remote())
+        for result in group.run(options.rounds, "train_on", weights=sizes, min_results=1):
+            loss, accuracy = ray.get(group.actors()[result.used[0]].evaluate.remote())
             losses.append(loss)
             accuracies.append(accuracy)
             was_there = not rounds or victim in rounds[-1]["used"]
-            number, there = len(rounds) + 1, victim in found.used
-            share = f"averaged over {len(found.used)} of {options.workers}"
+            number, there = len(rounds) + 1, victim in result.used
+            share = f"averaged over {len(result.used)} of {options.workers}"
             if was_there and not there:
-                reason = found.record()["failed"][str(victim)]
+                reason = result.record()["failed"][str(victim)]
                 screen.line(f"round {number}: rank {victim} died: {reason}; {share}")
             if there and not was_there:
                 screen.line(f"round {number}: rank {victim} is back; {share}")
-            rounds.append(found.record())
+            rounds.append(result.record())
             screen.advance(number, f"test accuracy {accuracy:.4f}")
             if number == dies_in - 1:
                 ray.get(group.actors()[victim].die_in_next_round.remote())

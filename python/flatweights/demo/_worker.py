@@ -104,8 +104,8 @@ class DigitsWorker(FlatWorker):
             for batch in batches:
                 self.step(*batch)
         else:
-            found = zip(*(self.differentiate(*batch) for batch in batches), strict=True)
-            for variable, some in zip(self.gradients, found, strict=True):
+            gradients = zip(*(self.differentiate(*batch) for batch in batches), strict=True)
+            for variable, some in zip(self.gradients, gradients, strict=True):
                 variable.assign(tf.add_n(some) / len(some))
         seconds = time.perf_counter() - begin
         for variable, ours in zip(self.rival.values(), self.ours, strict=True):

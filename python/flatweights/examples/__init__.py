@@ -265,9 +265,9 @@ def time_exchange(group: "WorkerGroup", rounds: int = 7) -> Exchange:
         group.broadcast(group.average())
 
     def dicts() -> None:
-        found = ray.get([actor.__ray_call__.remote(_read_dict) for actor in actors])
-        mean = {k: sum(one[k] for one in found) / len(found) for k in found[0]}
-        ref = ray.put({k: v.astype(found[0][k].dtype) for k, v in mean.items()})
+        replies = ray.get([actor.__ray_call__.remote(_read_dict) for actor in actors])
+        mean = {k: sum(one[k] for one in replies) / len(replies) for k in replies[0]}
+        ref = ray.put({k: v.astype(replies[0][k].dtype) for k, v in mean.items()})
         ray.get([actor.__ray_call__.remote(_assign_dict, ref) for actor in actors])
 
     seconds: dict[Callable[[], None], list[float]] = {flat: [], dicts: []}

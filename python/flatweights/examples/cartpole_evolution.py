@@ -216,11 +216,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps, mean, reached = 0, 0.0, False
     while not reached and len(curve) < options.updates:
         seed = options.seed + len(curve)  # the same starts for all of a generation
-        found = list(group.step("generation", trials, pairs, seed).values())
-        trials = [trial for tried, _ in found for trial in tried]
+        replies = list(group.step("generation", trials, pairs, seed).values())
+        trials = [trial for tried, _ in replies for trial in tried]
         for place, scale in steps_of(trials):
             axpy_(weights, scale, noise[place : place + len(weights)])
-        returns = [one for _, some in found for one in some]
+        returns = [one for _, some in replies for one in some]
         last.extend(returns)
         steps += int(sum(returns))
         mean = sum(last) / len(last)

@@ -186,16 +186,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         workers=(2, "actors"),
     )
     options = parser.parse_args(arguments)
-    given = options.layers, options.width, options.seed
+    settings = options.layers, options.width, options.seed
     start_ray(options.workers)
     group = WorkerGroup.create(
-        Worker, options.workers, *given, options.workers, arguments=lambda rank: (rank,)
+        Worker, options.workers, *settings, options.workers, arguments=lambda rank: (rank,)
     )
     prepare_tensorflow()  # one thread, here as in each of the actors
     from flatweights.tensorflow import TensorFlowVariables
 
     fitted, held_out = load_shard(0, 1, options.seed)
-    model = Model(*given, fitted)
+    model = Model(*settings, fitted)
     variables = TensorFlowVariables(model.network, trainable_only=True)
     start = variables.get_flat()
     alone = search(variables.value_and_gradient(model.loss), start, options.iterations)

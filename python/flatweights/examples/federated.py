@@ -273,11 +273,11 @@ def run_server(
     accuracies, nbytes = [], 0
     failures: list[Exception] = []
     for number in range(options.rounds):
-        found = play_round(actors, weights, number, draw_clients(number, options))
-        weights = ray.put(optimizer.step(found.weights))
+        result = play_round(actors, weights, number, draw_clients(number, options))
+        weights = ray.put(optimizer.step(result.weights))
         accuracies.append(actors[number % len(actors)].accuracy.remote(weights))
-        failures += found.failed.values()
-        nbytes += found.nbytes
+        failures += result.failed.values()
+        nbytes += result.nbytes
     died = sum(isinstance(error, ray.exceptions.RayActorError) for error in failures)
     return History(ray.get(accuracies), len(failures) - died, died, nbytes)
 

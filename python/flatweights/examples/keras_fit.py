@@ -148,10 +148,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     start_ray(2 * options.workers)
-    given = options.seed, options.workers
+    settings = options.seed, options.workers
     actor = ray.remote(Network)
-    plain = [actor.remote(*given, rank) for rank in range(options.workers)]
-    group = WorkerGroup.create(FlatNetwork, options.workers, *given, arguments=lambda rank: (rank,))
+    plain = [actor.remote(*settings, rank) for rank in range(options.workers)]
+    group = WorkerGroup.create(
+        FlatNetwork, options.workers, *settings, arguments=lambda rank: (rank,)
+    )
     guide = "Network, as in Ray's guide"
     ways: dict[str, Callable[[], object]] = {
         guide: lambda: exchange_as_in_the_guide(plain),

@@ -110,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Worker, options.workers, options.seed, options.graph, arguments=lambda rank: (rank,)
     )
     learned = []
-    for found in group.run(options.iterations, "train"):
-        learned.append([value.item() for value in found.weights.values()])
+    for result in group.run(options.iterations, "train"):
+        learned.append([value.item() for value in result.weights.values()])
     print(time_exchange(group))
     group.shutdown()
 

@@ -218,14 +218,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unbroken: dict[str, NDArray[Any]] = {}
     wrong = []
     for first, second in [*((way, None) for way in WAYS), *product(WAYS, WAYS)]:
-        way, found = train_in_turn(first, second, data, options.steps, options.seed)
-        losses[first, second] = found
+        way, curve = train_in_turn(first, second, data, options.steps, options.seed)
+        losses[first, second] = curve
         weights = way.variables.get_flat()
         gap = float(np.max(np.abs(weights - unbroken.setdefault(second or first, weights))))
         accuracy = float(np.mean(np.argmax(way.predict(images), axis=1) == labels))
         verdict = "same bits" if gap == 0 else f"within {gap:.0e}"
         name = second or "(no break)"
-        rows.append((first, name, f"{found[-1]:.4f}", f"{accuracy:.3f}", verdict))
+        rows.append((first, name, f"{curve[-1]:.4f}", f"{accuracy:.3f}", verdict))
         if gap > (0 if first == second else TOLERANCE):
             wrong.append(f"{first}, {name}: the weights differ by {gap} from those without a break")
         if accuracy < ENOUGH:

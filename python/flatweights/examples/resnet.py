@@ -484,18 +484,18 @@ def train(options: argparse.Namespace, checkpoint: Checkpoint) -> tuple[History,
     half = -(-options.workers // 2)
     for number in range(checkpoint.number + 1, options.rounds + 1):
         rate = learning_rate(options.learning_rate, number, options.rounds)
-        (found,) = group.run(1, "train", rate, min_results=half, nonfinite="skip")
+        (result,) = group.run(1, "train", rate, min_results=half, nonfinite="skip")
         # A copy, for it is saved on Ctrl-C, and the next round may use its memory.
-        checkpoint.number, checkpoint.weights = number, found.weights.copy()
+        checkpoint.number, checkpoint.weights = number, result.weights.copy()
         if number % options.save_every == 0 or number == options.rounds:
             checkpoint.save()
         for one, ref in list(running.items()):
             if ray.wait([ref], timeout=0)[0]:
                 history.evaluations[one] = ray.get(running.pop(one))
         if number % options.eval_every == 0 and not running:
-            running[number] = evaluator.evaluate.remote(number, found.ref)
-        loss, accuracy, seconds = np.mean([found.extras[r] for r in found.used], axis=0).tolist()
-        speed = len(found.used) * options.steps * options.batch_size / found.seconds["round"]
+            running[number] = evaluator.evaluate.remote(number, result.ref)
+        loss, accuracy, seconds = np.mean([result.extras[r] for r in result.used], axis=0).tolist()
+        speed = len(result.used) * options.steps * options.batch_size / result.seconds["round"]
         history.training[number], history.speeds[number] = (loss, accuracy, seconds), speed
         scalars = {"loss": loss, "accuracy": accuracy, "seconds": seconds}
         logged = {f"training/{name}": value for name, value in scalars.items()}
@@ -504,7 +504,7 @@ def train(options: argparse.Namespace, checkpoint: Checkpoint) -> tuple[History,
         if history.evaluations:
             last, (_, accuracy) = max(history.evaluations.items())
             text += f", accuracy {accuracy:.3f} (round {last})"
-        lost = [f", without rank {rank}" for rank in sorted({*found.late, *found.failed})]
+        lost = [f", without rank {rank}" for rank in sorted({*result.late, *result.failed})]
         print(text + "".join(lost), flush=True)
     if options.rounds not in running:
         running[options.rounds] = evaluator.evaluate.remote(options.rounds, checkpoint.weights)
@@ -528,7 +528,7 @@ def report(options: argparse.Namespace, history: History) -> None:
     }
     print_table(list(cells), [list(cells.values())])
     if options.plot:
-        found: dict[str, dict[int, Any]] = {
+        measures: dict[str, dict[int, Any]] = {
             "trained on": dict(history.training),
             "held out": dict(history.evaluations),
         }
@@ -536,7 +536,7 @@ def report(options: argparse.Namespace, history: History) -> None:
             Panel(
                 title,
                 "round",
-                {k: (sorted(m), [m[n][i] for n in sorted(m)]) for k, m in found.items()},
+                {k: (sorted(m), [m[n][i] for n in sorted(m)]) for k, m in measures.items()},
             )
             for i, title in enumerate(("loss", "accuracy"))
         ]

@@ -86,16 +86,16 @@ class GradientDescent(ServerOptimizer[Model]):
                 it was.
         """
         memory = self._read(gradient, "gradient")
-        found = norm(gradient)
-        if not math.isfinite(found):
+        length = norm(gradient)
+        if not math.isfinite(length):
             self._check_finite(gradient, "gradient")
-            raise ValueError(f"gradient: expected a finite norm, got {found}")
+            raise ValueError(f"gradient: expected a finite norm, got {length}")
         most = self.max_norm
-        factor = 1.0 if found <= most else most / found
+        factor = 1.0 if length <= most else most / length
         with self._stepping():
             for run in self._runs:
                 self._advance(run, run.read(memory), factor)
-            self.gradient_norm = found
+            self.gradient_norm = length
         return self.weights
 
     @classmethod

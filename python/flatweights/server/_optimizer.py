@@ -75,10 +75,10 @@ class Hyperparameter:
 
     def read(self, value: Any) -> float:
         """Return ``value`` as a checked float."""
-        found = number(value, self._name)
-        if not self._check(found):
+        setting = number(value, self._name)
+        if not self._check(setting):
             raise ValueError(f"{self._name}: expected {self._expected}, got {value!r}")
-        return found
+        return setting
 
 
 def positive() -> Hyperparameter:
@@ -162,8 +162,8 @@ class ServerOptimizer(ABC, Generic[Model]):
         Sending it (`ray.put`, a pickle) copies it; ``optimizer.weights.copy()`` keeps it.
         """
         self._check_whole()
-        found: Model = self._weights
-        return found
+        model: Model = self._weights
+        return model
 
     @property
     def steps(self) -> int:
@@ -226,10 +226,10 @@ class ServerOptimizer(ABC, Generic[Model]):
         for name, dtype in wanted.items():
             if name not in state or (state[name].dtype, state[name].shape) != (dtype, ()):
                 end = f".{_STEPS}"
-                found = [n.removesuffix(end) for n in state if n.endswith(end) and "/" not in n]
+                owners = [n.removesuffix(end) for n in state if n.endswith(end) and "/" not in n]
                 raise ValueError(
                     f"{where}: expected the state of a {cls.__name__}, with {name!r}; "
-                    f"got that of {found[0] if found else 'no optimizer'}"
+                    f"got that of {owners[0] if owners else 'no optimizer'}"
                 )
         try:
             numbers = {n: h.read(state[cls._number_name(n)]) for n, h in names.items()}
@@ -301,10 +301,12 @@ class ServerOptimizer(ABC, Generic[Model]):
         """Check that squares of differences from the weights are finite, with room to spare."""
         most = min((_MOST[run.wide.dtype.itemsize] for run in self._runs), default=math.inf)
         for model, where in ((average, "average"), (self._weights, "weights")):
-            found = norm(model)
-            if not found <= most:
+            length = norm(model)
+            if not length <= most:
                 self._check_finite(model, where)
-                raise ValueError(f"{where}: expected a norm of at most {most:.2g}, got {found:.3g}")
+                raise ValueError(
+                    f"{where}: expected a norm of at most {most:.2g}, got {length:.3g}"
+                )
 
     def _take_integers(self, average: Any) -> None:
         if self._integers:

@@ -41,7 +41,7 @@ class Steps:
             layout: Their layout.
             session: Operations of the graph that they are in; None for eager ones.
         """
-        self._given = list(variables.values())
+        self._wrappers = list(variables.values())
         self._layout = layout
         self._session = session
         self._steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
@@ -76,14 +76,14 @@ class Steps:
             raise ValueError("expected trainable variables, found none")
         if self._session is not None:
             return _SessionStep(optimizer, groups, self._session)
-        return _EagerStep(optimizer, groups, self._given)
+        return _EagerStep(optimizer, groups, self._wrappers)
 
     def _groups(self) -> list[Group]:
         """Return the trainable variables by dtype."""
         slots: dict[np.dtype[Any], list[int]] = {}
-        for i in trained_positions(self._given):
+        for i in trained_positions(self._wrappers):
             slots.setdefault(self._layout.slots[i].dtype, []).append(i)
-        inner = [inner_variable(given) for given in self._given]
+        inner = [inner_variable(wrapper) for wrapper in self._wrappers]
         return [Group(inner, members, self._layout) for members in slots.values()]
 
 
@@ -116,9 +116,9 @@ class _Step(ABC):
 class _EagerStep(_Step):
     """A `tf.function`, traced once."""
 
-    def __init__(self, optimizer: Any, groups: Sequence[Group], given: Sequence[Any]) -> None:
+    def __init__(self, optimizer: Any, groups: Sequence[Group], wrappers: Sequence[Any]) -> None:
         super().__init__(groups)
-        variables = [_as_known_to(optimizer, given[i]) for i in self.positions]
+        variables = [_as_known_to(optimizer, wrappers[i]) for i in self.positions]
         with eagerly():
             if is_of_keras_3(optimizer, "Optimizer") and not optimizer.built:
                 # Unlike the others, it does not lift its variables out of the function.
@@ -207,7 +207,7 @@ class _SessionStep(_Step):
         self._checked = weakref.ref(place)
 
 
-def _as_known_to(optimizer: Any, given: Any) -> Any:
+def _as_known_to(optimizer: Any, variable: Any) -> Any:
     # Optimizers of Keras 3 look for constraints, which only its own variables have.
-    is_known = is_of_keras_3(optimizer, "Optimizer") or isinstance(given, tf.Variable)
-    return given if is_known else inner_variable(given)
+    is_known = is_of_keras_3(optimizer, "Optimizer") or isinstance(variable, tf.Variable)
+    return variable if is_known else inner_variable(variable)

@@ -59,16 +59,16 @@ def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
     except tf.errors.OpError as error:  # a server elsewhere does not know the op
         failure = f"binding failed: {error.message}"
         return unbound(operations.groups, failure, place=operations.place())
-    found = iter(results)
+    rows = iter(results)
     chosen: list[tuple[int, tf.Variable, NDArray[np.int64]]] = []
     others: list[Group] = []
     reasons: dict[str, str] = {}
     may_improve = False
     for group in operations.groups:
-        given = [] if group.obstacle else [next(found) for _ in group.slots]
-        reason, later = _obstacle(group, given, library)
+        answers = [] if group.obstacle else [next(rows) for _ in group.slots]
+        reason, later = _obstacle(group, answers, library)
         if reason is None:
-            chosen += zip(group.slots, group.variables, given, strict=True)
+            chosen += zip(group.slots, group.variables, answers, strict=True)
         else:
             others.append(group)
             reasons |= {slot.name: reason for slot in group.layout.slots}
@@ -85,14 +85,14 @@ def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
 
 
 def _obstacle(
-    group: Group, given: Sequence[NDArray[np.int64]], library: Library
+    group: Group, answers: Sequence[NDArray[np.int64]], library: Library
 ) -> tuple[str | None, bool]:
     """Return why ``group`` cannot be bound, or None, and whether that may change."""
     if group.obstacle:
         return group.obstacle, False
-    if any(result[1] != library.core.nonce for result in given):
+    if any(result[1] != library.core.nonce for result in answers):
         return "its session runs in another process", False
-    statuses = {int(result[2]) for result in given}
+    statuses = {int(result[2]) for result in answers}
     if _NOT_ON_HOST in statuses:
         return "it is not in host memory", False
     if _UNINITIALIZED in statuses:

@@ -88,10 +88,10 @@ def _is_group_of_one(group: int) -> bool:
     """Whether it is the group that many systems make for each user."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
-        found = grp.getgrgid(group)
+        entry = grp.getgrgid(group)
     except KeyError:
         return False
-    return found.gr_name == user and set(found.gr_mem) <= {user}
+    return entry.gr_name == user and set(entry.gr_mem) <= {user}
 
 
 @contextlib.contextmanager

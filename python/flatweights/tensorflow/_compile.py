@@ -105,10 +105,10 @@ def find_compiler() -> str:
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
         try:
-            found = shutil.which(shlex.split(chosen)[0])
+            compiler = shutil.which(shlex.split(chosen)[0])
         except ValueError as error:
             raise CompileError(f"CXX is no command, {chosen!r}: {error}") from error
-        if found is None:
+        if compiler is None:
             raise CompileError(f"the C++ compiler of CXX, {chosen!r}, is not there")
         return chosen
     for name in _COMPILERS:
@@ -178,10 +178,10 @@ def is_for_this(folder: Path, wanted: dict[str, str], *, check_bytes: bool = Tru
     library = folder / LIBRARY
     try:
         record = json.loads((folder / RECORD).read_text())
-        found = {name: record.pop(name) for name in (_SIZE, _HASH) if name in record}
+        recorded = {name: record.pop(name) for name in (_SIZE, _HASH) if name in record}
         if record != wanted or not library.is_file():
             return False
-        return not (check_bytes and found) or found == _bytes_of(library)
+        return not (check_bytes and recorded) or recorded == _bytes_of(library)
     except (AttributeError, OSError, TypeError, ValueError):
         return False
 

@@ -9,7 +9,7 @@ from flatweights.tensorflow._graph_search import find_dependencies, graph_of, is
 from flatweights.tensorflow._groups import is_synchronized_on_reading
 from flatweights.tensorflow._layers import leaves
 from flatweights.tensorflow._names import unique_names
-from flatweights.tensorflow._structure import Found, find_variables
+from flatweights.tensorflow._structure import Member, find_variables
 
 _MOVED = frozenset(
     {
@@ -25,7 +25,7 @@ class Discovered(NamedTuple):
     """The variables of a model.
 
     Attributes:
-        given: By name, as the user knows them: Keras variables stay Keras variables, but
+        wrappers: By name, as the user knows them: Keras variables stay Keras variables, but
             in graphs, where only what is inside can be run.
         variables: By name, the `tf.Variable` of each.
         replicas: By name, the variables that are to be kept equal to it: those of the
@@ -33,7 +33,7 @@ class Discovered(NamedTuple):
         graph: The graph they are in; None for eager ones.
     """
 
-    given: dict[str, Any]
+    wrappers: dict[str, Any]
     variables: dict[str, tf.Variable]
     replicas: dict[str, Sequence[tf.Variable]]
     graph: tf.Graph | None
@@ -55,7 +55,7 @@ def discover(
     listed = find_variables(input_variables, beside=held)
     if trainable_only:
         held, listed = ([item for item in items if item.is_trained] for items in (held, listed))
-    if symbolic or any(graph_of(found.variable) for found in (*held, *listed)):
+    if symbolic or any(graph_of(entry.variable) for entry in (*held, *listed)):
         discovered = _in_graph(symbolic, held, listed, trainable_only=trainable_only)
     else:
         discovered = _eager(held, listed)
@@ -69,25 +69,25 @@ def discover(
     return discovered
 
 
-def _eager(held: list[Found], listed: list[Found]) -> Discovered:
-    first: dict[int, Found] = {}
+def _eager(held: list[Member], listed: list[Member]) -> Discovered:
+    first: dict[int, Member] = {}
     for item in (*held, *listed):
         first.setdefault(id(item.variable), item)
-    found = list(first.values())
-    names = unique_names("/".join(item.path) for item in found)
-    given, variables, replicas = {}, {}, {}
-    for name, item in zip(names, found, strict=True):
-        given[name] = item.given
+    items = list(first.values())
+    names = unique_names("/".join(item.path) for item in items)
+    wrappers, variables, replicas = {}, {}, {}
+    for name, item in zip(names, items, strict=True):
+        wrappers[name] = item.wrapper
         variables[name] = item.variable
         if isinstance(
             item.variable, tf.distribute.DistributedValues
         ) and not is_synchronized_on_reading(item.variable):
             variables[name], *replicas[name] = item.variable.values
-    return Discovered(given, variables, replicas, None)
+    return Discovered(wrappers, variables, replicas, None)
 
 
 def _in_graph(
-    symbolic: list[Any], held: list[Found], listed: list[Found], *, trainable_only: bool
+    symbolic: list[Any], held: list[Member], listed: list[Member], *, trainable_only: bool
 ) -> Discovered:
     explicit = [item.variable for item in (*held, *listed)]
     if any(isinstance(variable, tf.distribute.DistributedValues) for variable in explicit):

@@ -34,9 +34,9 @@ class Gradients:
 
     def __init__(self, variables: Mapping[str, Any], layout: Layout) -> None:
         """Take the ``variables`` at the slots of ``layout``, as the user knows them."""
-        self._given = list(variables.values())
+        self._wrappers = list(variables.values())
         self._layout = layout
-        self._inner = [inner_variable(given) for given in self._given]
+        self._inner = [inner_variable(wrapper) for wrapper in self._wrappers]
         self._positions: dict[int, int] = {}
         for i, variable in enumerate(self._inner):
             replicas: Iterable[Any] = getattr(variable, "values", ())
@@ -69,19 +69,20 @@ class Gradients:
         """Return one gradient, or None, per slot."""
         if isinstance(gradients, Mapping):
             return self._by_name(gradients)
-        given = list(gradients)
-        if any(_is_pair(item) for item in given):
-            return self._by_variable(given)
-        if len(given) == len(self._layout):
-            return given
-        trained = trained_positions(self._given)
-        if len(given) != len(trained):
+        listed = list(gradients)
+        if any(_is_pair(item) for item in listed):
+            return self._by_variable(listed)
+        if len(listed) == len(self._layout):
+            return listed
+        trained = trained_positions(self._wrappers)
+        if len(listed) != len(trained):
             raise ValueError(
                 f"expected {len(self._layout)} gradients, one per variable, or {len(trained)}, one "
-                f"per trainable variable, got {len(given)}; pairs (gradient, variable) may be fewer"
+                f"per trainable variable, got {len(listed)}; pairs (gradient, variable) may be "
+                "fewer"
             )
         arranged: list[Any] = [None] * len(self._layout)
-        for i, gradient in zip(trained, given, strict=True):
+        for i, gradient in zip(trained, listed, strict=True):
             arranged[i] = gradient
         return arranged
 
@@ -232,11 +233,11 @@ def _checked(array: NDArray[Any], slot: Slot, dtype: np.dtype[Any], i: int) -> N
 def _checked_rows(slices: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> Rows:
     rows = Rows(as_array(slices.values), as_array(slices.indices))
     expected = (len(rows.indices), *slot.shape[1:]) if rows.indices.ndim == 1 else None
-    given = () if slices.dense_shape is None else tuple(as_array(slices.dense_shape).tolist())
-    if not slot.shape or rows.values.shape != expected or given not in ((), slot.shape):
+    dense_shape = () if slices.dense_shape is None else tuple(as_array(slices.dense_shape).tolist())
+    if not slot.shape or rows.values.shape != expected or dense_shape not in ((), slot.shape):
         raise ValueError(
             f"{place_of(i, slot)}: expected rows of {dtype} {slot.shape}, got {rows.values.dtype} "
-            f"{rows.values.shape} at indices {rows.indices.shape} of {given or 'unknown'}"
+            f"{rows.values.shape} at indices {rows.indices.shape} of {dense_shape or 'unknown'}"
         )
     if not is_settable(rows.values.dtype, dtype):
         raise TypeError(

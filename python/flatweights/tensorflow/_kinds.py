@@ -66,35 +66,35 @@ def _is_of_keras_2(value: Any) -> bool:
     return any(m.startswith(("tf_keras.", "tensorflow.python.keras.")) for m in modules)
 
 
-def inner_variable(given: Any) -> tf.Variable:
+def inner_variable(wrapper: Any) -> tf.Variable:
     """Return the `tf.Variable` of a variable of TensorFlow or Keras.
 
     Raises:
         TypeError: If it is kept by another backend of Keras.
         ValueError: If it has no value yet.
     """
-    variable = given
-    if is_of_keras_3(given, "Variable"):
-        variable = given._value
-    elif type(given).__name__.startswith("AutoCast"):
-        variable = given._variable  # reads as itself in every scope
+    variable = wrapper
+    if is_of_keras_3(wrapper, "Variable"):
+        variable = wrapper._value
+    elif type(wrapper).__name__.startswith("AutoCast"):
+        variable = wrapper._variable  # reads as itself in every scope
     if variable is None:
-        raise ValueError(f"variable {own_name(given)!r} has no value yet: build the model first")
+        raise ValueError(f"variable {own_name(wrapper)!r} has no value yet: build the model first")
     if not isinstance(variable, tf.Variable):
         raise TypeError(
-            f"variable {own_name(given)!r}: expected a variable of TensorFlow, got "
+            f"variable {own_name(wrapper)!r}: expected a variable of TensorFlow, got "
             f"{type(variable).__name__}: Keras runs on another backend"
         )
     return variable
 
 
-def own_name(given: Any) -> str:
+def own_name(variable: Any) -> str:
     """Return the name that a variable was given, without what TensorFlow and Keras number."""
-    name = str(given.name).partition(":")[0]
+    name = str(variable.name).partition(":")[0]
     # Keras counts those that were given none: `variable_7`.
     return "variable" if re.fullmatch(r"variable_\d+", name) else name
 
 
-def last_name(given: Any) -> str:
+def last_name(variable: Any) -> str:
     """Return the same without scopes, such as the layer's name that `tf_keras` has in front."""
-    return own_name(given).rpartition("/")[2]
+    return own_name(variable).rpartition("/")[2]

@@ -139,12 +139,12 @@ def _attributes_of(layer: Any) -> dict[int, Path]:
         for name, held in vars(layer).items()
         if name not in _LISTS_OF_KERAS and not name.startswith(("_self_", "_obj_"))
     ]
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     # A public attribute names a layer in preference to a private one.
     for name, held in sorted(attributes, key=lambda item: item[0].startswith("_")):
         for path, item in leaves(held, (name.lstrip("_"),)):
-            found.setdefault(id(item), path)
-    return found
+            paths.setdefault(id(item), path)
+    return paths
 
 
 _LISTS_OF_KERAS = frozenset(

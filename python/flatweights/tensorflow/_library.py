@@ -84,14 +84,14 @@ def load_library() -> Library | None:
     setting = _setting()
     if setting == "ops":
         return None
-    found, is_new = _load_once()
-    if isinstance(found, Library):
-        return found
+    library, is_new = _load_once()
+    if isinstance(library, Library):
+        return library
     if setting == "bound":
-        raise RuntimeError(f"{SETTING}=bound, but {found}") from found
+        raise RuntimeError(f"{SETTING}=bound, but {library}") from library
     if is_new:
         warnings.warn(
-            f"flatweights moves weights by TensorFlow's operations, which is slower: {found}. "
+            f"flatweights moves weights by TensorFlow's operations, which is slower: {library}. "
             "When that is mended, run 'flatweights build-tf'; to do without and without this "
             f"warning, set {SETTING}=ops",
             RuntimeWarning,
@@ -133,8 +133,8 @@ def build_library() -> Path:
     """
     try:
         wanted = identity(PACKAGED)
-        found = _folder_of_library(wanted)
-        return (_compile_into_cache(wanted, again=True) if found is None else found) / LIBRARY
+        folder = _folder_of_library(wanted)
+        return (_compile_into_cache(wanted, again=True) if folder is None else folder) / LIBRARY
     except (CacheError, CompileError, OSError) as error:
         raise LibraryError(str(error)) from error
 

@@ -17,33 +17,33 @@ NO_MATCH = (
 
 
 def match_slots(
-    given: Mapping[str, Any],
+    weights: Mapping[str, Any],
     layout: Layout,
     *,
     strict: bool = False,
     rename: Mapping[str, str] | None = None,
 ) -> dict[int, str]:
-    """Return the position of the slot that each of the ``given`` weights is for.
+    """Return the position of the slot that each of the ``weights`` is for.
 
     In this order: if all names are known, by name; else, if the weights are a full set
     whose shapes and dtypes agree in order, by position, unless the names tell that they are in
     another order; else, if some names are known, those, with a warning that lists the others.
 
     Args:
-        given: Weights by name.
+        weights: By name.
         layout: Slots of the model.
         strict: Accept nothing but all names, each known.
-        rename: Names in ``given`` to names of the model.
+        rename: Names in ``weights`` to names of the model.
 
     Returns:
-        Position of a slot to the name in ``given`` of its weights.
+        Position of a slot to the name that its weights have in ``weights``.
 
     Raises:
         AssertionError: If nothing matches, with the explanation that Ray's class gives.
         ValueError: If ``strict`` and a name is missing or unknown, or if ``rename`` maps
             from a name that is not given, or two names to one.
     """
-    names = _renamed(list(given), rename or {})
+    names = _renamed(list(weights), rename or {})
     known = {layout.index(name): key for key, name in names.items() if name in layout}
     unknown = [key for key, name in names.items() if name not in layout]
     if strict:
@@ -55,11 +55,11 @@ def match_slots(
     if known and not unknown:
         return known
     if (
-        len(given) == len(layout)
-        and _layout_of(given).signature == layout.signature
+        len(weights) == len(layout)
+        and _layout_of(weights).signature == layout.signature
         and not _are_shuffled(list(names.values()), layout.names)
     ):
-        return dict(enumerate(given))
+        return dict(enumerate(weights))
     if not known:
         raise AssertionError(NO_MATCH)
     warnings.warn(
@@ -69,18 +69,18 @@ def match_slots(
     return known
 
 
-def _are_shuffled(given: Sequence[str], own: Sequence[str]) -> bool:
+def _are_shuffled(keys: Sequence[str], own: Sequence[str]) -> bool:
     """Whether two parts of names that both have are at different places; numbers aside.
 
     Weights that were sorted by name must not arrive at one another's places: ``actor/beta``,
     ``actor/gamma`` are not for ``gamma``, ``beta``. Compared are the last parts of the names,
     then those before them, and so on. What only one of the two has was renamed.
     """
-    given_parts, own_parts = ([_parts(name) for name in names] for names in (given, own))
-    depth = min(len(parts) for parts in (*given_parts, *own_parts))
+    key_parts, own_parts = ([_parts(name) for name in names] for names in (keys, own))
+    depth = min(len(parts) for parts in (*key_parts, *own_parts))
     for k in range(depth):
-        both = {parts[k] for parts in given_parts} & {parts[k] for parts in own_parts}
-        for theirs, ours in zip(given_parts, own_parts, strict=True):
+        both = {parts[k] for parts in key_parts} & {parts[k] for parts in own_parts}
+        for theirs, ours in zip(key_parts, own_parts, strict=True):
             if theirs[k] != ours[k] and {theirs[k], ours[k]} <= both:
                 return True
     return False
@@ -103,8 +103,8 @@ def _renamed(keys: list[str], rename: Mapping[str, str]) -> dict[str, str]:
     return names
 
 
-def _layout_of(given: Mapping[str, Any]) -> Layout:
-    if isinstance(given, FlatWeights):
-        return given.layout
-    arrays = [as_array(value) for value in given.values()]
+def _layout_of(weights: Mapping[str, Any]) -> Layout:
+    if isinstance(weights, FlatWeights):
+        return weights.layout
+    arrays = [as_array(value) for value in weights.values()]
     return Layout.of_arrays([str(i) for i in range(len(arrays))], arrays)

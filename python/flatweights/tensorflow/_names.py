@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 
 def unique_names(names: Iterable[str]) -> list[str]:
     """Return ``names`` with repeats numbered in order: ``w, w, w`` become ``w, w_1, w_2``."""
-    given = list(names)
-    taken = set(given)
+    listed = list(names)
+    taken = set(listed)
     repeats: Counter[str] = Counter()
     seen: set[str] = set()
     unique = []
-    for name in given:
+    for name in listed:
         candidate = name
         while candidate in seen or (candidate != name and candidate in taken):
             repeats[name] += 1

@@ -32,11 +32,11 @@ class Objective(ABC):
         self._set_flat = set_flat
         self._layout = layout
         self._dtype = np.dtype(dtype)
-        given = list(variables.values())
-        self._positions = trained_positions(given)
+        listed = list(variables.values())
+        self._positions = trained_positions(listed)
         if not self._positions:
             raise ValueError("expected trainable variables, found none")
-        self._variables = [inner_variable(given[i]) for i in self._positions]
+        self._variables = [inner_variable(listed[i]) for i in self._positions]
         slots = [layout.slots[i] for i in self._positions]
         self._trained = Layout(
             [slot.name for slot in slots],

@@ -58,8 +58,10 @@ def _innermost(optimizer: Any) -> list[Any]:
 
 
 def _all_variables(optimizer: Any) -> list[Any]:
-    found = optimizer.variables
-    return list(found() if callable(found) and not isinstance(found, Sequence) else found)
+    variables = optimizer.variables
+    if callable(variables) and not isinstance(variables, Sequence):
+        variables = variables()
+    return list(variables)
 
 
 def _check_built(optimizer: Any) -> None:
@@ -86,7 +88,7 @@ def _slot_paths(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]:
         return _slots_by_key(optimizer, owners)
     keys, names = _owners_of(optimizer)
     paths = _owner_paths(keys, names, owners)
-    found: dict[int, Path] = {}
+    slot_paths: dict[int, Path] = {}
     for attribute, held in vars(optimizer).items():
         if attribute in ("_variables", "_trainable_variables"):
             continue
@@ -94,8 +96,8 @@ def _slot_paths(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]:
         if isinstance(held, (list, tuple)) and len(held) == len(paths):
             for owner, slot in zip(paths, held, strict=True):
                 if is_variable(slot):
-                    found.setdefault(id(slot), (*owner, attribute.lstrip("_")))
-    return found
+                    slot_paths.setdefault(id(slot), (*owner, attribute.lstrip("_")))
+    return slot_paths
 
 
 def _owners_of(optimizer: Any) -> tuple[list[str], list[str]]:
@@ -118,12 +120,12 @@ def _slots_by_key(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]
     """Return the same for optimizers that keep, for each variable, its slots by name."""
     keys = [_key_text(key) for key in optimizer._slots]
     paths = _owner_paths(keys, [_name_in_key(key) for key in keys], owners)
-    found: dict[int, Path] = {}
+    slot_paths: dict[int, Path] = {}
     for owner, (key, slots) in zip(paths, optimizer._slots.items(), strict=True):
         if isinstance(key, str) and not _is_by_kind(optimizer):
             for kind, slot in slots.items():
-                found[id(slot)] = (*owner, kind)
-    return found
+                slot_paths[id(slot)] = (*owner, kind)
+    return slot_paths
 
 
 def _is_by_kind(optimizer: Any) -> bool:

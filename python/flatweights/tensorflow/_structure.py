@@ -27,23 +27,23 @@ _NO_HOLDERS = frozenset(
 )
 
 
-class Found(NamedTuple):
-    """A variable and where it was found.
+class Member(NamedTuple):
+    """A variable of a model, and where the model holds it.
 
     Attributes:
         path: Attribute names, keys and positions that lead to it, then its own name.
-        given: The variable as the model holds it: a `tf.Variable` or a Keras variable.
+        wrapper: The variable as the model holds it: a `tf.Variable` or a Keras variable.
         variable: The `tf.Variable` itself.
         is_trained: Whether the model trains it.
     """
 
     path: Path
-    given: Any
+    wrapper: Any
     variable: tf.Variable
     is_trained: bool
 
 
-def find_variables(output: Any, beside: Iterable[Found] = ()) -> list[Found]:
+def find_variables(output: Any, beside: Iterable[Member] = ()) -> list[Member]:
     """Return each variable that ``output`` holds, once, in order.
 
     Args:
@@ -58,11 +58,11 @@ def find_variables(output: Any, beside: Iterable[Found] = ()) -> list[Found]:
     """
     # An optimizer names its slots after the variables of models that may come after it.
     without = _Walk(owners=None)
-    found = without.found(output)
+    members = without.members(output)
     if not without.passed_over:
-        return found
-    owners = {owner_key(item.variable): item.path for item in (*beside, *found)}
-    return _Walk(owners).found(output)
+        return members
+    owners = {owner_key(item.variable): item.path for item in (*beside, *members)}
+    return _Walk(owners).members(output)
 
 
 class _Walk:
@@ -78,15 +78,15 @@ class _Walk:
         self.passed_over = False
         self._entered: set[int] = set()
 
-    def found(self, output: Any) -> list[Found]:
+    def members(self, output: Any) -> list[Member]:
         seen: set[int] = set()
-        found = []
-        for path, given, is_trained in self._walk(output, ()):
-            variable = inner_variable(given)
+        members = []
+        for path, wrapper, is_trained in self._walk(output, ()):
+            variable = inner_variable(wrapper)
             if id(variable) not in seen:
                 seen.add(id(variable))
-                found.append(Found(path, given, variable, is_trained))
-        return found
+                members.append(Member(path, wrapper, variable, is_trained))
+        return members
 
     def _walk(self, value: Any, path: Path) -> Iterator[tuple[Path, Any, bool]]:
         if value is None:

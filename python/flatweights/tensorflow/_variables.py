@@ -108,12 +108,12 @@ class TensorFlowVariables:
                 FLATWEIGHTS_TENSORFLOW insists on bound variables and the op library for that
                 cannot be had.
         """
-        found = discover(output, input_variables, sess, trainable_only=trainable_only)
-        self._variables = found.given
+        discovered = discover(output, input_variables, sess, trainable_only=trainable_only)
+        self._variables = discovered.wrappers
         self._layout = Layout(
-            list(found.variables),
-            [v.shape.as_list() for v in found.variables.values()],
-            [v.dtype.base_dtype.as_numpy_dtype for v in found.variables.values()],
+            list(discovered.variables),
+            [v.shape.as_list() for v in discovered.variables.values()],
+            [v.dtype.base_dtype.as_numpy_dtype for v in discovered.variables.values()],
         )
         self._dtype = self._layout.dtype
         self._has_warned = False
@@ -124,17 +124,19 @@ class TensorFlowVariables:
             if is_floating(slot.dtype) and not is_averaged(slot.dtype)
         ]
         library = None if _runs_elsewhere(sess) else load_library()
-        variables = list(found.variables.values())
+        variables = list(discovered.variables.values())
         groups = make_groups(variables, self._layout)
         self._session: SessionOperations | None = None
-        if found.graph is None:
+        if discovered.graph is None:
             eager = EagerOperations(variables, groups, library)
             self._mover = Mover(eager, self._layout, library)
             if tf.executing_eagerly():
                 self._mover.bind()
-            self._replicas = Replicas(self._mover, self._layout, found.replicas, library)
+            self._replicas = Replicas(self._mover, self._layout, discovered.replicas, library)
         else:
-            self._session = SessionOperations(found.variables, found.graph, groups, library)
+            self._session = SessionOperations(
+                discovered.variables, discovered.graph, groups, library
+            )
             self._session.set_session(sess)
             self._mover = Mover(self._session, self._layout, library)
             if sess is not None and self._session.place() is not None:
@@ -357,10 +359,10 @@ class TensorFlowVariables:
             self._mover.set_vector(flat, share=share)
         self._replicas.follow()
 
-    def _vector(self, value: ArrayLike, what: str) -> NDArray[Any]:
+    def _vector(self, value: ArrayLike, argument: str) -> NDArray[Any]:
         flat = as_array(value)
         if flat.shape != (self._layout.size,):
-            raise ValueError(f"{what}: expected shape ({self._layout.size},), got {flat.shape}")
+            raise ValueError(f"{argument}: expected shape ({self._layout.size},), got {flat.shape}")
         return flat if flat.flags.c_contiguous else np.ascontiguousarray(flat)
 
     def add_flat(self, delta: ArrayLike, scale: float = 1.0) -> None:
@@ -412,8 +414,8 @@ class TensorFlowVariables:
         """
         self._update(LERP, target, "target", finite(t, "t"))
 
-    def _update(self, update: Update, value: ArrayLike, what: str, a: float) -> None:
-        flat = self._vector(value, what)
+    def _update(self, update: Update, value: ArrayLike, argument: str, a: float) -> None:
+        flat = self._vector(value, argument)
         if self._not_computed_with:
             raise TypeError(
                 f"expected dtypes that are computed with, got {', '.join(self._not_computed_with)}"
