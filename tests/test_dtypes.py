@@ -10,7 +10,7 @@ from flatweights._cast import copy_cast, is_settable, settable
 from flatweights._dtypes import (
     decode_dtype,
     encode_dtype,
-    has_mean,
+    is_averaged,
     is_floating,
     is_integer,
     promote,
@@ -123,7 +123,7 @@ def test_there_may_be_no_common_dtype() -> None:
 
 @each(dtype=MOVED)
 def test_the_classes_of_dtypes(dtype: np.dtype[Any]) -> None:
-    assert has_mean(dtype) == (dtype in AVERAGED)
+    assert is_averaged(dtype) == (dtype in AVERAGED)
     assert is_integer(dtype) == (dtype in INTEGERS)
     assert is_floating(dtype) == (dtype in REAL or (dtype in OTHERS and "float" in dtype.name))
 

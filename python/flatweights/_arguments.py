@@ -1,4 +1,4 @@
-"""Types of command-line arguments: what does not make sense is refused, saying what does."""
+"""Types of command-line arguments, which refuse senseless values and say what is expected."""
 
 import argparse
 import math
@@ -25,7 +25,7 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def fraction(text: str) -> float:
-    """Return a number from 0 up to, but without, 1."""
+    """Return a number that is at least 0 and below 1."""
     try:
         value = float(text)
     except ValueError:

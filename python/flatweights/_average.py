@@ -94,7 +94,7 @@ def average_used(
     nonfinite: Nonfinite = "propagate",
     names: Sequence[str] | None = None,
 ) -> tuple[Source, list[int]]:
-    """Return what `average` does, and which sources ``nonfinite`` did not leave out.
+    """Return the mean as `average` does, and the positions of the sources that are in it.
 
     Errors about NaN and infinity name sources by ``names``, if given.
     """
@@ -232,7 +232,7 @@ def _finite(
     nonfinite: Nonfinite,
     names: Sequence[str] | None,
 ) -> list[int]:
-    """Return the models without NaN and infinity; raise for the first one with, if asked to."""
+    """Return the positions of the finite models; raise for another one if asked to."""
     used = []
     for k, arrays in enumerate(parts):
         error = template.find_nonfinite(arrays, names[k] if names else f"source {k}")

@@ -1,4 +1,4 @@
-"""How values become those of a model's parts.
+"""Casts of values to the dtypes of a model's parts.
 
 What sets a model casts as ``np.copyto(casting="same_kind")`` does, so that the float64
 vector of an optimizer sets a float32 model, with two additions: real floating types

@@ -1,4 +1,4 @@
-"""How a dtype is written down, and which dtype a vector of several has."""
+"""Names of dtypes, kinds of dtypes, and the dtype of a vector that holds several."""
 
 import json
 from collections.abc import Iterable
@@ -28,14 +28,14 @@ def is_floating(dtype: np.dtype[Any]) -> bool:
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
-    """Whether ``dtype`` holds integers or booleans, int4 and its kin included."""
+    """Whether ``dtype`` holds integers or booleans, those of 4 bits included."""
     if is_ml_dtype(dtype):
         return "int" in dtype.name
     return dtype.kind in "biu"
 
 
 def is_averaged(dtype: np.dtype[Any]) -> bool:
-    """Whether ``dtype`` is one that the core computes with, rather than merely moves."""
+    """Whether the kernels compute with ``dtype``: floats of 16 to 64 bits, and complex, native."""
     return dtype.isnative and (dtype.name == "bfloat16" or dtype.char in "efdFD")
 
 
@@ -119,11 +119,3 @@ def promote(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any] | None:
         return np.result_type(*stand_ins)
     except TypeError:
         return None
-
-
-def has_mean(dtype: np.dtype[Any]) -> bool:
-    """Whether the kernels average ``dtype``: 16 to 64-bit floats, and complex, in native order."""
-    if is_ml_dtype(dtype):
-        return bool(dtype.name == "bfloat16")
-    widest = {"f": 8, "c": 16}.get(dtype.kind, 0)
-    return dtype.isnative and dtype.itemsize <= widest

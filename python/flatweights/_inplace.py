@@ -214,7 +214,7 @@ def _memory(model: Any, where: str) -> tuple[Kind, NDArray[Any]]:
 
 
 def _read(model: Any, where: str) -> tuple[Template, list[NDArray[Any]]]:
-    """Return what ``model`` is, and its memory; strides are left for the kernels to refuse."""
+    """Return the kind of ``model`` and its memory; the kernels refuse strides."""
     _, memory = _memory(model, where)
     return Template.of(model, where), [memory]
 
@@ -226,7 +226,7 @@ def _read_y(y: Any) -> tuple[Template, list[NDArray[Any]]]:
 
 
 def _read_x(x: Any, template: Template) -> list[NDArray[Any]]:
-    """Return the memory of ``x``; dtype and shape of an array are left for the kernels."""
+    """Return the memory of ``x``; the kernels check the dtype and shape of an array."""
     kind, memory = _memory(x, "x")
     if kind is not template.kind:
         raise TypeError(f"x: expected {template.kind.value}, got {kind.value}")
@@ -236,7 +236,7 @@ def _read_x(x: Any, template: Template) -> list[NDArray[Any]]:
 
 
 def _number(value: Any, where: str) -> float:
-    """Return ``value`` as a float; texts, complex numbers and arrays are none."""
+    """Return ``value`` as a float; refuse texts, complex numbers and arrays."""
     if type(value) is float:
         return value
     real = hasattr(value, "__float__") or hasattr(value, "__index__")

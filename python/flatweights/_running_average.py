@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._average import ratio, read_weight
 from flatweights._cast import move_parts
-from flatweights._dtypes import has_mean
+from flatweights._dtypes import is_averaged
 from flatweights._flatten import new_vector
 from flatweights._locks import TurnLock
 from flatweights._sources import Template
@@ -256,6 +256,6 @@ def _copy_of(memory: NDArray[Any]) -> NDArray[Any]:
 
 
 def _kept_parts(template: Template, source: Any) -> dict[int, NDArray[Any]]:
-    kept = [i for i, slot in enumerate(template.layout.slots) if not has_mean(slot.dtype)]
+    kept = [i for i, slot in enumerate(template.layout.slots) if not is_averaged(slot.dtype)]
     views = template.views(source) if kept else []
     return {i: np.array(views[i]) for i in kept}

@@ -141,7 +141,7 @@ def _open(path: str | os.PathLike[str]) -> io.FileIO:
 
 
 def _stored(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return as what a part of ``dtype`` is stored, and the axes that this adds to it."""
+    """Return the dtype in which a part of ``dtype`` is stored, and the axes that this adds."""
     if dtype in _KNOWN:
         return dtype, ()
     if dtype == np.dtype("<c16"):
@@ -150,7 +150,7 @@ def _stored(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 
 def _key(name: str) -> str:
-    """Return the name in the file of the part called ``name``, another one for each."""
+    """Return the unique name that the part called ``name`` has in the file."""
     is_taken = name.startswith(_RESERVED) and not name[len(_RESERVED) :].strip("_")
     return f"{name}_" if is_taken else name
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._dtypes import has_mean, is_integer
+from flatweights._dtypes import is_averaged, is_integer
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout
 from flatweights._trees import Tree, as_array, is_tree, part
@@ -20,7 +20,7 @@ _ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__dlpack__")
 
 
 class Kind(Enum):
-    """What a model was handed over as."""
+    """The form in which a model was handed over."""
 
     FLAT_WEIGHTS = "FlatWeights"
     ARRAY = "an array"
@@ -88,14 +88,14 @@ class Template:
     def _check_means(self, where: str) -> None:
         for i, slot in enumerate(self.layout.slots):
             kept = is_integer(slot.dtype) and self.kind is not Kind.ARRAY
-            if not kept and not has_mean(slot.dtype):
+            if not kept and not is_averaged(slot.dtype):
                 raise TypeError(
                     f"{where}{self.place(i)}: expected float16, bfloat16, float32, float64 "
                     f"or complex numbers in native byte order, got {slot.dtype}"
                 )
 
     def place(self, i: int) -> str:
-        """Return how errors go on to name slot ``i`` after the source."""
+        """Return the text that names slot ``i`` in errors, after that for the source."""
         return "" if self.kind is Kind.ARRAY else f", slot {i} {self.layout.names[i]!r}"
 
     def read(self, source: Any, where: str) -> list[NDArray[Any]]:

@@ -1,4 +1,4 @@
-"""A program in a process of its own, none of whose processes outlives it, or Ctrl-C.
+"""Runs a program in a child process; all of its processes end with it, and at Ctrl-C.
 
 Ray starts a dozen processes, takes seconds to start and to stop, and spends some of them in C++,
 where Python's handler of a signal does not run. So the program runs in a child, and its parent

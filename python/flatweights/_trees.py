@@ -31,7 +31,7 @@ def as_array(value: Any) -> NDArray[Any]:
 
 
 def part(value: Any, where: str) -> NDArray[Any]:
-    """Return ``value`` as `as_array` does; what is none is refused as ``where``.
+    """Return ``value`` as `as_array` does; the error for anything else names ``where``.
 
     Raises:
         TypeError: If it is a container, None, or anything else that makes no array of numbers.

@@ -231,7 +231,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
         return self
 
     def setdefault(self, name: str, default: Any = None) -> NDArray[Any]:
-        """Return the part called ``name``; there being no others, ``default`` is never used.
+        """Return the part called ``name``. Keys are fixed, so ``default`` is never used.
 
         Raises:
             TypeError: If there is no such part.

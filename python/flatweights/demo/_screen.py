@@ -74,7 +74,7 @@ class Screen:
         self._plain(text)
 
     def advance(self, number: int, text: str) -> None:
-        """Say that a round is done, and what came of it."""
+        """Say that a round is done, and with which result."""
         self._progress.update(self._task, completed=number, description=text)
         every = max(1, self._rounds // LINES)
         if number == 1 or number % every == 0 or number == self._rounds:
@@ -86,7 +86,7 @@ class Screen:
 
 
 def plural(n: int, noun: str) -> str:
-    """Return ``n`` and the noun in its right number."""
+    """Return ``n`` and the noun, in the plural unless ``n`` is 1."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 

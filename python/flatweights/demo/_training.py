@@ -32,7 +32,7 @@ STEPS = {
 
 
 class Exchanged(NamedTuple):
-    """What one exchange brought, and what it took.
+    """The result of one exchange, and its cost.
 
     Attributes:
         mean: By name, the average.
@@ -198,7 +198,7 @@ def _exchange_others(
 
 
 def survive(options: argparse.Namespace) -> None:
-    """Train on though half-way the last rank's process is killed.
+    """Train, and kill the process of the last rank half-way.
 
     It is averaged again as soon as Ray has started it anew. That takes seconds, in which
     TensorFlow is imported, and rounds of the demo take less: after a quarter of all rounds

@@ -50,7 +50,7 @@ def build_model(width: int, seed: int) -> Any:
 
 
 class DigitsWorker(FlatWorker):
-    """Trains a network; what it exchanges lies there twice, once for each way."""
+    """Trains a network; it holds what it exchanges twice, once for each way."""
 
     def build(self, options: argparse.Namespace, rank: int) -> Any:
         """Build the network; return the variables that travel as one buffer."""
@@ -162,11 +162,11 @@ class DigitsWorker(FlatWorker):
     # To be killed, once: the process that Ray starts in its place is not doomed.
 
     def die_in_next_round(self) -> None:
-        """Let `train_on` end with the end of this process."""
+        """Have this process die in the next `train_on`."""
         self.doomed = True
 
     def train_on(self) -> FlatWeights:
-        """Train, and return the weights; or die with them."""
+        """Train, and return the weights, or die before that."""
         self.train()
         if self.doomed:
             os.kill(os.getpid(), signal.SIGKILL)

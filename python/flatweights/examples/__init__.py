@@ -126,7 +126,7 @@ def run(main: Callable[[], None], *, grace: float = 0.0) -> NoReturn:
 
 
 def explain(error: Exception) -> str:
-    """Return in one line what went wrong and what to do about it.
+    """Return one line that says what failed and what to do about it.
 
     Raises:
         Exception: ``error``, if it is a mistake of the program itself.

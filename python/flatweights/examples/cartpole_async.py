@@ -1,4 +1,4 @@
-"""Asynchronous gradients on CartPole: each is applied as it comes, nobody waits.
+"""Asynchronous gradients on CartPole: each is applied as it arrives, and no actor waits.
 
 The asynchronous advantage actor-critic of Mnih et al., "Asynchronous Methods for Deep
 Reinforcement Learning", ICML 2016. Each worker plays some steps with the weights that it was
@@ -79,7 +79,7 @@ def build_network(outputs: int, seed: int) -> Any:
 
 
 def as_function(network: Any) -> Network:
-    """Return what calls ``network``, traced once: a plain call takes many times as long."""
+    """Return ``network`` as a function that is traced once: a plain call takes far longer."""
     import tensorflow as tf
 
     states = tf.TensorSpec([None, OBSERVATIONS])

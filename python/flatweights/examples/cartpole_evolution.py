@@ -60,7 +60,7 @@ Network = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 class Trial(NamedTuple):
-    """What came of one piece of noise.
+    """The result of one piece of noise.
 
     Attributes:
         place: Where the piece begins in the table.
@@ -90,7 +90,7 @@ def build_network(outputs: int, seed: int) -> Any:
 
 
 def as_function(network: Any) -> Network:
-    """Return what calls ``network``, traced once: a plain call takes many times as long."""
+    """Return ``network`` as a function that is traced once: a plain call takes far longer."""
     import tensorflow as tf
 
     states = tf.TensorSpec([None, OBSERVATIONS])
@@ -111,7 +111,7 @@ def play(policy: Network, episodes: int, seed: int) -> NDArray[np.float64]:
 
 
 def steps_of(trials: Sequence[Trial]) -> Iterator[tuple[int, float]]:
-    """Yield how much to add of which piece: equal answers give equal steps, everywhere."""
+    """Yield factor and place of each piece to add: equal answers give equal steps in all actors."""
     returns = np.array([[trial.plus, trial.minus] for trial in trials])
     # Ranks from -0.5 to 0.5 in place of returns: one that stands out moves no further.
     ranks = np.argsort(np.argsort(returns, axis=None, kind="stable")) / (returns.size - 1) - 0.5
@@ -170,7 +170,7 @@ class Player(FlatWorker):
         return self.noise[place : place + self.variables.get_flat_size()]
 
     def finish(self, trials: Sequence[Trial], seed: int) -> tuple[str, NDArray[Any]]:
-        """Take the last step; return the digest of the weights, and how they play."""
+        """Take the last step; return the digest of the weights and their mean return."""
         self.move(trials)
         return digest(self.get_flat()), play(self.policy, EPISODES, seed)
 

@@ -67,7 +67,7 @@ def build_network(outputs: int, seed: int) -> Any:
 
 
 def as_function(network: Any) -> Network:
-    """Return what calls ``network``, traced once: a plain call takes many times as long."""
+    """Return ``network`` as a function that is traced once: a plain call takes far longer."""
     import tensorflow as tf
 
     states = tf.TensorSpec([None, OBSERVATIONS])
@@ -165,7 +165,7 @@ def advantages(rollout: Rollout, values: NDArray[Any]) -> NDArray[np.float32]:
 
 
 class Learner:
-    """Improves a policy by what was played with it.
+    """Improves a policy from what was played with it.
 
     Attributes:
         policy: The policy.

@@ -131,7 +131,7 @@ class Worker(FlatWorker):
 
 
 class Fit(NamedTuple):
-    """What came of a search: the best weights, and each question's loss and time."""
+    """The result of a search: the best weights, and loss and time of each evaluation."""
 
     best: NDArray[Any]
     iterations: int
@@ -160,7 +160,7 @@ def search(objective: Objective, start: NDArray[Any], iterations: int) -> Fit:
 
 
 def averaged(group: WorkerGroup, sizes: Sequence[int]) -> Objective:
-    """Return the objective whose answers are the averages of those of ``group``."""
+    """Return the objective that averages loss and gradient over the actors of ``group``."""
 
     def objective(x: NDArray[Any]) -> tuple[float, NDArray[Any]]:
         group.broadcast(x.astype(np.float32))

@@ -186,7 +186,7 @@ class Client(FlatWorker):
     def train(
         self, weights: FlatWeights, number: int, client: int, fate: str
     ) -> tuple[FlatWeights, int]:
-        """Train from ``weights`` on the data of ``client``; fail then, if that is its fate.
+        """Train from ``weights`` on the data of ``client``, and fail if it is drawn to.
 
         Args:
             weights: Of the server.
@@ -212,14 +212,14 @@ class Client(FlatWorker):
         return self.get_weights(), len(labels)
 
     def accuracy(self, weights: FlatWeights) -> float:
-        """Return the share of digits that no client has, and ``weights`` tell."""
+        """Return the accuracy of ``weights`` on digits that no client has."""
         self.set_weights(weights)
         images, labels = self.test
         return float(np.mean(np.argmax(self.model(images), axis=1) == labels))
 
 
 def draw_clients(number: int, options: argparse.Namespace) -> list[tuple[int, str]]:
-    """Return the clients of a round, and what becomes of each: "trains", "raises" or "dies"."""
+    """Return the clients of a round, and the fate of each: "trains", "raises" or "dies"."""
     rng = np.random.default_rng([options.seed, number])
     count = max(1, round(options.fraction * options.clients))
     failing = min(round(options.failing * count), count - 1)
@@ -245,7 +245,7 @@ def play_round(
 
 
 class History(NamedTuple):
-    """What came of one server.
+    """The curves of one server's training.
 
     Attributes:
         accuracies: On digits that no client has, after each round.
@@ -261,7 +261,7 @@ class History(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """The mean of the last rounds: from one to the next it jumps."""
+        """The mean accuracy of the last rounds, since single ones jump."""
         return float(np.mean(self.accuracies[-LAST:]))
 
 

@@ -42,7 +42,7 @@ LEARNING_RATE = 0.5
 
 
 def points(seed: int, rank: int) -> Iterator[Any]:
-    """Yield batches of points on the line: those of one worker, never the same as another's."""
+    """Yield batches of points on the line, different ones for each worker."""
     rng = np.random.default_rng([seed, rank])
     while True:
         x = rng.random((BATCH_SIZE, 1), np.float32)
@@ -50,7 +50,7 @@ def points(seed: int, rank: int) -> Iterator[Any]:
 
 
 def build_eagerly(seed: int) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """Return a model of Keras, and what trains it on one batch."""
+    """Return a Keras model, and a function that trains it on one batch."""
     import keras
 
     keras.utils.set_random_seed(seed)
@@ -60,7 +60,7 @@ def build_eagerly(seed: int) -> tuple[Any, Callable[[Any, Any], Any]]:
 
 
 def build_in_a_graph(seed: int) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """Return the weights of a model in a TF1 graph, and what trains it on one batch."""
+    """Return the weights of a model in a TF1 graph, and a function that trains it on one batch."""
     import tensorflow.compat.v1 as tf
 
     from flatweights.tensorflow import TensorFlowVariables
@@ -88,7 +88,7 @@ class Worker(FlatWorker):
         return model
 
     def train(self) -> FlatWeights:
-        """Take a few steps; return where they lead."""
+        """Take a few steps; return the weights."""
         for _ in range(LOCAL_STEPS):
             self.step(*next(self.points))
         return self.get_weights()

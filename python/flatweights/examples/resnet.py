@@ -318,7 +318,7 @@ class Trainer(FlatWorker):
 
 
 class Evaluator(FlatWorker):
-    """Tells how well a network does on images that no one trains on; writes to TensorBoard."""
+    """Evaluates a network on images that no worker trains on; writes to TensorBoard."""
 
     def build(self, options: argparse.Namespace) -> Any:
         """Build the network in this process: without momenta."""
@@ -404,7 +404,7 @@ class Checkpoint:
         )
 
     def save(self) -> str:
-        """Save the last round, if it is not; return in words what is saved."""
+        """Save the last round unless it is saved; return a sentence that says what is saved."""
         if self.weights is None:
             return "no round is complete: nothing to save"
         file = f"round-{self.number:06}.safetensors"

@@ -1,4 +1,4 @@
-"""Server-side optimizers: what becomes of the average of a round, in place on one buffer.
+"""Server-side optimizers, which turn the averages of rounds into a model, in place.
 
 Each takes the average of what workers return, step by step, and owns the model that they get
 next. `FedAvg` takes the average as it is; `FedAvgM`, `FedAdagrad`, `FedAdam` and `FedYogi`

@@ -119,7 +119,7 @@ class FedAdagrad(_Adaptive[Model]):
 
 
 class _WithBeta2(_Adaptive[Model]):
-    """What forgets old squares at the rate ``beta2``."""
+    """Optimizers that forget old squares at the rate ``beta2``."""
 
     beta2 = fraction()
 
@@ -178,7 +178,7 @@ class FedAdam(_WithBeta2[Model]):
 
 
 class FedYogi(_WithBeta2[Model]):
-    """Yogi on the server: as `FedAdam`, but ``v`` changes by what the square is, not by how far.
+    """Yogi on the server: as `FedAdam`, but ``v`` moves by at most ``(1 - beta2) * delta**2``.
 
     ``v -= (1 - beta2) * delta**2 * sign(v - delta**2)``. Reddi et al., "Adaptive Federated
     Optimization", ICLR 2021, Algorithm 2, after Zaheer et al., "Adaptive Methods for Nonconvex

@@ -1,4 +1,4 @@
-"""What all server optimizers have in common: a model, a state, numbers to tune."""
+"""The base of all server optimizers: a model, a state, numbers to tune."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights._cast import move_parts
-from flatweights._dtypes import has_mean
+from flatweights._dtypes import is_averaged
 from flatweights._inplace import Model, norm
 from flatweights._inplace import _number as number
 from flatweights._sources import Kind, Template
@@ -146,7 +146,7 @@ class ServerOptimizer(ABC, Generic[Model]):
         self._runs = runs_of(template, state, kept)
         writable = model_view(template, self._memory)
         self._integers = (
-            {n: part for n, part in writable.items() if not has_mean(part.dtype)}
+            {n: part for n, part in writable.items() if not is_averaged(part.dtype)}
             if template.packed
             else {}
         )
@@ -183,7 +183,7 @@ class ServerOptimizer(ABC, Generic[Model]):
 
     @classmethod
     def from_state(cls: type[Optimizer], state: FlatWeights) -> Optimizer:
-        """Return an optimizer that goes on from ``state``, to the bit; it is copied.
+        """Return an optimizer that goes on from a copy of ``state``, to the bit.
 
         Args:
             state: What `state` gave.
@@ -261,7 +261,7 @@ class ServerOptimizer(ABC, Generic[Model]):
 
     @classmethod
     def _kept(cls, numbers: Mapping[str, float]) -> tuple[str, ...]:
-        """Return the names of the arrays of the model's size that these numbers ask for."""
+        """Return the names of the arrays of the model's size that these hyperparameters need."""
         return (MASTER,)
 
     def _first(self, name: str) -> float:
@@ -289,7 +289,7 @@ class ServerOptimizer(ABC, Generic[Model]):
     # What their steps share.
 
     def _read(self, model: Any, where: str) -> NDArray[np.uint8]:
-        """Return the bytes of ``model``, checked but for its values."""
+        """Return the bytes of ``model``, whose values alone are not checked."""
         self._check_whole()
         self._template.match(model, where)
         return _bytes_of(self._template, model, where)
@@ -321,7 +321,7 @@ class ServerOptimizer(ABC, Generic[Model]):
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        """Change the state inside, and count the step; if that is broken off, all is refused."""
+        """Enclose a change of the state; after one that was broken off, all calls raise."""
         self._is_whole = False
         yield
         self._number(_STEPS)[...] += 1
@@ -361,7 +361,7 @@ class AveragedOptimizer(ServerOptimizer[Model]):
 
     @abstractmethod
     def _advance(self, pairs: list[tuple[Run, NDArray[Any]]]) -> None:
-        """Change each run, given what the average holds for it."""
+        """Change each run by the same run of the average."""
 
 
 def _bytes_of(template: Template, model: Any, where: str) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""All that a server optimizer keeps, in one packed buffer."""
+"""The state of a server optimizer, in one packed buffer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights._cast import move_parts
-from flatweights._dtypes import has_mean
+from flatweights._dtypes import is_averaged
 from flatweights._layout import Layout, Slot
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
@@ -56,7 +56,7 @@ class Run:
         return [slice(begin, min(begin + BLOCK, size)) for begin in range(0, size, BLOCK)]
 
     def scratch(self) -> NDArray[Any]:
-        """Return room for one block, in the dtype of ``wide``."""
+        """Return memory for one block, in the dtype of ``wide``."""
         return np.empty(min(BLOCK, self.weights.size), self.wide.dtype)
 
     def publish(self, block: slice) -> None:
@@ -90,7 +90,7 @@ class Run:
 
 
 def new_layout(template: Template, kept: Sequence[str], numbers: Sequence[str]) -> Layout:
-    """Return where an optimizer's state lies.
+    """Return the layout of an optimizer's state.
 
     First the model, so that the state begins with its packed form; then what is ``kept``,
     part by part; then single numbers, of which the first is an int64 and the rest float64.
@@ -105,7 +105,7 @@ def new_layout(template: Template, kept: Sequence[str], numbers: Sequence[str]) 
     dtypes = [slot.dtype for slot in template.layout.slots]
     for name in kept:
         for slot in template.layout.slots:
-            if has_mean(slot.dtype) and (name != MASTER or slot.dtype.itemsize == 2):
+            if is_averaged(slot.dtype) and (name != MASTER or slot.dtype.itemsize == 2):
                 names.append(_key(name, template, slot))
                 shapes.append(slot.shape)
                 dtypes.append(_wide(slot.dtype))
@@ -153,7 +153,7 @@ def runs_of(template: Template, state: FlatWeights, kept: Sequence[str]) -> list
     """Return the floating and complex parts of the model, as few vectors."""
     groups: list[list[Slot]] = []
     for slot in template.layout.slots:
-        if not has_mean(slot.dtype) or not slot.size:
+        if not is_averaged(slot.dtype) or not slot.size:
             continue
         last = groups[-1][-1] if groups else None
         if (

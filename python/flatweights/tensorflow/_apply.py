@@ -188,7 +188,7 @@ class _SessionStep(_Step):
         session.run(self._train, dict(zip(self._fed, vectors, strict=True)))
 
     def _initialize(self, session: Any) -> None:
-        """Initialize the slots that were made here, for no one else could have.
+        """Initialize the slots that were made here: nothing else has initialized them.
 
         Raises:
             RuntimeError: If other variables are not initialized.

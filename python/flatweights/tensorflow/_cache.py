@@ -85,7 +85,7 @@ def _check(path: Path, status: os.stat_result, *, is_around: bool) -> None:
 
 
 def _is_group_of_one(group: int) -> bool:
-    """Whether it is the group that many systems make for each user."""
+    """Whether ``group`` is the one that many systems make for each user."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
         entry = grp.getgrgid(group)

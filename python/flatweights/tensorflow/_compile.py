@@ -66,7 +66,7 @@ def installed() -> Target:
 
 
 def identity(sources: Path, target: Target | None = None) -> dict[str, str]:
-    """Return what a library must have been compiled from and for, to be loaded there.
+    """Return the sources and the target that a library must have been compiled from and for.
 
     TensorFlow's headers do not say which version they are of, and a library for another
     version fails with undefined symbols, at best.
@@ -167,7 +167,7 @@ def compile_library(sources: Path, folder: Path, target: Target | None = None) -
 
 
 def is_for_this(folder: Path, wanted: dict[str, str], *, check_bytes: bool = True) -> bool:
-    """Whether the library in ``folder`` is there, and of the `identity` that is wanted.
+    """Whether ``folder`` has a library of the `identity` that is wanted.
 
     Args:
         folder: Where to look.

@@ -1,4 +1,4 @@
-"""What a user hands over, turned into named variables."""
+"""Finds and names the variables in what a user hands over."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -52,7 +52,7 @@ class EagerOperations(Operations):
             self.context.executor.wait()
 
     def place(self) -> object:
-        """Return the one place there is."""
+        """Return the only place that eager variables have."""
         return None
 
     def bind(self, groups: Sequence[Group]) -> list[NDArray[np.int64]]:

@@ -1,4 +1,4 @@
-"""Whether memory may be shared: nobody must be able to write to it."""
+"""Checks that memory is read-only before it is shared."""
 
 from typing import Any
 

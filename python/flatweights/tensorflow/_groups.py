@@ -49,7 +49,7 @@ class Group:
             return tf.concat(pieces, axis=0)
 
     def among(self, values: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[Any]]:
-        """Return this group's of ``values``, which are by position in the layout, by that here."""
+        """Return this group's ``values``; positions in the layout become positions in the group."""
         return {j: values[i] for j, i in enumerate(self.slots) if i in values}
 
     def copy_packed(self, values: Mapping[int, NDArray[Any]]) -> NDArray[Any]:

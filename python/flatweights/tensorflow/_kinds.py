@@ -1,4 +1,4 @@
-"""What kind of thing a user has handed over: two generations of Keras, and TensorFlow."""
+"""Tells apart models, layers, optimizers and variables of Keras 3, `tf_keras` and TensorFlow."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ Path = tuple[str, ...]
 
 
 def keras_type(name: str) -> tuple[type, ...]:
-    """Return the class of this name of Keras 3, for `isinstance`; nothing if not imported."""
+    """Return Keras 3's class of this name for `isinstance`; an empty tuple without Keras."""
     kind: Any = sys.modules.get("keras")
     for part in name.split("."):
         kind = getattr(kind, part, None)
@@ -32,7 +32,7 @@ def is_variable(value: Any) -> bool:
 
 
 def is_partitioned(value: Any) -> bool:
-    """Whether ``value`` is several variables that are presented as one, and iterates over them."""
+    """Whether ``value`` presents several variables as one, and iterates over them."""
     return isinstance(value, ShardedVariableMixin) or (
         type(value).__name__ == "PartitionedVariable" and hasattr(value, "_variable_list")
     )
@@ -89,7 +89,7 @@ def inner_variable(wrapper: Any) -> tf.Variable:
 
 
 def own_name(variable: Any) -> str:
-    """Return the name that a variable was given, without what TensorFlow and Keras number."""
+    """Return a variable's name as its author wrote it, without TensorFlow's and Keras's numbers."""
     name = str(variable.name).partition(":")[0]
     # Keras counts those that were given none: `variable_7`.
     return "variable" if re.fullmatch(r"variable_\d+", name) else name

@@ -65,7 +65,7 @@ def _is_complete(layer: Any) -> bool:
 
 
 def layers_by_path(layer: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield what leads to each layer, and the layer: ``layer`` and all in it, each once."""
+    """Yield path and layer, once each, for ``layer`` and all layers in it."""
     entered: set[int] = set()
 
     def walk(current: Any, where: Path) -> Iterator[tuple[Path, Any]]:
@@ -82,7 +82,7 @@ def layers_by_path(layer: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 def leaves(
     held: Any, path: Path, within: frozenset[int] = frozenset()
 ) -> Iterator[tuple[Path, Any]]:
-    """Yield what ``held`` consists of, through mappings, lists and tuples that it is within."""
+    """Yield the items in ``held``, through nested mappings, lists and tuples."""
     if isinstance(held, Mapping):
         items = [(str(key), item) for key, item in held.items()]
     elif isinstance(held, (list, tuple)):
@@ -122,7 +122,7 @@ def _sublayers(layer: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _automatic_name(layer: Any) -> str:
-    """Return what Keras calls a layer of this class, but for a number."""
+    """Return Keras's automatic name for a layer of this class, without its number."""
     name = snake_case(type(layer).__name__)
     if is_layer_of_keras_2(layer):
         if name == "functional":
@@ -132,7 +132,7 @@ def _automatic_name(layer: Any) -> str:
 
 
 def _attributes_of(layer: Any) -> dict[int, Path]:
-    """Return the attribute, and the place within it, of what ``layer`` holds, by identity."""
+    """Return the path of each item that ``layer`` holds in attributes, by identity."""
     # Keras and TensorFlow keep lists of what they track beside the attributes proper.
     attributes = [
         (name, held)

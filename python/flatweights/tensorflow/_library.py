@@ -75,7 +75,7 @@ os.register_at_fork(after_in_child=_unlock)
 
 
 def load_library() -> Library | None:
-    """Return the library, found or compiled at the first call; None to do without.
+    """Return the library, found or compiled at the first call; None where there is none.
 
     Raises:
         RuntimeError: If FLATWEIGHTS_TENSORFLOW is ``bound`` and it cannot be had.
@@ -147,7 +147,7 @@ def _setting() -> str:
 
 
 def _load_once() -> tuple[Library | LibraryError, bool]:
-    """Return the library or why there is none, and whether this call has found that out."""
+    """Return the library, or why there is none, and whether this was the first call."""
     global _loaded
     with _lock:
         if _loaded is not None:

@@ -164,7 +164,7 @@ class Mover:
         self._update(update, packed, parts, a)
 
     def _at_once(self, move: Callable[..., None], *args: Any) -> bool:
-        """Call ``move`` with all variables, bound; False where that cannot be, and has not been."""
+        """Call ``move`` with all variables; return False, without a call, unless all are bound."""
         bound = self._whole()
         if bound is None:
             return False

@@ -1,4 +1,4 @@
-"""What TensorFlow is asked to do: read and write variables, and hand them over to be bound.
+"""The operations that TensorFlow runs: they read, write and bind variables.
 
 Dispatching one TensorFlow op per variable is what makes reading a model slow; here one
 operation per group reads all of its variables.
@@ -43,7 +43,7 @@ class Operations(ABC):
 
     @abstractmethod
     def bind(self, groups: Sequence[Group]) -> list[NDArray[np.int64]]:
-        """Run the op that binds for each variable of ``groups``; return what it gave."""
+        """Run the op that binds for each variable of ``groups``; return its results."""
 
     @abstractmethod
     def read(self, groups: Sequence[Group]) -> dict[int, NDArray[Any]]:

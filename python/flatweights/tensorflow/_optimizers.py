@@ -46,12 +46,12 @@ def optimizer_variables(
 
 
 def owner_key(variable: tf.Variable) -> str:
-    """Return what optimizers of all kinds know a variable by."""
+    """Return the key by which optimizers of all kinds know a variable."""
     return str(getattr(variable, "_unique_id", id(variable)))
 
 
 def _innermost(optimizer: Any) -> list[Any]:
-    """Return the optimizers that a loss scale, or a choice for each variable, is wrapped around."""
+    """Return the optimizers within a wrapper: a loss scale, or a choice for each variable."""
     wrapped = getattr(optimizer, "inner_optimizer", None)
     several = [wrapped] if wrapped is not None else getattr(optimizer, "_inner_optimizers", [])
     return [part for inner in several for part in _innermost(inner)] or [optimizer]
@@ -83,7 +83,7 @@ def _is_built(optimizer: Any) -> bool:
 
 
 def _slot_paths(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]:
-    """Return what names each slot, by the slot variable's identity."""
+    """Return the path of each slot, by the slot variable's identity."""
     if hasattr(optimizer, "_slots") and not hasattr(optimizer, "_variables"):
         return _slots_by_key(optimizer, owners)
     keys, names = _owners_of(optimizer)

@@ -66,7 +66,7 @@ def find_variables(output: Any, beside: Iterable[Member] = ()) -> list[Member]:
 
 
 class _Walk:
-    """One way through everything that is handed over.
+    """One walk through everything that the user handed over.
 
     Attributes:
         owners: What leads to each variable, by `owner_key`; None to pass over optimizers.
@@ -123,7 +123,7 @@ class _Walk:
 
     @staticmethod
     def _is_holder(value: Any) -> bool:
-        """Whether ``value`` is looked into wherever it is found."""
+        """Whether the walk looks for variables inside ``value``."""
         return (
             is_layer(value)
             or is_optimizer(value)
@@ -190,7 +190,7 @@ _OF_KERAS = frozenset(
 
 
 def _prefixes(items: Sequence[Any]) -> list[Path]:
-    """Return what the names of each element of a list begin with: mostly its position.
+    """Return the prefix of the names in each element of a list: mostly its position.
 
     Variables keep their names; so does the only thing in a list, and the only model beside
     optimizers: the weights of ``[model, optimizer]`` set a model alone.

@@ -164,7 +164,7 @@ class TensorFlowVariables:
 
     @property
     def shared(self) -> dict[str, bool]:
-        """By name, whether a variable's value is memory that it shares.
+        """By name, whether a variable's value aliases memory that was shared with it.
 
         True after ``share=True``, until the variable gets another value; False where that
         copied: see `set_flat`.
