@@ -132,7 +132,6 @@ class LaneWorker:
         self.process = _processes.Process(target=_work, args=(theirs, rank, size), daemon=True)
         self.process.start()
         theirs.close()
-        self.calls = 0
         self.lane: DriverLane
         self.token = b""
 
@@ -149,8 +148,11 @@ class LaneWorker:
             self.serve()
 
     def serve(self) -> None:
-        self.calls += 1
-        self.pipe.send(("serve", self.token, self.calls))
+        self.lane.serve(lambda number: self.pipe.send(("serve", self.token, number)))
+
+    @property
+    def calls(self) -> int:
+        return max(self.lane.calls, default=0)
 
     def outcomes(self, count: int) -> list[Any]:
         """Return what ``count`` calls have come to."""
@@ -193,7 +195,8 @@ class Driver:
         while not all(worker.lane.is_answered for worker in waited_for):
             if time.monotonic() > end:
                 return False
-            self.lanes.wait(max(0.0, end - time.monotonic()))
+            missing = [w.lane for w in waited_for if not w.lane.is_answered]
+            self.lanes.wait(missing, max(0.0, end - time.monotonic()), len(missing))
         return True
 
     def answers(self, method: str, *args: Any, wants_window: bool = True) -> list[Answer]:

@@ -276,7 +276,7 @@ def test_the_call_returns_though_commands_keep_coming(one: Driver) -> None:
 def test_a_worker_is_dismissed_at_once(one: Driver) -> None:
     (worker,) = one.workers
     one.values("echo", 1)
-    worker.lane.mailbox.dismiss()
+    worker.lane.dismiss()
     assert worker.outcomes(1) == [("value", None)]
     assert one.values("echo", 3) == [3]
 
@@ -303,7 +303,7 @@ def test_a_death_is_known_at_once_and_gives_back_what_was_held(driver: Driver) -
     first.post(driver.command("sleep", 60.0), driver.lanes)
     first.signal(signal.SIGKILL)
     while not first.lane.is_closed:
-        driver.lanes.wait(60)
+        driver.lanes.wait([first.lane], 60)
     assert not first.lane.is_answered
     assert (second.lane.take().value["w"] == 9.0).all()
     second.post(driver.command("forget"), driver.lanes)
@@ -391,7 +391,7 @@ def test_two_drivers_share_a_worker(one: Driver) -> None:
             assert command is not None
             worker.post(command, lanes)
             while not lane.is_answered:
-                lanes.wait(60)
+                lanes.wait([lane], 60)
             assert (lane.take().value["w"] == k).all()
     other.close()
 

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import pytest
 
 # States of the word; states of a worker: not in a call, looking at the word, running a command
-# and writing its window, about to leave, dead.
+# and writing its window, about to leave (its time is up, or it was dismissed), dead.
 AWAY, WAITING, COMMAND, BUSY = "AWAY", "WAITING", "COMMAND", "BUSY"
-OUT, LOOKS, RUNS, LEAVES, DEAD = "out", "looks", "runs", "leaves", "dead"
-# What the driver does with a worker: nothing, about to call it, waits for it, reads its window.
-IDLE, CALLS, WAITS, READS = "idle", "calls", "waits", "reads"
+OUT, LOOKS, RUNS, LEAVES, GOES, DEAD = "out", "looks", "runs", "leaves", "goes", "dead"
+# What the driver does with a worker: nothing, posted to an AWAY worker and about to look whether a
+# call has not ended, about to call it, waits for it, reads its window.
+IDLE, ASKS, CALLS, WAITS, READS = "idle", "asks", "calls", "waits", "reads"
 
 MOST_CALLS = 2
 
@@ -25,6 +26,7 @@ class Lane(NamedTuple):
     worker: str = OUT
     driver: str = IDLE
     calls: int = 0  # of Ray's, that the worker has not begun
+    ends: bool = True  # the worker has said that its present call ends, or is in none
     owed: int = 0  # commands that were posted and not run
     ended: bool = False  # the driver knows that the worker is dead
     holds: bool = False  # whether the worker may read the driver's window
@@ -70,9 +72,12 @@ def driver_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
         # The command mentions the driver's window: held from before it is posted.
         posted = lane._replace(word=COMMAND, owed=lane.owed + 1, holds=True)
         if lane.word == AWAY and variant != "never calls":
-            yield posted._replace(driver=CALLS)
+            yield posted._replace(driver=ASKS)
         else:
             yield posted._replace(driver=WAITS)
+    if lane.driver == ASKS:
+        has_ended = lane.ends and not lane.calls
+        yield lane._replace(driver=CALLS if has_ended else WAITS)
     if lane.driver == IDLE and lane.word == WAITING:  # dismiss
         yield lane._replace(word=AWAY)
     if lane.driver == CALLS:
@@ -94,26 +99,35 @@ def driver_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
 def worker_steps(lane: Lane, variant: str) -> Iterator[Lane]:
     if lane.worker == OUT and lane.calls:
         entered = WAITING if lane.word == AWAY else lane.word
-        yield lane._replace(worker=LOOKS, calls=lane.calls - 1, word=entered)
+        yield lane._replace(worker=LOOKS, calls=lane.calls - 1, ends=False, word=entered)
+    says_so = variant != "leaves and says so later"
     if lane.worker == LOOKS:
         if lane.word == COMMAND:
             yield lane._replace(worker=RUNS, word=BUSY, owed=lane.owed - 1)
         if lane.word == WAITING:  # its time is up
-            if variant == "leaves by a plain store":
-                yield lane._replace(worker=LEAVES)
-            else:
-                yield lane._replace(worker=OUT, word=AWAY)
+            yield lane._replace(worker=LEAVES, ends=says_so or lane.ends)
         if lane.word == AWAY:
-            yield lane._replace(worker=OUT)
+            yield lane._replace(worker=GOES)
     if lane.worker == LEAVES:
-        yield lane._replace(worker=OUT, word=AWAY)
+        if lane.word == WAITING or variant == "leaves by a plain store":
+            yield lane._replace(worker=OUT if says_so else GOES, word=AWAY)
+        else:
+            yield lane._replace(worker=LOOKS)
+    if lane.worker == GOES and not lane.ends:
+        yield lane._replace(ends=True)
+    if lane.worker == GOES and lane.ends:
+        looks_again = says_so and variant != "is dismissed and does not look again"
+        yield lane._replace(worker=LOOKS if looks_again and lane.word == COMMAND else OUT)
     if lane.worker == RUNS and variant == "answers before it writes":
         yield lane._replace(word=WAITING)
     if lane.worker == RUNS:
+        if not lane.ends:
+            yield lane._replace(ends=True)
         for word, worker in ((WAITING, LOOKS), (AWAY, OUT)):
-            yield lane._replace(word=word, worker=worker, holds=False)
-            yield lane._replace(word=word, worker=worker)  # it keeps a view
-    if lane.worker in (OUT, LOOKS) and lane.holds and lane.word in (AWAY, WAITING):
+            if word == WAITING or lane.ends:
+                yield lane._replace(word=word, worker=worker, holds=False)
+                yield lane._replace(word=word, worker=worker)  # it keeps a view
+    if lane.worker in (OUT, LOOKS, LEAVES, GOES) and lane.holds and lane.word in (AWAY, WAITING):
         yield lane._replace(holds=False)
 
 
@@ -125,7 +139,7 @@ def check(state: State) -> None:
             raise BrokenError("a window is read that may be half written")
         if state.writes and lane.holds and lane.worker != DEAD:
             raise BrokenError("the driver writes what a worker may read")
-        is_called = lane.calls or lane.driver == CALLS
+        is_called = lane.calls or lane.driver in (ASKS, CALLS)
         if lane.word == COMMAND and lane.worker == OUT and not is_called:
             raise BrokenError("a command is lost")
         is_answered = lane.word in (AWAY, WAITING)
@@ -174,7 +188,7 @@ def test_nothing_is_torn_lost_or_stuck_in_any_interleaving() -> None:
     words = {lane.word for state in states for lane in state.lanes}
     workers = {lane.worker for state in states for lane in state.lanes}
     assert words == {AWAY, WAITING, COMMAND, BUSY}
-    assert {OUT, LOOKS, RUNS, DEAD} <= workers
+    assert workers == {OUT, LOOKS, RUNS, LEAVES, GOES, DEAD}
 
 
 @pytest.mark.parametrize(
@@ -182,6 +196,8 @@ def test_nothing_is_torn_lost_or_stuck_in_any_interleaving() -> None:
     [
         ("leaves by a plain store", "lost|not run"),
         ("never calls", "lost"),
+        ("leaves and says so later", "lost"),
+        ("is dismissed and does not look again", "lost"),
         ("reads when it is late", "half written"),
         ("answers before it writes", "while it is written"),
         ("holds are not looked at", "the driver writes"),

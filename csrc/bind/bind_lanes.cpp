@@ -1,15 +1,23 @@
+#include <fcntl.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
+#ifdef __linux__
+#include <sys/eventfd.h>
+#endif
+
+#include <cerrno>
 #include <cstring>
 #include <memory>
 #include <new>
 #include <string>
 #include <string_view>
 #include <system_error>
+#include <utility>
 
 #include "bindings.hpp"
+#include "flatweights/doorbell.hpp"
 #include "flatweights/mailbox.hpp"
 #include "flatweights/memory_file.hpp"
 #include "flatweights/window.hpp"
@@ -85,6 +93,68 @@ void check_index(std::size_t index) {
                           ", got " + std::to_string(index));
 }
 
+// A peer's file that holds one T, which both sides write.
+template <class T>
+std::shared_ptr<MemoryFile> open_shared(int descriptor, const py::bytes& nonce, const char* name) {
+  std::shared_ptr<MemoryFile> file = open_file(descriptor, nonce, MemoryFile::Access::kWrite);
+  if (file->size() != sizeof(T))
+    throw py::value_error(std::string(name) + ": expected " + std::to_string(sizeof(T)) +
+                          " bytes, got " + std::to_string(file->size()));
+  return file;
+}
+
+// A file descriptor that is closed with its owner.
+class Descriptor {
+ public:
+  explicit Descriptor(int number) : number_(number) {
+    if (number < 0) with_os_errors([] { throw std::system_error(errno, std::system_category()); });
+  }
+  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  Descriptor& operator=(Descriptor&&) = delete;
+  ~Descriptor() {
+    if (number_ >= 0) close(number_);
+  }
+  [[nodiscard]] int number() const noexcept { return number_; }
+
+ private:
+  int number_;
+};
+
+// A doorbell in a memory file of its own, and the eventfd that it rings.
+struct BoundDoorbell {
+  std::shared_ptr<MemoryFile> file;
+  Descriptor bell;
+
+  [[nodiscard]] Doorbell& door() const { return *reinterpret_cast<Doorbell*>(file->data()); }
+
+  static BoundDoorbell create() {
+#ifdef __linux__
+    const int bell = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+#else
+    const int bell = -1;
+    errno = ENOSYS;
+#endif
+    return {create_file(sizeof(Doorbell)), Descriptor(bell)};
+  }
+
+  static BoundDoorbell open(int descriptor, int bell, const py::bytes& nonce) {
+    return {open_shared<Doorbell>(descriptor, nonce, "doorbell"),
+            Descriptor(fcntl(bell, F_DUPFD_CLOEXEC, 0))};
+  }
+
+  // It fails only where the driver is gone, or has been rung for often enough.
+  void ring() const {
+    const std::uint64_t one = 1;
+    if (write(bell.number(), &one, sizeof one) < 0) return;
+  }
+
+  // Returns whether it has rung since the last look.
+  [[nodiscard]] bool hear() const {
+    std::uint64_t count = 0;
+    return read(bell.number(), &count, sizeof count) > 0;
+  }
+};
+
 // A mailbox in a memory file of its own.
 struct BoundMailbox {
   std::shared_ptr<MemoryFile> file;
@@ -94,16 +164,12 @@ struct BoundMailbox {
   static BoundMailbox create() { return {create_file(sizeof(Mailbox))}; }
 
   static BoundMailbox open(int descriptor, const py::bytes& nonce) {
-    BoundMailbox made{open_file(descriptor, nonce, MemoryFile::Access::kWrite)};
-    if (made.file->size() != sizeof(Mailbox))
-      throw py::value_error("mailbox: expected " + std::to_string(sizeof(Mailbox)) +
-                            " bytes, got " + std::to_string(made.file->size()));
-    return made;
+    return {open_shared<Mailbox>(descriptor, nonce, "mailbox")};
   }
 
-  [[nodiscard]] bool post(const py::bytes& command) const {
-    switch (box().post(as_span(command))) {
-      case Mailbox::Posted::kWoken:
+  [[nodiscard]] bool post(const py::bytes& command, std::uint32_t calls) const {
+    switch (box().post(as_span(command), calls)) {
+      case Mailbox::Posted::kExpected:
         return true;
       case Mailbox::Posted::kNeedsCall:
         return false;
@@ -113,28 +179,29 @@ struct BoundMailbox {
     }
   }
 
-  [[nodiscard]] bool await(double seconds) const {
+  [[nodiscard]] bool await(double seconds, std::uint32_t call) const {
     const auto nanoseconds = static_cast<std::int64_t>(seconds * 1e9);
     for (;;) {
       Mailbox::Awaited outcome;
       {
         const WithoutGil nogil;
-        outcome = box().await(nanoseconds);
+        outcome = box().await(nanoseconds, call);
       }
       if (outcome != Mailbox::Awaited::kInterrupted) return outcome == Mailbox::Awaited::kTaken;
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     }
   }
 
-  void answer_with(const py::bytes& answer, bool stay, int doorbell) const {
+  // `ends`: the call of Ray's that this answer ends; 0, if the worker stays.
+  void answer_with(const py::bytes& answer, std::uint32_t ends) const {
     if (box().state() != Mailbox::State::kBusy) throw std::runtime_error("mailbox: no command");
     if (as_span(answer).size() > Mailbox::kRoom)
       throw py::value_error("answer: expected at most " + std::to_string(Mailbox::kRoom) +
                             " bytes, got " + std::to_string(as_span(answer).size()));
-    box().answer_with(as_span(answer), stay);
-    const std::uint64_t one = 1;
-    // It cannot fail but where the driver is gone.
-    if (doorbell >= 0 && write(doorbell, &one, sizeof one) < 0) return;
+    if (ends == 0)
+      box().answer_and_stay(as_span(answer));
+    else
+      box().answer_and_leave(as_span(answer), ends);
   }
 };
 
@@ -203,15 +270,18 @@ void bind_lanes(py::module_& m) {
       .def_property_readonly(
           "is_busy", [](const BoundMailbox& s) { return s.box().state() == Mailbox::State::kBusy; })
       .def_property_readonly("sequence", [](const BoundMailbox& s) { return s.box().sequence(); })
-      .def("post", &BoundMailbox::post, py::arg("command"))
+      .def_property_readonly("last_ended",
+                             [](const BoundMailbox& s) { return s.box().last_ended(); })
+      .def("post", &BoundMailbox::post, py::arg("command"), py::arg("calls"))
       .def("withdraw", [](const BoundMailbox& s) { return s.box().withdraw(); })
-      .def("dismiss", [](const BoundMailbox& s) { s.box().dismiss(); })
+      .def(
+          "dismiss", [](const BoundMailbox& s, std::uint32_t calls) { s.box().dismiss(calls); },
+          py::arg("calls"))
       .def("answer", [](const BoundMailbox& s) { return as_bytes(s.box().answer()); })
       .def("enter", [](const BoundMailbox& s) { s.box().enter(); })
-      .def("wait", &BoundMailbox::await, py::arg("seconds"))
+      .def("wait", &BoundMailbox::await, py::arg("seconds"), py::arg("call"))
       .def("command", [](const BoundMailbox& s) { return as_bytes(s.box().command()); })
-      .def("answer_with", &BoundMailbox::answer_with, py::arg("answer"), py::arg("stay"),
-           py::arg("doorbell"))
+      .def("answer_with", &BoundMailbox::answer_with, py::arg("answer"), py::arg("ends"))
       .def(
           "holds",
           [](const BoundMailbox& s, bool of_worker, std::size_t index) {
@@ -233,6 +303,25 @@ void bind_lanes(py::module_& m) {
             s.box().drop_hold(side_of(of_worker), index);
           },
           py::arg("of_worker"), py::arg("index"));
+
+  py::class_<BoundDoorbell>(m, "Doorbell")
+      .def(py::init(&BoundDoorbell::create))
+      .def_static("open", &BoundDoorbell::open, py::arg("descriptor"), py::arg("bell"),
+                  py::arg("nonce"))
+      .def_property_readonly("nonce",
+                             [](const BoundDoorbell& s) { return as_bytes(s.file->nonce()); })
+      .def_property_readonly("descriptor",
+                             [](const BoundDoorbell& s) { return s.file->descriptor(); })
+      .def("fileno", [](const BoundDoorbell& s) { return s.bell.number(); })
+      .def(
+          "arm", [](const BoundDoorbell& s, std::uint32_t missing) { s.door().arm(missing); },
+          py::arg("missing"))
+      .def("count_down",
+           [](const BoundDoorbell& s) {
+             if (s.door().count_down()) s.ring();
+           })
+      .def("ring", &BoundDoorbell::ring)
+      .def("hear", &BoundDoorbell::hear);
 
   py::class_<Window, std::shared_ptr<Window>>(m, "Window")
       .def(py::init([](std::size_t nbytes) {

@@ -40,7 +40,7 @@ void wake(std::atomic<std::uint32_t>& word) {
 
 }  // namespace
 
-Mailbox::Posted Mailbox::post(std::span<const std::byte> command) noexcept {
+Mailbox::Posted Mailbox::post(std::span<const std::byte> command, std::uint32_t calls) noexcept {
   if (!is_settled() || command.size() > kRoom) return Posted::kRefused;
   std::copy(command.begin(), command.end(), command_);
   command_size_ = static_cast<std::uint32_t>(command.size());
@@ -48,9 +48,10 @@ Mailbox::Posted Mailbox::post(std::span<const std::byte> command) noexcept {
   // It fails only where the worker has come or gone meanwhile.
   while (!word_.compare_exchange_weak(word, word_of((word >> 2) + 1, State::kCommand))) {
   }
-  if (state_of(word) == State::kAway) return Posted::kNeedsCall;
+  if (state_of(word) == State::kAway)
+    return ended_.load() == calls ? Posted::kNeedsCall : Posted::kExpected;
   wake(word_);
-  return Posted::kWoken;
+  return Posted::kExpected;
 }
 
 bool Mailbox::withdraw() noexcept {
@@ -58,7 +59,8 @@ bool Mailbox::withdraw() noexcept {
   return state_of(word) == State::kCommand && change(word, State::kAway);
 }
 
-void Mailbox::dismiss() noexcept {
+void Mailbox::dismiss(std::uint32_t calls) noexcept {
+  dismissed_.store(calls);
   std::uint32_t word = word_.load();
   if (state_of(word) == State::kWaiting && change(word, State::kAway)) wake(word_);
 }
@@ -72,7 +74,14 @@ void Mailbox::enter() noexcept {
   if (state_of(word) == State::kAway) change(word, State::kWaiting);
 }
 
-Mailbox::Awaited Mailbox::await(std::int64_t nanoseconds) noexcept {
+void Mailbox::note_end(std::uint32_t call) noexcept {
+  // Ray may repeat an older call.
+  std::uint32_t last = ended_.load();
+  while (last < call && !ended_.compare_exchange_weak(last, call)) {
+  }
+}
+
+Mailbox::Awaited Mailbox::await(std::int64_t nanoseconds, std::uint32_t call) noexcept {
   const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(nanoseconds);
   for (;;) {
     std::uint32_t word = word_.load(std::memory_order_acquire);
@@ -83,7 +92,8 @@ Mailbox::Awaited Mailbox::await(std::int64_t nanoseconds) noexcept {
       case State::kWaiting: {
         const std::int64_t left =
             std::chrono::nanoseconds(end - std::chrono::steady_clock::now()).count();
-        if (left <= 0) {
+        if (left <= 0 || call <= dismissed_.load()) {
+          note_end(call);
           if (change(word, State::kAway)) return Awaited::kLeft;
           continue;
         }
@@ -91,6 +101,8 @@ Mailbox::Awaited Mailbox::await(std::int64_t nanoseconds) noexcept {
         continue;
       }
       default:
+        note_end(call);
+        if (state_of(word_.load()) == State::kCommand) continue;
         return Awaited::kLeft;
     }
   }
@@ -100,11 +112,20 @@ std::span<const std::byte> Mailbox::command() const noexcept {
   return {command_, std::min<std::size_t>(command_size_, kRoom)};
 }
 
-void Mailbox::answer_with(std::span<const std::byte> answer, bool stay) noexcept {
+void Mailbox::answer_as(State state, std::span<const std::byte> answer) noexcept {
   const std::size_t size = std::min(answer.size(), kRoom);
   std::copy_n(answer.begin(), size, answer_);
   answer_size_ = static_cast<std::uint32_t>(size);
-  word_.store(word_of(sequence(), stay ? State::kWaiting : State::kAway));
+  word_.store(word_of(sequence(), state));
+}
+
+void Mailbox::answer_and_stay(std::span<const std::byte> answer) noexcept {
+  answer_as(State::kWaiting, answer);
+}
+
+void Mailbox::answer_and_leave(std::span<const std::byte> answer, std::uint32_t call) noexcept {
+  note_end(call);
+  answer_as(State::kAway, answer);
 }
 
 }  // namespace flatweights

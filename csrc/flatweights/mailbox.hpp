@@ -12,6 +12,12 @@
 // Worker:  AWAY n -> WAITING n (enter);  COMMAND n -> BUSY n (take);  WAITING n -> AWAY n (its
 //          time is up);  BUSY n -> WAITING n or AWAY n (answer).
 //
+// A worker runs commands inside calls of Ray's, which the driver numbers and queues: the next one
+// may be on its way while the worker is still in the last. A worker says which call it is about to
+// end before it leaves WAITING or BUSY for AWAY. One that was dismissed says so too, then looks at
+// the word again. A driver that has posted to an AWAY worker looks afterwards at the last call that
+// ended: if that was the last one it made, nobody would take the command, and it makes another.
+//
 // Every arrow is one compare-and-swap with release order, and every look at the word acquires.
 // The driver writes the command, and reads the answer, only in AWAY and WAITING; the worker
 // reads and writes only in BUSY. So neither reads what the other writes. The answer to command
@@ -35,7 +41,8 @@ class Mailbox {
   static constexpr std::size_t kWindows = 64;                   // of each side
 
   enum class State : std::uint32_t { kAway = 0, kWaiting = 1, kCommand = 2, kBusy = 3 };
-  enum class Posted { kWoken, kNeedsCall, kRefused };
+  // kExpected: the worker is there, or in a call that has not ended.
+  enum class Posted { kExpected, kNeedsCall, kRefused };
   enum class Awaited { kTaken, kLeft, kInterrupted };
   enum class Side { kDriver = 0, kWorker = 1 };
 
@@ -49,19 +56,24 @@ class Mailbox {
     return state_of(word) == State::kAway || state_of(word) == State::kWaiting;
   }
 
-  // Driver. `post` refuses unless settled; `command` is at most kRoom long.
-  Posted post(std::span<const std::byte> command) noexcept;
+  // Driver. `post` refuses unless settled; `command` is at most kRoom long. `calls`: how many
+  // calls of Ray's were made; where all of them have ended, the command needs another.
+  Posted post(std::span<const std::byte> command, std::uint32_t calls) noexcept;
   bool withdraw() noexcept;
-  void dismiss() noexcept;
+  void dismiss(std::uint32_t calls) noexcept;  // and calls up to `calls` do not wait any more
   [[nodiscard]] std::span<const std::byte> answer() const noexcept;
+  // The last call of Ray's that has ended, or is about to.
+  [[nodiscard]] std::uint32_t last_ended() const noexcept { return ended_.load(); }
 
-  // Worker. `enter` is called before each series of `await`, which sleeps until a command was
-  // taken, the driver has dismissed the worker, `nanoseconds` have passed, or a signal came.
+  // Worker, in the call of Ray's number `call`, from 1. `enter` is called before each series of
+  // `await`, which sleeps until a command was taken, the driver has dismissed the worker,
+  // `nanoseconds` have passed, or a signal came.
   void enter() noexcept;
-  Awaited await(std::int64_t nanoseconds) noexcept;
+  Awaited await(std::int64_t nanoseconds, std::uint32_t call) noexcept;
   [[nodiscard]] std::span<const std::byte> command() const noexcept;
-  // Only while BUSY. `stay`: go on waiting. An answer is at most kRoom long.
-  void answer_with(std::span<const std::byte> answer, bool stay) noexcept;
+  // Only while BUSY. An answer is at most kRoom long. The first goes on waiting.
+  void answer_and_stay(std::span<const std::byte> answer) noexcept;
+  void answer_and_leave(std::span<const std::byte> answer, std::uint32_t call) noexcept;
 
   // Views that `holder` has of the other side's window `index`.
   [[nodiscard]] std::uint32_t holds(Side holder, std::size_t index) const noexcept {
@@ -79,11 +91,15 @@ class Mailbox {
   static std::uint32_t word_of(std::uint32_t sequence, State state) noexcept {
     return sequence << 2 | static_cast<std::uint32_t>(state);
   }
+  void answer_as(State state, std::span<const std::byte> answer) noexcept;
+  void note_end(std::uint32_t call) noexcept;
   bool change(std::uint32_t& from, State to) noexcept {
     return word_.compare_exchange_strong(from, word_of(from >> 2, to));
   }
 
   alignas(64) std::atomic<std::uint32_t> word_;
+  alignas(64) std::atomic<std::uint32_t> ended_;
+  std::atomic<std::uint32_t> dismissed_;
   alignas(64) std::uint32_t command_size_;
   alignas(64) std::uint32_t answer_size_;
   alignas(64) std::atomic<std::uint32_t> holds_[2][kWindows];

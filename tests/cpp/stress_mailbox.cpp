@@ -3,7 +3,10 @@
 //
 // Each command is a number, and bytes that follow from it; an answer likewise. Windows are
 // read while the protocol allows it. What is torn, lost, or taken twice is found by the bytes.
+// The driver sleeps until the doorbell rings, so a ring that is lost is found, too.
+#include <poll.h>
 #include <signal.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -18,10 +21,12 @@
 #include <thread>
 #include <vector>
 
+#include "flatweights/doorbell.hpp"
 #include "flatweights/mailbox.hpp"
 
 namespace {
 
+using flatweights::Doorbell;
 using flatweights::Mailbox;
 
 constexpr unsigned kWorkers = 3;
@@ -38,9 +43,29 @@ void expect(bool is_so, const char* what) {
   failed = true;
 }
 
-// What both sides share, beside what Ray would do: `calls` is how often the worker is called.
+// The driver's doorbell, in memory that all share.
+struct Bell {
+  Doorbell door;
+  int descriptor;
+
+  void count_down() {
+    const std::uint64_t one = 1;
+    if (door.count_down()) expect(write(descriptor, &one, sizeof one) > 0, "cannot ring");
+  }
+
+  // Sleeps until it rings.
+  void wait() const {
+    pollfd polled{descriptor, POLLIN, 0};
+    expect(poll(&polled, 1, 20'000) == 1, "a ring is lost");
+    std::uint64_t count = 0;
+    if (read(descriptor, &count, sizeof count) < 0) return;
+  }
+};
+
+// What both sides share, beside what Ray would do: `calls` is how often the worker was called.
 struct Shared {
   Mailbox mailbox;
+  Bell* bell;
   alignas(64) std::atomic<std::uint32_t> calls;
   alignas(64) std::uint64_t window[kWindow];  // written by the worker, between take and answer
 };
@@ -62,15 +87,14 @@ class Random {
 void serve(Shared& shared, unsigned seed) {
   Random random(seed);
   std::uint64_t before = 0;
-  for (;;) {
+  for (std::uint32_t call = 1;; ++call) {
     // A call of Ray's.
-    while (shared.calls.load() == 0) std::this_thread::yield();
-    shared.calls.fetch_sub(1);
+    while (shared.calls.load() < call) std::this_thread::yield();
     const std::size_t stay = random.below(50);
     shared.mailbox.enter();
     for (std::size_t k = 0;; ++k) {
       const auto linger = static_cast<std::int64_t>(random.below(2) == 0 ? 0 : 200'000);
-      const Mailbox::Awaited outcome = shared.mailbox.await(linger);
+      const Mailbox::Awaited outcome = shared.mailbox.await(linger, call);
       if (outcome == Mailbox::Awaited::kInterrupted) continue;
       if (outcome == Mailbox::Awaited::kLeft) break;
       std::uint64_t number = 0;
@@ -84,7 +108,12 @@ void serve(Shared& shared, unsigned seed) {
       }
       const bool stays = k < stay && number != kLast;
       const std::uint64_t answer = mixed(number);
-      shared.mailbox.answer_with(std::as_bytes(std::span(&answer, 1)), stays);
+      const std::span<const std::byte> letter = std::as_bytes(std::span(&answer, 1));
+      if (stays)
+        shared.mailbox.answer_and_stay(letter);
+      else
+        shared.mailbox.answer_and_leave(letter, call);
+      shared.bell->count_down();
       if (number == kLast) return;
       if (!stays) break;
     }
@@ -105,15 +134,27 @@ void check_answer(const Shared& shared, std::uint64_t number) {
 }
 
 void post(Shared& shared, std::uint64_t number) {
-  switch (shared.mailbox.post(std::as_bytes(std::span(&number, 1)))) {
+  switch (shared.mailbox.post(std::as_bytes(std::span(&number, 1)), shared.calls.load())) {
     case Mailbox::Posted::kNeedsCall:
       shared.calls.fetch_add(1);
       break;
     case Mailbox::Posted::kRefused:
       expect(false, "a settled mailbox refuses a command");
       break;
-    case Mailbox::Posted::kWoken:
+    case Mailbox::Posted::kExpected:
       break;
+  }
+}
+
+// Sleeps until all have answered, by the protocol in doorbell.hpp.
+void wait(const std::vector<Shared*>& workers) {
+  const auto missing = [&workers] {
+    return static_cast<std::uint32_t>(std::count_if(
+        workers.begin(), workers.end(), [](const Shared* one) { return !is_answered(*one); }));
+  };
+  while (const std::uint32_t before = missing()) {
+    workers[0]->bell->door.arm(before);
+    if (missing() == before) workers[0]->bell->wait();
   }
 }
 
@@ -124,33 +165,37 @@ void drive(const std::vector<Shared*>& workers, std::uint32_t commands, unsigned
   for (std::uint64_t number = 1; number <= commands; ++number) {
     for (std::size_t k = 0; k < workers.size(); ++k) {
       Shared& shared = *workers[k];
-      if (random.below(64) == 0) shared.mailbox.dismiss();
+      if (random.below(64) == 0) shared.mailbox.dismiss(shared.calls.load());
       if (random.below(64) == 0) shared.calls.fetch_add(1);
       post(shared, number);
       posted[k] = number;
       if (random.below(64) == 0 && shared.mailbox.withdraw()) posted[k] = 0;
     }
-    for (std::size_t k = 0; k < workers.size(); ++k) {
-      if (posted[k] == 0) continue;
-      while (!is_answered(*workers[k])) std::this_thread::yield();
-      check_answer(*workers[k], number);
-    }
+    wait(workers);
+    for (std::size_t k = 0; k < workers.size(); ++k)
+      if (posted[k] != 0) check_answer(*workers[k], number);
     if (random.below(256) == 0) usleep(300);
   }
   for (Shared* shared : workers) post(*shared, kLast);
-  for (Shared* shared : workers) {
-    while (!is_answered(*shared)) std::this_thread::yield();
-    check_answer(*shared, kLast);
-  }
+  wait(workers);
+  for (const Shared* shared : workers) check_answer(*shared, kLast);
+}
+
+template <class T>
+T* make_shared_memory() {
+  void* const memory =
+      mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) std::abort();
+  return new (memory) T;
 }
 
 std::vector<Shared*> make(unsigned count) {
+  static Bell* const bell = make_shared_memory<Bell>();
+  bell->descriptor = eventfd(0, EFD_NONBLOCK);
   std::vector<Shared*> made;
   for (unsigned k = 0; k < count; ++k) {
-    void* const memory =
-        mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) std::abort();
-    made.push_back(new (memory) Shared);
+    made.push_back(make_shared_memory<Shared>());
+    made.back()->bell = bell;
   }
   return made;
 }

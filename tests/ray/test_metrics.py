@@ -314,6 +314,7 @@ def test_an_error_of_the_metrics_does_not_break_a_round(
     monkeypatch.setattr(Counter, "inc", refuse)
     with caplog.at_level(logging.WARNING, "flatweights"):
         rounds = list(group.run(2, "train"))
+        METRICS.hand_over()
     assert [found.used for found in rounds] == [(0, 1, 2)] * 2
     assert lines(caplog) == [("WARNING", "flatweights: no metrics from now on: OSError: no agent")]
 

@@ -81,6 +81,18 @@ class Head(NamedTuple):
     version: Stamp | None
     wire: tuple[WireDType, Travels] | None = None
 
+    @classmethod
+    def of(cls, head: tuple[Any, ...]) -> "Head":
+        """Return the head that ``head`` is, or that `plain` was given."""
+        stamp, version, wire = head
+        return cls(Stamp(*stamp), None if version is None else Stamp(*version), wire)
+
+
+def plain(head: Head) -> tuple[Any, ...]:
+    """Return ``head`` as plain tuples, which pickle faster; see `Head.of`."""
+    version = None if head.version is None else tuple(head.version)
+    return tuple(head.stamp), version, head.wire
+
 
 class Call(NamedTuple):
     """One call, for one worker or several."""
@@ -96,12 +108,15 @@ class Answer(ABC):
 
     @classmethod
     @abstractmethod
-    def wait(cls, answers: Sequence[Any], timeout: float | None) -> Sequence["Answer"]:
+    def wait(
+        cls, answers: Sequence[Any], timeout: float | None, enough: int = 1
+    ) -> Sequence["Answer"]:
         """Return those of ``answers``, all of this class, that are there.
 
         Args:
             answers: Answers of this class that nobody has let go of.
-            timeout: Seconds to wait for the first of them; for ever, if None.
+            timeout: Seconds to wait; for ever, if None.
+            enough: How many are worth waiting for, unless one has failed: it may return sooner.
         """
 
     @abstractmethod
@@ -183,12 +198,15 @@ class Worker(ABC):
         """End the actor's process."""
 
 
-def wait_any(answers: Collection[Answer], deadline: float | None = None) -> list[Answer]:
+def wait_any(
+    answers: Collection[Answer], deadline: float | None = None, enough: int = 1
+) -> list[Answer]:
     """Wait for the first of ``answers``; return all that are there, none if the time is up.
 
     Args:
         answers: Of any ways, one at least.
         deadline: When to stop, by `time.monotonic`; never, if None.
+        enough: See `Answer.wait`.
     """
     ways: dict[type[Answer], list[Answer]] = {}
     for answer in answers:
@@ -198,6 +216,6 @@ def wait_any(answers: Collection[Answer], deadline: float | None = None) -> list
         patience = left if len(ways) == 1 else min(_SLICE, _SLICE if left is None else left)
         there: list[Answer] = []
         for way, expected in ways.items():
-            there += way.wait(expected, 0.0 if there else patience)
+            there += way.wait(expected, 0.0 if there else patience, min(enough, len(expected)))
         if there or left == 0:
             return there

@@ -181,7 +181,7 @@ class DriverAverage:
 
     def _at_once(self) -> Any:
         """Wait for all, then average in one pass."""
-        while (came := self._arrivals.wait()) is not None:
+        while (came := self._arrivals.wait(all_at_once=True)) is not None:
             self._hold(came)
             self._check()
         self._check()

@@ -159,8 +159,11 @@ class Arrivals:
         """Wait for ``answer``, too, which is to say something about a rank that has answered."""
         self._following[answer] = rank
 
-    def wait(self) -> list[int] | None:
+    def wait(self, *, all_at_once: bool = False) -> list[int] | None:
         """Wait for something to happen; return the ranks of answers that came.
+
+        Args:
+            all_at_once: Whether results are of no use before all are there; failures are.
 
         Returns:
             The ranks, maybe none; None if there is nothing left to wait for.
@@ -171,7 +174,9 @@ class Arrivals:
         ends = [self._deadline] if self._pending and self._deadline is not None else []
         if self._following and self._patience < math.inf:
             ends.append(self._last + self._patience)
-        there = wait_any([*self._pending, *self._following], min(ends, default=None))
+        awaited = [*self._pending, *self._following]
+        enough = len(awaited) if all_at_once and not self._following else 1
+        there = wait_any(awaited, min(ends, default=None), enough)
         now = time.monotonic()
         self.seconds_waited += now - begin
         self._last = now if there else self._last
@@ -191,7 +196,7 @@ class Arrivals:
 
     def collect(self) -> dict[int, Any]:
         """Wait for all; return the values by rank, for as long as they are wanted."""
-        while self.wait() is not None:
+        while self.wait(all_at_once=True) is not None:
             pass
         values = {rank: self.take(rank, keep=True) for rank in sorted(self.arrived)}
         return {rank: value for rank, value in values.items() if rank in self.arrived}

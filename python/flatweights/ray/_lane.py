@@ -89,13 +89,13 @@ class LaneEnd:
         for place in places:
             self.mailbox.drop_hold(not self._is_worker, place.window)
 
-    def load(self, places: list[Place], stream: memoryview) -> Any:
+    def load(self, places: list[Place], stream: bytes) -> Any:
         """Return the value of a letter of the peer; its arrays are views of the peer's windows.
 
         Raises:
             LaneError: If a window is not there, or not as announced.
         """
-        return pickle.loads(stream, buffers=self.views(places))
+        return pickle.loads(stream, buffers=self.views(places) if places else None)
 
     def views(self, places: list[Place]) -> list[Any]:
         """Return read-only views; each is counted as held until it is gone."""

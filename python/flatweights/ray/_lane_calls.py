@@ -2,8 +2,9 @@
 
 A worker is asked to attach by the first call of its group, which itself goes through Ray. From
 the next on, commands go into its mailbox. A call of Ray's, `FlatWorker.serve_lane`, is made for
-each command to a worker that is not waiting at its mailbox; it also brings what is no letter:
-what was raised, and results that are too large or name objects of Ray. What cannot go through
+a command to a worker that is in no such call, and ahead of time while commands keep coming; it
+also brings what is no letter: what was raised, and results that are too large or name objects of
+Ray. What cannot go through
 the lane at all goes through `flatweights.ray._ray_calls`: references, messages of the wire,
 pieces, large arguments. A worker that died has answered: its call of Ray's says how it died.
 """
@@ -21,7 +22,7 @@ import ray
 
 from flatweights import _core
 from flatweights._weights import FlatWeights
-from flatweights.ray._calls import Answer, Call, Head, Payload, Worker
+from flatweights.ray._calls import Answer, Call, Head, Payload, Worker, plain
 from flatweights.ray._errors import put
 from flatweights.ray._lane import LaneError
 from flatweights.ray._lane_driver import Command, DriverLane, Lanes
@@ -34,6 +35,7 @@ _VARIABLE = "FLATWEIGHTS_RAY"
 _INSIST = 120.0  # seconds that a worker is given to attach where lanes are insisted on
 _SLICE = 1.0  # seconds after which calls of Ray's are looked at, too
 _ASKED = "attaches"
+_MISSING: Any = object()  # in place of a value
 
 _log = logging.getLogger("flatweights")
 
@@ -112,7 +114,7 @@ class GroupLanes:
         return self._lanes
 
     def command(
-        self, key: Any, method: str, args: Any, kwargs: Any, *, returns: bool
+        self, key: Any, method: str, args: Any, kwargs: Any, returns: bool
     ) -> Command | None:
         """Return the command for ``key``, made once for all workers; None if it is none.
 
@@ -162,31 +164,39 @@ class LaneAnswer(Answer):
         self._lane = lane
         self._again = again
         self._by_ray: RayAnswer | None = None
-        self._values: list[Any] = []
+        self._value: Any = _MISSING
         self._error: Exception | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the call of Ray's."""
-        return RayAnswer, ((self._by_ray or RayAnswer(self._worker.latest_call())).ref,)
+        return RayAnswer, ((self._by_ray or RayAnswer(self._lane.latest_call())).ref,)
 
     @classmethod
-    def wait(cls, answers: Sequence["LaneAnswer"], timeout: float | None) -> list[Answer]:
+    def wait(
+        cls, answers: Sequence["LaneAnswer"], timeout: float | None, enough: int = 1
+    ) -> list[Answer]:
         """Return those that are there."""
-        begin = time.monotonic()
+        begin = now = time.monotonic()
         end = None if timeout is None else begin + timeout
+        for answer in answers:
+            answer._worker.call_ahead(answer._lane, now)
         while True:
             there = cls._there(answers)
             now = time.monotonic()
-            if there or (end is not None and now >= end):
+            if len(there) >= enough or (end is not None and now >= end):
+                return there
+            missing = [answer for answer in answers if answer._value is _MISSING]
+            if len(there) + len(missing) > len(answers):  # some failed, or came through Ray
                 return there
             # Answers through Ray ring no bell: they are asked for, ever less often.
-            by_ray = any(answer._by_ray is not None for answer in answers)
+            by_ray = any(answer._by_ray is not None for answer in missing)
             patience = min(_SLICE, max(5e-4, (now - begin) / 8)) if by_ray else _SLICE
             if end is not None:
                 patience = min(patience, end - now)
-            answers[0]._worker.wait(patience)
+            lanes = [answer._lane for answer in missing if answer._by_ray is None]
+            answers[0]._worker.wait(lanes, patience, enough - len(there))
             if not by_ray and time.monotonic() - now >= _SLICE:
-                for answer in answers:
+                for answer in missing:
                     answer.look_at_call()
 
     @classmethod
@@ -194,7 +204,7 @@ class LaneAnswer(Answer):
         there: list[Answer] = []
         by_ray: dict[Any, list[LaneAnswer]] = {}
         for answer in answers:
-            if answer._is_there():
+            if answer._value is not _MISSING or answer._is_there():
                 there.append(answer)
             elif answer._by_ray is not None:
                 by_ray.setdefault(answer._by_ray.ref, []).append(answer)
@@ -205,7 +215,7 @@ class LaneAnswer(Answer):
 
     def _is_there(self) -> bool:
         """Whether the answer has come through the lane; see to it that it comes through Ray."""
-        if self._values or self._error is not None:
+        if self._error is not None:
             return True
         if self._by_ray is not None:
             return False
@@ -218,22 +228,22 @@ class LaneAnswer(Answer):
             return self._by_ray is None
         if self._lane.is_closed:
             self._worker.lose(self._lane, "the worker died")
-            self._by_ray = RayAnswer(self._worker.latest_call())
+            self._by_ray = RayAnswer(self._lane.latest_call())
         return False
 
     def _read(self) -> None:
-        answer = self._lane.take()
-        if answer.kind == VALUE:
-            self._values.append(answer.value)
-        elif answer.kind == BY_CALL:
-            self._by_ray = RayAnswer(self._worker.call_of(answer.value))
+        kind, value = self._lane.take()
+        if kind == VALUE:
+            self._value = value
+        elif kind == BY_CALL:
+            self._by_ray = RayAnswer(self._lane.calls[value])
         else:
-            _log.warning("flatweights: a worker refused a command: %s", answer.value)
+            _log.warning("flatweights: a worker refused a command: %s", value)
             self._by_ray = self._again()
 
     def look_at_call(self) -> None:
         """Have the answer be that of the call of Ray's, if that has failed without the lane."""
-        ref = self._worker.latest_call()
+        ref = self._lane.latest_call()
         if self._by_ray is not None or not ray.wait([ref], timeout=0)[0]:
             return
         if self._is_there() or self._by_ray is not None:
@@ -246,11 +256,11 @@ class LaneAnswer(Answer):
         """Return the value: its arrays are views of the worker's window."""
         if self._error is not None:
             raise self._error
-        return self._by_ray.take() if self._by_ray is not None else self._values[0]
+        return self._by_ray.take() if self._by_ray is not None else self._value
 
     def let_go(self) -> None:
         """Drop the value."""
-        self._values.clear()
+        self._value = _MISSING
         if self._by_ray is not None:
             self._by_ray.let_go()
 
@@ -271,8 +281,6 @@ class LaneWorker(Worker):
         self._attaching: tuple[Any, bytes] | None = None  # the answer that comes, and the token
         self._token = b""
         self._why_not = ""
-        self._calls: dict[int, Any] = {}  # the last calls that serve, by number
-        self._count = 0
         self.way = f"store: {lanes.why_not}" if lanes.why_not else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -287,7 +295,7 @@ class LaneWorker(Worker):
         if call.head.wire is not None:
             return self._by_ray("it is encoded").call(call)
         command = self._group.command(
-            call, "call_version", (call.head, call.method, *call.args), call.kwargs, returns=True
+            call, "call_version", (plain(call.head), call.method, *call.args), call.kwargs, True
         )
         if command is None:
             return self._by_ray("the arguments are large, or of Ray's").call(call)
@@ -295,19 +303,22 @@ class LaneWorker(Worker):
 
     def prepare(self, payload: Payload) -> None:
         """Have weights that nobody changes, so that they go into a window as they are."""
-        if self._ready() is None or not _is_for_lanes(payload.value):
+        lane = self._ready()
+        if lane is not None and LaneWorker in payload.ready:
+            return
+        if lane is None or not _is_for_lanes(payload.value):
             self._ray.prepare(payload)
-        elif LaneWorker not in payload.ready:
-            if _is_writable(payload.value):
-                payload.value = self._frozen(payload)
-            payload.ready[LaneWorker] = True
+            return
+        if _is_writable(payload.value):
+            payload.value = self._frozen(payload)
+        payload.ready[LaneWorker] = True
 
     def send(self, head: Head, payload: Payload) -> Answer:
         """Have the worker read the weights where they lie."""
         lane = self._lane
         if lane is not None and LaneWorker in payload.ready:
             command = self._group.command(
-                head, "receive_version", (head, payload.value), {}, returns=False
+                head, "receive_version", (plain(head), payload.value), {}, False
             )
             answer = None
             if command is not None:
@@ -323,18 +334,15 @@ class LaneWorker(Worker):
         """End the actor's process."""
         self._ray.end()
 
-    def wait(self, seconds: float) -> None:
-        """Wait for any worker of the group to ring."""
+    def wait(self, lanes: Sequence[DriverLane], seconds: float, enough: int) -> None:
+        """Wait for workers of the group; see `Lanes.wait`."""
         assert self._group.lanes is not None
-        self._group.lanes.wait(seconds)
+        self._group.lanes.wait(lanes, seconds, enough)
 
-    def call_of(self, number: int) -> Any:
-        """Return the reference to what the call of a number gives."""
-        return self._calls[number]
-
-    def latest_call(self) -> Any:
-        """Return the reference to what the last call that serves gives."""
-        return self._calls[self._count]
+    def call_ahead(self, lane: DriverLane, now: float) -> None:
+        """Make the worker's next call to serve, if the present one is about to end."""
+        if lane is self._lane and lane.wants_call(now):
+            lane.serve(self._serve)
 
     def lose(self, lane: DriverLane, why: str) -> None:
         """Use ``lane`` no more; the next call has the worker attach anew."""
@@ -350,7 +358,7 @@ class LaneWorker(Worker):
         """Return the worker as an actor; if it waits at its mailbox, it is to take the call."""
         self.way = f"store: {why}"
         if self._lane is not None:
-            self._lane.mailbox.dismiss()
+            self._lane.dismiss()
         return self._ray
 
     def _post(self, lane: DriverLane, command: Command, again: Any) -> LaneAnswer | None:
@@ -362,14 +370,17 @@ class LaneWorker(Worker):
             self.lose(lane, f"{type(error).__name__}: {error}")
             return None
         if not is_there:
-            self._count += 1
-            self._calls[self._count] = self.handle.serve_lane.remote(self._token, self._count)
-            self._calls.pop(self._count - 2, None)
+            lane.serve(self._serve)
         self.way = "lane"
         return LaneAnswer(self, lane, again)
 
+    def _serve(self, number: int) -> Any:
+        return self.handle.serve_lane.remote(self._token, number)
+
     def _ready(self) -> DriverLane | None:
         """Return the lane if the worker has attached; have it attach if it has not."""
+        if self._lane is not None and not self._lane.is_closed:
+            return self._lane
         lanes = self._group.lanes
         if self._lane is not None and self._lane.is_closed:
             self.lose(self._lane, "the worker died")
@@ -428,15 +439,17 @@ class LaneWorker(Worker):
 
 def _is_for_lanes(value: Any) -> bool:
     """Whether weights are arrays of this process."""
+    if type(value) is FlatWeights:
+        return True
     if isinstance(value, dict):
         return all(isinstance(part, np.ndarray) for part in value.values())
     return type(value) is np.ndarray
 
 
 def _is_writable(value: Any) -> bool:
-    parts = [value.buffer] if isinstance(value, FlatWeights) else value
-    parts = list(parts.values()) if isinstance(parts, dict) else parts
-    parts = parts if isinstance(parts, list) else [parts]
+    if isinstance(value, FlatWeights):
+        return value.buffer.flags.writeable
+    parts = value.values() if isinstance(value, dict) else [value]
     return any(part.flags.writeable for part in parts)
 
 

@@ -1,21 +1,23 @@
 """The driver's end of lanes: it posts commands, and waits for answers of any of its workers."""
 
-import contextlib
 import os
 import secrets
 import select
 import socket
 import struct
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from flatweights import _core
 from flatweights.ray._lane import LaneEnd, LaneError, fold
-from flatweights.ray._lane_worker import BY_CALL, VALUE, check_user
+from flatweights.ray._lane_worker import BY_CALL, STAY, VALUE, check_user
 from flatweights.ray._letter import Dumps, Place, read
 from flatweights.ray._windows import Windows
 
 _MOST_WINDOWS = 16
 _MOST_OFFERED = 3  # of the windows, those whose averages the user keeps
+_CALLS_KEPT = 4  # of a worker: the present one, the next, and those that have brought results
 _TOKEN = 16
 _NUMBER = struct.Struct("<Q")
 
@@ -45,12 +47,19 @@ class Answer(NamedTuple):
 
 
 class DriverLane(LaneEnd):
-    """The lane to one worker."""
+    """The lane to one worker.
+
+    Attributes:
+        calls: What the last calls of `FlatWorker.serve_lane` give, by number.
+    """
 
     def __init__(self, connection: socket.socket, mailbox: _core.Mailbox) -> None:
         """Take a socket of a worker, and its mailbox."""
         super().__init__(connection, is_worker=False)
         self.mailbox: _core.Mailbox = mailbox
+        self.calls: dict[int, Any] = {}
+        self._count = 0  # of calls that were made
+        self._called = 0.0  # when the last one was made, by `time.monotonic`
         self._sent: list[Place] = []  # in the command that is in the mailbox
         self._is_read = True
 
@@ -60,7 +69,7 @@ class DriverLane(LaneEnd):
         return self.mailbox.is_settled
 
     def post(self, command: Command, windows: Windows) -> bool:
-        """Post a command; return whether the worker is there, else it has to be called.
+        """Post a command; return whether a call of the worker is to take it, else make one.
 
         Raises:
             LaneError: If the worker has not answered the last one.
@@ -72,7 +81,26 @@ class DriverLane(LaneEnd):
         self.announce(windows, command.places)
         self.hold(command.places)
         self._sent, self._is_read = command.places, False
-        return self.mailbox.post(command.letter)
+        return self.mailbox.post(command.letter, self._count)
+
+    def serve(self, call: Callable[[int], Any]) -> None:
+        """Have the worker serve once more: ``call`` takes the number of the call."""
+        self._count += 1
+        self._called = time.monotonic()
+        self.calls[self._count] = call(self._count)
+        self.calls.pop(self._count - _CALLS_KEPT, None)
+
+    def latest_call(self) -> Any:
+        """Return what the last call gives."""
+        return self.calls[self._count]
+
+    def wants_call(self, now: float) -> bool:
+        """Whether the worker is to have its next call before the present one ends."""
+        return now - self._called > STAY / 2 and self._count - self.mailbox.last_ended < 2
+
+    def dismiss(self) -> None:
+        """Have the worker wait no longer for commands, in any call that was made."""
+        self.mailbox.dismiss(self._count)
 
     def take(self) -> Answer:
         """Return the answer. Arrays in it are views, until the next command at the longest.
@@ -85,7 +113,7 @@ class DriverLane(LaneEnd):
             return Answer(kind, self.load(places, stream))
         if kind == BY_CALL:
             return Answer(kind, _NUMBER.unpack(stream)[0])
-        return Answer(kind, bytes(stream).decode())
+        return Answer(kind, stream.decode())
 
     def discard(self) -> None:
         """Drop the last answer, if nobody has taken it."""
@@ -121,9 +149,9 @@ class Lanes:
         self._listener.setblocking(False)
         self._listener.bind(self.address)
         self._listener.listen(512)
-        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._doorbell = _core.Doorbell()
         self._poll = select.epoll()
-        self._poll.register(self._doorbell, select.EPOLLIN)
+        self._poll.register(self._doorbell.fileno(), select.EPOLLIN)
         self._lanes: dict[int, DriverLane] = {}  # by descriptor
         self._new: dict[bytes, DriverLane] = {}  # by token
         self.windows = Windows(_MOST_WINDOWS, self._is_held)
@@ -149,7 +177,8 @@ class Lanes:
         if lane.mailbox.nonce != nonce:
             lane.close()
             raise LaneError("the mailbox is not that of the worker")
-        socket.send_fds(lane.connection, [b"D"], [self._doorbell])
+        bell = self._doorbell
+        socket.send_fds(lane.connection, [b"D" + bell.nonce], [bell.descriptor, bell.fileno()])
         descriptor = lane.connection.fileno()
         self._lanes[descriptor] = lane
         self._poll.register(descriptor, select.EPOLLIN | select.EPOLLRDHUP)
@@ -171,12 +200,21 @@ class Lanes:
         found = fold(int(wants_window), [(method, args, kwargs)], self.windows, other, frozen=True)
         return None if found is None else Command(*found)
 
-    def wait(self, seconds: float | None) -> None:
-        """Sleep until some worker has answered or died, or the time is up; or for nothing."""
+    def wait(self, lanes: Sequence[DriverLane], seconds: float | None, enough: int = 1) -> None:
+        """Sleep until something has happened, or the time is up; maybe for nothing.
+
+        Args:
+            lanes: Those whose answers are missing.
+            seconds: How long; for ever, if None.
+            enough: How many answers it takes to be woken. What is no result wakes at once, as a
+                death does.
+        """
+        self._doorbell.arm(enough)
+        if any(lane.is_answered for lane in lanes):  # it may have been before
+            return
         for descriptor, _ in self._poll.poll(seconds):
-            if descriptor == self._doorbell:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(descriptor)
+            if descriptor == self._doorbell.fileno():
+                self._doorbell.hear()
                 continue
             lane = self._lanes[descriptor]
             lane.receive()
@@ -197,7 +235,6 @@ class Lanes:
             self.drop(lane)
         self._listener.close()
         self._poll.close()
-        os.close(self._doorbell)
 
     def _is_held(self, index: int) -> bool:
         return any(lane.is_held(index) for lane in self._lanes.values())

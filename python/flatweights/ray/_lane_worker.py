@@ -2,8 +2,9 @@
 
 A worker serves inside a call of Ray's, in the actor's own main thread: `serve` takes the
 command in the mailbox, runs it, answers, and sleeps on the mailbox for the next one. It returns
-after a few milliseconds without a command, and after a few more in any case, so that calls of
-others on the actor's handle get their turn.
+`LINGER` seconds after its last answer, and after `STAY` seconds in any case, so that calls of
+others on the actor's handle get their turn. A driver whose commands keep coming queues the next
+call meanwhile, so the worker is back at once.
 """
 
 import os
@@ -19,7 +20,7 @@ from flatweights.ray._letter import Dumps, read, write
 from flatweights.ray._windows import Windows
 
 LINGER = 0.01
-"""Seconds for which a worker waits for the next command."""
+"""Seconds for which a worker waits for the next command, in this call or the next."""
 STAY = 0.02
 """Seconds after which `serve` returns even if commands keep coming."""
 
@@ -61,61 +62,68 @@ class WorkerLane(LaneEnd):
             raise
         self.mailbox.close_descriptor()
         self._windows = Windows(_MOST_WINDOWS, self.is_held)
-        self._doorbell = -1
-        self._last = 0  # bytes of the last result
-
-    def __del__(self) -> None:
-        """Close the doorbell."""
-        if getattr(self, "_doorbell", -1) >= 0:
-            os.close(self._doorbell)
+        self._doorbell: _core.Doorbell | None = None
+        self._last_nbytes = 0  # of the last result
+        self._answered = 0.0  # when, by `time.monotonic`
 
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
-        if kind == b"D" and len(descriptors) == 1 and self._doorbell < 0:
-            self._doorbell = os.dup(descriptors[0])
+        if kind == b"D" and len(descriptors) == 2 and self._doorbell is None:
+            memory, bell = descriptors
+            self._doorbell = _core.Doorbell.open(memory, bell, body)
         else:
             super()._take(kind, body, descriptors)
 
-    def serve(self, worker: Any, number: int, other: Dumps) -> Any:
+    def serve(self, worker: Any, call: int, other: Dumps) -> Any:
         """Run commands on ``worker`` until none comes; return what is to go through Ray.
 
         Args:
             worker: Whose methods are called.
-            number: Of this call of Ray's.
+            call: The number of this call of Ray's.
             other: Pickles what `pickle` does not.
         """
         mailbox = self.mailbox
         assert mailbox is not None
-        end = time.monotonic() + STAY
+        now = time.monotonic()
+        end = now + STAY
         mailbox.enter()
-        while mailbox.wait(LINGER):
-            stay = time.monotonic() < end
+        while mailbox.wait(max(0.0, self._answered + LINGER - now), call):
+            ends = 0 if time.monotonic() < end else call
             box: list[Any] = []
             answer = None
             try:
                 answer = self._run(worker, box, other)
             finally:
                 if answer is None:  # by this call: a value that is no letter, or what was raised
-                    answer, stay = write(BY_CALL, _NUMBER.pack(number)), False
-                mailbox.answer_with(answer, stay, self._doorbell)
-            if box:
+                    mailbox.answer_with(write(BY_CALL, _NUMBER.pack(call)), call)
+                    self._ring()
+            if answer is None:
                 return box.pop()
-            if not stay:
+            mailbox.answer_with(answer, ends)
+            if self._doorbell is not None:
+                self._doorbell.count_down()
+            self._answered = now = time.monotonic()
+            if ends:
                 return None
         return None
+
+    def _ring(self) -> None:
+        """Wake the driver, whatever it waits for."""
+        if self._doorbell is not None:
+            self._doorbell.ring()
 
     def _run(self, worker: Any, box: list[Any], other: Dumps) -> bytes | None:
         """Run the command in the mailbox; return the answer, None if the result is in ``box``."""
         assert self.mailbox is not None
         try:
-            if self._doorbell < 0:
+            if self._doorbell is None:
                 self.receive()
             kind, places, stream = read(self.mailbox.command())
             method, args, kwargs = self.load(places, stream)
         except Exception as error:
             return write(REFUSED, f"{type(error).__name__}: {error}".encode())
         wants_window = bool(kind)
-        if wants_window and self._last:
-            self._windows.offer(self._last, most_taken=2)
+        if wants_window and self._last_nbytes:
+            self._windows.offer(self._last_nbytes, most_taken=2)
         try:
             box.append(getattr(worker, method)(*args, **kwargs))
         finally:
@@ -135,7 +143,7 @@ class WorkerLane(LaneEnd):
         for place in places:
             self._windows[place.window][0].close_descriptor()  # nobody else is to have it
         if places:
-            self._last = max(place.nbytes for place in places)
+            self._last_nbytes = max(place.nbytes for place in places)
         return answer
 
 

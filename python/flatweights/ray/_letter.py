@@ -14,13 +14,11 @@ import numpy as np
 
 from flatweights import _core
 from flatweights._weights import FlatWeights
-from flatweights.ray._calls import Head, Stamp
 
 _HEADER = struct.Struct("<II")  # what it is, how many buffers
 _PLACE = struct.Struct("<IIQQ")
 _IN_BAND = 1024  # bytes up to which a buffer travels in the stream
 
-_OWN = {Head, Stamp}
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), FlatWeights}
 
 Keep = Callable[[pickle.PickleBuffer], Any]
@@ -73,7 +71,7 @@ def _is_plain(value: Any) -> bool:
         return not value.dtype.hasobject
     if kind is dict:
         return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
-    if kind is tuple or kind is list or kind in _OWN:
+    if kind is tuple or kind is list:
         return all(map(_is_plain, value))
     return False
 
@@ -89,9 +87,11 @@ def write(kind: int, stream: bytes, places: Sequence[Place] = ()) -> bytes:
     return _HEADER.pack(kind, len(places)) + table + stream
 
 
-def read(letter: bytes) -> tuple[int, list[Place], memoryview]:
+def read(letter: bytes) -> tuple[int, list[Place], bytes]:
     """Return kind, places and stream of a letter."""
     kind, count = _HEADER.unpack_from(letter)
+    if not count:
+        return kind, [], letter[_HEADER.size :]
     end = _HEADER.size + count * _PLACE.size
     places = [Place(*row) for row in _PLACE.iter_unpack(letter[_HEADER.size : end])]
-    return kind, places, memoryview(letter)[end:]
+    return kind, places, letter[end:]

@@ -34,8 +34,10 @@ class RayAnswer(Answer):
         self._fetch = fetch
 
     @classmethod
-    def wait(cls, answers: Sequence["RayAnswer"], timeout: float | None) -> list[Answer]:
-        """Return those that are there."""
+    def wait(
+        cls, answers: Sequence["RayAnswer"], timeout: float | None, enough: int = 1
+    ) -> list[Answer]:
+        """Return those that are there, once there is one: each may have failed."""
         refs = list({answer.ref: None for answer in answers})
         fetch = all(answer._fetch for answer in answers)
         there, _ = ray.wait(refs, num_returns=1, timeout=timeout, fetch_local=fetch)

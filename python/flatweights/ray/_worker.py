@@ -132,6 +132,7 @@ class FlatWorker:
             StaleWorkerError: If it is a difference from weights that this actor does not have, or
                 the actor was sent others since.
         """
+        head = Head.of(head)
         with self._turn():
             self._admit(head.stamp)
             if isinstance(new_weights, Message):
@@ -176,6 +177,7 @@ class FlatWorker:
     def _run_call(
         self, head: Head, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        head = Head.of(head)
         self._admit(head.stamp)
         version = head.version
         if version is None and self._version is None and _was_restarted():

@@ -1,0 +1,28 @@
+// Wakes a driver once as many workers have answered as it waits for.
+//
+// A count in memory that all of them map; the bell itself (an eventfd) is the caller's.
+// Driver: arm with the number of answers that are missing, look at the mailboxes, sleep only if
+// all are still missing. Worker: answer, then count down; whoever reaches zero rings. So of the
+// answers that were missing at the second look each is counted after the driver armed, and the
+// last one rings. An answer that is counted late, after the driver armed anew, rings too early at
+// worst. Whoever dies rings by the end of his socket.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace flatweights {
+
+class Doorbell {
+ public:
+  // Zeros, as in a new memory file, are a doorbell that never rings.
+
+  void arm(std::uint32_t missing) noexcept { missing_.store(missing); }
+  // Returns whether to ring.
+  [[nodiscard]] bool count_down() noexcept { return missing_.fetch_sub(1) == 1; }
+
+ private:
+  std::atomic<std::uint32_t> missing_;
+};
+
+}  // namespace flatweights
