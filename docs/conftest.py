@@ -1,9 +1,14 @@
-"""Runs every Python block of these pages, and compares what it prints with what the page shows."""
+"""Runs every Python block of these pages, and compares what it prints with what the page shows.
+
+A block below the comment ``slow`` starts workers as others do: it runs with ``-m slow`` alone, and
+then all blocks of its page, which it may need.
+"""
 
 import sys
 from doctest import ELLIPSIS
 from typing import Any
 
+import pytest
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
@@ -21,6 +26,18 @@ def _end_page(namespace: dict[str, Any]) -> None:
 def _ray_is_running() -> bool:
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the blocks that are slow; with ``-m slow``, their pages."""
+    slow = "<!-- slow -->"
+    for item in items:
+        if example := getattr(item, "example", None):
+            text: str = example.document.text
+            is_slow = text[: example.start].rstrip().endswith(slow)
+            if is_slow or (config.option.markexpr == "slow" and slow in text):
+                item.add_marker(pytest.mark.slow)
 
 
 pytest_collect_file = Sybil(

@@ -22,9 +22,14 @@ class PlainWorker(FlatWorker):
     """Weights ``{"w": ..., "n": ...}``; training adds to ``w`` what the rank says."""
 
     def __init__(self, rank: int = 0, size: int = 5) -> None:
-        self.rank = rank
+        self.rank, self.size = rank, size
         self.model = FlatWeights({"w": np.full(size, POISON), "n": np.int64(0)})
         self.calls = self.received = 0
+
+    def build_anew(self) -> int:
+        """Be as it was built, for the next test; return the process."""
+        self.__init__(self.rank, self.size)  # type: ignore[misc]
+        return self.pid()
 
     def get_weights(self) -> FlatWeights:
         return self.model.copy()

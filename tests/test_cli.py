@@ -185,7 +185,7 @@ def test_build_tf_without_tensorflow_says_what_to_install():
 
 def test_reader_that_left_is_no_traceback():
     run = subprocess.run(
-        f"{sys.executable} -m flatweights.cli info | true",
+        f"{sys.executable} -m flatweights.cli examples | true",
         shell=True,
         capture_output=True,
         text=True,

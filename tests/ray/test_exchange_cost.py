@@ -15,8 +15,8 @@ from reference import same_bits
 from flatweights.ray import ShardedAverage, WorkerGroup
 
 M = 1e9
-NODES = 3
-LARGE = 480_000  # elements of float64: a third of a model is 1.28 MB
+NODES = 2
+LARGE = 320_000  # elements of float64: half of a model is 1.28 MB
 
 
 def test_bytes_by_hand() -> None:
@@ -155,11 +155,12 @@ def home() -> str:
 def test_counted_bytes_are_those_of_the_model() -> None:
     counted = json.loads(output_of(count_bytes).splitlines()[-1])
     nbytes = counted.pop("nbytes")
-    # To two thousandths of a model on each node: headers of objects, and layouts of sums.
-    near = nbytes / 500
     expected = exchange_cost(nbytes, 2 * NODES, workers_per_node=2)
     for way, cost in expected.items():
         got = counted[way]
+        # To a thousandth of a model: headers of objects. A sum also has a pickle and weights, of
+        # some kilobytes, however large the model is.
+        near = nbytes / 1000 + 4096 * way.startswith("per node")
         assert max(got["in"]) == pytest.approx(cost.gathered_in, abs=near), way
         assert max(got["back"]) == pytest.approx(cost.returned_in, abs=near), way
         assert np.sum(got["in"] + got["back"]) == pytest.approx(cost.network, abs=6 * near), way

@@ -24,6 +24,8 @@ import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import StoreTooSmallError, WorkerError, WorkerGroup
 
+pytestmark = pytest.mark.starts_actors
+
 LARGE = 40_000  # elements; beyond 100 KiB weights lie in shared memory
 MIB = 2**20
 SMALLEST_STORE = 75 * MIB  # Ray takes no less
@@ -93,7 +95,7 @@ def lose_a_node() -> None:
     assert group.average("get_weights", min_results=2).used == (0, 2)
 
 
-def test_a_node_that_goes_takes_only_its_ranks_along() -> None:
+def test_a_node_that_goes_takes_only_its_ranks_along(way: str) -> None:
     out = output_of(lose_a_node)
     died, lost = out.splitlines()[-2:]
     assert died in ("died: ActorDiedError", "died: ActorUnavailableError")
@@ -124,7 +126,7 @@ def be_interrupted(folder: str) -> None:
         raise
 
 
-def test_ctrl_c_in_a_round_leaves_the_last_round(tmp_path: Path) -> None:
+def test_ctrl_c_in_a_round_leaves_the_last_round(way: str, tmp_path: Path) -> None:
     with program(be_interrupted, str(tmp_path)) as driver:
         assert driver.stdout is not None
         processes = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
@@ -258,10 +260,10 @@ def check_flat(rounds: int, mib: int, ranks: int, timeout: float) -> None:
     assert heap_late <= heap + 2 * nbytes + 8 * MIB
 
 
-def test_rounds_hold_the_object_store_flat() -> None:
-    check_flat(200, 4, 4, timeout=120)
+def test_rounds_hold_the_object_store_flat(way: str) -> None:
+    check_flat(100, 4, 4, timeout=120)
 
 
 @pytest.mark.slow
-def test_a_thousand_rounds_of_a_large_model() -> None:
+def test_a_thousand_rounds_of_a_large_model(way: str) -> None:
     check_flat(1000, 100, 4, timeout=1800)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray_pool import Actors, Lend
 from ray_workers import PlainWorker, trained, wait_for, weights_of
 from reference import same_bits
 
@@ -58,24 +59,16 @@ def start_of(value: float, size: int = 5) -> FlatWeights:
     return FlatWeights({"w": np.full(size, value, np.float32), "n": np.int64(3)})
 
 
-def create(n: int, size: int = 5, **options: Any) -> WorkerGroup:
-    return WorkerGroup.create(
-        Told, n, arguments=lambda rank: (rank, size), num_cpus=0, max_restarts=-1, **options
-    )
+@pytest.fixture(scope="module")
+def three(way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
+    with all_actors.loan() as lend:
+        yield lend(Told, 3, max_restarts=-1)
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[WorkerGroup]:
-    group = create(3, max_concurrency=4)
-    yield group
-    group.shutdown()
-
-
-@pytest.fixture(scope="module")
-def wired() -> Iterator[WorkerGroup]:
-    group = create(3, LARGE, wire_dtype="bfloat16")
-    yield group
-    group.shutdown()
+def wired(way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
+    with all_actors.loan() as lend:
+        yield lend(Told, 3, LARGE, wire_dtype="bfloat16", max_restarts=-1)
 
 
 def heal(group: WorkerGroup) -> None:
@@ -105,7 +98,7 @@ def without_rank_0(group: WorkerGroup) -> None:
     group._workers.unhealthy[0] = TimeoutError("away")
 
 
-WAYS: dict[str, dict[str, Any]] = {"at once": {}, "streamed": {}, "sharded": {}, "per node": {}}
+PLANS: dict[str, dict[str, Any]] = {"at once": {}, "streamed": {}, "sharded": {}, "per node": {}}
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +107,13 @@ def sharded() -> Iterator[dict[str, ShardedAverage]]:
         yield {"sharded": by_range, "per node": by_node}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("plan", PLANS)
 def test_errors_name_the_ranks_of_the_group(
-    group: WorkerGroup, sharded: dict[str, ShardedAverage], way: str
+    group: WorkerGroup, sharded: dict[str, ShardedAverage], plan: str
 ) -> None:
-    if way == "streamed":
+    if plan == "streamed":
         group = WorkerGroup(list(group.actors().values()), max_inflight=1)
-    options = {"sharded": sharded.get(way), "min_results": 1}
+    options = {"sharded": sharded.get(plan), "min_results": 1}
     without_rank_0(group)
     good, nan = np.ones(3), np.array([1.0, np.nan, 1.0])
     with pytest.raises(ValueError, match=r"^rank 2: holds NaN"):
@@ -224,10 +217,13 @@ def test_a_worker_refuses_a_call_that_comes_again_or_too_late() -> None:
     again.call_version(Head(Stamp("another group", 0), first), "train")
 
 
+@pytest.mark.parametrize("options", [{}, {"max_concurrency": 4}], ids=["in turn", "at once"])
 def test_after_an_interrupt_weights_are_sent_once_the_call_has_ended(
-    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    way: str, lend: Lend, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """These workers run several calls at a time: what was sent first would be trained on."""
+    """Where workers run several calls at a time, what was sent first would be trained on."""
+    group = lend(Told, 3, max_restarts=-1, **options)
+    group.broadcast(start_of(1.0))
 
     def interrupt(*arguments: Any) -> Any:
         for rank in range(3):

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import ray
 from ray.util.metrics import Counter
+from ray_pool import Actors, Lend
 from ray_workers import PlainWorker, weights_of
 from reference import clean_environment
 
@@ -31,18 +32,12 @@ SIZE = 40_000
 NBYTES = weights_of(0.0, SIZE).buffer.nbytes
 
 
-def make_group(n: int, **options: Any) -> WorkerGroup:
-    return WorkerGroup.create(
-        PlainWorker, n, arguments=lambda rank: (rank, SIZE), num_cpus=0, **options
-    )
-
-
 @pytest.fixture(scope="module", params=[4, 2], ids=["one pass", "running sum"])
-def group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    made = make_group(3, max_inflight=request.param)
-    made.broadcast(weights_of(1.0, SIZE))
-    yield made
-    made.shutdown()
+def group(request: pytest.FixtureRequest, way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
+    with all_actors.loan() as lend:
+        made = lend(PlainWorker, 3, SIZE, max_inflight=request.param)
+        made.broadcast(weights_of(1.0, SIZE))
+        yield made
 
 
 def again(record: dict[str, Any]) -> Any:
@@ -74,7 +69,7 @@ def some_rounds(folder: str) -> None:
         log_to_driver=False,
         _system_config={"metrics_report_interval_ms": 200},
     )
-    group = make_group(3)
+    group = WorkerGroup.create(PlainWorker, 3, arguments=lambda rank: (rank, SIZE), num_cpus=0)
     group.broadcast(weights_of(1.0, SIZE))
     records = [found.record() for found in group.run(1, "train", progress=True)]
     for found in group.run(1, "act", {1: "nan"}, nonfinite="skip", progress=True):
@@ -245,7 +240,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
 
 
 def test_the_log_has_a_line_for_each_round(
-    group: WorkerGroup, caplog: pytest.LogCaptureFixture
+    group: WorkerGroup, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "flatweights"):
         list(group.run(1, "train"))
@@ -253,7 +248,8 @@ def test_the_log_has_a_line_for_each_round(
     assert level == "INFO"
     found = LINE.fullmatch(line)
     assert found, line
-    assert found.groups() == ("3 of 3 ranks", "960 kB in, 960 kB out by lanes")
+    by = " by lanes" if way == "lanes" else ""
+    assert found.groups() == ("3 of 3 ranks", f"960 kB in, 960 kB out{by}")
 
 
 def test_the_log_warns_of_ranks_that_are_skipped(
@@ -269,13 +265,14 @@ def test_the_log_warns_of_ranks_that_are_skipped(
     assert found[2].endswith("; rank 1: ValueError: rank 1, slot 0 'w': holds NaN or infinity")
 
 
-def test_the_log_warns_once_of_who_has_died(caplog: pytest.LogCaptureFixture) -> None:
-    group = make_group(2)
+def test_the_log_warns_once_of_who_has_died(
+    way: str, lend: Lend, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = lend(PlainWorker, 2, SIZE)
     group.broadcast(weights_of(1.0, SIZE))
     with caplog.at_level(logging.INFO, "flatweights"):
         list(group.run(1, "act", {1: "die before"}, min_results=1))
         group.average("train", min_results=1)
-    group.shutdown()
     said, first, second = lines(caplog)
     assert said[0] == "WARNING"
     assert said[1].startswith("flatweights: rank 1 is left out: ActorDiedError")
@@ -285,12 +282,14 @@ def test_the_log_warns_once_of_who_has_died(caplog: pytest.LogCaptureFixture) ->
     assert "Died" not in first[1] + second[1]
 
 
-def test_the_log_warns_of_late_references(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    worker = ray.remote(num_cpus=0)(PlainWorker).remote(0, SIZE)
+def test_the_log_warns_of_late_references(
+    lend: Lend, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    worker = lend(PlainWorker, 1, SIZE).actors()[0]
     refs = [ray.put(weights_of(1.0, SIZE)), worker.act.remote({0: "hang"}, str(tmp_path))]
     with caplog.at_level(logging.INFO, "flatweights"):
         average(refs, timeout=0.5, min_results=1)
-    ray.kill(worker)
+    (tmp_path / "go on").touch()
     ((level, line),) = lines(caplog)
     assert level == "WARNING"
     assert line.startswith("flatweights: average: 1 of 2 ranks, 1 late (1), ")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ray
 from numpy.typing import NDArray
+from ray_pool import Actors
 from ray_programs import output_of
 from ray_workers import PlainWorker, die, trained, weights_of
 from reference import arrays_of, assert_mean, assert_same, same_bits
@@ -84,12 +85,9 @@ def by_node() -> Iterator[ShardedAverage]:
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[WorkerGroup]:
-    actors = WorkerGroup.create(
-        PlainWorker, 3, arguments=lambda rank: (rank, LARGE), num_cpus=0, max_restarts=-1
-    )
-    yield actors
-    actors.shutdown()
+def group(way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
+    with all_actors.loan() as lend:
+        yield lend(PlainWorker, 3, LARGE, max_restarts=-1)
 
 
 @pytest.mark.parametrize("weights", [None, [0, 5, 2.5]], ids=["equal", "weighted"])
@@ -418,6 +416,7 @@ def test_a_group_trains_without_a_whole_buffer_in_the_driver(
         group.average("train", sharded=by_range, out=expected)
 
 
+@pytest.mark.starts_actors
 def test_a_group_leaves_ranks_out_and_brings_them_back(
     by_range: ShardedAverage, group: WorkerGroup, tmp_path: Path
 ) -> None:
@@ -567,7 +566,8 @@ def lose_nodes(folder: str) -> None:
     cluster.shutdown()
 
 
-def test_a_node_that_dies_takes_only_its_ranks_along(tmp_path: Path) -> None:
+@pytest.mark.starts_actors
+def test_a_node_that_dies_takes_only_its_ranks_along(way: str, tmp_path: Path) -> None:
     out = output_of(lose_nodes, str(tmp_path))
     first, second, last = json.loads(out.splitlines()[-1])
     assert first.startswith(("Object", "Actor")), first

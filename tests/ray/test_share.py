@@ -12,7 +12,7 @@ import ray
 
 from flatweights import FlatWeights
 
-ACTORS = 4
+ACTORS = 2
 SHAPES = {
     "in": (1024, 4096),
     "hidden": (4096, 4096),
@@ -112,9 +112,9 @@ def test_actors_share_one_copy(actors: list[Any], source: tuple[Any, dict[str, s
     shared = copies()
     everyone(actors, "set", ref, False)
     copied = copies()  # the store's pages stay mapped beside the copies
-    assert shared < 1.6
-    assert copied > 3.4
-    assert copied - shared > 3
+    assert shared < 1.3
+    assert copied > 1.7
+    assert copied - shared > 1.4
 
 
 def test_a_step_of_one_actor_changes_nothing_for_the_others(

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from ray_pool import Actors, Lend
 from ray_workers import POISON, PlainWorker, trained, weights_of
 from reference import assert_same, refuses, same_bits
 
@@ -25,27 +26,15 @@ Make = Callable[..., WorkerGroup]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    """Make a group of workers that know their rank, shut down after the test."""
-    made: list[WorkerGroup] = []
-
-    def make_group(n: int = 3, size: int = SMALL, **options: Any) -> WorkerGroup:
-        group = WorkerGroup.create(
-            PlainWorker, n, arguments=lambda rank: (rank, size), num_cpus=0, **options
-        )
-        made.append(group)
-        return group
-
-    yield make_group
-    for group in made:
-        group.shutdown()
+def make(way: str, lend: Lend) -> Make:
+    """Make a group of workers that know their rank."""
+    return lambda n=3, size=SMALL, **options: lend(PlainWorker, n, size, **options)
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[WorkerGroup]:
-    group = WorkerGroup.create(PlainWorker, 3, arguments=lambda rank: (rank,), num_cpus=0)
-    yield group
-    group.shutdown()
+def three(way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
+    with all_actors.loan() as lend:
+        yield lend(PlainWorker, 3)
 
 
 @pytest.fixture

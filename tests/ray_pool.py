@@ -1,0 +1,78 @@
+"""Actors that tests use one after the other: to start a process takes longer than most tests."""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import ray
+from ray_workers import PlainWorker
+
+from flatweights.ray import WorkerGroup
+
+Lend = Callable[..., WorkerGroup]
+
+
+class _Kind(NamedTuple):
+    """What cannot be changed in an actor: Ray restarts it with the same arguments."""
+
+    worker: type[PlainWorker]
+    rank: int
+    size: int
+    options: Hashable
+
+
+class Actors:
+    """Actors of `PlainWorker` classes, lent to groups.
+
+    A group gets actors that are as they were built. An actor is lent again if it answers when it is
+    taken back, in the process that it was lent in.
+    """
+
+    def __init__(self) -> None:
+        self._idle: defaultdict[_Kind, list[Any]] = defaultdict(list)
+
+    @contextmanager
+    def loan(self) -> Iterator[Lend]:
+        """Give a function that lends groups, whose actors are taken back at the end.
+
+        It takes a class, the number of workers, the size of their weights, what `WorkerGroup`
+        takes, and options of Ray's.
+        """
+        lent: list[tuple[_Kind, Any, Any]] = []  # with a reference to the process
+
+        def lend(
+            worker: type[PlainWorker],
+            n: int,
+            size: int = 5,
+            *,
+            max_inflight: int = 4,
+            wire_dtype: Any = None,
+            **options: Any,
+        ) -> WorkerGroup:
+            kinds = [_Kind(worker, rank, size, tuple(sorted(options.items()))) for rank in range(n)]
+            actors = [self._take(kind, options) for kind in kinds]
+            lent.extend((k, a, a.pid.remote()) for k, a in zip(kinds, actors, strict=True))
+            return WorkerGroup(actors, max_inflight=max_inflight, wire_dtype=wire_dtype)
+
+        try:
+            yield lend
+        finally:
+            self._take_back(lent)
+
+    def _take(self, kind: _Kind, options: dict[str, Any]) -> Any:
+        if self._idle[kind]:
+            return self._idle[kind].pop()
+        remote: Any = ray.remote(kind.worker)
+        return remote.options(num_cpus=0, **options).remote(kind.rank, kind.size)
+
+    def _take_back(self, lent: list[tuple[_Kind, Any, Any]]) -> None:
+        rebuilt = [actor.build_anew.remote() for _, actor, _ in lent]
+        for (kind, actor, before), after in zip(lent, rebuilt, strict=True):
+            try:
+                if len({*ray.get([before, after], timeout=5)}) == 1:
+                    self._idle[kind].append(actor)
+                    continue
+            except (ray.exceptions.RayError, TimeoutError):
+                pass  # it died, or is still at work
+            ray.kill(actor)
