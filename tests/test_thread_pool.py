@@ -51,6 +51,24 @@ print(len(tasks() - before))
     assert run(code) == ["0", "2"]
 
 
+@pytest.mark.parametrize("processors", ["all", "one"])
+def test_threads_may_run_where_the_caller_may(processors: str) -> None:
+    code = f"""
+allowed = sorted(os.sched_getaffinity(0))[: None if {processors == "all"} else 1]
+os.sched_setaffinity(0, allowed)
+before = tasks()
+fw.set_num_threads(3)
+assert is_right()
+helpers = tasks() - before
+deadline = time.monotonic() + 60
+while any(os.sched_getaffinity(helper) != set(allowed) for helper in helpers):
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+print(len(helpers))
+"""
+    assert run(code) == ["2"]
+
+
 def test_one_thread_is_the_callers() -> None:
     code = """
 before = tasks()
