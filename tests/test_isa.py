@@ -16,7 +16,7 @@ from flatweights import server
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.complex64, np.complex128]
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-7, 6e-8, 1e-40, 5e-324, 65504.0, 3.4e38]
-SETS = ["portable", "baseline", "avx2", "avx512"]
+SETS = ["portable", "baseline", "avx2", "avx512", "neon"]
 
 
 def misaligned(array: NDArray[Any], by: int) -> NDArray[Any]:

@@ -7,6 +7,7 @@
 
 #include "flatweights/copy_kernel.hpp"
 #include "flatweights/real.hpp"
+#include "flatweights/two_sum.hpp"
 
 namespace flatweights {
 namespace {
@@ -27,9 +28,8 @@ struct Sum {
 // Adds `weight[k] * source[k][i]` for k < Count, in order; where not Weighted, all
 // weights are 1.
 //
-// float16, bfloat16 and float32 are summed in float64. Sums of float64 carry along what
-// each addition rounded away (Neumaier's variant of Kahan summation, with Knuth's
-// TwoSum: ZAMM 54, 1974).
+// float16, bfloat16 and float32 are summed in float64; sums of float64 keep what each addition
+// rounds away.
 template <class T, std::size_t Count, bool Weighted>
 [[gnu::always_inline]] inline void add_terms(Sum& sum, const std::byte* const* source,
                                              [[maybe_unused]] const double* weight,
@@ -38,12 +38,10 @@ template <class T, std::size_t Count, bool Weighted>
   for (std::size_t k = 0; k < Count; ++k) {
     double term = static_cast<double>(load<T>(source[k], i));
     if constexpr (Weighted) term *= weight[k];
-    const double next = sum.total + term;
-    if constexpr (std::is_same_v<T, double>) {
-      const double added = next - sum.total;
-      sum.lost += (sum.total - (next - added)) + (term - added);
-    }
-    sum.total = next;
+    if constexpr (std::is_same_v<T, double>)
+      add_exactly(sum.total, sum.lost, term);
+    else
+      sum.total += term;
   }
 }
 

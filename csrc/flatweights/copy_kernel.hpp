@@ -5,10 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__SSE2__) && !defined(FLATWEIGHTS_PORTABLE)
-#include <immintrin.h>
-#define FLATWEIGHTS_STREAMS 1
-#endif
+#include "flatweights/registers.hpp"
 
 namespace flatweights {
 namespace {
@@ -18,26 +15,11 @@ inline constexpr std::size_t kLine = 64;
 // Copies whole lines to `to`, a line's beginning, past the caches: the lines are not
 // read before they are written, which saves a third of a copy's traffic.
 inline void stream_lines(std::byte* to, const std::byte* from, std::size_t nbytes) noexcept {
-#if defined(FLATWEIGHTS_STREAMS) && defined(__AVX512F__)
-  for (std::size_t i = 0; i < nbytes; i += 64)
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
-#elif defined(FLATWEIGHTS_STREAMS) && defined(__AVX2__)
-  for (std::size_t i = 0; i < nbytes; i += 32)
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
-                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
-#elif defined(FLATWEIGHTS_STREAMS)
-  for (std::size_t i = 0; i < nbytes; i += 16)
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
-                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+#if defined(FLATWEIGHTS_STREAMS)
+  for (std::size_t i = 0; i < nbytes; i += kRegister)
+    store_register<true>(to + i, load_register<Bytes>(from + i));
 #else
   std::memcpy(to, from, nbytes);
-#endif
-}
-
-// Streamed lines are ordered with nothing until this.
-inline void end_streaming() noexcept {
-#if defined(FLATWEIGHTS_STREAMS)
-  _mm_sfence();
 #endif
 }
 

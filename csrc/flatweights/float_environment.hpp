@@ -1,5 +1,7 @@
-// Floating-point arithmetic as the standard has it, whatever the calling thread does.
+// Floating-point arithmetic as the standard has it, whatever the calling thread has set.
 #pragma once
+
+#include <cstdint>
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -10,23 +12,38 @@ namespace flatweights {
 // While it lives, this thread rounds to nearest and keeps subnormal numbers. Numerical
 // libraries set threads to flush those to zero, and results must not depend on it.
 class DefaultFloatEnvironment {
-#if defined(__x86_64__)
  public:
-  DefaultFloatEnvironment() noexcept : before_(_mm_getcsr()) { _mm_setcsr(kDefault); }
-  ~DefaultFloatEnvironment() { _mm_setcsr(before_); }
-
- private:
-  static constexpr unsigned kDefault = 0x1f80;  // all exceptions masked
-  unsigned before_;
-#else
- public:
-  // Not trivial, so that an object of it counts as used.
-  DefaultFloatEnvironment() noexcept {}
-#endif
-
- public:
+  DefaultFloatEnvironment() noexcept : before_(read()) { write(kDefault); }
+  ~DefaultFloatEnvironment() { write(before_); }
   DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
   DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  using Control = unsigned;
+  static constexpr Control kDefault = 0x1f80;  // all exceptions masked
+  static Control read() noexcept { return _mm_getcsr(); }
+  static void write(Control control) noexcept { _mm_setcsr(control); }
+#elif defined(__aarch64__)
+  using Control = std::uint64_t;
+  static constexpr Control kDefault = 0;
+  static Control read() noexcept {
+    Control control;
+    asm volatile("mrs %0, fpcr" : "=r"(control));
+    return control;
+  }
+  // A barrier for the compiler: no computation moves across it by memory.
+  static void write(Control control) noexcept {
+    asm volatile("msr fpcr, %0" : : "r"(control) : "memory");
+  }
+#else
+  using Control = int;
+  static constexpr Control kDefault = 0;
+  static Control read() noexcept { return kDefault; }
+  static void write(Control) noexcept {}
+#endif
+
+  Control before_;
 };
 
 }  // namespace flatweights

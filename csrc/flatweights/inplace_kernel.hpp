@@ -8,8 +8,9 @@
 #include <type_traits>
 
 #include "flatweights/average_kernel.hpp"
-#include "flatweights/lanes.hpp"
 #include "flatweights/real.hpp"
+#include "flatweights/register_pairs.hpp"
+#include "flatweights/two_sum.hpp"
 
 namespace flatweights {
 namespace {
@@ -19,7 +20,7 @@ namespace {
 template <class T, class Value>
 inline void change_range(std::byte* y, const std::byte* x, std::size_t begin, std::size_t end,
                          Value value) noexcept {
-#if defined(FLATWEIGHTS_LANES)
+#if defined(FLATWEIGHTS_REGISTERS)
   const std::size_t first = begin;
   Doubles spoiled = broadcast(0);
   for (; end - begin >= kPair; begin += kPair) {
@@ -87,15 +88,6 @@ void lerp_range(std::byte* y, const std::byte* x, double a, std::size_t begin,
 inline constexpr std::size_t kColumns = 32;
 static_assert((kColumns & (kColumns - 1)) == 0, "they are added by halves");
 
-// Adds `term` to `total`, and what that rounded away to `lost` (Knuth's TwoSum).
-template <class V>
-inline void add_exactly(V& total, V& lost, V term) noexcept {
-  const V next = total + term;
-  const V added = next - total;
-  lost += (total - (next - added)) + (term - added);
-  total = next;
-}
-
 // Squares of float64 are summed with compensation. Those of shorter numbers are exact in
 // float64 and summed plainly, at most kMostBlock / kColumns in a row.
 template <class T, class V>
@@ -111,7 +103,7 @@ inline void add_square(V& total, [[maybe_unused]] V& lost, V value) noexcept {
 template <class T>
 inline void add_rows_of_squares(double* sum, double* rest, const std::byte* data, double scale,
                                 std::size_t begin, std::size_t count) noexcept {
-#if defined(FLATWEIGHTS_LANES)
+#if defined(FLATWEIGHTS_REGISTERS)
   constexpr std::size_t kPairsOfColumns = kColumns / kPair;
   Pair sums[kPairsOfColumns];
   Pair rests[kPairsOfColumns];

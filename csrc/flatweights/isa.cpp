@@ -15,6 +15,9 @@ extern const Kernels kernels_baseline;
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
 #endif
+#ifdef FLATWEIGHTS_ARM64
+extern const Kernels kernels_neon;
+#endif
 
 namespace {
 
@@ -35,6 +38,8 @@ const Kernels* decide() {
                                   {&kernels_avx2, avx2},
                                   {&kernels_baseline, true},
                                   {&kernels_portable, true}};
+#elif defined(FLATWEIGHTS_ARM64)
+  const Candidate candidates[] = {{&kernels_neon, true}, {&kernels_portable, true}};
 #else
   const Candidate candidates[] = {{&kernels_portable, true}};
 #endif

@@ -3,7 +3,7 @@
 
 #include "flatweights/adaptive_kernel.hpp"
 #include "flatweights/average_kernel.hpp"
-#include "flatweights/average_lanes.hpp"
+#include "flatweights/average_registers.hpp"
 #include "flatweights/convert_kernel.hpp"
 #include "flatweights/copy_kernel.hpp"
 #include "flatweights/inplace_kernel.hpp"
@@ -36,9 +36,9 @@ extern const Kernels FLATWEIGHTS_JOIN(kernels_, FLATWEIGHTS_ISA);
 // clang-format off
 const Kernels FLATWEIGHTS_JOIN(kernels_, FLATWEIGHTS_ISA) = {
     .name = FLATWEIGHTS_TEXT(FLATWEIGHTS_ISA),
-#if defined(FLATWEIGHTS_LANES)
-    .average = FLATWEIGHTS_EACH_REAL(average_in_lanes),
-    .average_widened = FLATWEIGHTS_EACH_WIDENED(average_in_lanes),
+#if defined(FLATWEIGHTS_REGISTERS)
+    .average = FLATWEIGHTS_EACH_REAL(average_in_registers),
+    .average_widened = FLATWEIGHTS_EACH_WIDENED(average_in_registers),
 #else
     .average = FLATWEIGHTS_EACH_REAL(average_range),
     .average_widened = FLATWEIGHTS_EACH_WIDENED(average_range),

@@ -9,11 +9,8 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
-
 #include "flatweights/dtype.hpp"
+#include "flatweights/registers.hpp"
 
 namespace flatweights {
 namespace {
@@ -73,12 +70,8 @@ inline void widen_block(const std::byte* source, std::size_t begin, std::size_t 
                         float* __restrict out) noexcept {
   std::size_t i = 0;
   if constexpr (std::is_same_v<T, Float16>) {
-#if defined(__F16C__)
-    for (; i + 8 <= count; i += 8) {
-      __m128i bits;
-      std::memcpy(&bits, source + (begin + i) * sizeof(T), sizeof(bits));
-      _mm256_storeu_ps(out + i, _mm256_cvtph_ps(bits));
-    }
+#if defined(FLATWEIGHTS_REGISTERS)
+    for (; i + 8 <= count; i += 8) widen_eight(out + i, source + (begin + i) * sizeof(T));
 #endif
     for (; i < count; ++i) out[i] = widen_float16(load<std::uint16_t>(source, begin + i));
   } else {

@@ -19,7 +19,7 @@ def show_config() -> dict[str, str]:
 
     Environment variables, read at the first call that needs them, choose otherwise than by the
     machine: ``FLATWEIGHTS_NUM_THREADS`` (else ``OMP_NUM_THREADS``), ``FLATWEIGHTS_ISA``
-    (avx512, avx2, baseline or portable) and ``FLATWEIGHTS_STREAM_ABOVE``, the bytes read and
+    (avx512, avx2, neon, baseline or portable) and ``FLATWEIGHTS_STREAM_ABOVE``, the bytes read and
     written by one call above which results are written past the caches: without it, the size of
     the third cache, or 32 MiB where none is known. ``FLATWEIGHTS_RAY`` says how a `WorkerGroup`
     reaches workers on its machine: ``store``, never past Ray's object store, or ``lanes``, with
@@ -28,7 +28,7 @@ def show_config() -> dict[str, str]:
     Raises:
         ValueError: If one of these variables is malformed.
 
-    >>> show_config()["instruction set"] in {"avx512", "avx2", "baseline", "portable"}
+    >>> show_config()["instruction set"] in {"avx512", "avx2", "neon", "baseline", "portable"}
     True
     """
     config = {

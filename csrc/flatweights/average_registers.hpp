@@ -4,9 +4,9 @@
 
 #include "flatweights/average_kernel.hpp"
 #include "flatweights/kernels.hpp"
-#include "flatweights/lanes.hpp"
+#include "flatweights/register_pairs.hpp"
 
-#if defined(FLATWEIGHTS_LANES)
+#if defined(FLATWEIGHTS_REGISTERS)
 
 namespace flatweights {
 namespace {
@@ -30,18 +30,11 @@ struct Sums<double> {
 };
 
 // As add_terms, for one term.
-[[gnu::always_inline]] inline void add_to(Doubles& total, Doubles& lost, Doubles term) noexcept {
-  const Doubles next = total + term;
-  const Doubles added = next - total;
-  lost += (total - (next - added)) + (term - added);
-  total = next;
-}
-
 template <class Out>
-[[gnu::always_inline]] inline void add_to(Sums<Out>& sums, std::size_t j, Pair term) noexcept {
+[[gnu::always_inline]] inline void add_term(Sums<Out>& sums, std::size_t j, Pair term) noexcept {
   if constexpr (std::is_same_v<Out, double>) {
-    add_to(sums.total[j].a, sums.lost[j].a, term.a);
-    add_to(sums.total[j].b, sums.lost[j].b, term.b);
+    add_exactly(sums.total[j].a, sums.lost[j].a, term.a);
+    add_exactly(sums.total[j].b, sums.lost[j].b, term.b);
   } else {
     sums.total[j].a += term.a;
     sums.total[j].b += term.b;
@@ -112,14 +105,13 @@ template <class T, class Out, bool Weighted, std::size_t Count>
       terms[j] = load_pair<T, kInterleaved>(source, i + j * kPair);
     }
     if constexpr (Weighted) {
-      const Doubles weight = broadcast(row.weight[k]);
       for (Pair& term : terms) {
-        term.a *= weight;
-        term.b *= weight;
+        term.a *= row.weight[k];
+        term.b *= row.weight[k];
       }
     }
     for (std::size_t j = 0; j < kPairs; ++j) {
-      add_to(sums, j, terms[j]);
+      add_term(sums, j, terms[j]);
       // Or else terms are read before they are added, and wait in memory: a stream more.
       if constexpr (Count != 0) settle(sums, j);
     }
@@ -225,9 +217,9 @@ auto choose_steps(bool multiply, bool stream) noexcept {
 
 // As `average` of Kernels; as `average_widened` where Out is not T.
 template <class T, class Out = T>
-bool average_in_lanes(std::byte* out, const std::byte* const* sources, const double* weights,
-                      std::size_t count, double total, std::size_t begin, std::size_t end,
-                      bool stream, std::byte* room) noexcept {
+bool average_in_registers(std::byte* out, const std::byte* const* sources, const double* weights,
+                          std::size_t count, double total, std::size_t begin, std::size_t end,
+                          bool stream, std::byte* room) noexcept {
   const Divisor divisor(total);
   const std::size_t first = begin;
   bool finite = true;
