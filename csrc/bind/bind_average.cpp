@@ -197,8 +197,7 @@ void bind_average(py::module_& m) {
   m.def(
       "first_nonfinite",
       [](const BoundLayout& bound, bool packed, const py::list& parts, std::size_t source) {
-        const auto screened =
-            read_parts<ScreenedPart>(parts, bound, packed, static_cast<std::ptrdiff_t>(source));
+        const auto screened = read_parts(parts, bound, packed, static_cast<std::ptrdiff_t>(source));
         const WithoutGil nogil;
         return first_nonfinite(screened);
       },

@@ -66,7 +66,7 @@ void bind_inplace(py::module_& m) {
   m.def(
       "norm",
       [](const BoundLayout& bound, bool packed, const py::list& x) {
-        const auto parts = read_parts<NormPart>(x, bound, packed, Place::kX);
+        const auto parts = read_parts(x, bound, packed, Place::kX);
         const WithoutGil nogil;
         return norm(parts);
       },
@@ -82,7 +82,7 @@ void bind_inplace(py::module_& m) {
   m.def(
       "isfinite",
       [](const BoundLayout& bound, bool packed, const py::list& x) {
-        const auto parts = read_parts<ScreenedPart>(x, bound, packed, Place::kX);
+        const auto parts = read_parts(x, bound, packed, Place::kX);
         const WithoutGil nogil;
         return first_nonfinite(parts) == parts.size();
       },

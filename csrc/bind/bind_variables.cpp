@@ -45,12 +45,18 @@ void bind_variables(py::module_& m) {
       .def("set_parts", &BoundVariables::set_parts, py::arg("positions"), py::arg("sources"),
            py::arg("share"), py::arg("guard"))
       .def("get_shared", &BoundVariables::get_shared)
-      .def("add_vector", &BoundVariables::add_vector, py::arg("x"), py::arg("a"), py::arg("guard"))
-      .def("add_packed", &BoundVariables::add_packed, py::arg("x"), py::arg("a"), py::arg("guard"))
-      .def("lerp_vector", &BoundVariables::lerp_vector, py::arg("x"), py::arg("a"),
-           py::arg("guard"))
-      .def("lerp_packed", &BoundVariables::lerp_packed, py::arg("x"), py::arg("a"),
-           py::arg("guard"));
+      .def(
+          "add",
+          [](BoundVariables& self, const py::array& x, bool packed, double a, bool guard) {
+            self.update(&axpy, x, packed, a, guard);
+          },
+          py::arg("x"), py::arg("packed"), py::arg("a"), py::arg("guard"))
+      .def(
+          "lerp",
+          [](BoundVariables& self, const py::array& x, bool packed, double a, bool guard) {
+            self.update(&lerp, x, packed, a, guard);
+          },
+          py::arg("x"), py::arg("packed"), py::arg("a"), py::arg("guard"));
 }
 
 }  // namespace flatweights::bind

@@ -206,26 +206,6 @@ std::vector<bool> BoundVariables::get_shared() const {
   return std::vector<bool>(aliased.get(), aliased.get() + positions_.size());
 }
 
-void BoundVariables::add_vector(const py::array& x, double a, bool guard) {
-  check_ready(guard);
-  update(averaged_sides(x), a, &axpy);
-}
-
-void BoundVariables::add_packed(const py::array& x, double a, bool guard) {
-  check_ready(guard);
-  update(packed_sides(x, Access::kRead), a, &axpy);
-}
-
-void BoundVariables::lerp_vector(const py::array& x, double a, bool guard) {
-  check_ready(guard);
-  update(averaged_sides(x), a, &lerp);
-}
-
-void BoundVariables::lerp_packed(const py::array& x, double a, bool guard) {
-  check_ready(guard);
-  update(packed_sides(x, Access::kRead), a, &lerp);
-}
-
 const Slot& BoundVariables::slot_of(std::size_t variable) const {
   return bound_.layout.slots()[positions_[variable]];
 }
@@ -438,7 +418,10 @@ void BoundVariables::scatter(const std::vector<Outside>& sides,
               });
 }
 
-void BoundVariables::update(const std::vector<Outside>& sides, double a, Update operation) {
+void BoundVariables::update(Update operation, const py::array& x, bool packed, double a,
+                            bool guard) {
+  check_ready(guard);
+  const std::vector<Outside> sides = packed ? packed_sides(x, Access::kRead) : averaged_sides(x);
   for (const std::size_t i : averaged_) {
     if (sides[i].is_converted)
       throw py::type_error(Place{bound_, positions_[i]}.text() + ": expected its own dtype");

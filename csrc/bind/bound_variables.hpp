@@ -64,11 +64,10 @@ class BoundVariables {
   // For each bound slot, whether its variable aliases what a set with `share` gave it.
   [[nodiscard]] std::vector<bool> get_shared() const;
 
-  // y += a * x and y += a * (x - y), with x in the dtypes of the variables.
-  void add_vector(const py::array& x, double a, bool guard);
-  void add_packed(const py::array& x, double a, bool guard);
-  void lerp_vector(const py::array& x, double a, bool guard);
-  void lerp_packed(const py::array& x, double a, bool guard);
+  // Changes the averaged variables by `operation`, `axpy` or `lerp`, with `x` in their dtypes: a
+  // vector, or a packed buffer.
+  using Update = void (*)(std::span<const InPlacePart> parts, double a);
+  void update(Update operation, const py::array& x, bool packed, double a, bool guard);
 
  private:
   // Memory outside TensorFlow that belongs to one variable.
@@ -78,7 +77,6 @@ class BoundVariables {
     std::size_t itemsize = 0;
     bool is_converted = false;
   };
-  using Update = void (*)(std::span<const InPlacePart> parts, double a);
 
   static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
@@ -106,7 +104,6 @@ class BoundVariables {
   void gather(const std::vector<Outside>& sides);
   void scatter(const std::vector<Outside>& sides, const std::vector<std::size_t>* chosen,
                const py::object& owner);
-  void update(const std::vector<Outside>& sides, double a, Update operation);
   [[noreturn]] void raise(const VariableFailure& failure) const;
 
   const VariablesApi& api_;

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "flatweights/kernels.hpp"
-#include "flatweights/parallel.hpp"
 #include "flatweights/streaming.hpp"
 
 namespace flatweights::bind {
@@ -184,6 +183,19 @@ std::vector<std::byte*> check_model(const py::list& parts, const BoundLayout& bo
   starts.reserve(bound.layout.slots().size());
   for (const Slot& slot : bound.layout.slots()) starts.push_back(begin + slot.offset);
   return starts;
+}
+
+std::vector<ReadPart> read_parts(const py::list& model, const BoundLayout& bound, bool packed,
+                                 std::ptrdiff_t source) {
+  const std::vector<std::byte*> memory = check_model(model, bound, packed, source, Access::kRead);
+  check_environment();
+  std::vector<ReadPart> parts;
+  parts.reserve(memory.size());
+  for (std::size_t i = 0; i < memory.size(); ++i) {
+    const Slot& slot = bound.layout.slots()[i];
+    parts.push_back(ReadPart{slot.dtype, slot.size, memory[i]});
+  }
+  return parts;
 }
 
 void check_overlap(const BoundLayout& bound, const std::vector<std::byte*>& out,

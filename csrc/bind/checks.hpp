@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "flatweights/layout.hpp"
+#include "flatweights/parts.hpp"
 
 namespace flatweights::bind {
 
@@ -81,20 +82,9 @@ void check_environment();
                                                   bool packed, std::ptrdiff_t source,
                                                   Access access);
 
-// The slots of a model that is only read, as `Part`: dtype, size and memory.
-template <class Part>
-[[nodiscard]] std::vector<Part> read_parts(const py::list& model, const BoundLayout& bound,
-                                           bool packed, std::ptrdiff_t source) {
-  const std::vector<std::byte*> memory = check_model(model, bound, packed, source, Access::kRead);
-  check_environment();
-  std::vector<Part> parts;
-  parts.reserve(memory.size());
-  for (std::size_t i = 0; i < memory.size(); ++i) {
-    const Slot& slot = bound.layout.slots()[i];
-    parts.push_back(Part{slot.dtype, slot.size, memory[i]});
-  }
-  return parts;
-}
+// The slots of a model that is only read.
+[[nodiscard]] std::vector<ReadPart> read_parts(const py::list& model, const BoundLayout& bound,
+                                               bool packed, std::ptrdiff_t source);
 
 // Raises unless every slot of `out` is disjoint from every slot of the sources
 // and of `out` itself, but for being exactly the same slot of a source. The

@@ -8,15 +8,11 @@
 
 #include "flatweights/buffer_pool.hpp"
 #include "flatweights/kernels.hpp"
-#include "flatweights/parallel.hpp"
+#include "flatweights/parts.hpp"
 #include "flatweights/streaming.hpp"
 
 namespace flatweights {
 namespace {
-
-// Bytes read and written from which on a second thread pays: measured with
-// bench/bench_average.py on two cores.
-constexpr std::size_t kGrain = std::size_t{256} << 10;
 
 // Room for the loops, from the pool; none where there is no memory.
 class Room {
@@ -51,31 +47,26 @@ auto loop_for(const AveragePart& part) {
 bool average_into(std::span<const AveragePart> parts, std::span<const std::byte* const> sources,
                   std::span<const double> weights, double total) {
   const std::size_t num_sources = weights.size();
-  std::vector<std::size_t> starts;
-  starts.reserve(parts.size() + 1);
-  std::size_t reals = 0;
+  const std::vector<std::size_t> starts = starts_of(parts);
+  const std::size_t reals = starts.back();
   std::size_t nbytes = 0;
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const AveragePart& part = parts[i];
-    starts.push_back(reals);
-    reals += part.size * reals_per_element(part.dtype);
     nbytes += part.nbytes;
     const std::byte* first = sources[i * num_sources];
     if (!is_averaged(part.dtype) && part.out != first && part.nbytes > 0)
       std::memcpy(part.out, first, part.nbytes);
   }
-  starts.push_back(reals);
   if (reals == 0) return true;
 
   const std::size_t traffic = nbytes * (num_sources + 1);
   const bool weighted =
       std::any_of(weights.begin(), weights.end(), [](double w) { return w != 1; });
   const bool large = pays_to_stream(traffic);
-  const std::size_t grain = std::max<std::size_t>(1, reals / (traffic / kGrain + 1));
   std::atomic<bool> finite{true};
-  parallel_for(reals, grain, [&](std::size_t begin, std::size_t end) {
+  parallel_for(reals, grain_of(reals, traffic), [&](std::size_t begin, std::size_t end) {
     const Room room(large && num_sources > kMostStreams);
-    for_each_piece(starts, begin, end, [&](std::size_t i, std::size_t from, std::size_t to) {
+    for_each_part(starts, begin, end, [&](std::size_t i, std::size_t from, std::size_t to) {
       const AveragePart& part = parts[i];
       const auto row = sources.subspan(i * num_sources, num_sources);
       const bool stream = large && std::find(row.begin(), row.end(), part.out) == row.end();

@@ -5,13 +5,12 @@
 #include <vector>
 
 #include "flatweights/kernels.hpp"
-#include "flatweights/parallel.hpp"
+#include "flatweights/parts.hpp"
 
 namespace flatweights {
 namespace {
 
-constexpr std::size_t kGrain = std::size_t{1} << 15;  // numbers
-constexpr std::size_t kBlock = 1024;                  // numbers that are widened in L1
+constexpr std::size_t kBlock = 1024;  // numbers that are widened in L1
 
 void add_range(const DifferencePart& part, std::size_t begin, std::size_t end) noexcept {
   const std::size_t to = real_of(part.dtype), from = real_of(part.narrow_dtype);
@@ -29,17 +28,14 @@ void add_range(const DifferencePart& part, std::size_t begin, std::size_t end) n
 }  // namespace
 
 void add_difference(std::span<const DifferencePart> parts) {
-  std::vector<std::size_t> starts{0};
-  starts.reserve(parts.size() + 1);
-  for (const DifferencePart& part : parts)
-    starts.push_back(starts.back() + (part.is_copied ? 0 : part.size));
+  const std::vector<std::size_t> starts =
+      starts_of(parts, [](const DifferencePart& part) { return part.is_copied ? 0 : part.size; });
   for (const DifferencePart& part : parts)  // counters, mostly
     if (part.is_copied && part.nbytes > 0) std::memcpy(part.model, part.difference, part.nbytes);
-  parallel_for(starts.back(), kGrain, [&](std::size_t begin, std::size_t end) {
-    for_each_piece(starts, begin, end, [&](std::size_t i, std::size_t from, std::size_t to) {
-      add_range(parts[i], from, to);
-    });
-  });
+  // A float32 number and its difference: 10 bytes are read and written.
+  parallel_for_parts(
+      starts, 10 * starts.back(),
+      [&](std::size_t i, std::size_t from, std::size_t to) { add_range(parts[i], from, to); });
 }
 
 }  // namespace flatweights

@@ -6,49 +6,22 @@
 #include <vector>
 
 #include "flatweights/kernels.hpp"
-#include "flatweights/parallel.hpp"
+#include "flatweights/two_sum.hpp"
 
 namespace flatweights {
 namespace {
-
-// Bytes read and written from which on a second thread pays: as for averages.
-constexpr std::size_t kGrain = std::size_t{256} << 10;
 
 // Real numbers whose squares are summed on their own; parallel_for's borders are
 // multiples of it.
 constexpr std::size_t kBlock = 4096;
 
-// Calls `body(i, from, to)` for ranges of reals that cover all averaged parts, on several
-// threads; each real costs `passes` times its size in traffic.
-template <class Part, class F>
-void for_each_range(std::span<const Part> parts, std::span<const std::size_t> starts,
-                    std::size_t passes, F&& body) {
-  const std::size_t reals = starts.back();
-  if (reals == 0) return;
-  std::size_t traffic = 0;
-  for (std::size_t i = 0; i < parts.size(); ++i)
-    traffic += (starts[i + 1] - starts[i]) * real_size(parts[i].dtype) * passes;
-  const std::size_t grain = std::max<std::size_t>(1, reals / (traffic / kGrain + 1));
-  parallel_for(reals, grain, [&](std::size_t begin, std::size_t end) {
-    for_each_piece(starts, begin, end, body);
-  });
-}
-
-// Where each part's reals begin, and where the last one's end.
-template <class Part>
-std::vector<std::size_t> starts_of(std::span<const Part> parts) {
-  std::vector<std::size_t> starts{0};
-  starts.reserve(parts.size() + 1);
-  for (const Part& part : parts)
-    starts.push_back(starts.back() + part.size * reals_per_element(part.dtype));
-  return starts;
-}
-
-// Calls `body(part, from, to)` in the same way.
+// Calls `body(part, from, to)` for ranges of reals that cover all averaged parts, on several
+// threads. Each real is read and written `passes` times in all.
 template <class F>
 void change(std::span<const InPlacePart> parts, std::size_t passes, F&& body) {
-  for_each_range(
-      parts, starts_of(parts), passes,
+  const std::vector<std::size_t> starts = starts_of(parts);
+  parallel_for_parts(
+      starts, passes * real_bytes(parts, starts),
       [&](std::size_t i, std::size_t from, std::size_t to) { body(parts[i], from, to); });
 }
 
@@ -64,11 +37,12 @@ struct Sum {
 
 // The sum of the squares of `factor` times all reals. Each block is summed on its own, the
 // sums are added up in the order of the blocks.
-double sum_squares(std::span<const NormPart> parts, double factor) {
+double sum_squares(std::span<const ReadPart> parts, double factor) {
   const Kernels& loops = kernels();
   const std::vector<std::size_t> starts = starts_of(parts);
   std::vector<Sum> sums(starts.back() / kBlock + 1);
-  for_each_range(parts, starts, 1, [&](std::size_t i, std::size_t from, std::size_t to) {
+  const std::size_t traffic = real_bytes(parts, starts);
+  parallel_for_parts(starts, traffic, [&](std::size_t i, std::size_t from, std::size_t to) {
     const auto squares = loops.squares[real_of(parts[i].dtype)];
     while (from < to) {
       const std::size_t at = starts[i] + from;
@@ -80,10 +54,8 @@ double sum_squares(std::span<const NormPart> parts, double factor) {
   });
   Sum all;
   for (const Sum& sum : sums) {
-    const double next = all.total + sum.total;
-    const double added = next - all.total;
-    all.lost += (all.total - (next - added)) + (sum.total - added) + sum.lost;
-    all.total = next;
+    add_exactly(all.total, all.lost, sum.total);
+    all.lost += sum.lost;
   }
   return all.value();
 }
@@ -111,13 +83,13 @@ void lerp(std::span<const InPlacePart> parts, double a) {
   });
 }
 
-double norm(std::span<const NormPart> parts) {
+double norm(std::span<const ReadPart> parts) {
   constexpr double kUp = 0x1p600;
   constexpr double kDown = 0x1p-600;
   // Below, squares that have underflowed may count.
   constexpr double kLeast = 0x1p-960;
   const bool wide = std::any_of(parts.begin(), parts.end(),
-                                [](const NormPart& part) { return is_compensated(part.dtype); });
+                                [](const ReadPart& part) { return is_compensated(part.dtype); });
   double squares = sum_squares(parts, 1.0);
   double factor = 1.0;
   // The squares of the narrower types are far from the ends of float64's range. If the sum
@@ -133,9 +105,9 @@ double norm(std::span<const NormPart> parts) {
 }
 
 double clip_by_norm(std::span<const InPlacePart> parts, double most) {
-  std::vector<NormPart> read;
+  std::vector<ReadPart> read;
   read.reserve(parts.size());
-  for (const InPlacePart& part : parts) read.push_back(NormPart{part.dtype, part.size, part.y});
+  for (const InPlacePart& part : parts) read.push_back(ReadPart{part.dtype, part.size, part.y});
   double before = norm(read);
   if (!std::isfinite(before) || before <= most) return before;
   const double found = before;

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <span>
 
-#include "flatweights/dtype.hpp"
+#include "flatweights/parts.hpp"
 
 namespace flatweights {
 
@@ -15,12 +15,6 @@ struct InPlacePart {
   std::size_t size;  // elements
   std::byte* y;
   const std::byte* x = nullptr;
-};
-
-struct NormPart {
-  DType dtype;
-  std::size_t size;  // elements
-  const std::byte* data;
 };
 
 // Each operation computes in float64, without contraction, and rounds once. The bits do
@@ -37,7 +31,7 @@ void lerp(std::span<const InPlacePart> parts, double a);
 
 // The square root of the sum of all squares of real and imaginary parts. Sums of float64
 // are compensated; squares beyond the range of float64 do not spoil it.
-[[nodiscard]] double norm(std::span<const NormPart> parts);
+[[nodiscard]] double norm(std::span<const ReadPart> parts);
 
 // Scales by `most / norm` where the norm exceeds `most`, which is not negative. Returns the
 // norm before; where that is NaN or infinite, nothing has been changed.

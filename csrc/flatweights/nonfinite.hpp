@@ -4,18 +4,12 @@
 #include <cstddef>
 #include <span>
 
-#include "flatweights/dtype.hpp"
+#include "flatweights/parts.hpp"
 
 namespace flatweights {
 
-struct ScreenedPart {
-  DType dtype;
-  std::size_t size;  // elements
-  const std::byte* data;
-};
-
 // Index of the first part that holds a NaN or an infinity, or `parts.size()`.
 // Parts of integers and of types that are only moved count as finite.
-[[nodiscard]] std::size_t first_nonfinite(std::span<const ScreenedPart> parts);
+[[nodiscard]] std::size_t first_nonfinite(std::span<const ReadPart> parts);
 
 }  // namespace flatweights

@@ -45,6 +45,10 @@ class RunningSum {
 
  private:
   [[nodiscard]] std::size_t reals() const noexcept { return starts_.back(); }
+  // Bytes that adding `sources` models, or writing one, reads and writes, about.
+  [[nodiscard]] std::size_t traffic(std::size_t sources) const noexcept {
+    return (2 * size() + reals() / 2 * sources) * sizeof(double);
+  }
   [[nodiscard]] double* sum(std::size_t slot, std::size_t at) const noexcept {
     return memory_ + starts_[slot] + at;
   }

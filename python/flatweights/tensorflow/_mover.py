@@ -26,22 +26,17 @@ class Update(NamedTuple):
     """A way to change weights in place, by others and a number.
 
     Attributes:
-        vector: Changes bound variables by a vector of their dtype.
-        packed: Changes bound variables by a packed buffer.
+        bound: Changes bound variables: by a vector of their dtype, or a packed buffer if the flag
+            says so.
         in_place: Changes one vector by another.
     """
 
-    vector: Callable[[_core.BoundVariables, NDArray[Any], float, bool], None]
-    packed: Callable[[_core.BoundVariables, NDArray[np.uint8], float, bool], None]
+    bound: Callable[[_core.BoundVariables, NDArray[Any], bool, float, bool], None]
     in_place: Callable[[NDArray[Any], NDArray[Any], float], None]
 
 
-ADD = Update(
-    _Bound.add_vector,
-    _Bound.add_packed,
-    lambda y, x, a: axpy_(y, a, x),
-)
-LERP = Update(_Bound.lerp_vector, _Bound.lerp_packed, lerp_)
+ADD = Update(_Bound.add, lambda y, x, a: axpy_(y, a, x))
+LERP = Update(_Bound.lerp, lerp_)
 
 
 class Mover:
@@ -153,7 +148,7 @@ class Mover:
     def update(self, update: Update, flat: NDArray[Any], a: float) -> None:
         """Change all variables of a floating dtype by the contiguous vector ``flat``."""
         if self._averaged_dtypes <= {flat.dtype} and self._at_once(
-            update.vector, flat, a, self._guard
+            update.bound, flat, False, a, self._guard
         ):
             return
         packed = self._layout.new_buffer()
@@ -281,7 +276,7 @@ class Mover:
                 update.in_place(y, x, a)
                 values.update(zip(group.slots, changed, strict=True))
             if binding.bound is not None:
-                update.packed(binding.bound, packed, a, False)
+                update.bound(binding.bound, packed, True, a, False)
             if values:
                 self._operations.write(values)
 
