@@ -59,7 +59,7 @@ class Template:
         kind = _kind_of(source, where)
         # Hot loops average the same layouts and shapes again and again.
         if kind is Kind.FLAT_WEIGHTS:
-            _check_flat_weights(source.layout, where)
+            check_flat_weights(source.layout, where)
             return cls(kind, source.layout)
         if kind is Kind.ARRAY:
             array = as_array(source)
@@ -247,7 +247,8 @@ class Template:
 
 
 @functools.lru_cache(maxsize=256)
-def _check_flat_weights(layout: Layout, where: str) -> None:
+def check_flat_weights(layout: Layout, where: str) -> None:
+    """Raise `TypeError` unless `FlatWeights` of this ``layout`` have a mean."""
     Template._checked(where, Kind.FLAT_WEIGHTS, layout)
 
 
