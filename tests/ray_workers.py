@@ -4,14 +4,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights import FlatWeights
+from flatweights import FlatWeights, RunningAverage
 from flatweights.ray import FlatWorker
 
 POISON = 1e30
@@ -130,3 +130,18 @@ def trained(before: FlatWeights, rank: int, step: float = 1.0) -> FlatWeights:
     after = before.copy()
     after["w"] += step * (rank + 1)
     return after
+
+
+def running(models: Sequence[Any], weights: Sequence[float] | None = None) -> RunningAverage:
+    total = RunningAverage()
+    total.add_all(models, weights)
+    return total
+
+
+def merged(models: Sequence[Any], groups: Any, weights: Sequence[float] | None = None) -> Any:
+    """One running average for each group, merged: the order that is documented."""
+    given = weights or [1.0] * len(models)
+    total = RunningAverage()
+    for group in groups:
+        total.merge(running([models[k] for k in group], [given[k] for k in group]))
+    return total.mean()

@@ -79,6 +79,15 @@ def test_a_mailbox_of_another_size_is_refused() -> None:
         _core.Mailbox.open(window.descriptor, window.nonce)
 
 
+def test_a_mailbox_takes_one_command_at_a_time() -> None:
+    mailbox = _core.Mailbox()
+    mailbox.post(b"first", 1)
+    for command in (b"second", bytes(_core.MAILBOX_ROOM + 1)):
+        with pytest.raises(RuntimeError, match=f"not ready for a command of {len(command)} bytes"):
+            mailbox.post(command, 1)
+    assert mailbox.command() == b"first"
+
+
 def test_views_are_within_their_window() -> None:
     window, mailbox = _core.Window(100), _core.Mailbox()
     peer = _core.PeerWindow(window.descriptor, window.nonce)

@@ -6,8 +6,6 @@ against an oracle, bit for bit, and prints what the test asks for.
 
 import os
 import signal
-import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -51,55 +49,6 @@ def make_group(n: int, size: int, **options: Any) -> WorkerGroup:
 def check(got: FlatWeights, before: FlatWeights, ranks: Any) -> None:
     expected = fw.average([trained(before, rank) for rank in ranks])
     assert same_bits(got.buffer, expected.buffer)
-
-
-def lose_a_node() -> None:
-    from ray.cluster_utils import Cluster
-
-    store = {"object_store_memory": SMALLEST_STORE}
-    cluster = Cluster(initialize_head=True, head_node_args={"resources": {"home": 1}, **store})
-    nodes = [cluster.add_node(resources={f"away{k}": 1}, **store) for k in range(2)]
-    ray.init(cluster.address, log_to_driver=False)
-    cluster.wait_for_nodes()
-    places = ["home", "away0", "home", "away1"]
-    actor = ray.remote(num_cpus=0)(PlainWorker)
-    actors = [
-        actor.options(resources={place: 0.1}).remote(rank, LARGE)
-        for rank, place in enumerate(places)
-    ]
-    group = WorkerGroup(actors, max_inflight=2)
-    start = weights_of(1.0, LARGE)
-    assert group.broadcast(start) == [0, 1, 2, 3]
-    # In the middle of its work.
-    with tempfile.TemporaryDirectory() as folder:
-        remove = threading.Timer(1.0, lambda: cluster.remove_node(nodes[0]))
-        remove.start()
-        found = group.average("act", {1: "hang"}, folder, min_results=3)
-        remove.join()
-    assert found.used == (0, 2, 3), found
-    assert list(found.failed) == [1]
-    print("died:", type(found.failed[1]).__name__)
-    check(found.weights, start, (0, 2, 3))
-    group.broadcast(found)
-
-    # After its answer, which lay on its node.
-    handles = [group.actors()[rank] for rank in group.healthy_actor_ids()]
-    refs = [handle.train.remote() for handle in handles]
-    ray.wait(refs, num_returns=3, fetch_local=False)
-    cluster.remove_node(nodes[1])
-    time.sleep(0.5)
-    last = fw.ray.average(refs, min_results=2, timeout=60)  # type: ignore[attr-defined]
-    assert last.used == (0, 1), last
-    print("lost:", type(last.failed[2]).__name__)
-    check(last.weights, found.weights, (0, 2))
-    assert group.average("get_weights", min_results=2).used == (0, 2)
-
-
-def test_a_node_that_goes_takes_only_its_ranks_along(way: str) -> None:
-    out = output_of(lose_a_node)
-    died, lost = out.splitlines()[-2:]
-    assert died in ("died: ActorDiedError", "died: ActorUnavailableError")
-    assert lost.startswith("lost: Object"), "ObjectLostError or one of its kin"
 
 
 def be_interrupted(folder: str) -> None:

@@ -1,9 +1,7 @@
 """`ShardedAverage`: on one node, and on clusters of several, one of which dies."""
 
-import json
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +11,11 @@ import pytest
 import ray
 from numpy.typing import NDArray
 from ray_pool import Actors
-from ray_programs import output_of
-from ray_workers import PlainWorker, die, trained, weights_of
+from ray_workers import PlainWorker, die, merged, running, trained, weights_of
 from reference import arrays_of, assert_mean, assert_same, same_bits
 
 import flatweights as fw
-from flatweights import FlatWeights, RunningAverage
+from flatweights import FlatWeights
 from flatweights._sources import Template
 from flatweights.ray import (
     ShardedAverage,
@@ -55,21 +52,6 @@ KINDS: dict[str, Callable[[np.random.Generator, int], Any]] = {
     "dict": make_parts,
     "list": lambda rng, size: list(make_parts(rng, size).values()),
 }
-
-
-def running(models: Sequence[Any], weights: Sequence[float] | None = None) -> RunningAverage:
-    total = RunningAverage()
-    total.add_all(models, weights)
-    return total
-
-
-def merged(models: Sequence[Any], groups: Any, weights: Sequence[float] | None = None) -> Any:
-    """One running average for each group, merged: the order that is documented."""
-    given = weights or [1.0] * len(models)
-    total = RunningAverage()
-    for group in groups:
-        total.merge(running([models[k] for k in group], [given[k] for k in group]))
-    return total.mean()
 
 
 @pytest.fixture(scope="module")
@@ -480,96 +462,3 @@ def test_wrong_arguments_are_refused_before_anything_is_waited_for() -> None:
     sharded.shutdown()
     with pytest.raises(RuntimeError, match="was shut down"):
         sharded.average([failing])
-
-
-def start_cluster(*away: str) -> tuple[Any, list[Any]]:
-    from ray.cluster_utils import Cluster
-
-    store = {"object_store_memory": 75 * 2**20, "num_cpus": 1}
-    # A raylet that is killed is missed after two seconds instead of twenty.
-    health = {
-        "health_check_initial_delay_ms": 0,
-        "health_check_period_ms": 500,
-        "health_check_timeout_ms": 5000,
-        "health_check_failure_threshold": 4,
-    }
-    head = {"resources": {"home": 1}, "_system_config": health, **store}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    nodes = [cluster.add_node(resources={place: 1}, **store) for place in away]
-    ray.init(cluster.address, log_to_driver=False)
-    cluster.wait_for_nodes()
-    return cluster, nodes
-
-
-def place_group(*places: str) -> WorkerGroup:
-    actor = ray.remote(num_cpus=0)(PlainWorker)
-    return WorkerGroup(
-        [
-            actor.options(resources={place: 0.1}).remote(rank, LARGE)
-            for rank, place in enumerate(places)
-        ]
-    )
-
-
-def lose_nodes(folder: str) -> None:
-    cluster, nodes = start_cluster("away0", "away1")
-    group = place_group("home", "away0", "home", "away1")
-    start = weights_of(1.0, LARGE)
-    assert group.broadcast(start) == [0, 1, 2, 3]
-    values = [trained(start, rank) for rank in range(4)]
-    by_range = ShardedAverage()  # an owner on each node
-    by_node = ShardedAverage(2, per_node=True)
-    weights = [1, 2, 4, 5]
-    actors = group.actors().values()
-    found: Any = by_range.average([actor.train.remote() for actor in actors], weights)
-    assert found.used == (0, 1, 2, 3)
-    assert same_bits(found.weights.buffer, fw.average(values, weights).buffer)
-    group.broadcast(start)
-    found = group.average("train", sharded=by_node, weights=weights)
-    assert found.groups == ((0, 2), (1,), (3,)), found.groups
-    expected = merged(values, found.groups, weights)
-    assert same_bits(found.weights.buffer, expected.buffer)
-    kept = [actor.get_weights.remote() for actor in actors]
-    ray.wait(kept, num_returns=4, fetch_local=False)
-
-    def lose(node: Any, go_on: Path) -> None:
-        time.sleep(1)  # the others' results have been cut, or lie there to be added up
-        cluster.remove_node(node, allow_graceful=False)
-        go_on.touch()  # rank 2 comes last
-
-    said: list[Any] = []
-    for number, sharded in enumerate((by_range, by_node)):
-        group.broadcast(start)
-        where = Path(folder) / str(number)
-        where.mkdir()
-        thread = threading.Thread(target=lose, args=(nodes[number], where / "go on"))
-        thread.start()
-        lost = [1, 3][number]
-        left = tuple(rank for rank in group.healthy_actor_ids() if rank != lost)
-        found = group.average("act", {2: "hang"}, str(where), min_results=2, sharded=sharded)
-        thread.join()
-        assert found.used == left, found
-        said.append(type(found.failed[lost]).__name__)
-        groups = [left] if sharded is by_range else found.groups
-        assert groups == ([(0, 2, 3)], ((0, 2),))[number], found
-        expected = merged(values, groups)
-        assert same_bits(found.weights.buffer, expected.buffer)
-    # With all that is left, once more; and where that is too few.
-    assert group.broadcast(found) == [0, 2]
-    assert group.average("get_weights", sharded=by_range).used == (0, 2)
-    try:
-        by_range.average(kept, timeout=60, min_results=3)
-    except WorkerError as error:
-        said.append(list(error.failed))
-    print(json.dumps(said))
-    ray.shutdown()
-    cluster.shutdown()
-
-
-@pytest.mark.starts_actors
-def test_a_node_that_dies_takes_only_its_ranks_along(way: str, tmp_path: Path) -> None:
-    out = output_of(lose_nodes, str(tmp_path))
-    first, second, last = json.loads(out.splitlines()[-1])
-    assert first.startswith(("Object", "Actor")), first
-    assert second.startswith(("Object", "Actor")), second
-    assert last == [1, 3]
