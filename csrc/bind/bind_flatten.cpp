@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -206,12 +207,86 @@ py::list copy_parts(const py::list& targets, const py::list& sources) {
   return left;
 }
 
+// Buffers that other objects export, until the end of a scope.
+class Exports {
+ public:
+  explicit Exports(std::size_t most) { views_.reserve(most); }
+  Exports(const Exports&) = delete;
+  Exports& operator=(const Exports&) = delete;
+  ~Exports() {
+    for (Py_buffer& view : views_) PyBuffer_Release(&view);
+  }
+
+  // The C-contiguous memory of `object`; null if it exports none.
+  const Py_buffer* add(py::handle object) {
+    Py_buffer view;
+    if (PyObject_CheckBuffer(object.ptr()) == 0) return nullptr;
+    if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+      PyErr_Clear();
+      return nullptr;
+    }
+    views_.push_back(view);
+    return &views_.back();
+  }
+
+ private:
+  std::vector<Py_buffer> views_;
+};
+
+bool has_shape(const Py_buffer& view, const std::vector<std::size_t>& shape) {
+  if (static_cast<std::size_t>(view.ndim) != shape.size()) return false;
+  for (std::size_t i = 0; i < shape.size(); ++i)
+    if (static_cast<std::size_t>(view.shape[i]) != shape[i]) return false;
+  return true;
+}
+
+// Moves one object per slot of `bound` to the vector `out`: those that export their memory, as
+// tensors of TensorFlow do, in the shape of the slot and the dtype of `out`; None becomes
+// zeros. Returns false, and nothing has been moved, if there is anything else. An array made of
+// each tensor would take longer than the rest.
+bool gather_exports(const BoundLayout& bound, const py::list& objects, const py::array& out) {
+  const std::vector<Slot>& slots = bound.layout.slots();
+  const char format = out.dtype().char_();
+  if (objects.size() != slots.size() || (format != 'e' && format != 'f' && format != 'd') ||
+      classify(out.dtype()) == DType::kOther)
+    return false;
+  const auto itemsize = static_cast<std::size_t>(out.itemsize());
+  auto* const begin = static_cast<std::byte*>(const_cast<void*>(out.data()));
+  const auto nbytes = static_cast<std::size_t>(out.nbytes());
+  Exports exports(slots.size());
+  std::vector<Copy> copies;
+  copies.reserve(slots.size());
+  std::vector<std::span<std::byte>> zeros;
+  std::size_t start = 0;
+  for (std::size_t i = 0; i < slots.size(); start += slots[i].size, ++i) {
+    if (start + slots[i].size > static_cast<std::size_t>(out.size())) return false;
+    std::byte* const to = begin + start * itemsize;
+    if (objects[i].is_none()) {
+      zeros.emplace_back(to, slots[i].size * itemsize);
+      continue;
+    }
+    const Py_buffer* const view = exports.add(objects[i]);
+    if (view == nullptr || view->format == nullptr || view->format[0] != format ||
+        view->format[1] != '\0' || !has_shape(*view, slots[i].shape))
+      return false;
+    const auto* const from = static_cast<const std::byte*>(view->buf);
+    if (ranges_overlap(from, static_cast<std::size_t>(view->len), begin, nbytes)) return false;
+    copies.push_back(Copy{to, from, slots[i].size, itemsize});
+  }
+  if (start != static_cast<std::size_t>(out.size())) return false;
+  copy_without_gil(copies);
+  for (const std::span<std::byte> zero : zeros) std::ranges::fill(zero, std::byte{0});
+  return true;
+}
+
 }  // namespace
 
 void bind_flatten(py::module_& m) {
   m.def("uniform_size", &uniform_size, py::arg("parts"));
   m.def("flatten_into", &flatten_into, py::arg("out"), py::arg("parts"));
   m.def("unflatten_into", &unflatten_into, py::arg("parts"), py::arg("flat"));
+  m.def("gather_exports", &gather_exports, py::arg("layout"), py::arg("objects"),
+        py::arg("out").noconvert());
   m.def("copy_parts", &copy_parts, py::arg("targets"), py::arg("sources"));
 }
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 from tensorflow.python.framework.indexed_slices import IndexedSlicesValue
 
+from flatweights import _core
 from flatweights._cast import is_settable, move_parts
 from flatweights._dtypes import is_averaged, promote
 from flatweights._flatten import new_vector
@@ -54,6 +55,12 @@ class Gradients:
         """Return ``gradients`` as one vector, or as one tensor if they are of a graph."""
         most = None if clip_norm is None else _checked_norm(clip_norm, dtype)
         arranged = self._arranged(gradients)
+        if not tf.inside_function():
+            vector = new_vector(self._layout.size, dtype) if out is None else out
+            if _core.gather_exports(self._layout.code, arranged, vector):
+                if most is not None:
+                    _clip(vector, most)
+                return vector
         if not any(_is_of_graph(gradient) for gradient in arranged):
             if tf.inside_function():
                 raise RuntimeError(
