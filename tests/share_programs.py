@@ -2,8 +2,9 @@
 
 A program reads variables in every way that refers to their memory (slices of slices, unstack,
 split, reshape, bitcast, control flow, lists), gives the variables other values, and goes on
-computing with what it read. It runs twice, with and without `share=True`: results agree to the
-bit, and the memory keeps its bytes.
+computing with what it read. Half of the programs also read and write rows alone (gather, lookup,
+sparse updates), by which TensorFlow takes to updating a variable in place. Each runs twice, with
+and without `share=True`: results agree to the bit, and the memory keeps its bytes.
 
 As a program, ``python share_programs.py FIRST LAST`` runs those of some seeds over memory that
 the system protects, where any write, of the same bytes too, ends the process.
@@ -130,6 +131,19 @@ NOT_COMPILED = [
     lambda x, rng: tf.raw_ops.DeepCopy(x=_rows(x, rng)),
 ]
 
+# Ways to read rows of the variable itself, which switch it to being copied on reading.
+SPARSE_READS: list[Callable[[Any, Any, random.Random], Any]] = [
+    lambda v, x, rng: tf.gather(v, _indices(x, rng)),
+    lambda v, x, rng: tf.nn.embedding_lookup(v, _indices(x, rng)),
+    lambda v, x, rng: v.sparse_read(_indices(x, rng)),
+]
+NOT_COMPILED_SPARSE = [lambda v, x, rng: v.gather_nd([[i] for i in _indices(x, rng)])]
+
+
+def _indices(x: Any, rng: random.Random) -> list[int]:
+    return [rng.randrange(x.shape[0]) for _ in range(rng.randrange(1, 4))]
+
+
 # Ways to compute with what was read; TensorFlow does each in place where it thinks that it may.
 FLOATING: list[Callable[[Any], Any]] = [
     tf.nn.relu,
@@ -177,6 +191,22 @@ UPDATES: list[Callable[[Any, Any, random.Random], Any]] = [
 ]
 
 
+# Ways to change some of its rows, in place.
+def _some(x: Any, rng: random.Random) -> tf.IndexedSlices:
+    rows = sorted(set(_indices(x, rng)))
+    return tf.IndexedSlices(tf.ones([len(rows), *x.shape[1:]], x.dtype), rows)
+
+
+SPARSE_UPDATES: list[Callable[[Any, Any, random.Random], Any]] = [
+    lambda v, x, rng: v.scatter_update(_some(x, rng)),
+    lambda v, x, rng: v.scatter_add(_some(x, rng)),
+    lambda v, x, rng: v.scatter_nd_update([[0]], [tf.ones(x.shape[1:], x.dtype)]),
+    lambda v, x, rng: v[: x.shape[0] // 2].assign(
+        tf.ones([x.shape[0] // 2, *x.shape[1:]], x.dtype)
+    ),
+]
+
+
 def _others(variables: list[Any], rng: random.Random) -> tuple[Any, Any] | None:
     """Two variables, of which one can be assigned a slice of the other."""
     pairs = [
@@ -189,9 +219,15 @@ def _others(variables: list[Any], rng: random.Random) -> tuple[Any, Any] | None:
     return rng.choice(pairs) if pairs else None
 
 
+def is_sparse(seed: int) -> bool:
+    """Whether the program of a seed also reads and updates rows."""
+    return seed // len(MODES) % 2 == 1
+
+
 def run_body(variables: list[Any], seed: int, *, compiled: bool) -> list[Any]:
     """Read, update and compute; in a graph, in this order, too."""
     rng = random.Random(seed)
+    sparse = is_sparse(seed)
     held: list[Any] = []
     after: list[Any] = []
     results: list[Any] = []
@@ -199,8 +235,12 @@ def run_body(variables: list[Any], seed: int, *, compiled: bool) -> list[Any]:
     for _ in range(rng.randrange(1, 4)):
         with contextlib.nullcontext() if eager else tf.control_dependencies(after):
             for v in rng.sample(variables, rng.randrange(1, len(variables) + 1)):
-                reads = READS if compiled else READS + NOT_COMPILED
-                held.append(rng.choice(reads)(v.read_value(), rng))
+                x = v.read_value()
+                if sparse and rng.random() < 0.3:
+                    reads = SPARSE_READS if compiled else SPARSE_READS + NOT_COMPILED_SPARSE
+                    held.append(rng.choice(reads)(v, x, rng))
+                views = READS if compiled else READS + NOT_COMPILED
+                held.append(rng.choice(views)(x, rng))
         with contextlib.nullcontext() if eager else tf.control_dependencies(list(held)):
             after = list(held)
             pair = _others(variables, rng)
@@ -209,7 +249,9 @@ def run_body(variables: list[Any], seed: int, *, compiled: bool) -> list[Any]:
                 after.append(to.assign(other.read_value()[: to.shape[0]], read_value=False))
         for v in rng.sample(variables, rng.randrange(1, len(variables) + 1)):
             with contextlib.nullcontext() if eager else tf.control_dependencies(_ops(after)):
-                after.append(rng.choice(UPDATES)(v, v.read_value(), rng))
+                rows_alone = sparse and rng.random() < 0.3
+                updates = SPARSE_UPDATES if rows_alone else UPDATES
+                after.append(rng.choice(updates)(v, v.read_value(), rng))
         after = _ops(after)
         with contextlib.nullcontext() if eager else tf.control_dependencies(after):
             rng.shuffle(held)
@@ -277,6 +319,22 @@ def _bytes(x: Any) -> bytes:
     return np.array(x if isinstance(x, np.ndarray | np.generic) else x.numpy()).tobytes()
 
 
+def _is_one_of_several(mode: str, seed: int, source: NDArray[np.uint8], result: Any) -> bool:
+    """Whether new runs without sharing ever have this result.
+
+    Sessions have a second result for a few of the programs (171 and 331, say) in their first
+    runs, and so they have where TensorFlow itself assigns the values.
+    """
+    for _ in range(30):
+        runner = _Runner(mode, seed)
+        for _ in range(10):
+            runner.weights.set_weights(FlatWeights.wrap(source.copy(), runner.weights.layout))
+            copies = [_bytes(x) for x in runner.step()]
+            if (copies, runner.weights.get_weights().buffer.tobytes()) == result:
+                return True
+    return False
+
+
 def run_program(mode: str, seed: int, memory: Memory) -> list[str]:
     """Run a program with and without sharing; return what is wrong."""
     runners = [_Runner(mode, seed) for _ in range(2)]
@@ -290,7 +348,9 @@ def run_program(mode: str, seed: int, memory: Memory) -> list[str]:
             weights = runner.weights
             given = FlatWeights.wrap(shared if k else source.copy(), weights.layout)
             weights.set_weights(given, share=bool(k))
-            if k and weights.unbound == {} and not all(weights.shared.values()):
+            # One that is copied on reading is written to in place, so it has memory of its own.
+            may_copy = is_sparse(seed) and turn > 0
+            if k and weights.unbound == {} and not (may_copy or all(weights.shared.values())):
                 wrong.append(f"{mode} {seed}: not shared: {weights.shared}")
             outcome = runner.step()
             # What was returned earlier may refer to memory that no variable has any more.
@@ -299,7 +359,9 @@ def run_program(mode: str, seed: int, memory: Memory) -> list[str]:
             copies = [_bytes(x) for x in (*outcome, *later)]
             results.append((copies, weights.get_weights().buffer.tobytes()))
             del outcome, later
-        if results[0] != results[1]:
+        if results[0] != results[1] and not (
+            mode == "session" and _is_one_of_several(mode, seed, source, results[1])
+        ):
             wrong.append(f"{mode} {seed}: results differ in turn {turn}")
         if shared.tobytes() != source.tobytes():
             wrong.append(f"{mode} {seed}: the memory was written to in turn {turn}")

@@ -574,3 +574,51 @@ except MemoryError:
 def test_a_new_value_without_memory_is_a_memory_error(path, forks):
     done = forks.run(NO_MEMORY)
     assert done.stdout.strip() == "MemoryError 1.0", done.stderr
+
+
+FORKED = """
+import os, signal, threading, time, warnings
+import tensorflow as tf
+from flatweights import Layout, _core
+from flatweights.tensorflow import TensorFlowVariables, _library
+warnings.simplefilter("ignore", DeprecationWarning)
+
+variable = tf.Variable(tf.zeros(3))
+weights = TensorFlowVariables(variable)
+library = weights._mover._library
+
+@tf.function(autograph=False)
+def put():  # many at once, each of which takes the lock of the table
+    return tf.add_n([library.bind(variable.handle) for _ in range(100)])
+
+put()
+def run():
+    while True:
+        put()
+threading.Thread(target=run, daemon=True).start()
+for _ in range(25):
+    child = os.fork()
+    if not child:
+        try:
+            _core.BoundVariables(library.core, weights.layout.code, [0], [-1], [1], None)
+        except _core.UnreadyError:  # no variable has this id
+            os._exit(0)
+        os._exit(2)
+    end = time.monotonic() + 30
+    done = 0
+    while not done and time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.001)
+    if not done:
+        os.kill(child, signal.SIGKILL)
+    print(os.waitstatus_to_exitcode(status) if done else "hangs", flush=True)
+    if not done:
+        break
+os._exit(0)
+"""
+
+
+@bound_alone
+def test_a_fork_while_another_thread_makes_variables_known_does_not_hang(path, forks):
+    done = forks.run(FORKED)
+    assert done.stdout.split() == ["0"] * 25, done.stderr

@@ -1,5 +1,6 @@
 """Variables of `tf.distribute` strategies, on two logical CPUs, and of several devices."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
@@ -11,6 +12,7 @@ import tf_models  # makes the logical devices  # noqa: F401
 from tf_kinds import numbers
 
 from flatweights.tensorflow import TensorFlowVariables
+from flatweights.tensorflow._mover import Mover
 
 ON_READ = tf.VariableSynchronization.ON_READ
 AGGREGATIONS = {
@@ -289,19 +291,24 @@ def test_within_a_replica_calls_move_the_whole_variable(strategy):
     assert [value.numpy().tolist() for value in got.values] == [[1], [1]]
 
 
-def test_replicas_are_equal_after_sets_in_several_threads(strategy):
+def test_replicas_are_equal_after_sets_in_several_threads(strategy, monkeypatch):
     with strategy.scope():
-        variables = [tf.Variable(tf.zeros(2000), name=f"v{i}") for i in range(8)]
-    models = [TensorFlowVariables(variables) for _ in range(2)]
-    size = models[0].get_flat_size()
+        v = tf.Variable(tf.zeros(200), name="v")
+    models = [TensorFlowVariables(v) for _ in range(2)]
+    entered, both_set = threading.Event(), threading.Event()
+    follow = Mover.set_parts
 
-    def work(k):
-        for n in range(20):
-            models[k % 2].set_flat(np.full(size, 100 * k + n, np.float32))
+    def slow_follow(self, *args, **kwargs):
+        if not entered.is_set():  # the first one, which has read what it is to write
+            entered.set()
+            both_set.wait(0.5)  # the second one gets here, unless there is a lock
+        follow(self, *args, **kwargs)
 
-    for _ in range(5):
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(work, range(4)))
-        for variable in variables:
-            first, second = replicas(variable)
-            np.testing.assert_array_equal(first, second)
+    monkeypatch.setattr(Mover, "set_parts", slow_follow)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(models[0].set_flat, np.full(200, 1, np.float32))
+        assert entered.wait(30)
+        models[1].set_flat(np.full(200, 2, np.float32))
+        both_set.set()
+        first.result()
+    np.testing.assert_array_equal(*replicas(v))

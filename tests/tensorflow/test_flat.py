@@ -237,25 +237,28 @@ def test_threads_lose_no_update(build, update):
     np.testing.assert_allclose(model.weights.get_flat(), expected, rtol=1e-4)
 
 
-def test_a_read_sees_all_or_nothing_of_a_set(build):
-    model = build({f"v{i}": np.zeros(50, np.float32) for i in range(20)})
-    stop = threading.Event()
+@pytest.mark.parametrize("path", ["ops"], indirect=True)
+def test_a_read_sees_all_or_nothing_of_a_set(path, build, monkeypatch):
+    model = build({f"v{i}": np.zeros(50, np.float32) for i in range(4)})
+    half_written, was_read = threading.Event(), threading.Event()
+    operations = type(model.weights._mover._operations)
+    write = operations.write
 
-    def write(value):
-        flat = np.full(model.weights.get_flat_size(), value, np.float32)
-        while not stop.is_set():
-            model.weights.set_flat(flat)
+    def slow_write(self, values):
+        places = list(values)
+        write(self, {i: values[i] for i in places[:2]})
+        half_written.set()
+        was_read.wait(0.5)  # the read gets through, unless there is a lock
+        write(self, {i: values[i] for i in places[2:]})
 
-    with ThreadPoolExecutor(2) as pool:
-        writers = [pool.submit(write, value) for value in (1, 2)]
-        try:
-            for _ in range(50):
-                flat = model.weights.get_flat()
-                assert (flat == flat[0]).all()
-        finally:
-            stop.set()
-        for writer in writers:
-            writer.result()
+    monkeypatch.setattr(operations, "write", slow_write)
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(model.weights.set_flat, np.ones(200, np.float32))
+        assert half_written.wait(30)
+        flat = model.weights.get_flat()
+        was_read.set()
+        writer.result()
+    assert (flat == flat[0]).all()
 
 
 def test_integers_that_a_vector_rounds_are_named_once(build):

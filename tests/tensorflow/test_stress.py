@@ -263,6 +263,19 @@ def test_sparse_updates_do_not_tear_what_is_gathered(crew, path):
     crew.run()
 
 
+@only_bound
+def test_models_that_name_variables_in_another_order_do_not_wait_for_each_other(path):
+    # Many small ones: nearly all of the time goes into taking locks, and each call has all.
+    variables = [tf.Variable(float(i)) for i in range(200)]
+    models = [TensorFlowVariables(variables), TensorFlowVariables(variables[::-1])]
+    crew = Crew(0.5)
+    for model in models:
+        assert model.unbound == {}
+        flat = model.get_flat()
+        crew.add(f"set_flat {id(model)}", lambda model=model, flat=flat: model.set_flat(flat))
+    crew.run()
+
+
 def test_models_come_and_go_beside_others(crew, variables, path):
     weights = weights_of(variables)
     numbers, own = constants(), constants()
