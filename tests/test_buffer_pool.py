@@ -4,6 +4,8 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,18 +18,18 @@ MOST_KEPT = 1 << 30
 
 
 @pytest.fixture(autouse=True)
-def empty_pool():
+def empty_pool() -> Iterator[Any]:
     gc.collect()
     fw.clear_pool()
     yield
     fw.clear_pool()
 
 
-def address(array):
+def address(array: Any) -> Any:
     return array.__array_interface__["data"][0]
 
 
-def test_a_dropped_result_gives_its_memory_to_the_next():
+def test_a_dropped_result_gives_its_memory_to_the_next() -> None:
     sources = [np.ones(SIZE // 4, np.float32)] * 2
     first = fw.average(sources)
     place = address(first)
@@ -39,7 +41,7 @@ def test_a_dropped_result_gives_its_memory_to_the_next():
     assert (second == 1).all()
 
 
-def test_memory_in_use_is_not_given_away():
+def test_memory_in_use_is_not_given_away() -> None:
     sources = [np.ones(SIZE // 4, np.float32)] * 2
     first = fw.average(sources)
     view = first[7:9]
@@ -50,7 +52,7 @@ def test_memory_in_use_is_not_given_away():
     assert view.tolist() == [1, 1]
 
 
-def test_every_kind_of_result_comes_from_the_pool():
+def test_every_kind_of_result_comes_from_the_pool() -> None:
     parts = [np.ones((64, 4096), np.float32), np.ones(3, np.float32)]
     for make in (
         lambda: fw.flatten(parts),
@@ -67,7 +69,7 @@ def test_every_kind_of_result_comes_from_the_pool():
         assert _core.pool_bytes() > before
 
 
-def test_clear_pool_gives_everything_back():
+def test_clear_pool_gives_everything_back() -> None:
     del_me = fw.flatten([np.ones(SIZE)])
     del del_me
     assert _core.pool_bytes() > 0
@@ -75,13 +77,13 @@ def test_clear_pool_gives_everything_back():
     assert _core.pool_bytes() == 0
 
 
-def test_small_results_are_not_kept():
+def test_small_results_are_not_kept() -> None:
     small = fw.flatten([np.ones(100)])
     del small
     assert _core.pool_bytes() == 0
 
 
-def test_what_is_kept_is_bounded():
+def test_what_is_kept_is_bounded() -> None:
     # Never touched, so no memory is behind these.
     buffers = [_core.empty(MOST_KEPT // 4 - i * SIZE) for i in range(8)]
     while buffers:
@@ -93,7 +95,7 @@ def test_what_is_kept_is_bounded():
     assert _core.pool_bytes() <= MOST_KEPT
 
 
-def test_after_an_error_nothing_that_was_begun_is_lost():
+def test_after_an_error_nothing_that_was_begun_is_lost() -> None:
     sources = [np.ones(SIZE), np.ones(SIZE - 1)]
     for _ in range(3):
         with pytest.raises(ValueError, match="source 1"):
@@ -102,7 +104,7 @@ def test_after_an_error_nothing_that_was_begun_is_lost():
     assert _core.pool_bytes() <= 2 * SIZE * 8, "one buffer, used again"
 
 
-def test_an_impossible_size_raises_and_what_was_kept_makes_room_first():
+def test_an_impossible_size_raises_and_what_was_kept_makes_room_first() -> None:
     kept = fw.flatten([np.ones(SIZE)])
     del kept
     with pytest.raises(MemoryError):
@@ -110,12 +112,12 @@ def test_an_impossible_size_raises_and_what_was_kept_makes_room_first():
     assert _core.pool_bytes() == 0
 
 
-def test_results_are_aligned_for_tensorflow_and_cache_lines():
+def test_results_are_aligned_for_tensorflow_and_cache_lines() -> None:
     for nbytes in (0, 1, 100, SIZE, 5 * SIZE + 1):
         assert address(_core.empty(nbytes)) % 64 == 0
 
 
-def test_a_forked_child_can_use_the_pool():
+def test_a_forked_child_can_use_the_pool() -> None:
     code = (
         "import os, warnings\n"
         "warnings.simplefilter('ignore', DeprecationWarning)\n"

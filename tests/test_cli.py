@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,20 +19,22 @@ def in_fresh_interpreter(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_command_is_installed():
+def test_command_is_installed() -> None:
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="flatweights")
     assert script.value == "flatweights_command:main"
     assert script.load().__module__ == "flatweights_command"
 
 
-def test_version_is_that_of_the_package(capsys):
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["--version"])
     assert exit_.value.code == 0
     assert capsys.readouterr().out == f"flatweights {flatweights.__version__}\n"
 
 
-def test_info_tells_the_configuration_and_the_path_to_tensorflow_without_importing_the_extras():
+def test_info_tells_the_configuration_and_the_path_to_tensorflow_without_importing_the_extras() -> (
+    None
+):
     run = in_fresh_interpreter(
         "import os, sys; os.environ['FLATWEIGHTS_TENSORFLOW'] = 'ops'\n"
         "from flatweights.cli import main; code = main(['info'])\n"
@@ -47,7 +50,7 @@ def test_info_tells_the_configuration_and_the_path_to_tensorflow_without_importi
     assert {line[:width].strip(): line[width:] for line in lines} == config
 
 
-def test_info_works_on_the_base_install():
+def test_info_works_on_the_base_install() -> None:
     run = in_fresh_interpreter(
         "import sys; sys.modules.update(dict.fromkeys(['tensorflow', 'ray', 'rich', 'sklearn']))\n"
         "from flatweights.cli import main; sys.exit(main(['info']))"
@@ -56,7 +59,9 @@ def test_info_works_on_the_base_install():
     assert "none, since tensorflow is not installed" in run.stdout
 
 
-def test_info_says_that_tensorflow_is_broken(tmp_path, monkeypatch):
+def test_info_says_that_tensorflow_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tensorflow.py").write_text("raise ImportError('libcudart: no such file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     run = in_fresh_interpreter(
@@ -69,7 +74,7 @@ def test_info_says_that_tensorflow_is_broken(tmp_path, monkeypatch):
     )
 
 
-def test_demo_on_the_base_install_says_what_to_install():
+def test_demo_on_the_base_install_says_what_to_install() -> None:
     run = in_fresh_interpreter(
         "import sys; sys.modules.update(dict.fromkeys(['ray', 'rich']))\n"
         "from flatweights.cli import main; sys.exit(main(['demo']))"
@@ -83,7 +88,7 @@ def test_demo_on_the_base_install_says_what_to_install():
 PROGRAMS = sorted(Path(flatweights.__file__).parent.joinpath("examples").glob("[!_]*.py"))
 
 
-def test_examples_are_listed_with_a_line_each(capsys):
+def test_examples_are_listed_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["examples"]) == 0
     *lines, empty, _ = capsys.readouterr().out.splitlines()
     assert empty == ""
@@ -95,12 +100,12 @@ def test_examples_are_listed_with_a_line_each(capsys):
 
 
 @pytest.mark.parametrize("program", [path.stem for path in PROGRAMS])
-def test_the_documentation_names_each_example(program):
+def test_the_documentation_names_each_example(program: Any) -> None:
     page = (Path(__file__).parents[1] / "docs" / "start.md").read_text()
     assert re.search(rf"^flatweights examples {program} +# \w", page, re.MULTILINE)
 
 
-def test_examples_are_listed_on_the_base_install():
+def test_examples_are_listed_on_the_base_install() -> None:
     run = in_fresh_interpreter(
         "import sys; sys.modules.update(dict.fromkeys(['tensorflow', 'ray', 'rich', 'scipy']))\n"
         "from flatweights.cli import main; sys.exit(main(['examples']))"
@@ -109,7 +114,7 @@ def test_examples_are_listed_on_the_base_install():
     assert "one_code" in run.stdout
 
 
-def test_example_on_the_base_install_says_what_to_install():
+def test_example_on_the_base_install_says_what_to_install() -> None:
     run = in_fresh_interpreter(
         "import sys; sys.modules.update(dict.fromkeys(['ray', 'scipy']))\n"
         "from flatweights.cli import main; sys.exit(main(['examples', 'one_code']))"
@@ -120,7 +125,7 @@ def test_example_on_the_base_install_says_what_to_install():
     )
 
 
-def test_example_is_run_with_its_options():
+def test_example_is_run_with_its_options() -> None:
     run = in_fresh_interpreter(
         "from flatweights.cli import main\n"
         "main(['examples', 'linear_weights', '--graph', '--workers', '0'])"
@@ -151,7 +156,9 @@ COMPILES = '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; touch "$2"\n'
 FAILS = "#!/bin/sh\necho 'error: too old' >&2; exit 1\n"
 
 
-def test_build_tf_prints_where_the_library_is(compiler, capsys):
+def test_build_tf_prints_where_the_library_is(
+    compiler: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     compiler.write_text(COMPILES)
     assert main(["build-tf"]) == 0
     built = Path(capsys.readouterr().out.rstrip("\n"))
@@ -162,7 +169,9 @@ def test_build_tf_prints_where_the_library_is(compiler, capsys):
     assert capsys.readouterr().out == f"{built}\n"
 
 
-def test_build_tf_says_why_it_fails_and_tries_again(compiler, capsys):
+def test_build_tf_says_why_it_fails_and_tries_again(
+    compiler: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     compiler.write_text(FAILS)
     for _ in range(2):
         assert main(["build-tf"]) == 1
@@ -172,7 +181,7 @@ def test_build_tf_says_why_it_fails_and_tries_again(compiler, capsys):
     assert main(["build-tf"]) == 0
 
 
-def test_build_tf_without_tensorflow_says_what_to_install():
+def test_build_tf_without_tensorflow_says_what_to_install() -> None:
     run = in_fresh_interpreter(
         "import sys; sys.modules['tensorflow'] = None\n"
         "from flatweights.cli import main; sys.exit(main(['build-tf']))"
@@ -183,7 +192,7 @@ def test_build_tf_without_tensorflow_says_what_to_install():
     )
 
 
-def test_reader_that_left_is_no_traceback():
+def test_reader_that_left_is_no_traceback() -> None:
     run = subprocess.run(
         f"{sys.executable} -m flatweights.cli examples | true",
         shell=True,
@@ -219,7 +228,9 @@ def test_reader_that_left_is_no_traceback():
         ),
     ],
 )
-def test_bad_arguments_say_what_was_expected(arguments, expected, capsys):
+def test_bad_arguments_say_what_was_expected(
+    arguments: Any, expected: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2
@@ -236,7 +247,9 @@ def test_bad_arguments_say_what_was_expected(arguments, expected, capsys):
         ("plot", "expected a file name ending in .png, .svg, .pdf"),
     ],
 )
-def test_plot_that_cannot_be_written_is_refused_before_training(name, expected, tmp_path, capsys):
+def test_plot_that_cannot_be_written_is_refused_before_training(
+    name: Any, expected: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "directory.png").mkdir()
     with pytest.raises(SystemExit) as exit_:
@@ -245,7 +258,9 @@ def test_plot_that_cannot_be_written_is_refused_before_training(name, expected, 
     assert expected in capsys.readouterr().err
 
 
-def test_refused_arguments_leave_no_plot_behind(tmp_path: Path, capsys):
+def test_refused_arguments_leave_no_plot_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     old = tmp_path / "old.png"
     old.write_bytes(b"kept")
     for plot in (old, tmp_path / "new.png"):

@@ -3,6 +3,7 @@
 import ctypes
 import platform
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def flushing() -> Iterator[None]:
 def test_subnormal_numbers_are_kept(dtype: type, size: int, flushing: None) -> None:
     least = np.finfo(dtype).smallest_subnormal
     bits = np.uint32 if dtype is np.float32 else np.uint64
-    sources = [np.full(size, count, bits).view(dtype) for count in (2, 4)]
+    sources: list[Any] = [np.full(size, count, bits).view(dtype) for count in (2, 4)]
     assert least * dtype(2) == 0, "NumPy, by contrast, flushes now"
     # Three times the smallest number there is; by bits, since comparing flushes too.
     assert np.all(fw.average(sources).view(bits) == 3)

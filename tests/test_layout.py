@@ -217,9 +217,10 @@ def test_bad_layouts_are_refused(case: str) -> None:
 
 
 def test_what_holds_no_parts_is_refused() -> None:
-    for parts in (np.zeros(3), "abc", b"abc", 3, iter([])):
+    wrong: tuple[Any, ...] = (np.zeros(3), "abc", b"abc", 3, iter([]))
+    for parts in wrong:
         with pytest.raises(TypeError, match="expected a mapping or a sequence of arrays, got"):
-            Layout.of(parts)  # type: ignore[arg-type]
+            Layout.of(parts)
 
 
 def _altered(**changes: Any) -> str:

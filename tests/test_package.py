@@ -74,15 +74,15 @@ def test_signatures_are_made_of_short_names(package: ModuleType) -> None:
 def test_the_line_of_the_signature_that_pybind11_writes_is_no_description() -> None:
     assert (_core.clear_pool.__doc__ or "").strip() == "clear_pool() -> None"
     bare = ModuleType("bare")
-    bare.__all__, bare.clear_pool = ["clear_pool"], _core.clear_pool
+    vars(bare).update(__all__=["clear_pool"], clear_pool=_core.clear_pool)
     assert surface.undescribed(bare) == ["clear_pool"]
 
 
 def test_unions_that_are_written_out_are_found() -> None:
-    def shift(x: NDArray[Any], dtype: DTypeLike = None) -> None: ...
+    def shift(x: NDArray[Any], dtype: DTypeLike = float) -> None: ...
 
     bare = ModuleType("bare")
-    bare.__all__, bare.shift = ["shift"], shift
+    vars(bare).update(__all__=["shift"], shift=shift)
     found = surface.unreadable_signatures(bare)
     assert [line.partition("[")[0] for line in found] == ["shift: numpy.ndarray", "shift: Union"]
 

@@ -42,7 +42,9 @@ def frozen(parts: dict[str, np.ndarray]) -> FlatWeights:
     return FlatWeights.wrap(read_only(made.buffer), made.layout)
 
 
-def out_of_band(weights: Any, dumps: Callable[..., bytes] = pickle.dumps) -> tuple[bytes, list]:
+def out_of_band(
+    weights: Any, dumps: Callable[..., bytes] = pickle.dumps
+) -> tuple[bytes, list[Any]]:
     buffers: list[pickle.PickleBuffer] = []
     return dumps(weights, protocol=5, buffer_callback=buffers.append), buffers
 
@@ -259,7 +261,7 @@ def test_update_from_another_view_of_the_same_buffer() -> None:
     assert (other["a"].tolist(), other["b"].tolist()) == ([3, 4], [1, 2])
 
 
-BAD_VALUES = {
+BAD_VALUES: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "unknown": (TypeError, "the keys of FlatWeights are fixed and 'nope'", {"nope": 1.0}),
     "none": (TypeError, "the keys of FlatWeights are fixed and 'nope'", {"nope": None}),
     "no name": (TypeError, "fixed and 3 is none of them; dict.weights. is a plain dict", {3: 1.0}),
@@ -287,7 +289,7 @@ def test_bad_values_are_refused_before_anything_changes(
 ) -> None:
     error, match, bad = BAD_VALUES[case]
     w = FlatWeights(parts)
-    good = {"kernel": np.zeros((3, 5))}
+    good: dict[str, Any] = {"kernel": np.zeros((3, 5))}
     with refuses(error, match, w.buffer):
         w.update(good | bad)
     with refuses(error, match, w.buffer):

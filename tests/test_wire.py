@@ -262,7 +262,7 @@ def test_messages_of_the_wrong_kind_are_refused(rng: np.random.Generator) -> Non
     driver = DeltaBroadcaster(start, "bfloat16")
     worker = DeltaEncoder(driver.snapshot())
     with pytest.raises(TypeError, match="expected a Difference, got FlatWeights"):
-        worker.receive(start)  # type: ignore[arg-type]
+        worker.receive(start)
     with pytest.raises(ValueError, match="got one from a worker"):
         worker.receive(worker.encode(start))
     other = DeltaBroadcaster(start, "float16")
@@ -274,7 +274,7 @@ def test_messages_of_the_wrong_kind_are_refused(rng: np.random.Generator) -> Non
             refused(smaller)
     for wrong in ("float32", "bf16", np.float16):
         with pytest.raises(ValueError, match="wire_dtype: expected 'bfloat16' or 'float16'"):
-            DeltaBroadcaster(start, wrong)  # type: ignore[arg-type]
+            DeltaBroadcaster(start, wrong)
 
 
 def test_what_is_no_model_or_message_is_refused() -> None:
@@ -298,16 +298,17 @@ def test_what_is_no_model_or_message_is_refused() -> None:
         with pytest.raises(TypeError, match=f"^{where}: expected FlatWeights, got dict"):
             refused()
     with pytest.raises(TypeError, match="snapshot: expected Snapshot, got FlatWeights"):
-        DeltaEncoder(start)  # type: ignore[arg-type]
+        DeltaEncoder(start)
     with pytest.raises(TypeError, match="message: expected Snapshot, got dict"):
         worker.fits(wrong)
     with pytest.raises(TypeError, match="layout: expected Layout, got FlatWeights"):
-        wire_layout(start, "bfloat16")  # type: ignore[arg-type]
+        wire_layout(start, "bfloat16")
     with pytest.raises(TypeError, match="source 0: expected a Difference, got dict"):
         average_differences([wrong])
-    for name in ("float32", None, []):
+    names: tuple[Any, ...] = ("float32", None, [])
+    for name in names:
         with pytest.raises(ValueError, match="wire_dtype: expected 'bfloat16' or 'float16'"):
-            dtype_on_wire(name)  # type: ignore[arg-type]
+            dtype_on_wire(name)
 
 
 def test_a_difference_whose_values_do_not_fit_its_layout_is_refused(wire: Any) -> None:
@@ -344,7 +345,7 @@ def test_a_snapshot_of_another_wire_dtype_is_refused(wire: Any) -> None:
     worker = DeltaEncoder(DeltaBroadcaster(start, wire).snapshot())
     (other,) = set(WIRES) - {wire}
     moved_on = fw.FlatWeights({"w": np.zeros(3, np.float32)})
-    snapshot = DeltaBroadcaster(moved_on, other).snapshot()  # type: ignore[arg-type]
+    snapshot = DeltaBroadcaster(moved_on, other).snapshot()
     assert not worker.fits(snapshot)
     with refuses(ValueError, "snapshot, wire_dtype: slot 0", worker._reference.buffer):
         worker.receive(snapshot)
@@ -457,7 +458,7 @@ def test_gradients_are_a_vector_or_weights_of_one_layout(
         encoder.encode(vector[::2])
     for wrong in (vector.reshape(1, -1), [1.0]):
         with pytest.raises(TypeError, match="expected FlatWeights or a vector"):
-            encoder.encode(wrong)  # type: ignore[arg-type]
+            encoder.encode(wrong)
     weights = model(rng)
     sent = GradientEncoder(wire).encode(weights)
     assert same_bits(sent.values["large"], weights["large"].astype(DTYPES[wire]))

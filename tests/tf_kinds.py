@@ -44,7 +44,7 @@ def numbers(*shape: int) -> tf.Tensor:
 
 
 @kind
-def keras_sequential():
+def keras_sequential() -> Any:
     model = keras.Sequential(
         [keras.Input((4,)), *(keras.layers.Dense(n) for n in (3, 3, 2))],
     )
@@ -52,7 +52,7 @@ def keras_sequential():
 
 
 @kind
-def keras_functional():
+def keras_functional() -> Any:
     inputs = {name: keras.Input((4,), name=name) for name in "ab"}
     stem = keras.layers.Dense(3, name="stem")
     x = keras.layers.Concatenate()([stem(inputs["a"]), stem(inputs["b"])])
@@ -62,7 +62,7 @@ def keras_functional():
 
 
 class Block(keras.layers.Layer):
-    def __init__(self, units, **kwargs):
+    def __init__(self, units: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.dense = keras.layers.Dense(units)
         self.norm = keras.layers.BatchNormalization()
@@ -70,18 +70,18 @@ class Block(keras.layers.Layer):
         self.bias = self.add_weight(shape=(units,))  # without a name
         self.gain = self.add_weight(shape=(), name="gain", trainable=False)
 
-    def call(self, x, training=False):
+    def call(self, x: Any, training: Any = False) -> Any:
         return self.drop(self.norm(self.dense(x) * self.gain + self.bias), training=training)
 
 
 class Tower(keras.Model):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.blocks = [Block(3), Block(3)]
         self.heads = {"policy": keras.layers.Dense(2), "value": keras.layers.Dense(1)}
         self._stem = keras.layers.Dense(3)
 
-    def call(self, x):
+    def call(self, x: Any) -> Any:
         x = self._stem(x)
         for block in self.blocks:
             x = block(x)
@@ -89,14 +89,14 @@ class Tower(keras.Model):
 
 
 @kind
-def keras_subclassed():
+def keras_subclassed() -> Any:
     model = Tower()
     model(numbers(1, 4))
     return model, model.variables
 
 
 @kind
-def keras_nested():
+def keras_nested() -> Any:
     tower = keras.Sequential([keras.Input((3,)), Block(3), keras.layers.Dense(3)])
     middle = keras.Input((3,))
     functional = keras.Model(middle, keras.layers.Dense(3)(tower(middle)))
@@ -106,14 +106,14 @@ def keras_nested():
 
 
 @kind
-def keras_shared_layers():
+def keras_shared_layers() -> Any:
     shared = keras.layers.Dense(4)
     a, b = (keras.Sequential([keras.Input((4,)), shared, keras.layers.Dense(2)]) for _ in range(2))
     return [a, b, shared], {id(v): v for v in (*a.variables, *b.variables)}.values()
 
 
 @kind
-def keras_recurrent():
+def keras_recurrent() -> Any:
     inputs = keras.Input((5, 4), batch_size=2)
     x = keras.layers.Bidirectional(keras.layers.LSTM(3, return_sequences=True))(inputs)
     x = keras.layers.GRU(3, stateful=True, return_sequences=True, dropout=0.1)(x)
@@ -124,7 +124,7 @@ def keras_recurrent():
 
 
 @kind
-def keras_convolutional():
+def keras_convolutional() -> Any:
     model = keras.Sequential(
         [
             keras.Input((8, 8, 3)),
@@ -140,7 +140,7 @@ def keras_convolutional():
 
 
 @kind
-def keras_attention():
+def keras_attention() -> Any:
     inputs = keras.Input((5,), dtype="int32")
     x = keras.layers.Embedding(7, 4)(inputs)
     x = x + keras.layers.MultiHeadAttention(2, 2, dropout=0.1)(x, x)
@@ -152,7 +152,7 @@ def keras_attention():
 class Bare(keras.Model):
     """Keras does not know of what is in `bare`, nor of what is in the module."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.dense = keras.layers.Dense(2)
         self.scale = tf.Variable(2.0)
@@ -161,29 +161,29 @@ class Bare(keras.Model):
         self.listed = [keras.layers.Dense(2)]
         self.counter = keras.Variable(0, dtype="int64", trainable=False)
 
-    def bare(self):
+    def bare(self) -> Any:
         return [self.scale, self.tables["x"], *self.tables["y"], *self.module.variables]
 
-    def call(self, x):
+    def call(self, x: Any) -> Any:
         return self.listed[0](self.dense(x)) * self.scale
 
 
 @kind
-def keras_with_bare_variables():
+def keras_with_bare_variables() -> Any:
     model = Bare()
     model(numbers(1, 4))
     return model, [*model.variables, *model.bare()]
 
 
 @kind
-def keras_layer():
+def keras_layer() -> Any:
     layer = keras.layers.Dense(3)
     layer.build((None, 4))
     return layer, layer.variables
 
 
 @kind
-def keras_half_precision():
+def keras_half_precision() -> Any:
     model = keras.Sequential(
         [
             keras.Input((4,)),
@@ -196,26 +196,26 @@ def keras_half_precision():
 
 
 @kind
-def keras_lora():
+def keras_lora() -> Any:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(3)])
     model.layers[1].enable_lora(2)
     return model, model.variables
 
 
 @kind
-def keras_frozen():
+def keras_frozen() -> Any:
     model = keras.Sequential([keras.Input((4,)), Block(3), keras.layers.Dense(3)])
     model.layers[1].trainable = False
     return model, model.variables
 
 
 @kind
-def keras_variables():
+def keras_variables() -> Any:
     model = keras_subclassed().output
     return model.variables, model.variables
 
 
-def keras_trained(optimizer):
+def keras_trained(optimizer: Any) -> Any:
     model = keras.Sequential([keras.Input((4,)), Block(3), keras.layers.Dense(2)])
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(model(numbers(4, 4), training=True) ** 2)
@@ -225,23 +225,23 @@ def keras_trained(optimizer):
 
 
 @kind
-def keras_model_and_optimizer():
+def keras_model_and_optimizer() -> Any:
     return keras_trained(keras.optimizers.Adam(0.1, amsgrad=True, use_ema=True))
 
 
 @kind
-def keras_model_and_loss_scale():
+def keras_model_and_loss_scale() -> Any:
     return keras_trained(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, 0.9)))
 
 
 @kind
-def keras_optimizer_alone():
+def keras_optimizer_alone() -> Any:
     _, optimizer = keras_trained(keras.optimizers.Adam(0.1))[0]
     return optimizer, optimizer.variables
 
 
 @kind
-def keras_actor_and_critic():
+def keras_actor_and_critic() -> Any:
     """One optimizer for two models, before them."""
     actor, critic = keras_sequential().output, keras_nested().output
     optimizer = keras.optimizers.RMSprop()
@@ -254,7 +254,7 @@ def keras_actor_and_critic():
 
 
 @kind
-def tf_keras_sequential():
+def tf_keras_sequential() -> Any:
     model = tf_keras.Sequential(
         [tf_keras.Input((4,)), *(tf_keras.layers.Dense(n) for n in (3, 3, 2))]
     )
@@ -262,7 +262,7 @@ def tf_keras_sequential():
 
 
 class OldBlock(tf_keras.layers.Layer):
-    def __init__(self, units, **kwargs):
+    def __init__(self, units: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.dense = tf_keras.layers.Dense(units)
         self.norm = tf_keras.layers.BatchNormalization()
@@ -273,19 +273,19 @@ class OldBlock(tf_keras.layers.Layer):
         self.tables = {"x": tf.Variable([1.0]), "y": [tf.Variable([2.0]), tf.Variable([3.0])]}
         self.module = Leaf()
 
-    def call(self, x, training=False):
+    def call(self, x: Any, training: Any = False) -> Any:
         x = self.dense(x) * self.gain + self.bias * self.scale
         return self.drop(self.norm(x, training=training), training=training)
 
 
 class OldTower(tf_keras.Model):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.blocks = [OldBlock(3), OldBlock(3)]
         self.heads = {"policy": tf_keras.layers.Dense(2), "value": tf_keras.layers.Dense(1)}
         self._stem = tf_keras.layers.Dense(3)
 
-    def call(self, x):
+    def call(self, x: Any) -> Any:
         x = self._stem(x)
         for block in self.blocks:
             x = block(x)
@@ -293,14 +293,14 @@ class OldTower(tf_keras.Model):
 
 
 @kind
-def tf_keras_subclassed():
+def tf_keras_subclassed() -> Any:
     model = OldTower()
     model(numbers(1, 4))
     return model, model.variables
 
 
 @kind
-def tf_keras_nested():
+def tf_keras_nested() -> Any:
     tower = tf_keras.Sequential([tf_keras.Input((3,)), OldBlock(3), tf_keras.layers.Dense(3)])
     middle = tf_keras.Input((3,))
     functional = tf_keras.Model(middle, tf_keras.layers.Dense(3)(tower(middle)) + 1.0)
@@ -310,7 +310,7 @@ def tf_keras_nested():
 
 
 @kind
-def tf_keras_recurrent():
+def tf_keras_recurrent() -> Any:
     inputs = tf_keras.Input((5, 4), batch_size=2)
     x = tf_keras.layers.Bidirectional(tf_keras.layers.LSTM(3, return_sequences=True))(inputs)
     x = tf_keras.layers.GRU(3, stateful=True, return_sequences=True)(x)
@@ -321,14 +321,14 @@ def tf_keras_recurrent():
 
 
 @kind
-def tf_keras_layer():
+def tf_keras_layer() -> Any:
     layer = tf_keras.layers.Dense(3)
     layer.build((None, 4))
     return layer, layer.variables
 
 
 @kind
-def tf_keras_half_precision():
+def tf_keras_half_precision() -> Any:
     model = tf_keras.Sequential(
         [
             tf_keras.Input((4,)),
@@ -340,7 +340,7 @@ def tf_keras_half_precision():
     return model, [getattr(v, "_variable", v) for v in model.variables]
 
 
-def tf_keras_trained(optimizer):
+def tf_keras_trained(optimizer: Any) -> Any:
     model = tf_keras.Sequential([tf_keras.Input((4,)), OldBlock(3), tf_keras.layers.Dense(2)])
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(model(numbers(4, 4), training=True) ** 2)
@@ -352,12 +352,12 @@ def tf_keras_trained(optimizer):
 
 
 @kind
-def tf_keras_model_and_optimizer():
+def tf_keras_model_and_optimizer() -> Any:
     return tf_keras_trained(tf_keras.optimizers.Adam(0.1, amsgrad=True, use_ema=True))
 
 
 @kind
-def tf_keras_model_and_legacy_optimizer():
+def tf_keras_model_and_legacy_optimizer() -> Any:
     return tf_keras_trained(tf_keras.optimizers.legacy.Adam(0.1, amsgrad=True))
 
 
@@ -365,14 +365,14 @@ def tf_keras_model_and_legacy_optimizer():
 
 
 class Leaf(tf.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.w = tf.Variable([1.0, 2.0])
         self.b = tf.Variable(3.0, trainable=False, name="given")
 
 
 class Tree(tf.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.leaves = [Leaf(), {"k": Leaf(), "v": tf.Variable([[1.0]])}]
         self.again = self.leaves[0]
@@ -382,13 +382,13 @@ class Tree(tf.Module):
 
 
 @kind
-def module():
+def module() -> Any:
     tree = Tree()
     return tree, tree.variables
 
 
 @kind
-def module_with_keras_layers():
+def module_with_keras_layers() -> Any:
     tree = Tree()
     tree.layer = keras_layer().output
     tree.old_layer = tf_keras_layer().output
@@ -407,7 +407,7 @@ class Agent:
 
 
 @kind
-def plain_object():
+def plain_object() -> Any:
     policy, target = keras_sequential().output, keras_sequential().output
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(policy.trainable_variables)
@@ -418,19 +418,19 @@ def plain_object():
 
 
 @kind
-def list_of_variables():
+def list_of_variables() -> Any:
     variables = [tf.Variable(numbers(2, 3)), tf.Variable(1.0), tf.Variable(2.0, name="w")]
     return [variables, variables[0]], variables
 
 
 @kind
-def dict_of_variables():
+def dict_of_variables() -> Any:
     variables = {"b": tf.Variable([1.0]), "a": tf.Variable([2.0]), 3: tf.Variable([3.0])}
     return variables, variables.values()
 
 
 @kind
-def mixture():
+def mixture() -> Any:
     old, new = tf_keras_nested().output, keras_nested().output
     loose = tf.Variable([1.0, 2.0])
     tree = Tree()

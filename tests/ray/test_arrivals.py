@@ -300,7 +300,7 @@ def test_nobody_waits_once_all_have_answered(desk: Any, max_inflight: int) -> No
     found = average(refs, timeout=60, min_results=2, max_inflight=max_inflight)
     assert time.monotonic() - begin < 30
     assert found.used == (0, 2)
-    assert str(found.failed[1].cause) == "boom"  # type: ignore[attr-defined]
+    assert str(found.failed[1].cause) == "boom"
 
 
 @BOTH

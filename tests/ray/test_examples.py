@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from flatweights import FlatWeights
 from flatweights.examples import explain, federated
 from flatweights.ray import WorkerError
+from flatweights.server import FedAvg
 
 pytestmark = pytest.mark.starts_actors
 
@@ -230,7 +231,7 @@ def test_a_process_that_dies_takes_one_client_with_it(client: Any) -> None:
     # Some have answered before the process dies, and some wait behind it.
     assert "trains" in fates[: fates.index("dies")]
     assert "trains" in fates[fates.index("dies") :]
-    server = federated.FedAvg(start)
+    server = FedAvg(start)
     history = federated.run_server([client], server, OPTIONS)
     assert (history.raised, history.died) == (3, 1)
     assert history.nbytes == 6 * start.layout.nbytes

@@ -38,7 +38,7 @@ class Told(PlainWorker):
         super().__init__(rank, size)
         self.model = FlatWeights({"w": np.ones(size, np.float32), "n": np.int64(0)})
 
-    def set_weights(self, new_weights: Any) -> None:
+    def set_weights(self, new_weights: Any, *, share: bool = False) -> None:
         if new_weights["w"][0] > 50:
             raise ValueError("too large")
         super().set_weights(new_weights)
@@ -284,9 +284,9 @@ def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(
 
 def test_numbers_that_are_no_integers_are_refused(group: WorkerGroup) -> None:
     with pytest.raises(TypeError, match=r"min_results: expected an integer, got 1\.5"):
-        group.average("train", min_results=1.5)  # type: ignore[arg-type]
+        group.average("train", min_results=1.5)
     with pytest.raises(TypeError, match=r"rounds: expected an integer, got 2\.5"):
-        group.run(2.5, "train")  # type: ignore[arg-type]
+        group.run(2.5, "train")
     assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
 
 
@@ -330,7 +330,7 @@ def test_the_average_cannot_be_changed(kind: str, max_inflight: int) -> None:
         with pytest.raises(ValueError, match="read-only"):
             part += 1
     with pytest.raises(AttributeError):
-        found.weights = model  # type: ignore[misc]
+        found.weights = model
 
 
 def test_what_is_sent_is_what_the_weights_are(group: WorkerGroup) -> None:

@@ -145,7 +145,7 @@ def lose_nodes_of_the_drivers_average(cluster: Any, home: dict[int, Any]) -> lis
     ray.wait(refs, num_returns=3, fetch_local=False)
     cluster.remove_node(nodes[1])
     time.sleep(0.5)
-    last = fw.ray.average(refs, min_results=2, timeout=60)  # type: ignore[attr-defined]
+    last = fw.ray.average(refs, min_results=2, timeout=60)
     assert last.used == (0, 1), last
     expected = fw.average([trained(found.weights, rank) for rank in (0, 2)])
     assert same_bits(last.weights.buffer, expected.buffer)

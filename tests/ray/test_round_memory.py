@@ -46,7 +46,8 @@ def of_process(pid: int) -> tuple[int, int]:
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("FLATWEIGHTS_RAY", request.param)
-    return request.param
+    out: str = request.param
+    return out
 
 
 def run(group: WorkerGroup, rounds: int) -> None:

@@ -99,7 +99,7 @@ class Moments(NamedTuple):
 def tree(rng: np.random.Generator, size: int, *, reverse: bool = False) -> dict[str, Any]:
     """Nested containers; dicts of two ranks may be filled in another order."""
     layer = {"kernel": rng.normal(size=(size, 2)), "bias": rng.normal(size=size)}
-    model = {
+    model: dict[str, Any] = {
         "params": {"layers": [layer, {"kernel": rng.normal(size=3)}], "alone": rng.normal(size=())},
         "moments": Moments(rng.normal(size=size), rng.normal(size=size)),
         "empty": {},
@@ -457,7 +457,7 @@ def test_wrong_arguments_are_refused_before_anything_is_waited_for() -> None:
     with pytest.raises(ValueError, match="timeout: expected seconds"):
         sharded.average([failing], timeout=-1)
     with pytest.raises(ValueError, match="nonfinite: expected"):
-        sharded.average([failing], nonfinite="ignore")  # type: ignore[arg-type]
+        sharded.average([failing], nonfinite="ignore")
     assert sharded._owners == []
     sharded.shutdown()
     with pytest.raises(RuntimeError, match="was shut down"):

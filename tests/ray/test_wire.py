@@ -144,7 +144,7 @@ def test_what_has_no_names_is_refused() -> None:
     with pytest.raises(TypeError, match="by name"):
         worker.encode(np.zeros(3), "weights", WIRE)
     with pytest.raises(ValueError, match="wire_dtype: expected 'bfloat16' or 'float16'"):
-        GroupWire("float32")  # type: ignore[arg-type]
+        GroupWire("float32")
 
 
 def test_sizes_are_those_of_the_buffer_that_travels() -> None:

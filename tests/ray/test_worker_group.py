@@ -106,7 +106,7 @@ def test_create_refuses_what_is_no_worker() -> None:
     with pytest.raises(
         TypeError, match="worker: expected a subclass of FlatWorker, got <class 'dict'>"
     ):
-        WorkerGroup.create(dict, 2)  # type: ignore[arg-type]
+        WorkerGroup.create(dict, 2)
     with pytest.raises(ValueError, match="n: expected at least 1, got 0"):
         WorkerGroup.create(PlainWorker, 0)
     with pytest.raises(ValueError, match="max_inflight: expected at least 1, got 0"):
@@ -165,7 +165,7 @@ def senders() -> dict[str, Callable[[FlatWeights], Any]]:
         "ref": ray.put,
         "ref of a dict": lambda w: ray.put(dict(w)),
         "ref of a vector": lambda w: ray.put(put_flat(w)),
-        "Round": lambda w: fw.ray.average([ray.put(w)]),  # type: ignore[attr-defined]
+        "Round": lambda w: fw.ray.average([ray.put(w)]),
     }
 
 
@@ -466,7 +466,7 @@ def test_a_late_step_is_left_out(group: WorkerGroup, tmp_path: Path) -> None:
 class Choosy(PlainWorker):
     """Takes no odd ranks' share of negative weights."""
 
-    def set_weights(self, new_weights: Mapping[str, Any]) -> None:
+    def set_weights(self, new_weights: Mapping[str, Any], *, share: bool = False) -> None:
         if new_weights["w"][0] < 0 and (self.rank % 2 or new_weights["w"][0] < -1):
             raise ValueError("negative")
         super().set_weights(new_weights)

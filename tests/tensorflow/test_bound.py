@@ -5,9 +5,10 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -17,6 +18,7 @@ import tf_keras
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import executor as eager_executor
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
+from tf_forks import Forks
 
 from flatweights.tensorflow import TensorFlowVariables
 
@@ -25,18 +27,18 @@ MEGABYTE = 1 << 20
 bound_alone = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 
-def bound(variables):
+def bound(variables: Any) -> Any:
     weights = TensorFlowVariables(variables)
     assert weights.unbound == {}
     return weights
 
 
-def read(variables):
+def read(variables: Any) -> Any:
     """All values one after the other, as TensorFlow reads them."""
     return np.concatenate([np.array(v.numpy()).reshape(-1) for v in variables])
 
 
-def resident_bytes():
+def resident_bytes() -> Any:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -53,7 +55,7 @@ class MallocInfo(ctypes.Structure):
     )
 
 
-def allocated():
+def allocated() -> Any:
     """Blocks of Python and bytes of C++; whole pages where glibc is too old to tell."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
@@ -63,7 +65,7 @@ def allocated():
     return sys.getallocatedblocks() + info.uordblks + info.hblkhd
 
 
-def least_growth(measure, call, repeats, rounds=4):
+def least_growth(measure: Any, call: Any, repeats: Any, rounds: Any = 4) -> Any:
     """By how much a round of calls raises what is measured, at least: leaks do in each."""
     growth = []
     for _ in range(rounds):
@@ -79,7 +81,7 @@ def in_thread(call: Callable[[], object], timeout: float = 30) -> object:
     """What ``call`` returns in a thread of its own, which must end in time."""
     results: list[object] = []
 
-    def run():
+    def run() -> None:
         try:
             results.append(call())
         except BaseException as error:
@@ -94,30 +96,30 @@ def in_thread(call: Callable[[], object], timeout: float = 30) -> object:
     return results[0]
 
 
-def tf_keras_model(policy="float32"):
+def tf_keras_model(policy: Any = "float32") -> Any:
     kind = tf_keras.mixed_precision.Policy(policy)
     return tf_keras.Sequential([tf_keras.layers.Dense(2, input_shape=(3,), dtype=kind)])
 
 
-def keras_optimizer():
+def keras_optimizer() -> Any:
     optimizer = keras.optimizers.Adam()
     optimizer.build([keras.Variable(np.ones(3, np.float32))])
     return optimizer.variables
 
 
-def tf_keras_optimizer():
+def tf_keras_optimizer() -> Any:
     optimizer = tf_keras.optimizers.Adam()
     optimizer.build([tf.Variable(np.ones(3, np.float32))])
     return list(optimizer.variables)
 
 
-def module():
+def module() -> Any:
     made = tf.Module()
     made.w, made.parts = tf.Variable([1.0, 2.0]), [tf.Variable(3.0)]
     return made
 
 
-def on_second_cpu():
+def on_second_cpu() -> Any:
     with tf.device("CPU:1"):
         return tf.Variable([1.0, 2.0])
 
@@ -139,7 +141,7 @@ def on_second_cpu():
         lambda: [on_second_cpu(), tf.Variable([3.0])],
     ],
 )
-def test_every_kind_of_eager_variable_is_bound(path, build):
+def test_every_kind_of_eager_variable_is_bound(path: Any, build: Any) -> None:
     held = build()
     if isinstance(held, keras.layers.BatchNormalization):
         held.build((None, 4))
@@ -150,7 +152,7 @@ def test_every_kind_of_eager_variable_is_bound(path, build):
     np.testing.assert_array_equal(read(weights.variables.values()), wanted)
 
 
-def step_of(function):
+def step_of(function: Any) -> Any:
     compiled = tf.function(function, jit_compile=True)
     return lambda v: compiled(v)
 
@@ -181,7 +183,7 @@ UPDATES = {
 
 
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
-def test_updates_are_seen_and_go_on_from_what_was_set(update):
+def test_updates_are_seen_and_go_on_from_what_was_set(update: Any) -> None:
     v, untouched = tf.Variable(tf.range(6.0), name="v"), tf.Variable(7.0, name="untouched")
     weights = TensorFlowVariables([v, untouched])
     for k in range(3):
@@ -194,24 +196,24 @@ def test_updates_are_seen_and_go_on_from_what_was_set(update):
         np.testing.assert_array_equal(v.numpy(), np.arange(k, k + 6))
 
 
-def keras_training(jit_compile):
+def keras_training(jit_compile: Any) -> Any:
     variables = [keras.Variable(np.arange(6, dtype=np.float32)), keras.Variable(np.float32(2))]
     optimizer = keras.optimizers.Adam(0.1)
     optimizer.build(variables)
 
     @tf.function(jit_compile=jit_compile)
-    def step():
+    def step() -> None:
         optimizer.apply([tf.sin(v.value) for v in variables], variables)
 
     return [*variables, *optimizer.variables], step
 
 
-def tf_keras_training(kind):
+def tf_keras_training(kind: Any) -> Any:
     variables = [tf.Variable(np.arange(6, dtype=np.float32)), tf.Variable(np.float32(2))]
     optimizer = kind(0.1)
     optimizer.build(variables)
 
-    def step():
+    def step() -> None:
         optimizer.apply_gradients([(tf.sin(v), v) for v in variables])
 
     return [*variables, *optimizer.variables], step
@@ -226,7 +228,7 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize("build", TRAININGS.values(), ids=TRAININGS)
-def test_training_is_seen_and_goes_on_from_what_was_set(build):
+def test_training_is_seen_and_goes_on_from_what_was_set(build: Any) -> None:
     variables, step = build()
     twins, step_twins = build()
     weights = TensorFlowVariables(variables)
@@ -242,7 +244,7 @@ def test_training_is_seen_and_goes_on_from_what_was_set(build):
         np.testing.assert_array_equal(read(variables), read(twins))
 
 
-def test_a_restored_checkpoint_is_seen(tmp_path):
+def test_a_restored_checkpoint_is_seen(tmp_path: Path) -> None:
     v = tf.Variable([1.0, 2.0])
     checkpoint = tf.train.Checkpoint(v=v)
     weights = TensorFlowVariables(v)
@@ -253,7 +255,7 @@ def test_a_restored_checkpoint_is_seen(tmp_path):
     assert weights.get_flat().tolist() == [1, 2]
 
 
-def test_a_checkpoint_has_what_was_set(tmp_path):
+def test_a_checkpoint_has_what_was_set(tmp_path: Path) -> None:
     v = tf.Variable([1.0, 2.0])
     TensorFlowVariables(v).set_flat([3, 4])
     written = tf.train.Checkpoint(v=v).write(str(tmp_path / "checkpoint"))
@@ -271,7 +273,7 @@ def test_a_checkpoint_has_what_was_set(tmp_path):
     ids=["keras", "tf_keras"],
 )
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras's
-def test_loaded_weights_are_seen(build, tmp_path):
+def test_loaded_weights_are_seen(build: Any, tmp_path: Path) -> None:
     model = build()
     weights = TensorFlowVariables(model.variables)
     weights.set_flat([1, 2, 3])
@@ -281,11 +283,11 @@ def test_loaded_weights_are_seen(build, tmp_path):
     assert weights.get_flat().tolist() == [1, 2, 3]
 
 
-def replace_value(v, value):
+def replace_value(v: Any, value: Any) -> None:
     tf.raw_ops.AssignVariableOp(resource=v.handle, value=value, validate_shape=False)
 
 
-def named(weights, value):
+def named(weights: Any, value: Any) -> Any:
     return {slot.name: np.full(slot.shape, value) for slot in weights.layout.slots}
 
 
@@ -306,7 +308,9 @@ CALLS = {
 @pytest.mark.parametrize(
     ("shape", "got"), [((3,), r"\(3,\)"), ((2, 1), r"\(2, 1\)"), ((), r"\(\)")]
 )
-def test_another_shape_is_an_error_that_changes_nothing(path, call, shape, got):
+def test_another_shape_is_an_error_that_changes_nothing(
+    path: Any, call: Any, shape: Any, got: Any
+) -> None:
     a = tf.Variable([1.0, 2.0], name="a")
     others = [tf.Variable([3.0], name=f"b{i}") for i in range(8)]
     weights = bound([*others[:4], a, *others[4:]])
@@ -323,7 +327,7 @@ def test_another_shape_is_an_error_that_changes_nothing(path, call, shape, got):
     assert read([a, *others[4:]]).tolist() == list(range(4, 10))
 
 
-def shared_variable(name, value):
+def shared_variable(name: Any, value: Any) -> Any:
     """A variable that is found by its name at each use, as in a session."""
     handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=value.shape, shared_name=name)
     tf.raw_ops.AssignVariableOp(resource=handle, value=value)
@@ -343,7 +347,7 @@ OTHERS = {name: call for name, call in CALLS.items() if name not in SETS}
 
 
 @pytest.mark.parametrize("call", SETS.values(), ids=SETS)
-def test_setting_makes_a_destroyed_variable_anew(call):
+def test_setting_makes_a_destroyed_variable_anew(call: Any) -> None:
     a, b = shared_variable("a", tf.constant([1.0, 2.0])), tf.Variable([3.0], name="b")
     weights = TensorFlowVariables([a, b])
     for _ in range(2):
@@ -353,7 +357,7 @@ def test_setting_makes_a_destroyed_variable_anew(call):
 
 
 @pytest.mark.parametrize("call", OTHERS.values(), ids=OTHERS)
-def test_a_destroyed_variable_is_no_old_value(call):
+def test_a_destroyed_variable_is_no_old_value(call: Any) -> None:
     a, b = shared_variable("a", tf.constant([1.0, 2.0])), tf.Variable([3.0], name="b")
     weights = TensorFlowVariables([a, b])
     weights.get_flat()
@@ -365,7 +369,7 @@ def test_a_destroyed_variable_is_no_old_value(call):
     assert b.numpy().tolist() == [3]
 
 
-def test_a_variable_made_anew_is_the_new_one():
+def test_a_variable_made_anew_is_the_new_one() -> None:
     a, b = shared_variable("a", tf.constant([1.0, 2.0])), tf.Variable([3.0], name="b")
     weights = TensorFlowVariables([a, b])
     for k in range(3):
@@ -376,7 +380,7 @@ def test_a_variable_made_anew_is_the_new_one():
         assert read([a, b]).tolist() == [7, 8, 3]
 
 
-def test_variables_live_as_long_as_what_moves_them():
+def test_variables_live_as_long_as_what_moves_them() -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     weights = TensorFlowVariables(model)
     weights.set_flat([1, 2, 3])
@@ -388,8 +392,8 @@ def test_variables_live_as_long_as_what_moves_them():
     assert read(weights.variables.values()).tolist() == [2, 3, 4]
 
 
-def test_memory_of_deleted_variables_is_released():
-    def cycle():
+def test_memory_of_deleted_variables_is_released() -> None:
+    def cycle() -> None:
         v = tf.Variable(tf.zeros(4 * MEGABYTE))
         weights = TensorFlowVariables(v)
         weights.add_flat(weights.get_flat() + 1)
@@ -399,13 +403,13 @@ def test_memory_of_deleted_variables_is_released():
 
 
 @bound_alone
-def test_constructing_many_times_leaks_nothing(path):
+def test_constructing_many_times_leaks_nothing(path: Any) -> None:
     variables = [tf.Variable(np.zeros(3, np.float32)) for _ in range(2)]
     repeats = 800
     assert least_growth(allocated, lambda: bound(variables).get_flat(), repeats) < repeats
 
 
-def dispatch(v, value):
+def dispatch(v: Any, value: Any) -> None:
     """Assign ``value`` to all of ``v``, once other threads have multiplied matrices a while."""
     x = tf.eye(400)
     for _ in range(20):
@@ -414,7 +418,7 @@ def dispatch(v, value):
     tf.raw_ops.AssignVariableOp(resource=v.handle, value=tf.fill([1000], x[0, 0] * value))
 
 
-def move_beside_dispatched_assignments():
+def move_beside_dispatched_assignments() -> None:
     assert eager_context.context().is_async()
     v = tf.Variable(tf.zeros(1000), name="v")
     weights = TensorFlowVariables(v)
@@ -436,7 +440,7 @@ def move_beside_dispatched_assignments():
 
 
 @contextmanager
-def asynchronous_thread():
+def asynchronous_thread() -> Iterator[Any]:
     tf.config.experimental.set_synchronous_execution(False)
     try:
         yield
@@ -444,30 +448,30 @@ def asynchronous_thread():
         tf.config.experimental.set_synchronous_execution(True)
 
 
-def in_asynchronous_thread():
+def in_asynchronous_thread() -> None:
     with asynchronous_thread():
         move_beside_dispatched_assignments()
 
 
-def in_asynchronous_scope():
+def in_asynchronous_scope() -> None:
     executor = eager_executor.new_executor(enable_async=True)
     with eager_context.executor_scope(executor):
         move_beside_dispatched_assignments()
 
 
 @pytest.mark.parametrize("move", [in_asynchronous_thread, in_asynchronous_scope])
-def test_dispatched_assignments_come_first(move):
+def test_dispatched_assignments_come_first(move: Any) -> None:
     move()
     assert not eager_context.context().is_async()
 
 
 @pytest.mark.parametrize("move", [in_asynchronous_thread, in_asynchronous_scope])
-def test_dispatched_assignments_come_first_in_a_thread_of_their_own(move):
+def test_dispatched_assignments_come_first_in_a_thread_of_their_own(move: Any) -> None:
     in_thread(move)
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_within_a_tf_function_every_call_is_refused(call):
+def test_within_a_tf_function_every_call_is_refused(call: Any) -> None:
     a, b = tf.Variable([1.0, 2.0], name="a"), tf.Variable([3.0], name="b")
     weights = TensorFlowVariables([a, b])
     with pytest.raises(RuntimeError, match=r"inside a tf\.function"):
@@ -475,11 +479,11 @@ def test_within_a_tf_function_every_call_is_refused(call):
     assert read([a, b]).tolist() == [1, 2, 3]
 
 
-def test_within_a_py_function_every_call_is_made_when_it_runs():
+def test_within_a_py_function_every_call_is_made_when_it_runs() -> None:
     v = tf.Variable([1.0, 2.0])
     weights = TensorFlowVariables(v)
 
-    def move():
+    def move() -> Any:
         flat = weights.get_flat()
         weights.set_flat(flat * 2)
         return flat
@@ -491,7 +495,7 @@ def test_within_a_py_function_every_call_is_made_when_it_runs():
         assert v.numpy().tolist() == [2 * k, 10]
 
 
-def test_eager_variables_are_found_and_moved_within_a_graph_context():
+def test_eager_variables_are_found_and_moved_within_a_graph_context() -> None:
     v = tf.Variable([1.0, 2.0])
     with tf.Graph().as_default() as graph:
         weights = TensorFlowVariables(v)
@@ -504,7 +508,7 @@ def test_eager_variables_are_found_and_moved_within_a_graph_context():
 
 
 @bound_alone
-def test_what_was_made_within_a_graph_context_is_bound_at_its_first_use(path):
+def test_what_was_made_within_a_graph_context_is_bound_at_its_first_use(path: Any) -> None:
     v = tf.Variable([1.0, 2.0], name="v")
     with tf.Graph().as_default():
         weights = TensorFlowVariables(v)
@@ -513,7 +517,7 @@ def test_what_was_made_within_a_graph_context_is_bound_at_its_first_use(path):
     assert weights.unbound == {}
 
 
-def second_object(v):
+def second_object(v: Any) -> Any:
     return BaseResourceVariable(
         trainable=True,
         shape=v.shape,
@@ -525,11 +529,11 @@ def second_object(v):
     )
 
 
-def test_two_objects_of_one_variable_do_not_deadlock():
+def test_two_objects_of_one_variable_do_not_deadlock() -> None:
     v = tf.Variable([1.0, 2.0], name="v")
     weights = TensorFlowVariables([v, second_object(v), tf.Variable(5.0, name="b")])
 
-    def run():
+    def run() -> Any:
         assert weights.get_flat().tolist() == [1, 2, 1, 2, 5]
         weights.set_flat([3, 4, 3, 4, 6])
         weights.set_weights({"second": [7, 8]})
@@ -539,7 +543,7 @@ def test_two_objects_of_one_variable_do_not_deadlock():
 
 
 @bound_alone
-def test_two_models_over_one_variable_see_each_other(path):
+def test_two_models_over_one_variable_see_each_other(path: Any) -> None:
     v = tf.Variable([1.0, 2.0])
     first, second = bound(v), bound(second_object(v))
     first.set_flat([3, 4])
@@ -571,7 +575,7 @@ except MemoryError:
 
 
 @bound_alone
-def test_a_new_value_without_memory_is_a_memory_error(path, forks):
+def test_a_new_value_without_memory_is_a_memory_error(path: Any, forks: Forks) -> None:
     done = forks.run(NO_MEMORY)
     assert done.stdout.strip() == "MemoryError 1.0", done.stderr
 
@@ -619,6 +623,8 @@ os._exit(0)
 
 
 @bound_alone
-def test_a_fork_while_another_thread_makes_variables_known_does_not_hang(path, forks):
+def test_a_fork_while_another_thread_makes_variables_known_does_not_hang(
+    path: Any, forks: Forks
+) -> None:
     done = forks.run(FORKED)
     assert done.stdout.split() == ["0"] * 25, done.stderr

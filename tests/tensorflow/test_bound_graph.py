@@ -1,6 +1,9 @@
 """Variables of sessions that are bound: whatever happens to them is seen, or is a clear error."""
 
 import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,38 +17,38 @@ bound_alone = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
-def graph():
+def graph() -> Iterator[Any]:
     with tf.Graph().as_default() as new:
         yield new
 
 
-def variable(name, value, **kwargs):
+def variable(name: Any, value: Any, **kwargs: Any) -> Any:
     return tf1.Variable(np.float32(value), name=name, **{"use_resource": True, **kwargs})
 
 
-def initialized(target="", **kwargs):
+def initialized(target: Any = "", **kwargs: Any) -> Any:
     session = tf1.Session(target, **kwargs)
     session.run(tf1.global_variables_initializer())
     return session
 
 
-def bound(variables, session):
+def bound(variables: Any, session: Any) -> Any:
     weights = TensorFlowVariables(variables, session)
     assert weights.unbound == {}
     return weights
 
 
-def replacement(v):
+def replacement(v: Any) -> Any:
     """The operation that gives ``v`` a value of any shape, and where it is fed."""
     value = tf1.placeholder(tf.float32)
     return tf.raw_ops.AssignVariableOp(resource=v.handle, value=value, validate_shape=False), value
 
 
-def destruction(v):
+def destruction(v: Any) -> Any:
     return tf.raw_ops.DestroyResourceOp(resource=v.handle)
 
 
-def named(weights, value):
+def named(weights: Any, value: Any) -> Any:
     return {slot.name: np.full(slot.shape, value) for slot in weights.layout.slots}
 
 
@@ -64,7 +67,7 @@ OTHERS = {name: call for name, call in CALLS.items() if name not in SETS}
 
 
 @bound_alone
-def test_variables_of_an_initialized_session_are_bound_at_once(path):
+def test_variables_of_an_initialized_session_are_bound_at_once(path: Any) -> None:
     v = variable("v", [1, 2])
     weights = bound(v, initialized())
     assert weights.get_flat().tolist() == [1, 2]
@@ -73,7 +76,7 @@ def test_variables_of_an_initialized_session_are_bound_at_once(path):
 
 
 @bound_alone
-def test_variables_are_bound_at_their_first_use_else(path):
+def test_variables_are_bound_at_their_first_use_else(path: Any) -> None:
     v = variable("v", [1, 2])
     weights = TensorFlowVariables(v)
     assert list(weights.unbound) == ["v"]
@@ -83,7 +86,7 @@ def test_variables_are_bound_at_their_first_use_else(path):
 
 
 @bound_alone
-def test_variables_that_are_initialized_later_are_bound_then(path):
+def test_variables_that_are_initialized_later_are_bound_then(path: Any) -> None:
     v = variable("v", [1, 2])
     session = tf1.Session()
     weights = TensorFlowVariables(v, session)
@@ -94,7 +97,7 @@ def test_variables_that_are_initialized_later_are_bound_then(path):
 
 
 @bound_alone
-def test_ref_type_variables_are_listed_and_moved_beside_bound_ones(path):
+def test_ref_type_variables_are_listed_and_moved_beside_bound_ones(path: Any) -> None:
     old, v = variable("old", [1, 2], use_resource=False), variable("v", 3)
     weights = TensorFlowVariables([old, v], initialized())
     assert list(weights.unbound) == ["old"]
@@ -108,7 +111,7 @@ def test_ref_type_variables_are_listed_and_moved_beside_bound_ones(path):
     assert weights.get_weights()["old"].tolist() == [8, 9]
 
 
-def test_initializing_again_is_seen():
+def test_initializing_again_is_seen() -> None:
     v = variable("v", [1, 2])
     weights = TensorFlowVariables(v, initialized())
     for _ in range(3):
@@ -126,7 +129,7 @@ def test_initializing_again_is_seen():
         lambda: tf1.train.FtrlOptimizer(0.1),
     ],
 )
-def test_steps_are_seen_and_go_on_from_what_was_set(optimizer):
+def test_steps_are_seen_and_go_on_from_what_was_set(optimizer: Any) -> None:
     variables = [variable("a", [1, 2, 3]), variable("b", 4), variable("table", np.ones((5, 2)))]
     loss = sum(tf.reduce_sum(tf.sin(v)) for v in variables[:2])
     loss += tf.reduce_sum(tf.nn.embedding_lookup(variables[2], [1, 3, 3]))
@@ -147,7 +150,7 @@ def test_steps_are_seen_and_go_on_from_what_was_set(optimizer):
         np.testing.assert_array_equal(weights.sess.run(flats)[0], twin.run(flats)[0])
 
 
-def test_a_restored_checkpoint_is_seen_and_has_what_was_set(tmp_path):
+def test_a_restored_checkpoint_is_seen_and_has_what_was_set(tmp_path: Path) -> None:
     v = variable("v", [1, 2])
     saver = tf1.train.Saver([v])
     weights = TensorFlowVariables(v, initialized())
@@ -160,7 +163,7 @@ def test_a_restored_checkpoint_is_seen_and_has_what_was_set(tmp_path):
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_values_of_an_earlier_run_do_not_change(call):
+def test_values_of_an_earlier_run_do_not_change(call: Any) -> None:
     a, b = variable("a", [1, 2]), variable("b", [3])
     weights = TensorFlowVariables([a, b], initialized())
     for _ in range(2):
@@ -172,7 +175,7 @@ def test_values_of_an_earlier_run_do_not_change(call):
 
 @bound_alone
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_another_shape_is_an_error_that_changes_nothing(path, call):
+def test_another_shape_is_an_error_that_changes_nothing(path: Any, call: Any) -> None:
     before = [variable(f"b{i}", [3]) for i in range(4)]
     a = variable("a", [1, 2])
     others = [*before, *(variable(f"b{i}", [3]) for i in range(4, 8))]
@@ -188,7 +191,7 @@ def test_another_shape_is_an_error_that_changes_nothing(path, call):
 
 
 @pytest.mark.parametrize("call", OTHERS.values(), ids=OTHERS)
-def test_what_is_not_initialized_is_named(call):
+def test_what_is_not_initialized_is_named(call: Any) -> None:
     a, b = variable("a", [1, 2]), variable("b", [3])
     session = tf1.Session()
     session.run(b.initializer)
@@ -199,7 +202,7 @@ def test_what_is_not_initialized_is_named(call):
 
 
 @pytest.mark.parametrize("call", SETS.values(), ids=SETS)
-def test_setting_initializes(call):
+def test_setting_initializes(call: Any) -> None:
     a, b = variable("a", [1, 2]), variable("b", [3])
     session = tf1.Session()
     weights = TensorFlowVariables([a, b], session)
@@ -209,7 +212,7 @@ def test_setting_initializes(call):
 
 
 @pytest.mark.parametrize("call", OTHERS.values(), ids=OTHERS)
-def test_a_destroyed_variable_is_no_old_value(call):
+def test_a_destroyed_variable_is_no_old_value(call: Any) -> None:
     a, b = variable("a", [1, 2]), variable("b", [3])
     destroy = destruction(a)
     weights = TensorFlowVariables([a, b], initialized())
@@ -222,7 +225,7 @@ def test_a_destroyed_variable_is_no_old_value(call):
 
 
 @pytest.mark.parametrize("call", SETS.values(), ids=SETS)
-def test_setting_makes_a_destroyed_variable_anew(call):
+def test_setting_makes_a_destroyed_variable_anew(call: Any) -> None:
     a, b = variable("a", [1, 2]), variable("b", [3])
     destroy = destruction(a)
     weights = TensorFlowVariables([a, b], initialized())
@@ -233,7 +236,7 @@ def test_setting_makes_a_destroyed_variable_anew(call):
         assert weights.get_flat().tolist() == [9, 9, 9]
 
 
-def test_each_session_has_its_own_values():
+def test_each_session_has_its_own_values() -> None:
     v = variable("v", [1, 2])
     first, second = initialized(), initialized()
     weights = TensorFlowVariables(v, first)
@@ -250,7 +253,7 @@ def test_each_session_has_its_own_values():
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_closed_session_is_an_error_and_the_next_has_its_own_values(call):
+def test_a_closed_session_is_an_error_and_the_next_has_its_own_values(call: Any) -> None:
     weights = TensorFlowVariables([variable("a", [1, 2]), variable("b", [3])], initialized())
     weights.set_flat([7, 8, 9])
     weights.sess.close()
@@ -260,7 +263,7 @@ def test_a_closed_session_is_an_error_and_the_next_has_its_own_values(call):
     assert weights.get_flat().tolist() == [1, 2, 3]
 
 
-def test_without_a_session_nothing_of_the_last_one_is_seen():
+def test_without_a_session_nothing_of_the_last_one_is_seen() -> None:
     weights = TensorFlowVariables(variable("v", [1, 2]), initialized())
     weights.get_flat()
     weights.set_session(None)
@@ -269,7 +272,7 @@ def test_without_a_session_nothing_of_the_last_one_is_seen():
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_session_that_is_reset_is_an_error(call):
+def test_a_session_that_is_reset_is_an_error(call: Any) -> None:
     a, b = variable("a", [1, 2]), variable("b", [3])
     weights = TensorFlowVariables([a, b], initialized())
     weights.get_flat()
@@ -280,7 +283,7 @@ def test_a_session_that_is_reset_is_an_error(call):
     assert weights.get_flat().tolist() == [1, 2, 3]
 
 
-def test_a_monitored_session_is_used_within_its_context():
+def test_a_monitored_session_is_used_within_its_context() -> None:
     v = variable("v", [1, 2])
     weights = TensorFlowVariables(v)
     for _ in range(2):
@@ -293,18 +296,21 @@ def test_a_monitored_session_is_used_within_its_context():
             weights.get_flat()
 
 
-class AbortOnce(tf1.train.SessionRunHook):
+SessionRunHook: Any = tf1.train.SessionRunHook
+
+
+class AbortOnce(SessionRunHook):
     """Makes a monitored session make its own session anew."""
 
     armed = False
 
-    def before_run(self, run_context):
+    def before_run(self, run_context: Any) -> None:
         if self.armed:
             self.armed = False
             raise tf.errors.AbortedError(None, None, "preempted")
 
 
-def test_a_session_that_recovers_has_its_new_values():
+def test_a_session_that_recovers_has_its_new_values() -> None:
     v = variable("v", [1, 2])
     bump = tf1.assign_add(v, [10.0, 10.0])
     weights = TensorFlowVariables(v)
@@ -321,7 +327,7 @@ def test_a_session_that_recovers_has_its_new_values():
             assert session.run(v).tolist() == [12, 13]
 
 
-def test_no_call_adds_to_a_graph_not_even_to_a_finalized_one(graph):
+def test_no_call_adds_to_a_graph_not_even_to_a_finalized_one(graph: Any) -> None:
     weights = TensorFlowVariables([variable("a", [1, 2]), variable("b", [3])], initialized())
     before = len(graph.get_operations())
     graph.finalize()
@@ -331,12 +337,12 @@ def test_no_call_adds_to_a_graph_not_even_to_a_finalized_one(graph):
     assert len(graph.get_operations()) == before
 
 
-def operations_of(graph, kind):
+def operations_of(graph: Any, kind: Any) -> Any:
     return [op for op in graph.get_operations() if op.type == kind]
 
 
 @bound_alone
-def test_a_graph_has_one_binding_operation_for_each_variable(path, graph):
+def test_a_graph_has_one_binding_operation_for_each_variable(path: Any, graph: Any) -> None:
     a, b, old = variable("a", 1), variable("b", 2), variable("old", 3, use_resource=False)
     TensorFlowVariables([a, b, old])
     found = operations_of(graph, "FlatweightsBindVariable")
@@ -344,7 +350,7 @@ def test_a_graph_has_one_binding_operation_for_each_variable(path, graph):
 
 
 @bound_alone
-def test_binding_is_outside_of_the_callers_scopes(path, graph):
+def test_binding_is_outside_of_the_callers_scopes(path: Any, graph: Any) -> None:
     a = variable("a", 1)
     with tf.device("/CPU:1"):
         b = variable("b", 2)
@@ -359,7 +365,7 @@ def test_binding_is_outside_of_the_callers_scopes(path, graph):
     assert weights.unbound == {}
 
 
-def placements(session, fetches):
+def placements(session: Any, fetches: Any) -> Any:
     """The device on which each operation ran, by its name."""
     metadata = tf1.RunMetadata()
     options = tf1.RunOptions(trace_level=tf1.RunOptions.SOFTWARE_TRACE)
@@ -371,7 +377,7 @@ def placements(session, fetches):
     }
 
 
-def test_construction_moves_no_variable_to_another_device(graph):
+def test_construction_moves_no_variable_to_another_device(graph: Any) -> None:
     a = variable("a", [1, 2])
     with tf.device("/CPU:1"):
         b = variable("b", [3])
@@ -387,13 +393,15 @@ def test_construction_moves_no_variable_to_another_device(graph):
 
 
 @pytest.mark.parametrize(("path", "count"), [("bound", 1), ("ops", 0)], indirect=["path"])
-def test_an_exported_graph_needs_the_op_library_unless_operations_are_chosen(path, count):
+def test_an_exported_graph_needs_the_op_library_unless_operations_are_chosen(
+    path: Any, count: Any
+) -> None:
     TensorFlowVariables(variable("v", 1))
     nodes = tf1.train.export_meta_graph().graph_def.node
     assert [node.op for node in nodes].count("FlatweightsBindVariable") == count
 
 
-def test_a_session_with_a_target_is_served_by_operations(graph):
+def test_a_session_with_a_target_is_served_by_operations(graph: Any) -> None:
     server = tf.distribute.Server.create_local_server()
     a, b = variable("a", [1, 2]), variable("b", [3])
     session = initialized(server.target)
@@ -406,7 +414,7 @@ def test_a_session_with_a_target_is_served_by_operations(graph):
     assert weights.get_flat().tolist() == [5, 6, 7]
 
 
-def test_a_session_on_a_server_in_this_process_may_be_set_later():
+def test_a_session_on_a_server_in_this_process_may_be_set_later() -> None:
     server = tf.distribute.Server.create_local_server()
     v = variable("v", [1, 2])
     weights = TensorFlowVariables(v, initialized())
@@ -418,13 +426,14 @@ def test_a_session_on_a_server_in_this_process_may_be_set_later():
     assert session.run(v).tolist() == weights.get_flat().tolist() == [5, 6]
 
 
-def test_threads_share_a_session():
+def test_threads_share_a_session() -> None:
     sizes = [7, 1, 300]
     variables = [variable(f"v{i}", np.zeros(n)) for i, n in enumerate(sizes)]
     weights = TensorFlowVariables(variables, initialized())
-    start, wrong = threading.Barrier(4), []
+    wrong: list[Any] = []
+    start = threading.Barrier(4)
 
-    def move(k):
+    def move(k: Any) -> None:
         try:
             start.wait(30)
             for _ in range(100):

@@ -1,11 +1,13 @@
 """Names and order that are the same in every process, and what is made of other names."""
 
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from tf_elsewhere import give, take, train
+from tf_elsewhere import Elsewhere, give, take, train
 from tf_kinds import KINDS, value
 
 from flatweights.tensorflow import TensorFlowVariables
@@ -14,14 +16,14 @@ tf1 = tf.compat.v1
 
 
 @pytest.fixture(autouse=True)
-def path(monkeypatch):
+def path(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Names do not depend on how weights are moved: one way is enough."""
     monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "ops")
     return "ops"
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_processes_agree_and_exchange_weights(name, elsewhere):
+def test_processes_agree_and_exchange_weights(name: Any, elsewhere: Elsewhere) -> None:
     elsewhere.start(give, name)
     model = TensorFlowVariables(KINDS[name]().output)
     theirs = elsewhere.result()
@@ -42,7 +44,9 @@ def test_processes_agree_and_exchange_weights(name, elsewhere):
 
 
 @pytest.mark.parametrize("module", ["keras", "tf_keras"])
-def test_training_moves_to_another_process_and_goes_on_with_the_same_bits(module, elsewhere):
+def test_training_moves_to_another_process_and_goes_on_with_the_same_bits(
+    module: Any, elsewhere: Elsewhere
+) -> None:
     state, expected = train(module, 2, None, 2)
     _, there = elsewhere.call(train, module, 0, state, 2)
     assert not np.array_equal(state.buffer, expected.buffer)
@@ -50,7 +54,7 @@ def test_training_moves_to_another_process_and_goes_on_with_the_same_bits(module
         np.testing.assert_array_equal(there[key], array, err_msg=key)
 
 
-def test_layers_named_alike_are_numbered_in_order():
+def test_layers_named_alike_are_numbered_in_order() -> None:
     x = inputs = keras.Input((3,))
     for _ in range(2):
         x = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, name="same")])(x)
@@ -63,14 +67,14 @@ def test_layers_named_alike_are_numbered_in_order():
     ]
 
 
-def test_private_and_odd_class_names_are_counted_afresh():
+def test_private_and_odd_class_names_are_counted_afresh() -> None:
     class _MLPv2(tf_keras.layers.Dense):
         pass
 
     class _MLP2D(keras.layers.Dense):
         pass
 
-    def built():
+    def built() -> Any:
         old = tf_keras.Sequential([tf_keras.Input((2,)), _MLPv2(2), _MLPv2(2)])
         new = keras.Sequential([keras.Input((2,)), _MLP2D(2), _MLP2D(2)])
         return TensorFlowVariables([old, new]).layout
@@ -78,7 +82,7 @@ def test_private_and_odd_class_names_are_counted_afresh():
     assert built().names == built().names
 
 
-def sequential(units=(3, 3), module=keras, first=None):
+def sequential(units: Any = (3, 3), module: Any = keras, first: Any = None) -> Any:
     names = [None] * len(units) if first is None else [f"dense_{first + i}" for i in range(9)]
     return module.Sequential(
         [
@@ -88,7 +92,7 @@ def sequential(units=(3, 3), module=keras, first=None):
     )
 
 
-def in_graph(scopes, session=True):
+def in_graph(scopes: Any, session: Any = True) -> Any:
     """Dense layers of a TF1 graph by the names of their scopes."""
     with tf.Graph().as_default():
         x = tf1.placeholder(tf.float32, [None, 3])
@@ -101,7 +105,7 @@ def in_graph(scopes, session=True):
         return TensorFlowVariables(x, sess)
 
 
-def check_order(source, target):
+def check_order(source: Any, target: Any) -> None:
     """What is set arrives variable by variable in order; nothing warns."""
     flat = np.arange(source.get_flat_size(), dtype=np.float32)
     source.set_flat(flat)
@@ -111,44 +115,44 @@ def check_order(source, target):
     np.testing.assert_array_equal(target.get_flat(), flat)
 
 
-def test_shifted_numbers_arrive_in_order_in_a_graph():
+def test_shifted_numbers_arrive_in_order_in_a_graph() -> None:
     check_order(in_graph(["dense_1", "dense_2"]), in_graph(["dense", "dense_1"]))
     check_order(in_graph(["dense", "dense_1"]), in_graph(["dense_1", "dense_2"]))
     check_order(in_graph(["layer1", "layer2"]), in_graph(["layer2", "layer3"]))
 
 
-def test_renamed_scopes_arrive_in_order():
+def test_renamed_scopes_arrive_in_order() -> None:
     check_order(in_graph(["a/dense", "a/dense_1"]), in_graph(["b/dense", "b/dense_1"]))
     check_order(in_graph(["a/dense", "a/dense_1"]), in_graph(["x/y/dense_3", "x/y/dense_4"]))
 
 
-def test_eager_to_graph_and_back():
+def test_eager_to_graph_and_back() -> None:
     check_order(in_graph(["dense", "dense_1"]), TensorFlowVariables(sequential()))
     check_order(TensorFlowVariables(sequential()), in_graph(["net/dense_1", "net/dense_2"]))
 
 
-def test_keras_3_to_tf_keras_and_back():
+def test_keras_3_to_tf_keras_and_back() -> None:
     new, old = (TensorFlowVariables(sequential(module=m)) for m in (keras, tf_keras))
     assert new.layout == old.layout
     check_order(new, old)
     check_order(old, new)
 
 
-def test_keras_3_to_tf_keras_by_name_where_the_order_differs():
+def test_keras_3_to_tf_keras_by_name_where_the_order_differs() -> None:
     # tf_keras lists trained variables first; names know better.
-    def built(module):
+    def built(module: Any) -> Any:
         class Block(module.layers.Layer):
-            def __init__(self):
+            def __init__(self) -> None:
                 super().__init__()
                 self.a = module.layers.BatchNormalization()
                 self.b = module.layers.BatchNormalization()
 
-            def build(self, shape):
+            def build(self, shape: Any) -> None:
                 self.a.build(shape)
                 self.b.build(shape)
                 super().build(shape)
 
-            def call(self, x):
+            def call(self, x: Any) -> Any:
                 return self.b(self.a(x))
 
         return TensorFlowVariables(module.Sequential([module.Input((3,)), Block()]))
@@ -162,7 +166,7 @@ def test_keras_3_to_tf_keras_by_name_where_the_order_differs():
         np.testing.assert_array_equal(old.get_weights()[key], array)
 
 
-def test_given_names_that_overlap_arrive_in_order():
+def test_given_names_that_overlap_arrive_in_order() -> None:
     source = TensorFlowVariables(sequential(first=1))
     target = TensorFlowVariables(sequential(first=0))
     check_order(source, target)
@@ -173,7 +177,7 @@ def test_given_names_that_overlap_arrive_in_order():
     assert [array.flat[0] for array in target.get_weights().values()] == [0, 1, 2, 3]
 
 
-def test_weights_in_another_order_are_not_taken_by_position():
+def test_weights_in_another_order_are_not_taken_by_position() -> None:
     target = TensorFlowVariables(
         keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(name="norm")])
     )
@@ -196,7 +200,7 @@ def test_weights_in_another_order_are_not_taken_by_position():
         layers.set_weights(swapped)
 
 
-def test_one_unknown_name_among_shuffled_ones_is_ignored_aloud():
+def test_one_unknown_name_among_shuffled_ones_is_ignored_aloud() -> None:
     a, b, c = (tf.Variable([0.0], name=n) for n in "abc")
     weights = TensorFlowVariables([a, b, c])
     with pytest.warns(UserWarning, match=r"ignores 1 weights .*\['x'\]"):
@@ -204,7 +208,7 @@ def test_one_unknown_name_among_shuffled_ones_is_ignored_aloud():
     np.testing.assert_array_equal(weights.get_flat(), [1, 0, 3])
 
 
-def test_two_networks_in_one_graph_exchange_both_ways():
+def test_two_networks_in_one_graph_exchange_both_ways() -> None:
     with tf.Graph().as_default():
         outputs = []
         for scope in ("one", "two"):
@@ -221,7 +225,7 @@ def test_two_networks_in_one_graph_exchange_both_ways():
             target.set_weights(source.get_weights(), strict=True)
 
 
-def test_strict_refuses_all_that_is_not_exact_and_changes_nothing():
+def test_strict_refuses_all_that_is_not_exact_and_changes_nothing() -> None:
     target = in_graph(["dense", "dense_1"])
     before = target.get_flat()
     given = dict(target.get_weights())
@@ -237,7 +241,7 @@ def test_strict_refuses_all_that_is_not_exact_and_changes_nothing():
     target.set_weights(dict(reversed(given.items())), strict=True)
 
 
-def test_rename_maps_the_names_of_one_network_to_those_of_another():
+def test_rename_maps_the_names_of_one_network_to_those_of_another() -> None:
     source, target = in_graph(["actor/a", "actor/b"]), in_graph(["critic/b", "critic/a"])
     rename = {name: name.replace("actor", "critic") for name in source.variables}
     target.set_weights(source.get_weights(), rename=rename, strict=True)
@@ -245,7 +249,7 @@ def test_rename_maps_the_names_of_one_network_to_those_of_another():
         np.testing.assert_array_equal(target.get_weights()[renamed], source.get_weights()[name])
 
 
-def test_a_smaller_or_larger_network_is_never_taken_by_position():
+def test_a_smaller_or_larger_network_is_never_taken_by_position() -> None:
     two, three = (TensorFlowVariables(sequential((3,) * n)) for n in (2, 3))
     before = three.get_flat()
     three.set_weights(two.get_weights())  # all are known: a subset
@@ -256,7 +260,7 @@ def test_a_smaller_or_larger_network_is_never_taken_by_position():
         two.set_weights({f"x/{k}": v for k, v in three.get_weights().items()})
 
 
-def test_set_flat_needs_the_size_alone():
+def test_set_flat_needs_the_size_alone() -> None:
     flat = np.arange(24, dtype=np.float32)
     for target in (
         in_graph(["x/y", "z"]),

@@ -45,7 +45,7 @@ def build_keras(seed: int, history: int = 0) -> keras.Model:
 def test_what_is_saved_is_loaded(build: Callable[..., Model], file: Path) -> None:
     build(mixed_values(0)).weights.save(file)
     other = build(mixed_values(1))
-    assert other.weights.load(file) is None
+    other.weights.load(file)
     assert_values(other, mixed_values(0))
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,75 +17,75 @@ SIZE = 320  # rows of a matrix this wide are aligned, so TensorFlow aliases them
 bound_alone = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 
-def hold_read_value(v):
+def hold_read_value(v: Any) -> Any:
     tensor = v.read_value()
     return tensor.numpy
 
 
-def hold_value(v):
+def hold_value(v: Any) -> Any:
     tensor = v.value()
     return tensor.numpy
 
 
-def hold_identity(v):
+def hold_identity(v: Any) -> Any:
     tensor = tf.identity(v)
     return tensor.numpy
 
 
-def hold_reshaped(v):
+def hold_reshaped(v: Any) -> Any:
     tensor = tf.reshape(v, [-1, 1])
     return tensor.numpy
 
 
-def hold_numpy(v):
+def hold_numpy(v: Any) -> Any:
     array = v.numpy()
     return lambda: array
 
 
-def hold_memoryview(v):
+def hold_memoryview(v: Any) -> Any:
     view = memoryview(v.read_value())
     return lambda: np.frombuffer(view, np.float32)
 
 
-def hold_asarray(v):
+def hold_asarray(v: Any) -> Any:
     view = np.asarray(v.read_value())
     return lambda: view
 
 
-def hold_dlpack(v):
+def hold_dlpack(v: Any) -> Any:
     view = np.from_dlpack(v.read_value())
     return lambda: view
 
 
-def hold_assigned_variable(v):
+def hold_assigned_variable(v: Any) -> Any:
     other = tf.Variable(tf.zeros(SIZE))
     other.assign(v)
     return other.numpy
 
 
-def hold_assigned_tensor(v):
+def hold_assigned_tensor(v: Any) -> Any:
     tensor = v - 1000
     v.assign(tensor)
     return tensor.numpy
 
 
-def hold_assigned_slice(v):
+def hold_assigned_slice(v: Any) -> Any:
     whole = tf.reshape(tf.range(-2.0 * SIZE, 0), [2, SIZE])
     v.assign(whole[1])
     return lambda: whole[1].numpy()
 
 
-def hold_dataset(v):
+def hold_dataset(v: Any) -> Any:
     dataset = tf.data.Dataset.from_tensors(v.read_value())
     return lambda: next(iter(dataset)).numpy()
 
 
-def hold_running_iterator(v):
+def hold_running_iterator(v: Any) -> Any:
     rows = iter(tf.data.Dataset.from_tensor_slices(v.read_value()).repeat())
     return lambda: np.array([next(rows).numpy() for _ in range(SIZE)])
 
 
-def hold_capture(v):
+def hold_capture(v: Any) -> Any:
     tensor = v.read_value()
     function = tf.function(lambda: tensor * 1)
     return lambda: function().numpy()
@@ -107,7 +108,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
-def test_values_that_others_hold_do_not_change(hold):
+def test_values_that_others_hold_do_not_change(hold: Any) -> None:
     v = tf.Variable(tf.zeros(SIZE), name="v")
     weights = TensorFlowVariables(v)
     for k, (name, write) in enumerate(WRITES.items(), start=1):
@@ -120,7 +121,7 @@ def test_values_that_others_hold_do_not_change(hold):
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_gradients_are_those_of_the_values_that_were_computed_with(write):
+def test_gradients_are_those_of_the_values_that_were_computed_with(write: Any) -> None:
     v = tf.Variable(tf.range(1.0, SIZE + 1), name="v")
     weights = TensorFlowVariables(v)
     with tf.GradientTape() as tape:
@@ -130,7 +131,7 @@ def test_gradients_are_those_of_the_values_that_were_computed_with(write):
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_fed_array_of_which_a_variable_is_a_slice_does_not_change(write):
+def test_a_fed_array_of_which_a_variable_is_a_slice_does_not_change(write: Any) -> None:
     room = np.zeros(2 * SIZE * 4 + 64, np.uint8)
     start = -room.ctypes.data % 64  # TensorFlow copies what is not aligned
     fed = room[start : start + 2 * SIZE * 4].view(np.float32).reshape(2, SIZE)
@@ -149,7 +150,7 @@ def test_a_fed_array_of_which_a_variable_is_a_slice_does_not_change(write):
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_updates_of_tensorflow_do_not_reach_what_was_set_or_got(write):
+def test_updates_of_tensorflow_do_not_reach_what_was_set_or_got(write: Any) -> None:
     v = tf.Variable(tf.zeros(SIZE), name="v")
     weights = TensorFlowVariables(v)
     source = np.arange(SIZE, dtype=np.float32)
@@ -162,7 +163,7 @@ def test_updates_of_tensorflow_do_not_reach_what_was_set_or_got(write):
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_what_was_set_or_got_does_not_reach_the_variable(write):
+def test_what_was_set_or_got_does_not_reach_the_variable(write: Any) -> None:
     v = tf.Variable(tf.zeros(SIZE), name="v")
     weights = TensorFlowVariables(v)
     source = np.arange(SIZE, dtype=np.float32)
@@ -172,14 +173,14 @@ def test_what_was_set_or_got_does_not_reach_the_variable(write):
     np.testing.assert_array_equal(v.numpy(), np.arange(SIZE))
 
 
-def test_a_function_that_runs_sees_one_value():
+def test_a_function_that_runs_sees_one_value() -> None:
     v = tf.Variable(tf.zeros(20_000), name="v")
     weights = TensorFlowVariables(v)
     ready, stop = threading.Event(), threading.Event()
     seen, changed = [], []
 
     @tf.function
-    def watch():
+    def watch() -> Any:
         held = v.read_value()
         first = tf.identity(held[0])
         same = tf.constant(True)
@@ -187,7 +188,7 @@ def test_a_function_that_runs_sees_one_value():
             same = same & tf.reduce_all(held == first)
         return first, same
 
-    def run():
+    def run() -> None:
         while not stop.is_set():
             first, same = watch()
             seen.append(float(first))
@@ -209,24 +210,24 @@ def test_a_function_that_runs_sees_one_value():
     assert len(set(seen)) > 2
 
 
-def by_gather(v):
+def by_gather(v: Any) -> None:
     tf.gather(v, [0, 1])
 
 
-def by_lookup(v):
+def by_lookup(v: Any) -> None:
     tf.nn.embedding_lookup(v, [2])
 
 
-def by_scatter(v):
+def by_scatter(v: Any) -> None:
     v.scatter_nd_update([[0]], [v[0]])
 
 
-def by_slice(v):
+def by_slice(v: Any) -> None:
     v[0].assign(v[0])
 
 
 @pytest.mark.parametrize("switch", [by_gather, by_lookup, by_scatter, by_slice])
-def test_variables_that_are_copied_on_reading_are_moved_as_others(switch):
+def test_variables_that_are_copied_on_reading_are_moved_as_others(switch: Any) -> None:
     v = tf.Variable(tf.range(float(SIZE)), name="v")
     weights = TensorFlowVariables(v)
     switch(v)
@@ -244,7 +245,7 @@ def test_variables_that_are_copied_on_reading_are_moved_as_others(switch):
         np.testing.assert_array_equal(weights.get_weights()["v"], expected, err_msg=name)
 
 
-def test_a_variable_assigned_from_one_that_is_copied_on_reading_keeps_its_value():
+def test_a_variable_assigned_from_one_that_is_copied_on_reading_keeps_its_value() -> None:
     v, other = tf.Variable(tf.zeros(SIZE), name="v"), tf.Variable(tf.zeros(SIZE))
     by_gather(v)
     weights = TensorFlowVariables(v)
@@ -257,7 +258,7 @@ def test_a_variable_assigned_from_one_that_is_copied_on_reading_keeps_its_value(
 
 
 @bound_alone
-def test_reading_beside_sparse_updates_sees_all_of_one_or_nothing(path):
+def test_reading_beside_sparse_updates_sees_all_of_one_or_nothing(path: Any) -> None:
     rows = 20_000
     v = tf.Variable(tf.zeros([rows, 4]))
     by_gather(v)
@@ -267,7 +268,7 @@ def test_reading_beside_sparse_updates_sees_all_of_one_or_nothing(path):
     updates = [tf.fill([rows, 4], float(k)) for k in range(2)]
     indices = tf.range(rows)
 
-    def update():
+    def update() -> None:
         while not stop.is_set():
             for value in updates:
                 v.scatter_update(tf.IndexedSlices(value, indices))
@@ -295,18 +296,18 @@ DTYPES = [
 SHAPES = [(), (0, 3), (17,), (2, 0), (3, 5, 2), (1,)]
 
 
-def random_bits(dtype, size, rng):
+def random_bits(dtype: Any, size: Any, rng: np.random.Generator) -> Any:
     if dtype is np.bool_:
         return rng.integers(0, 2, size).astype(bool)
     return rng.integers(0, 256, size * np.dtype(dtype).itemsize, np.uint8).view(dtype)
 
 
-def bytes_of(variables):
+def bytes_of(variables: Any) -> Any:
     return b"".join(v.numpy().tobytes() for v in variables)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-def test_every_dtype_goes_round_to_the_bit(dtype, rng):
+def test_every_dtype_goes_round_to_the_bit(dtype: Any, rng: np.random.Generator) -> None:
     variables = [tf.Variable(np.zeros(shape, dtype)) for shape in SHAPES]
     weights = TensorFlowVariables(variables)
     for set_all in (
@@ -321,7 +322,7 @@ def test_every_dtype_goes_round_to_the_bit(dtype, rng):
         assert b"".join(x.tobytes() for x in weights.get_weights().values()) == flat.tobytes()
 
 
-def float32_values(rng):
+def float32_values(rng: np.random.Generator) -> Any:
     """Random bits, values half-way between two of a narrower type, and special ones."""
     high = rng.integers(0, 1 << 16, 4000, dtype=np.uint32) << 16
     ties = [high | 0x8000, (high & 0xBFFF0000) | 0x1000, (high & 0xBFFF0000) | 0x3000]
@@ -330,7 +331,7 @@ def float32_values(rng):
     return np.concatenate([np.concatenate([*ties, random]).view(np.float32), special])
 
 
-def assert_same_bits(got, expected):
+def assert_same_bits(got: Any, expected: Any) -> None:
     """Equal bit by bit; of NaNs, only that they are."""
     assert got.dtype == expected.dtype
     kind = f"u{expected.dtype.itemsize}"
@@ -343,7 +344,7 @@ NARROW_AND_WIDE = [np.float16, ml_dtypes.bfloat16, np.float64]
 
 
 @pytest.mark.parametrize("dtype", NARROW_AND_WIDE, ids=lambda dtype: np.dtype(dtype).name)
-def test_conversions_on_getting_are_those_of_numpy(dtype, rng):
+def test_conversions_on_getting_are_those_of_numpy(dtype: Any, rng: np.random.Generator) -> None:
     values = float32_values(rng)
     weights = TensorFlowVariables(tf.Variable(values))
     with np.errstate(all="ignore"):
@@ -352,7 +353,7 @@ def test_conversions_on_getting_are_those_of_numpy(dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", NARROW_AND_WIDE, ids=lambda dtype: np.dtype(dtype).name)
-def test_conversions_on_setting_are_those_of_numpy(dtype, rng):
+def test_conversions_on_setting_are_those_of_numpy(dtype: Any, rng: np.random.Generator) -> None:
     values = random_bits(dtype, 5000, rng)
     v = tf.Variable(tf.zeros(values.shape))
     weights = TensorFlowVariables(v)
@@ -363,7 +364,9 @@ def test_conversions_on_setting_are_those_of_numpy(dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", NARROW_AND_WIDE, ids=lambda dtype: np.dtype(dtype).name)
-def test_models_of_other_dtypes_are_set_from_float32_as_numpy_casts(dtype, rng):
+def test_models_of_other_dtypes_are_set_from_float32_as_numpy_casts(
+    dtype: Any, rng: np.random.Generator
+) -> None:
     values = float32_values(rng)
     v = tf.Variable(np.zeros(values.shape, dtype))
     TensorFlowVariables(v).set_flat(values)
@@ -373,7 +376,9 @@ def test_models_of_other_dtypes_are_set_from_float32_as_numpy_casts(dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int64, np.uint64, np.bool_])
-def test_integers_set_floating_variables_as_numpy_casts(dtype, rng):
+def test_integers_set_floating_variables_as_numpy_casts(
+    dtype: Any, rng: np.random.Generator
+) -> None:
     values = random_bits(dtype, 500, rng)
     v = tf.Variable(tf.zeros(values.shape))
     TensorFlowVariables(v).set_flat(values)
@@ -383,7 +388,7 @@ def test_integers_set_floating_variables_as_numpy_casts(dtype, rng):
 AVERAGED = DTYPES[:6]
 
 
-def model_of(dtype, rng):
+def model_of(dtype: Any, rng: np.random.Generator) -> Any:
     values = [rng.normal(size=shape).astype(dtype) for shape in SHAPES]
     variables = [tf.Variable(value) for value in values]
     flat = np.concatenate([value.reshape(-1) for value in values])
@@ -391,7 +396,7 @@ def model_of(dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", AVERAGED, ids=lambda dtype: np.dtype(dtype).name)
-def test_add_flat_is_axpy_to_the_bit(dtype, rng):
+def test_add_flat_is_axpy_to_the_bit(dtype: Any, rng: np.random.Generator) -> None:
     variables, flat, delta = model_of(dtype, rng)
     TensorFlowVariables(variables).add_flat(delta, -0.37)
     assert bytes_of(variables) != flat.tobytes()
@@ -400,7 +405,7 @@ def test_add_flat_is_axpy_to_the_bit(dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", AVERAGED, ids=lambda dtype: np.dtype(dtype).name)
-def test_lerp_flat_is_lerp_to_the_bit(dtype, rng):
+def test_lerp_flat_is_lerp_to_the_bit(dtype: Any, rng: np.random.Generator) -> None:
     variables, flat, target = model_of(dtype, rng)
     TensorFlowVariables(variables).lerp_flat(target, 0.37)
     assert bytes_of(variables) != flat.tobytes()
@@ -408,7 +413,9 @@ def test_lerp_flat_is_lerp_to_the_bit(dtype, rng):
     assert bytes_of(variables) == flat.tobytes()
 
 
-def test_a_delta_of_another_dtype_is_cast_to_that_of_the_variables(rng):
+def test_a_delta_of_another_dtype_is_cast_to_that_of_the_variables(
+    rng: np.random.Generator,
+) -> None:
     variables, flat, _ = model_of(np.float32, rng)
     delta = rng.normal(size=flat.size)
     weights = TensorFlowVariables(variables)
@@ -419,7 +426,7 @@ def test_a_delta_of_another_dtype_is_cast_to_that_of_the_variables(rng):
     assert bytes_of(variables) == flat.tobytes()
 
 
-def mixed_model():
+def mixed_model() -> Any:
     return [
         tf.Variable(np.float32([1, 2]), name="w"),
         tf.Variable(np.int64(2**40), name="seed"),
@@ -429,7 +436,7 @@ def mixed_model():
     ]
 
 
-def test_integers_and_booleans_are_not_computed_with():
+def test_integers_and_booleans_are_not_computed_with() -> None:
     variables = mixed_model()
     weights = TensorFlowVariables(variables)
     weights.add_flat([1, 1, 5, 1, 1, 1, 1], 2.0)
@@ -459,14 +466,14 @@ ONES = np.ones(7)
         (lambda w: w.lerp_flat(ONES, 1j), TypeError, "t: expected a real number, got complex"),
     ],
 )
-def test_wrong_updates_change_nothing(call, error, message):
+def test_wrong_updates_change_nothing(call: Any, error: Any, message: Any) -> None:
     variables = mixed_model()
     with pytest.raises(error, match=message):
         call(TensorFlowVariables(variables))
     assert bytes_of(variables) == bytes_of(mixed_model())
 
 
-def test_models_with_float8_are_not_computed_with():
+def test_models_with_float8_are_not_computed_with() -> None:
     w = tf.Variable([1.0, 2.0], name="w")
     small = tf.Variable(np.ones(2, ml_dtypes.float8_e4m3fn), name="small")
     weights = TensorFlowVariables([w, small])

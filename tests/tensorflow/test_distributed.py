@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,21 +24,21 @@ AGGREGATIONS = {
 
 
 @pytest.fixture
-def strategy():
+def strategy() -> Any:
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
-def inner(variable):
+def inner(variable: Any) -> Any:
     variable = variable._value if isinstance(variable, keras.Variable) else variable
     return getattr(variable, "_variable", variable)
 
 
-def replicas(variable):
+def replicas(variable: Any) -> Any:
     """What each replica has, read by TensorFlow."""
     return [np.array(component.numpy()) for component in inner(variable).values]
 
 
-def keras_model():
+def keras_model() -> Any:
     model = keras.Sequential(
         [
             keras.Input((4,)),
@@ -52,7 +53,7 @@ def keras_model():
     return [model, model.optimizer], [*model.variables, *model.optimizer.variables]
 
 
-def tf_keras_model():
+def tf_keras_model() -> Any:
     model = tf_keras.Sequential(
         [
             tf_keras.Input((4,)),
@@ -66,9 +67,9 @@ def tf_keras_model():
     return [model, model.optimizer], [*model.variables, *model.optimizer.variables]
 
 
-def module():
+def module() -> Any:
     class Module(tf.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.w = tf.Variable([[1.0, 2.0]])
             self.n = tf.Variable([3, 4], dtype=tf.int64)
@@ -81,7 +82,9 @@ BUILDERS = {"keras": keras_model, "tf_keras": tf_keras_model, "module": module}
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_mirrored_variables_are_read_once_and_set_on_all_replicas(strategy, name, path):
+def test_mirrored_variables_are_read_once_and_set_on_all_replicas(
+    strategy: Any, name: Any, path: Any
+) -> None:
     with strategy.scope():
         output, variables = BUILDERS[name]()
     weights = TensorFlowVariables(output)
@@ -104,7 +107,7 @@ def test_mirrored_variables_are_read_once_and_set_on_all_replicas(strategy, name
         }
 
 
-def test_every_way_of_setting_reaches_all_replicas(strategy):
+def test_every_way_of_setting_reaches_all_replicas(strategy: Any) -> None:
     with strategy.scope():
         a, b = tf.Variable([1.0, 2.0], name="a"), tf.Variable([3.0], name="b")
     weights = TensorFlowVariables([a, b])
@@ -123,7 +126,7 @@ def test_every_way_of_setting_reaches_all_replicas(strategy):
     assert [r.tolist() for r in (*replicas(a), *replicas(b))] == [[1, 2], [1, 2], [3], [3]]
 
 
-def test_a_wrong_vector_reaches_no_replica(strategy):
+def test_a_wrong_vector_reaches_no_replica(strategy: Any) -> None:
     with strategy.scope():
         a = tf.Variable([1.0, 2.0], name="a")
     weights = TensorFlowVariables(a)
@@ -134,7 +137,9 @@ def test_a_wrong_vector_reaches_no_replica(strategy):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_synchronized_variables_are_read_and_assigned_by_tensorflow(strategy, aggregation):
+def test_synchronized_variables_are_read_and_assigned_by_tensorflow(
+    strategy: Any, aggregation: Any
+) -> None:
     with strategy.scope():
         v = tf.Variable(
             [1.0, 2.0], synchronization=ON_READ, aggregation=AGGREGATIONS[aggregation], name="v"
@@ -161,7 +166,7 @@ def test_synchronized_variables_are_read_and_assigned_by_tensorflow(strategy, ag
     assert next(iter(weights.unbound)) == "v"
 
 
-def test_a_variable_that_tensorflow_cannot_read_is_refused_by_name(strategy):
+def test_a_variable_that_tensorflow_cannot_read_is_refused_by_name(strategy: Any) -> None:
     with strategy.scope():
         v = tf.Variable([1.0], synchronization=ON_READ, name="own")
     with pytest.raises(ValueError, match=r"variable 'own': expected an aggregation.*leave it out"):
@@ -169,7 +174,7 @@ def test_a_variable_that_tensorflow_cannot_read_is_refused_by_name(strategy):
 
 
 @pytest.mark.parametrize("name", ["keras", "tf_keras"])
-def test_weights_go_between_a_strategy_and_one_device(strategy, name):
+def test_weights_go_between_a_strategy_and_one_device(strategy: Any, name: Any) -> None:
     with strategy.scope():
         mirrored = TensorFlowVariables(BUILDERS[name]()[0])
     alone = TensorFlowVariables(BUILDERS[name]()[0])
@@ -182,12 +187,12 @@ def test_weights_go_between_a_strategy_and_one_device(strategy, name):
 
 
 @pytest.mark.parametrize("name", ["keras", "tf_keras"])
-def test_training_under_a_strategy_goes_on_from_what_was_set(strategy, name):
-    def built():
+def test_training_under_a_strategy_goes_on_from_what_was_set(strategy: Any, name: Any) -> None:
+    def built() -> Any:
         with strategy.scope():
             return BUILDERS[name]()[0]
 
-    def step(model):
+    def step(model: Any) -> None:
         model.fit(numbers(4, 4), numbers(4, 2), batch_size=4, shuffle=False, verbose=0)
 
     first, second = built(), built()
@@ -203,7 +208,7 @@ def test_training_under_a_strategy_goes_on_from_what_was_set(strategy, name):
         np.testing.assert_allclose(ours[key], theirs[key], rtol=by, atol=by)
 
 
-def test_variables_of_two_strategies(strategy):
+def test_variables_of_two_strategies(strategy: Any) -> None:
     with strategy.scope():
         a = tf.Variable([1.0], name="a")
     with tf.distribute.MirroredStrategy(["CPU:1"]).scope():
@@ -220,7 +225,7 @@ def test_variables_of_two_strategies(strategy):
     assert [r.tolist() for r in replicas(a)] == [[6], [6]]
 
 
-def test_one_replica_can_be_handed_over_alone(strategy):
+def test_one_replica_can_be_handed_over_alone(strategy: Any) -> None:
     with strategy.scope():
         a = tf.Variable([1.0], name="a")
     weights = TensorFlowVariables(list(strategy.experimental_local_results(a)))
@@ -228,7 +233,7 @@ def test_one_replica_can_be_handed_over_alone(strategy):
     assert [r.tolist() for r in replicas(a)] == [[2], [3]]
 
 
-def test_layers_of_a_model_on_several_devices():
+def test_layers_of_a_model_on_several_devices() -> None:
     layers = []
     for i in (1, 0, 1):
         with tf.device(f"CPU:{i}"):
@@ -246,13 +251,15 @@ def test_layers_of_a_model_on_several_devices():
     assert devices == list("110011")
 
 
-def test_distributed_calls_trace_nothing_anew(strategy, monkeypatch):
+def test_distributed_calls_trace_nothing_anew(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with strategy.scope():
         a = tf.Variable([1.0], name="a")
         b = tf.Variable([1.0], synchronization=ON_READ, aggregation=AGGREGATIONS["mean"], name="b")
     weights = TensorFlowVariables([a, b])
 
-    def calls():
+    def calls() -> None:
         weights.set_flat(weights.get_flat())
         weights.set_weights(weights.get_weights())
         weights.set_weights({"b": [3]})
@@ -261,7 +268,7 @@ def test_distributed_calls_trace_nothing_anew(strategy, monkeypatch):
     traced = []
     original = tf.Graph.__init__
 
-    def counted(self, *args, **kwargs):
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
         traced.append(self)
         original(self, *args, **kwargs)
 
@@ -271,7 +278,7 @@ def test_distributed_calls_trace_nothing_anew(strategy, monkeypatch):
     assert not traced
 
 
-def test_within_the_scope_of_the_strategy_everything_works_as_outside(strategy):
+def test_within_the_scope_of_the_strategy_everything_works_as_outside(strategy: Any) -> None:
     with strategy.scope():
         a = tf.Variable([1.0], name="a")
         b = tf.Variable([2.0], synchronization=ON_READ, aggregation=AGGREGATIONS["sum"], name="b")
@@ -283,7 +290,7 @@ def test_within_the_scope_of_the_strategy_everything_works_as_outside(strategy):
     assert [r.tolist() for r in (*replicas(a), *replicas(b))] == [[3], [3], [3], [3]]
 
 
-def test_within_a_replica_calls_move_the_whole_variable(strategy):
+def test_within_a_replica_calls_move_the_whole_variable(strategy: Any) -> None:
     with strategy.scope():
         a = tf.Variable([1.0], name="a", aggregation=tf.VariableAggregation.MEAN)
     weights = TensorFlowVariables(a)
@@ -291,14 +298,16 @@ def test_within_a_replica_calls_move_the_whole_variable(strategy):
     assert [value.numpy().tolist() for value in got.values] == [[1], [1]]
 
 
-def test_replicas_are_equal_after_sets_in_several_threads(strategy, monkeypatch):
+def test_replicas_are_equal_after_sets_in_several_threads(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with strategy.scope():
         v = tf.Variable(tf.zeros(200), name="v")
     models = [TensorFlowVariables(v) for _ in range(2)]
     entered, both_set = threading.Event(), threading.Event()
     follow = Mover.set_parts
 
-    def slow_follow(self, *args, **kwargs):
+    def slow_follow(self: Any, *args: Any, **kwargs: Any) -> None:
         if not entered.is_set():  # the first one, which has read what it is to write
             entered.set()
             both_set.wait(0.5)  # the second one gets here, unless there is a lock

@@ -4,6 +4,7 @@ import gc
 import pickle
 import textwrap
 import weakref
+from typing import Any
 
 import cloudpickle
 import keras
@@ -13,6 +14,7 @@ import tensorflow as tf
 from keras.src.backend.common.variables import AutocastScope
 from tensorflow.python.distribute.sharded_variable import ShardedVariable
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
+from tf_forks import Forks
 from tf_models import mixed_values, only_bound
 
 from flatweights.tensorflow import TensorFlowVariables
@@ -20,12 +22,12 @@ from flatweights.tensorflow import TensorFlowVariables
 tf1 = tf.compat.v1
 
 
-def sequential(units=(4, 2)):
+def sequential(units: Any = (4, 2)) -> Any:
     return keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(n) for n in units)])
 
 
 class Blocks(keras.Model):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.blocks = [keras.layers.Dense(3), keras.layers.Dense(3)]
         self.heads = {"policy": keras.layers.Dense(2), "value": keras.layers.Dense(1)}
@@ -33,7 +35,7 @@ class Blocks(keras.Model):
         self.drop = keras.layers.Dropout(0.5)
         self.scale = self.add_weight(shape=(), name="scale")
 
-    def call(self, x):
+    def call(self, x: Any) -> Any:
         for block in self.blocks:
             x = block(x)
         x = self.drop(self._hidden(x))
@@ -49,17 +51,17 @@ BLOCKS_NAMES = {
 }
 
 
-def blocks():
+def blocks() -> Any:
     model = Blocks()
     model(np.zeros((1, 3)))
     return model
 
 
-def values_of(model):
+def values_of(model: Any) -> Any:
     return [np.array(v.numpy()) for v in model.variables]
 
 
-def test_a_keras_model_gives_its_variables_in_its_order():
+def test_a_keras_model_gives_its_variables_in_its_order() -> None:
     model = blocks()
     weights = TensorFlowVariables(model)
     assert list(weights.variables.values()) == model.variables
@@ -67,18 +69,18 @@ def test_a_keras_model_gives_its_variables_in_its_order():
         np.testing.assert_array_equal(array, value, strict=True)
 
 
-def test_names_of_a_sequential_model_count_afresh():
+def test_names_of_a_sequential_model_count_afresh() -> None:
     sequential()  # moves Keras's own counters on
     assert list(TensorFlowVariables(sequential()).variables) == [
         *("dense/kernel", "dense/bias", "dense_1/kernel", "dense_1/bias"),
     ]
 
 
-def test_names_of_a_subclass_are_its_attributes():
+def test_names_of_a_subclass_are_its_attributes() -> None:
     assert set(TensorFlowVariables(blocks()).variables) == BLOCKS_NAMES
 
 
-def test_names_that_were_given_are_kept():
+def test_names_that_were_given_are_kept() -> None:
     inputs = keras.Input((4,))
     x = keras.layers.Dense(3, name="stem")(inputs)
     x = keras.layers.Dense(3)(x)
@@ -90,7 +92,7 @@ def test_names_that_were_given_are_kept():
     ]
 
 
-def test_a_shared_layer_comes_once():
+def test_a_shared_layer_comes_once() -> None:
     shared = keras.layers.Dense(4)
     inputs = keras.Input((4,))
     model = keras.Model(inputs, shared(shared(inputs)))
@@ -100,7 +102,7 @@ def test_a_shared_layer_comes_once():
     ]
 
 
-def test_names_of_nested_outputs():
+def test_names_of_nested_outputs() -> None:
     a, b = tf.Variable(1.0, name="a"), tf.Variable(2.0, name="b")
     same = [tf.Variable(float(i)) for i in range(3)]
     assert list(TensorFlowVariables([a, b]).variables) == ["a", "b"]
@@ -113,13 +115,13 @@ def test_names_of_nested_outputs():
     ]
 
 
-def test_a_module_gives_its_attributes_and_keras_layers_within():
+def test_a_module_gives_its_attributes_and_keras_layers_within() -> None:
     class Module(tf.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.w = tf.Variable([1.0, 2.0])
             self.parts = [tf.Variable(3.0), {"k": tf.Variable(4.0)}]
-            self.inner = None
+            self.inner: Any = None
             self.layer = keras.layers.Dense(1)
             self.note = "not a variable"
 
@@ -153,12 +155,12 @@ def test_a_module_gives_its_attributes_and_keras_layers_within():
         (lambda: tf.constant(1.0), TypeError, "got EagerTensor"),
     ],
 )
-def test_what_is_not_accepted_says_so(output, error, message):
+def test_what_is_not_accepted_says_so(output: Any, error: Any, message: Any) -> None:
     with pytest.raises(error, match=message):
         TensorFlowVariables(output())
 
 
-def test_variables_on_two_devices_move_together():
+def test_variables_on_two_devices_move_together() -> None:
     with tf.device("CPU:1"):
         a = tf.Variable([1.0, 2.0], name="a")
     with tf.device("CPU:0"):
@@ -200,14 +202,14 @@ HISTORY = textwrap.dedent(
 
 
 @only_bound
-def test_processes_with_different_histories_agree_on_the_layout(path, forks):
+def test_processes_with_different_histories_agree_on_the_layout(path: Any, forks: Forks) -> None:
     first, second = (forks.run(HISTORY, history).stdout.splitlines()[-1] for history in (0, 3))
     assert first == second
     assert '"first/kernel"' in first
 
 
-def test_nothing_is_traced_on_the_host(monkeypatch):
-    def refuse(self, *args, **kwargs):
+def test_nothing_is_traced_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("a graph was made")
 
     weights = TensorFlowVariables([tf.Variable(v) for v in mixed_values().values()])
@@ -218,7 +220,7 @@ def test_nothing_is_traced_on_the_host(monkeypatch):
     weights.add_flat(weights.get_flat())
 
 
-def test_a_model_that_trains_is_seen_as_it_is():
+def test_a_model_that_trains_is_seen_as_it_is() -> None:
     model = sequential()
     model.compile("adam", "mse")
     weights = TensorFlowVariables(model)
@@ -233,7 +235,7 @@ def test_a_model_that_trains_is_seen_as_it_is():
         )
 
 
-def test_within_an_autocast_scope_the_variables_are_read_not_their_casts():
+def test_within_an_autocast_scope_the_variables_are_read_not_their_casts() -> None:
     layer = keras.layers.Dense(4, dtype="mixed_bfloat16")
     layer.build((None, 8))
     with AutocastScope("bfloat16"):
@@ -243,19 +245,19 @@ def test_within_an_autocast_scope_the_variables_are_read_not_their_casts():
         np.testing.assert_array_equal(weights.get_weights()["kernel"], expected, strict=True)
 
 
-def test_calls_within_a_graph_context_reach_eager_variables():
+def test_calls_within_a_graph_context_reach_eager_variables() -> None:
     weights = TensorFlowVariables(tf.Variable([1.0, 2.0]))
     with tf.Graph().as_default():
         weights.set_flat([3, 4])
         np.testing.assert_array_equal(weights.get_flat(), [3, 4])
 
 
-def test_calls_within_a_tf_function_are_refused():
+def test_calls_within_a_tf_function_are_refused() -> None:
     weights = TensorFlowVariables(tf.Variable([1.0, 2.0], name="w"))
     for call in (weights.get_flat, lambda: weights.set_flat([3, 4]), weights.get_weights):
 
         @tf.function(autograph=False)
-        def traced(call=call):
+        def traced(call: Any = call) -> None:
             call()
 
         with pytest.raises(RuntimeError, match=r"inside a tf\.function"):
@@ -263,7 +265,7 @@ def test_calls_within_a_tf_function_are_refused():
     np.testing.assert_array_equal(weights.get_flat(), [1, 2])
 
 
-def test_eager_variables_have_no_session():
+def test_eager_variables_have_no_session() -> None:
     weights = TensorFlowVariables(tf.Variable(1.0))
     assert weights.sess is None
     weights.set_session(None)
@@ -275,14 +277,14 @@ def test_eager_variables_have_no_session():
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
-def test_pickling_is_refused_with_the_remedy(dumps):
+def test_pickling_is_refused_with_the_remedy(dumps: Any) -> None:
     weights = TensorFlowVariables(tf.Variable(1.0))
     with pytest.raises(TypeError, match="Build the model inside the actor"):
         dumps(weights)
 
 
-def test_variables_are_let_go():
-    def construct():
+def test_variables_are_let_go() -> None:
+    def construct() -> Any:
         variable = tf.Variable(np.zeros(10, np.float32))
         weights = TensorFlowVariables(variable)
         weights.set_flat(weights.get_flat())
@@ -293,13 +295,13 @@ def test_variables_are_let_go():
     assert gone() is None
 
 
-def uninitialized(dtype=tf.float32):
+def uninitialized(dtype: Any = tf.float32) -> Any:
     return UninitializedVariable(shape=[3], dtype=dtype, name="u")
 
 
 @pytest.mark.parametrize("dtype", [tf.float32, tf.int32, tf.bfloat16])
 @pytest.mark.parametrize("call", ["get_flat", "get_weights", "add_flat"])
-def test_an_uninitialized_variable_is_named(call, dtype):
+def test_an_uninitialized_variable_is_named(call: Any, dtype: Any) -> None:
     known = tf.Variable([1.0, 2.0])
     weights = TensorFlowVariables([known, uninitialized(dtype), uninitialized()])
     arguments = [np.ones(8)] if call == "add_flat" else []
@@ -309,7 +311,7 @@ def test_an_uninitialized_variable_is_named(call, dtype):
     np.testing.assert_array_equal(known, [1, 2])
 
 
-def test_setting_initializes_a_variable(path):
+def test_setting_initializes_a_variable(path: Any) -> None:
     known, unknown = tf.Variable([1.0, 2.0]), uninitialized()
     weights = TensorFlowVariables([known, unknown])
     weights.set_flat(np.arange(5.0))
@@ -320,7 +322,7 @@ def test_setting_initializes_a_variable(path):
 
 
 @pytest.mark.parametrize("where", ["alone", "attribute"])
-def test_a_sharded_variable_is_its_shards(where):
+def test_a_sharded_variable_is_its_shards(where: Any) -> None:
     shards = [tf.Variable([1.0, 2.0], name="s"), tf.Variable([3.0], name="s")]
     model = ShardedVariable(shards, name="s")
     if where == "attribute":
@@ -333,7 +335,7 @@ def test_a_sharded_variable_is_its_shards(where):
     np.testing.assert_array_equal(shards[1], [6])
 
 
-def test_calls_within_a_device_scope_move_variables_of_another(path):
+def test_calls_within_a_device_scope_move_variables_of_another(path: Any) -> None:
     with tf.device("CPU:1"):
         variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
     weights = TensorFlowVariables(variables)
@@ -378,6 +380,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.mark.parametrize("path", ["ops"], indirect=True)
-def test_a_fork_while_another_thread_runs_operations_does_not_hang(path, forks):
+def test_a_fork_while_another_thread_runs_operations_does_not_hang(path: Any, forks: Forks) -> None:
     done = forks.run(FORKED)
     assert done.stdout.strip() == "0", done.stderr

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -9,11 +10,11 @@ import pytest
 from tf_models import build_eager, build_graph, mixed_values, random_values
 
 
-def concatenated(values):
+def concatenated(values: Any) -> Any:
     return np.concatenate([np.asarray(v).reshape(-1) for v in values.values()])
 
 
-def test_get_flat_is_the_concatenation(build):
+def test_get_flat_is_the_concatenation(build: Any) -> None:
     values = random_values()
     model = build(values)
     flat = model.weights.get_flat()
@@ -22,7 +23,7 @@ def test_get_flat_is_the_concatenation(build):
     assert type(model.weights.get_flat_size()) is int
 
 
-def test_set_flat_sets_every_variable(build):
+def test_set_flat_sets_every_variable(build: Any) -> None:
     model = build(random_values(0))
     wanted = random_values(1)
     model.weights.set_flat(concatenated(wanted))
@@ -30,7 +31,7 @@ def test_set_flat_sets_every_variable(build):
         np.testing.assert_array_equal(value, wanted[name], strict=True)
 
 
-def test_both_modes_give_the_same_bytes():
+def test_both_modes_give_the_same_bytes() -> None:
     eager, graph = build_eager(mixed_values()), build_graph(mixed_values())
     assert eager.weights.layout == graph.weights.layout
     assert eager.weights.get_flat().tobytes() == graph.weights.get_flat().tobytes()
@@ -39,7 +40,7 @@ def test_both_modes_give_the_same_bytes():
     )
 
 
-def test_mixed_dtypes_promote_and_come_back(build):
+def test_mixed_dtypes_promote_and_come_back(build: Any) -> None:
     values = mixed_values()
     model = build(values)
     flat = model.weights.get_flat()
@@ -55,7 +56,7 @@ def test_mixed_dtypes_promote_and_come_back(build):
         np.testing.assert_array_equal(value, values[name])
 
 
-def test_get_flat_writes_into_out(build):
+def test_get_flat_writes_into_out(build: Any) -> None:
     values = random_values()
     model = build(values)
     room = np.full(model.weights.get_flat_size() + 2, np.nan, np.float32)
@@ -66,7 +67,7 @@ def test_get_flat_writes_into_out(build):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16, np.complex64])
-def test_get_flat_converts(build, dtype):
+def test_get_flat_converts(build: Any, dtype: Any) -> None:
     values = random_values()
     model = build(values)
     flat = model.weights.get_flat(dtype=dtype)
@@ -77,14 +78,14 @@ def test_get_flat_converts(build, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16, np.int8, bool])
-def test_set_flat_casts(build, dtype):
+def test_set_flat_casts(build: Any, dtype: Any) -> None:
     model = build(random_values())
     flat = np.arange(model.weights.get_flat_size()).astype(dtype)
     model.weights.set_flat(flat)
     np.testing.assert_array_equal(model.weights.get_flat(), flat.astype(np.float32))
 
 
-def test_set_flat_takes_lists_strides_and_read_only(build):
+def test_set_flat_takes_lists_strides_and_read_only(build: Any) -> None:
     model = build(random_values())
     size = model.weights.get_flat_size()
     wanted = np.arange(size, dtype=np.float32)
@@ -98,7 +99,7 @@ def test_set_flat_takes_lists_strides_and_read_only(build):
     np.testing.assert_array_equal(model.weights.get_flat(), wanted + 2)
 
 
-def test_integers_take_the_rounded_value(build):
+def test_integers_take_the_rounded_value(build: Any) -> None:
     model = build({"w": np.zeros(1, np.float32), "n": np.zeros(5, np.int32)})
     model.weights.set_flat(np.array([0.5, 0.5, 1.5, -2.4, 7.0, 2.6]))
     np.testing.assert_array_equal(model.read()["n"], [0, 2, -2, 7, 3])
@@ -106,7 +107,7 @@ def test_integers_take_the_rounded_value(build):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 2.0**31, -(2.0**31) - 1])
-def test_what_does_not_fit_an_integer_changes_nothing(build, bad):
+def test_what_does_not_fit_an_integer_changes_nothing(build: Any, bad: Any) -> None:
     model = build({"w": np.ones(2, np.float32), "n": np.int32(3)})
     with pytest.raises(ValueError, match=r"slot 1 'n': expected values that fit int32"):
         model.weights.set_flat(np.array([5.0, 5.0, bad]))
@@ -114,7 +115,7 @@ def test_what_does_not_fit_an_integer_changes_nothing(build, bad):
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_what_was_set_does_not_follow_the_callers_array(build, aligned):
+def test_what_was_set_does_not_follow_the_callers_array(build: Any, aligned: Any) -> None:
     # TensorFlow aliases aligned NumPy memory where it may.
     model = build({"w": np.zeros(4096, np.float32)})
     room = np.zeros(4096 + 16, np.float32)
@@ -129,7 +130,7 @@ def test_what_was_set_does_not_follow_the_callers_array(build, aligned):
     assert (model.read()["w"] == 2).all()
 
 
-def test_a_subset_does_not_follow_the_callers_array(build):
+def test_a_subset_does_not_follow_the_callers_array(build: Any) -> None:
     model = build({"w": np.zeros(4096, np.float32), "b": np.zeros(4096, np.float32)})
     room = np.zeros(4096 + 16, np.float32)
     first = (-room.ctypes.data // 4) % 16
@@ -139,7 +140,7 @@ def test_a_subset_does_not_follow_the_callers_array(build):
     assert (model.read()["w"] == 0).all()
 
 
-def test_what_was_read_does_not_alias_the_model(build):
+def test_what_was_read_does_not_alias_the_model(build: Any) -> None:
     model = build({"w": np.zeros(4096, np.float32)})
     flat, weights = model.weights.get_flat(), model.weights.get_weights()
     flat[:] = 1
@@ -164,7 +165,7 @@ def test_what_was_read_does_not_alias_the_model(build):
         (np.zeros(4, object), TypeError, r"expected float32 \(3,\), got object \(3,\)"),
     ],
 )
-def test_a_wrong_vector_changes_nothing(build, flat, error, message):
+def test_a_wrong_vector_changes_nothing(build: Any, flat: Any, error: Any, message: Any) -> None:
     model = build({"w": np.ones(3, np.float32), "b": np.float32(1)})
     with pytest.raises(error, match=message):
         model.weights.set_flat(flat)
@@ -172,7 +173,9 @@ def test_a_wrong_vector_changes_nothing(build, flat, error, message):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_updates_leave_integers_and_take_vectors_that_do_not_convert_to_them(build, dtype):
+def test_updates_leave_integers_and_take_vectors_that_do_not_convert_to_them(
+    build: Any, dtype: Any
+) -> None:
     model = build({"w": np.float32([1, 2]), "seed": np.uint32([7, 8]), "b": np.float32(3)})
     model.weights.add_flat(np.array([1, 1, 100, 100, 1], dtype), 2)
     np.testing.assert_array_equal(model.weights.get_flat(), [3, 4, 7, 8, 5])
@@ -180,7 +183,7 @@ def test_updates_leave_integers_and_take_vectors_that_do_not_convert_to_them(bui
     np.testing.assert_array_equal(model.weights.get_flat(), [4, 4, 7, 8, 3])
 
 
-def read_only(array):
+def read_only(array: Any) -> Any:
     array.setflags(write=False)
     return array
 
@@ -200,7 +203,7 @@ def read_only(array):
         ([0.0] * 4, TypeError, "expected a NumPy array, got list"),
     ],
 )
-def test_a_wrong_out_is_not_written(build, out, error, message):
+def test_a_wrong_out_is_not_written(build: Any, out: Any, error: Any, message: Any) -> None:
     model = build({"w": np.ones(3, np.float32), "b": np.float32(1)})
     with pytest.raises(error, match=message):
         model.weights.get_flat(out)
@@ -208,20 +211,20 @@ def test_a_wrong_out_is_not_written(build, out, error, message):
 
 
 @pytest.mark.parametrize("dtype", [np.int64, bool, "U4", object])
-def test_a_dtype_that_cannot_hold_the_weights_is_refused(build, dtype):
+def test_a_dtype_that_cannot_hold_the_weights_is_refused(build: Any, dtype: Any) -> None:
     model = build({"w": np.ones(3, np.float32)})
     with pytest.raises(TypeError, match="dtype: expected one that holds float32, got"):
         model.weights.get_flat(dtype=dtype)
 
 
 @pytest.mark.parametrize("update", ["add_flat", "lerp_flat"])
-def test_threads_lose_no_update(build, update):
+def test_threads_lose_no_update(build: Any, update: Any) -> None:
     model = build({"w": np.zeros(5000, np.float32), "b": np.float32(0)})
     size = model.weights.get_flat_size()
     threads, rounds = 4, 25
     start = threading.Barrier(threads)
 
-    def work():
+    def work() -> None:
         start.wait()
         for _ in range(rounds):
             if update == "add_flat":
@@ -238,13 +241,15 @@ def test_threads_lose_no_update(build, update):
 
 
 @pytest.mark.parametrize("path", ["ops"], indirect=True)
-def test_a_read_sees_all_or_nothing_of_a_set(path, build, monkeypatch):
+def test_a_read_sees_all_or_nothing_of_a_set(
+    path: Any, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build({f"v{i}": np.zeros(50, np.float32) for i in range(4)})
     half_written, was_read = threading.Event(), threading.Event()
     operations = type(model.weights._mover._operations)
     write = operations.write
 
-    def slow_write(self, values):
+    def slow_write(self: Any, values: Any) -> None:
         places = list(values)
         write(self, {i: values[i] for i in places[:2]})
         half_written.set()
@@ -261,7 +266,7 @@ def test_a_read_sees_all_or_nothing_of_a_set(path, build, monkeypatch):
     assert (flat == flat[0]).all()
 
 
-def test_integers_that_a_vector_rounds_are_named_once(build):
+def test_integers_that_a_vector_rounds_are_named_once(build: Any) -> None:
     model = build({"w": np.ones(2, np.float32), "state": np.int64([1, 2**53 + 1])})
     with pytest.warns(RuntimeWarning, match=r"slot 1 'state': set_flat cannot restore its int64"):
         model.weights.get_flat()
@@ -270,7 +275,7 @@ def test_integers_that_a_vector_rounds_are_named_once(build):
     np.testing.assert_array_equal(model.read()["state"], [1, 2**53 + 1])
 
 
-def test_integers_that_a_vector_holds_pass_silently(build):
+def test_integers_that_a_vector_holds_pass_silently(build: Any) -> None:
     model = build({"w": np.ones(2, np.float32), "state": np.int64([-(2**53) + 1, 2**53 - 1])})
     model.weights.set_flat(model.weights.get_flat())
     np.testing.assert_array_equal(model.read()["state"], [-(2**53) + 1, 2**53 - 1])
@@ -278,7 +283,7 @@ def test_integers_that_a_vector_holds_pass_silently(build):
         model.weights.get_flat(dtype=np.float32)
 
 
-def test_real_variables_beside_complex_ones_are_named_once(build):
+def test_real_variables_beside_complex_ones_are_named_once(build: Any) -> None:
     model = build({"c": np.complex64([1j]), "w": np.ones(2, np.float32)})
     with pytest.warns(RuntimeWarning, match=r"slot 1 'w': set_flat cannot restore its float32"):
         flat = model.weights.get_flat()

@@ -4,6 +4,7 @@ import gc
 import threading
 import tracemalloc
 import weakref
+from typing import Any
 
 import keras
 import ml_dtypes
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.framework.indexed_slices import IndexedSlicesValue
+from tf_forks import Forks
 
 import flatweights as fw
 from flatweights.tensorflow import TensorFlowVariables
@@ -18,11 +20,11 @@ from flatweights.tensorflow import TensorFlowVariables
 tf1 = tf.compat.v1
 
 
-def concatenated(gradients, dtype=np.float32):
+def concatenated(gradients: Any, dtype: Any = np.float32) -> Any:
     return np.concatenate([np.asarray(g, dtype).reshape(-1) for g in gradients])
 
 
-def dense_model(seed=0, **kwargs):
+def dense_model(seed: Any = 0, **kwargs: Any) -> Any:
     keras.utils.set_random_seed(seed)
     layers = keras.layers
     return keras.Sequential(
@@ -36,7 +38,7 @@ def dense_model(seed=0, **kwargs):
     )
 
 
-def gradients_of(model, inputs=None):
+def gradients_of(model: Any, inputs: Any = None) -> Any:
     x = (
         np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
         if inputs is None
@@ -47,7 +49,7 @@ def gradients_of(model, inputs=None):
     return tape.gradient(loss, [v.value for v in model.trainable_variables])
 
 
-def random_gradients(variables, seed=1, scale=1.0):
+def random_gradients(variables: Any, seed: Any = 1, scale: Any = 1.0) -> Any:
     rng = np.random.default_rng(seed)
     return [(scale * rng.normal(size=v.shape)).astype(np.float32) for v in variables]
 
@@ -55,7 +57,7 @@ def random_gradients(variables, seed=1, scale=1.0):
 # What is flattened
 
 
-def test_a_gradient_for_each_trainable_variable():
+def test_a_gradient_for_each_trainable_variable() -> None:
     model = dense_model()
     weights = TensorFlowVariables(model, trainable_only=True)
     gradients = gradients_of(model)
@@ -64,7 +66,7 @@ def test_a_gradient_for_each_trainable_variable():
     assert np.abs(flat).max() > 0
 
 
-def test_what_is_not_trainable_gets_zeros_at_its_own_place():
+def test_what_is_not_trainable_gets_zeros_at_its_own_place() -> None:
     model = dense_model()
     weights = TensorFlowVariables(model)
     gradients = gradients_of(model)
@@ -82,7 +84,7 @@ def test_what_is_not_trainable_gets_zeros_at_its_own_place():
     np.testing.assert_array_equal(weights.flatten_gradients(every), expected)
 
 
-def test_pairs_in_any_order_and_names():
+def test_pairs_in_any_order_and_names() -> None:
     model = dense_model()
     weights = TensorFlowVariables(model)
     gradients = gradients_of(model)
@@ -99,7 +101,7 @@ def test_pairs_in_any_order_and_names():
     assert np.count_nonzero(some) == np.count_nonzero(shuffled[0][0])
 
 
-def test_none_counts_as_zeros():
+def test_none_counts_as_zeros() -> None:
     a, b, c = tf.Variable([1.0, 2.0]), tf.Variable(3.0), tf.Variable([[4.0]])
     weights = TensorFlowVariables([a, b, c])
     with tf.GradientTape() as tape:
@@ -113,7 +115,7 @@ def test_none_counts_as_zeros():
 
 @pytest.mark.parametrize("given", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("dtype", [None, np.float16, ml_dtypes.bfloat16, np.float64])
-def test_dtypes_are_converted(given, dtype):
+def test_dtypes_are_converted(given: Any, dtype: Any) -> None:
     values = np.random.default_rng(0).normal(size=(3, 5)).astype(given)
     weights = TensorFlowVariables([tf.Variable(tf.zeros((3, 5))), tf.Variable(1.0)])
     target = np.dtype(dtype or np.float32)
@@ -123,12 +125,12 @@ def test_dtypes_are_converted(given, dtype):
         np.testing.assert_array_equal(flat, expected, strict=True)
 
 
-def test_tensors_are_read_in_place(monkeypatch):
+def test_tensors_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = [tf.Variable(tf.zeros((3, 2))), tf.Variable(tf.zeros(4))]
     gradients = [tf.random.normal(v.shape) for v in variables]
     expected = concatenated(gradients)
 
-    def refuse(self):
+    def refuse(self: Any) -> None:
         raise AssertionError("a copy was asked for")
 
     monkeypatch.setattr(type(gradients[0]), "numpy", refuse)
@@ -136,7 +138,7 @@ def test_tensors_are_read_in_place(monkeypatch):
     np.testing.assert_array_equal(flat, expected)
 
 
-def test_strided_arrays_lists_and_no_elements():
+def test_strided_arrays_lists_and_no_elements() -> None:
     weights = TensorFlowVariables(
         [tf.Variable(tf.zeros((2, 3))), tf.Variable(tf.zeros((0, 3))), tf.Variable(0.0)]
     )
@@ -145,7 +147,7 @@ def test_strided_arrays_lists_and_no_elements():
     np.testing.assert_array_equal(flat, [*array.reshape(-1), 7])
 
 
-def test_asynchronous_gradients_are_waited_for():
+def test_asynchronous_gradients_are_waited_for() -> None:
     v = tf.Variable(tf.zeros((400, 400)))
     weights = TensorFlowVariables(v)
     x = tf.random.normal((400, 400))
@@ -166,7 +168,7 @@ def test_asynchronous_gradients_are_waited_for():
 # IndexedSlices
 
 
-def slices(kind, values, indices, shape=None):
+def slices(kind: Any, values: Any, indices: Any, shape: Any = None) -> Any:
     if kind == "value":
         return IndexedSlicesValue(values, indices, shape)
     shape = None if shape is None else tf.constant(shape)
@@ -176,7 +178,7 @@ def slices(kind, values, indices, shape=None):
 @pytest.mark.parametrize("kind", ["value", "tensor"])
 @pytest.mark.parametrize("index", [np.int32, np.int64])
 @pytest.mark.parametrize("shape", [(50,), (50, 3), (50, 2, 2)])
-def test_rows_of_one_index_are_added_up(kind, index, shape):
+def test_rows_of_one_index_are_added_up(kind: Any, index: Any, shape: Any) -> None:
     rng = np.random.default_rng(0)
     indices = rng.integers(0, 20, 300).astype(index)
     values = rng.integers(-9, 9, (300, *shape[1:])).astype(np.float32)
@@ -190,21 +192,21 @@ def test_rows_of_one_index_are_added_up(kind, index, shape):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_many_small_rows_of_16_bits_are_added_up_in_more(dtype):
+def test_many_small_rows_of_16_bits_are_added_up_in_more(dtype: Any) -> None:
     # One by one in bfloat16, ones stop adding up at 256.
     given = tf.IndexedSlices(tf.ones((3000, 1), dtype), tf.zeros(3000, tf.int32))
     flat = TensorFlowVariables(tf.Variable([[0.0], [0.0]])).flatten_gradients([given])
     np.testing.assert_array_equal(flat, np.float32([3000, 0]))
 
 
-def test_no_rows_at_all():
+def test_no_rows_at_all() -> None:
     given = tf.IndexedSlices(tf.zeros((0, 3)), tf.zeros(0, tf.int64))
     out = np.ones(6, np.float32)
     TensorFlowVariables(tf.Variable(tf.ones((2, 3)))).flatten_gradients([given], out=out)
     np.testing.assert_array_equal(out, np.zeros(6))
 
 
-def test_a_keras_embedding():
+def test_a_keras_embedding() -> None:
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
@@ -224,7 +226,7 @@ def test_a_keras_embedding():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float8_e4m3fn"])
-def test_tensors_without_axes_of_any_dtype_are_read(dtype):
+def test_tensors_without_axes_of_any_dtype_are_read(dtype: Any) -> None:
     # TensorFlow's `__array__` returns a scalar for these.
     weights = TensorFlowVariables(tf.Variable(tf.cast(0.0, dtype), name="v"))
     tensor = tf.cast(2.0, dtype)
@@ -237,7 +239,7 @@ def test_tensors_without_axes_of_any_dtype_are_read(dtype):
     assert float(packed["a"]) == 3
 
 
-def test_averages_read_bfloat16_tensors_without_axes():
+def test_averages_read_bfloat16_tensors_without_axes() -> None:
     one, three = tf.cast(1, tf.bfloat16), tf.cast(3, tf.bfloat16)
     assert float(fw.average([{"a": one}, {"a": three}])["a"]) == 2
     assert float(fw.average([one, three])) == 2
@@ -250,7 +252,7 @@ def test_averages_read_bfloat16_tensors_without_axes():
 
 
 @pytest.mark.parametrize("clip_norm", [0, 0.01, 1, 1e6])
-def test_clipping_is_that_of_tensorflow(clip_norm):
+def test_clipping_is_that_of_tensorflow(clip_norm: Any) -> None:
     model = dense_model()
     weights = TensorFlowVariables(model, trainable_only=True)
     gradients = [*gradients_of(model)[:-1], None]
@@ -264,7 +266,7 @@ def test_clipping_is_that_of_tensorflow(clip_norm):
 @pytest.mark.parametrize("clip_norm", [0, 5, 1e300])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
 @pytest.mark.parametrize("scale", [0, 1])
-def test_clipping_inside_a_function_is_that_outside(dtype, clip_norm, scale):
+def test_clipping_inside_a_function_is_that_outside(dtype: Any, clip_norm: Any, scale: Any) -> None:
     weights = TensorFlowVariables(tf.Variable(tf.zeros(2, dtype)))
     gradient = tf.cast([3 * scale, 4 * scale], dtype)
     flat = weights.flatten_gradients([gradient], clip_norm=clip_norm)
@@ -274,7 +276,7 @@ def test_clipping_inside_a_function_is_that_outside(dtype, clip_norm, scale):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_norm_that_is_not_finite_gives_nan_as_tensorflow_does(bad):
+def test_a_norm_that_is_not_finite_gives_nan_as_tensorflow_does(bad: Any) -> None:
     weights = TensorFlowVariables(tf.Variable([1.0, 2.0]))
     gradient = np.float32([bad, 1])
     expected = tf.clip_by_global_norm([gradient], 1.0)[0][0]
@@ -283,10 +285,10 @@ def test_a_norm_that_is_not_finite_gives_nan_as_tensorflow_does(bad):
 
 
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_the_norm_of_float16_does_not_overflow(symbolic):
+def test_the_norm_of_float16_does_not_overflow(symbolic: Any) -> None:
     weights = TensorFlowVariables(tf.Variable(tf.zeros(2, tf.float16)))
 
-    def clip(gradient):
+    def clip(gradient: Any) -> Any:
         return weights.flatten_gradients([gradient], clip_norm=50)
 
     flat = (tf.function(clip) if symbolic else clip)(tf.constant([300, 400], tf.float16))
@@ -296,7 +298,7 @@ def test_the_norm_of_float16_does_not_overflow(symbolic):
 # What is refused
 
 
-def eager_pair():
+def eager_pair() -> Any:
     return TensorFlowVariables(
         [tf.Variable(tf.zeros((2, 3)), name="w"), tf.Variable(0.0, name="b")]
     )
@@ -324,14 +326,16 @@ W = np.zeros((2, 3), np.float32)
         ([(0.0, tf.Variable(0.0, name="x"))], ValueError, r"item 0: expected a variable .* 'x'"),
     ],
 )
-def test_what_does_not_fit_is_named_and_changes_nothing(gradients, error, match):
+def test_what_does_not_fit_is_named_and_changes_nothing(
+    gradients: Any, error: Any, match: Any
+) -> None:
     out = np.full(7, 9, np.float32)
     with pytest.raises(error, match=match):
         eager_pair().flatten_gradients(gradients, out=out)
     np.testing.assert_array_equal(out, np.full(7, 9))
 
 
-def test_pairs_have_to_be_pairs_and_differ():
+def test_pairs_have_to_be_pairs_and_differ() -> None:
     weights = eager_pair()
     b = weights.variables["b"]
     with pytest.raises(ValueError, match=r"item 1: expected each variable once, got slot 1 'b'"):
@@ -352,14 +356,14 @@ def test_pairs_have_to_be_pairs_and_differ():
         ({"out": np.zeros(7)}, TypeError, r"out: expected float32 \(7,\), got float64"),
     ],
 )
-def test_options_are_checked(options, error, match):
+def test_options_are_checked(options: Any, error: Any, match: Any) -> None:
     with pytest.raises(error, match=match):
         eager_pair().flatten_gradients(
             [W.astype(complex) if "dtype" in options else W, 0.0], **options
         )
 
 
-def test_out_may_not_overlap_a_gradient():
+def test_out_may_not_overlap_a_gradient() -> None:
     out = np.arange(7, dtype=np.float32)
     with pytest.raises(ValueError, match=r"out: expected memory of its own, overlaps slot 0 'w'"):
         eager_pair().flatten_gradients([out[1:].reshape(2, 3), 0.0], out=out)
@@ -369,7 +373,7 @@ def test_out_may_not_overlap_a_gradient():
 # Gradients of a graph
 
 
-def graph_model(use_resource=True):
+def graph_model(use_resource: Any = True) -> Any:
     """A graph, its loss, and variables of which one is not trained and one has no gradient."""
     x = tf1.placeholder(tf.float32, [None, 2], name="x")
     make = lambda name, value, **kwargs: tf1.get_variable(  # noqa: E731
@@ -387,7 +391,7 @@ X = np.float32([[1, 2], [3, 4]])
 
 
 @pytest.mark.parametrize("use_resource", [True, False])
-def test_pairs_of_compute_gradients_become_one_tensor(use_resource):
+def test_pairs_of_compute_gradients_become_one_tensor(use_resource: Any) -> None:
     with tf.Graph().as_default() as graph, tf1.Session() as session:
         x, loss, variables = graph_model(use_resource)
         pairs = tf1.train.GradientDescentOptimizer(0.1).compute_gradients(loss)
@@ -416,7 +420,7 @@ def test_pairs_of_compute_gradients_become_one_tensor(use_resource):
             weights.flatten_gradients(pairs, clip_norm=1)
 
 
-def test_flattening_in_a_loop_does_not_grow_the_graph():
+def test_flattening_in_a_loop_does_not_grow_the_graph() -> None:
     with tf.Graph().as_default() as graph, tf1.Session() as session:
         x, loss, variables = graph_model()
         weights = TensorFlowVariables(variables, session)
@@ -430,12 +434,12 @@ def test_flattening_in_a_loop_does_not_grow_the_graph():
         assert abs(np.linalg.norm(flat) - 1) < 1e-6
 
 
-def test_inside_a_function_its_own_gradients_become_one_tensor():
+def test_inside_a_function_its_own_gradients_become_one_tensor() -> None:
     model = dense_model()
     weights = TensorFlowVariables(model, trainable_only=True)
 
     @tf.function
-    def inside():
+    def inside() -> Any:
         gradients = gradients_of(model)
         return gradients, weights.flatten_gradients(gradients)
 
@@ -443,13 +447,13 @@ def test_inside_a_function_its_own_gradients_become_one_tensor():
     np.testing.assert_array_equal(flat, concatenated(gradients))
 
 
-def test_inside_a_function_values_in_memory_are_refused():
+def test_inside_a_function_values_in_memory_are_refused() -> None:
     weights = eager_pair()
     with pytest.raises(RuntimeError, match=r"inside a tf\.function only its own tensors"):
         tf.function(lambda: weights.flatten_gradients([W, 0.0]))()
 
 
-def test_a_tensor_of_a_graph_fits_no_array():
+def test_a_tensor_of_a_graph_fits_no_array() -> None:
     weights = eager_pair()
     out = np.zeros(7, np.float32)
     with pytest.raises(TypeError, match="out: expected None for gradients of a graph"):
@@ -471,7 +475,7 @@ KERAS_3 = {
 
 
 @pytest.mark.parametrize("name", KERAS_3)
-def test_keras_optimizers_take_the_steps_of_apply_gradients(name):
+def test_keras_optimizers_take_the_steps_of_apply_gradients(name: Any) -> None:
     model, twin = dense_model(), dense_model()
     weights = TensorFlowVariables(model)
     optimizer, reference = KERAS_3[name](), KERAS_3[name]()
@@ -486,7 +490,7 @@ def test_keras_optimizers_take_the_steps_of_apply_gradients(name):
     assert int(optimizer.iterations) == 5
 
 
-def optimizers_of_tf_keras():
+def optimizers_of_tf_keras() -> Any:
     import tf_keras
 
     return {
@@ -497,7 +501,7 @@ def optimizers_of_tf_keras():
 
 
 @pytest.mark.parametrize("name", ["tf_keras", "tf_keras-legacy", "tf1"])
-def test_other_optimizers_take_the_steps_of_apply_gradients(name):
+def test_other_optimizers_take_the_steps_of_apply_gradients(name: Any) -> None:
     make = optimizers_of_tf_keras()[name]
     variables, twins = ([tf.Variable([1.0, 2.0]), tf.Variable([[3.0]])] for _ in range(2))
     weights = TensorFlowVariables(variables)
@@ -510,7 +514,7 @@ def test_other_optimizers_take_the_steps_of_apply_gradients(name):
     assert np.abs(weights.get_flat() - [1, 2, 3]).max() > 0.1
 
 
-def test_what_is_not_trainable_is_left_out():
+def test_what_is_not_trainable_is_left_out() -> None:
     model = dense_model()
     model.layers[0].trainable = False
     weights = TensorFlowVariables(model)
@@ -526,7 +530,7 @@ def test_what_is_not_trainable_is_left_out():
         assert (np.array_equal(value, before[name])) == (name in frozen)
 
 
-def test_frozen_layers_of_tf_keras_need_trainable_only():
+def test_frozen_layers_of_tf_keras_need_trainable_only() -> None:
     import tf_keras
 
     layers = tf_keras.layers
@@ -547,16 +551,16 @@ def test_frozen_layers_of_tf_keras_need_trainable_only():
 class Assigning:
     """An optimizer that keeps what it is given, and counts how often it is asked."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.calls = 0
 
-    def apply_gradients(self, pairs):
+    def apply_gradients(self, pairs: Any) -> None:
         self.calls += 1
         for gradient, variable in pairs:
             variable.assign(gradient)
 
 
-def test_a_step_is_traced_once():
+def test_a_step_is_traced_once() -> None:
     optimizer = Assigning()
     weights = eager_pair()
     weights.prepare_gradients(optimizer)
@@ -567,7 +571,7 @@ def test_a_step_is_traced_once():
 
 
 @pytest.mark.parametrize("size", [1, 4096])
-def test_a_step_does_not_follow_the_callers_vector(size):
+def test_a_step_does_not_follow_the_callers_vector(size: Any) -> None:
     variable = tf.Variable(tf.zeros(size))
     weights = TensorFlowVariables(variable)
     flat = np.ones(size, np.float32)
@@ -576,7 +580,7 @@ def test_a_step_does_not_follow_the_callers_vector(size):
     assert (variable.numpy() == 1).all()
 
 
-def test_dtypes_are_fed_apart_and_cast():
+def test_dtypes_are_fed_apart_and_cast() -> None:
     values = [(tf.float16, 3), (tf.float32, 2), (tf.float16, 1), (tf.bfloat16, 2), (tf.float64, 2)]
     variables = [tf.Variable(tf.zeros(n, dtype)) for dtype, n in values]
     weights = TensorFlowVariables(variables)
@@ -587,14 +591,14 @@ def test_dtypes_are_fed_apart_and_cast():
     np.testing.assert_array_equal(weights.get_flat(), np.arange(10))
 
 
-def test_constraints_of_keras_hold():
+def test_constraints_of_keras_hold() -> None:
     variable = keras.Variable([1.0, 1.0], trainable=True)
     variable.constraint = keras.constraints.NonNeg()
     TensorFlowVariables(variable).apply_flat_gradients(keras.optimizers.SGD(1.0), [2.0, 0.5])
     np.testing.assert_array_equal(variable.numpy(), [0, 0.5])
 
 
-def test_within_a_graphs_context_eager_variables_take_steps():
+def test_within_a_graphs_context_eager_variables_take_steps() -> None:
     weights = eager_pair()
     sgd, adam = keras.optimizers.SGD(1.0), keras.optimizers.Adam(1.0)
     with tf.Graph().as_default():
@@ -607,7 +611,7 @@ def test_within_a_graphs_context_eager_variables_take_steps():
     np.testing.assert_array_equal(weights.get_flat(), -np.ones(7))
 
 
-def test_an_optimizer_is_let_go():
+def test_an_optimizer_is_let_go() -> None:
     weights = eager_pair()
     for make in (lambda: keras.optimizers.Adam(0.1), lambda: tf1.train.AdamOptimizer(0.1)):
         optimizer = make()
@@ -618,11 +622,11 @@ def test_an_optimizer_is_let_go():
         assert gone() is None
 
 
-def test_threads_share_one_trace():
+def test_threads_share_one_trace() -> None:
     optimizer, weights = Assigning(), eager_pair()
     barrier = threading.Barrier(4)
 
-    def step():
+    def step() -> None:
         barrier.wait()
         for _ in range(10):
             weights.apply_flat_gradients(optimizer, np.ones(7))
@@ -636,7 +640,7 @@ def test_threads_share_one_trace():
     np.testing.assert_array_equal(weights.get_flat(), np.ones(7))
 
 
-def test_mirrored_variables_take_steps():
+def test_mirrored_variables_take_steps() -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -651,13 +655,13 @@ def test_mirrored_variables_take_steps():
         np.testing.assert_array_equal(first, second)
 
 
-def test_hundreds_of_calls_hold_no_memory():
+def test_hundreds_of_calls_hold_no_memory() -> None:
     model = dense_model()
     weights = TensorFlowVariables(model)
     optimizer = keras.optimizers.SGD(0.0)
     gradients = gradients_of(model)
 
-    def calls(n):
+    def calls(n: Any) -> None:
         for _ in range(n):
             weights.apply_flat_gradients(optimizer, weights.flatten_gradients(gradients))
         gc.collect()
@@ -677,11 +681,11 @@ def test_hundreds_of_calls_hold_no_memory():
 # Scaled losses
 
 
-def scaled(flat, factor):
+def scaled(flat: Any, factor: Any) -> Any:
     return (np.asarray(flat) * factor).astype(np.float32)
 
 
-def test_keras_loss_scale_takes_gradients_of_the_scaled_loss():
+def test_keras_loss_scale_takes_gradients_of_the_scaled_loss() -> None:
     weights = eager_pair()
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=1024.0)
     weights.apply_flat_gradients(optimizer, scaled(np.arange(7), 1024))
@@ -694,7 +698,7 @@ def test_keras_loss_scale_takes_gradients_of_the_scaled_loss():
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_tf_keras_loss_scale_takes_gradients_that_are_unscaled(legacy):
+def test_tf_keras_loss_scale_takes_gradients_that_are_unscaled(legacy: Any) -> None:
     import tf_keras
 
     kinds = tf_keras.optimizers.legacy if legacy else tf_keras.optimizers
@@ -711,7 +715,7 @@ def test_tf_keras_loss_scale_takes_gradients_that_are_unscaled(legacy):
     assert float(optimizer.loss_scale) == 512
 
 
-def test_a_model_of_mixed_precision():
+def test_a_model_of_mixed_precision() -> None:
     model = dense_model(dtype="mixed_float16")
     twin = dense_model(dtype="mixed_float16")
     weights = TensorFlowVariables(model)
@@ -741,7 +745,7 @@ def test_a_model_of_mixed_precision():
 # What steps refuse
 
 
-def test_steps_check_what_they_are_given():
+def test_steps_check_what_they_are_given() -> None:
     weights = eager_pair()
     optimizer = keras.optimizers.SGD(1.0)
     with pytest.raises(ValueError, match=r"flat: expected shape \(7,\), got \(6,\)"):
@@ -753,13 +757,13 @@ def test_steps_check_what_they_are_given():
     np.testing.assert_array_equal(weights.get_flat(), np.zeros(7))
 
 
-def test_a_model_that_is_not_trained_takes_no_steps():
+def test_a_model_that_is_not_trained_takes_no_steps() -> None:
     weights = TensorFlowVariables(tf.Variable(1.0, trainable=False))
     with pytest.raises(ValueError, match="expected trainable variables, found none"):
         weights.apply_flat_gradients(keras.optimizers.SGD(1.0), [1.0])
 
 
-def test_inside_a_function_steps_are_refused():
+def test_inside_a_function_steps_are_refused() -> None:
     weights = eager_pair()
     optimizer = keras.optimizers.SGD(1.0)
     for prepared in (False, True):
@@ -780,7 +784,7 @@ TF1 = {
 
 @pytest.mark.parametrize("use_resource", [True, False])
 @pytest.mark.parametrize("name", TF1)
-def test_graph_optimizers_take_the_steps_of_apply_gradients(name, use_resource):
+def test_graph_optimizers_take_the_steps_of_apply_gradients(name: Any, use_resource: Any) -> None:
     flats = []
     for ours in (True, False):
         with tf.Graph().as_default(), tf1.Session() as session:
@@ -808,14 +812,14 @@ def test_graph_optimizers_take_the_steps_of_apply_gradients(name, use_resource):
     np.testing.assert_array_equal(flats[0][8:10], [7, 7])
 
 
-def test_a_graph_is_fed_through_one_placeholder_and_does_not_grow():
+def test_a_graph_is_fed_through_one_placeholder_and_does_not_grow() -> None:
     with tf.Graph().as_default() as graph, tf1.Session() as session:
         variables = [tf1.Variable(np.float32(i), name=f"v{i}") for i in range(20)]
         variables += [tf1.Variable(np.float64(i), name=f"d{i}") for i in range(2)]
         weights = TensorFlowVariables(variables, session)
         session.run(tf1.global_variables_initializer())
 
-        def placeholders():
+        def placeholders() -> Any:
             return [op for op in graph.get_operations() if op.type == "Placeholder"]
 
         optimizer = tf1.train.AdamOptimizer(0.1)
@@ -828,7 +832,7 @@ def test_a_graph_is_fed_through_one_placeholder_and_does_not_grow():
         assert len(graph.get_operations()) == before
 
 
-def test_a_finalized_graph_takes_steps_that_were_prepared():
+def test_a_finalized_graph_takes_steps_that_were_prepared() -> None:
     with tf.Graph().as_default() as graph:
         v = tf1.Variable(np.float32([1, 2]), name="v")
         weights = TensorFlowVariables(v)
@@ -844,7 +848,7 @@ def test_a_finalized_graph_takes_steps_that_were_prepared():
                 weights.apply_flat_gradients(tf1.train.MomentumOptimizer(0.5, 0.9), [1, 2])
 
 
-def test_each_session_has_slots_of_its_own():
+def test_each_session_has_slots_of_its_own() -> None:
     with tf.Graph().as_default():
         v = tf1.Variable(np.float32([1]), name="v")
         initializer = tf1.global_variables_initializer()
@@ -861,7 +865,7 @@ def test_each_session_has_slots_of_its_own():
             assert second.run(v) == [0]
 
 
-def test_the_callers_scopes_do_not_reach_the_step():
+def test_the_callers_scopes_do_not_reach_the_step() -> None:
     with tf.Graph().as_default(), tf1.Session() as session:
         v = tf1.Variable(np.float32([1]), name="v")
         weights = TensorFlowVariables(v, session)
@@ -872,7 +876,7 @@ def test_the_callers_scopes_do_not_reach_the_step():
         np.testing.assert_allclose(weights.get_flat(), [0.5], rtol=1e-6)
 
 
-def test_what_a_session_lacks_is_named():
+def test_what_a_session_lacks_is_named() -> None:
     with tf.Graph().as_default():
         v = tf1.Variable(np.float32([1]), name="v")
         weights = TensorFlowVariables(v)
@@ -891,7 +895,7 @@ def test_what_a_session_lacks_is_named():
             weights.apply_flat_gradients(optimizer, [1])
 
 
-def test_loss_scaling_of_tf1():
+def test_loss_scaling_of_tf1() -> None:
     experimental = tf1.train.experimental
     with tf.Graph().as_default(), tf1.Session() as session:
         v = tf1.Variable(np.float32([1]), name="v")
@@ -945,6 +949,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_fork_while_another_thread_prepares_a_step_does_not_hang(forks):
+def test_a_fork_while_another_thread_prepares_a_step_does_not_hang(forks: Forks) -> None:
     done = forks.run(FORKED)
     assert done.stdout.strip() == "0", done.stderr

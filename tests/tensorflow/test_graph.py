@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,23 +16,23 @@ tf1 = tf.compat.v1
 
 
 @pytest.fixture
-def graph():
+def graph() -> Iterator[Any]:
     with tf.Graph().as_default() as new:
         yield new
 
 
-def variable(name, value=0.0, **kwargs):
+def variable(name: Any, value: Any = 0.0, **kwargs: Any) -> Any:
     return tf1.Variable(np.float32(value), name=name, **kwargs)
 
 
-def initialized():
+def initialized() -> Any:
     session = tf1.Session()
     session.run(tf1.global_variables_initializer())
     return session
 
 
 @pytest.mark.parametrize("use_resource", [True, False])
-def test_search_finds_what_the_output_depends_on(graph, use_resource):
+def test_search_finds_what_the_output_depends_on(graph: Any, use_resource: Any) -> None:
     a, b, unused, c = (variable(n, use_resource=use_resource) for n in ("a", "b", "unused", "c"))
     loss = tf.square(tf.sin(c) + a * 2) + tf.exp(b)
     weights = TensorFlowVariables(loss)
@@ -39,7 +41,7 @@ def test_search_finds_what_the_output_depends_on(graph, use_resource):
     assert unused.op.name not in weights.layout
 
 
-def test_search_goes_through_control_inputs(graph):
+def test_search_goes_through_control_inputs(graph: Any) -> None:
     counter, a = variable("counter"), variable("a")
     with tf.control_dependencies([tf1.assign_add(counter, 1.0)]):
         loss = tf.identity(a)
@@ -47,7 +49,7 @@ def test_search_goes_through_control_inputs(graph):
     assert list(TensorFlowVariables(loss.op).variables) == ["counter", "a"], "operations too"
 
 
-def test_search_survives_loops_of_the_graph(graph):
+def test_search_survives_loops_of_the_graph(graph: Any) -> None:
     tf1.disable_control_flow_v2()
     try:
         a = variable("a", 1.0)
@@ -59,13 +61,13 @@ def test_search_survives_loops_of_the_graph(graph):
         tf1.enable_control_flow_v2()
 
 
-def test_captured_variables_of_functional_control_flow_are_found(graph):
+def test_captured_variables_of_functional_control_flow_are_found(graph: Any) -> None:
     a, b = variable("a", 1.0), variable("b", 1.0)
     chosen = tf.cond(a > 0, lambda: a * b, lambda: a)
     assert list(TensorFlowVariables(chosen).variables) == ["a", "b"]
 
 
-def test_a_list_of_outputs_and_input_variables(graph):
+def test_a_list_of_outputs_and_input_variables(graph: Any) -> None:
     a, b, c = variable("a"), variable("b"), variable("c")
     step = tf1.Variable(np.int64(7), name="step", trainable=False)
     weights = TensorFlowVariables([b * 2, a + 1], initialized(), input_variables=[step, a, c])
@@ -75,13 +77,13 @@ def test_a_list_of_outputs_and_input_variables(graph):
     assert weights.sess.run([a, b, step, c]) == [1, 2, 3, 4]
 
 
-def test_none_with_input_variables(graph):
+def test_none_with_input_variables(graph: Any) -> None:
     a = variable("a", 3.0)
     weights = TensorFlowVariables(None, initialized(), [a])
     np.testing.assert_array_equal(weights.get_flat(), np.float32([3]))
 
 
-def test_local_variables_can_be_listed(graph):
+def test_local_variables_can_be_listed(graph: Any) -> None:
     kind = tf1.GraphKeys.LOCAL_VARIABLES
     local = tf1.get_variable("local", initializer=np.float32(2), collections=[kind])
     session = tf1.Session()
@@ -89,8 +91,8 @@ def test_local_variables_can_be_listed(graph):
     assert TensorFlowVariables(None, session, [local]).get_flat() == [2]
 
 
-def test_two_networks_in_one_graph_take_each_others_weights(graph):
-    def network(scope):
+def test_two_networks_in_one_graph_take_each_others_weights(graph: Any) -> None:
+    def network(scope: Any) -> Any:
         with tf1.variable_scope(scope):
             x = tf1.get_variable("x", [3])
             return tf.reduce_sum(x * tf1.get_variable("y", [3]))
@@ -103,7 +105,7 @@ def test_two_networks_in_one_graph_take_each_others_weights(graph):
     np.testing.assert_array_equal(two.get_flat(), one.get_flat())
 
 
-def test_the_attributes_of_rays_class(graph):
+def test_the_attributes_of_rays_class(graph: Any) -> None:
     a = variable("scope/a", 1.0)
     session = initialized()
     weights = TensorFlowVariables(a * 2, session)
@@ -117,7 +119,7 @@ def test_the_attributes_of_rays_class(graph):
     assert session.run(weights.variables) == {"scope/a": 5}
 
 
-def test_the_session_may_be_set_later_and_changed(graph):
+def test_the_session_may_be_set_later_and_changed(graph: Any) -> None:
     a = variable("a", 1.0)
     weights = TensorFlowVariables(a)
     for call in (weights.get_flat, weights.get_weights, lambda: weights.set_flat([1])):
@@ -132,14 +134,14 @@ def test_the_session_may_be_set_later_and_changed(graph):
     assert weights.get_flat() == [2]
 
 
-def test_a_session_of_another_graph_is_refused(graph):
+def test_a_session_of_another_graph_is_refused(graph: Any) -> None:
     weights = TensorFlowVariables(variable("a"))
     with tf1.Session(graph=tf.Graph()) as other, pytest.raises(ValueError, match="of the graph"):
         weights.set_session(other)
     assert weights.sess is None
 
 
-def test_uninitialized_variables_are_named(graph):
+def test_uninitialized_variables_are_named(graph: Any) -> None:
     a, _, c = (variable(n, 1.0) for n in "abc")
     session = tf1.Session()
     session.run([a.initializer, c.initializer])
@@ -150,7 +152,7 @@ def test_uninitialized_variables_are_named(graph):
     np.testing.assert_array_equal(weights.get_flat(), [5, 6, 7])
 
 
-def test_a_closed_session_raises_and_another_serves(graph):
+def test_a_closed_session_raises_and_another_serves(graph: Any) -> None:
     weights = TensorFlowVariables(variable("a", 1.0), initialized())
     weights.sess.close()
     with pytest.raises(RuntimeError, match="session is closed"):
@@ -159,7 +161,7 @@ def test_a_closed_session_raises_and_another_serves(graph):
     assert weights.get_flat() == [1]
 
 
-def test_a_finalized_graph_is_refused_at_construction_and_works_after(graph):
+def test_a_finalized_graph_is_refused_at_construction_and_works_after(graph: Any) -> None:
     a = variable("a", 1.0)
     weights = TensorFlowVariables(a, initialized())
     graph.finalize()
@@ -170,7 +172,7 @@ def test_a_finalized_graph_is_refused_at_construction_and_works_after(graph):
     assert weights.get_weights()["a"] == 3
 
 
-def test_no_call_adds_to_the_graph():
+def test_no_call_adds_to_the_graph() -> None:
     model = build_graph(mixed_values())
     weights = model.weights
     graph = weights.sess.graph
@@ -182,7 +184,7 @@ def test_no_call_adds_to_the_graph():
     assert len(graph.get_operations()) == before
 
 
-def test_construction_ignores_the_callers_scopes(graph):
+def test_construction_ignores_the_callers_scopes(graph: Any) -> None:
     a = variable("a", 1.0)
     blocker = tf1.placeholder(tf.float32, [], name="never_fed")
     with tf1.name_scope("scope"), tf.control_dependencies([blocker]), tf.device("/CPU:1"):
@@ -193,7 +195,7 @@ def test_construction_ignores_the_callers_scopes(graph):
     assert weights.get_flat() == [2]
 
 
-def test_a_session_without_its_context_works_from_outside():
+def test_a_session_without_its_context_works_from_outside() -> None:
     with tf.Graph().as_default():
         weights = TensorFlowVariables(variable("a", 1.0), initialized())
     assert tf.executing_eagerly()
@@ -202,7 +204,7 @@ def test_a_session_without_its_context_works_from_outside():
     assert weights.get_flat() == [5]
 
 
-def test_variables_on_two_devices_move_together(graph):
+def test_variables_on_two_devices_move_together(graph: Any) -> None:
     with tf.device("/CPU:1"):
         a = variable("a", 1.0)
     b = variable("b", 2.0)
@@ -214,7 +216,7 @@ def test_variables_on_two_devices_move_together(graph):
     assert session.run([a, b]) == [3, 4]
 
 
-def test_variables_of_two_graphs_are_refused():
+def test_variables_of_two_graphs_are_refused() -> None:
     with tf.Graph().as_default():
         a = variable("a")
     with tf.Graph().as_default():
@@ -223,7 +225,7 @@ def test_variables_of_two_graphs_are_refused():
         TensorFlowVariables([a, b])
 
 
-def test_eager_variables_among_those_of_a_graph_are_refused():
+def test_eager_variables_among_those_of_a_graph_are_refused() -> None:
     eager = tf.Variable(1.0)
     expected = "expected variables of a graph, got eager ones"
     with tf.Graph().as_default(), pytest.raises(ValueError, match=expected):
@@ -232,18 +234,18 @@ def test_eager_variables_among_those_of_a_graph_are_refused():
         TensorFlowVariables(eager, session)
 
 
-def test_an_output_without_variables_is_refused(graph):
+def test_an_output_without_variables_is_refused(graph: Any) -> None:
     with pytest.raises(ValueError, match="to have variables, found none"):
         TensorFlowVariables(tf1.placeholder(tf.float32))
 
 
-def test_a_string_variable_is_refused_by_name(graph):
+def test_a_string_variable_is_refused_by_name(graph: Any) -> None:
     label = tf1.Variable("text", name="label")
     with pytest.raises(TypeError, match=r"variable 'label': expected numbers .* got string"):
         TensorFlowVariables(label)
 
 
-def test_a_keras_3_model_in_a_graph(graph):
+def test_a_keras_3_model_in_a_graph(graph: Any) -> None:
     import keras
 
     hidden, output = keras.layers.Dense(3), keras.layers.Dense(2)
@@ -258,10 +260,10 @@ def test_a_keras_3_model_in_a_graph(graph):
     np.testing.assert_array_equal(session.run(output.bias._value), [21, 22])
 
 
-def test_the_graph_is_let_go(graph):
+def test_the_graph_is_let_go(graph: Any) -> None:
     del graph
 
-    def construct():
+    def construct() -> Any:
         with tf.Graph().as_default() as own:
             weights = TensorFlowVariables(variable("a", 1.0), initialized())
             weights.get_flat()

@@ -5,8 +5,10 @@ It is read once in a process: each program here has one of its own.
 
 import os
 import textwrap
+from typing import Any
 
 import pytest
+from tf_forks import Forks
 
 START = """
 import os
@@ -108,7 +110,7 @@ PROGRAMS = {
 
 
 @pytest.fixture(params=["bound"], autouse=True)
-def path(request, monkeypatch):
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What differs between the ways of moving is tested elsewhere."""
     monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", request.param)
     return request.param
@@ -120,7 +122,7 @@ TOGETHER = " ".join(name for name in PROGRAMS if name not in ALONE)
 
 
 @pytest.mark.parametrize("names", [TOGETHER, *ALONE])
-def test_variables_of_legacy_keras_go_round(names, forks):
+def test_variables_of_legacy_keras_go_round(names: Any, forks: Forks) -> None:
     programs = [textwrap.dedent(PROGRAMS[name]) for name in names.split()]
     environment = os.environ | {"TF_USE_LEGACY_KERAS": "1"}
     done = forks.run("\n".join([START, *programs]), environment=environment)

@@ -247,7 +247,7 @@ def check_operations_serve(reason: str) -> str:
 # First use
 
 
-def test_first_use_compiles_and_says_so_in_one_line(built):
+def test_first_use_compiles_and_says_so_in_one_line(built: Any) -> None:
     first = built.first
     assert first.is_import_idle
     assert first.before == "bound variables, once the first use has compiled the op library"
@@ -260,22 +260,24 @@ def test_first_use_compiles_and_says_so_in_one_line(built):
     assert mode(built.cache) == mode(first.library.parent) == 0o700
 
 
-def test_second_process_needs_no_compiler(forks, built, failing):
+def test_second_process_needs_no_compiler(forks: Forks, built: Any, failing: Any) -> None:
     (second,), said = use(forks, built.package, built.cache, CXX=failing.path, PATH="")
     assert second.library == built.first.library
     assert second.before == second.after
     assert said == failing.calls == []
 
 
-def test_several_processes_at_once_compile_once(forks, package, cache, copier):
+def test_several_processes_at_once_compile_once(
+    forks: Forks, package: Any, cache: Any, copier: Any
+) -> None:
     used, said = use(forks, package, cache, processes=4, CXX=copier.path)
     assert len(used) == 4
     assert len({each.library for each in used}) == len(said) == len(copier.calls) == 1
 
 
 def test_process_that_was_killed_while_compiling_is_made_up_for(
-    forks, package, cache, copier, tmp_path
-):
+    forks: Forks, package: Any, cache: Any, copier: Any, tmp_path: Path
+) -> None:
     stuck = Compiler(tmp_path, "stuck", "exec sleep 120")
     process = start(forks, package, cache, CXX=stuck.path)
     (orphan,) = wait_for(lambda: stuck.calls)
@@ -292,7 +294,9 @@ def test_process_that_was_killed_while_compiling_is_made_up_for(
     assert {file.name for file in work.parent.iterdir()} == {"_tf.so", "_tf.json", "lock"}
 
 
-def test_status_compiles_and_makes_nothing(new_process, cache, failing, monkeypatch):
+def test_status_compiles_and_makes_nothing(
+    new_process: Any, cache: Any, failing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(failing.path))
     for _ in range(2):
         assert status() == "bound variables, once the first use has compiled the op library"
@@ -301,7 +305,9 @@ def test_status_compiles_and_makes_nothing(new_process, cache, failing, monkeypa
     assert not cache.exists()
 
 
-def test_status_tells_before_the_first_use_why_there_will_be_no_library(new_process, monkeypatch):
+def test_status_tells_before_the_first_use_why_there_will_be_no_library(
+    new_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", "/nonexistent")
     assert status() == (
         "TensorFlow's operations, since its op library cannot be compiled: "
@@ -313,8 +319,8 @@ def test_status_tells_before_the_first_use_why_there_will_be_no_library(new_proc
 
 
 def test_library_for_this_tensorflow_is_chosen_among_those_of_a_wheel(
-    forks, package, cache, built, failing
-):
+    forks: Forks, package: Any, cache: Any, built: Any, failing: Any
+) -> None:
     wanted = _compile.identity(package)
     for other in ({"tensorflow": "2.0.0"}, {"git": "v2.0.0-rc0"}, {"machine": "Linux other"}):
         put_library(package / _compile.folder_name(wanted | other), wanted | other)
@@ -328,8 +334,8 @@ def test_library_for_this_tensorflow_is_chosen_among_those_of_a_wheel(
 
 
 def test_tensorflow_that_a_wheel_does_not_know_is_compiled_for(
-    new_process, package, copier, monkeypatch
-):
+    new_process: Any, package: Any, copier: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(copier.path))
     wanted = _compile.identity(package)
     put_library(package / _compile.folder_name(wanted), wanted | {"tensorflow": "2.0.0"})
@@ -341,8 +347,8 @@ def test_tensorflow_that_a_wheel_does_not_know_is_compiled_for(
 
 
 def test_library_can_be_compiled_for_a_tensorflow_that_is_not_installed(
-    package, tmp_path, copier, monkeypatch
-):
+    package: Any, tmp_path: Path, copier: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(copier.path))
     target = _compile.installed()._replace(version="9.9.9", git="v9.9.9", machine="Linux other")
     _compile.compile_library(package, tmp_path, target)
@@ -357,7 +363,9 @@ def test_library_can_be_compiled_for_a_tensorflow_that_is_not_installed(
 
 
 @pytest.mark.parametrize("key", ["tensorflow", "git", "flags", "machine", "sources"])
-def test_library_that_is_for_something_else_is_not_found(key, new_process, package):
+def test_library_that_is_for_something_else_is_not_found(
+    key: Any, new_process: Any, package: Any
+) -> None:
     wanted = _compile.identity(package)
     for folder in (package, package / _compile.folder_name(wanted), _library._cached(wanted)):
         put_library(folder, wanted)
@@ -367,7 +375,9 @@ def test_library_that_is_for_something_else_is_not_found(key, new_process, packa
 
 
 @pytest.mark.parametrize("record", [None, b"", b"[]", b"null", b"\xff", b"{"])
-def test_library_without_a_proper_record_is_not_found(record, new_process, package):
+def test_library_without_a_proper_record_is_not_found(
+    record: Any, new_process: Any, package: Any
+) -> None:
     wanted = _compile.identity(package)
     put_library(package, wanted)
     (package / "_tf.json").unlink()
@@ -376,13 +386,15 @@ def test_library_without_a_proper_record_is_not_found(record, new_process, packa
     assert _library._folder_of_library(wanted) is None
 
 
-def test_record_without_a_library_is_not_found(new_process, package):
+def test_record_without_a_library_is_not_found(new_process: Any, package: Any) -> None:
     wanted = _compile.identity(package)
     put_library(package, wanted).unlink()
     assert _library._folder_of_library(wanted) is None
 
 
-def test_libraries_for_something_else_are_compiled_again(forks, package, cache, built, copier):
+def test_libraries_for_something_else_are_compiled_again(
+    forks: Forks, package: Any, cache: Any, built: Any, copier: Any
+) -> None:
     wanted = _compile.identity(package)
     put_library(package, wanted | {"tensorflow": "2.0.0"})
     cached = put_library(cache / built.first.library.parent.name, wanted | {"sources": "0"})
@@ -394,8 +406,8 @@ def test_libraries_for_something_else_are_compiled_again(forks, package, cache, 
 
 @pytest.mark.parametrize("content", ["", "garb", "garbagf", "garbage more"])
 def test_a_cached_library_that_is_not_as_it_was_compiled_is_not_found(
-    content, new_process, package
-):
+    content: Any, new_process: Any, package: Any
+) -> None:
     wanted = _compile.identity(package)
     folder = _library._cached(wanted)
     library = put_library(folder, wanted)
@@ -406,8 +418,8 @@ def test_a_cached_library_that_is_not_as_it_was_compiled_is_not_found(
 
 
 def test_other_sources_and_other_tensorflows_have_their_own_places(
-    new_process, package, monkeypatch
-):
+    new_process: Any, package: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     places = {_library._cached(_compile.identity(package))}
     with (package / "library.cc").open("a") as file:
         file.write("// changed\n")
@@ -420,7 +432,9 @@ def test_other_sources_and_other_tensorflows_have_their_own_places(
 
 
 @pytest.mark.parametrize("where", ["package", "cache"])
-def test_corrupt_library_is_told_and_done_without(where, new_process, package):
+def test_corrupt_library_is_told_and_done_without(
+    where: Any, new_process: Any, package: Any
+) -> None:
     wanted = _compile.identity(package)
     library = put_library(package if where == "package" else _library._cached(wanted), wanted)
     text = check_operations_serve(f"its op library {library} cannot be loaded")
@@ -440,13 +454,17 @@ def test_corrupt_library_is_told_and_done_without(where, new_process, package):
         ({"CXX": " ", "PATH": ""}, "there is no C++ compiler"),
     ],
 )
-def test_without_a_working_compiler_operations_serve(environment, reason, new_process, monkeypatch):
+def test_without_a_working_compiler_operations_serve(
+    environment: Any, reason: Any, new_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     check_operations_serve(reason)
 
 
-def test_file_that_is_no_program_is_told(new_process, tmp_path, monkeypatch):
+def test_file_that_is_no_program_is_told(
+    new_process: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text("garbage")
     compiler.chmod(0o755)
@@ -454,28 +472,36 @@ def test_file_that_is_no_program_is_told(new_process, tmp_path, monkeypatch):
     check_operations_serve(f"{compiler} did not run: ")
 
 
-def test_compiler_that_hangs_is_given_up(new_process, tmp_path, monkeypatch):
+def test_compiler_that_hangs_is_given_up(
+    new_process: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stuck = Compiler(tmp_path, "stuck", "exec sleep 120")
     monkeypatch.setenv("CXX", str(stuck.path))
     monkeypatch.setattr(_compile, "_TIMEOUT", 0.2)
     check_operations_serve("timed out after 0.2 seconds")
 
 
-def test_without_headers_operations_serve(new_process, tmp_path, monkeypatch):
+def test_without_headers_operations_serve(
+    new_process: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "headers").mkdir()
     monkeypatch.setattr(tf.sysconfig, "get_include", lambda: str(tmp_path / "headers"))
     check_operations_serve(f"TensorFlow's headers are not in {tmp_path / 'headers'}")
 
 
-def test_without_sources_operations_serve(new_process, package):
+def test_without_sources_operations_serve(new_process: Any, package: Any) -> None:
     shutil.rmtree(package)
     assert "No such file" in status()
     check_operations_serve("No such file")
 
 
 def test_failure_is_remembered_and_told_by_each_process(
-    new_process, failing, cache, monkeypatch, caplog
-):
+    new_process: Any,
+    failing: Any,
+    cache: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     monkeypatch.setenv("CXX", str(failing.path))
     for _ in range(3):
         check_operations_serve(f"{failing.path} failed: library.cc:7: error: too old")
@@ -487,7 +513,9 @@ def test_failure_is_remembered_and_told_by_each_process(
 
 
 @pytest.mark.parametrize("record", [b"", b"[]", b"{}", b"\xff", b"null"])
-def test_failure_that_cannot_be_read_is_tried_again(record, new_process, failing, monkeypatch):
+def test_failure_that_cannot_be_read_is_tried_again(
+    record: Any, new_process: Any, failing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(failing.path))
     for _ in range(2):
         with pytest.raises(LibraryError):
@@ -497,7 +525,9 @@ def test_failure_that_cannot_be_read_is_tried_again(record, new_process, failing
     assert len(failing.calls) == 2
 
 
-def test_another_compiler_is_tried_after_a_failure(new_process, failing, copier, monkeypatch):
+def test_another_compiler_is_tried_after_a_failure(
+    new_process: Any, failing: Any, copier: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(failing.path))
     check_operations_serve("error: too old")
     monkeypatch.setenv("CXX", str(copier.path))
@@ -508,8 +538,8 @@ def test_another_compiler_is_tried_after_a_failure(new_process, failing, copier,
 
 
 def test_build_tries_again_after_a_failure_and_then_forgets_it(
-    new_process, failing, copier, monkeypatch
-):
+    new_process: Any, failing: Any, copier: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(failing.path))
     for calls in (1, 2):
         with pytest.raises(LibraryError, match="error: too old"):
@@ -523,7 +553,9 @@ def test_build_tries_again_after_a_failure_and_then_forgets_it(
     assert status() == f"bound variables, by {built}"
 
 
-def test_threads_at_once_compile_once_and_warn_once(new_process, failing, monkeypatch):
+def test_threads_at_once_compile_once_and_warn_once(
+    new_process: Any, failing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(failing.path))
     barrier = threading.Barrier(4)
 
@@ -544,7 +576,9 @@ def test_threads_at_once_compile_once_and_warn_once(new_process, failing, monkey
 # The setting
 
 
-def test_bound_raises_where_it_cannot_be_had(new_process, monkeypatch):
+def test_bound_raises_where_it_cannot_be_had(
+    new_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", "/nonexistent")
     monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "bound")
     for _ in range(2):
@@ -554,7 +588,9 @@ def test_bound_raises_where_it_cannot_be_had(new_process, monkeypatch):
             TensorFlowVariables([tf.Variable(1.0)])
 
 
-def test_ops_neither_compiles_nor_warns(new_process, failing, cache, monkeypatch):
+def test_ops_neither_compiles_nor_warns(
+    new_process: Any, failing: Any, cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(failing.path))
     monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "ops")
     variables = TensorFlowVariables([tf.Variable(1.0, name="w")])
@@ -565,7 +601,7 @@ def test_ops_neither_compiles_nor_warns(new_process, failing, cache, monkeypatch
     assert not cache.exists()
 
 
-def test_unknown_setting_is_named(new_process, monkeypatch):
+def test_unknown_setting_is_named(new_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "nonsense")
     with pytest.raises(ValueError, match=r"FLATWEIGHTS_TENSORFLOW: .*, got 'nonsense'"):
         TensorFlowVariables([tf.Variable(1.0)])
@@ -575,7 +611,7 @@ def test_unknown_setting_is_named(new_process, monkeypatch):
 # The cache
 
 
-def test_cache_is_looked_for_in_this_order(monkeypatch, tmp_path):
+def test_cache_is_looked_for_in_this_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("FLATWEIGHTS_CACHE_DIR", raising=False)
@@ -586,14 +622,16 @@ def test_cache_is_looked_for_in_this_order(monkeypatch, tmp_path):
     assert _cache.cache_folder() == tmp_path / "own"
 
 
-def test_library_goes_into_the_cache_of_xdg(new_process, copier, tmp_path, monkeypatch):
+def test_library_goes_into_the_cache_of_xdg(
+    new_process: Any, copier: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(copier.path))
     monkeypatch.delenv("FLATWEIGHTS_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert build_library().parents[1] == tmp_path / "xdg" / "flatweights"
 
 
-def test_folders_are_made_for_this_user_alone(tmp_path):
+def test_folders_are_made_for_this_user_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         made = private_folder(tmp_path / "a" / "b" / "c", make=True)
@@ -603,13 +641,15 @@ def test_folders_are_made_for_this_user_alone(tmp_path):
     assert private_folder(made, make=True) == made
 
 
-def test_reading_makes_no_folder(tmp_path):
+def test_reading_makes_no_folder(tmp_path: Path) -> None:
     assert private_folder(tmp_path / "a" / "b", make=False) == tmp_path / "a" / "b"
     assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize("bits", [0o770, 0o707, 0o1777])
-def test_cache_that_others_can_write_to_is_refused(bits, new_process, cache, failing, monkeypatch):
+def test_cache_that_others_can_write_to_is_refused(
+    bits: Any, new_process: Any, cache: Any, failing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(failing.path))
     cache.mkdir()
     cache.chmod(bits)
@@ -621,14 +661,16 @@ def test_cache_that_others_can_write_to_is_refused(bits, new_process, cache, fai
     assert not list(cache.iterdir())
 
 
-def test_library_in_a_folder_that_others_can_write_to_is_refused(new_process, cache, package):
+def test_library_in_a_folder_that_others_can_write_to_is_refused(
+    new_process: Any, cache: Any, package: Any
+) -> None:
     wanted = _compile.identity(package)
     library = put_library(_library._cached(wanted), wanted)
     library.parent.chmod(0o777)
     check_operations_serve(f"{library.parent} can be written to by another user")
 
 
-def test_cache_in_a_folder_that_others_can_write_to_is_refused(tmp_path):
+def test_cache_in_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     around = tmp_path / "around"
     around.mkdir()
     around.chmod(0o777)
@@ -644,7 +686,9 @@ def test_cache_in_a_folder_that_others_can_write_to_is_refused(tmp_path):
     ("name", "members", "is_refused"),
     [("me", [], False), ("me", ["me"], False), ("me", ["me", "other"], True), ("users", [], True)],
 )
-def test_folder_around_may_be_of_a_group_of_one(name, members, is_refused, tmp_path, monkeypatch):
+def test_folder_around_may_be_of_a_group_of_one(
+    name: Any, members: Any, is_refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pwd.getpwuid", lambda _: SimpleNamespace(pw_name="me"))
     monkeypatch.setattr("grp.getgrgid", lambda _: SimpleNamespace(gr_name=name, gr_mem=members))
     (tmp_path / "around").mkdir()
@@ -655,7 +699,7 @@ def test_folder_around_may_be_of_a_group_of_one(name, members, is_refused, tmp_p
         private_folder(tmp_path / "around", make=True)
 
 
-def test_folder_of_another_user_is_refused(tmp_path):
+def test_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("takes root, to give a folder away")
     (tmp_path / "theirs" / "cache").mkdir(parents=True)
@@ -666,14 +710,14 @@ def test_folder_of_another_user_is_refused(tmp_path):
         private_folder(tmp_path / "theirs" / "cache", make=False)
 
 
-def test_cache_of_root_serves_another_user(tmp_path, monkeypatch):
+def test_cache_of_root_serves_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.getuid() != 0:
         pytest.skip("takes a folder of root")
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert private_folder(tmp_path, make=False) == tmp_path
 
 
-def test_links_are_followed_once(tmp_path):
+def test_links_are_followed_once(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to("real")
     assert private_folder(tmp_path / "link" / "a", make=True) == tmp_path / "real" / "a"
@@ -685,19 +729,19 @@ def test_links_are_followed_once(tmp_path):
         private_folder(tmp_path / "loop", make=True)
 
 
-def test_cache_that_is_a_file_is_told(new_process, cache):
+def test_cache_that_is_a_file_is_told(new_process: Any, cache: Any) -> None:
     cache.touch()
     check_operations_serve(f"{cache} is not a folder: set FLATWEIGHTS_CACHE_DIR to a folder")
 
 
-def test_home_that_is_no_folder_is_told(new_process, monkeypatch):
+def test_home_that_is_no_folder_is_told(new_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLATWEIGHTS_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/dev/null")
     check_operations_serve("/dev/null is not a folder")
 
 
-def test_home_that_is_not_known_is_told(new_process, monkeypatch):
+def test_home_that_is_not_known_is_told(new_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -707,19 +751,23 @@ def test_home_that_is_not_known_is_told(new_process, monkeypatch):
     check_operations_serve("there is no home folder")
 
 
-def test_cache_that_cannot_be_made_is_told(new_process, monkeypatch):
+def test_cache_that_cannot_be_made_is_told(
+    new_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FLATWEIGHTS_CACHE_DIR", "/proc/flatweights")
     check_operations_serve("cannot be used: [Errno 2] No such file or directory: '/proc/flatw")
 
 
-def test_cache_that_cannot_be_written_to_is_told(new_process, cache, package):
+def test_cache_that_cannot_be_written_to_is_told(
+    new_process: Any, cache: Any, package: Any
+) -> None:
     folder = _library._cached(_compile.identity(package))
     folder.mkdir(parents=True)
     (folder / "lock").mkdir()  # root can write to whatever has the right alone taken away
     check_operations_serve(f"{folder} cannot be written to: Is a directory")
 
 
-def test_lock_is_free_while_a_fork_goes_on(tmp_path):
+def test_lock_is_free_while_a_fork_goes_on(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     with locked(tmp_path):
         # Keeps its copy of the open file until the pipe is closed.
@@ -739,7 +787,9 @@ def test_lock_is_free_while_a_fork_goes_on(tmp_path):
 # The program
 
 
-def test_sources_are_compiled_by_a_program(forks, package, tmp_path, copier):
+def test_sources_are_compiled_by_a_program(
+    forks: Forks, package: Any, tmp_path: Path, copier: Any
+) -> None:
     folder = tmp_path / "a" / "b"
     program = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
     environment = os.environ | {"CXX": str(copier.path)}
@@ -749,7 +799,13 @@ def test_sources_are_compiled_by_a_program(forks, package, tmp_path, copier):
     assert _compile.is_for_this(folder, _compile.identity(package))
 
 
-def test_program_that_fails_says_why(package, tmp_path, failing, monkeypatch, capsys):
+def test_program_that_fails_says_why(
+    package: Any,
+    tmp_path: Path,
+    failing: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setenv("CXX", str(failing.path))
     monkeypatch.setattr(sys, "argv", ["_compile.py", str(package), str(tmp_path / "folder")])
     assert _compile.main() == 1

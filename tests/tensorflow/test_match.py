@@ -1,5 +1,7 @@
 """What set_weights takes a mapping to be meant for."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tf_models import build_eager
@@ -15,42 +17,42 @@ SHAPES = {
 }
 
 
-def model_layout():
+def model_layout() -> Any:
     return Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
 
 
-def weights_named(names, dtype=np.float32):
+def weights_named(names: Any, dtype: Any = np.float32) -> Any:
     return {n: np.zeros(s, dtype) for n, s in zip(names, SHAPES.values(), strict=True)}
 
 
-def test_known_names_match_by_name_in_any_order():
+def test_known_names_match_by_name_in_any_order() -> None:
     given = weights_named(SHAPES)
     backwards = dict(reversed(list(given.items())))
     assert match_slots(backwards, model_layout()) == dict(enumerate(SHAPES))
 
 
-def test_a_subset_matches_by_name():
+def test_a_subset_matches_by_name() -> None:
     assert match_slots({"dense_1/bias": np.zeros(4)}, model_layout()) == {3: "dense_1/bias"}
 
 
-def test_shifted_automatic_numbers_match_by_position():
+def test_shifted_automatic_numbers_match_by_position() -> None:
     # dense_1 is known too: by name it would set the wrong layer.
     names = ["dense_1/kernel", "dense_1/bias", "dense_2/kernel", "dense_2/bias"]
     assert match_slots(weights_named(names), model_layout()) == dict(enumerate(names))
 
 
-def test_a_renamed_scope_matches_by_position():
+def test_a_renamed_scope_matches_by_position() -> None:
     names = [f"actor/{name}" for name in SHAPES]
     assert match_slots(weights_named(names), model_layout()) == dict(enumerate(names))
 
 
-def test_position_needs_the_same_dtypes():
+def test_position_needs_the_same_dtypes() -> None:
     names = [f"actor/{name}" for name in SHAPES]
     with pytest.raises(AssertionError, match="No variables in the input matched"):
         match_slots(weights_named(names, np.float64), model_layout())
 
 
-def test_position_needs_a_full_set():
+def test_position_needs_a_full_set() -> None:
     names = [f"actor/{name}" for name in SHAPES]
     given = weights_named(names)
     del given["actor/dense/bias"]
@@ -58,13 +60,13 @@ def test_position_needs_a_full_set():
         match_slots(given, model_layout())
 
 
-def test_extra_weights_are_ignored_with_a_warning():
+def test_extra_weights_are_ignored_with_a_warning() -> None:
     given = {**weights_named(SHAPES), "adam/momentum": np.zeros(3), "adam/velocity": np.zeros(3)}
     with pytest.warns(UserWarning, match=r"ignores 2 weights .*adam/momentum.*adam/velocity"):
         assert match_slots(given, model_layout()) == dict(enumerate(SHAPES))
 
 
-def test_the_warning_points_at_the_caller():
+def test_the_warning_points_at_the_caller() -> None:
     model = build_eager({"w": np.zeros(2, np.float32)})
     with pytest.warns(UserWarning, match="ignores 1 weights") as caught:
         model.weights.set_weights({"w": np.ones(2), "m": np.ones(2)})
@@ -78,12 +80,12 @@ def test_the_warning_points_at_the_caller():
         ["dense_1/kernel", "dense_1/bias", "dense_2/kernel", "dense_2/bias"],
     ],
 )
-def test_strict_refuses_positions(names):
+def test_strict_refuses_positions(names: Any) -> None:
     with pytest.raises(ValueError, match="strict: expected the names of the model; missing"):
         match_slots(weights_named(names), model_layout(), strict=True)
 
 
-def test_strict_refuses_subsets_and_extras():
+def test_strict_refuses_subsets_and_extras() -> None:
     with pytest.raises(ValueError, match=r"missing \['dense/bias'.*unknown \[\]"):
         match_slots({"dense/kernel": np.zeros((4, 4))}, model_layout(), strict=True)
     with pytest.raises(ValueError, match=r"missing \[\], unknown \['adam'\]"):
@@ -91,13 +93,13 @@ def test_strict_refuses_subsets_and_extras():
     assert len(match_slots(weights_named(SHAPES), model_layout(), strict=True)) == 4
 
 
-def test_rename_maps_names_of_the_input_to_names_of_the_model():
+def test_rename_maps_names_of_the_input_to_names_of_the_model() -> None:
     given = {"k": np.zeros((4, 4)), "dense/bias": np.zeros(4)}
     found = match_slots(given, model_layout(), rename={"k": "dense_1/kernel"})
     assert found == {2: "k", 1: "dense/bias"}
 
 
-def test_rename_refuses_absent_names_and_collisions():
+def test_rename_refuses_absent_names_and_collisions() -> None:
     given = {"k": np.zeros((4, 4)), "dense/kernel": np.zeros((4, 4))}
     with pytest.raises(ValueError, match=r"rename: expected names that are given, got \['q'\]"):
         match_slots(given, model_layout(), rename={"q": "dense/kernel"})
@@ -105,7 +107,7 @@ def test_rename_refuses_absent_names_and_collisions():
         match_slots(given, model_layout(), rename={"k": "dense/kernel"})
 
 
-def test_a_match_by_name_with_another_shape_is_refused():
+def test_a_match_by_name_with_another_shape_is_refused() -> None:
     model = build_eager({"a": np.zeros((2, 3), np.float32), "b": np.zeros(6, np.float32)})
     with pytest.raises(
         ValueError, match=r"slot 0 'a': expected float32 \(2, 3\), got float32 \(6,\)"

@@ -1,5 +1,7 @@
 """get_weights and set_weights, in both modes."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tf_models import build_eager, build_graph, mixed_values, random_values
@@ -7,7 +9,7 @@ from tf_models import build_eager, build_graph, mixed_values, random_values
 from flatweights import FlatWeights
 
 
-def test_get_weights_gives_each_value_in_its_dtype(build):
+def test_get_weights_gives_each_value_in_its_dtype(build: Any) -> None:
     values = mixed_values()
     weights = build(values).weights.get_weights()
     assert isinstance(weights, FlatWeights)
@@ -17,7 +19,7 @@ def test_get_weights_gives_each_value_in_its_dtype(build):
         assert weights[name].flags.writeable
 
 
-def test_set_weights_sets_each_value(build):
+def test_set_weights_sets_each_value(build: Any) -> None:
     model = build(mixed_values(0))
     wanted = mixed_values(1)
     model.weights.set_weights(FlatWeights(wanted))
@@ -25,7 +27,7 @@ def test_set_weights_sets_each_value(build):
         np.testing.assert_array_equal(value, wanted[name])
 
 
-def test_a_plain_dict_in_any_order_sets_by_name(build):
+def test_a_plain_dict_in_any_order_sets_by_name(build: Any) -> None:
     model = build(random_values(0))
     wanted = random_values(1)
     model.weights.set_weights(dict(reversed(list(wanted.items()))))
@@ -33,7 +35,7 @@ def test_a_plain_dict_in_any_order_sets_by_name(build):
         np.testing.assert_array_equal(value, wanted[name])
 
 
-def test_a_subset_sets_only_itself(build):
+def test_a_subset_sets_only_itself(build: Any) -> None:
     model = build(mixed_values(0))
     before, wanted = mixed_values(0), mixed_values(1)
     model.weights.set_weights({name: wanted[name] for name in ("seed", "single", "brain")})
@@ -42,7 +44,7 @@ def test_a_subset_sets_only_itself(build):
         np.testing.assert_array_equal(value, source[name])
 
 
-def test_the_averaging_comprehension_sets_a_model_with_counters(build):
+def test_the_averaging_comprehension_sets_a_model_with_counters(build: Any) -> None:
     # It turns int64 into float64, and uint32 into float64.
     models = [build(mixed_values(seed)) for seed in range(2)]
     sets = [model.weights.get_weights() for model in models]
@@ -54,7 +56,7 @@ def test_the_averaging_comprehension_sets_a_model_with_counters(build):
     np.testing.assert_array_equal(now["single"], mean["single"].astype(np.float32))
 
 
-def test_weights_cross_modes():
+def test_weights_cross_modes() -> None:
     eager, graph = build_eager(mixed_values(0)), build_graph(mixed_values(1))
     graph.weights.set_weights(eager.weights.get_weights(), strict=True)
     for name, value in graph.read().items():
@@ -84,7 +86,7 @@ def test_weights_cross_modes():
         ({"unknown": np.zeros(5)}, AssertionError, "place each network definition in its own"),
     ],
 )
-def test_wrong_weights_change_nothing(build, bad, error, message):
+def test_wrong_weights_change_nothing(build: Any, bad: Any, error: Any, message: Any) -> None:
     values = random_values()
     model = build(values)
     given = {"kernel": np.zeros((7, 5)), **bad} if isinstance(bad, dict) and "bias" in bad else bad

@@ -2,6 +2,7 @@
 
 import gc
 import tracemalloc
+from typing import Any
 
 import keras
 import numpy as np
@@ -22,25 +23,25 @@ Y = X @ [[1.0], [-2.0], [0.5]] + 0.3 + 0.1 * RNG.normal(size=(40, 1))
 RIDGE = 0.1
 
 
-def least_squares():
+def least_squares() -> Any:
     """Weights and intercept that minimise the ridge regression's loss, in closed form."""
     a = np.hstack([X, np.ones((40, 1))])
     penalty = RIDGE * 40 * np.diag([1.0, 1.0, 1.0, 0.0])
     return np.linalg.solve(a.T @ a + penalty, a.T @ Y).reshape(-1)
 
 
-def regression(dtype=tf.float64):
+def regression(dtype: Any = tf.float64) -> Any:
     w = tf.Variable(tf.zeros((3, 1), dtype), name="w")
     b = tf.Variable(tf.zeros((), dtype), name="b")
     x, y = tf.constant(X, dtype), tf.constant(Y, dtype)
 
-    def loss():
+    def loss() -> Any:
         return tf.reduce_mean((x @ w + b - y) ** 2) + RIDGE * tf.reduce_sum(w**2)
 
     return TensorFlowVariables([w, b]), loss
 
 
-def test_lbfgs_finds_the_optimum_of_a_convex_problem():
+def test_lbfgs_finds_the_optimum_of_a_convex_problem() -> None:
     weights, loss = regression()
     fun = weights.value_and_gradient(loss)
     x0 = weights.get_flat(dtype=np.float64)
@@ -50,14 +51,14 @@ def test_lbfgs_finds_the_optimum_of_a_convex_problem():
     assert loss().numpy() == result.fun
 
 
-def test_lbfgs_finds_it_with_float32_weights():
+def test_lbfgs_finds_it_with_float32_weights() -> None:
     weights, loss = regression(tf.float32)
     fun = weights.value_and_gradient(loss)
     result = minimize(fun, weights.get_flat(dtype=np.float64), jac=True, method="L-BFGS-B")
     assert np.abs(result.x - least_squares()).max() < 1e-3
 
 
-def test_lbfgs_finds_what_scikit_learn_finds():
+def test_lbfgs_finds_what_scikit_learn_finds() -> None:
     from sklearn.datasets import load_iris
     from sklearn.linear_model import LogisticRegression
 
@@ -66,7 +67,7 @@ def test_lbfgs_finds_what_scikit_learn_finds():
     w, b = tf.Variable(tf.zeros((4, 3), tf.float64)), tf.Variable(tf.zeros(3, tf.float64))
     weights = TensorFlowVariables([w, b])
 
-    def loss():
+    def loss() -> Any:
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, x @ w + b)
         return tf.reduce_sum(losses) + tf.reduce_sum(w**2) / 2
 
@@ -84,14 +85,14 @@ def test_lbfgs_finds_what_scikit_learn_finds():
     np.testing.assert_allclose(bias, expected.intercept_ - expected.intercept_.mean(), atol=1e-5)
 
 
-def test_the_gradient_is_that_of_differences():
+def test_the_gradient_is_that_of_differences() -> None:
     weights, loss = regression()
     fun = weights.value_and_gradient(loss)
     x = RNG.normal(size=4)
     assert check_grad(lambda x: fun(x)[0], lambda x: fun(x)[1], x) < 1e-6
 
 
-def test_the_path_is_that_of_a_loop_over_the_variables():
+def test_the_path_is_that_of_a_loop_over_the_variables() -> None:
     # The same bits at each step, so the same steps.
     ours, loss = regression(tf.float32)
     fun = ours.value_and_gradient(loss)
@@ -99,12 +100,12 @@ def test_the_path_is_that_of_a_loop_over_the_variables():
     variables = list(theirs.variables.values())
 
     @tf.function
-    def step():
+    def step() -> Any:
         with tf.GradientTape() as tape:
             value = their_loss()
         return value, tape.gradient(value, variables)
 
-    def by_hand(x):
+    def by_hand(x: Any) -> Any:
         begin = 0
         for v in variables:
             size = int(np.prod(v.shape))
@@ -120,7 +121,7 @@ def test_the_path_is_that_of_a_loop_over_the_variables():
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_what_is_returned(dtype):
+def test_what_is_returned(dtype: Any) -> None:
     weights, loss = regression(tf.float32)
     fun = weights.value_and_gradient(loss, dtype=dtype)
     x = np.float64([1, 2, 3, 4])
@@ -136,7 +137,7 @@ def test_what_is_returned(dtype):
     np.testing.assert_allclose(gradient, weights.flatten_gradients(parts), rtol=1e-5)
 
 
-def test_each_gradient_is_a_vector_of_its_own():
+def test_each_gradient_is_a_vector_of_its_own() -> None:
     # Of a linear loss it is a constant of the function, which must not be handed out.
     w = tf.Variable([1.0, 2.0], dtype=tf.float64)
     slopes = tf.constant([3.0, 4.0], tf.float64)
@@ -150,12 +151,12 @@ def test_each_gradient_is_a_vector_of_its_own():
     np.testing.assert_array_equal(slopes, [3, 4])
 
 
-def test_a_loss_is_traced_once():
+def test_a_loss_is_traced_once() -> None:
     calls = []
     w = tf.Variable([1.0])
     weights = TensorFlowVariables(w)
 
-    def loss():
+    def loss() -> Any:
         calls.append(1)
         return tf.reduce_sum(w * w)
 
@@ -165,11 +166,11 @@ def test_a_loss_is_traced_once():
     assert len(calls) == 1
 
 
-def test_a_loss_may_be_a_function_already_and_branch_on_tensors():
+def test_a_loss_may_be_a_function_already_and_branch_on_tensors() -> None:
     w = tf.Variable([1.0])
     weights = TensorFlowVariables(w)
 
-    def loss():
+    def loss() -> Any:
         if w[0] > 0:  # noqa: SIM108
             value = w[0] ** 2
         else:
@@ -182,7 +183,7 @@ def test_a_loss_may_be_a_function_already_and_branch_on_tensors():
     assert weights.value_and_gradient(loss)([-3.0]) == (3, [-1])
 
 
-def test_a_keras_model_with_an_embedding_and_what_is_not_trained():
+def test_a_keras_model_with_an_embedding_and_what_is_not_trained() -> None:
     keras.utils.set_random_seed(0)
     layers = keras.layers
     model = keras.Sequential(
@@ -199,7 +200,7 @@ def test_a_keras_model_with_an_embedding_and_what_is_not_trained():
     model.layers[-2].trainable = False
     x, y = RNG.integers(0, 9, (16, 5)), RNG.normal(size=(16, 1)).astype(np.float32)
 
-    def loss():
+    def loss() -> Any:
         return tf.reduce_mean((model(x, training=True) - y) ** 2)
 
     weights = TensorFlowVariables(model)
@@ -222,7 +223,7 @@ def test_a_keras_model_with_an_embedding_and_what_is_not_trained():
     assert gradient.size == np.count_nonzero(trainable)
 
 
-def test_a_variable_that_keras_unfroze_is_watched():
+def test_a_variable_that_keras_unfroze_is_watched() -> None:
     layer = keras.layers.Dense(1, trainable=False)
     layer.build((None, 2))
     layer.trainable = True
@@ -231,7 +232,7 @@ def test_a_variable_that_keras_unfroze_is_watched():
     np.testing.assert_array_equal(fun(np.zeros(3))[1], np.ones(3))
 
 
-def test_a_tf_keras_model():
+def test_a_tf_keras_model() -> None:
     import tf_keras
 
     model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(3,))])
@@ -243,7 +244,7 @@ def test_a_tf_keras_model():
     assert np.abs(result.x - expected).max() < 1e-3
 
 
-def test_variables_of_several_dtypes():
+def test_variables_of_several_dtypes() -> None:
     a = tf.Variable([1.0, 2.0], dtype=tf.float16)
     b = tf.Variable(3.0, dtype=tf.float64)
     n = tf.Variable(5, dtype=tf.int64, trainable=False)
@@ -255,11 +256,11 @@ def test_variables_of_several_dtypes():
     assert n.numpy() == 7
 
 
-def test_hundreds_of_calls_hold_no_memory():
+def test_hundreds_of_calls_hold_no_memory() -> None:
     weights, loss = regression()
     fun = weights.value_and_gradient(loss)
 
-    def calls(n):
+    def calls(n: Any) -> None:
         for _ in range(n):
             fun(np.zeros(4))
         gc.collect()
@@ -288,13 +289,13 @@ def test_hundreds_of_calls_hold_no_memory():
         (lambda w: 1.0, "expected a loss that depends on the variables"),
     ],
 )
-def test_losses_are_checked_before_anything_is_set(loss, match):
+def test_losses_are_checked_before_anything_is_set(loss: Any, match: Any) -> None:
     w = tf.Variable([1.0, 2.0])
     with pytest.raises(ValueError, match=match):
         TensorFlowVariables(w).value_and_gradient(lambda: loss(w))
 
 
-def test_options_and_vectors_are_checked():
+def test_options_and_vectors_are_checked() -> None:
     weights, loss = regression()
     with pytest.raises(TypeError, match="dtype: expected a floating one that holds float64"):
         weights.value_and_gradient(loss, dtype=np.int64)
@@ -305,7 +306,7 @@ def test_options_and_vectors_are_checked():
         frozen.value_and_gradient(loss)
 
 
-def test_inside_a_function_it_is_refused():
+def test_inside_a_function_it_is_refused() -> None:
     weights, loss = regression()
     fun = weights.value_and_gradient(loss)
     with pytest.raises(RuntimeError, match=r"outside of any tf\.function"):
@@ -318,7 +319,7 @@ def test_inside_a_function_it_is_refused():
 
 
 @pytest.mark.parametrize("use_resource", [True, False])
-def test_a_graph_is_minimised_on_data_that_is_fed(use_resource):
+def test_a_graph_is_minimised_on_data_that_is_fed(use_resource: Any) -> None:
     with tf.Graph().as_default() as graph, tf1.Session() as session:
         x, y = (tf1.placeholder(tf.float64, [None, n]) for n in (3, 1))
         w = tf1.get_variable("w", initializer=np.zeros((3, 1)), use_resource=use_resource)
@@ -347,7 +348,7 @@ def test_a_graph_is_minimised_on_data_that_is_fed(use_resource):
             weights.value_and_gradient(lambda: loss)
 
 
-def test_a_graph_needs_a_session():
+def test_a_graph_needs_a_session() -> None:
     with tf.Graph().as_default():
         v = tf1.Variable(np.float32(1), name="v")
         fun = TensorFlowVariables(v).value_and_gradient(lambda: v * v)

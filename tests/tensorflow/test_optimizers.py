@@ -1,5 +1,7 @@
 """Optimizers: all of their slots, under the names of what they belong to, and their counters."""
 
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ pytestmark = only_bound  # what differs between the ways of moving is tested els
 tf1 = tf.compat.v1
 
 
-def of_kind(module, base):
+def of_kind(module: Any, base: Any) -> Any:
     """The optimizers of a module, but for bases."""
     return [
         getattr(module, name)
@@ -46,12 +48,12 @@ OPTIONS = {
 }
 
 
-def made(name):
+def made(name: Any) -> Any:
     kind = CLASSES[name]
     return kind(**OPTIONS.get(kind.__name__, {}))
 
 
-def model_of(name, units=3):
+def model_of(name: Any, units: Any = 3) -> Any:
     """A model of the optimizer's own Keras, with a state of its own kind in the middle."""
     if name.startswith("tf_keras"):
         layers = [tf_keras.Input((4,)), OldBlock(units), tf_keras.layers.Dense(2)]
@@ -59,7 +61,7 @@ def model_of(name, units=3):
     return keras.Sequential([keras.Input((4,)), Block(units), keras.layers.Dense(2)])
 
 
-def model_without_chance(name):
+def model_without_chance(name: Any) -> Any:
     """Dropout of `tf_keras` draws from what is no variable."""
     keras_of_name = tf_keras if name.startswith("tf_keras") else keras
     layers = keras_of_name.layers
@@ -74,7 +76,7 @@ def model_without_chance(name):
     )
 
 
-def step(model, optimizer, x=None):
+def step(model: Any, optimizer: Any, x: Any = None) -> None:
     x = numbers(8, 4) if x is None else x
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(model(x, training=True) ** 2)
@@ -88,13 +90,13 @@ def step(model, optimizer, x=None):
         )
 
 
-def own_variables(optimizer):
+def own_variables(optimizer: Any) -> Any:
     found = optimizer.variables
     return list(found() if callable(found) and not isinstance(found, list) else found)
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_optimizer_gives_its_variables_under_the_names_of_their_owners(name):
+def test_every_optimizer_gives_its_variables_under_the_names_of_their_owners(name: Any) -> None:
     layouts = []
     for units in (3, 3):
         model, optimizer = model_of(name, units), made(name)
@@ -130,8 +132,8 @@ TRAINED = {
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_training_goes_on_exactly_where_the_other_left_off(name):
-    def built():
+def test_training_goes_on_exactly_where_the_other_left_off(name: Any) -> None:
+    def built() -> Any:
         model, optimizer = model_without_chance(name), TRAINED[name]()
         step(model, optimizer)
         return model, optimizer
@@ -151,7 +153,7 @@ def test_training_goes_on_exactly_where_the_other_left_off(name):
         np.testing.assert_array_equal(ours[key], theirs[key], err_msg=key)
 
 
-def test_without_the_optimizer_training_goes_on_elsewhere():
+def test_without_the_optimizer_training_goes_on_elsewhere() -> None:
     # The test above would otherwise prove nothing.
     name = "keras.Adam"
     first, second = ((model_of(name), TRAINED[name]()) for _ in range(2))
@@ -167,7 +169,7 @@ def test_without_the_optimizer_training_goes_on_elsewhere():
 
 
 @pytest.mark.parametrize("name", ["keras.Adam", "tf_keras.Adam", "tf_keras.legacy.Adam"])
-def test_an_evaluation_network_takes_the_weights_of_a_training(name):
+def test_an_evaluation_network_takes_the_weights_of_a_training(name: Any) -> None:
     model, optimizer = model_of(name), TRAINED[name]()
     step(model, optimizer)
     training = TensorFlowVariables(model, input_variables=[optimizer])
@@ -179,7 +181,7 @@ def test_an_evaluation_network_takes_the_weights_of_a_training(name):
         np.testing.assert_array_equal(array, training.get_weights()[key])
 
 
-def test_slots_in_input_variables_have_the_names_of_their_owners():
+def test_slots_in_input_variables_have_the_names_of_their_owners() -> None:
     model, optimizer = model_of("keras"), TRAINED["keras.SGD"]()
     optimizer.build(model.trainable_variables)
     names = list(TensorFlowVariables(model, input_variables=[optimizer]).variables)
@@ -187,7 +189,7 @@ def test_slots_in_input_variables_have_the_names_of_their_owners():
     assert "dense/kernel/momentums" in names
 
 
-def test_optimizers_come_before_or_after_their_models():
+def test_optimizers_come_before_or_after_their_models() -> None:
     model, optimizer = model_of("keras"), TRAINED["keras.SGD"]()
     optimizer.build(model.trainable_variables)
     before = TensorFlowVariables({"o": optimizer, "m": model})
@@ -196,7 +198,7 @@ def test_optimizers_come_before_or_after_their_models():
     assert "o/m/block/dense/kernel/momentums" in before.variables
 
 
-def test_two_optimizers_of_one_model_keep_apart():
+def test_two_optimizers_of_one_model_keep_apart() -> None:
     model = model_of("keras")
     fast, slow = TRAINED["keras.SGD"](), TRAINED["keras.SGD"]()
     for optimizer in (fast, slow):
@@ -207,7 +209,7 @@ def test_two_optimizers_of_one_model_keep_apart():
     assert "slow/m/dense/bias/momentums" in names
 
 
-def test_the_optimizer_of_a_compiled_model_is_not_part_of_the_model():
+def test_the_optimizer_of_a_compiled_model_is_not_part_of_the_model() -> None:
     for name in ("keras.Adam", "tf_keras.Adam", "tf_keras.legacy.Adam"):
         model = model_of(name)
         model.compile(TRAINED[name](), "mse")
@@ -216,7 +218,7 @@ def test_the_optimizer_of_a_compiled_model_is_not_part_of_the_model():
         assert [id(v) for v in found] == [id(v) for v in model.variables]
 
 
-def test_an_optimizer_for_each_layer():
+def test_an_optimizer_for_each_layer() -> None:
     if not hasattr(keras.optimizers, "MultiOptimizer"):
         pytest.skip("this Keras has none")
     layouts = []
@@ -234,7 +236,7 @@ def test_an_optimizer_for_each_layer():
     assert layouts[0] == layouts[1]
 
 
-def test_the_loss_scale_of_tf_keras_is_state():
+def test_the_loss_scale_of_tf_keras_is_state() -> None:
     inner = tf_keras.optimizers.Adam(0.01)
     optimizer = tf_keras.mixed_precision.LossScaleOptimizer(inner, initial_scale=8)
     model = model_of("tf_keras")
@@ -246,7 +248,7 @@ def test_the_loss_scale_of_tf_keras_is_state():
     assert optimizer.loss_scale.numpy() == 2
 
 
-def test_a_schedule_is_no_variable_and_a_learning_rate_is_one():
+def test_a_schedule_is_no_variable_and_a_learning_rate_is_one() -> None:
     model = model_of("keras")
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
     for rate, there in ((schedule, False), (0.1, True)):
@@ -266,8 +268,8 @@ TF1 = {
 
 @pytest.mark.parametrize("use_resource", [True, False])
 @pytest.mark.parametrize("name", TF1)
-def test_training_goes_on_in_another_graph(name, use_resource):
-    def built():
+def test_training_goes_on_in_another_graph(name: Any, use_resource: Any) -> None:
+    def built() -> Any:
         with tf.Graph().as_default():
             w = tf1.get_variable("w", [3], use_resource=use_resource)
             b = tf1.get_variable("b", [], use_resource=use_resource)
@@ -294,7 +296,7 @@ def test_training_goes_on_in_another_graph(name, use_resource):
     np.testing.assert_array_equal(here.get_flat(), there.get_flat())
 
 
-def test_a_tf1_optimizer_of_eager_variables():
+def test_a_tf1_optimizer_of_eager_variables() -> None:
     w = tf.Variable([1.0, 2.0], name="w")
     optimizer = tf1.train.AdamOptimizer(0.1)
     optimizer.minimize(lambda: tf.reduce_sum(w * w))
@@ -309,7 +311,7 @@ def test_a_tf1_optimizer_of_eager_variables():
 
 
 @pytest.mark.parametrize("kind", [keras.optimizers.Adam, tf_keras.optimizers.Adam])
-def test_weights_with_slots_set_a_model_without_an_optimizer(kind):
+def test_weights_with_slots_set_a_model_without_an_optimizer(kind: Any) -> None:
     of = tf_keras if kind.__module__.startswith("tf_keras") else keras
     trained, evaluated = (
         of.Sequential([of.Input((3,)), of.layers.Dense(2), of.layers.Dense(1)]) for _ in range(2)
@@ -324,7 +326,7 @@ def test_weights_with_slots_set_a_model_without_an_optimizer(kind):
         np.testing.assert_array_equal(np.asarray(theirs), np.asarray(ours))
 
 
-def test_several_models_beside_an_optimizer_keep_their_positions():
+def test_several_models_beside_an_optimizer_keep_their_positions() -> None:
     first, second = keras.layers.Dense(1), keras.layers.Dense(1)
     first.build((1, 2))
     second.build((1, 2))

@@ -21,7 +21,7 @@ from flatweights.tensorflow import TensorFlowVariables
 tf1 = tf.compat.v1
 
 
-def linear(w_name=None, b_name=None):
+def linear(w_name: Any = None, b_name: Any = None) -> Any:
     """The network of Ray's guide: one weight, one bias."""
     x, y = tf1.placeholder(tf.float32, [100]), tf1.placeholder(tf.float32, [100])
     w = tf1.Variable(tf1.random_uniform([1], -1.0, 1.0), name=w_name)
@@ -32,7 +32,7 @@ def linear(w_name=None, b_name=None):
 class Network:
     """A network in a graph and a session of its own; variables before initialization."""
 
-    def __init__(self, *, use_loss=True, more=False):
+    def __init__(self, *, use_loss: Any = True, more: Any = False) -> None:
         with tf.Graph().as_default():
             extra = [tf1.Variable(1)] if more else None
             self.loss, self.x, self.y = linear()
@@ -45,17 +45,17 @@ class Network:
             self.train = optimizer.apply_gradients(self.gradients)
             self.sess.run(tf1.global_variables_initializer())
 
-    def feed(self):
+    def feed(self) -> Any:
         x = np.linspace(0, 1, 100, dtype=np.float32)
         return {self.x: x, self.y: 2 * x + 1}
 
 
-def test_the_example_of_the_documentation():
+def test_the_example_of_the_documentation() -> None:
     workers = [Network() for _ in range(2)]
-    start = workers[0].weights.get_weights()
+    start: Any = workers[0].weights.get_weights()
     before = workers[0].sess.run(workers[0].loss, workers[0].feed())
     for _ in range(20):
-        results = []
+        results: list[Any] = []
         for worker in workers:
             worker.weights.set_weights(start)
             for _ in range(5):
@@ -67,7 +67,7 @@ def test_the_example_of_the_documentation():
     assert after < before / 10
 
 
-def test_gradients_are_averaged_and_fed():
+def test_gradients_are_averaged_and_fed() -> None:
     workers = [Network() for _ in range(2)]
     for _ in range(5):
         weights = workers[0].weights.get_weights()
@@ -83,7 +83,7 @@ def test_gradients_are_averaged_and_fed():
         assert first.sess.run(first.loss, first.feed()) < loss
 
 
-def test_what_was_got_is_changed_in_place_and_set():
+def test_what_was_got_is_changed_in_place_and_set() -> None:
     with tf.Graph().as_default():
         sess = tf1.Session()
         loss, _, _ = linear()
@@ -113,7 +113,7 @@ def test_what_was_got_is_changed_in_place_and_set():
         np.testing.assert_array_equal(third.get_flat(), flat)
 
 
-def test_get_weights_gives_writable_arrays_that_alias_nothing():
+def test_get_weights_gives_writable_arrays_that_alias_nothing() -> None:
     net = Network()
     first, second = net.weights.get_weights(), net.weights.get_weights()
     kept = {name: np.array(array) for name, array in second.items()}
@@ -131,7 +131,7 @@ def test_get_weights_gives_writable_arrays_that_alias_nothing():
 
 
 @pytest.mark.parametrize(("use_loss", "count"), [(True, 3), (False, 1)])
-def test_integers_among_input_variables_with_and_without_a_loss(use_loss, count):
+def test_integers_among_input_variables_with_and_without_a_loss(use_loss: Any, count: Any) -> None:
     net = Network(use_loss=use_loss, more=True)
     assert len(net.weights.variables) == len(net.weights.placeholders) == count
     net.weights.set_weights(net.weights.get_weights())
@@ -141,7 +141,7 @@ def test_integers_among_input_variables_with_and_without_a_loss(use_loss, count)
 
 
 @pytest.mark.parametrize("output", [None, [], ()])
-def test_no_output_but_variables(output):
+def test_no_output_but_variables(output: Any) -> None:
     with tf.Graph().as_default():
         w = tf1.get_variable("w", [2])
         sess = tf1.Session()
@@ -150,7 +150,7 @@ def test_no_output_but_variables(output):
     assert list(TensorFlowVariables(output, None, [tf.Variable(1.0, name="v")]).variables) == ["v"]
 
 
-def test_a_list_of_outputs_and_of_operations():
+def test_a_list_of_outputs_and_of_operations() -> None:
     with tf.Graph().as_default():
         a, b = linear("aw", "ab")[0], linear("bw", "bb")[0]
         names = ["aw", "ab", "bw", "bb"]
@@ -158,7 +158,7 @@ def test_a_list_of_outputs_and_of_operations():
         assert list(TensorFlowVariables([b.op, a.op]).variables) == names
 
 
-def test_networks_in_graphs_of_their_own_are_independent_and_exchange():
+def test_networks_in_graphs_of_their_own_are_independent_and_exchange() -> None:
     one, two = Network(), Network()
     assert list(one.weights.variables) == list(two.weights.variables)
     ones, twos = one.weights.get_weights(), two.weights.get_weights()
@@ -171,7 +171,7 @@ def test_networks_in_graphs_of_their_own_are_independent_and_exchange():
     assert one.weights.get_weights() == twos
 
 
-def test_control_dependencies_lead_to_the_slots_of_an_optimizer():
+def test_control_dependencies_lead_to_the_slots_of_an_optimizer() -> None:
     with tf.Graph().as_default():
         loss, _, _ = linear()
         step = tf1.train.MomentumOptimizer(0.9, 0.9).minimize(loss)
@@ -182,7 +182,7 @@ def test_control_dependencies_lead_to_the_slots_of_an_optimizer():
         assert not weights.get_weights()["Variable/Momentum"].any()
 
 
-def test_an_eager_model_by_its_variables():
+def test_an_eager_model_by_its_variables() -> None:
     model = KINDS["keras_sequential"]().output
     weights = TensorFlowVariables(None, None, model.variables)
     assert weights.get_flat_size() == sum(np.prod(v.shape) for v in model.variables)
@@ -192,7 +192,7 @@ def test_an_eager_model_by_its_variables():
     np.testing.assert_array_equal(model.variables[1].numpy(), [24, 26, 28])
 
 
-def test_nothing_matches_as_ray_says_it():
+def test_nothing_matches_as_ray_says_it() -> None:
     with pytest.raises(AssertionError, match=r"place each network definition in its own tf\.Graph"):
         Network().weights.set_weights({"unknown": np.zeros(3)})
 
@@ -231,22 +231,27 @@ def check_no_growth(weights: Any) -> None:
     assert min(np.diff(objects)) < 100
 
 
-def test_thousands_of_calls_add_nothing_to_eager_tensorflow(monkeypatch):
+def test_thousands_of_calls_add_nothing_to_eager_tensorflow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     weights = TensorFlowVariables(
         [tf.Variable(np.zeros(n, np.float32)) for n in (25_000, 3, 25_000)]
     )
     rounds(weights, 1)
-    graphs = []
+    graphs: list[int] = []
     original = tf.Graph.__init__
-    monkeypatch.setattr(
-        tf.Graph, "__init__", lambda self, *args: (graphs.append(1), original(self, *args))[1]
-    )
+
+    def counted(self: Any, *args: Any) -> None:
+        graphs.append(1)
+        original(self, *args)
+
+    monkeypatch.setattr(tf.Graph, "__init__", counted)
     check_no_growth(weights)
     assert not graphs, "every tf.function was traced before"
 
 
 @pytest.mark.parametrize("use_resource", [True, False])
-def test_thousands_of_calls_add_nothing_to_a_graph(use_resource):
+def test_thousands_of_calls_add_nothing_to_a_graph(use_resource: Any) -> None:
     with tf.Graph().as_default() as graph:
         for n in (25_000, 3, 25_000):
             tf1.get_variable(
@@ -267,7 +272,7 @@ def test_thousands_of_calls_add_nothing_to_a_graph(use_resource):
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
-def test_what_holds_the_variables_is_not_sent_either(dumps):
+def test_what_holds_the_variables_is_not_sent_either(dumps: Any) -> None:
     weights = TensorFlowVariables(tf.Variable(1.0, name="w"))
     with pytest.raises(TypeError, match="Build the model inside the actor, and send get_weights"):
         dumps({"model": weights})
@@ -336,7 +341,7 @@ print("received")
 
 
 @pytest.mark.parametrize("path", ["bound"], indirect=True)  # Processes take seconds.
-def test_classes_functions_and_weights_of_main_arrive_in_another_process(tmp_path):
+def test_classes_functions_and_weights_of_main_arrive_in_another_process(tmp_path: Path) -> None:
     out = ""
     for program in (SENDER, RECEIVER):
         done = subprocess.run(
@@ -353,7 +358,7 @@ def test_classes_functions_and_weights_of_main_arrive_in_another_process(tmp_pat
 
 # NumPy warns of how Keras saves.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_a_model_may_be_sent_and_arrives_as_another():
+def test_a_model_may_be_sent_and_arrives_as_another() -> None:
     model = KINDS["keras_sequential"]().output
     sent = cloudpickle.loads(cloudpickle.dumps(model))
     here, there = TensorFlowVariables(model), TensorFlowVariables(sent)

@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 import weakref
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 from reference import read_only, refuses, same_bits
+from tf_forks import Forks
 from tf_models import build_eager, build_graph, mixed_values, only_bound, random_values
 
 from flatweights import FlatWeights
@@ -23,7 +25,7 @@ from flatweights.tensorflow import TensorFlowVariables
 tf1 = tf.compat.v1
 
 
-def frozen(values, shift=0):
+def frozen(values: Any, shift: Any = 0) -> Any:
     """A frozen copy that begins ``shift`` bytes after a 64-byte boundary, as a view."""
     values = np.asarray(values)
     room = np.zeros(values.nbytes + 128, np.uint8)
@@ -35,23 +37,23 @@ def frozen(values, shift=0):
     return view
 
 
-def frozen_weights(values):
+def frozen_weights(values: Any) -> Any:
     """`FlatWeights` as `ray.get` gives them."""
     weights = FlatWeights(values)
     return FlatWeights.wrap(frozen(weights.buffer), weights.layout)
 
 
-def address(variable):
+def address(variable: Any) -> Any:
     """Where a variable's value is."""
     return np.asarray(memoryview(variable.value())).ctypes.data
 
 
-def aliases(variable, array):
+def aliases(variable: Any, array: Any) -> Any:
     """Whether the variable's value lies within ``array``."""
     return 0 <= address(variable) - array.ctypes.data < array.nbytes
 
 
-def is_gone(alive):
+def is_gone(alive: Any) -> Any:
     """Whether what ``alive`` refers to dies soon, without another call to flatweights."""
     for _ in range(200):
         gc.collect(0)
@@ -61,17 +63,17 @@ def is_gone(alive):
     return False
 
 
-def watched(size=32):
+def watched(size: Any = 32) -> Any:
     """A vector that may be shared, and whether its memory is alive."""
     flat = frozen(np.arange(1, size + 1, dtype=np.float32))
     return flat, weakref.ref(flat.base)
 
 
-def in_thread(work):
+def in_thread(work: Any) -> None:
     """Call ``work`` in a thread that ends with it."""
     errors = []
 
-    def run():
+    def run() -> None:
         try:
             work()
         except BaseException as error:
@@ -88,7 +90,7 @@ def in_thread(work):
 
 
 @pytest.mark.parametrize("values", [random_values, mixed_values])
-def test_shared_weights_are_the_models(build, values):
+def test_shared_weights_are_the_models(build: Any, values: Any) -> None:
     model = build(values(0))
     wanted = values(1)
     model.weights.set_weights(frozen_weights(wanted), share=True)
@@ -98,7 +100,7 @@ def test_shared_weights_are_the_models(build, values):
 
 
 @pytest.mark.parametrize("shift", [0, 4])
-def test_a_shared_vector_is_the_models(build, shift):
+def test_a_shared_vector_is_the_models(build: Any, shift: Any) -> None:
     model = build(random_values(0))
     flat = frozen(np.arange(model.weights.get_flat_size(), dtype=np.float32), shift)
     model.weights.set_flat(flat, share=True)
@@ -107,7 +109,7 @@ def test_a_shared_vector_is_the_models(build, shift):
     assert same_bits(read, flat)
 
 
-def test_a_subset_is_shared_and_the_rest_stays(build):
+def test_a_subset_is_shared_and_the_rest_stays(build: Any) -> None:
     values, others = random_values(0), random_values(1)
     model = build(values)
     model.weights.set_weights({"bias": frozen(others["bias"])}, share=True)
@@ -115,7 +117,7 @@ def test_a_subset_is_shared_and_the_rest_stays(build):
         np.testing.assert_array_equal(value, (others if name == "bias" else values)[name])
 
 
-def test_what_has_another_dtype_is_converted(build):
+def test_what_has_another_dtype_is_converted(build: Any) -> None:
     model = build(mixed_values())
     flat = frozen(model.weights.get_flat() * 0 + 1)
     assert flat.dtype == np.float64
@@ -125,14 +127,14 @@ def test_what_has_another_dtype_is_converted(build):
 
 
 @pytest.mark.parametrize("source", [np.float64, np.float16, np.int32])
-def test_a_dict_of_another_dtype_is_converted(build, source):
+def test_a_dict_of_another_dtype_is_converted(build: Any, source: Any) -> None:
     model = build(random_values())
     wanted = {name: frozen(np.full(v.shape, 3, source)) for name, v in model.read().items()}
     model.weights.set_weights(wanted, share=True)
     assert set(model.weights.get_flat()) == {3}
 
 
-def test_a_dict_for_integer_variables_is_converted(build):
+def test_a_dict_for_integer_variables_is_converted(build: Any) -> None:
     model = build({"step": np.int64(0), "count": np.zeros(3, np.int32)})
     wanted = {"step": frozen(np.float64(2)), "count": frozen(np.float64([4, 5, 6]))}
     model.weights.set_weights(wanted, share=True)
@@ -143,7 +145,7 @@ def test_a_dict_for_integer_variables_is_converted(build):
 
 
 @only_bound
-def test_all_of_a_packed_buffer_is_aliased(path):
+def test_all_of_a_packed_buffer_is_aliased(path: Any) -> None:
     model = build_eager({n: v for n, v in mixed_values().items() if n != "brain"})
     shared = frozen_weights(model.read())
     model.weights.set_weights(shared, share=True)
@@ -153,7 +155,7 @@ def test_all_of_a_packed_buffer_is_aliased(path):
 
 
 @only_bound
-def test_aligned_slots_of_a_vector_are_aliased_and_others_copied(path):
+def test_aligned_slots_of_a_vector_are_aliased_and_others_copied(path: Any) -> None:
     variables = [tf.Variable(tf.zeros(n)) for n in (16, 15, 1, 32, 1, 3)]
     weights = TensorFlowVariables(variables)
     flat = frozen(np.arange(68, dtype=np.float32))
@@ -166,7 +168,7 @@ def test_aligned_slots_of_a_vector_are_aliased_and_others_copied(path):
 
 @only_bound
 @pytest.mark.parametrize("shift", [4, 16, 32, 60])
-def test_nothing_of_a_shifted_buffer_is_aliased(path, shift):
+def test_nothing_of_a_shifted_buffer_is_aliased(path: Any, shift: Any) -> None:
     variables = [tf.Variable(tf.zeros(16)), tf.Variable(tf.zeros(16))]
     flat = frozen(np.arange(32, dtype=np.float32), shift)
     TensorFlowVariables(variables).set_flat(flat, share=True)
@@ -175,7 +177,7 @@ def test_nothing_of_a_shifted_buffer_is_aliased(path, shift):
 
 
 @only_bound
-def test_each_array_of_a_dict_is_aliased_alone(path):
+def test_each_array_of_a_dict_is_aliased_alone(path: Any) -> None:
     a, b, c = (tf.Variable(tf.zeros((4, 8)), name=name) for name in "abc")
     weights = TensorFlowVariables([a, b, c])
     given = {
@@ -191,7 +193,7 @@ def test_each_array_of_a_dict_is_aliased_alone(path):
 
 
 @only_bound
-def test_another_dtype_is_not_aliased(path):
+def test_another_dtype_is_not_aliased(path: Any) -> None:
     v = tf.Variable(tf.zeros(16))
     flat = frozen(np.arange(16.0))
     TensorFlowVariables(v).set_flat(flat, share=True)
@@ -211,7 +213,7 @@ def test_another_dtype_is_not_aliased(path):
     ],
     ids=["gather", "lookup", "slice", "scatter", "nothing yet"],
 )
-def test_what_tensorflow_writes_to_in_place_is_not_aliased(path, switch):
+def test_what_tensorflow_writes_to_in_place_is_not_aliased(path: Any, switch: Any) -> None:
     v, dense = tf.Variable(tf.zeros((2, 16))), tf.Variable(tf.zeros((2, 16)))
     switch(v)
     flat = frozen(np.arange(64, dtype=np.float32))
@@ -227,7 +229,7 @@ def test_what_tensorflow_writes_to_in_place_is_not_aliased(path, switch):
 
 
 @only_bound
-def test_models_tell_what_they_share(path):
+def test_models_tell_what_they_share(path: Any) -> None:
     variables = [tf.Variable(tf.zeros(n), name=f"v{n}") for n in (16, 15, 32)]
     weights = TensorFlowVariables(variables)
     assert weights.shared == {"v16": False, "v15": False, "v32": False}
@@ -242,11 +244,11 @@ def test_models_tell_what_they_share(path):
     assert not any(weights.shared.values()), "not what a set gave it"
 
 
-def frozen_tensor():
+def frozen_tensor() -> Any:
     return tf.experimental.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tf.ones(16)))
 
 
-def test_unbound_variables_share_nothing(build):
+def test_unbound_variables_share_nothing(build: Any) -> None:
     model = build(random_values())
     model.weights.set_weights(frozen_weights(random_values(1)), share=True)
     assert model.weights.shared.keys() == model.weights.variables.keys()
@@ -259,7 +261,7 @@ def test_unbound_variables_share_nothing(build):
 
 
 @only_bound
-def test_a_variable_keeps_its_memory_alive(path):
+def test_a_variable_keeps_its_memory_alive(path: Any) -> None:
     v = tf.Variable(tf.zeros(32))
     weights = TensorFlowVariables(v)
     flat, alive = watched()
@@ -273,7 +275,7 @@ def test_a_variable_keeps_its_memory_alive(path):
 
 
 @only_bound
-def test_one_variable_is_enough(path):
+def test_one_variable_is_enough(path: Any) -> None:
     variables = [tf.Variable(tf.zeros(16)) for _ in range(2)]
     flat, alive = watched()
     TensorFlowVariables(variables).set_flat(flat, share=True)
@@ -286,7 +288,7 @@ def test_one_variable_is_enough(path):
 
 
 @only_bound
-def test_what_copies_everything_keeps_nothing(path):
+def test_what_copies_everything_keeps_nothing(path: Any) -> None:
     v = tf.Variable(tf.zeros(32))
     flat = frozen(np.ones(32, np.float32), shift=4)
     alive = weakref.ref(flat.base)
@@ -296,7 +298,7 @@ def test_what_copies_everything_keeps_nothing(path):
 
 
 @only_bound
-def test_a_value_that_was_read_keeps_the_memory_alive(path):
+def test_a_value_that_was_read_keeps_the_memory_alive(path: Any) -> None:
     v = tf.Variable(tf.zeros(32))
     flat, alive = watched()
     TensorFlowVariables(v).set_flat(flat, share=True)
@@ -309,7 +311,7 @@ def test_a_value_that_was_read_keeps_the_memory_alive(path):
 
 
 @only_bound
-def test_a_slice_that_was_read_keeps_the_memory_alive(path):
+def test_a_slice_that_was_read_keeps_the_memory_alive(path: Any) -> None:
     v = tf.Variable(tf.zeros((2, 16)))
     flat, alive = watched()
     TensorFlowVariables(v).set_flat(flat, share=True)
@@ -322,12 +324,12 @@ def test_a_slice_that_was_read_keeps_the_memory_alive(path):
 
 
 @only_bound
-def test_a_slice_that_a_function_used_keeps_nothing(path):
+def test_a_slice_that_a_function_used_keeps_nothing(path: Any) -> None:
     v = tf.Variable(tf.zeros((2, 16)))
     weights = TensorFlowVariables(v)
 
     @tf.function
-    def step():
+    def step() -> Any:
         old = v[:1]
         v.assign_add(tf.ones((2, 16)))
         return tf.reduce_sum(v[:1] - old)
@@ -341,10 +343,10 @@ def test_a_slice_that_a_function_used_keeps_nothing(path):
 
 
 @only_bound
-def test_the_memory_is_let_go_while_the_main_thread_waits(path):
+def test_the_memory_is_let_go_while_the_main_thread_waits(path: Any) -> None:
     seen = []
 
-    def work():
+    def work() -> None:
         v = tf.Variable(tf.zeros(32))
         flat, alive = watched()
         TensorFlowVariables(v).set_flat(flat, share=True)
@@ -357,7 +359,7 @@ def test_the_memory_is_let_go_while_the_main_thread_waits(path):
 
 
 @only_bound
-def test_what_was_converted_for_integers_lives_as_long_as_they_do(path):
+def test_what_was_converted_for_integers_lives_as_long_as_they_do(path: Any) -> None:
     """Their values come from a vector of floats, and are arrays of their own, some aligned."""
     integers = [tf.Variable(tf.zeros(8, tf.int64), name=f"i{k}") for k in range(64)]
     weights = TensorFlowVariables([tf.Variable(tf.zeros(64)), *integers])
@@ -387,7 +389,9 @@ RELEASES = {
 @only_bound
 @pytest.mark.parametrize("thread", [lambda work: work(), in_thread], ids=["here", "in a thread"])
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_memory_is_let_go_when_the_variable_changes(path, release, thread):
+def test_the_memory_is_let_go_when_the_variable_changes(
+    path: Any, release: Any, thread: Any
+) -> None:
     v = tf.Variable(tf.zeros(32))
     weights = TensorFlowVariables(v)
     flat, alive = watched()
@@ -399,7 +403,7 @@ def test_the_memory_is_let_go_when_the_variable_changes(path, release, thread):
 
 
 @only_bound
-def test_a_training_step_lets_the_memory_go(path):
+def test_a_training_step_lets_the_memory_go(path: Any) -> None:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
     model.compile(keras.optimizers.Adam(0.1), "mse", run_eagerly=False)
     weights = TensorFlowVariables(model)
@@ -416,7 +420,7 @@ def test_a_training_step_lets_the_memory_go(path):
 
 @only_bound
 @pytest.mark.parametrize("thread", [lambda work: work(), in_thread], ids=["here", "in a thread"])
-def test_the_memory_is_let_go_when_the_variable_dies(path, thread):
+def test_the_memory_is_let_go_when_the_variable_dies(path: Any, thread: Any) -> None:
     held = [tf.Variable(tf.zeros(32))]
     held.append(TensorFlowVariables(held[0]))
     flat, alive = watched()
@@ -429,7 +433,7 @@ def test_the_memory_is_let_go_when_the_variable_dies(path, thread):
 
 
 @only_bound
-def test_the_memory_is_let_go_when_the_session_is_closed(path):
+def test_the_memory_is_let_go_when_the_session_is_closed(path: Any) -> None:
     model = build_graph({"a": np.zeros(32, np.float32)})
     flat, alive = watched()
     model.weights.set_flat(flat, share=True)
@@ -444,7 +448,7 @@ def test_the_memory_is_let_go_when_the_session_is_closed(path):
 
 
 @only_bound
-def test_many_rounds_keep_nothing(path):
+def test_many_rounds_keep_nothing(path: Any) -> None:
     variables = [tf.Variable(tf.zeros(64)) for _ in range(8)]
     weights = TensorFlowVariables(variables)
     step = tf.function(lambda: assign_adds(variables))
@@ -461,7 +465,7 @@ def test_many_rounds_keep_nothing(path):
 
 
 @only_bound
-def test_a_set_that_is_refused_half_way_shares_and_keeps_nothing(path):
+def test_a_set_that_is_refused_half_way_shares_and_keeps_nothing(path: Any) -> None:
     variables = [tf.Variable(tf.zeros(32)) for _ in range(3)]
     weights = TensorFlowVariables(variables)
     tf.raw_ops.AssignVariableOp(resource=variables[1].handle, value=tf.zeros(5))
@@ -488,13 +492,13 @@ PIECES = {
 
 
 @pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES)
-def test_a_piece_that_outlives_the_value_is_not_computed_in_place(piece):
+def test_a_piece_that_outlives_the_value_is_not_computed_in_place(piece: Any) -> None:
     v = tf.Variable(tf.zeros((64, 64)))
     flat = frozen(np.ones(64 * 64, np.float32))
     weights = TensorFlowVariables(v)
 
     @tf.function
-    def step(change):
+    def step(change: Any) -> Any:
         old = piece(v)
         v.assign_sub(change)
         return tf.reduce_max(tf.abs(old - piece(v)))
@@ -506,7 +510,7 @@ def test_a_piece_that_outlives_the_value_is_not_computed_in_place(piece):
 
 
 @pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES)
-def test_a_variable_that_was_assigned_a_piece_is_not_updated_in_place(piece):
+def test_a_variable_that_was_assigned_a_piece_is_not_updated_in_place(piece: Any) -> None:
     v = tf.Variable(tf.zeros((64, 64)))
     other = tf.Variable(piece(v), shape=tf.TensorShape(None))
     flat = frozen(np.ones(64 * 64, np.float32))
@@ -519,7 +523,7 @@ def test_a_variable_that_was_assigned_a_piece_is_not_updated_in_place(piece):
 
 
 @only_bound
-def test_a_variable_that_was_assigned_a_piece_is_set_apart(path):
+def test_a_variable_that_was_assigned_a_piece_is_set_apart(path: Any) -> None:
     v, other = tf.Variable(tf.zeros((64, 64))), tf.Variable(tf.zeros((32, 64)), name="other")
     flat = frozen(np.ones(64 * 64, np.float32))
     weights, others = TensorFlowVariables(v), TensorFlowVariables(other)
@@ -537,7 +541,7 @@ def test_a_variable_that_was_assigned_a_piece_is_set_apart(path):
         assert set(flat) == {1}
 
 
-def test_pieces_in_one_thread_beside_sets_in_another():
+def test_pieces_in_one_thread_beside_sets_in_another() -> None:
     v = tf.Variable(tf.zeros((64, 64)))
     weights = TensorFlowVariables(v)
     memory = [frozen(np.full(64 * 64, k + 1, np.float32)) for k in range(8)]
@@ -545,14 +549,14 @@ def test_pieces_in_one_thread_beside_sets_in_another():
     stop, seen = threading.Event(), []
 
     @tf.function
-    def compute():
+    def compute() -> Any:
         piece = v[:32]
         with tf.control_dependencies([piece]):
             busy = tf.reduce_sum(tf.random.normal((100, 100)))  # until the variable has moved on
         with tf.control_dependencies([busy]):
             return tf.nn.relu(tf.ones((32, 64)) + piece)
 
-    def run():
+    def run() -> None:
         while not stop.is_set():
             seen.append(compute().numpy())
 
@@ -569,10 +573,10 @@ def test_pieces_in_one_thread_beside_sets_in_another():
     assert all(len(set(value.flat)) == 1 and 2 <= value.flat[0] <= 9 for value in seen)
 
 
-def tf_function(jit):
-    def update(variables):
+def tf_function(jit: Any) -> Any:
+    def update(variables: Any) -> None:
         @tf.function(jit_compile=jit)
-        def run():
+        def run() -> None:
             for v in variables:
                 v.assign(v * 2 + 1)
                 v.assign_add(tf.ones_like(v))
@@ -583,8 +587,8 @@ def tf_function(jit):
     return update
 
 
-def optimizer(make, apply):
-    def update(variables):
+def optimizer(make: Any, apply: Any) -> Any:
+    def update(variables: Any) -> None:
         tuned = make()
         for k in range(2):
             apply(tuned, [tf.fill(v.shape, k + 1.0) for v in variables], variables)
@@ -592,47 +596,47 @@ def optimizer(make, apply):
     return update
 
 
-def keras3(make):
+def keras3(make: Any) -> Any:
     return optimizer(make, lambda o, grads, variables: o.apply(grads, variables))
 
 
-def legacy(make):
+def legacy(make: Any) -> Any:
     return optimizer(make, lambda o, grads, vs: o.apply_gradients(zip(grads, vs, strict=True)))
 
 
-def assign_adds(variables):
+def assign_adds(variables: Any) -> None:
     for v in variables:
         v.assign_add(tf.ones_like(v))
         v.assign_sub(tf.ones_like(v) * 3)
 
 
-def assigns_of_one_to_the_other(variables):
+def assigns_of_one_to_the_other(variables: Any) -> None:
     variables[0].assign(variables[1])  # both have one buffer now
     for v in variables[:2]:
         v.assign_add(tf.ones_like(v))
 
 
-def slices(variables):
+def slices(variables: Any) -> None:
     for v in variables:
         v[0].assign(v[1] + 1)
         v[1:].assign(v[:-1] * 2)
 
 
-def scatters(variables):
+def scatters(variables: Any) -> None:
     for v in variables:
         v.scatter_nd_update([[0], [2]], tf.fill((2, *v.shape[1:]), 7.0))
         v.scatter_nd_add([[0], [2]], tf.fill((2, *v.shape[1:]), 7.0))
 
 
-def gathers_then_scatters(variables):
+def gathers_then_scatters(variables: Any) -> None:
     for v in variables:
         tf.gather(v, [0])
         v.scatter_nd_sub([[0], [2]], tf.fill((2, *v.shape[1:]), 7.0))
         v.assign_add(tf.ones_like(v))
 
 
-def sparse_gradients(make):
-    def update(variables):
+def sparse_gradients(make: Any) -> Any:
+    def update(variables: Any) -> None:
         tuned = make()
         for _ in range(2):
             with tf.GradientTape() as tape:
@@ -644,7 +648,7 @@ def sparse_gradients(make):
     return update
 
 
-def raw_momentum(variables):
+def raw_momentum(variables: Any) -> None:
     for v, accum in (variables[:2], variables[1::-1]):
         tf.raw_ops.ResourceApplyMomentum(
             var=v.handle,
@@ -677,16 +681,16 @@ UPDATES = {
 }
 
 
-def ones(layout):
+def ones(layout: Any) -> Any:
     return FlatWeights({slot.name: np.ones(slot.shape, slot.dtype) for slot in layout.slots})
 
 
-def two_variables():
+def two_variables() -> Any:
     return [tf.Variable(tf.zeros((4, 16))) for _ in range(2)]
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_tensorflow_copies_before_it_writes(update):
+def test_tensorflow_copies_before_it_writes(update: Any) -> None:
     values = np.linspace(1, 2, 128, dtype=np.float32)
     flat = frozen(values)
     shared, plain = two_variables(), two_variables()
@@ -713,7 +717,7 @@ def test_tensorflow_copies_before_it_writes(update):
     }.items(),
     ids=lambda item: item[0],
 )
-def test_this_package_copies_before_it_writes(update):
+def test_this_package_copies_before_it_writes(update: Any) -> None:
     values = np.linspace(1, 2, 128, dtype=np.float32)
     flat = frozen(values)
     shared, plain = (TensorFlowVariables(two_variables()) for _ in range(2))
@@ -727,7 +731,7 @@ def test_this_package_copies_before_it_writes(update):
     assert not same_bits(shared.get_flat(), values)
 
 
-def test_slots_of_an_optimizer_are_shared_too():
+def test_slots_of_an_optimizer_are_shared_too() -> None:
     values, bits = [], []
     for share in (False, True):
         variables = [keras.Variable(tf.zeros((4, 16)), name=n) for n in "ab"]
@@ -744,7 +748,7 @@ def test_slots_of_an_optimizer_are_shared_too():
     assert bits[0] == bits[1]
 
 
-def test_the_state_of_a_generator_is_not_advanced_in_place():
+def test_the_state_of_a_generator_is_not_advanced_in_place() -> None:
     generator, twin = (tf.random.Generator.from_seed(7) for _ in range(2))
     state = frozen(generator.state.numpy())
     before = state.tobytes()
@@ -756,7 +760,7 @@ def test_the_state_of_a_generator_is_not_advanced_in_place():
     assert state.tobytes() == before
 
 
-def test_what_is_read_is_apart():
+def test_what_is_read_is_apart() -> None:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(16)])
     weights = TensorFlowVariables(model)
     shared = frozen_weights(weights.get_weights())
@@ -772,7 +776,7 @@ def test_what_is_read_is_apart():
 
 
 @pytest.mark.parametrize("kind", ["SGD", "momentum", "Adam"])
-def test_sessions_copy_before_they_write(kind):
+def test_sessions_copy_before_they_write(kind: Any) -> None:
     results = []
     values = np.linspace(1, 2, 64, dtype=np.float32)
     for share in (False, True):
@@ -807,7 +811,7 @@ def test_sessions_copy_before_they_write(kind):
 class Interface:
     """An object that says nothing of its memory but where it is."""
 
-    def __init__(self, array, readonly):
+    def __init__(self, array: Any, readonly: Any) -> None:
         self.array = array
         pointer = (array.ctypes.data, readonly)
         self.__array_interface__ = array.__array_interface__ | {"data": pointer}
@@ -816,35 +820,35 @@ class Interface:
 class Exporter:
     """An array that says by DLPack that it is read-only, as far as NumPy lets it."""
 
-    def __init__(self, array):
+    def __init__(self, array: Any) -> None:
         self.array = array
 
-    def __dlpack__(self, **kwargs):
+    def __dlpack__(self, **kwargs: Any) -> Any:
         return self.array.__dlpack__()  # of the old kind: NumPy makes a read-only array of it
 
-    def __dlpack_device__(self):
+    def __dlpack_device__(self) -> Any:
         return self.array.__dlpack_device__()
 
 
-def pooled():
+def pooled() -> Any:
     """Memory of the package's own, frozen."""
     weights = FlatWeights({"v": vector()})
     weights.buffer.setflags(write=False)
     return weights.buffer.view(np.float32)[:16]
 
 
-def mapped(access):
+def mapped(access: Any) -> Any:
     with tempfile.TemporaryFile() as file:
         file.write(np.arange(16, dtype=np.float32).tobytes())
         file.flush()
         return mmap.mmap(file.fileno(), 64, access=access)
 
 
-def vector():
+def vector() -> Any:
     return np.arange(16, dtype=np.float32)
 
 
-def from_buffer(buffer):
+def from_buffer(buffer: Any) -> Any:
     return np.frombuffer(buffer, np.float32)
 
 
@@ -888,7 +892,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("what", WRITABLE)
-def test_what_can_be_written_to_is_refused(what):
+def test_what_can_be_written_to_is_refused(what: Any) -> None:
     given = WRITABLE[what]()
     v = tf.Variable(tf.fill([16], 5.0), name="v")
     weights = TensorFlowVariables(v)
@@ -900,7 +904,7 @@ def test_what_can_be_written_to_is_refused(what):
 
 
 @pytest.mark.parametrize("what", FROZEN)
-def test_what_nobody_can_write_to_is_shared(what):
+def test_what_nobody_can_write_to_is_shared(what: Any) -> None:
     v = tf.Variable(tf.fill([16], 5.0), name="v")
     weights = TensorFlowVariables(v)
     expected = FROZEN[what]().tolist()
@@ -913,7 +917,7 @@ def test_what_nobody_can_write_to_is_shared(what):
     assert v.numpy().tolist() == expected
 
 
-def test_writable_weights_are_refused(build):
+def test_writable_weights_are_refused(build: Any) -> None:
     values = random_values()
     model = build(values)
     weights = FlatWeights(random_values(1))
@@ -926,7 +930,7 @@ def test_writable_weights_are_refused(build):
         np.testing.assert_array_equal(value, values[name])
 
 
-def test_weights_whose_parts_can_be_written_to_are_refused():
+def test_weights_whose_parts_can_be_written_to_are_refused() -> None:
     v = tf.Variable(tf.zeros(16), name="v")
     weights = FlatWeights({"v": vector()})
     weights.buffer.setflags(write=False)
@@ -935,7 +939,7 @@ def test_weights_whose_parts_can_be_written_to_are_refused():
         TensorFlowVariables(v).set_weights(weights, share=True)
 
 
-def test_one_writable_array_of_a_dict_is_named_and_nothing_changes(build):
+def test_one_writable_array_of_a_dict_is_named_and_nothing_changes(build: Any) -> None:
     values = random_values()
     model = build(values)
     given = {name: frozen(value + 1) for name, value in values.items()}
@@ -946,7 +950,7 @@ def test_one_writable_array_of_a_dict_is_named_and_nothing_changes(build):
         np.testing.assert_array_equal(value, values[name])
 
 
-def test_a_vector_of_another_length_is_refused(build):
+def test_a_vector_of_another_length_is_refused(build: Any) -> None:
     values = random_values()
     model = build(values)
     with pytest.raises(ValueError, match=r"new_weights: expected shape \(42,\), got \(48,\)"):
@@ -959,7 +963,7 @@ def test_a_vector_of_another_length_is_refused(build):
 
 
 @only_bound
-def test_two_models_share_one_buffer(path):
+def test_two_models_share_one_buffer(path: Any) -> None:
     shared = frozen_weights(random_values(1))
     before = shared.buffer.tobytes()
     models = [build_eager(random_values(0)), build_eager(random_values(0))]
@@ -974,7 +978,7 @@ def test_two_models_share_one_buffer(path):
 
 
 @only_bound
-def test_one_buffer_is_shared_twice_in_one_model(path):
+def test_one_buffer_is_shared_twice_in_one_model(path: Any) -> None:
     a, b = (tf.Variable(tf.zeros(16), name=n) for n in "ab")
     weights = TensorFlowVariables([a, b])
     one, alive = watched(16)
@@ -992,7 +996,7 @@ def test_one_buffer_is_shared_twice_in_one_model(path):
 
 
 @only_bound
-def test_what_is_shared_may_be_set_to_where_it_is(path):
+def test_what_is_shared_may_be_set_to_where_it_is(path: Any) -> None:
     v = tf.Variable(tf.zeros(32))
     weights = TensorFlowVariables(v)
     flat, alive = watched()
@@ -1009,7 +1013,7 @@ def test_what_is_shared_may_be_set_to_where_it_is(path):
     assert is_gone(alive)
 
 
-def test_a_value_that_was_read_is_shared():
+def test_a_value_that_was_read_is_shared() -> None:
     a, b = tf.Variable(tf.range(32.0)), tf.Variable(tf.zeros(32))
     value = a.numpy()
     value.setflags(write=False)
@@ -1022,7 +1026,7 @@ def test_a_value_that_was_read_is_shared():
 
 
 @only_bound
-def test_assigning_a_variable_passes_the_memory_on(path):
+def test_assigning_a_variable_passes_the_memory_on(path: Any) -> None:
     a, b = tf.Variable(tf.zeros(32)), tf.Variable(tf.zeros(32))
     flat, alive = watched()
     before = flat.tobytes()
@@ -1038,7 +1042,7 @@ def test_assigning_a_variable_passes_the_memory_on(path):
 
 
 @only_bound
-def test_numbers_and_nothing_are_shared(path):
+def test_numbers_and_nothing_are_shared(path: Any) -> None:
     number, none = tf.Variable(0.0), tf.Variable(tf.zeros((0, 3)))
     weights = TensorFlowVariables([none, number])
     flat = frozen(np.float32([7]))
@@ -1104,7 +1108,7 @@ print(int(weights.get_flat()[-1]), int(in_session.get_flat()[-1]))
     ],
     ids=["falls off", "exits", "kept", "forked"],
 )
-def test_processes_end_while_variables_alias(path, end, forks):
+def test_processes_end_while_variables_alias(path: Any, end: Any, forks: Forks) -> None:
     done = forks.run(textwrap.dedent(END) + end)
     assert (done.returncode, done.stdout.strip()) == (0, "2999 999"), done.stderr
     for word in ("Traceback", "Fatal", "Segmentation", "Abort", "terminate called"):

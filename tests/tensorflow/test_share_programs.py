@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import share_programs
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 
 @pytest.mark.parametrize("mode", share_programs.MODES)
-def test_random_programs_do_not_write_to_what_they_share(path, mode):
+def test_random_programs_do_not_write_to_what_they_share(path: Any, mode: Any) -> None:
     # Without what keeps roots from being a slice's alone, 5 of the first 12 functions do.
     for seed in (0, 1, 2, 3, 4, 5):  # the last two read and write rows alone, too
         assert share_programs.run_program(mode, seed, share_programs.frozen) == []
@@ -19,7 +20,7 @@ def test_random_programs_do_not_write_to_what_they_share(path, mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 1200, 200))
-def test_random_programs_run_over_protected_memory(path, first):
+def test_random_programs_run_over_protected_memory(path: Any, first: Any) -> None:
     program = Path(share_programs.__file__)
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", program, str(first), str(first + 200)],

@@ -2,7 +2,9 @@
 
 import types
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -21,18 +23,18 @@ pytestmark = only_bound  # what differs between the ways of moving is tested els
 tf1 = tf.compat.v1
 
 
-def inner(variable):
+def inner(variable: Any) -> Any:
     """The `tf.Variable` within a variable of Keras 3, or within a cast of `tf_keras`."""
     variable = variable._value if isinstance(variable, keras.Variable) else variable
     return getattr(variable, "_variable", variable)
 
 
-def changed(array):
+def changed(array: Any) -> Any:
     return ~array if array.dtype == bool else (array + 1).astype(array.dtype)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_variable_is_found_once_got_and_set(name):
+def test_every_variable_is_found_once_got_and_set(name: Any) -> None:
     output, variables = KINDS[name]()
     weights = TensorFlowVariables(output)
     found = Counter(id(inner(v)) for v in weights.variables.values())
@@ -50,7 +52,7 @@ def test_every_variable_is_found_once_got_and_set(name):
 
 
 @pytest.mark.parametrize("name", ["keras_nested", "tf_keras_nested", "tf_keras_subclassed"])
-def test_a_model_has_its_own_order(name):
+def test_a_model_has_its_own_order(name: Any) -> None:
     output, variables = KINDS[name]()
     found = TensorFlowVariables(output).variables.values()
     assert [id(v) for v in found] == [id(v) for v in variables]
@@ -64,7 +66,7 @@ FROZEN = {
 }
 
 
-def test_what_keras_does_not_train_is_there_unless_it_is_not_wanted():
+def test_what_keras_does_not_train_is_there_unless_it_is_not_wanted() -> None:
     model = keras.Sequential([keras.Input((4,)), Block(3), keras.layers.Dense(3, name="head")])
     everything = list(TensorFlowVariables(model).variables)
     trained = list(TensorFlowVariables(model, trainable_only=True).variables)
@@ -77,7 +79,7 @@ def test_what_keras_does_not_train_is_there_unless_it_is_not_wanted():
     assert [id(v) for v in only.variables.values()] == [id(v) for v in model.trainable_variables]
 
 
-def test_what_tf_keras_does_not_train_is_there_unless_it_is_not_wanted():
+def test_what_tf_keras_does_not_train_is_there_unless_it_is_not_wanted() -> None:
     model = tf_keras.Sequential(
         [tf_keras.Input((4,)), OldBlock(3), tf_keras.layers.Dense(3, name="head")]
     )
@@ -90,7 +92,7 @@ def test_what_tf_keras_does_not_train_is_there_unless_it_is_not_wanted():
     assert list(only.variables) == ["head/kernel", "head/bias"]
 
 
-def test_optimizers_modules_and_objects_without_what_is_not_trained():
+def test_optimizers_modules_and_objects_without_what_is_not_trained() -> None:
     model = KINDS["keras_model_and_optimizer"]().output
     trained = TensorFlowVariables(model, trainable_only=True)
     assert [id(v) for v in trained.variables.values()] == [
@@ -104,7 +106,7 @@ def test_optimizers_modules_and_objects_without_what_is_not_trained():
         TensorFlowVariables(frozen, trainable_only=True)
 
 
-def test_frozen_variables_of_a_graph():
+def test_frozen_variables_of_a_graph() -> None:
     with tf.Graph().as_default():
         a = tf1.get_variable("a", [2])
         b = tf1.get_variable("b", [2], trainable=False)
@@ -114,13 +116,13 @@ def test_frozen_variables_of_a_graph():
         assert list(given.variables) == ["a"]
 
 
-def test_a_module_agrees_with_tensorflow_on_what_is_trained():
+def test_a_module_agrees_with_tensorflow_on_what_is_trained() -> None:
     tree = Tree()
     found = TensorFlowVariables(tree, trainable_only=True).variables.values()
     assert {id(v) for v in found} == {id(v) for v in tree.trainable_variables}
 
 
-def test_variables_are_shared_between_models_once():
+def test_variables_are_shared_between_models_once() -> None:
     shared = tf.Variable([1.0], name="shared")
     one, two = Leaf(), Leaf()
     one.extra, two.other = shared, shared
@@ -128,7 +130,7 @@ def test_variables_are_shared_between_models_once():
     assert list(weights.variables) == ["one/b", "one/extra", "one/w", "two/b", "two/w"]
 
 
-def test_a_strange_variable_is_refused_by_its_name_and_can_be_left_out():
+def test_a_strange_variable_is_refused_by_its_name_and_can_be_left_out() -> None:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     label = tf.Variable("text", name="label")
     with pytest.raises(TypeError, match=r"variable 'label': expected numbers .* got string; leave"):
@@ -165,48 +167,48 @@ UNBUILT = {
 
 
 class ModuleWith(tf.Module):
-    def __init__(self, inside):
+    def __init__(self, inside: Any) -> None:
         super().__init__()
         self.inside = inside
 
 
 class KerasModel(keras.Model):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.dense = keras.layers.Dense(2)
 
-    def call(self, x):
+    def call(self, x: Any) -> Any:
         return self.dense(x)
 
 
 class OldModel(tf_keras.Model):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.dense = tf_keras.layers.Dense(2)
 
-    def call(self, x):
+    def call(self, x: Any) -> Any:
         return self.dense(x)
 
 
 @pytest.mark.parametrize("name", UNBUILT)
-def test_what_is_not_built_says_what_to_call(name):
+def test_what_is_not_built_says_what_to_call(name: Any) -> None:
     with pytest.raises(ValueError, match=r"is not built, .*: call build\("):
         TensorFlowVariables(UNBUILT[name]())
 
 
-def test_what_is_made_at_the_first_call_is_there_after_it():
+def test_what_is_made_at_the_first_call_is_there_after_it() -> None:
     for model in (KerasModel(), OldModel()):
         model(numbers(1, 3))
         assert list(TensorFlowVariables(model).variables) == ["dense/kernel", "dense/bias"]
 
 
-def test_a_variable_that_is_made_later_says_what_to_call():
+def test_a_variable_that_is_made_later_says_what_to_call() -> None:
     class Lazy(keras.layers.Layer):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.inside = None
 
-        def call(self, x):
+        def call(self, x: Any) -> Any:
             if self.inside is None:
                 self.inside = keras.layers.Dense(2)
             return self.inside(x)
@@ -229,7 +231,7 @@ def test_a_variable_that_is_made_later_says_what_to_call():
     ],
     ids=["keras", "tf_keras"],
 )
-def test_the_symbolic_output_of_a_model_is_no_model(symbolic):
+def test_the_symbolic_output_of_a_model_is_no_model(symbolic: Any) -> None:
     # What it holds is the last layer: a part, silently.
     with pytest.raises(TypeError, match=r"got KerasTensor: pass the model"):
         TensorFlowVariables(symbolic())
@@ -246,7 +248,7 @@ class WithSlots:
     w: Any
 
 
-def test_objects_of_all_kinds():
+def test_objects_of_all_kinds() -> None:
     a, b = tf.Variable(1.0, name="a"), tf.Variable(2.0, name="b")
     assert list(TensorFlowVariables(Pair(a, b)).variables) == ["a", "b"]
     assert list(TensorFlowVariables(types.SimpleNamespace(x=a, y=[b])).variables) == ["x", "y/0"]
@@ -255,7 +257,7 @@ def test_objects_of_all_kinds():
     assert list(TensorFlowVariables(types.MappingProxyType({"x": a})).variables) == ["x"]
 
 
-def test_the_state_of_seeds_is_state():
+def test_the_state_of_seeds_is_state() -> None:
     seed = keras.random.SeedGenerator(1)
     holder = types.SimpleNamespace(w=tf.Variable(1.0), seed=seed)
     assert list(TensorFlowVariables(holder).variables) == ["seed/state", "w"]
@@ -264,7 +266,7 @@ def test_the_state_of_seeds_is_state():
     assert list(TensorFlowVariables(holder).variables) == ["seed/state_var", "w"]
 
 
-def test_layers_that_look_things_up_have_tables_that_are_no_variables():
+def test_layers_that_look_things_up_have_tables_that_are_no_variables() -> None:
     for module in (keras, tf_keras):
         words = module.layers.TextVectorization(vocabulary=["a", "b"], output_sequence_length=3)
         layers = [module.Input((1,), dtype="string"), words, module.layers.Embedding(4, 2)]
@@ -276,7 +278,7 @@ def test_layers_that_look_things_up_have_tables_that_are_no_variables():
     assert [id(v) for v in found] == [id(v) for v in norm.variables]
 
 
-def test_a_loaded_saved_model(tmp_path):
+def test_a_loaded_saved_model(tmp_path: Path) -> None:
     tree = Tree()
     tf.saved_model.save(tree, str(tmp_path))
     loaded = tf.saved_model.load(str(tmp_path))
@@ -289,7 +291,7 @@ def test_a_loaded_saved_model(tmp_path):
 
 # NumPy warns of how Keras saves.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_a_loaded_keras_model_takes_the_weights_of_its_origin(tmp_path):
+def test_a_loaded_keras_model_takes_the_weights_of_its_origin(tmp_path: Path) -> None:
     model = KINDS["keras_convolutional"]().output
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -305,18 +307,18 @@ def test_a_loaded_keras_model_takes_the_weights_of_its_origin(tmp_path):
 
 
 @pytest.fixture
-def graph():
+def graph() -> Iterator[Any]:
     with tf.Graph().as_default() as new:
         yield new
 
 
-def initialized():
+def initialized() -> Any:
     session = tf1.Session()
     session.run(tf1.global_variables_initializer())
     return session
 
 
-def check_round_trip(weights, session):
+def check_round_trip(weights: Any, session: Any) -> None:
     """Set numbers, and read every variable by the session itself."""
     flat = np.arange(weights.get_flat_size(), dtype=weights.layout.dtype)
     weights.set_flat(flat)
@@ -329,8 +331,8 @@ def check_round_trip(weights, session):
 
 
 @pytest.mark.parametrize("use_resource", [True, False])
-def test_get_variable_with_scopes_and_reuse(graph, use_resource):
-    def tower(x):
+def test_get_variable_with_scopes_and_reuse(graph: Any, use_resource: Any) -> None:
+    def tower(x: Any) -> Any:
         with tf1.variable_scope("tower", reuse=tf1.AUTO_REUSE):
             with tf1.variable_scope("inner"):
                 w = tf1.get_variable("w", [3, 2], use_resource=use_resource)
@@ -345,7 +347,7 @@ def test_get_variable_with_scopes_and_reuse(graph, use_resource):
 
 
 @pytest.mark.parametrize("use_resource", [True, False])
-def test_partitioned_variables_are_moved_in_parts(graph, use_resource):
+def test_partitioned_variables_are_moved_in_parts(graph: Any, use_resource: Any) -> None:
     whole = tf1.get_variable(
         "w", [5, 2], partitioner=tf1.fixed_size_partitioner(2), use_resource=use_resource
     )
@@ -362,8 +364,8 @@ def test_partitioned_variables_are_moved_in_parts(graph, use_resource):
     )
 
 
-def test_templates_share_their_variables(graph):
-    def layer(x):
+def test_templates_share_their_variables(graph: Any) -> None:
+    def layer(x: Any) -> Any:
         return x * tf1.get_variable("scale", [])
 
     template = tf1.make_template("layer", layer)
@@ -375,7 +377,7 @@ def test_templates_share_their_variables(graph):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_bodies_of_conditions_and_loops(graph, version):
+def test_bodies_of_conditions_and_loops(graph: Any, version: Any) -> None:
     (tf1.enable_control_flow_v2 if version == 2 else tf1.disable_control_flow_v2)()
     try:
         names = ["before", "condition", "yes", "no", "bound", "body"]
@@ -396,17 +398,17 @@ def test_bodies_of_conditions_and_loops(graph, version):
         tf1.enable_control_flow_v2()
 
 
-def test_variables_inside_of_functions_that_the_graph_calls(graph):
+def test_variables_inside_of_functions_that_the_graph_calls(graph: Any) -> None:
     a = tf1.get_variable("a", [])
 
     @tf.function
-    def double(x):
+    def double(x: Any) -> Any:
         return x * a
 
     assert list(TensorFlowVariables(double(2.0)).variables) == ["a"]
 
 
-def test_control_dependencies_lead_to_variables(graph):
+def test_control_dependencies_lead_to_variables(graph: Any) -> None:
     counter = tf1.get_variable("counter", [], tf.int64, initializer=tf1.zeros_initializer())
     with tf.control_dependencies([tf1.assign_add(counter, 1)]):
         train = tf.no_op()
@@ -416,7 +418,7 @@ def test_control_dependencies_lead_to_variables(graph):
     check_round_trip(weights, session)
 
 
-def test_a_training_operation_leads_to_slots_as_well(graph):
+def test_a_training_operation_leads_to_slots_as_well(graph: Any) -> None:
     w = tf1.get_variable("w", [2])
     optimizer = tf1.train.AdamOptimizer(0.1)
     step = optimizer.minimize(tf.reduce_sum(w * w))
@@ -428,7 +430,7 @@ def test_a_training_operation_leads_to_slots_as_well(graph):
 
 
 @pytest.mark.parametrize("module", ["keras", "tf_keras"])
-def test_layers_of_keras_in_a_graph(graph, module):
+def test_layers_of_keras_in_a_graph(graph: Any, module: Any) -> None:
     layers = {"keras": keras, "tf_keras": tf_keras}[module].layers
     hidden, head = layers.Dense(3), layers.Dense(2)
     y = head(hidden(tf1.placeholder(tf.float32, [None, 4])))
@@ -440,7 +442,7 @@ def test_layers_of_keras_in_a_graph(graph, module):
     assert mixed.layout == by_layer.layout
 
 
-def test_a_monitored_session_with_a_finalized_graph(graph, tmp_path):
+def test_a_monitored_session_with_a_finalized_graph(graph: Any, tmp_path: Path) -> None:
     w = tf1.get_variable("w", [2], initializer=tf1.ones_initializer())
     tf1.train.get_or_create_global_step()
     loss = tf.reduce_sum(w * w)
@@ -457,7 +459,7 @@ def test_a_monitored_session_with_a_finalized_graph(graph, tmp_path):
         assert weights.get_weights()["global_step"] == 8
 
 
-def test_a_network_of_many_operations_is_searched(graph):
+def test_a_network_of_many_operations_is_searched(graph: Any) -> None:
     w = tf1.get_variable("w", [])
     x = tf.constant(1.0)
     for _ in range(3000):  # deeper than Python's recursion

@@ -9,7 +9,8 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 import numpy as np
@@ -82,7 +83,7 @@ class Crew:
 
 
 @pytest.fixture(params=[1.5, pytest.param(8.0, marks=pytest.mark.slow)], ids=["short", "long"])
-def crew(request):
+def crew(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Threads for some seconds, that copy with threads of their own."""
     before = fw.get_num_threads()
     interval = sys.getswitchinterval()
@@ -94,23 +95,23 @@ def crew(request):
 
 
 @pytest.fixture
-def variables():
+def variables() -> Any:
     """Variables from one element to copies that take a while, one of them copied when read."""
     made = {name: tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()}
     tf.gather(made["table"], [0])  # from now on it is written in place
     return made
 
 
-def weights_of(variables):
+def weights_of(variables: Any) -> Any:
     return TensorFlowVariables(list(variables.values()))
 
 
-def constants():
+def constants() -> Any:
     """Small integers: sums and halves of them are exact in any order."""
     return map(float, itertools.cycle(range(1, 1000)))
 
 
-def check_one_value(name, values):
+def check_one_value(name: Any, values: Any) -> None:
     values = np.asarray(values).reshape(-1)
     if not (values == values[0]).all():
         places = np.flatnonzero(values != values[0])
@@ -120,21 +121,21 @@ def check_one_value(name, values):
         )
 
 
-def check_parts(parts):
+def check_parts(parts: Any) -> None:
     for name, part in parts.items():
         check_one_value(name, part)
 
 
-def all_rows(shape, value):
+def all_rows(shape: Any, value: Any) -> Any:
     return tf.IndexedSlices(tf.fill(shape, value), tf.range(shape[0]))
 
 
-def frozen(array):
+def frozen(array: Any) -> Any:
     array.setflags(write=False)
     return array
 
 
-def add_gathers(crew, weights, check):
+def add_gathers(crew: Any, weights: Any, check: Any) -> None:
     """Threads that read all variables, each in another way."""
     layout = weights.layout
     out = np.empty(layout.size, np.float32)
@@ -146,21 +147,21 @@ def add_gathers(crew, weights, check):
     crew.add("get_weights", lambda: check(weights.get_weights()))
 
 
-def add_scatters(crew, weights):
+def add_scatters(crew: Any, weights: Any) -> None:
     """Threads that write all variables, each in another way."""
     size, layout = weights.layout.size, weights.layout
     numbers = constants()  # drawn from by all threads: no two of them write the same
 
-    def vector(dtype=np.float32):
+    def vector(dtype: Any = np.float32) -> Any:
         return np.full(size, next(numbers), dtype)
 
-    def packed():
+    def packed() -> Any:
         made, value = FlatWeights.empty(layout), next(numbers)
         for part in made.values():
             part[...] = value
         return made
 
-    def share_packed():
+    def share_packed() -> None:
         buffer = frozen(packed().buffer)
         weights.set_weights(FlatWeights.wrap(buffer, layout), share=True)
 
@@ -173,7 +174,7 @@ def add_scatters(crew, weights):
     crew.add("lerp_flat", lambda: weights.lerp_flat(vector(), 0.5))
 
 
-def test_no_variable_is_torn(crew, variables, path):
+def test_no_variable_is_torn(crew: Any, variables: Any, path: Any) -> None:
     weights = weights_of(variables)
     # TensorFlow itself tears the table: its sparse updates, and its reads beside them, share
     # a lock. Bound reads do not.
@@ -184,27 +185,27 @@ def test_no_variable_is_torn(crew, variables, path):
     sparse, assigned = constants(), constants()
 
     @tf.function
-    def add_one():
+    def add_one() -> None:
         for v in variables.values():
             v.assign_add(tf.ones_like(v))
 
     @tf.function(jit_compile=True)
-    def compiled():
+    def compiled() -> None:
         for v in dense.values():
             v.assign(v + 2)
 
-    def assign():
+    def assign() -> None:
         value = next(assigned)
         for name, v in dense.items():
             v.assign(tf.fill(SHAPES[name], value))
 
-    def scatter():
+    def scatter() -> None:
         table = variables["table"]
         table.scatter_update(all_rows(SHAPES["table"], next(sparse)))  # a lock that others share
         indices = tf.range(SHAPES["table"][0])[:, None]
         table.scatter_nd_update(indices, tf.fill(SHAPES["table"], next(sparse)))  # one of its own
 
-    def momentum():
+    def momentum() -> None:
         tf.raw_ops.ResourceApplyMomentum(
             var=dense["wide"].handle,
             accum=dense["accumulator"].handle,
@@ -214,7 +215,7 @@ def test_no_variable_is_torn(crew, variables, path):
             use_locking=True,
         )
 
-    def read():
+    def read() -> None:
         check_parts({name: v.numpy() for name, v in dense.items()})
 
     add_one()
@@ -235,11 +236,11 @@ def test_no_variable_is_torn(crew, variables, path):
 
 
 @only_bound
-def test_a_gather_sees_all_of_a_scatter_or_nothing(crew, variables, path):
+def test_a_gather_sees_all_of_a_scatter_or_nothing(crew: Any, variables: Any, path: Any) -> None:
     weights = weights_of(variables)
     assert weights.unbound == {}
 
-    def check(parts):
+    def check(parts: Any) -> None:
         check_parts(parts)
         check_one_value("the model", [np.asarray(part).flat[0] for part in parts.values()])
 
@@ -250,7 +251,7 @@ def test_a_gather_sees_all_of_a_scatter_or_nothing(crew, variables, path):
 
 
 @only_bound
-def test_sparse_updates_do_not_tear_what_is_gathered(crew, path):
+def test_sparse_updates_do_not_tear_what_is_gathered(crew: Any, path: Any) -> None:
     # TensorFlow updates the rows in place, holding a lock that readers share.
     shape = (30_000, 10)
     table = tf.Variable(tf.zeros(shape))
@@ -264,7 +265,7 @@ def test_sparse_updates_do_not_tear_what_is_gathered(crew, path):
 
 
 @only_bound
-def test_models_that_name_variables_in_another_order_do_not_wait_for_each_other(path):
+def test_models_that_name_variables_in_another_order_do_not_wait_for_each_other(path: Any) -> None:
     # Many small ones: nearly all of the time goes into taking locks, and each call has all.
     variables = [tf.Variable(float(i)) for i in range(200)]
     models = [TensorFlowVariables(variables), TensorFlowVariables(variables[::-1])]
@@ -276,17 +277,17 @@ def test_models_that_name_variables_in_another_order_do_not_wait_for_each_other(
     crew.run()
 
 
-def test_models_come_and_go_beside_others(crew, variables, path):
+def test_models_come_and_go_beside_others(crew: Any, variables: Any, path: Any) -> None:
     weights = weights_of(variables)
     numbers, own = constants(), constants()
     size = weights.layout.size
 
-    def bind_again():
+    def bind_again() -> None:
         again = weights_of(variables)
         check_parts(again.get_weights())
         again.set_flat(np.full(size, next(numbers), np.float32))
 
-    def variables_of_its_own():
+    def variables_of_its_own() -> None:
         value = next(own)
         mine = [tf.Variable(tf.zeros(40_000)) for _ in range(3)]
         model = TensorFlowVariables(mine)

@@ -1,12 +1,14 @@
 """Every architecture of `keras.applications` of reasonable size, of Keras 3 and `tf_keras`."""
 
 import gc
+from collections.abc import Iterator
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tf_keras
-from tf_elsewhere import application, give_application
+from tf_elsewhere import Elsewhere, application, give_application
 from tf_kinds import value
 
 from flatweights.tensorflow import TensorFlowVariables
@@ -23,25 +25,27 @@ LARGE = {
 }
 
 
-def architectures():
+def architectures() -> Iterator[Any]:
     for module in (keras, tf_keras):
         for name, build in sorted(vars(module.applications).items()):
             if name[0].isupper() and callable(build) and name not in LARGE:
-                marks = [] if name in ALWAYS[module.__name__] else pytest.mark.slow
+                marks: Any = [] if name in ALWAYS[module.__name__] else pytest.mark.slow
                 yield pytest.param(
                     module.__name__, name, marks=marks, id=f"{module.__name__}-{name}"
                 )
 
 
 @pytest.fixture(autouse=True)
-def path(monkeypatch):
+def path(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Models are large: one way of moving weights is enough here."""
     monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "bound")
     return "bound"
 
 
 @pytest.mark.parametrize(("module", "name"), list(architectures()))
-def test_an_architecture_goes_round_and_to_another_process(module, name, elsewhere):
+def test_an_architecture_goes_round_and_to_another_process(
+    module: Any, name: Any, elsewhere: Elsewhere
+) -> None:
     elsewhere.start(give_application, module, name)
     model = application(module, name)
     weights = TensorFlowVariables(model)
@@ -67,7 +71,7 @@ def test_an_architecture_goes_round_and_to_another_process(module, name, elsewhe
 @pytest.mark.parametrize(
     "name", ["MobileNetV2", "ResNet50", pytest.param("VGG16", marks=pytest.mark.slow)]
 )
-def test_keras_3_and_tf_keras_exchange_an_architecture(name):
+def test_keras_3_and_tf_keras_exchange_an_architecture(name: Any) -> None:
     new, old = (TensorFlowVariables(application(m, name)) for m in ("keras", "tf_keras"))
     assert new.layout.signature == old.layout.signature
     for source, target in ((new, old), (old, new)):
