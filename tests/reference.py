@@ -286,7 +286,12 @@ def run_example(program: str, *options: str, cwd: Path) -> subprocess.CompletedP
 
 def clean_environment(**extra: str) -> dict[str, str]:
     """The environment without what chooses threads or streaming, and with ``extra``."""
-    ours = ("FLATWEIGHTS_NUM_THREADS", "OMP_NUM_THREADS", "FLATWEIGHTS_STREAM_ABOVE")
+    ours = (
+        "FLATWEIGHTS_NUM_THREADS",
+        "OMP_NUM_THREADS",
+        "FLATWEIGHTS_STREAM_ABOVE",
+        "FLATWEIGHTS_POOL_BYTES",
+    )
     return {k: v for k, v in os.environ.items() if k not in ours} | extra
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reference import clean_environment, run_python
 
 import flatweights as fw
 from flatweights import _core
 
 SIZE = 1 << 20  # bytes; large enough to be kept
-MOST_KEPT = 1 << 30
+MOST_KEPT = _core.get_pool_limit()
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +94,48 @@ def test_what_is_kept_is_bounded() -> None:
     huge = _core.empty(MOST_KEPT + SIZE)
     del huge
     assert _core.pool_bytes() <= MOST_KEPT
+
+
+LIMIT = "import flatweights as fw; print(fw.show_config()['pool keeps up to'])"
+
+
+def test_without_a_word_a_small_share_of_the_memory_is_kept_at_most() -> None:
+    limit = run_python(LIMIT).split()
+    assert limit[1] == "MiB"
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    assert 0 < float(limit[0]) * 2**20 <= min(2**30, pages / 32)
+
+
+@pytest.mark.parametrize(("nbytes", "kept"), [("0", 0), (str(3 * SIZE), 3), (str(1 << 40), 4)])
+def test_the_environment_may_say_how_much_is_kept(nbytes: str, kept: int) -> None:
+    code = f"""
+import flatweights as fw
+from flatweights import _core
+held = [_core.empty({SIZE}) for _ in range(4)]
+del held[:]
+print(_core.pool_bytes() // {SIZE}, fw.show_config()["pool keeps up to"])
+"""
+    env = clean_environment(FLATWEIGHTS_POOL_BYTES=nbytes)
+    assert run_python(code, env).strip() == f"{kept} {int(nbytes) / 2**20:.10g} MiB"
+
+
+def test_a_malformed_bound_is_an_error() -> None:
+    texts = ["1G", "-1", "1.5", " 7", "9" * 30]
+    code = f"""
+import os
+import flatweights as fw
+from flatweights import _core
+for text in {texts!r}:
+    os.environ["FLATWEIGHTS_POOL_BYTES"] = text
+    for call in (fw.show_config, lambda: _core.empty({SIZE})):
+        try:
+            call()
+        except ValueError as error:
+            print(error)
+"""
+    expected = "FLATWEIGHTS_POOL_BYTES: expected a number of bytes, got '{}'"
+    printed = run_python(code, clean_environment()).splitlines()
+    assert printed == [expected.format(text) for text in texts for _ in range(2)]
 
 
 def test_after_an_error_nothing_that_was_begun_is_lost() -> None:

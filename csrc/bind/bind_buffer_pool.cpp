@@ -29,6 +29,7 @@ void bind_buffer_pool(py::module_& m) {
       "is_pooled", [](py::handle base) { return PyCapsule_IsValid(base.ptr(), kOwner) != 0; },
       py::arg("base"));
   m.def("clear_pool", &clear_buffers);
+  m.def("get_pool_limit", &most_kept);
   m.def("pool_bytes", &kept_bytes);
 }
 

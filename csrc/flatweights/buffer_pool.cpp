@@ -1,9 +1,17 @@
 #include "flatweights/buffer_pool.hpp"
 
 #include <pthread.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <charconv>
+#include <cstdlib>
+#include <fstream>
 #include <mutex>
 #include <new>
+#include <stdexcept>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #ifdef __linux__
@@ -17,6 +25,40 @@ constexpr std::size_t kLeastKept = std::size_t{64} << 10;  // below, malloc is a
 constexpr std::size_t kPage = std::size_t{4} << 10;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kLine = 64;
+constexpr std::size_t kUsuallyKept = std::size_t{1} << 30;
+constexpr std::size_t kShare = 32;  // of the memory
+
+// Bytes that this process and others of its control groups may use.
+std::size_t memory_limit() {
+  std::size_t limit = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) *
+                      static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  std::vector<std::string> files{"/sys/fs/cgroup/memory.max",
+                                 "/sys/fs/cgroup/memory/memory.limit_in_bytes"};
+  std::ifstream own("/proc/self/cgroup");
+  for (std::string line; std::getline(own, line);)
+    if (line.rfind("0::/", 0) == 0 && line.size() > 4)
+      files.push_back("/sys/fs/cgroup" + line.substr(3) + "/memory.max");
+  for (const std::string& file : files) {
+    std::size_t found = 0;
+    // An unlimited group says "max", which is no number.
+    if (std::ifstream(file) >> found) limit = std::min(limit, found);
+  }
+  return limit;
+}
+
+std::size_t decide() {
+  if (const char* text = std::getenv("FLATWEIGHTS_POOL_BYTES"); text != nullptr && *text != 0) {
+    const std::string_view given(text);
+    std::size_t nbytes = 0;
+    const char* const end = given.data() + given.size();
+    const auto [rest, error] = std::from_chars(given.data(), end, nbytes);
+    if (error != std::errc() || rest != end)
+      throw std::invalid_argument("FLATWEIGHTS_POOL_BYTES: expected a number of bytes, got '" +
+                                  std::string(given) + "'");
+    return nbytes;
+  }
+  return std::min(kUsuallyKept, memory_limit() / kShare);
+}
 
 std::mutex mutex;
 
@@ -62,9 +104,16 @@ std::byte* allocate(std::size_t capacity) noexcept {
 
 }  // namespace
 
+std::size_t most_kept() {
+  static const std::size_t nbytes = decide();
+  return nbytes;
+}
+
 Buffer take_buffer(std::size_t nbytes) {
   const std::size_t capacity = capacity_for(nbytes);
   if (capacity >= kLeastKept) {
+    // May throw, which give_buffer must not: that gets what was taken here.
+    static_cast<void>(most_kept());
     const std::lock_guard<std::mutex> lock(mutex);
     std::vector<Buffer>& buffers = kept();
     // The one kept last is the likeliest to be in a cache.
@@ -86,13 +135,13 @@ Buffer take_buffer(std::size_t nbytes) {
 }
 
 void give_buffer(Buffer buffer) noexcept {
-  if (buffer.capacity < kLeastKept || buffer.capacity > kMostKept) {
+  if (buffer.capacity < kLeastKept || buffer.capacity > most_kept()) {
     release(buffer);
     return;
   }
   const std::lock_guard<std::mutex> lock(mutex);
   std::vector<Buffer>& buffers = kept();
-  while (total_kept + buffer.capacity > kMostKept) {
+  while (total_kept + buffer.capacity > most_kept()) {
     total_kept -= buffers.front().capacity;
     release(buffers.front());
     buffers.erase(buffers.begin());

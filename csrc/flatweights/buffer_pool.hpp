@@ -20,7 +20,7 @@ struct Buffer {
 [[nodiscard]] Buffer take_buffer(std::size_t nbytes);
 
 // Keeps what take_buffer returned for later, or gives it back to the system if it is
-// small. What has been kept longest makes room for it: at most kMostKept bytes stay.
+// small. What has been kept longest makes room for it: at most most_kept() bytes stay.
 void give_buffer(Buffer buffer) noexcept;
 
 // Gives all kept buffers back to the system.
@@ -29,6 +29,10 @@ void clear_buffers() noexcept;
 // Bytes that are kept.
 [[nodiscard]] std::size_t kept_bytes() noexcept;
 
-inline constexpr std::size_t kMostKept = std::size_t{1} << 30;
+// The bytes that are kept at most: FLATWEIGHTS_POOL_BYTES, else a thirty-second of the memory of
+// the machine, or of what the control group may use, and no more than 1 GiB: a worker for each
+// processor of a large machine leaves most of it free. Decided at the first call. Throws
+// std::invalid_argument where the variable is no number.
+[[nodiscard]] std::size_t most_kept();
 
 }  // namespace flatweights

@@ -21,7 +21,9 @@ def show_config() -> dict[str, str]:
     machine: ``FLATWEIGHTS_NUM_THREADS`` (else ``OMP_NUM_THREADS``), ``FLATWEIGHTS_ISA``
     (avx512, avx2, neon, baseline or portable) and ``FLATWEIGHTS_STREAM_ABOVE``, the bytes read and
     written by one call above which results are written past the caches: without it, the size of
-    the third cache, or 32 MiB where none is known. ``FLATWEIGHTS_RAY`` says how a `WorkerGroup`
+    the third cache, or 32 MiB where none is known. ``FLATWEIGHTS_POOL_BYTES`` bounds the memory of
+    deleted results that is kept to be used again: without it, 1/32 of the memory of the machine or
+    of the control group, 1 GiB at most. ``FLATWEIGHTS_RAY`` says how a `WorkerGroup`
     reaches workers on its machine: ``store``, never past Ray's object store, or ``lanes``, with
     an error where there is no lane to a worker; read when a group is made.
 
@@ -45,6 +47,7 @@ def show_config() -> dict[str, str]:
     config["threads"] = str(_core.get_num_threads())
     config["instruction set"] = _core.get_isa()
     config["streams above"] = f"{_core.get_stream_above() / 2**20:.10g} MiB"
+    config["pool keeps up to"] = f"{_core.get_pool_limit() / 2**20:.10g} MiB"
     library = sys.modules.get("flatweights.tensorflow._library")
     if library:
         config["tensorflow path"] = library.status()
