@@ -147,13 +147,13 @@ def test_players_share_the_memory_of_the_weights(program: Program) -> None:
 
 
 def test_players_that_exchange_no_weights_end_with_the_same(program: Program) -> None:
-    output, row = play(program, "cartpole_evolution", f"--goal={GOAL}", "--workers=1")
+    output, row = play(program, "cartpole_evolution", "--goal=60")
     saved = load_file("policy.safetensors")
     parts = [saved[f"{layer}/{part}"] for layer in LAYERS for part in ("kernel", "bias")]
     digest = sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
-    assert f"alike in driver and 1 players: {digest}" in output
+    assert f"alike in driver and 2 players: {digest}" in output
     assert row["weights"] == "18440 bytes"
-    assert mean_return(10, seed=1000) > 80
+    assert mean_return(10, seed=1000) > 30
 
 
 def test_staleness_is_that_of_two_workers(program: Program) -> None:
