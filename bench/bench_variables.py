@@ -159,6 +159,20 @@ class Subject:
             found["assign_add of each"] = assign_add
         return found
 
+    def flatteners(self) -> Contenders:
+        """Return all ways to make a vector of the gradients of eager variables."""
+        gradients = [variable + 0 for variable in self._variables]
+        out = np.empty_like(self.flat)
+        return {
+            runner.OURS: lambda: self.ours.flatten_gradients(gradients, out=out),
+            "np.concatenate of each": lambda: np.concatenate(
+                [gradient.numpy().ravel() for gradient in gradients], out=out
+            ),
+            "tf.concat of each": lambda: np.asarray(
+                tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], axis=0)
+            ),
+        }
+
 
 def run_model(name: str, shapes: models.Shapes, mode: str, budget: float) -> list[runner.Row]:
     """Return the rows of one model in one mode."""
@@ -189,8 +203,16 @@ def _run_subject(name: str, subject: Subject, budget: float) -> list[runner.Row]
         rows += runner.time_case(
             f"{what} {name} {mode}", contenders, nbytes=times * flat.nbytes, budget=budget
         )
+    cold = [("get_flat", subject.getters()), ("set_flat", subject.setters())]
+    if mode == "eager":
+        flatteners = subject.flatteners()
+        case = f"flatten_gradients {name} {mode}"
+        rows += runner.time_case(
+            case, flatteners, nbytes=2 * flat.nbytes, oracle=flat, tolerance=0, budget=budget
+        )
+        cold.append(("flatten_gradients", flatteners))
     if flat.nbytes <= _SMALL:  # larger ones leave the caches cold by themselves
-        for what, contenders in (("get_flat", subject.getters()), ("set_flat", subject.setters())):
+        for what, contenders in cold:
             rows += runner.time_cold_case(
                 f"{what} {name} {mode}", contenders, nbytes=2 * flat.nbytes, budget=budget
             )
@@ -206,6 +228,29 @@ def costs(budget: float) -> list[runner.Row]:
             case = f"{what}, variables of one element: {count}"
             rows += runner.time_case(case, contenders, nbytes=8 * count, budget=budget)
     return rows
+
+
+def many(budget: float) -> list[runner.Row]:
+    """Return rows of many small variables, as of ensembles and embeddings."""
+    rows = []
+    for count in (100, 1_000, 10_000):
+        made = [tf.Variable(tf.zeros(10)) for _ in range(count)]
+        ours = TensorFlowVariables(made)
+        flat = np.random.default_rng(0).random(ours.get_flat_size(), np.float32)
+        out = np.empty_like(flat)
+        calls: dict[str, Callable[[], Any]] = {
+            "bind": partial(_bind, made),
+            "get_flat": partial(ours.get_flat, out),
+            "set_flat": partial(ours.set_flat, flat),
+        }
+        for what, call in calls.items():
+            case = f"{what} {count:,} variables of 40 bytes, eager"
+            rows += runner.time_case(case, {runner.OURS: call}, nbytes=80 * count, budget=budget)
+    return rows
+
+
+def _bind(variables: list[Any]) -> None:
+    TensorFlowVariables(variables).get_flat()
 
 
 def costs_text(rows: list[runner.Row]) -> str:
@@ -237,6 +282,8 @@ def run(options: Namespace) -> None:
     for name, model in shapes.items():
         for mode in ("eager",) if options.quick else ("eager", "session"):
             rows += run_model(name, model, mode, budget)
+    if not options.quick:
+        rows += many(budget)
     per_variable = [] if options.quick else costs(budget)
     runner.report("variables", rows + per_variable, machine.limits(rounds=3), options)
     if per_variable:
