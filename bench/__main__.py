@@ -14,6 +14,7 @@ from bench import (
     bench_flatten,
     bench_inplace,
     bench_variables,
+    bench_wire,
     runner,
 )
 
@@ -24,6 +25,7 @@ BENCHES = {
     "variables": bench_variables,
     "exchange": bench_exchange,
     "contention": bench_contention,
+    "wire": bench_wire,
 }
 
 

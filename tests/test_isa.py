@@ -7,14 +7,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+from reference import AVERAGED
 
 import flatweights as fw
 from flatweights import server
 
-DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.complex64, np.complex128]
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-7, 6e-8, 1e-40, 5e-324, 65504.0, 3.4e38]
 SETS = ["portable", "baseline", "avx2", "avx512", "neon"]
 
@@ -54,7 +53,7 @@ def changed_in_place(y: NDArray[Any], x: NDArray[Any], a: float) -> Iterator[NDA
 def results() -> Iterator[NDArray[Any]]:
     """Averages over dtypes, numbers of sources, sizes, places, weights and odd values."""
     rng = np.random.default_rng(7)
-    for dtype in DTYPES:
+    for dtype in AVERAGED:
         for size in (0, 1, 7, 31, 33, 63, 64, 65, 1023, 1024, 1025, 2049, 4097, 5000):
             for count in (1, 2, 3, 8, 9, 16, 17):
                 sources = [source(rng, size, dtype, special=size % 2 == 1) for _ in range(count)]

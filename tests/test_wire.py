@@ -2,7 +2,7 @@ import doctest
 import importlib
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from interrupts import each_interruption
 from reference import (
     BFLOAT16,
-    dtype_id,
     each,
     random_array,
     read_only,
@@ -37,11 +36,10 @@ from flatweights.wire import (
     dtype_on_wire,
     wire_layout,
 )
-from flatweights.wire import _blocks as blocks
 
 WIRES = ["bfloat16", "float16"]
 DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
-B = blocks.BLOCK
+B = 1 << 15  # several threads share as many numbers
 
 
 @pytest.fixture(params=WIRES)
@@ -471,7 +469,7 @@ def test_widen_is_exact_and_checks_out(rng: np.random.Generator, wire: Any) -> N
     out = fw.FlatWeights.empty(weights.layout)
     assert sent.widen(out) is out
     for name in ROUNDED:
-        assert same_bits(out[name], weights[name].astype(DTYPES[wire]).astype(out[name].dtype))
+        assert same_bits(out[name], sent.values[name].astype(out[name].dtype))
     with pytest.raises(ValueError, match="out: expected 9 slots"):
         sent.widen(fw.FlatWeights({"w": np.zeros(3)}))
 
@@ -612,34 +610,32 @@ def test_a_message_says_from_and_to_which_version_it_leads(wire: Any) -> None:
     assert (update.base, update.version, driver.version) == (base, base + 1, base + 1)
 
 
-@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.float64)], ids=dtype_id)
-def test_results_do_not_depend_on_blocks(
-    dtype: np.dtype[Any], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
-    start = fw.FlatWeights({str(i): rng.normal(size=1 + 40 * i).astype(dtype) for i in range(9)})
+@each(dtype=[np.float32, np.float64])
+@each(count=[2, 3, 7])
+def test_results_do_not_depend_on_threads(dtype: Any, count: int, rng: np.random.Generator) -> None:
+    start = fw.FlatWeights({str(i): rng.normal(size=1 + B * i).astype(dtype) for i in range(5)})
     trained = moved(start, rng)
 
-    def bits() -> bytes:
-        blocks.plan_for.cache_clear()
+    def bits() -> list[bytes]:
         driver = DeltaBroadcaster(start, "bfloat16")
         worker = DeltaEncoder(driver.snapshot())
         driver.encode(driver.average([worker.encode(trained)]))
-        return driver.reference.buffer.tobytes()
+        return [driver.reference.buffer.tobytes(), worker.residual.buffer.tobytes()]
 
-    expected = bits()
-    for block in (1, 7, 64, 100):
-        monkeypatch.setattr(blocks, "BLOCK", block)
+    before = fw.get_num_threads()
+    try:
+        fw.set_num_threads(1)
+        expected = bits()
+        fw.set_num_threads(count)
         assert bits() == expected
-    monkeypatch.undo()
-    blocks.plan_for.cache_clear()
+    finally:
+        fw.set_num_threads(before)
 
 
 # The package.
 
 
-@pytest.mark.parametrize(
-    "name", ["", "._blocks", "._delta", "._difference", "._dtypes", "._gradient"]
-)
+@pytest.mark.parametrize("name", ["", "._encoders", "._messages", "._plan"])
 def test_examples_in_docstrings_are_right(name: str) -> None:
     module = importlib.import_module(f"flatweights.wire{name}")
     failed, attempted = doctest.testmod(module, extraglobs={"np": np})
@@ -664,6 +660,41 @@ import flatweights.wire
 print({"ray", "tensorflow"} & set(sys.modules))
 """
     assert run_python(code).split() == ["False", "set()"]
+
+
+def bad_encodings() -> Iterator[tuple[str, dict[str, Any], type[Exception], str]]:
+    memory = np.zeros(192, np.uint8)
+    yield "model", {"model": [np.zeros(2, np.float32)]}, ValueError, "expected float32"
+    yield "difference", {"difference": np.zeros(3, np.uint8)}, ValueError, "difference: expected"
+    yield "reference", {"reference": np.zeros(3, np.uint8)}, ValueError, "reference: expected"
+    yield "residual", {"residual": np.zeros(3, np.uint8)}, ValueError, "residual: expected"
+    yield "one residual", {"next_residual": None}, ValueError, "both residuals or none"
+    yield "read-only", {"next_residual": read_only(memory[:64])}, ValueError, "next_residual: exp"
+    yield "overlap", {"residual": memory[:64], "next_residual": memory[:64]}, ValueError, "overlap"
+    yield "overlap", {"reference": memory[:64], "difference": memory[:64]}, ValueError, "overlap"
+    narrow = Layout.of({"a": np.zeros(3, np.int16)}).code
+    yield "dtype", {"narrow": narrow}, ValueError, "layouts of one model"
+    narrow = Layout.of({"a": np.zeros(3, np.float64)}).code
+    yield "wider", {"narrow": narrow}, ValueError, "layouts of one model"
+
+
+def test_the_core_refuses_encodings_of_what_does_not_fit_together() -> None:
+    for case, change, error, match in bad_encodings():
+        arguments: dict[str, Any] = {
+            "layout": Layout.of({"a": np.zeros(3, np.float32)}).code,
+            "packed": False,
+            "model": [np.ones(3, np.float32)],
+            "narrow": Layout.of({"a": np.zeros(3, np.float16)}).code,
+            "difference": np.ones(64, np.uint8),
+            "reference": np.zeros(64, np.uint8),
+            "residual": np.zeros(64, np.uint8),
+            "next_residual": np.ones(64, np.uint8),
+            **change,
+        }
+        written = [arguments[name] for name in ("difference", "next_residual")]
+        with refuses(error, match, *(array for array in written if array is not None)):
+            _core.encode_difference(**arguments)
+            print(case)
 
 
 BAD_WIDENED = {

@@ -25,17 +25,44 @@ void add_range(const DifferencePart& part, std::size_t begin, std::size_t end) n
   }
 }
 
+// Where the numbers of each part that is not copied begin; see starts_of.
+std::vector<std::size_t> rounded_starts(std::span<const DifferencePart> parts) {
+  return starts_of(parts,
+                   [](const DifferencePart& part) { return part.is_copied ? 0 : part.size; });
+}
+
 }  // namespace
 
 void add_difference(std::span<const DifferencePart> parts) {
-  const std::vector<std::size_t> starts =
-      starts_of(parts, [](const DifferencePart& part) { return part.is_copied ? 0 : part.size; });
   for (const DifferencePart& part : parts)  // counters, mostly
     if (part.is_copied && part.nbytes > 0) std::memcpy(part.model, part.difference, part.nbytes);
-  // A float32 number and its difference: 10 bytes are read and written.
+  const std::vector<std::size_t> starts = rounded_starts(parts);
+  // A number of float32, read and written, and one of 16 bits, mostly.
   parallel_for_parts(
       starts, 10 * starts.back(),
       [&](std::size_t i, std::size_t from, std::size_t to) { add_range(parts[i], from, to); });
+}
+
+std::size_t encode_difference(std::span<const DifferencePart> parts) {
+  FirstIndex first(parts.size());
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const DifferencePart& part = parts[i];
+    if (!part.is_copied || part.nbytes == 0) continue;
+    std::memcpy(part.difference, part.model, part.nbytes);
+    const std::size_t reals = part.size * reals_per_element(part.dtype);
+    if (reals > 0 && kernels().has_nonfinite[real_of(part.dtype)](part.model, 0, reals))
+      first.lower_to(i);
+  }
+  const std::vector<std::size_t> starts = rounded_starts(parts);
+  const auto encode = [&](std::size_t i, std::size_t from, std::size_t to) {
+    const DifferencePart& part = parts[i];
+    const bool is_float64 = part.dtype == DType::kFloat64;
+    if (!kernels().encode[is_float64 ? 1 : 0][real_of(part.narrow_dtype)](part, from, to))
+      first.lower_to(i);
+  };
+  // Four numbers of float32 and one of 16 bits, mostly.
+  parallel_for_parts(starts, 18 * starts.back(), encode);
+  return first.get();
 }
 
 }  // namespace flatweights

@@ -1,4 +1,4 @@
-// Differences of 16 bits, added to what they were taken from.
+// Makes 16-bit differences between a model and a reference, and adds them.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,8 @@
 
 namespace flatweights {
 
-// Part of a model and of a difference: either of one real type that is averaged and another
-// one that is narrower, or of the same bytes, which are then copied.
+// Part of a model and of a difference. Either numbers of two real types that are averaged, the
+// difference's the narrower one, or the same bytes, which are then copied.
 struct DifferencePart {
   DType dtype;         // of the model
   DType narrow_dtype;  // of the difference
@@ -17,10 +17,20 @@ struct DifferencePart {
   std::size_t nbytes;  // of the model
   bool is_copied;
   std::byte* model;
-  const std::byte* difference;
+  std::byte* difference;
+  // For encode_difference, in the dtype of the model; null for zeros, and for nothing to keep.
+  const std::byte* reference = nullptr;
+  const std::byte* residual = nullptr;
+  std::byte* next_residual = nullptr;
 };
 
-// Adds to each number of the model that of the difference, widened, rounded once.
+// Adds the difference, widened, to the model; each sum is rounded once.
 void add_difference(std::span<const DifferencePart> parts);
+
+// Writes `model - reference + residual`, rounded to 16 bits, to the difference, and what that
+// rounding took to `next_residual`, if there is a residual. Each operation is rounded to the type
+// of the model, float32 or float64. Nothing overlaps. Returns the index of the first part
+// whose difference holds NaN or infinity, or `parts.size()`.
+[[nodiscard]] std::size_t encode_difference(std::span<const DifferencePart> parts);
 
 }  // namespace flatweights

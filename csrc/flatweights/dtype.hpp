@@ -1,4 +1,4 @@
-// The element types that the kernels tell apart.
+// The element types that kernels distinguish.
 #pragma once
 
 #include <cstddef>
@@ -25,15 +25,43 @@ struct BFloat16 {
   std::uint16_t bits;
 };
 
-// The real types that are averaged, as indices of tables.
+// How a real type lies in memory: a sign, an exponent and a mantissa, as in IEEE 754.
+struct RealFormat {
+  std::size_t size;    // bytes
+  int mantissa;        // bits
+  std::uint64_t bias;  // of the exponent
+
+  // The bits of the exponent: all set in NaN and infinity, and in no other number.
+  [[nodiscard]] constexpr std::uint64_t exponent() const { return (2 * bias + 1) << mantissa; }
+};
+
+// The real types that are averaged, in the order of all tables.
+#define FLATWEIGHTS_EACH_REAL(function) \
+  {function<Float16>, function<BFloat16>, function<float>, function<double>}
+#define FLATWEIGHTS_FROM_REAL(function, from) \
+  {function<from, Float16>, function<from, BFloat16>, function<from, float>, function<from, double>}
+#define FLATWEIGHTS_EACH_TWO_REALS(function)                                            \
+  {FLATWEIGHTS_FROM_REAL(function, Float16), FLATWEIGHTS_FROM_REAL(function, BFloat16), \
+   FLATWEIGHTS_FROM_REAL(function, float), FLATWEIGHTS_FROM_REAL(function, double)}
 inline constexpr std::size_t kReals = 4;
+
+template <class T>
+inline constexpr RealFormat kFormat{};
+template <>
+inline constexpr RealFormat kFormat<Float16>{2, 10, 15};
+template <>
+inline constexpr RealFormat kFormat<BFloat16>{2, 7, 127};
+template <>
+inline constexpr RealFormat kFormat<float>{4, 23, 127};
+template <>
+inline constexpr RealFormat kFormat<double>{8, 52, 1023};
+inline constexpr RealFormat kFormats[kReals] = FLATWEIGHTS_EACH_REAL(kFormat);
 
 [[nodiscard]] constexpr bool is_averaged(DType dtype) noexcept {
   return dtype != DType::kInteger && dtype != DType::kOther;
 }
 
-// Index of the real type that an averaged dtype consists of: float16, bfloat16,
-// float32, float64.
+// Index of the real type that an averaged dtype consists of.
 [[nodiscard]] constexpr std::size_t real_of(DType dtype) noexcept {
   switch (dtype) {
     case DType::kFloat16:
@@ -50,8 +78,7 @@ inline constexpr std::size_t kReals = 4;
 
 // Bytes of that real type.
 [[nodiscard]] constexpr std::size_t real_size(DType dtype) noexcept {
-  constexpr std::size_t kSizes[kReals] = {2, 2, 4, 8};
-  return kSizes[real_of(dtype)];
+  return kFormats[real_of(dtype)].size;
 }
 
 // Real numbers in one element: a complex one is averaged as two.

@@ -6,6 +6,7 @@
 #include "flatweights/average_registers.hpp"
 #include "flatweights/convert_kernel.hpp"
 #include "flatweights/copy_kernel.hpp"
+#include "flatweights/difference_kernel.hpp"
 #include "flatweights/inplace_kernel.hpp"
 #include "flatweights/nonfinite_kernel.hpp"
 
@@ -14,20 +15,12 @@
 #define FLATWEIGHTS_TEXT_(a) #a
 #define FLATWEIGHTS_TEXT(a) FLATWEIGHTS_TEXT_(a)
 
-// In the order of real_of.
-#define FLATWEIGHTS_EACH_REAL(function) \
-  {function<Float16>, function<BFloat16>, function<float>, function<double>}
-
 #define FLATWEIGHTS_EACH_WIDENED(function)                   \
   {                                                          \
     {function<Float16, float>, function<Float16, double>}, { \
       function<BFloat16, float>, function<BFloat16, double>  \
     }                                                        \
   }
-
-#define FLATWEIGHTS_CONVERT_FROM(type)                                                      \
-  {convert_range<type, Float16>, convert_range<type, BFloat16>, convert_range<type, float>, \
-   convert_range<type, double>}
 
 namespace flatweights {
 
@@ -50,8 +43,9 @@ const Kernels FLATWEIGHTS_JOIN(kernels_, FLATWEIGHTS_ISA) = {
     .axpy = FLATWEIGHTS_EACH_REAL(axpy_range),
     .lerp = FLATWEIGHTS_EACH_REAL(lerp_range),
     .squares = FLATWEIGHTS_EACH_REAL(squares_range),
-    .convert = {FLATWEIGHTS_CONVERT_FROM(Float16), FLATWEIGHTS_CONVERT_FROM(BFloat16),
-                FLATWEIGHTS_CONVERT_FROM(float), FLATWEIGHTS_CONVERT_FROM(double)},
+    .convert = FLATWEIGHTS_EACH_TWO_REALS(convert_range),
+    .encode = {{encode_range<float, Float16>, encode_range<float, BFloat16>},
+               {encode_range<double, Float16>, encode_range<double, BFloat16>}},
     .adapt = {adapt_range<float>, adapt_range<double>},
     .copy = copy_range,
 };

@@ -1,9 +1,10 @@
-// The inner loops, compiled once per instruction set, and the choice between them.
+// The table of inner loops, compiled once per instruction set, and the choice of one.
 #pragma once
 
 #include <cstddef>
 
 #include "flatweights/adaptive.hpp"
+#include "flatweights/difference.hpp"
 #include "flatweights/dtype.hpp"
 
 namespace flatweights {
@@ -62,6 +63,10 @@ struct Kernels {
   void (*convert[kReals][kReals])(std::byte* to, const std::byte* from, std::size_t begin,
                                   std::size_t end) noexcept;
 
+  // Makes the difference of numbers [begin, end), of float32 or float64 by the first index, in
+  // Float16 or BFloat16 by the second; see encode_difference. Returns whether all are finite.
+  bool (*encode[2][2])(const DifferencePart& part, std::size_t begin, std::size_t end) noexcept;
+
   // Takes steps with numbers [begin, end) of float32, and of float64; see adaptive.hpp.
   void (*adapt[2])(const AdaptiveRange& range, SecondMoment kind, const AdaptiveRates& rates,
                    std::size_t begin, std::size_t end) noexcept;
@@ -73,7 +78,7 @@ struct Kernels {
 
 // The loops in use. Decided at the first call: the best that this processor runs, or
 // the one that the environment variable FLATWEIGHTS_ISA names. Throws
-// std::invalid_argument where it names one that is not there.
+// std::invalid_argument if that is not one that this processor runs.
 [[nodiscard]] const Kernels& kernels();
 
 }  // namespace flatweights

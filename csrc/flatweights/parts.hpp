@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <span>
 #include <utility>
@@ -58,6 +59,23 @@ void parallel_for_parts(std::span<const std::size_t> starts, std::size_t traffic
       starts.back(), grain_of(starts.back(), traffic),
       [&](std::size_t begin, std::size_t end) { for_each_part(starts, begin, end, body); });
 }
+
+// The least of the indices that several threads find.
+class FirstIndex {
+ public:
+  explicit FirstIndex(std::size_t none) noexcept : first_(none) {}
+
+  [[nodiscard]] std::size_t get() const noexcept { return first_.load(std::memory_order_relaxed); }
+
+  void lower_to(std::size_t index) noexcept {
+    std::size_t first = get();
+    while (index < first && !first_.compare_exchange_weak(first, index)) {
+    }
+  }
+
+ private:
+  std::atomic<std::size_t> first_;
+};
 
 // The bytes of all real numbers of `parts`, whose `starts` are these.
 template <class Part>

@@ -187,6 +187,16 @@ def average_widened_into(
     weights: Sequence[float],
     total: float,
 ) -> None: ...
+def encode_difference(
+    layout: Layout,
+    packed: bool,
+    model: list[_Array],
+    narrow: Layout,
+    difference: _Bytes,
+    reference: _Bytes | None,
+    residual: _Bytes | None,
+    next_residual: _Bytes | None,
+) -> int | None: ...
 def advance(
     layout: Layout,
     model: _Bytes,

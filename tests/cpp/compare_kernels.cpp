@@ -23,12 +23,6 @@ namespace {
 
 using namespace flatweights;
 
-constexpr std::size_t kSizes[kReals] = {2, 2, 4, 8};
-// Bits of the mantissa, the exponent's bias, and the bits of infinity.
-constexpr int kMantissa[kReals] = {10, 7, 23, 52};
-constexpr std::uint64_t kBias[kReals] = {15, 127, 127, 1023};
-constexpr std::uint64_t kInfinity[kReals] = {0x7c00, 0x7f80, 0x7f800000, 0x7ff0000000000000};
-
 using Buffer = std::vector<std::byte>;
 
 class Random {
@@ -43,23 +37,24 @@ class Random {
 
   // Bits of a number of magnitude 2^-8 to 2^8; or, where `odd`, now and then of any number.
   std::uint64_t number(std::size_t real, bool odd) {
-    const std::uint64_t sign = (next() & 1) << (8 * kSizes[real] - 1);
-    const std::uint64_t mantissa = next() >> (64 - kMantissa[real]);
-    std::uint64_t exponent = (kBias[real] - 8 + below(16)) << kMantissa[real];
+    const RealFormat& format = kFormats[real];
+    const std::uint64_t sign = (next() & 1) << (8 * kFormats[real].size - 1);
+    const std::uint64_t mantissa = next() >> (64 - format.mantissa);
+    std::uint64_t exponent = (format.bias - 8 + below(16)) << format.mantissa;
     const std::size_t kind = odd ? below(16) : 16;
     if (kind == 0) return sign;
-    if (kind == 1) return sign | kInfinity[real];
-    if (kind == 2) return sign | kInfinity[real] | (mantissa != 0 ? mantissa : 1);
+    if (kind == 1) return sign | format.exponent();
+    if (kind == 2) return sign | format.exponent() | (mantissa != 0 ? mantissa : 1);
     if (kind == 3) return sign | mantissa;  // subnormal
-    if (kind < 8) exponent = next() >> 1 & kInfinity[real];
+    if (kind < 8) exponent = next() >> 1 & format.exponent();
     return sign | exponent | mantissa;
   }
 
   Buffer numbers(std::size_t real, std::size_t count, bool odd) {
-    Buffer numbers(count * kSizes[real]);
+    Buffer numbers(count * kFormats[real].size);
     for (std::size_t i = 0; i < count; ++i) {
       const std::uint64_t bits = number(real, odd);
-      std::memcpy(numbers.data() + i * kSizes[real], &bits, kSizes[real]);
+      std::memcpy(numbers.data() + i * kFormats[real].size, &bits, kFormats[real].size);
     }
     return numbers;
   }
@@ -109,7 +104,7 @@ class Comparison {
   }
 
   void run(std::size_t real, std::size_t count, bool odd) {
-    const std::size_t size = kSizes[real];
+    const std::size_t size = kFormats[real].size;
     const std::size_t begin = random_.below(9), end = begin + count;
     const std::size_t shift = random_.below(64);  // of memory, from what is aligned
     label_ = ", type " + std::to_string(real) + ", " + std::to_string(count) + " numbers";
@@ -147,7 +142,8 @@ class Comparison {
                [&](const Kernels& k) { return average(k.average[real], size, weighted, stream); });
           for (std::size_t wide = 0; real < 2 && wide < 2; ++wide)
             both("average_widened", [&](const Kernels& k) {
-              return average(k.average_widened[real][wide], kSizes[2 + wide], weighted, stream);
+              return average(k.average_widened[real][wide], kFormats[2 + wide].size, weighted,
+                             stream);
             });
         }
       }
@@ -191,7 +187,7 @@ class Comparison {
     for (std::size_t to = 0; to < kReals; ++to) {
       if (to == real) continue;
       both("convert", [&](const Kernels& k) {
-        Buffer out(end * kSizes[to]);
+        Buffer out(end * kFormats[to].size);
         k.convert[real][to](out.data(), x, begin, end);
         return out;
       });
@@ -202,6 +198,28 @@ class Comparison {
         k.copy(out.data(), x, out.size(), stream);
         return out;
       });
+    }
+    for (std::size_t narrow = 0; real >= 2 && narrow < 2; ++narrow) {
+      for (int given = 0; given < 4; ++given) {
+        both("encode", [&](const Kernels& k) {
+          Buffer model = y, difference(end * 2), next(end * size);
+          const DifferencePart part{{},
+                                    {},
+                                    end,
+                                    0,
+                                    false,
+                                    model.data(),
+                                    difference.data(),
+                                    given & 1 ? sources[4] : nullptr,
+                                    given & 2 ? sources[5] : nullptr,
+                                    next.data()};
+          const bool finite = k.encode[real - 2][narrow](part, begin, end);
+          // What rounding took from NaN is one of any sign: of no use, since it is refused.
+          if (finite) difference.insert(difference.end(), next.begin(), next.end());
+          difference.push_back(std::byte{finite});
+          return difference;
+        });
+      }
     }
     if (real >= 2) compare_adapt(real == 3, end);
   }
@@ -216,7 +234,7 @@ class Comparison {
           std::vector<Buffer> v = start;
           std::vector<std::byte>& second = v[2];  // not negative
           for (std::size_t i = 0; i < count; ++i)
-            second[(i + 1) * kSizes[real] - 1] &= std::byte{0x7f};
+            second[(i + 1) * kFormats[real].size - 1] &= std::byte{0x7f};
           const AdaptiveRange range{
               wide,          count,       v[0].data(), has_first ? v[1].data() : nullptr,
               second.data(), v[3].data(), v[4].data()};

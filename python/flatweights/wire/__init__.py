@@ -1,11 +1,11 @@
-"""Models and gradients in 16 bits on their way between processes, without what that loses.
+"""Models and gradients travel in 16 bits, and what rounding takes travels later.
 
-For who brings a transport: RPC, MPI, files. `flatweights.ray.WorkerGroup` does all this for
-Ray's actors where it is given a ``wire_dtype``. This package needs NumPy and the core alone.
+Codecs for users with their own transport (RPC, MPI, files). `flatweights.ray.WorkerGroup` does
+all this for Ray's actors if it is given a ``wire_dtype``.
 
 Rounded to 16 bits in every round, weights would lose every update that is smaller than
 their last place: 1/256 of a weight for bfloat16. So what travels is the difference from
-what both sides have, and what rounding takes from one message is added to the next: error
+weights that both sides have, and what rounding takes from one message is added to the next: error
 feedback (Seide, Fu, Droppo, Li and Yu, "1-Bit Stochastic Gradient Descent and its
 Application to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014; Stich,
 Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018; Karimireddy, Rebjock, Stich
@@ -38,25 +38,23 @@ in each round. Two rounds of two workers, in one process here:
 array([1.003, 2.003], dtype=float32)
 
 In bfloat16 alone these steps would be lost: beside 1 and 2 they round to nothing. Driver and
-workers have the same bits after each round. Who has missed one gets a `MissedUpdateError`,
-and a snapshot mends that. For gradients, which no side keeps, a `GradientEncoder` at each
-worker and `average_differences` are enough.
+workers have the same bits after each round. A worker that missed one gets a
+`MissedUpdateError`, and a snapshot mends that. Gradients have no reference: a
+`GradientEncoder` at each worker and `average_differences` are enough.
 
 Parts of float32 and float64 travel so. Others travel as they are: integers, booleans, complex
-numbers, and what has 16 bits or fewer already. Two threads must not use one encoder or
+numbers, and numbers of 16 bits or fewer. Two threads must not use one encoder or
 broadcaster at once.
 """
 
-from flatweights.wire._blocks import wire_layout
-from flatweights.wire._delta import DeltaBroadcaster, DeltaEncoder
-from flatweights.wire._difference import (
+from flatweights.wire._encoders import DeltaBroadcaster, DeltaEncoder, GradientEncoder
+from flatweights.wire._messages import (
     Difference,
     MissedUpdateError,
     Snapshot,
     average_differences,
 )
-from flatweights.wire._dtypes import WireDType, dtype_on_wire
-from flatweights.wire._gradient import GradientEncoder
+from flatweights.wire._plan import WireDType, dtype_on_wire, wire_layout
 
 __all__ = [
     "DeltaBroadcaster",

@@ -1,4 +1,4 @@
-"""What travels, and its average."""
+"""The messages: a difference, a snapshot, and the average of differences."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from flatweights._average import add_up, read_weights, relative_weights
 from flatweights._cast import move_parts
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
-from flatweights.wire._blocks import Plan, plan_for
-from flatweights.wire._checks import check_kind, check_layout, check_writable
-from flatweights.wire._dtypes import WIRE_DTYPES, WireDType
+from flatweights.wire._plan import (
+    WIRE_DTYPES,
+    Plan,
+    WireDType,
+    check_kind,
+    check_layout,
+    check_writable,
+    plan_for,
+)
 
 
 class MissedUpdateError(RuntimeError):
@@ -87,7 +93,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Weights in full, for who has none or has missed a difference.
+    """All weights, for a worker that has none or has missed a difference.
 
     `DeltaBroadcaster.snapshot` makes it. It pickles, with protocol 5 as one out-of-band buffer.
 
@@ -139,7 +145,7 @@ def average_differences(
     models = list(sources)
     if not models:
         raise ValueError("expected at least one source, got none")
-    given = read_weights(weights, len(models))
+    factors = read_weights(weights, len(models))
     plan = plan_of(models[0], "source 0")
     for k, model in enumerate(models):
         check_difference(model, plan, f"source {k}")
@@ -148,7 +154,7 @@ def average_differences(
         out = FlatWeights.empty(plan.layout)
     else:
         check_writable(out, plan.layout, "out")
-    relative = relative_weights(given)
+    relative = relative_weights(factors)
     _core.average_widened_into(
         plan.layout.code,
         out.buffer,

@@ -1,0 +1,71 @@
+// Rounds differences to 16 bits and keeps the rounding errors. Included by kernels.cpp alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "flatweights/average_kernel.hpp"
+#include "flatweights/difference.hpp"
+#include "flatweights/nonfinite_kernel.hpp"
+#include "flatweights/real.hpp"
+
+namespace flatweights {
+namespace {
+
+// The bits of a number after round_to_odd; a float32 needs no rounding.
+[[gnu::always_inline]] inline std::uint32_t odd_bits(float value) noexcept {
+  return __builtin_bit_cast(std::uint32_t, value);
+}
+[[gnu::always_inline]] inline std::uint32_t odd_bits(double value) noexcept {
+  return round_to_odd(value);
+}
+
+// Encodes numbers [begin, begin + count), count <= kBlock, in loops that stay in the first cache:
+// as one loop, the compiler vectorises few of its instances.
+template <class T, class Narrow, bool HasReference, bool HasResidual>
+inline bool encode_block(const DifferencePart& part, std::size_t begin,
+                         std::size_t count) noexcept {
+  alignas(kLine) T wanted[kBlock];
+  alignas(kLine) std::uint32_t odd[kBlock];
+  if (count > kBlock) __builtin_unreachable();
+  for (std::size_t i = 0; i < count; ++i) {
+    T value = load<T>(part.model, begin + i);
+    // In this order: added to the weight, a small residual would be rounded away.
+    if constexpr (HasReference) value -= load<T>(part.reference, begin + i);
+    if constexpr (HasResidual) value += load<T>(part.residual, begin + i);
+    wanted[i] = value;
+    odd[i] = odd_bits(value);
+  }
+  narrow_block<Narrow>(odd, count, part.difference, begin);
+  if constexpr (HasResidual) {
+    alignas(kLine) float sent[kBlock];
+    widen_block<Narrow>(part.difference, begin, count, sent);
+    std::byte* const next_residual = part.next_residual;
+    for (std::size_t i = 0; i < count; ++i)
+      store(next_residual, begin + i, wanted[i] - static_cast<T>(sent[i]));
+  }
+  return !has_nonfinite<Narrow>(part.difference, begin, begin + count);
+}
+
+template <class T, class Narrow, bool HasReference, bool HasResidual>
+inline bool encode_numbers(const DifferencePart& part, std::size_t begin,
+                           std::size_t end) noexcept {
+  bool finite = true;
+  for_each_block(end - begin, [&](std::size_t done, std::size_t size) {
+    finite &= encode_block<T, Narrow, HasReference, HasResidual>(part, begin + done, size);
+  });
+  return finite;
+}
+
+// As `encode` of Kernels.
+template <class T, class Narrow>
+bool encode_range(const DifferencePart& part, std::size_t begin, std::size_t end) noexcept {
+  if (part.reference == nullptr)
+    return part.residual == nullptr ? encode_numbers<T, Narrow, false, false>(part, begin, end)
+                                    : encode_numbers<T, Narrow, false, true>(part, begin, end);
+  return part.residual == nullptr ? encode_numbers<T, Narrow, true, false>(part, begin, end)
+                                  : encode_numbers<T, Narrow, true, true>(part, begin, end);
+}
+
+}  // namespace
+}  // namespace flatweights

@@ -1,0 +1,148 @@
+"""What models become on their way, and the checks of what comes and goes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights._inplace import isfinite
+from flatweights._layout import Layout
+from flatweights._sources import Kind, Template
+from flatweights._weights import FlatWeights
+
+WireDType = Literal["bfloat16", "float16"]
+"""Name of what float32 and float64 are rounded to: ``"bfloat16"`` or ``"float16"``."""
+
+WIRE_DTYPES: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+
+
+def dtype_on_wire(name: str) -> np.dtype[Any]:
+    """Return the dtype called ``name``, if numbers can be rounded to it.
+
+    bfloat16 has 8 significant bits and reaches as far as float32; float16 has 11, but reaches
+    from 6e-8 to 65504 only.
+
+    >>> dtype_on_wire("float16")
+    dtype('float16')
+
+    Args:
+        name: ``"bfloat16"`` or ``"float16"``: a ``WireDType``.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    if isinstance(name, str) and name in WIRE_DTYPES:
+        return WIRE_DTYPES[name]
+    raise ValueError(f"wire_dtype: expected 'bfloat16' or 'float16', got {name!r}")
+
+
+def is_rounded(dtype: np.dtype[Any]) -> bool:
+    """Whether parts of ``dtype`` travel in 16 bits; others travel as they are."""
+    return dtype.isnative and dtype.char in "fd"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How models of one layout become 16-bit ones.
+
+    Attributes:
+        layout: The layout of the models.
+        wire: The layout of what travels.
+        rounded: The layout of those slots alone that are rounded; others travel as they are.
+    """
+
+    layout: Layout
+    wire: Layout
+    rounded: Layout
+
+
+@functools.lru_cache(maxsize=64)
+def plan_for(layout: Layout, dtype: np.dtype[Any]) -> Plan:
+    """Return the plan for models of ``layout``, whose numbers are rounded to ``dtype``."""
+    slots = layout.slots
+    shapes = [slot.shape for slot in slots]
+    dtypes = [dtype if is_rounded(slot.dtype) else slot.dtype for slot in slots]
+    rounded = [slot for slot in slots if is_rounded(slot.dtype)]
+    return Plan(
+        layout,
+        Layout(layout.names, shapes, dtypes, named=layout.named),
+        Layout(
+            [slot.name for slot in rounded],
+            [slot.shape for slot in rounded],
+            [slot.dtype for slot in rounded],
+        ),
+    )
+
+
+def wire_layout(layout: Layout, wire_dtype: WireDType) -> Layout:
+    """Return ``layout`` with its float32 and float64 slots changed to ``wire_dtype``.
+
+    That is the layout of `Difference.values`: who sends these as bytes alone makes weights
+    of them again with it.
+
+    >>> from flatweights import Layout
+    >>> layout = Layout.of({"w": np.zeros(3), "step": np.int64(0)})
+    >>> [str(slot.dtype) for slot in wire_layout(layout, "bfloat16").slots]
+    ['bfloat16', 'int64']
+
+    Args:
+        layout: Of a model.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``.
+
+    Raises:
+        TypeError: If ``layout`` is no `Layout`.
+        ValueError: If ``wire_dtype`` is another one.
+    """
+    check_kind(layout, Layout, "layout")
+    return plan_for(layout, dtype_on_wire(wire_dtype)).wire
+
+
+def check_kind(value: Any, kind: type, where: str) -> None:
+    """Raise `TypeError` unless ``value`` is a ``kind``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{where}: expected {kind.__name__}, got {type(value).__name__}")
+
+
+def check_layout(expected: Layout, got: Layout, where: str) -> None:
+    """Raise `ValueError`, naming the first difference, unless the digests agree."""
+    Template(Kind.FLAT_WEIGHTS, expected).check_layout(got, where)
+
+
+def check_weights(weights: Any, layout: Layout, where: str) -> None:
+    """Raise unless ``weights`` are `FlatWeights` of ``layout``."""
+    check_kind(weights, FlatWeights, where)
+    check_layout(layout, weights.layout, where)
+
+
+def check_writable(weights: Any, layout: Layout, where: str) -> None:
+    """Raise unless ``weights`` are `FlatWeights` of ``layout`` over a writable buffer."""
+    check_weights(weights, layout, where)
+    if not weights.buffer.flags.writeable:
+        raise ValueError(f"{where}: expected a writable buffer, got a read-only one")
+
+
+def nonfinite_error(i: int, values: FlatWeights, part: NDArray[Any], where: str) -> ValueError:
+    """Return the error for NaN or infinity in slot ``i`` of ``values``.
+
+    Args:
+        i: The slot.
+        values: What was to travel.
+        part: What slot ``i`` was made of: if that is finite, it was too large.
+        where: How the error names the model.
+    """
+    template = Template(Kind.FLAT_WEIGHTS, values.layout)
+    slot = values.layout.slots[i]
+    if isfinite(np.ascontiguousarray(part)):
+        return ValueError(
+            f"{where}{template.place(i)}: expected a difference that fits {slot.dtype}, "
+            "got a larger one"
+        )
+    return template.nonfinite_error(i, where)
