@@ -17,7 +17,7 @@
 namespace flatweights::bind {
 namespace {
 
-// Slot i of source k, for all k of one i side by side.
+// Where slot i of source k begins; all sources of one slot are side by side.
 class SourceTable {
  public:
   SourceTable(std::size_t num_slots, std::size_t num_sources)
@@ -33,7 +33,7 @@ class SourceTable {
   std::vector<const std::byte*> starts_;
 };
 
-// Whether all are NumPy arrays without strides, to be read as they are.
+// Whether all are contiguous NumPy arrays, which can be read as they are.
 bool are_plain(const py::list& arrays) {
   return std::all_of(arrays.begin(), arrays.end(), [](py::handle object) {
     return py::isinstance<py::array>(object) &&
@@ -41,7 +41,7 @@ bool are_plain(const py::list& arrays) {
   });
 }
 
-// Whether a slot of `out` is where the same one of a source is. Those that overlap otherwise are
+// Whether a slot of `out` has the same memory as that slot of a source. Any other overlap is
 // refused by check_overlap.
 bool shares_slots(const py::list& out, const py::list& sources) {
   const auto is_same = [](py::handle a, py::handle b) {
@@ -96,9 +96,9 @@ bool agree(const py::array& a, const py::array& b) {
          same_dtype(a.dtype(), b.dtype());
 }
 
-// The mean of plain arrays that agree, with equal weights, written to `out` or a new array. None,
-// and nothing done, for anything else: small arrays take longer to be looked at from Python, and
-// to be bound to a layout, than to be averaged.
+// The mean of plain arrays that agree, with equal weights, written to `out` or a new array. Returns
+// None, and does nothing, for anything else. Inspecting small arrays from Python and binding them
+// to a layout would take longer than averaging them.
 py::object average_at_once(const py::object& sources_object, const py::object& out_object) {
   const PyObject* const list = sources_object.ptr();
   if (!PyList_CheckExact(list)) return py::none();

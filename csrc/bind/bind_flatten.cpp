@@ -72,8 +72,8 @@ std::pair<const std::byte*, std::size_t> extent(const py::array& array) {
 }
 
 // The elements of all parts together, if they are arrays of one dtype that promotes to
-// itself; else -1. Asked first, since to look at each part from Python takes longer than
-// to copy it.
+// itself; else -1. Asked first: looking at each part from Python takes
+// longer than copying it.
 py::ssize_t uniform_size(const py::list& parts) {
   if (parts.empty() || !py::isinstance<py::array>(parts[0])) return -1;
   const py::dtype first = py::reinterpret_borrow<py::array>(parts[0]).dtype();
@@ -123,8 +123,8 @@ py::list flatten_into(const py::object& out_object, const py::list& parts) {
   return left;
 }
 
-// Raises where two of `copies` write to the same memory: which of them came last
-// would depend on the threads. `indices` are those of their parts.
+// Raises if two of `copies` write to the same memory: threads would decide which one comes last.
+// `indices` are the indices of their parts.
 void check_disjoint(const std::vector<Copy>& copies, const std::vector<std::size_t>& indices) {
   std::vector<std::size_t> order;
   for (std::size_t j = 0; j < copies.size(); ++j)

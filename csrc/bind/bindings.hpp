@@ -1,4 +1,4 @@
-// What each bind_*.cpp adds to the extension module.
+// The functions of bind_*.cpp, each of which adds its part to the extension module.
 #pragma once
 
 #include <pybind11/pybind11.h>

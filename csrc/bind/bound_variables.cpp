@@ -248,7 +248,8 @@ bool BoundVariables::is_ready() const {
 
 void BoundVariables::check_ready(bool guard) const {
   api_.prefetch(variables_);
-  if (guard && !is_ready()) throw UnreadyError("in a function, or asynchronous");
+  if (guard && !is_ready())
+    throw UnreadyError("eager execution is tracing a function, or asynchronous");
 }
 
 // Whether `object` is a vector of the only dtype there is.
@@ -300,12 +301,11 @@ BoundVariables::Outside BoundVariables::part_side(std::size_t variable, py::hand
 std::byte* BoundVariables::vector_begin(const py::array& flat, Access access) const {
   if (flat.ndim() != 1 || static_cast<std::size_t>(flat.size()) != bound_.layout.size() ||
       !is_contiguous(flat) || (access == Access::kWrite && !flat.writeable()))
-    throw UnreadyError("array");
+    throw UnreadyError("expected a contiguous vector of the layout's size");
   return static_cast<std::byte*>(const_cast<void*>(flat.data()));
 }
 
-// The bound slots of a vector, but for those at the positions `left`, which have their own
-// arrays.
+// The bound slots of a vector; those at the positions `left` have arrays of their own instead.
 std::vector<BoundVariables::Outside> BoundVariables::vector_sides(
     const py::array& flat, const std::vector<std::size_t>& left, const py::list& arrays,
     Access access) const {
@@ -452,9 +452,9 @@ void BoundVariables::update(Update operation, const py::array& x, bool packed, d
 void BoundVariables::raise(const VariableFailure& failure) const {
   switch (failure.trouble) {
     case VariableTrouble::kGone:
-      throw UnreadyError("gone");
+      throw UnreadyError("a variable is gone");
     case VariableTrouble::kUninitialized:
-      throw UnreadyError("uninitialized");
+      throw UnreadyError("a variable is uninitialized");
     case VariableTrouble::kNoMemory:
       throw std::bad_alloc();
     default:

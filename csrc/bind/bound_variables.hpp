@@ -1,4 +1,4 @@
-// Variables of TensorFlow that the op library has bound: read and written where they are.
+// TensorFlow variables bound by the op library: read and written in their own memory.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -15,14 +15,14 @@
 
 namespace flatweights::bind {
 
-// Not now: something has to be done first that is not for this layer to do.
+// The variables cannot be moved now: the layer above has to bind again, or wait, first.
 struct UnreadyError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The bound variables of one model. Whatever moves them checks all arguments with the GIL
-// held, then locks, checks and moves without it. `guard` asks whether eager TensorFlow is
-// ready for that; UnreadyError where it is not, and where variables have to be bound again.
+// The bound variables of one model. Every function that moves them checks all arguments
+// with the GIL held, then locks, checks and moves without it. With `guard`, raises UnreadyError
+// if eager TensorFlow is not ready; raises it, too, if variables have to be bound again.
 class BoundVariables {
  public:
   // Binds the slots at `positions` of `bound`, ascending, by their ids; `context` is that of
@@ -34,20 +34,20 @@ class BoundVariables {
   BoundVariables& operator=(const BoundVariables&) = delete;
   ~BoundVariables();
 
-  // What a loop over a model of one dtype does, without a question or an error: reads into
-  // `out`, or into a new vector where that is None. None where anything is in the way.
+  // The shortest way, for hot loops over a model of one dtype: reads into `out`, or into a new
+  // vector if it is None. Returns None, and does nothing, if that takes more than moving bytes.
   py::object get_at_once(const py::object& out);
 
-  // The same for writing; false where anything is in the way.
+  // The same for writing; returns false if that takes more than moving bytes.
   bool set_at_once(const py::object& flat);
 
-  // Python functions that call them for `self`, the object of Python's that holds this. With
-  // cold caches, the way through a class of pybind11's takes longer than a small model.
+  // Python functions that call them for `self`, the object that holds this. With
+  // cold caches, a call through a pybind11 class takes longer than reading a small model.
   static py::object getter(const py::object& self);
   static py::object setter(const py::object& self);
 
-  // A vector's slots at the positions `left` have their own `arrays`, for the caller to
-  // convert.
+  // Slots at the positions `left` are not moved from or to the vector, but from or to `arrays`,
+  // which the caller converts.
   void get_vector(const py::array& out, const std::vector<std::size_t>& left,
                   const py::list& arrays, bool guard);
   void set_vector(const py::array& flat, const std::vector<std::size_t>& left,
@@ -73,7 +73,7 @@ class BoundVariables {
   // Memory outside TensorFlow that belongs to one variable.
   struct Outside {
     std::byte* data = nullptr;
-    DType dtype = DType::kOther;  // as in Copy: of use only where values are converted
+    DType dtype = DType::kOther;  // as in Copy: used only if values are converted
     std::size_t itemsize = 0;
     bool is_converted = false;
   };

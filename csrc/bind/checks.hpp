@@ -39,8 +39,8 @@ struct Place {
   [[nodiscard]] std::string text() const;
 };
 
-// Raises for environment variables that are malformed, before a byte moves: those
-// are read when threads and loops are first wanted.
+// Raises for malformed environment variables before a byte moves: the core reads them when it
+// first needs threads and loops.
 void check_environment();
 
 [[nodiscard]] DType classify(const py::dtype& dtype);
@@ -86,8 +86,8 @@ void check_environment();
 [[nodiscard]] std::vector<ReadPart> read_parts(const py::list& model, const BoundLayout& bound,
                                                bool packed, std::ptrdiff_t source);
 
-// Raises unless every slot of `out` is disjoint from every slot of the sources
-// and of `out` itself, but for being exactly the same slot of a source. The
+// Raises unless every slot of `out` is disjoint from every other slot of `out` and of the sources.
+// It may be exactly the same memory as that slot of a source. The
 // row of slot i in `sources` is `[i * num_sources, (i + 1) * num_sources)`. Messages
 // call the models `out` and `first_source`, `first_source + 1`, ...
 void check_overlap(const BoundLayout& bound, const std::vector<std::byte*>& out,

@@ -8,8 +8,8 @@
 
 namespace flatweights::bind {
 
-// The name of capsules that own the memory of the array over them, and give it back: nobody
-// else can write to it.
+// The name of the capsules that own an array's memory and return it to the pool. Nothing else has
+// that memory, so nothing else can write to it.
 inline constexpr char kOwner[] = "flatweights.buffer";
 
 // A new one-dimensional uint8 array at a 64-byte boundary, contents undefined. Its

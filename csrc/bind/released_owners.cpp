@@ -1,11 +1,11 @@
-// Owners are released on threads of TensorFlow, which must not wait for the GIL: they may hold
-// locks that whoever has the GIL waits for. So they push what they release onto a list, and post
-// a semaphore for the thread that takes the GIL and drops what is on the list. (A pending call
+// Owners are released on TensorFlow's threads, which must not wait for the GIL: they may hold
+// locks that the thread with the GIL waits for. So they push what they release onto a list, and
+// post a semaphore for the thread that takes the GIL and drops what is on the list. (A pending call
 // of Python would have to wait until the main thread runs Python again: in actors that
 // work in other threads it never does.)
 //
 // The thread may wait for the GIL only while Python lives: as Python ends, threads that ask for
-// it are ended in the middle of what they do. So it asks in the state kDropping alone, and
+// it are ended wherever they are. So it asks in the state kDropping alone, and
 // atexit waits for the end of that before it moves on to kEnded.
 //
 // A forked child has no such thread; the next owner that it holds starts its own.
@@ -94,7 +94,7 @@ void end() {
 void start() {
   State expected = State::kNoThread;
   if (!state.compare_exchange_strong(expected, State::kIdle)) return;
-  // Signals are for the threads of others.
+  // This thread handles no signals.
   sigset_t all;
   sigset_t before;
   sigfillset(&all);

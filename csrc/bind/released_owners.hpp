@@ -1,4 +1,4 @@
-// Python objects that code without the GIL lets go of.
+// Python objects that are released by code without the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -38,7 +38,7 @@ class VariablesLock {
 
   explicit operator bool() const noexcept { return locked_ != nullptr; }
 
-  // What has been written becomes the variables' value when the scope ends.
+  // Makes the written values those of the variables when the scope ends.
   void commit() noexcept { commit_ = true; }
 
  private:

@@ -5,7 +5,7 @@
 
 namespace flatweights {
 
-// How squares of differences are taken into the second moment.
+// How the square of a difference d changes the second moment v.
 enum class SecondMoment {
   kSum,   // Adagrad: v + d^2
   kMean,  // Adam: v + (d^2 - v) * share
@@ -21,7 +21,7 @@ struct AdaptiveRange {
   void* first;  // null: the difference itself is the first moment
   void* second;
   const void* average;
-  const void* before;  // what the average is a step from
+  const void* before;  // the weights that the workers started from
 };
 
 struct AdaptiveRates {
@@ -31,8 +31,8 @@ struct AdaptiveRates {
   double tau;
 };
 
-// With d = average - before: first += (d - first) * first_share, the second moment by its
-// kind, weights += first / (sqrt(second) + tau) * learning_rate. Each operation is rounded
+// With d = average - before: first += (d - first) * first_share; the second moment changes by
+// `kind`; weights += first / (sqrt(second) + tau) * learning_rate. Each operation is rounded
 // to the vectors' type, without contraction, so the bits depend on nothing else.
 void adapt(const AdaptiveRange& range, SecondMoment kind, const AdaptiveRates& rates);
 

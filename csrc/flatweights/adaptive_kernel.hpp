@@ -1,4 +1,4 @@
-// Steps that adapt to each number. Included by kernels.cpp alone.
+// Adagrad, Adam and Yogi steps, number by number. Included by kernels.cpp alone.
 #pragma once
 
 #include <cstddef>
@@ -17,12 +17,13 @@ namespace {
 [[gnu::always_inline]] inline float root(float value) noexcept { return __builtin_sqrtf(value); }
 [[gnu::always_inline]] inline double root(double value) noexcept { return __builtin_sqrt(value); }
 
-// The second moment, `old` until now, once `square` has been seen.
+// Returns the second moment after `square`, the squared difference; `old` is the one before.
 template <class T, SecondMoment Kind>
 [[gnu::always_inline]] inline T next_second(T old, T square, T share) noexcept {
   if constexpr (Kind == SecondMoment::kSum) return old + square;
   if constexpr (Kind == SecondMoment::kMean) return old + (square - old) * share;
-  // By what the square is, in the direction in which it lies: none where it is there.
+  // Yogi: moves `old` towards `square` by at most `share` of `square`; not at all where they are
+  // equal.
   const T change = square * share;
   const T beyond = old - square;
   return old - (beyond == 0 ? T{0} : with_sign_of(beyond, change));
@@ -40,7 +41,8 @@ inline void adapt_numbers(const AdaptiveRange& range, const AdaptiveRates& rates
   const T second_share = static_cast<T>(rates.second_share);
   const T learning_rate = static_cast<T>(rates.learning_rate);
   const T tau = static_cast<T>(rates.tau);
-  // What is read may be `weights`; nothing that is written is read at another place.
+  // An input may be `weights` itself, but element i is read before element i is written, and no
+  // other element is.
 #pragma GCC ivdep
   for (std::size_t i = begin; i < end; ++i) {
     const T delta = average[i] - before[i];

@@ -14,14 +14,14 @@
 namespace flatweights {
 namespace {
 
-// Room for the loops, from the pool; none where there is no memory.
+// Scratch memory for the loops, from the pool. Without any, where memory is short, they are slower.
 class Room {
  public:
   explicit Room(bool wanted) noexcept {
     if (!wanted) return;
     try {
       buffer_ = take_buffer(kRoom);
-    } catch (const std::bad_alloc&) {  // it is slower without
+    } catch (const std::bad_alloc&) {
     }
   }
   Room(const Room&) = delete;

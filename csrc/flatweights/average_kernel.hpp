@@ -13,16 +13,16 @@ namespace flatweights {
 namespace {
 
 inline constexpr std::size_t kBlock = 1024;  // a block's sums stay in the first cache
-// Each source of a block is read from a page or more: with many sources, larger blocks
-// win more from the hardware that follows streams than their sums lose to the second cache.
+// With many sources, larger blocks pay: the prefetcher follows each source for longer, which gains
+// more than is lost when the sums spill to the second cache.
 inline constexpr std::size_t kMostBlock = 4 * kBlock;
 inline constexpr std::size_t kManySources = 8;
 inline constexpr std::size_t kGroup = 4;  // sources whose sum is kept in a register
 
-// What is added up for one element.
+// The running sum of one element.
 struct Sum {
   double total;
-  double lost;  // by rounding, for float64 alone
+  double lost;  // to rounding; used for float64 only
 };
 
 // Adds `weight[k] * source[k][i]` for k < Count, in order; where not Weighted, all
@@ -90,7 +90,7 @@ struct Divisor {
   }
 };
 
-// The mean that `sum` amounts to. Marks `nonfinite` where the sum is.
+// Returns the mean that belongs to `sum`, and sets `nonfinite` if the sum is not finite.
 template <class T, bool Multiply>
 [[gnu::always_inline]] inline double divide(Sum sum, double factor,
                                             std::uint64_t& nonfinite) noexcept {
@@ -257,8 +257,8 @@ bool average_range(std::byte* out, const std::byte* const* sources, const double
   std::size_t most = stream && head > 0 ? head / sizeof(Out) : block;
   for (; begin < end; most = block) {
     const std::size_t size = end - begin < most ? end - begin : most;
-    // Through `lines`, since `out` may be a source: the loops then know that what they
-    // write is nothing that they read.
+    // Into `lines` first, since `out` may be a source: so the compiler knows that the loops read
+    // nothing that they write.
     finite &= average_block<T, Out>(lines, 0, sources, weights, count, divisor, begin, size);
     if (stream && size == block)
       stream_lines(out + begin * sizeof(Out), lines, size * sizeof(Out));

@@ -112,7 +112,7 @@ template <class T, class Out, bool Weighted, std::size_t Count>
     }
     for (std::size_t j = 0; j < kPairs; ++j) {
       add_term(sums, j, terms[j]);
-      // Or else terms are read before they are added, and wait in memory: a stream more.
+      // Without this the compiler loads terms early and spills them: one more stream of memory.
       if constexpr (Count != 0) settle(sums, j);
     }
   }
@@ -123,7 +123,7 @@ template <class T, class Out, bool Weighted, std::size_t Count>
 // that found no register: 17 take a third longer than 16.
 inline constexpr std::size_t kTurn = 8;
 
-// Where the sums of a block wait for the next of its sources.
+// The sums of a block, between one turn of its sources and the next.
 template <class Out>
 struct Waiting {
   static constexpr std::size_t kSteps = kRoom / sizeof(Sums<Out>);

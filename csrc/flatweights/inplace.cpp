@@ -27,7 +27,7 @@ void change(std::span<const InPlacePart> parts, std::size_t passes, F&& body) {
 
 struct Sum {
   double total = 0;
-  double lost = 0;  // by rounding
+  double lost = 0;  // to rounding
 
   [[nodiscard]] double value() const {
     // An infinite sum has no meaningful remainder.
@@ -99,7 +99,7 @@ double norm(std::span<const ReadPart> parts) {
     factor = squares < kLeast ? kUp : kDown;
     squares = sum_squares(parts, factor);
   }
-  // NaN of one sign and payload, whichever the sum has kept.
+  // Always the same NaN, whichever one the sum ended with.
   if (std::isnan(squares)) return std::numeric_limits<double>::quiet_NaN();
   return std::sqrt(squares) / factor;
 }
@@ -111,8 +111,8 @@ double clip_by_norm(std::span<const InPlacePart> parts, double most) {
   double before = norm(read);
   if (!std::isfinite(before) || before <= most) return before;
   const double found = before;
-  // Where the quotient has few digits left, go there in steps; what these round away is
-  // far too small to count in the end.
+  // A subnormal quotient has few significant bits, so scale in steps. What the steps round away is
+  // too small to show in the result.
   constexpr double kStep = 0x1p-512;
   for (; most > 0 && most / before < std::numeric_limits<double>::min(); before *= kStep)
     scale(parts, kStep);

@@ -45,7 +45,7 @@ inline void change_range(std::byte* y, const std::byte* x, std::size_t begin, st
       });
     }
   } else {
-    // Nothing that is written is read at another place.
+    // Element i is read before element i is written, and no other element is.
 #pragma GCC ivdep
     for (std::size_t i = begin; i < end; ++i) {
       const T rounded = static_cast<T>(
@@ -72,7 +72,7 @@ void axpy_range(std::byte* y, double a, const std::byte* x, std::size_t begin,
 template <class T>
 void lerp_range(std::byte* y, const std::byte* x, double a, std::size_t begin,
                 std::size_t end) noexcept {
-  // From the nearer end: what is far from it is rounded against what is near.
+  // Computed from the nearer end, where the rounding error is smaller.
   if (a < 0.5) {
     change_range<T>(y, x, begin, end,
                     [=](auto old, auto other) { return old + a * (other - old); });

@@ -1,4 +1,4 @@
-// The one place where an instruction set is chosen.
+// Chooses the instruction set.
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>

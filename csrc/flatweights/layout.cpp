@@ -10,7 +10,7 @@
 namespace flatweights {
 namespace {
 
-// Whoever adds two such numbers must not leave the range of a pointer difference.
+// The sum of two such numbers still fits a pointer difference.
 constexpr std::size_t kMost = PTRDIFF_MAX / 2;
 
 [[noreturn]] void throw_too_large(std::size_t index, const Slot& slot) {

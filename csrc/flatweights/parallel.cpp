@@ -26,8 +26,8 @@ constexpr long kMostThreads = 1024;
 
 std::atomic<unsigned> chosen{0};
 
-// The number at the beginning of `text`, at most kMostThreads, or 0 where there
-// is no positive one. What follows it is up to the caller: `rest`.
+// Returns the number that `text` begins with, at most kMostThreads, or 0 if it begins with no
+// positive number. `rest` points behind it, for the caller to check.
 unsigned parse_count(const char* text, const char*& rest) {
   errno = 0;
   char* end = nullptr;
@@ -37,7 +37,7 @@ unsigned parse_count(const char* text, const char*& rest) {
   return static_cast<unsigned>(std::min(value, kMostThreads));
 }
 
-// Processors that a "quota period" pair allows; 0 where it sets no limit.
+// Returns the processors that a cgroup's quota and period allow; 0 if they set no limit.
 unsigned processors_of_quota(double quota, double period) {
   if (!(quota > 0) || !(period > 0)) return 0;
   return static_cast<unsigned>(std::max(1.0, std::floor(quota / period)));
@@ -117,7 +117,7 @@ void detail::run(std::size_t size, std::size_t grain, Body body, void* context) 
     body(context, 0, size);
     return;
   }
-  // Several chunks for each thread: one that is held up leaves its share to the others.
+  // Several chunks for each thread: when one thread is delayed, the others take its chunks.
   const std::size_t even = size / (threads * kChunksPerThread) + 1;
   const std::size_t chunk = (std::max(even, grain) + kBorder - 1) / kBorder * kBorder;
   ThreadPool::instance().run(size, chunk, threads, body, context);

@@ -15,7 +15,7 @@
 namespace flatweights {
 namespace {
 
-// Reads element `i` of memory that may be aligned to nothing.
+// Reads element `i` of memory with any alignment.
 template <class T>
 inline T load(const std::byte* memory, std::size_t i) noexcept {
   T value;
@@ -94,8 +94,8 @@ inline std::uint32_t round_to_odd(double value) noexcept {
   return back == value || is_nan(value) ? bits : (towards_zero | 1u);
 }
 
-// Every NaN becomes the same one: which of two NaN an addition keeps is up to the
-// compiler, and results are to have the same bits everywhere.
+// The compiler decides which of two NaN an addition keeps, but results must have the same bits
+// everywhere. So every NaN becomes this one.
 inline constexpr std::uint16_t kNanBFloat16 = 0x7fc0;
 inline constexpr std::uint16_t kNanFloat16 = 0x7e00;
 
@@ -103,7 +103,7 @@ template <class T>
 inline T with_one_nan(T value) noexcept {
   using Bits = std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>;
   constexpr Bits kNan = sizeof(T) == 4 ? Bits{0x7fc00000} : static_cast<Bits>(0x7ff8ULL << 48);
-  // By masks, not by a choice: a choice keeps some loops from being vectorised.
+  // Masks instead of a conditional, which would keep some loops from being vectorised.
   const Bits nan = static_cast<Bits>(Bits{0} - Bits{value != value});
   const Bits bits = __builtin_bit_cast(Bits, value);
   return __builtin_bit_cast(T, static_cast<Bits>((bits & ~nan) | (kNan & nan)));

@@ -10,9 +10,9 @@
 namespace flatweights {
 namespace {
 
-// Two registers' worth of consecutive elements: the first half in `a`, the second in `b`. Or,
-// where Interleaved, the even ones in `a` and the odd ones in `b`: bfloat16, in 32-bit words,
-// is then one shift or mask apart from what it is as floats.
+// kPair consecutive elements: the first half in `a`, the second in `b`. Or, where Interleaved,
+// the even elements in `a` and the odd ones in `b`: two bfloat16 lie in one 32-bit word, from which
+// a shift and a mask make two floats.
 struct Pair {
   Doubles a;
   Doubles b;
@@ -62,8 +62,8 @@ inline void spread_pair(double* to, Pair value) noexcept {
   return odd + 0x7fffu + (odd >> 16 & 1);
 }
 
-// Writes elements [i, i + kPair), rounded once. NaN stay NaN, any one. Past the caches where
-// Stream; each register's place is then aligned to its size.
+// Writes elements [i, i + kPair), rounded once. A NaN stays a NaN, but not the same one. With
+// Stream, writes past the caches, to memory that is aligned to the size of a register.
 template <class T, bool Stream = false>
 [[gnu::always_inline]] inline void store_pair(std::byte* memory, std::size_t i,
                                               Pair value) noexcept {

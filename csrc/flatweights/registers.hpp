@@ -1,5 +1,5 @@
 // Registers that hold several numbers, in the vector types of GCC and clang: one text for AVX-512,
-// AVX2 and NEON. Only what these types cannot say is written for each instruction set.
+// AVX2 and NEON. Only what these types cannot express is written once per instruction set.
 //
 // Included by code that is compiled once per instruction set. Defines FLATWEIGHTS_REGISTERS where
 // the loops are to be written with these, and FLATWEIGHTS_STREAMS where stores can pass the caches.
@@ -80,7 +80,7 @@ using Floats = float __attribute__((vector_size(kRegister / 2)));
 using Words = std::uint32_t __attribute__((vector_size(kRegister / 2)));
 
 [[gnu::always_inline]] inline Doubles broadcast(double value) noexcept {
-  return value - Doubles{};  // not a sum: -0.0 stays what it is
+  return value - Doubles{};  // a sum would turn -0.0 into 0.0
 }
 
 [[gnu::always_inline]] inline Words to_words(Floats value) noexcept {
@@ -108,7 +108,7 @@ using Words = std::uint32_t __attribute__((vector_size(kRegister / 2)));
 [[gnu::always_inline]] inline bool any_nonzero_or_nan(Doubles value) noexcept {
   return _mm512_cmp_pd_mask(value, Doubles{}, _CMP_NEQ_UQ) != 0;
 }
-// With masks that leave nothing out: GCC 12 warns that functions without one read what is not set.
+// With masks that select everything: without masks, GCC 12 warns of uninitialised memory.
 [[gnu::always_inline]] inline Doubles widen(Floats value) noexcept {
   return _mm512_maskz_cvtps_pd(0xff, value);
 }

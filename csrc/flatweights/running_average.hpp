@@ -1,4 +1,4 @@
-// Weighted sums of models that arrive one after the other.
+// Weighted sums of models that arrive one by one.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ class RunningSum {
   // Numbers of float64 that the sum needs.
   [[nodiscard]] std::size_t size() const noexcept { return reals() + lost_starts_.back(); }
 
-  // Uses `memory[0, size())` from now on. What is in it counts as 0 where not `begun`.
+  // Uses `memory[0, size())` from now on. Unless `begun`, its contents count as zeros.
   void use(double* memory, bool begun) noexcept {
     memory_ = memory;
     begun_ = begun;
@@ -52,7 +52,7 @@ class RunningSum {
   [[nodiscard]] double* sum(std::size_t slot, std::size_t at) const noexcept {
     return memory_ + starts_[slot] + at;
   }
-  // What rounding took from the sums of a compensated slot, else null.
+  // Where the rounding errors of a compensated slot's sums lie; null for other slots.
   [[nodiscard]] double* lost(std::size_t slot, std::size_t at) const noexcept {
     return is_compensated(dtypes_[slot]) ? memory_ + reals() + lost_starts_[slot] + at : nullptr;
   }

@@ -12,10 +12,10 @@
 namespace flatweights {
 namespace {
 
-constexpr std::size_t kUsual = std::size_t{32} << 20;  // of servers, per group of cores
+constexpr std::size_t kUsual = std::size_t{32} << 20;  // typical for a group of cores in a server
 
-// The cache of the third level that the first processor uses, as Linux tells, or 0. The C
-// library is asked second: before glibc 2.37 it counts all those of an AMD socket.
+// Returns the size of the first processor's third-level cache, or 0 if it is unknown. Asks Linux
+// first: the C library, before glibc 2.37, adds up all such caches of an AMD socket.
 std::size_t third_cache() {
   const std::string prefix = "/sys/devices/system/cpu/cpu0/cache/index";
   for (char index = '0'; index <= '9'; ++index) {

@@ -28,7 +28,7 @@ std::atomic<ThreadPool*> current{nullptr};
 // caller that waits for a helper's last chunk.
 constexpr std::chrono::microseconds kAwake{50};
 
-// Returns once `done` does, or after a while.
+// Returns once `done` returns true, or after a while.
 template <class Done>
 void wait_awake(const Done& done) {
   const auto end = std::chrono::steady_clock::now() + kAwake;
@@ -147,8 +147,8 @@ void ThreadPool::help() {
       lock.lock();
       if (--working_ == 0) idle_.notify_one();
     }
-    // Who woke up too late for this job stays awake for the next, too: it would be too late
-    // for every one.
+    // A helper that missed this job keeps spinning for the next one: asleep, it would miss every
+    // one.
     const unsigned seen = jobs_.load(std::memory_order_relaxed);
     const auto is_another = [this, seen] { return jobs_.load(std::memory_order_relaxed) != seen; };
     ++awake_;

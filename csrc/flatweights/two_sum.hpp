@@ -1,4 +1,4 @@
-// Sums that keep what each addition rounds away.
+// Addition that keeps its rounding error.
 #pragma once
 
 namespace flatweights {

@@ -1,4 +1,4 @@
-// Tensors over memory that somebody else owns and nobody writes to.
+// Tensors over read-only memory with another owner.
 //
 // TensorFlow computes in place where Tensor::RefCountIsOne holds: the counts of the tensor's
 // buffer and of that buffer's root are one, and the buffer owns its memory. A value that aliases
@@ -26,7 +26,7 @@
 
 namespace flatweights {
 
-// What all buffers over one piece of memory share; releases it with the last of them.
+// Shared by all buffers over one piece of memory; releases the memory with the last of them.
 class AliasOwner {
  public:
   explicit AliasOwner(const VariableAlias& alias) : alias_(alias) {}

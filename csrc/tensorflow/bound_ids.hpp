@@ -38,7 +38,7 @@ class BoundIds {
     return last_;
   }
 
-  // What was put under `id`, once; null if it is not there.
+  // Takes out the variable that was put under `id`; null if there is none.
   tensorflow::core::WeakPtr<tensorflow::Var> take(std::int64_t id) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = variables_.find(id);
@@ -49,7 +49,7 @@ class BoundIds {
   }
 
  private:
-  // Ids that nobody asks for (a graph that was exported runs elsewhere) do not pile up.
+  // Bounded: ids that are never looked up (an exported graph that runs elsewhere) do not pile up.
   static constexpr std::size_t kMost = std::size_t{1} << 20;
 
   BoundIds() {

@@ -53,7 +53,7 @@ class LastSeen {
     fetch(weak_, kLine);
     fetch(variable_, sizeof(tensorflow::Var));
     fetch(buffer_.load(std::memory_order_relaxed), sizeof(tensorflow::TensorBuffer));
-    // What follows the first lines of a large value, the processor fetches by itself.
+    // Behind the first lines of a large value, the processor's own prefetcher takes over.
     fetch(data_.load(std::memory_order_relaxed),
           std::min(nbytes_.load(std::memory_order_relaxed), kMostBytes));
   }
@@ -95,7 +95,7 @@ class Variables {
   std::unique_ptr<LastSeen[]> last_seen;  // of each entry
 };
 
-// As NumPy would say it: "float64 (64,)".
+// In NumPy's words: "float64 (64,)".
 inline std::string describe(tensorflow::DataType dtype, const tensorflow::TensorShape& shape) {
   std::string text = tensorflow::DataTypeString(dtype);
   if (dtype == tensorflow::DT_FLOAT) text = "float32";

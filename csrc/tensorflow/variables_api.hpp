@@ -1,5 +1,5 @@
-// What the op library offers to the Python bindings: plain C++17 data and functions, so that
-// the two may differ in compiler, language standard and what they link.
+// The op library's interface for the Python bindings: plain C++17 data and functions, so that
+// the two may differ in compiler, language standard and linked libraries.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,7 @@ struct WantedVariable {
 
 enum class VariableAccess {
   kRead,
-  kOverwrite,  // what the variables held may be lost
+  kOverwrite,  // the old values may be lost
   kUpdate,
 };
 
@@ -47,7 +47,7 @@ enum class VariableTrouble {
 struct VariableFailure {
   VariableTrouble trouble;
   std::size_t index;  // of the variable
-  char text[256];     // what was found, such as "float64 (64,)"
+  char text[256];     // the actual value, such as "float64 (64,)"
 };
 
 // Memory that variables may alias instead of copying it.
@@ -76,10 +76,10 @@ struct VariablesApi {
   // that each is what it was bound as, and writes where it is to `memory`, one for each of
   // all variables. Null after a failure: then nothing is locked and nothing has changed.
   //
-  // For writing, `memory` is nobody else's: where the value is visible elsewhere, it is
-  // a new buffer, which becomes the variable's when unlock commits. With `alias`, variables
-  // will alias what is given for them, but for those that TensorFlow writes to in place;
-  // its owner is released in any case, after a failure at once.
+  // For writing, nothing else sees `memory`: if the value is visible elsewhere, it is a new buffer,
+  // which becomes the variable's when unlock commits. With `alias`, variables alias the given
+  // memory, except those that TensorFlow writes to in place. The owner is always released, after
+  // a failure at once.
   LockedVariables* (*lock)(Variables* variables, VariableAccess access, const std::size_t* chosen,
                            std::size_t count, const VariableAlias* alias, VariableMemory* memory,
                            VariableFailure* failure);
