@@ -27,14 +27,15 @@ Make = Callable[..., WorkerGroup]
 
 @pytest.fixture
 def make(way: str, lend: Lend) -> Make:
-    """Make a group of workers that know their rank."""
-    return lambda n=3, size=SMALL, **options: lend(PlainWorker, n, size, **options)
+    """Make a group of workers that know their rank, and that Ray restarts."""
+    restarted = {"max_restarts": -1}
+    return lambda n=3, size=SMALL, **options: lend(PlainWorker, n, size, **restarted | options)
 
 
 @pytest.fixture(scope="module")
 def three(way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
     with all_actors.loan() as lend:
-        yield lend(PlainWorker, 3)
+        yield lend(PlainWorker, 3, max_restarts=-1)
 
 
 @pytest.fixture
@@ -179,7 +180,7 @@ def test_broadcast_takes_any_kind_of_weights(group: WorkerGroup, size: int) -> N
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
 def test_what_was_sent_does_not_follow_the_caller(make: Make, size: int, tmp_path: Path) -> None:
-    group = make(2, size, max_restarts=1)
+    group = make(2, size)
     mine = weights_of(1.0, size)
     group.broadcast(mine)
     mine["w"] += 1
@@ -332,7 +333,7 @@ def test_a_worker_that_dies_is_left_out(make: Make, action: str, restarts: int, 
 
 
 def test_who_died_after_its_answer_is_in_this_round_and_not_in_the_next(make: Make) -> None:
-    group = make(3, LARGE, max_restarts=1)
+    group = make(3, LARGE)
     start = weights_of(1.0, LARGE)
     group.broadcast(start)
     pid = group.step("pid")[1]
@@ -351,7 +352,7 @@ def test_who_died_after_its_answer_is_in_this_round_and_not_in_the_next(make: Ma
 
 def test_a_retried_call_never_answers_with_lost_weights(make: Make, tmp_path: Path) -> None:
     """Ray calls the restarted actor again by itself; its weights are those of the start."""
-    group = make(3, max_restarts=-1, max_task_retries=-1)
+    group = make(3, max_task_retries=-1)
     start = weights_of(1.0)
     group.broadcast(start)
     found = group.average("act", {1: "die once"}, str(tmp_path), min_results=2)
@@ -366,7 +367,7 @@ def test_a_retried_call_never_answers_with_lost_weights(make: Make, tmp_path: Pa
 
 
 def test_a_restart_between_rounds_is_noticed(make: Make) -> None:
-    group = make(3, max_restarts=-1, max_task_retries=-1)
+    group = make(3, max_task_retries=-1)
     start = weights_of(1.0)
     group.broadcast(start)
     process = psutil.Process(group.step("pid")[0])
@@ -383,7 +384,7 @@ def test_a_restart_between_rounds_is_noticed(make: Make) -> None:
 def test_before_any_broadcast_a_restarted_worker_does_not_come_back(
     make: Make, tmp_path: Path
 ) -> None:
-    group = make(3, max_restarts=-1, max_task_retries=-1)
+    group = make(3, max_task_retries=-1)
     start = weights_of(2.0)
     group.step("set_weights", start)  # the group does not know of it
     found = group.average("act", {2: "die once"}, str(tmp_path), min_results=2)
@@ -493,7 +494,7 @@ def test_weights_that_nobody_takes_change_nothing() -> None:
 
 
 def test_broadcast_leaves_out_who_died(make: Make) -> None:
-    group = make(3, max_restarts=0)
+    group = make(3)
     group.step("ping")
     kill(group, 1)
     assert group.broadcast(weights_of(1.0)) == [0, 2]
@@ -520,7 +521,7 @@ def test_all_dead_is_an_error_that_names_all(make: Make) -> None:
 
 
 def test_the_log_says_who_is_left_out_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    group = make(2, max_restarts=1)
+    group = make(2)
     group.broadcast(weights_of(1.0))
     process = psutil.Process(group.step("pid")[1])
     kill(group, 1, no_restart=False)
@@ -548,7 +549,7 @@ def test_run_trains_averages_and_sends(group: WorkerGroup) -> None:
 
 
 def test_run_goes_on_with_who_comes_back(make: Make, tmp_path: Path) -> None:
-    group = make(3, max_restarts=-1)
+    group = make(3)
     expected = weights_of(1.0)
     group.broadcast(expected)
     group.step("ping")
@@ -583,7 +584,7 @@ def test_a_vector_goes_round_too(group: WorkerGroup) -> None:
 
 
 def test_shutdown_ends_the_processes_and_lets_go(make: Make, tmp_path: Path) -> None:
-    group = make(3, LARGE, max_restarts=-1)
+    group = make(3, LARGE)
     group.broadcast(weights_of(1.0, LARGE))
     processes = [psutil.Process(pid) for pid in group.step("pid").values()]
     late_round(group, tmp_path)
