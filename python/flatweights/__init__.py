@@ -7,13 +7,12 @@ error feedback for any transport.
 """
 
 from flatweights._average import average, average_into
-from flatweights._buffer_pool import clear_pool
 from flatweights._config import show_config
 from flatweights._core import __version__
 from flatweights._flatten import flatten, unflatten, unflatten_into
 from flatweights._inplace import axpy_, clip_by_norm_, isfinite, lerp_, norm, scale_
 from flatweights._layout import Layout, Slot
-from flatweights._parallel import get_num_threads, set_num_threads
+from flatweights._resources import clear_pool, get_num_threads, set_num_threads
 from flatweights._running_average import RunningAverage
 from flatweights._weights import FlatWeights
 
