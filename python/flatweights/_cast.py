@@ -32,7 +32,7 @@ def is_settable(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
 def settable(value: ArrayLike, slot: Slot, where: str) -> NDArray[Any]:
     """Return ``value`` as an array that `move_parts` can write to ``slot``.
 
-    Nothing is copied, but for integer slots given another dtype.
+    Only values of another dtype for an integer slot are copied.
 
     Args:
         value: What to write.

@@ -88,7 +88,7 @@ def lerp_(y: Model, x: Model, a: float) -> None:
     network. One pass over memory, without the GIL. It is computed in float64 without
     fused multiply-add, and rounded once to the dtype of ``y``. From ``a`` = 0.5 on it
     is computed as ``x - (1 - a) * (x - y)``, the same number with its rounding errors
-    relative to the nearer end: but for signs of zero, 0 leaves ``y`` and 1 gives ``x``.
+    relative to the nearer end: 0 leaves ``y`` and 1 gives ``x``, except for signs of zero.
     The bits do not depend on threads, alignment or instruction set; every NaN
     becomes the same one. Within `FlatWeights`, integer and boolean parts of ``y`` stay
     as they are.

@@ -240,7 +240,7 @@ def _unpickle(
     kept: Mapping[int, NDArray[Any]],
 ) -> RunningAverage:
     memory: NDArray[Any] = np.frombuffer(buffer, np.float64)
-    # What arrived belongs to others, who may have it in other sums, too.
+    # The memory that arrived belongs to the caller, and may be part of other sums.
     memory.flags.writeable = False
     if not memory.flags.aligned:
         memory = _copy_of(memory)

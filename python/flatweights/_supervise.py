@@ -131,7 +131,7 @@ def _call(main: Callable[[], object]) -> int:
         return 0 if end.code is None else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the output has gone
+    except BrokenPipeError:  # the reader of the output has gone
         return 1
     except BaseException:
         traceback.print_exc()

@@ -4,7 +4,7 @@ SciPy's L-BFGS-B asks the driver for the loss and its gradient at one vector of 
 another. The driver sends the vector to all actors; each lets its model use it where it lies, and
 returns loss and gradient on its own examples. Their averages, weighted by the numbers of
 examples, are those on all of the data: the fit is the same as that in one process, which runs
-first, but for rounding.
+first, except for rounding.
 
     python -m flatweights.examples.digits_lbfgs_actors
     python -m flatweights.examples.digits_lbfgs_actors --workers 4 --width 512 --plot digits.png

@@ -290,7 +290,7 @@ class Trainer(FlatWorker):
 
     Momenta are averaged like the weights that they belong to (H. Yu, R. Jin, S. Yang: "On the
     Linear Speedup Analysis of Communication Efficient Momentum SGD for Distributed Non-Convex
-    Optimization", ICML 2019): whoever takes over the average goes on as the others do.
+    Optimization", ICML 2019): a worker that takes the average goes on as the others do.
     """
 
     def build(self, options: argparse.Namespace, first_round: int, rank: int) -> Any:

@@ -115,7 +115,7 @@ class ExponentialMovingAverage(AveragedOptimizer[Model]):
     as here, it is the teacher of Tarvainen and Valpola, "Mean Teachers Are Better Role Models",
     NeurIPS 2017. Setting ``decay`` to ``t / (t + 1)`` before step t, from 0, gives the former.
 
-    No vector is kept beside the weights, but for the master copy of 16-bit parts: these would
+    Only 16-bit parts have a vector beside the weights, their master copy: these would
     stand still otherwise. A step is one pass of `flatweights.lerp_`, and one that checks.
 
     >>> optimizer = ExponentialMovingAverage(np.zeros(2), decay=0.75)

@@ -12,7 +12,7 @@ from flatweights.tensorflow._library import Library
 from flatweights.tensorflow._mover import Mover
 
 _lock = TurnLock()
-"""Held while replicas follow: whoever follows last gives all of them what the first has then."""
+"""Held while replicas follow: the last call gives all of them the value of the first."""
 
 
 class Replicas:
