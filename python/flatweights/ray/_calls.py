@@ -106,6 +106,9 @@ class Call(NamedTuple):
 class Answer(ABC):
     """The answer to one call, on its way."""
 
+    is_in_store = True
+    """Whether a value maps an object of Ray's store, of which a round maps a few at a time."""
+
     @classmethod
     @abstractmethod
     def wait(

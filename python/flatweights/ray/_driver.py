@@ -37,7 +37,8 @@ def average(
     `flatweights.average` over the ranks in `Round.used`. It replaces, in a driver,
     ``{k: sum(w[k] for w in ray.get(refs)) / n for k in ...}``.
 
-    Up to ``max_inflight`` ranks are averaged in one pass when all have answered. More
+    Up to ``max_inflight`` ranks are averaged in one pass when all have answered, and any number
+    whose results a `WorkerGroup` reads in windows instead of in the object store. More
     are added to a running sum, by runs of consecutive ranks, while others still work:
     the sum takes 8 bytes for each number, and no more than ``max_inflight`` results are
     mapped at once; those that arrive before their turn wait in the object store.
@@ -162,7 +163,7 @@ class DriverAverage:
         with LettingGo(self, self._arrivals):
             # "skip" may leave too few, which is known only after the pass that writes ``out``.
             skips = self._request.nonfinite == "skip" and self._out is not None
-            at_once = len(self._order) <= self._request.max_inflight and not skips
+            at_once = self._may_hold_all() and not skips
             mean = self._finish(self._at_once() if at_once else self._streamed())
             return Round(
                 sealed(mean) if self._out is None else mean,
@@ -179,19 +180,29 @@ class DriverAverage:
         """Hold no value any longer."""
         self._held.clear()
 
+    def _may_hold_all(self) -> bool:
+        """Whether no more than ``max_inflight`` answers have to be mapped from the store."""
+        in_store = sum(answer.is_in_store for answer in self._arrivals.answers.values())
+        return in_store <= self._request.max_inflight
+
     def _at_once(self) -> Any:
         """Wait for all, then average in one pass."""
         while (came := self._arrivals.wait(all_at_once=True)) is not None:
             self._hold(came)
             self._check()
         self._check()
+        if not self._may_hold_all():  # large results came through the store after all
+            return self._streamed()
         models: list[Any] = []
         weights: list[float] = []
-        for run in self._runs(to_the_end=True):
-            for rank, value in run.items():
+        for rank in sorted(self._arrivals.arrived):
+            value = self._held.pop(rank, None)
+            value = self._arrivals.take(rank) if value is None else value
+            if rank not in self._arrivals.failed:
                 models.append(self._read(rank, value))
                 weights.append(self._request.weight_of(rank, value))
-            run.clear()
+        value = None
+        self._check()
         begin = time.monotonic()
         ranks = self._used
         try:

@@ -164,6 +164,7 @@ class LaneAnswer(Answer):
         self._lane = lane
         self._again = again
         self._by_ray: RayAnswer | None = None
+        self.is_in_store = False
         self._value: Any = _MISSING
         self._error: Exception | None = None
 
@@ -228,7 +229,7 @@ class LaneAnswer(Answer):
             return self._by_ray is None
         if self._lane.is_closed:
             self._worker.lose(self._lane, "the worker died")
-            self._by_ray = RayAnswer(self._lane.latest_call())
+            self._go_by_ray(RayAnswer(self._lane.latest_call()))
         return False
 
     def _read(self) -> None:
@@ -236,10 +237,13 @@ class LaneAnswer(Answer):
         if kind == VALUE:
             self._value = value
         elif kind == BY_CALL:
-            self._by_ray = RayAnswer(self._lane.calls[value])
+            self._go_by_ray(RayAnswer(self._lane.calls[value]))
         else:
             _log.warning("flatweights: a worker refused a command: %s", value)
-            self._by_ray = self._again()
+            self._go_by_ray(self._again())
+
+    def _go_by_ray(self, answer: RayAnswer) -> None:
+        self._by_ray, self.is_in_store = answer, True
 
     def look_at_call(self) -> None:
         """Have the answer be that of the call of Ray's, if that has failed without the lane."""
@@ -250,7 +254,7 @@ class LaneAnswer(Answer):
             return
         self._lane.withdraw()
         self._worker.lose(self._lane, "its call failed")
-        self._by_ray = RayAnswer(ref)
+        self._go_by_ray(RayAnswer(ref))
 
     def take(self) -> Any:
         """Return the value: its arrays are views of the worker's window."""
