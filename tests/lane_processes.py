@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import flatweights as fw
+from flatweights.ray import _failpoints
 from flatweights.ray._lane_driver import Answer, Command, DriverLane, Lanes
 from flatweights.ray._lane_worker import WorkerLanes
 
@@ -82,8 +83,36 @@ class Model:
     def limit_memory(self, nbytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (_mapped() + nbytes, resource.RLIM_INFINITY))
 
+    def fail_at(self, point: str, action: str) -> None:
+        """Die, stop or sleep when the next command has come to ``point``."""
+        passed_by_this = ("run", "gathered", "answered", "rung")
+        left = [2 if point in passed_by_this else 1]
+
+        def fail(reached: str) -> None:
+            if reached != point:
+                return
+            left[0] -= 1
+            if left[0] == 0:
+                _failpoints.hook = None
+                act(action)
+
+        _failpoints.hook = fail
+
+    def set_by_halves(self, weights: fw.FlatWeights, action: str) -> None:
+        self.weights["w"][: LARGE // 2] = weights["w"][: LARGE // 2]
+        act(action)
+        self.weights["w"][LARGE // 2 :] = weights["w"][LARGE // 2 :]
+
     def descriptors(self) -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def act(action: str) -> None:
+    """Die, stop until somebody says to go on, or sleep."""
+    if action == "sleep":
+        time.sleep(0.03)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL if action == "die" else signal.SIGSTOP)
 
 
 def _mapped() -> int:
@@ -218,3 +247,44 @@ def sealed(weights: fw.FlatWeights) -> fw.FlatWeights:
     buffer = weights.buffer.view()
     buffer.flags.writeable = False
     return fw.FlatWeights.wrap(buffer, weights.layout)
+
+
+def weights_of(value: float) -> fw.FlatWeights:
+    return sealed(fw.FlatWeights({"w": np.full(LARGE, value), "n": np.int64(0)}))
+
+
+def _drive(point: str, action: str, pipe: Connection) -> None:
+    driver = Driver(1)
+    pipe.send([worker.process.pid for worker in driver.workers])
+    mean = weights_of(1.0)
+    left = [3]
+
+    def fail(reached: str) -> None:
+        left[0] -= reached == point
+        if left[0] == 0:
+            _failpoints.hook = None
+            act(action)
+
+    for value in range(20):
+        if value == 5:
+            _failpoints.hook = fail
+        _failpoints.reach("averaging")
+        _failpoints.reach("sending")
+        driver.values("set", mean, wants_window=False)
+        for weights in driver.values("get"):
+            assert (weights["w"] == mean["w"]).all()
+        mean = weights_of(float(value))
+        if point in ("calling", "called"):
+            time.sleep(0.012)  # workers leave: each command needs a call
+    pipe.send("done")
+    driver.close()
+
+
+def start_driver(point: str, action: str) -> tuple[Any, Connection]:
+    """Start a driver that fails at ``point``; it first says which processes its workers are."""
+    _start_server()
+    ours, theirs = _processes.Pipe()
+    program = _processes.Process(target=_drive, args=(point, action, theirs))
+    program.start()
+    theirs.close()
+    return program, ours

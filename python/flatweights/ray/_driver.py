@@ -13,6 +13,7 @@ from flatweights._running_average import RunningAverage
 from flatweights._sources import Template
 from flatweights.ray._calls import Answer
 from flatweights.ray._engine import Arrivals, LettingGo, Request, Weights
+from flatweights.ray._failpoints import reach
 from flatweights.ray._ray_calls import RayAnswer
 from flatweights.ray._report import report
 from flatweights.ray._result import own, split
@@ -203,6 +204,7 @@ class DriverAverage:
                 weights.append(self._request.weight_of(rank, value))
         value = None
         self._check()
+        reach("averaging")
         begin = time.monotonic()
         ranks = self._used
         try:

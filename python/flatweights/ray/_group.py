@@ -25,6 +25,7 @@ from flatweights.ray._engine import (
     deadline_of,
 )
 from flatweights.ray._errors import WorkerError, is_lost, put, size_of
+from flatweights.ray._failpoints import reach
 from flatweights.ray._metrics import METRICS
 from flatweights.ray._ray_calls import BY_VALUE, RayAnswer
 from flatweights.ray._report import RoundsBar, report
@@ -366,6 +367,7 @@ class WorkerGroup:
         # From here on it happened: workers that do not answer have missed it.
         stamp = self._stamps.next()
         self._sent = _Sent(stamp, payload, wire)
+        reach("sending")
         arrivals = self._send(ranks, payload, timeout, deadline)
         seconds = {"put": put - begin, "broadcast": time.monotonic() - put}
         METRICS.observe(seconds)

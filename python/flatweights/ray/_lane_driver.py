@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from flatweights import _core
+from flatweights.ray._failpoints import reach
 from flatweights.ray._lane import LaneEnd, LaneError, fold
 from flatweights.ray._lane_worker import BY_CALL, STAY, VALUE, check_user
 from flatweights.ray._letter import Dumps, Place, read
@@ -79,15 +80,20 @@ class DriverLane(LaneEnd):
             raise LaneError("the last command was not answered")
         self.discard()
         self.announce(windows, command.places)
+        reach("announced")
         self.hold(command.places)
         self._sent, self._is_read = command.places, False
-        return self.mailbox.post(command.letter, self._count)
+        is_expected = self.mailbox.post(command.letter, self._count)
+        reach("posted")
+        return is_expected
 
     def serve(self, call: Callable[[int], Any]) -> None:
         """Have the worker serve once more: ``call`` takes the number of the call."""
         self._count += 1
         self._called = time.monotonic()
+        reach("calling")
         self.calls[self._count] = call(self._count)
+        reach("called")
         self.calls.pop(self._count - _CALLS_KEPT, None)
 
     def latest_call(self) -> Any:
@@ -210,6 +216,7 @@ class Lanes:
                 death does.
         """
         self._doorbell.arm(enough)
+        reach("waiting")
         if any(lane.is_answered for lane in lanes):  # it may have been before
             return
         for descriptor, _ in self._poll.poll(seconds):

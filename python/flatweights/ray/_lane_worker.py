@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from flatweights import _core
+from flatweights.ray._failpoints import reach
 from flatweights.ray._lane import LaneEnd, LaneError, fold
 from flatweights.ray._letter import Dumps, read, write
 from flatweights.ray._windows import Windows
@@ -85,8 +86,10 @@ class WorkerLane(LaneEnd):
         assert mailbox is not None
         now = time.monotonic()
         end = now + STAY
+        reach("called")
         mailbox.enter()
         while mailbox.wait(max(0.0, self._answered + LINGER - now), call):
+            reach("taken")
             ends = 0 if time.monotonic() < end else call
             box: list[Any] = []
             answer = None
@@ -99,11 +102,14 @@ class WorkerLane(LaneEnd):
             if answer is None:
                 return box.pop()
             mailbox.answer_with(answer, ends)
+            reach("answered")
             if self._doorbell is not None:
                 self._doorbell.count_down()
+            reach("rung")
             self._answered = now = time.monotonic()
             if ends:
                 return None
+        reach("waited")
         return None
 
     def _ring(self) -> None:
@@ -121,6 +127,7 @@ class WorkerLane(LaneEnd):
             method, args, kwargs = self.load(places, stream)
         except Exception as error:
             return write(REFUSED, f"{type(error).__name__}: {error}".encode())
+        reach("read")
         wants_window = bool(kind)
         if wants_window and self._last_nbytes:
             self._windows.offer(self._last_nbytes, most_taken=2)
@@ -130,6 +137,7 @@ class WorkerLane(LaneEnd):
             _core.withdraw_offer()
             # Views of the driver's windows go before it hears of the answer.
             del args, kwargs, stream
+        reach("run")
         letter = fold(VALUE, box, self._windows if wants_window else None, other, frozen=False)
         if letter is None:
             return None
@@ -144,6 +152,7 @@ class WorkerLane(LaneEnd):
             self._windows[place.window][0].close_descriptor()  # nobody else is to have it
         if places:
             self._last_nbytes = max(place.nbytes for place in places)
+        reach("gathered")
         return answer
 
 

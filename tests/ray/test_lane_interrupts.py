@@ -1,0 +1,125 @@
+"""Ctrl-C at every point of a round over lanes, raw calls, shared and nested drivers."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import ray
+from ray_pool import Lend
+from ray_workers import PlainWorker, trained, weights_of
+from reference import same_bits
+
+import flatweights as fw
+from flatweights.ray import WorkerGroup, _failpoints
+
+SIZE = 3_000
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[WorkerGroup]:
+    made = WorkerGroup.create(PlainWorker, 2, arguments=lambda rank: (rank, SIZE), num_cpus=0)
+    yield made
+    made.shutdown()
+
+
+def check_round(group: WorkerGroup) -> None:
+    """One round from weights that are sent anew: the bits are those of the oracle."""
+    start = weights_of(3.0, SIZE)
+    group.broadcast(start)
+    found = group.average("train", 2.0)
+    expected = fw.average([trained(start, rank, 2.0) for rank in found.used])
+    assert found.used == (0, 1)
+    assert same_bits(found.weights.buffer, expected.buffer)
+
+
+@pytest.mark.parametrize("point", _failpoints.DRIVER)
+@pytest.mark.parametrize("is_hot", [True, False], ids=["in a loop", "after a pause"])
+def test_an_interrupt_at_any_point_loses_nothing(
+    group: WorkerGroup, point: str, is_hot: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_round(group)
+    if not is_hot:
+        time.sleep(0.05)  # the workers have left their mailboxes
+    reached: list[str] = []
+
+    def interrupt(name: str) -> None:
+        if name == point and not reached:
+            reached.append(name)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_failpoints, "hook", interrupt)
+        try:
+            group.broadcast(group.average("train", 1.0))
+        except KeyboardInterrupt:
+            assert reached
+    assert reached or (is_hot and point in ("calling", "called")), "it was never there"
+    for _ in range(2):
+        check_round(group)
+
+
+def test_a_raw_call_in_a_hot_loop_has_its_turn(group: WorkerGroup) -> None:
+    """It returns while the loop goes on."""
+    check_round(group)
+    stop = threading.Event()
+    rounds = []
+
+    def loop() -> None:
+        while not stop.is_set():
+            rounds.append(group.step("ping"))
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        assert ray.get(group.actors()[0].how_often.remote(), timeout=60) >= 0
+        assert thread.is_alive()
+    finally:
+        stop.set()
+        thread.join()
+    assert rounds[-1] == {0: "pong", 1: "pong"}
+
+
+def test_two_groups_share_actors(group: WorkerGroup) -> None:
+    other = WorkerGroup(list(group.actors().values()))
+    for value in (1.0, 2.0, 3.0):
+        for one in (group, other):
+            start = weights_of(value, SIZE)
+            one.broadcast(start)
+            found = one.average("train")
+            expected = fw.average([trained(start, rank) for rank in range(2)])
+            assert same_bits(found.weights.buffer, expected.buffer)
+
+
+def test_lanes_that_are_insisted_on_say_what_is_missing(
+    lend: Lend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLATWEIGHTS_RAY", "lanes")
+    at_once = lend(PlainWorker, 1, max_concurrency=4)
+    with pytest.raises(RuntimeError, match=r"=lanes: there is no lane .*: the actor is async"):
+        at_once.step("ping")
+    found = lend(PlainWorker, 1)
+    found.broadcast(weights_of(1.0))
+    assert found.average("train").ways == {0: "lane"}
+
+
+class Nested:
+    """A driver in an actor."""
+
+    def rounds(self, actors: list[object]) -> tuple[dict[int, str], float]:
+        group = WorkerGroup(actors)
+        for value in (1.0, 2.0, 3.0):
+            group.broadcast(weights_of(value, SIZE))
+            found = group.average("train")
+        return found.ways, float(found.weights["w"][0])
+
+
+def test_a_driver_in_an_actor_has_lanes(group: WorkerGroup) -> None:
+    nested = ray.remote(num_cpus=0)(Nested).remote()
+    ways, value = ray.get(nested.rounds.remote(list(group.actors().values())), timeout=120)
+    assert ways == {0: "lane", 1: "lane"}
+    expected = fw.average([trained(weights_of(3.0, SIZE), rank) for rank in range(2)])
+    assert value == np.asarray(expected["w"])[0]
+    ray.kill(nested)
+    check_round(group)

@@ -1,0 +1,130 @@
+"""Workers and drivers that die, stop or dawdle at every point of the protocol of lanes."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lane_processes import Driver, LaneWorker, start_driver, weights_of
+
+from flatweights.ray._failpoints import DRIVER, WORKER
+
+pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="lanes are Linux's")
+
+ACTIONS = ("die", "stop", "sleep")
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    made = Driver(2)
+    yield made
+    made.close()
+
+
+def state_of(worker: LaneWorker) -> str:
+    return Path(f"/proc/{worker.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def check_late(driver: Driver, late: LaneWorker, other: LaneWorker) -> None:
+    """Go on with ``other`` alone, and then with both again."""
+    end = time.monotonic() + 60
+    while state_of(late) != "T":
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    is_answered = late.lane.is_answered
+    kept = late.lane.take().value if is_answered else None
+    for value in (7.0, 8.0):
+        other.post(driver.command("get", value), driver.lanes)
+        assert driver.wait([other])
+        assert (other.lane.take().value["w"] == value).all()
+    if kept is not None:
+        assert (kept["w"] == 2.0).all()
+    late.signal(signal.SIGCONT)
+    assert driver.wait([late])
+    if kept is None:
+        assert (late.lane.take().value["w"] == 2.0).all()
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("point", WORKER)
+def test_a_worker_fails_at_a_point(driver: Driver, point: str, action: str) -> None:
+    first, second = driver.workers
+    driver.values("get", 1.0)
+    if point == "called":  # the next command finds it out of its call
+        assert first.outcomes(1) == [("value", None)]
+    first.post(driver.command("fail_at", point, action, wants_window=False), driver.lanes)
+    assert driver.wait([first])
+    assert first.lane.take().value is None
+    if point == "called":
+        first.lane.dismiss()
+        assert first.outcomes(1) == [("value", None)]
+    driver.post("get", 2.0)
+    assert driver.wait([second])
+    assert (second.lane.take().value["w"] == 2.0).all()
+    if action == "stop":
+        check_late(driver, first, second)
+    elif action == "sleep":
+        assert driver.wait([first])
+        assert (first.lane.take().value["w"] == 2.0).all()
+    else:
+        while not first.lane.is_closed:
+            driver.lanes.wait([], 60)
+        if first.lane.is_answered:  # it died afterwards
+            assert (first.lane.take().value["w"] == 2.0).all()
+        driver.workers = [second]
+    for value in (3.0, 4.0):
+        assert all((w["w"] == value).all() for w in driver.values("get", value))
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_worker_fails_between_the_halves_of_a_set(driver: Driver, action: str) -> None:
+    first, second = driver.workers
+    driver.values("set", weights_of(1.0), wants_window=False)
+    new = weights_of(5.0)
+    first.post(driver.command("set_by_halves", new, action, wants_window=False), driver.lanes)
+    second.post(driver.command("set", new, wants_window=False), driver.lanes)
+    assert driver.wait([second])
+    if action == "die":
+        while not first.lane.is_closed:
+            driver.lanes.wait([], 60)
+        assert not first.lane.is_answered
+        driver.workers = [second]
+    else:
+        if action == "stop":
+            assert not driver.wait([first], seconds=0.05)
+            assert driver.lanes._is_held(0) or driver.lanes._is_held(1), "it still reads them"
+            first.signal(signal.SIGCONT)
+        assert driver.wait([first])
+    assert all((w["w"] == 5.0).all() for w in driver.values("get"))
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("point", DRIVER)
+def test_a_driver_fails_at_a_point(point: str, action: str) -> None:
+    """One that dies leaves no process and no file; one that goes on has lost nothing."""
+    shared = set(Path("/dev/shm").glob("flatweights*"))
+    program, pipe = start_driver(point, action)
+    assert pipe.poll(60)
+    workers = pipe.recv()
+    if action == "stop":
+        end = time.monotonic() + 60
+        stat = Path(f"/proc/{program.pid}/stat")
+        while stat.read_text().rsplit(")", 1)[1].split()[0] != "T":
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert program.pid is not None
+        os.kill(program.pid, signal.SIGCONT)
+    program.join(60)
+    if action == "die":
+        assert program.exitcode == -signal.SIGKILL
+    else:
+        assert program.exitcode == 0
+        assert pipe.recv() == "done"
+    end = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    assert set(Path("/dev/shm").glob("flatweights*")) <= shared
