@@ -3,15 +3,22 @@
 ``python -m bench.bench_exchange [--quick] [--json FILE] [--plot FILE]``
 
 No training: what a round costs beside it. Ours is a round of a `WorkerGroup`: over lanes, and over
-the object store. A lane is timed alone, too: one empty command to one worker, at once after the
-last one, and after 5 ms in which the driver sleeps as it would in a training step.
+the object store. Contenders alternate, the first round of each turn untimed; and some run in loops
+of their own, at once after the last round and 5 ms later. A round right after other calls, which
+has to call workers back to their lanes, is a row of its own, as is one empty command to one worker.
 Where PyTorch is installed, one rival is an allreduce by gloo, of the vector that `FlatWorker` gives
-and takes: it has no driver, and no worker may be missing.
+and takes: it has no driver, and no worker may be missing. Where Open MPI and mpi4py are, another is
+its ``Allreduce``, which sets and gets no variables. "memory traffic" is what a round moves (get,
+average, set) as copies in the driver alone: its ratio is the share of a round that memory takes.
 The limit is that of the bytes that a round must move: each worker's variables and window are read
 and written, the average reads all windows and writes one, and each worker reads that.
 """
 
+import json
 import os
+import shutil
+import subprocess
+import sys
 import time
 from argparse import Namespace
 from collections import defaultdict
@@ -25,6 +32,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 import ray
 
+import flatweights as fw
 from bench import machine, models, peers, runner
 from flatweights.ray import FlatWorker, WorkerGroup, average
 
@@ -33,6 +41,7 @@ ROOT = Path(__file__).parents[1]
 
 STORE = f"{runner.OURS}, object store"
 PAUSE = 5e-3
+PATHS = [str(Path(sys.executable).parent)]  # where a wheel of Open MPI puts mpirun
 _LOOPS = 3
 
 
@@ -176,8 +185,12 @@ class Rounds:
         # The result is in the workers; the first is compared.
         return ray.get(self._workers[-1].get_flat.remote()) if first else None
 
+    def calls(self) -> None:
+        """One call of Ray's to each: afterwards no worker waits at its mailbox."""
+        ray.get([worker.ping.remote() for worker in self._workers])
+
     def empty(self) -> None:
-        """The calls alone: what no way can spare."""
+        """The calls alone: what no way over Ray can spare."""
         for _ in range(2):
             ray.get([worker.ping.remote() for worker in self._workers])
 
@@ -204,6 +217,7 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
         rounds.join(f"{name}-{count}")
         contenders["gloo allreduce"] = rounds.allreduce
     nbytes = values[0].nbytes * (4 * count + count + 1)
+    contenders["memory traffic"] = traffic_of(shapes, count)
     for _ in range(2):  # the first round goes through the store while workers attach
         rounds.in_lanes()
     rounds.steps.clear()
@@ -216,7 +230,9 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
         oracle=oracle,
         tolerance=1e-6,
         budget=budget,
+        between=rounds.calls,
     )
+    rows += run_mpi(f"{name}, {count} workers", values[0].size, count, rows[0].seconds, budget)
     rows += runner.time_case(
         f"{name}, {count} workers: two empty calls each",
         {"Ray": rounds.empty},
@@ -224,6 +240,7 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
         budget=min(1.0, budget),
     )
     rows += run_loops(rounds, f"{name}, {count} workers: in a loop", budget)
+    rows += run_loops(rounds, f"{name}, {count} workers: 5 ms between", budget, PAUSE)
     rows += run_commands(rounds, name, count)
     rows += [
         runner.row_of(f"{name}, {count} workers: steps", f"{way}: {step}", seconds)
@@ -234,15 +251,56 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
     return rows
 
 
-def run_loops(rounds: Rounds, case: str, budget: float) -> list[runner.Row]:
+def traffic_of(shapes: models.Shapes, count: int) -> Callable[[], Any]:
+    """Return a function that moves what a round moves, and returns the average."""
+    replicas = [
+        fw.FlatWeights(
+            {f"v{i}": part for i, part in enumerate(models.random_parts(shapes, seed=k))}
+        )
+        for k in range(count)
+    ]
+    windows = [model.copy() for model in replicas]
+    mean, taken = windows[0].copy(), [model.copy() for model in replicas]
+
+    def move() -> Any:
+        for model, window in zip(replicas, windows, strict=True):
+            np.copyto(window.buffer, model.buffer)
+        fw.average(windows, out=mean)
+        for one in taken:
+            np.copyto(one.buffer, mean.buffer)
+        return np.concatenate([part.reshape(-1) for part in mean.values()])
+
+    return move
+
+
+def run_mpi(case: str, elements: int, count: int, ours: float, budget: float) -> list[runner.Row]:
+    """Return the row of Open MPI, in processes of its own; none where it is not installed."""
+    mpirun = shutil.which("mpirun", path=os.pathsep.join([*PATHS, os.environ.get("PATH", "")]))
+    if mpirun is None:
+        print(f"{case}: no Open MPI: there is no mpirun")
+        return []
+    command = [mpirun, "--oversubscribe", "--allow-run-as-root", "-n", str(count), sys.executable]
+    command += ["-m", "bench.mpi_allreduce", str(elements), str(min(1.0, budget))]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if run.returncode != 0:
+        print(f"{case}: no Open MPI: {(run.stderr.strip().splitlines() or ['?'])[-1]}")
+        return []
+    row = runner.row_of(case, "Open MPI Allreduce", json.loads(run.stdout.splitlines()[-1]))
+    row.ratio = row.seconds / ours
+    return [row]
+
+
+def run_loops(rounds: Rounds, case: str, budget: float, pause: float = 0.0) -> list[runner.Row]:
     """Return the rows of ways that each run for a while: workers wait at their lanes then."""
     ways = {runner.OURS: rounds.in_lanes, STORE: rounds.flat, "dict of arrays": rounds.dict_loop}
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(_LOOPS):
         for way, call in ways.items():
+            rounds.calls()
             call()
             end = time.perf_counter() + budget / _LOOPS / len(ways)
             while time.perf_counter() < end or len(times[way]) < _LOOPS:
+                time.sleep(pause)
                 begin = time.perf_counter()
                 call()
                 times[way].append(time.perf_counter() - begin)
@@ -253,7 +311,7 @@ def run_loops(rounds: Rounds, case: str, budget: float) -> list[runner.Row]:
 
 
 def run_commands(rounds: Rounds, name: str, count: int) -> list[runner.Row]:
-    """Return the rows of one empty command through a lane, with and without a pause before."""
+    """Return the rows of one empty command through a lane, and of rounds that call workers back."""
     rows = []
     for way, pause in (("at once", 0.0), ("after 5 ms", PAUSE)):
         seconds = []
@@ -263,7 +321,14 @@ def run_commands(rounds: Rounds, name: str, count: int) -> list[runner.Row]:
             rounds.command()
             seconds.append(time.perf_counter() - begin)
         rows.append(runner.row_of(f"{name}, {count} workers: one command", way, seconds[20:]))
-    return rows
+    firsts = []
+    for _ in range(20):
+        rounds.calls()
+        begin = time.perf_counter()
+        rounds.in_lanes()
+        firsts.append(time.perf_counter() - begin)
+    case = f"{name}, {count} workers: a round after other calls"
+    return [*rows, runner.row_of(case, runner.OURS, firsts)]
 
 
 def run(options: Namespace) -> None:

@@ -60,6 +60,7 @@ def time_case(
     oracle: NDArray[Any] | None = None,
     tolerance: float = 1e-2,
     budget: float = 1.0,
+    between: Callable[[], Any] | None = None,
 ) -> list[Row]:
     """Run ``contenders`` in turn until the time is used up, and return a row for each.
 
@@ -70,6 +71,8 @@ def time_case(
         oracle: The float64 result; none for calls without a result to compare.
         tolerance: Largest relative error that still counts as the same result.
         budget: Seconds for all of them together.
+        between: Called before each turn: ends what the last contender left running. The first call
+            of the turn is not timed then.
 
     Raises:
         AssertionError: If a result is wrong.
@@ -79,6 +82,9 @@ def time_case(
     end = time.perf_counter() + budget
     while time.perf_counter() < end or len(times[next(iter(times))]) < 3:
         for name, call in contenders.items():
+            if between is not None:
+                between()
+                call()
             # Fast calls are repeated, on data that their first call has brought back into
             # the caches, until the clock can tell them from nothing.
             previous = times[name]

@@ -1,8 +1,9 @@
 """`flatweights demo`: handwritten digits, trained data-parallel in Ray actors.
 
 Each round, the actors train on their shares of the digits; then what they have is averaged, and
-all go on from the average. That exchange is done twice, from the same weights: by a
-`flatweights.ray.WorkerGroup`, and by the loop over dicts of arrays of Ray's guide. Afterwards,
+all go on from the average. That exchange is done in three ways, from the same weights: by a
+`flatweights.ray.WorkerGroup`, through Ray's object store by `flatweights.ray.average`, and by the
+loop over dicts of arrays of Ray's guide. Afterwards,
 the same actors exchange as many variables of other sizes. Or, with ``--kill-worker``, one
 worker's process is killed half-way, and the training goes on.
 
