@@ -39,6 +39,7 @@ void parallel_for(std::size_t size, std::size_t grain, F&& body) {
 // bytes a second thread does not pay. Measured with bench/bench_average.py on two cores.
 [[nodiscard]] constexpr std::size_t grain_of(std::size_t size, std::size_t traffic) {
   constexpr std::size_t kGrainBytes = std::size_t{256} << 10;
+  if (traffic < kGrainBytes) return size;  // small jobs are spared a division
   return std::max<std::size_t>(1, size / (traffic / kGrainBytes + 1));
 }
 

@@ -24,8 +24,9 @@ struct ReadPart {
 // is the size of one, in units of the caller's.
 template <class Part, class SizeOf>
 [[nodiscard]] std::vector<std::size_t> starts_of(std::span<const Part> parts, SizeOf&& size_of) {
-  std::vector<std::size_t> starts{0};
+  std::vector<std::size_t> starts;
   starts.reserve(parts.size() + 1);
+  starts.push_back(0);
   for (const Part& part : parts) starts.push_back(starts.back() + size_of(part));
   return starts;
 }
