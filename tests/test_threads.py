@@ -71,7 +71,7 @@ def calls_that_move_bytes() -> dict[str, Callable[[], Any]]:
         "average of arrays": lambda: fw.average_into(out, [a, b]),
         "average of FlatWeights": lambda: fw.average_into(target, [w, w]),
         "average of dicts": lambda: fw.average_into({"a": out}, [{"a": a}, {"a": b}]),
-        "screening": lambda: fw._core.first_nonfinite(fw.Layout.of([a]).code, False, [a], 0),
+        "screening": lambda: fw._core.first_nonfinite(fw.Layout.of([a]).core, False, [a], 0),
         "FlatWeights": lambda: fw.FlatWeights({"a": a}),
         "FlatWeights.copy": w.copy,
         "FlatWeights.update": lambda: w.update(a=a),

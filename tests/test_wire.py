@@ -672,19 +672,19 @@ def bad_encodings() -> Iterator[tuple[str, dict[str, Any], type[Exception], str]
     yield "read-only", {"next_residual": read_only(memory[:64])}, ValueError, "next_residual: exp"
     yield "overlap", {"residual": memory[:64], "next_residual": memory[:64]}, ValueError, "overlap"
     yield "overlap", {"reference": memory[:64], "difference": memory[:64]}, ValueError, "overlap"
-    narrow = Layout.of({"a": np.zeros(3, np.int16)}).code
+    narrow = Layout.of({"a": np.zeros(3, np.int16)}).core
     yield "dtype", {"narrow": narrow}, ValueError, "layouts of one model"
-    narrow = Layout.of({"a": np.zeros(3, np.float64)}).code
+    narrow = Layout.of({"a": np.zeros(3, np.float64)}).core
     yield "wider", {"narrow": narrow}, ValueError, "layouts of one model"
 
 
 def test_the_core_refuses_encodings_of_what_does_not_fit_together() -> None:
     for case, change, error, match in bad_encodings():
         arguments: dict[str, Any] = {
-            "layout": Layout.of({"a": np.zeros(3, np.float32)}).code,
+            "layout": Layout.of({"a": np.zeros(3, np.float32)}).core,
             "packed": False,
             "model": [np.ones(3, np.float32)],
-            "narrow": Layout.of({"a": np.zeros(3, np.float16)}).code,
+            "narrow": Layout.of({"a": np.zeros(3, np.float16)}).core,
             "difference": np.ones(64, np.uint8),
             "reference": np.zeros(64, np.uint8),
             "residual": np.zeros(64, np.uint8),
@@ -703,10 +703,10 @@ BAD_WIDENED = {
     "out": ({"out": np.zeros(3, np.uint8)}, r"out: expected contiguous uint8 \(64,\)"),
     "source": ({"sources": [np.zeros(64, np.uint8), np.zeros(3, np.uint8)]}, "source 1: expected"),
     "read-only": ({"out": read_only(np.zeros(64, np.uint8))}, "out: expected a writable buffer"),
-    "slots": ({"narrow": Layout.of({"a": np.float16(0), "b": np.float16(0)}).code}, "one model"),
-    "widths": ({"narrow": Layout.of({"a": np.zeros(3, np.int16)}).code}, "layouts of one model"),
+    "slots": ({"narrow": Layout.of({"a": np.float16(0), "b": np.float16(0)}).core}, "one model"),
+    "widths": ({"narrow": Layout.of({"a": np.zeros(3, np.int16)}).core}, "layouts of one model"),
     "sizes": (
-        {"narrow": Layout.of({"a": np.zeros(4, np.float16)}).code},
+        {"narrow": Layout.of({"a": np.zeros(4, np.float16)}).core},
         "expected layouts of one",
     ),
 }
@@ -716,9 +716,9 @@ BAD_WIDENED = {
 def test_the_core_refuses_what_does_not_fit_together(case: str) -> None:
     change, match = BAD_WIDENED[case]
     given: dict[str, Any] = {
-        "wide": Layout.of({"a": np.zeros(3, np.float32)}).code,
+        "wide": Layout.of({"a": np.zeros(3, np.float32)}).core,
         "out": np.ones(64, np.uint8),
-        "narrow": Layout.of({"a": np.zeros(3, np.float16)}).code,
+        "narrow": Layout.of({"a": np.zeros(3, np.float16)}).core,
         "sources": [np.zeros(64, np.uint8), np.zeros(64, np.uint8)],
         "weights": [1.0, 1.0],
         **change,
@@ -731,8 +731,8 @@ def test_the_core_refuses_what_does_not_fit_together(case: str) -> None:
 
 def test_the_core_refuses_sources_that_overlap_the_result() -> None:
     memory = np.zeros(192, np.uint8)
-    wide = Layout.of({"a": np.zeros(16, np.float32)}).code
-    narrow = Layout.of({"a": np.zeros(16, np.float16)}).code
+    wide = Layout.of({"a": np.zeros(16, np.float32)}).core
+    narrow = Layout.of({"a": np.zeros(16, np.float16)}).core
     with refuses(ValueError, "source 0: overlaps out", memory):
         _core.average_widened_into(wide, memory[:64], narrow, [memory[32:96]], [1.0], 1.0)
 
@@ -753,9 +753,9 @@ def test_widened_averages_have_the_bits_of_those_of_widened_models(
         expected = fw.average([half.astype(to) for half in halves], weights)
         relative = [weight / weights[0] for weight in weights] if weights else [1.0] * count
         _core.average_widened_into(
-            wide.layout.code,
+            wide.layout.core,
             wide.buffer,
-            sources[0].layout.code,
+            sources[0].layout.core,
             [source.buffer for source in sources],
             relative,
             np.add.accumulate(relative)[-1],

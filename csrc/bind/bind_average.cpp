@@ -99,7 +99,7 @@ bool agree(const py::array& a, const py::array& b) {
 // The mean of plain arrays that agree, with equal weights, written to `out` or a new array. Returns
 // None, and does nothing, for anything else. Inspecting small arrays from Python and binding them
 // to a layout would take longer than averaging them.
-py::object average_at_once(const py::object& sources_object, const py::object& out_object) {
+py::object try_average(const py::object& sources_object, const py::object& out_object) {
   const PyObject* const list = sources_object.ptr();
   if (!PyList_CheckExact(list)) return py::none();
   const auto sources = py::reinterpret_borrow<py::list>(sources_object);
@@ -187,7 +187,7 @@ void average_widened_into(const BoundLayout& wide, const py::object& out_object,
 }  // namespace
 
 void bind_average(py::module_& m) {
-  m.def("average_at_once", &average_at_once, py::arg("sources"), py::arg("out"));
+  m.def("try_average", &try_average, py::arg("sources"), py::arg("out"));
   m.def("are_plain", &are_plain, py::arg("arrays"));
   m.def("shares_slots", &shares_slots, py::arg("out"), py::arg("sources"));
   m.def("average_into", &average_arrays_into, py::arg("layout"), py::arg("packed"), py::arg("out"),

@@ -32,8 +32,8 @@ void bind_variables(py::module_& m) {
                     const std::vector<std::int64_t>&, const std::vector<int>&, const py::object&>(),
            py::arg("library"), py::arg("layout"), py::arg("positions"), py::arg("ids"),
            py::arg("dtypes"), py::arg("context"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
-      .def_property_readonly("get_at_once", &BoundVariables::getter)
-      .def_property_readonly("set_at_once", &BoundVariables::setter)
+      .def_property_readonly("try_get", &BoundVariables::getter)
+      .def_property_readonly("try_set", &BoundVariables::setter)
       .def("get_vector", &BoundVariables::get_vector, py::arg("out"), py::arg("left"),
            py::arg("arrays"), py::arg("guard"))
       .def("get_packed", &BoundVariables::get_packed, py::arg("buffer"), py::arg("guard"))

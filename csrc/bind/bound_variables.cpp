@@ -45,7 +45,7 @@ PyObject* get_for(PyObject* self, PyObject* out) {
   return with_python_errors([&] {
     try {
       const auto target = py::reinterpret_borrow<py::object>(out);
-      return variables_of(self).get_at_once(target).release().ptr();
+      return variables_of(self).try_get(target).release().ptr();
     } catch (const UnreadyError&) {
       return py::none().release().ptr();
     }
@@ -56,15 +56,15 @@ PyObject* set_for(PyObject* self, PyObject* flat) {
   return with_python_errors([&] {
     try {
       const auto source = py::reinterpret_borrow<py::object>(flat);
-      return py::bool_(variables_of(self).set_at_once(source)).release().ptr();
+      return py::bool_(variables_of(self).try_set(source)).release().ptr();
     } catch (const UnreadyError&) {
       return py::bool_(false).release().ptr();
     }
   });
 }
 
-PyMethodDef get_definition{"get_at_once", &get_for, METH_O, nullptr};
-PyMethodDef set_definition{"set_at_once", &set_for, METH_O, nullptr};
+PyMethodDef get_definition{"try_get", &get_for, METH_O, nullptr};
+PyMethodDef set_definition{"try_set", &set_for, METH_O, nullptr};
 
 py::object function_of(PyMethodDef& definition, const py::object& self) {
   PyObject* const function = PyCFunction_New(&definition, self.ptr());
@@ -128,7 +128,7 @@ py::object BoundVariables::setter(const py::object& self) {
   return function_of(set_definition, self);
 }
 
-py::object BoundVariables::get_at_once(const py::object& out) {
+py::object BoundVariables::try_get(const py::object& out) {
   api_.prefetch(variables_);
   if (!uniform_ || !is_ready()) return py::none();
   if (out.is_none()) {
@@ -144,7 +144,7 @@ py::object BoundVariables::get_at_once(const py::object& out) {
   return out;
 }
 
-bool BoundVariables::set_at_once(const py::object& flat) {
+bool BoundVariables::try_set(const py::object& flat) {
   api_.prefetch(variables_);
   if (!uniform_ || !is_uniform_vector(flat) || !is_ready()) return false;
   scatter(uniform_sides(flat), nullptr, py::none());

@@ -36,10 +36,10 @@ class BoundVariables {
 
   // The shortest way, for hot loops over a model of one dtype: reads into `out`, or into a new
   // vector if it is None. Returns None, and does nothing, if that takes more than moving bytes.
-  py::object get_at_once(const py::object& out);
+  py::object try_get(const py::object& out);
 
   // The same for writing; returns false if that takes more than moving bytes.
-  bool set_at_once(const py::object& flat);
+  bool try_set(const py::object& flat);
 
   // Python functions that call them for `self`, the object that holds this. With
   // cold caches, a call through a pybind11 class takes longer than reading a small model.

@@ -80,7 +80,7 @@ def average(
             infinity were to be raised, or leave no source.
     """
     if weights is None and nonfinite == "propagate":
-        mean = _core.average_at_once(sources, out)  # small arrays take no longer than in NumPy
+        mean = _core.try_average(sources, out)  # small arrays take no longer than in NumPy
         if mean is None:
             mean = _average_packed(sources, out)
         if mean is not None:
@@ -106,7 +106,7 @@ def _average_packed(sources: Any, out: Any) -> FlatWeights | None:
     result = FlatWeights.empty(layout) if out is None else out
     count = len(sources)
     buffers = [[model.buffer] for model in sources]
-    _core.average_into(layout.code, True, [result.buffer], buffers, [1.0] * count, float(count))
+    _core.average_into(layout.core, True, [result.buffer], buffers, [1.0] * count, float(count))
     return result
 
 
@@ -155,7 +155,7 @@ def _run(
     """Write the mean of the ``used`` models; return whether all sums were finite."""
     relative = relative_weights([weights[k] for k in used])
     return _core.average_into(
-        template.layout.code,
+        template.layout.core,
         template.packed,
         written,
         [parts[k] for k in used],

@@ -43,10 +43,10 @@ def flatten(parts: Parts, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
     elif not isinstance(out, np.ndarray) or out.dtype != dtype:
         got = out.dtype if isinstance(out, np.ndarray) else type(out).__name__
         raise TypeError(f"out: expected a vector of {dtype}, got {got}")
-    left = _core.flatten_into(out, arrays)
-    if left:
+    remaining = _core.flatten_into(out, arrays)
+    if remaining:
         ends = np.cumsum([array.size for array in arrays])
-        for i in left:
+        for i in remaining:
             piece = out[ends[i] - arrays[i].size : ends[i]]
             copy_cast(piece.reshape(arrays[i].shape), arrays[i])
     return out

@@ -43,7 +43,7 @@ def scale_(y: Model, a: float) -> None:
         ValueError: If ``y`` is read-only or strided, or ``a`` is not finite.
     """
     template, parts = _read_y(y)
-    _core.scale_(template.layout.code, template.packed, parts, finite(a, "a"))
+    _core.scale_(template.layout.core, template.packed, parts, finite(a, "a"))
 
 
 def axpy_(y: Model, a: float, x: Model) -> None:
@@ -78,7 +78,7 @@ def axpy_(y: Model, a: float, x: Model) -> None:
     """
     template, parts = _read_y(y)
     others = _read_x(x, template)
-    _core.axpy_(template.layout.code, template.packed, parts, finite(a, "a"), others)
+    _core.axpy_(template.layout.core, template.packed, parts, finite(a, "a"), others)
 
 
 def lerp_(y: Model, x: Model, a: float) -> None:
@@ -111,7 +111,7 @@ def lerp_(y: Model, x: Model, a: float) -> None:
     """
     template, parts = _read_y(y)
     others = _read_x(x, template)
-    _core.lerp_(template.layout.code, template.packed, parts, others, finite(a, "a"))
+    _core.lerp_(template.layout.core, template.packed, parts, others, finite(a, "a"))
 
 
 def norm(x: Model) -> float:
@@ -144,7 +144,7 @@ def norm(x: Model) -> float:
         ValueError: If ``x`` is strided.
     """
     template, parts = _read(x, "x")
-    return _core.norm(template.layout.code, template.packed, parts)
+    return _core.norm(template.layout.core, template.packed, parts)
 
 
 def clip_by_norm_(y: Model, max_norm: float) -> float:
@@ -178,7 +178,7 @@ def clip_by_norm_(y: Model, max_norm: float) -> float:
     most = _number(max_norm, "max_norm")
     if not most >= 0:
         raise ValueError(f"max_norm: expected a number that is not negative, got {max_norm!r}")
-    before = _core.clip_by_norm_(template.layout.code, template.packed, parts, most)
+    before = _core.clip_by_norm_(template.layout.core, template.packed, parts, most)
     if not math.isfinite(before):
         raise ValueError(f"y: expected a finite norm, got {before}")
     return before
@@ -202,7 +202,7 @@ def isfinite(x: Model) -> bool:
         ValueError: If ``x`` is strided.
     """
     template, parts = _read(x, "x")
-    return _core.isfinite(template.layout.code, template.packed, parts)
+    return _core.isfinite(template.layout.core, template.packed, parts)
 
 
 def _memory(model: Any, where: str) -> tuple[Kind, NDArray[Any]]:

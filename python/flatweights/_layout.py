@@ -89,7 +89,7 @@ class Layout:
     __slots__ = (
         "__weakref__",
         "_by_name",
-        "_code",
+        "_core",
         "_digest",
         "_dtype",
         "_dtypes",
@@ -134,7 +134,7 @@ class Layout:
         if len(self._by_name) != len(self._names):
             twice = next(n for i, n in enumerate(self._names) if self._by_name[n] != i)
             raise ValueError(f"expected unique names, got {twice!r} twice")
-        self._code = _core.Layout(self._names, self._shapes, self._dtypes)
+        self._core = _core.Layout(self._names, self._shapes, self._dtypes)
         self._named = named
         self._dtype = promote(self._dtypes)
         self._slots: tuple[Slot, ...] | None = None
@@ -174,8 +174,8 @@ class Layout:
                 self._names,
                 self._shapes,
                 self._dtypes,
-                self._code.starts,
-                self._code.offsets,
+                self._core.starts,
+                self._core.offsets,
                 strict=True,
             )
             self._slots = tuple(Slot(*place) for place in places)
@@ -194,12 +194,12 @@ class Layout:
     @property
     def size(self) -> int:
         """Elements of the vector."""
-        return self._code.size
+        return self._core.size
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed form, a multiple of 64."""
-        return self._code.nbytes
+        return self._core.nbytes
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -339,7 +339,7 @@ class Layout:
 
     def new_buffer(self) -> NDArray[np.uint8]:
         """Return a packed buffer, 64-byte aligned: padding zero, parts undefined."""
-        return self._code.new_buffer()
+        return self._core.new_buffer()
 
     def packed_views(self, buffer: NDArray[np.uint8]) -> list[NDArray[Any]]:
         """Return one view of the packed ``buffer`` per slot. No bytes move.
@@ -347,7 +347,7 @@ class Layout:
         Raises:
             ValueError: If ``buffer`` is not a contiguous uint8 vector of `nbytes`.
         """
-        return self._code.packed_views(buffer)
+        return self._core.packed_views(buffer)
 
     def vector_views(self, flat: NDArray[Any]) -> list[NDArray[Any]]:
         """Return one view of the vector ``flat`` per slot, in its dtype. No bytes move.
@@ -355,12 +355,12 @@ class Layout:
         Raises:
             ValueError: If ``flat`` is not a contiguous vector of `size` elements.
         """
-        return self._code.vector_views(flat)
+        return self._core.vector_views(flat)
 
     @property
-    def code(self) -> _core.Layout:
-        """The form that the kernels take; private to the package."""
-        return self._code
+    def core(self) -> _core.Layout:
+        """This layout as the functions of the core take it; private to the package."""
+        return self._core
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as compressed JSON; unpickling looks it up before it rebuilds."""

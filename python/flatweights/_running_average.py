@@ -55,7 +55,7 @@ class _State(NamedTuple):
         if self.sum.memory.flags.writeable:
             return self.sum
         return _core.RunningSum(
-            self.template.layout.code, _copy_of(self.sum.memory), self.sum.weights
+            self.template.layout.core, _copy_of(self.sum.memory), self.sum.weights
         )
 
 
@@ -147,7 +147,7 @@ class RunningAverage:
                 sums += share
                 total += value
             kept = state.kept if state else _kept_parts(template, models[0])
-            target = state.writable_sum() if state else _core.RunningSum(template.layout.code)
+            target = state.writable_sum() if state else _core.RunningSum(template.layout.core)
             target.add(template.packed, parts, ratios, _Weights(base, sums, total))
             self._state = _State(template, target, kept)
 
@@ -185,7 +185,7 @@ class RunningAverage:
                 ours.ratios + ratio(scale * theirs.ratios, 1.0),
                 ours.total + theirs.total,
             )
-            target = state.writable_sum() if state else _core.RunningSum(template.layout.code)
+            target = state.writable_sum() if state else _core.RunningSum(template.layout.core)
             target.merge(added.sum, scale, weights)
             self._state = _State(template, target, state.kept if state else added.kept)
 
@@ -245,7 +245,7 @@ def _unpickle(
     if not memory.flags.aligned:
         memory = _copy_of(memory)
     running = cls()
-    running._state = _State(template, _core.RunningSum(template.layout.code, memory, weights), kept)
+    running._state = _State(template, _core.RunningSum(template.layout.core, memory, weights), kept)
     return running
 
 

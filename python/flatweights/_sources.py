@@ -176,7 +176,7 @@ class Template:
 
     def first_nonfinite(self, parts: list[NDArray[Any]]) -> int | None:
         """Return the first slot that holds NaN or infinity, of what `read` gave."""
-        i = _core.first_nonfinite(self.layout.code, self.packed, parts, 0)
+        i = _core.first_nonfinite(self.layout.core, self.packed, parts, 0)
         return i if i < len(self.layout) else None
 
     def nonfinite_error(self, i: int, where: str) -> ValueError:

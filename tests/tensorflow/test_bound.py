@@ -604,7 +604,7 @@ for _ in range(25):
     child = os.fork()
     if not child:
         try:
-            _core.BoundVariables(library.core, weights.layout.code, [0], [-1], [1], None)
+            _core.BoundVariables(library.core, weights.layout.core, [0], [-1], [1], None)
         except _core.UnreadyError:  # no variable has this id
             os._exit(0)
         os._exit(2)

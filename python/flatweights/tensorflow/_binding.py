@@ -108,7 +108,7 @@ def _bound(
 ) -> _core.BoundVariables:
     return _core.BoundVariables(
         library.core,
-        layout.code,
+        layout.core,
         [position for position, _, _ in chosen],
         [int(result[0]) for _, _, result in chosen],
         [variable.dtype.base_dtype.as_datatype_enum for _, variable, _ in chosen],

@@ -57,7 +57,7 @@ class Gradients:
         arranged = self._arranged(gradients)
         if not tf.inside_function():
             vector = new_vector(self._layout.size, dtype) if out is None else out
-            if _core.gather_exports(self._layout.code, arranged, vector):
+            if _core.gather_exports(self._layout.core, arranged, vector):
                 if most is not None:
                     _clip(vector, most)
                 return vector

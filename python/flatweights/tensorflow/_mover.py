@@ -46,9 +46,9 @@ class Mover:
     cannot be, the general way checks, binds again, converts, and uses operations.
 
     Attributes:
-        get_all: `get_at_once`, for a hot loop over eager variables that are all bound: a
+        get_all: `try_get`, for a hot loop over eager variables that are all bound: a
             function of the core's without a frame of Python's. None for other variables.
-        set_all: The same of `set_at_once`.
+        set_all: The same of `try_set`.
     """
 
     def __init__(self, operations: Operations, layout: Layout, library: Library | None) -> None:
@@ -58,7 +58,7 @@ class Mover:
         self._library = library
         # Eager variables are checked by the core at each call, sessions here.
         self._guard = operations.context is not None
-        self._left: dict[np.dtype[Any], list[int]] = {}
+        self._converted: dict[np.dtype[Any], list[int]] = {}
         self._averaged = [i for i, slot in enumerate(layout.slots) if is_averaged(slot.dtype)]
         self._averaged_dtypes = {layout.slots[i].dtype for i in self._averaged}
         self._take(
@@ -89,54 +89,54 @@ class Mover:
     def _take(self, binding: Binding) -> None:
         self._binding = binding
         everything = binding.bound if self._guard and not binding.others else None
-        self.get_all = None if everything is None else everything.get_at_once
-        self.set_all = None if everything is None else everything.set_at_once
+        self.get_all = None if everything is None else everything.try_get
+        self.set_all = None if everything is None else everything.try_set
 
-    def get_at_once(self, out: Any) -> NDArray[Any] | None:
+    def try_get(self, out: Any) -> NDArray[Any] | None:
         """Read all variables into ``out``, or a new vector if it is None.
 
         Returns:
             The vector; None if that takes more than moving bytes, and nothing was done.
         """
         bound = self._whole()
-        return None if bound is None else bound.get_at_once(out)
+        return None if bound is None else bound.try_get(out)
 
-    def set_at_once(self, flat: Any) -> bool:
+    def try_set(self, flat: Any) -> bool:
         """Write all variables from ``flat``; False if that takes more than moving bytes."""
         bound = self._whole()
-        return bound is not None and bound.set_at_once(flat)
+        return bound is not None and bound.try_set(flat)
 
     def get_vector(self, out: NDArray[Any]) -> None:
         """Read all variables into the vector ``out``, cast to its dtype."""
-        left = self._left_by(out.dtype)
-        own = [self._empty(i) for i in left]
-        if not self._at_once(_Bound.get_vector, out, left, own, self._guard):
+        converted = self._converted_by(out.dtype)
+        own = [self._empty(i) for i in converted]
+        if not self._try_bound(_Bound.get_vector, out, converted, own, self._guard):
             self._gather(self._layout.vector_views(out))
             return
-        for i, array in zip(left, own, strict=True):
+        for i, array in zip(converted, own, strict=True):
             slot = self._layout.slots[i]
             copy_cast(out[slot.start : slot.start + slot.size].reshape(slot.shape), array)
 
     def get_packed(self, buffer: NDArray[np.uint8]) -> None:
         """Read all variables into the packed ``buffer``."""
-        if self._at_once(_Bound.get_packed, buffer, self._guard):
+        if self._try_bound(_Bound.get_packed, buffer, self._guard):
             return
         self._gather(self._layout.packed_views(buffer))
 
     def set_vector(self, flat: NDArray[Any], *, share: bool = False) -> None:
         """Write all variables from the contiguous vector ``flat``, cast as by `settable`."""
-        left = self._left_by(flat.dtype)
-        views = self._layout.vector_views(flat) if left else []
-        own = [self._direct(i, settable_at(self._layout, i, views[i])) for i in left]
-        if self._at_once(_Bound.set_vector, flat, left, own, share, self._guard):
+        converted = self._converted_by(flat.dtype)
+        views = self._layout.vector_views(flat) if converted else []
+        own = [self._direct(i, settable_at(self._layout, i, views[i])) for i in converted]
+        if self._try_bound(_Bound.set_vector, flat, converted, own, share, self._guard):
             return
         values = dict(enumerate(self._layout.vector_views(flat)))
-        values.update(zip(left, own, strict=True))
+        values.update(zip(converted, own, strict=True))
         self._scatter(values, share=share)
 
     def set_packed(self, buffer: NDArray[np.uint8], *, share: bool = False) -> None:
         """Write all variables from the packed ``buffer``."""
-        if self._at_once(_Bound.set_packed, buffer, share, self._guard):
+        if self._try_bound(_Bound.set_packed, buffer, share, self._guard):
             return
         values = dict(enumerate(self._layout.packed_views(buffer)))
         self._scatter(values, share=share)
@@ -147,7 +147,7 @@ class Mover:
 
     def update(self, update: Update, flat: NDArray[Any], a: float) -> None:
         """Change all variables of a floating dtype by the contiguous vector ``flat``."""
-        if self._averaged_dtypes <= {flat.dtype} and self._at_once(
+        if self._averaged_dtypes <= {flat.dtype} and self._try_bound(
             update.bound, flat, False, a, self._guard
         ):
             return
@@ -158,7 +158,7 @@ class Mover:
         move_parts([parts[i] for i in self._averaged], values)
         self._update(update, packed, parts, a)
 
-    def _at_once(self, move: Callable[..., None], *args: Any) -> bool:
+    def _try_bound(self, move: Callable[..., None], *args: Any) -> bool:
         """Call ``move`` with all variables; return False, without a call, unless all are bound."""
         bound = self._whole()
         if bound is None:
@@ -179,17 +179,17 @@ class Mover:
     def _is_here(self, binding: Binding) -> bool:
         return binding.place is not None and self._operations.place() is binding.place
 
-    def _left_by(self, dtype: np.dtype[Any]) -> list[int]:
+    def _converted_by(self, dtype: np.dtype[Any]) -> list[int]:
         """Return the positions whose values the core does not convert from or to ``dtype``."""
-        left = self._left.get(dtype)
-        if left is None:
-            left = [
+        converted = self._converted.get(dtype)
+        if converted is None:
+            converted = [
                 i
                 for i, slot in enumerate(self._layout.slots)
                 if not _core.can_convert(slot.dtype, dtype)
             ]
-            self._left[dtype] = left
-        return left
+            self._converted[dtype] = converted
+        return converted
 
     def _empty(self, i: int) -> NDArray[Any]:
         slot = self._layout.slots[i]

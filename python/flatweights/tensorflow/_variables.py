@@ -249,9 +249,9 @@ class TensorFlowVariables:
                 initialized; if called inside a `tf.function`.
         """
         if dtype is None:
-            at_once = (self._mover.get_all or self._mover.get_at_once)(out)
-            if at_once is not None:
-                return at_once
+            vector = (self._mover.get_all or self._mover.try_get)(out)
+            if vector is not None:
+                return vector
         target = self._dtype if dtype is None else np.dtype(dtype)
         if (
             target is not self._dtype
@@ -352,7 +352,7 @@ class TensorFlowVariables:
             TypeError: If its dtype cannot be cast.
             RuntimeError: In a graph, if no session is set; if called inside a `tf.function`.
         """
-        if share or not (self._mover.set_all or self._mover.set_at_once)(new_weights):
+        if share or not (self._mover.set_all or self._mover.try_set)(new_weights):
             flat = self._vector(new_weights, "new_weights")
             if share:
                 check_frozen(np.asarray(new_weights), "new_weights")

@@ -220,9 +220,9 @@ class DeltaEncoder:
     ) -> None:
         plan = self._plan
         _core.advance(
-            plan.layout.code,
+            plan.layout.core,
             self._reference.buffer,
-            plan.wire.code,
+            plan.wire.core,
             difference,
             copied,
             self._held,
@@ -334,9 +334,9 @@ class DeltaBroadcaster:
         values = _encode(plan, list(weights.values()), self._reference, "weights")
         update = Difference(values, plan.layout, self.version, version)
         _core.advance(
-            plan.layout.code,
+            plan.layout.core,
             self._reference.buffer,
-            plan.wire.code,
+            plan.wire.core,
             values.buffer,
             [(self._weights.buffer, weights.buffer)],
             self._held,
@@ -399,7 +399,7 @@ class DeltaBroadcaster:
         check_writable(mean, self._plan.layout, "mean")
         names = self._plan.rounded.names
         _core.axpy_(
-            self._plan.rounded.code,
+            self._plan.rounded.core,
             False,
             [mean[name] for name in names],
             1.0,
@@ -500,10 +500,10 @@ def _encode(
     """
     values = FlatWeights.empty(plan.wire)
     nonfinite = _core.encode_difference(
-        plan.layout.code,
+        plan.layout.core,
         False,
         parts,
-        plan.wire.code,
+        plan.wire.core,
         values.buffer,
         None if reference is None else reference.buffer,
         None if residual is None else residual.buffer,

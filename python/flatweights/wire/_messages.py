@@ -156,9 +156,9 @@ def average_differences(
         check_writable(out, plan.layout, "out")
     relative = relative_weights(factors)
     _core.average_widened_into(
-        plan.layout.code,
+        plan.layout.core,
         out.buffer,
-        plan.wire.code,
+        plan.wire.core,
         [model.values.buffer for model in models],
         relative,
         add_up(relative),
