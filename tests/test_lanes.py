@@ -290,6 +290,23 @@ def test_a_worker_is_dismissed_at_once(one: Driver) -> None:
     assert one.values("echo", 3) == [3]
 
 
+def test_a_call_ahead_that_is_interrupted_ends_the_lane(one: Driver) -> None:
+    """A command would wait for a call that may never have gone out."""
+    (worker,) = one.workers
+    one.values("echo", 1)
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        worker.lane.serve(interrupt)
+    assert worker.lane.is_closed
+    assert worker.lane.latest_call() is worker.lane.calls[1]
+    worker.outcomes(1)
+    worker.attach(one.lanes)
+    assert one.values("echo", 2) == [2]
+
+
 def test_a_command_that_is_withdrawn_is_not_run(one: Driver) -> None:
     (worker,) = one.workers
     weights = fw.FlatWeights({"w": np.ones(LARGE)})

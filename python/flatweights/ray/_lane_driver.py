@@ -91,14 +91,20 @@ class DriverLane(LaneEnd):
         """Have the worker serve once more: ``call`` takes the number of the call."""
         self._count += 1
         self._called = time.monotonic()
-        reach("calling")
-        self.calls[self._count] = call(self._count)
-        reach("called")
+        try:
+            reach("calling")
+            self.calls[self._count] = call(self._count)
+            reach("called")
+        except BaseException:
+            # Nobody knows whether the call went out, and so whether a command would be taken: the
+            # worker attaches anew. Its windows stay counted until it is dead.
+            self.is_closed = True
+            raise
         self.calls.pop(self._count - _CALLS_KEPT, None)
 
     def latest_call(self) -> Any:
         """Return what the last call gives."""
-        return self.calls[self._count]
+        return self.calls[max(self.calls)]
 
     def wants_call(self, now: float) -> bool:
         """Whether the worker is to have its next call before the present one ends."""
