@@ -15,7 +15,7 @@ import flatweights as fw
 from flatweights import _core
 from flatweights.ray._lane import LaneError
 from flatweights.ray._lane_driver import Lanes
-from flatweights.ray._lane_worker import BY_CALL, REFUSED, VALUE
+from flatweights.ray._lane_worker import BY_CALL, REFUSED, VALUE, WorkerLane
 from flatweights.ray._windows import Windows
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="lanes are Linux's")
@@ -353,6 +353,21 @@ def test_a_stopped_worker_is_late_and_writes_only_its_own(driver: Driver) -> Non
     first.signal(signal.SIGCONT)
     assert driver.wait([first])
     assert (first.lane.take().value["w"] == 2.0).all()
+
+
+def test_a_worker_may_still_be_about_to_say_who_it_is_when_another_is_met() -> None:
+    lanes = Lanes()
+    first, second = lanes.new_token(), lanes.new_token()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as slow:
+        slow.connect(lanes.address)
+        quick = WorkerLane(lanes.address, first)
+        assert quick.mailbox is not None
+        lanes.connect(first, quick.mailbox.nonce)
+        mailbox = _core.Mailbox()
+        socket.send_fds(slow, [b"H" + second + mailbox.nonce], [mailbox.descriptor])
+        assert not lanes.connect(second, mailbox.nonce).is_closed
+    quick.close()
+    lanes.close()
 
 
 def test_a_stranger_is_no_worker(one: Driver) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import ray
 from ray.util.metrics import Counter
-from ray_pool import Lend
+from ray_pool import Actors, Lend
 from ray_workers import PlainWorker, weights_of
 from reference import clean_environment
 
@@ -33,18 +33,11 @@ NBYTES = weights_of(0.0, SIZE).buffer.nbytes
 
 
 @pytest.fixture(scope="module", params=[4, 2], ids=["one pass", "running sum"])
-def group(request: pytest.FixtureRequest, way: str) -> Iterator[WorkerGroup]:
-    # Not lent: the log tells of a lane to each of them, and of nothing else.
-    made = WorkerGroup.create(
-        PlainWorker,
-        3,
-        arguments=lambda rank: (rank, SIZE),
-        num_cpus=0,
-        max_inflight=request.param,
-    )
-    made.broadcast(weights_of(1.0, SIZE))
-    yield made
-    made.shutdown()
+def group(request: pytest.FixtureRequest, way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
+    with all_actors.loan() as lend:
+        made = lend(PlainWorker, 3, SIZE, max_inflight=request.param)
+        made.broadcast(weights_of(1.0, SIZE))
+        yield made
 
 
 def again(record: dict[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """The driver's end of lanes: it posts commands, and waits for answers of any of its workers."""
 
+import contextlib
 import os
 import secrets
 import select
@@ -165,6 +166,7 @@ class Lanes:
         self._poll = select.epoll()
         self._poll.register(self._doorbell.fileno(), select.EPOLLIN)
         self._lanes: dict[int, DriverLane] = {}  # by descriptor
+        self._strangers: list[socket.socket] = []  # connected, and have not said who they are
         self._new: dict[bytes, DriverLane] = {}  # by token
         self.windows = Windows(_MOST_WINDOWS, self._is_held)
 
@@ -246,6 +248,8 @@ class Lanes:
         """Close everything; views of windows stay valid."""
         for lane in list(self._lanes.values()):
             self.drop(lane)
+        for connection in self._strangers:
+            connection.close()
         self._listener.close()
         self._poll.close()
 
@@ -253,28 +257,40 @@ class Lanes:
         return any(lane.is_held(index) for lane in self._lanes.values())
 
     def _accept(self) -> None:
-        while True:
-            try:
+        """Greet all workers that have connected and said who they are."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
                 connection, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            made = self._greet(connection)
+                connection.setblocking(False)
+                self._strangers.append(connection)
+        strangers, self._strangers = self._strangers, []
+        for connection in strangers:
+            try:
+                made = self._greet(connection)
+            except BlockingIOError:  # it is about to
+                self._strangers.append(connection)
+                continue
             if made is None:
                 connection.close()
             else:
                 self._new[made[0]] = made[1]
 
     def _greet(self, connection: socket.socket) -> tuple[bytes, DriverLane] | None:
-        """Return token and lane of a worker that has just connected."""
+        """Return token and lane of a worker; None if it is none.
+
+        Raises:
+            BlockingIOError: If it has not said yet who it is.
+        """
         descriptors: list[int] = []
         try:
             check_user(connection)
-            connection.setblocking(False)
             message, descriptors, _, _ = socket.recv_fds(connection, 256, 4)
             if message[:1] != b"H" or len(descriptors) != 1:
                 return None
             token, nonce = message[1 : 1 + _TOKEN], message[1 + _TOKEN :]
             return token, DriverLane(connection, _core.Mailbox.open(descriptors[0], nonce))
+        except BlockingIOError:
+            raise
         except (OSError, LaneError, ValueError):
             return None
         finally:
