@@ -331,13 +331,18 @@ def run_commands(rounds: Rounds, name: str, count: int) -> list[runner.Row]:
     return [*rows, runner.row_of(case, runner.OURS, firsts)]
 
 
-def run(options: Namespace) -> None:
-    """Run the bench."""
-    budget = 1.5 if options.quick else 5
+def start_ray() -> None:
+    """Start a Ray whose actors find this package and are silent."""
     inherited = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     ray.init(
         "local", include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": inherited}
     )
+
+
+def run(options: Namespace) -> None:
+    """Run the bench."""
+    budget = 1.5 if options.quick else 5
+    start_ray()
     shapes_of: dict[str, models.Shapes] = {
         "policy": models.POLICY,
         "resnet20": models.resnet20(),

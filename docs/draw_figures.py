@@ -1,0 +1,184 @@
+"""Draws the figures of these pages: ``python docs/draw_figures.py``.
+
+Reads ``figures/rounds.json``, which ``python -m bench.bench_sizes --json`` has written, and writes
+each figure twice beside it, for light and for dark pages.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+
+FOLDER = Path(__file__).with_name("figures")
+WORKERS = 4
+STORE = "flatweights, object store"
+NAMES = {"dict of arrays": "the guide's loop", STORE: "object store", "flatweights": "lanes"}
+
+# Bytes that each step of a round reads and writes, in models: variables to arrays, results into
+# the store, the average, the average into the store, arrays to variables. The guide's loop sums
+# into a new array for each worker (0 + a, then + b ...), and divides into one more.
+STEPS = ("variables to buffers", "into the store", "average", "into the store", "set variables")
+MODELS = {
+    "dict of arrays": (2 * WORKERS, 2 * WORKERS, 2 + 3 * (WORKERS - 1) + 2, 2, 2 * WORKERS),
+    STORE: (2 * WORKERS, 2 * WORKERS, WORKERS + 1, 2, 2 * WORKERS),
+    "flatweights": (2 * WORKERS, 0, WORKERS + 1, 0, 2 * WORKERS),
+}
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of a page.
+
+    Attributes:
+        text: Of letters and axes.
+        grid: Of lines behind the data.
+        ways: Of the guide's loop, the object store and lanes.
+        steps: Of the steps that move bytes; see `STEPS`.
+        inside: Of letters in a bar.
+    """
+
+    text: str
+    grid: str
+    ways: tuple[str, ...]
+    steps: tuple[str, ...]
+    inside: str
+
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+LIGHT = Theme(
+    text="#1f2328",
+    grid="#d8dee4",
+    ways=("#6e7781", "#b45f06", "#0072b2"),
+    steps=("#56b4e9", "#e69f00", "#2fa583", "#e69f00", "#c88bb0"),
+    inside="#101418",
+)
+DARK = Theme(
+    text="#d0d4d9",
+    grid="#3a4048",
+    ways=("#a0a8b0", "#f0a040", "#56b4e9"),
+    steps=("#56b4e9", "#e69f00", "#2fa583", "#e69f00", "#c88bb0"),
+    inside="#101418",
+)
+
+
+def draw_bytes(record: dict[str, Any], theme: Theme) -> None:
+    """Draw the bytes that each step of a round moves, to scale, and the times measured."""
+    _, axes = plt.subplots(figsize=(8, 3.1), layout="constrained")
+    seconds = {(row["case"], row["contender"]): row["seconds"] for row in record["rows"]}
+    for position, (way, models) in enumerate(MODELS.items()):
+        begin = 0
+        for step, count in enumerate(models):
+            if count:
+                axes.barh(position, count, left=begin, color=theme.steps[step], height=0.62)
+                axes.text(
+                    *(begin + count / 2, position, str(count)),
+                    ha="center",
+                    va="center",
+                    color=theme.inside,
+                    fontsize=9,
+                )
+            begin += count
+        times = ", ".join(f"{size}: {_time(seconds[size, way])}" for size in ("1 MB", "100 MB"))
+        axes.text(begin + 0.6, position, f"{begin} models\n{times}", va="center", fontsize=9)
+    axes.set_yticks(range(len(MODELS)), [NAMES[way] for way in MODELS])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 58)
+    axes.set_xticks([])
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=theme.steps[i]) for i in (0, 1, 2, 4)]
+    axes.legend(
+        *(handles, [STEPS[i] for i in (0, 1, 2, 4)]),
+        loc="upper center",
+        bbox_to_anchor=(0.42, 0.02),
+        ncols=4,
+        frameon=False,
+        fontsize=9,
+        handlelength=1.0,
+        columnspacing=1.2,
+    )
+
+
+def draw_times(record: dict[str, Any], theme: Theme) -> None:
+    """Draw the time of a round against the size of the model."""
+    _, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    rows = [row for row in record["rows"] if ": " not in row["case"]]
+    for way, colour in zip(MODELS, theme.ways, strict=True):
+        points = [
+            (_bytes(row["case"]), 1e3 * row["seconds"]) for row in rows if row["contender"] == way
+        ]
+        sizes, times = zip(*points, strict=True)
+        axes.loglog(sizes, times, "o-", color=colour, lw=2, ms=5)
+        axes.annotate(
+            *(NAMES[way], (sizes[-1], times[-1])),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+        )
+    fastest = max(record["limits"].values())
+    ends = (_bytes("1 MB"), _bytes("100 MB"))
+    traffic = [1e3 * sum(MODELS["flatweights"]) * size / fastest for size in ends]
+    axes.loglog(ends, traffic, "--", color=theme.text, lw=1)
+    axes.annotate(
+        *("its memory traffic alone", (ends[1], traffic[1])),
+        xytext=(8, -12),
+        textcoords="offset points",
+        va="center",
+        fontsize=9,
+    )
+    axes.set_xlabel("model, in 100 variables")
+    axes.set_ylabel("a round of 4 workers, ms")
+    names = list(dict.fromkeys(row["case"] for row in rows))
+    axes.set_xticks([_bytes(name) for name in names], names)
+    axes.minorticks_off()
+    axes.set_xlim(right=_bytes(names[-1]) * 9)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(color=theme.grid, lw=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+FIGURES: dict[str, Callable[[dict[str, Any], Theme], None]] = {
+    "bytes-of-a-round": draw_bytes,
+    "time-of-a-round": draw_times,
+}
+
+
+def _bytes(size: str) -> float:
+    number, unit = size.split()
+    return float(number) * {"kB": 1e3, "MB": 1e6}[unit]
+
+
+def _time(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
+
+
+def main() -> None:
+    """Draw all figures in both colours."""
+    record = json.loads((FOLDER / "rounds.json").read_text())
+    for colours, theme in (("light", LIGHT), ("dark", DARK)):
+        settings = {
+            "svg.fonttype": "none",  # letters stay text: selectable, searchable, small
+            "svg.hashsalt": "flatweights",
+            "text.color": theme.text,
+            "axes.labelcolor": theme.text,
+            "axes.edgecolor": theme.text,
+            "xtick.color": theme.text,
+            "ytick.color": theme.text,
+        }
+        for name, draw in FIGURES.items():
+            with mpl.rc_context(settings):
+                draw(record, theme)
+                file = FOLDER / f"{name}-{colours}.svg"
+                plt.savefig(file, transparent=True, metadata={"Date": None})
+                plt.close()
+
+
+if __name__ == "__main__":
+    mpl.use("Agg")
+    main()
