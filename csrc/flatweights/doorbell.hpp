@@ -2,10 +2,10 @@
 //
 // A count in memory that all of them map; the bell itself (an eventfd) is the caller's.
 // Driver: arm with the number of answers that are missing, look at the mailboxes, sleep only if
-// all are still missing. Worker: answer, then count down; whoever reaches zero rings. So of the
-// answers that were missing at the second look each is counted after the driver armed, and the
+// all are still missing. Worker: answer, then count down; the one that reaches zero rings. So of
+// the answers that were missing at the second look each is counted after the driver armed, and the
 // last one rings. An answer that is counted late, after the driver armed anew, rings too early at
-// worst. Whoever dies rings by the end of his socket.
+// worst. A worker that dies rings by the end of its socket.
 #pragma once
 
 #include <atomic>

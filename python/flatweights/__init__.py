@@ -4,6 +4,9 @@
 `TensorFlowVariables`; `flatweights.ray` has averaging drivers and workers;
 `flatweights.server` has optimizers that take the averages; `flatweights.wire` is 16 bits with
 error feedback for any transport.
+
+``flatweights examples`` lists programs to copy, ``flatweights info`` says what is in use, and the
+pages in ``docs/`` of the repository explain the rest, every warning and error included.
 """
 
 from flatweights._average import average, average_into

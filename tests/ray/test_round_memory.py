@@ -69,14 +69,18 @@ def test_rounds_keep_no_objects_and_no_files_in_the_driver(way: str, size: int) 
     rounds = 200
     group = started(2, size)
     run(group, rounds)
-    before = Kept.by_driver()
-    run(group, rounds)
-    after = Kept.by_driver()
+    growths = []
+    for _ in range(3):
+        before = Kept.by_driver()
+        run(group, rounds)
+        after = Kept.by_driver()
+        growths.append([b - a for a, b in zip(before, after, strict=True)])
     group.shutdown()
-    # What one object a round would be; caches of Python and Ray fill up with some dozens.
-    assert after.objects - before.objects < rounds / 2
-    assert after.blocks - before.blocks < rounds
-    assert after.files - before.files < 10
+    # What is kept of each round is kept of all; caches and other threads grow now and then.
+    objects, blocks, files, _ = (min(growth) for growth in zip(*growths, strict=True))
+    assert objects < rounds / 2
+    assert blocks < rounds
+    assert files < 10
 
 
 @pytest.mark.slow
