@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,8 +33,14 @@ class Kept(NamedTuple):
 
     @classmethod
     def by_driver(cls) -> "Kept":
-        gc.collect()
-        return cls(len(gc.get_objects()), sys.getallocatedblocks(), *of_process(os.getpid()))
+        # The least of some looks: threads of Ray's come and go with hundreds of blocks.
+        looks = []
+        for _ in range(4):
+            time.sleep(0.05)
+            gc.collect()
+            looks.append((len(gc.get_objects()), sys.getallocatedblocks()))
+        objects, blocks = (min(counts) for counts in zip(*looks, strict=True))
+        return cls(objects, blocks, *of_process(os.getpid()))
 
 
 def of_process(pid: int) -> tuple[int, int]:
@@ -70,7 +77,7 @@ def test_rounds_keep_no_objects_and_no_files_in_the_driver(way: str, size: int) 
     group = started(2, size)
     run(group, rounds)
     growths = []
-    for _ in range(3):
+    for _ in range(2):
         before = Kept.by_driver()
         run(group, rounds)
         after = Kept.by_driver()
