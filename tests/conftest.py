@@ -32,7 +32,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure() -> None:
-    """Interrupts interrupt, also where a shell has started the tests in the background."""
+    """Set what must be set before Ray is imported, and while nothing runs yet.
+
+    Interrupts interrupt, also where a shell has started the tests in the background. Ray does not
+    print what it has to say of its processes: it would at any time, and among the output that a
+    test compares.
+    """
+    os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "."
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -220,11 +220,11 @@ class Driver:
     def wait(self, workers: Sequence[LaneWorker] | None = None, seconds: float = 60) -> bool:
         """Wait for the answers of ``workers``, of all if None; return whether they are there."""
         end = time.monotonic() + seconds
-        waited_for = self.workers if workers is None else workers
-        while not all(worker.lane.is_answered for worker in waited_for):
+        missing = [worker.lane for worker in (self.workers if workers is None else workers)]
+        # Looked at once a turn: a wait for no answer at all would not be woken by any.
+        while missing := [lane for lane in missing if not lane.is_answered]:
             if time.monotonic() > end:
                 return False
-            missing = [w.lane for w in waited_for if not w.lane.is_answered]
             self.lanes.wait(missing, max(0.0, end - time.monotonic()), len(missing))
         return True
 

@@ -18,7 +18,7 @@
 // the word again. A driver that has posted to an AWAY worker looks afterwards at the last call that
 // ended: if that was the last one it made, nobody would take the command, and it makes another.
 //
-// Every arrow is one compare-and-swap with release order, and every look at the word acquires.
+// Every arrow is one compare-and-swap, and every look at the word acquires at least.
 // The driver writes the command, and reads the answer, only in AWAY and WAITING; the worker
 // reads and writes only in BUSY. So neither reads what the other writes. The answer to command
 // n is there once the word says AWAY n or WAITING n. Whoever dies leaves the word as it is: the
@@ -50,9 +50,10 @@ class Mailbox {
 
   [[nodiscard]] State state() const noexcept { return state_of(word_.load()); }
   [[nodiscard]] std::uint32_t sequence() const noexcept { return word_.load() >> 2; }
-  // Whether every command that was posted has been answered.
+  // Whether every command that was posted has been answered. In one order with the doorbell's
+  // count: a driver arms it, then looks here.
   [[nodiscard]] bool is_settled() const noexcept {
-    const std::uint32_t word = word_.load(std::memory_order_acquire);
+    const std::uint32_t word = word_.load();
     return state_of(word) == State::kAway || state_of(word) == State::kWaiting;
   }
 
