@@ -3,9 +3,11 @@
 ``python -m bench.bench_exchange [--quick] [--json FILE] [--plot FILE]``
 
 No training: what a round costs beside it. Ours is a round of a `WorkerGroup`: over lanes, and over
-the object store. Contenders alternate, the first round of each turn untimed; and some run in loops
-of their own, at once after the last round and 5 ms later. A round right after other calls, which
-has to call workers back to their lanes, is a row of its own, as is one empty command to one worker.
+the object store. In loops it is one call that sets, runs and averages, as the guide's loop passes
+weights on with the call; one that calls `average` and `broadcast` has a row of its own. Contenders
+alternate, the first round of each turn untimed; and some run in loops of their own, at once after
+the last round and 5 ms later. A round right after other calls, which has to call workers back to
+their lanes, is a row of its own, as is one empty command to one worker.
 Where PyTorch is installed, one rival is an allreduce by gloo, of the vector that `FlatWorker` gives
 and takes: it has no driver, and no worker may be missing. Where Open MPI and mpi4py are, another is
 its ``Allreduce``, which sets and gets no variables. "memory traffic" is what a round moves (get,
@@ -40,6 +42,7 @@ ROOT = Path(__file__).parents[1]
 
 
 STORE = f"{runner.OURS}, object store"
+TWO_CALLS = f"{runner.OURS}, average and broadcast"
 PAUSE = 5e-3
 PATHS = [str(Path(sys.executable).parent)]  # where a wheel of Open MPI puts mpirun
 _LOOPS = 3
@@ -111,6 +114,7 @@ class Rounds:
         self._group = WorkerGroup(workers)
         self._one = WorkerGroup(workers[:1])
         self._out: Any = None
+        self._found: Any = None
         self.steps: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     @contextmanager
@@ -132,8 +136,12 @@ class Rounds:
             self._out = found.weights.copy()
         return np.concatenate([part.reshape(-1) for part in found.weights.values()])
 
+    def in_one_call(self) -> None:
+        """A round of a group, which sends the average of the round before."""
+        self._found = self._group.average("get_weights", broadcast=self._found)
+
     def in_lanes(self) -> Any:
-        """A round of a group."""
+        """A round of a group that ends when all workers have the average."""
         with self._step(runner.OURS, "get, average"):
             found = self._group.average("get_weights")
         with self._step(runner.OURS, "send"):
@@ -292,7 +300,12 @@ def run_mpi(case: str, elements: int, count: int, ours: float, budget: float) ->
 
 def run_loops(rounds: Rounds, case: str, budget: float, pause: float = 0.0) -> list[runner.Row]:
     """Return the rows of ways that each run for a while: workers wait at their lanes then."""
-    ways = {runner.OURS: rounds.in_lanes, STORE: rounds.flat, "dict of arrays": rounds.dict_loop}
+    ways = {
+        runner.OURS: rounds.in_one_call,
+        TWO_CALLS: rounds.in_lanes,
+        STORE: rounds.flat,
+        "dict of arrays": rounds.dict_loop,
+    }
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(_LOOPS):
         for way, call in ways.items():

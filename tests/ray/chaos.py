@@ -85,6 +85,7 @@ class Chaos:
         )
         self.latest = weights_of(1.0, self.size)
         self.group.broadcast(self.latest)
+        self.to_send: Any = None  # with the next call
         self.stopped: list[int] = []
         self.kept: list[tuple[Round, Any]] = []
         self.timers: list[threading.Timer] = []
@@ -105,9 +106,17 @@ class Chaos:
             self.group.restore(timeout=10)
         plan = self.inject()
         step = self.random.choice([1.0, 0.5, -2.0])
+        to_send, self.to_send = self.to_send, None
+        self.injected["(calls that brought weights)"] += to_send is not None
         try:
             found = self.group.average(
-                "chaos", plan, step, min_results=1, timeout=TIMEOUT, nonfinite="skip"
+                "chaos",
+                plan,
+                step,
+                broadcast=to_send,
+                min_results=1,
+                timeout=TIMEOUT,
+                nonfinite="skip",
             )
         except WorkerError:
             self.injected["(rounds without a result)"] += 1
@@ -117,7 +126,10 @@ class Chaos:
         self.latest = found.weights.copy()
         self.injected[f"({len(found.used)} of {WORKERS} ranks)"] += 1
         self.injected["(by lanes)"] += sum(way == "lane" for way in found.ways.values())
-        self.send(found)
+        if self.random.random() < 0.5:
+            self.to_send = found
+        else:
+            self.send(found)
         if self.random.random() < 0.1:
             self.kept.append((found, found.weights.copy()))
             self.kept = self.kept[-5:]

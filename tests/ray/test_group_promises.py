@@ -15,6 +15,7 @@ from reference import same_bits
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import (
+    RefusedWeightsError,
     Round,
     ShardedAverage,
     StaleWorkerError,
@@ -149,6 +150,8 @@ def test_weights_that_all_refused_are_sent_to_nobody(
     without_rank_0(group)  # as if it had died
     with pytest.raises(WorkerError, match="rank 1: ValueError: too large"):
         group.broadcast(start_of(100.0, elements))
+    with pytest.raises(WorkerError, match=r"rank [12]: RefusedWeightsError: ValueError: too large"):
+        group.average("train", broadcast=start_of(100.0, elements))
     assert group.restore(timeout=60) == [0]
     assert bits(group) == before
     found = group.average("get_weights")
@@ -196,6 +199,46 @@ def test_an_interrupt_while_workers_take_weights_leaves_one_version(
     assert len({*bits(wired)}) == 1
 
 
+@pytest.mark.parametrize("plan", ["wire", "sharded", "per node"])
+def test_a_call_that_brings_weights_gives_what_two_calls_give(
+    group: WorkerGroup, wired: WorkerGroup, sharded: dict[str, ShardedAverage], plan: str
+) -> None:
+    if plan == "wire":
+        heal(wired)
+        group = wired
+    options = {"sharded": sharded.get(plan)}
+    start = start_of(1.0, LARGE if group is wired else 5)
+
+    def as_two_calls(broadcast: Any) -> Round:
+        group.broadcast(broadcast)
+        return group.average("train", **options)
+
+    def as_one_call(broadcast: Any) -> Round:
+        return group.average("train", broadcast=broadcast, **options)
+
+    averages = []
+    for call in (as_two_calls, as_one_call):
+        group.broadcast(start)
+        first = call(start)
+        averages.append(call(first).weights)
+    assert same_bits(averages[0].buffer, averages[1].buffer)
+    assert averages[0]["w"][0] > start["w"][0]
+
+
+@pytest.mark.parametrize("error", [StoreTooSmallError, KeyboardInterrupt])
+def test_a_call_whose_weights_could_not_be_put_runs_nowhere(
+    wired: WorkerGroup, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    heal(wired)
+    wired.step("forget_calls", broadcast=start_of(1.0, LARGE))
+    with monkeypatch.context() as patched:
+        patched.setattr(group_module, "put", raising(error))
+        with pytest.raises(error):
+            wired.average("train", broadcast=start_of(3.0, LARGE))
+    assert wired.step("how_often") == {0: 0, 1: 0, 2: 0}
+    assert np.all(wired.average("get_weights").weights["w"] == 1.0)
+
+
 # No call runs twice, and none beside newer weights.
 
 
@@ -203,18 +246,33 @@ def test_a_worker_refuses_a_call_that_comes_again_or_too_late() -> None:
     worker = PlainWorker()
     first, second, third = (Stamp("group", number) for number in range(3))
     worker.receive_version(Head(first, first), weights_of(1.0))
-    worker.call_version(Head(second, first), "train")
+    worker.call_version(Head(second, first), None, "train")
     with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 1"):
-        worker.call_version(Head(second, first), "train")
+        worker.call_version(Head(second, first), None, "train")
     # As on a restarted actor: restored first, then asked again what it died of.
     again = PlainWorker()
     again.receive_version(Head(third, first), weights_of(1.0))
     with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 2"):
-        again.call_version(Head(second, first), "train")
+        again.call_version(Head(second, first), None, "train")
     with pytest.raises(StaleWorkerError):
         again.receive_version(Head(first, first), weights_of(5.0))
     assert (worker.calls, again.calls) == (1, 0)
-    again.call_version(Head(Stamp("another group", 0), first), "train")
+    again.call_version(Head(Stamp("another group", 0), first), None, "train")
+
+
+def test_a_worker_takes_the_weights_that_a_call_brings_and_no_others() -> None:
+    worker = Told()
+    stamps = [Stamp("group", number) for number in range(6)]
+    result = worker.call_version(Head(stamps[1], stamps[0]), start_of(2.0), "train")
+    assert same_bits(result.buffer, trained(start_of(2.0), 0).buffer)
+    with pytest.raises(RefusedWeightsError, match=r"^ValueError: too large$"):
+        worker.call_version(Head(stamps[3], stamps[2]), start_of(100.0), "train")
+    with pytest.raises(StaleWorkerError, match="expected weights of version 2, got 0"):
+        worker.call_version(Head(stamps[4], stamps[2]), None, "train")
+    with pytest.raises(StaleWorkerError, match="call 3 came again or too late, after call 4"):
+        worker.call_version(Head(stamps[3], stamps[2]), start_of(5.0), "train")
+    assert same_bits(worker.get_weights().buffer, result.buffer)
+    assert worker.calls == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"max_concurrency": 4}], ids=["in turn", "at once"])

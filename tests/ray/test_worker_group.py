@@ -18,7 +18,13 @@ from reference import assert_same, refuses, same_bits
 
 import flatweights as fw
 from flatweights import FlatWeights
-from flatweights.ray import Round, StaleWorkerError, WorkerError, WorkerGroup
+from flatweights.ray import (
+    RefusedWeightsError,
+    Round,
+    StaleWorkerError,
+    WorkerError,
+    WorkerGroup,
+)
 
 SMALL, LARGE = 5, 40_000  # elements; beyond 100 KiB weights lie in shared memory
 
@@ -176,6 +182,51 @@ def test_broadcast_takes_any_kind_of_weights(group: WorkerGroup, size: int) -> N
         start = weights_of(float(k), size)
         assert group.broadcast(send(start)) == [0, 1, 2], name
         assert_all_have(group, start)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
+def test_a_call_brings_any_kind_of_weights(group: WorkerGroup, size: int) -> None:
+    for k, send in enumerate(senders().values()):
+        start = weights_of(float(k), size)
+        found = group.average("train", 0.5, broadcast=send(start))
+        assert_same(found.weights, mean_of(start, range(3), step=0.5))
+        for rank, weights in group.step("train", broadcast=send(start)).items():
+            assert_same(weights, trained(start, rank))
+
+
+def test_a_loop_that_brings_each_average_with_the_next_call(group: WorkerGroup) -> None:
+    expected = weights_of(1.0)
+    found: Any = expected
+    for _ in range(4):
+        before = found
+        found = group.average("train_counted", 0.5, broadcast=before)
+        expected = mean_of(expected, range(3), step=0.5)
+        assert_same(found.weights, expected)
+    assert before.nbytes_sent == 3 * before.weights.buffer.nbytes
+    assert {*before.seconds} == {"wait", "average", "put"}
+    assert group.step("how_often") == group.step("how_often_set") == {0: 4, 1: 4, 2: 4}
+    without_rank_1 = group._workers.unhealthy
+    without_rank_1[1] = TimeoutError("away")
+    assert group.restore() == [1]
+    assert_same(group.step("get_weights")[1], before.weights)  # those that were sent last
+
+
+def test_who_fails_after_it_took_the_weights_has_them(make: Make) -> None:
+    group = make(3)
+    group.broadcast(weights_of(1.0))
+    start = weights_of(2.0)
+    found = group.average("act", {1: "raise"}, broadcast=start, min_results=2)
+    assert found.used == (0, 2)
+    assert group.healthy_actor_ids() == [0, 1, 2]
+    assert_same(group.average("train").weights, fw.average([twice(start, k) for k in range(3)]))
+    with pytest.raises(WorkerError, match=r"rank 0: ActorDiedError|rank 0: ActorUn"):
+        group.average("act", {0: "die before"}, broadcast=weights_of(3.0))
+    assert restored(group) == [0]
+    assert_same(group.step("get_weights")[0], weights_of(3.0))
+
+
+def twice(start: FlatWeights, rank: int) -> FlatWeights:
+    return trained(trained(start, rank), rank)
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
@@ -473,7 +524,7 @@ class Choosy(PlainWorker):
         super().set_weights(new_weights)
 
 
-def test_weights_that_nobody_takes_change_nothing() -> None:
+def test_weights_that_nobody_takes_change_nothing(way: str) -> None:
     group = WorkerGroup.create(Choosy, 2, arguments=lambda rank: (rank,), num_cpus=0)
     start = weights_of(1.0)
     group.broadcast(start)
@@ -490,6 +541,23 @@ def test_weights_that_nobody_takes_change_nothing() -> None:
     group.broadcast(start)
     assert group.restore() == [1]
     assert_same(group.average("train").weights, mean_of(start, [0, 1]))
+    # The same where a call brings them: who refuses does not run the method.
+    group.step("forget_calls", broadcast=start)
+    reason = "RefusedWeightsError: ValueError: negative"
+    for call in (group.average, group.step):
+        with pytest.raises(WorkerError, match=rf"^rank [01]: {reason}"):
+            call("train", broadcast=weights_of(-2.0))
+        assert group.healthy_actor_ids() == [0, 1]
+    assert_same(group.average("train").weights, mean_of(start, [0, 1]))
+    found = group.average("train", broadcast=weights_of(-1.0), min_results=1)
+    assert found.used == (0,)
+    assert isinstance(found.failed[1].cause, RefusedWeightsError)
+    assert_same(found.weights, mean_of(weights_of(-1.0), [0]))
+    assert group.healthy_actor_ids() == [0]
+    assert group.restore() == []
+    assert group.step("how_often", broadcast=start) == {0: 2}
+    assert group.restore() == [1]
+    assert group.step("how_often") == {0: 2, 1: 1}
     group.shutdown()
 
 

@@ -4,7 +4,12 @@ Imports Ray, and TensorFlow only where a `FlatWorker` is built.
 """
 
 from flatweights.ray._driver import average
-from flatweights.ray._errors import StaleWorkerError, StoreTooSmallError, WorkerError
+from flatweights.ray._errors import (
+    RefusedWeightsError,
+    StaleWorkerError,
+    StoreTooSmallError,
+    WorkerError,
+)
 from flatweights.ray._group import WorkerGroup
 from flatweights.ray._round import Round, ShardedRound, ShardedWeights
 from flatweights.ray._sharded import ShardedAverage
@@ -12,6 +17,7 @@ from flatweights.ray._worker import FlatWorker
 
 __all__ = [
     "FlatWorker",
+    "RefusedWeightsError",
     "Round",
     "ShardedAverage",
     "ShardedRound",

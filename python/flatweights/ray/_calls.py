@@ -21,6 +21,8 @@ store. Another way implements `Worker` and `Answer`; one round may mix several. 
 - A `Call` carries its `Stamp` and that of the weights it means. The worker refuses a stamp that
   is not above the last one of its group (Ray repeats calls on a restarted actor), and
   weights that it does not have: see `FlatWorker.call_version`. Each way passes both through.
+  It may bring these weights itself: a prepared payload, which the worker takes first, in the
+  same turn. One that cannot take them does not run the method; its error says which it was.
 - Errors: an error of the worker's method is a `ray.exceptions.RayTaskError` with its ``cause``; a
   dead worker a `ray.exceptions.RayActorError`; `flatweights.ray._errors.is_lost` tells
   which of them mean that the worker is to be left out.
@@ -94,15 +96,6 @@ def plain(head: Head) -> tuple[Any, ...]:
     return tuple(head.stamp), version, head.wire
 
 
-class Call(NamedTuple):
-    """One call, for one worker or several."""
-
-    head: Head
-    method: str
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = {}
-
-
 class Answer(ABC):
     """The answer to one call, on its way."""
 
@@ -169,6 +162,24 @@ class Payload:
         self.ready: dict[type[Worker], Any] = {}
 
 
+class Call(NamedTuple):
+    """One call, for one worker or several.
+
+    Attributes:
+        head: What the worker is told first.
+        method: Name of the method.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        payload: The weights that ``head`` means, if this call brings them; prepared.
+    """
+
+    head: Head
+    method: str
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = {}
+    payload: Payload | None = None
+
+
 class Worker(ABC):
     """The driver's end of one worker.
 
@@ -182,7 +193,7 @@ class Worker(ABC):
 
     @abstractmethod
     def call(self, call: Call) -> Answer:
-        """Call a method."""
+        """Call a method, once the weights are set that the call brings."""
 
     @abstractmethod
     def prepare(self, payload: Payload) -> None:

@@ -38,6 +38,10 @@ class StaleWorkerError(RuntimeError):
     """A worker was asked to work on weights that it does not have: it was restarted since."""
 
 
+class RefusedWeightsError(RuntimeError):
+    """A worker could not set the weights that a call brought, and so did not run the method."""
+
+
 class StoreTooSmallError(RuntimeError):
     """The object store, and the disk that it spills to, cannot hold a round."""
 
@@ -47,6 +51,11 @@ def is_lost(error: Exception) -> bool:
     if isinstance(error, ray.exceptions.RayTaskError):
         return isinstance(getattr(error, "cause", None), StaleWorkerError)
     return isinstance(error, (ray.exceptions.RayError, TimeoutError))
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the worker has not set the weights that a call brought."""
+    return isinstance(getattr(error, "cause", None), RefusedWeightsError)
 
 
 def late_error(timeout: float | None) -> TimeoutError:

@@ -24,10 +24,10 @@ from flatweights.ray._engine import (
     check_timeout,
     deadline_of,
 )
-from flatweights.ray._errors import WorkerError, is_lost, put, size_of
+from flatweights.ray._errors import WorkerError, is_lost, is_refusal, put, size_of
 from flatweights.ray._failpoints import reach
 from flatweights.ray._metrics import METRICS
-from flatweights.ray._ray_calls import BY_VALUE, RayAnswer
+from flatweights.ray._ray_calls import BY_VALUE, RayAnswer, argument_of
 from flatweights.ray._report import RoundsBar, report
 from flatweights.ray._round import Round, ShardedRound, ShardedWeights
 from flatweights.ray._sharded import ShardedAverage
@@ -188,7 +188,12 @@ class WorkerGroup:
         return dict(sorted(self._workers.unhealthy.items()))
 
     def step(
-        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+        self,
+        method: str,
+        *args: Any,
+        broadcast: Any = None,
+        timeout: float | None = None,
+        **kwargs: Any,
     ) -> dict[int, Any]:
         """Call ``method`` of all healthy workers; return the results by rank.
 
@@ -197,6 +202,7 @@ class WorkerGroup:
         Args:
             method: Name of the method.
             *args: Arguments; ``ray.put`` large ones once.
+            broadcast: Weights that the workers set first, in the same call; see `average`.
             timeout: Seconds to wait; for ever, if None.
             **kwargs: Keyword arguments.
 
@@ -207,11 +213,9 @@ class WorkerGroup:
         deadline = deadline_of(timeout)
         ranks = self._workers.settle(timeout, deadline)
         arrivals = Arrivals({}, timeout, deadline=deadline)
-        try:
-            self._call(arrivals, ranks, method, args, kwargs)
+        with self._bringing(broadcast, ranks, arrivals) as payload:
+            self._call(arrivals, ranks, method, args, kwargs, payload=payload)
             results = arrivals.collect()
-        finally:
-            self._workers.close(arrivals)
         by_methods = _raised(arrivals.failed)
         if by_methods or not results:
             raise WorkerError(by_methods or self._workers.unhealthy)
@@ -221,6 +225,7 @@ class WorkerGroup:
         self,
         method: str = "get_weights",
         *args: Any,
+        broadcast: Any = None,
         weights: Weights = None,
         out: Any = None,
         timeout: float | None = None,
@@ -234,9 +239,22 @@ class WorkerGroup:
 
         See `flatweights.ray.average`. Ranks are those of the group throughout.
 
+        With ``broadcast``, workers set these weights first, in the same call: as much as
+        `broadcast` and `average` one after the other, with half the messages. A worker that
+        cannot set them does not run the method: its rank has failed with a
+        `RefusedWeightsError`, and is unhealthy unless all ranks refused; the weights sent before
+        remain the latest then. A loop of rounds that sends each average with the next call::
+
+            found = None
+            for _ in range(1_000):
+                found = group.average("train", broadcast=found)
+            group.broadcast(found)
+
         Args:
             method: Name of a method that returns weights, or weights and extras.
             *args: Its arguments; ``ray.put`` large ones once.
+            broadcast: Weights that the workers set first, in the same call: what `broadcast`
+                takes. If None, they work on those that they have.
             weights: One weight for each rank of the group, or a function of what a worker
                 returned.
             out: Where to write.
@@ -258,7 +276,7 @@ class WorkerGroup:
             ValueError: As `flatweights.ray.average`.
         """
         request = self._request(weights, timeout, min_results, nonfinite, sharded)
-        found = self._average(method, args, kwargs, request, out, travels, sharded)
+        found = self._average(method, args, kwargs, request, broadcast, out, travels, sharded)
         report(found, said=self._workers.unhealthy)
         return found
 
@@ -291,13 +309,13 @@ class WorkerGroup:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         request: Request,
+        broadcast: Any = None,
         out: Any = None,
         travels: Travels = "weights",
         sharded: ShardedAverage | None = None,
     ) -> Round:
         """As `average`, which reports it."""
-        wire = self._sent.wire
-        if sharded is not None and (out is not None or wire is not None):
+        if sharded is not None and (out is not None or self._sent.wire is not None):
             raise ValueError("sharded: expected neither out nor a wire_dtype with it")
         deadline = deadline_of(request.timeout)
         ranks = self._workers.settle(request.timeout, deadline)
@@ -307,29 +325,27 @@ class WorkerGroup:
         patience = math.inf if sharded is None else sharded.patience
         arrivals = Arrivals({}, request.timeout, deadline=deadline, patience=patience)
         try:
-            plan: Any
-            if sharded is not None:
-                reading = sharded.reading(request)
-                pieces = self._call_cut(arrivals, ranks, reading, method, args, kwargs)
-                plan = sharded.plan(arrivals, request, pieces)
-            elif wire is not None and (travels == "gradients" or wire.has_sent):
-                how = wire.wire_dtype, travels
-                self._call(arrivals, ranks, method, args, kwargs, how)
-                finish = functools.partial(wire.decode, travels=travels)
-                plan = DriverAverage(arrivals, request, out, widen=wire.widen, finish=finish)
-            else:
-                self._call(arrivals, ranks, method, args, kwargs)
-                plan = DriverAverage(arrivals, request, out)
-            self._workers.lanes.offer()
-            found: Round = plan.run()
-            if sharded is None and out is None:
-                self._workers.lanes.made(found.weights)
+            with self._bringing(broadcast, ranks, arrivals) as payload:
+                wire = self._sent.wire
+                plan: Any
+                if sharded is not None:
+                    reading = sharded.reading(request)
+                    pieces = self._call_cut(arrivals, ranks, reading, method, args, kwargs, payload)
+                    plan = sharded.plan(arrivals, request, pieces)
+                elif wire is not None and (travels == "gradients" or wire.has_sent):
+                    how = wire.wire_dtype, travels
+                    self._call(arrivals, ranks, method, args, kwargs, how, payload)
+                    finish = functools.partial(wire.decode, travels=travels)
+                    plan = DriverAverage(arrivals, request, out, widen=wire.widen, finish=finish)
+                else:
+                    self._call(arrivals, ranks, method, args, kwargs, payload=payload)
+                    plan = DriverAverage(arrivals, request, out)
+                self._workers.lanes.offer()
+                found: Round = plan.run()
+                if sharded is None and out is None:
+                    self._workers.lanes.made(found.weights)
         except WorkerError as error:
             raise WorkerError(before | error.failed) from error.__cause__
-        finally:
-            # Also if it was not for a rank's failure that there is no average.
-            self._workers.lanes.done()
-            self._workers.close(arrivals)
         found.failed = dict(sorted((before | found.failed).items()))
         found.ways = {rank: self._workers[rank].way for rank in ranks}
         return found
@@ -359,20 +375,11 @@ class WorkerGroup:
         if not ranks:
             raise WorkerError(self._workers.unhealthy)
         before = self._sent
+        payload = self._make_latest(weights, ranks)
         begin = time.monotonic()
-        payload, wire = self._to_send(weights)
-        for rank in ranks:
-            self._workers[rank].prepare(payload)
-        put = time.monotonic()
-        # From here on it happened: workers that do not answer have missed it.
-        stamp = self._stamps.next()
-        self._sent = _Sent(stamp, payload, wire)
-        reach("sending")
         arrivals = self._send(ranks, payload, timeout, deadline)
-        seconds = {"put": put - begin, "broadcast": time.monotonic() - put}
-        METRICS.observe(seconds)
+        _note_seconds(weights, "broadcast", time.monotonic() - begin)
         if isinstance(weights, Round):
-            weights.seconds.update(seconds)
             weights.nbytes_sent = len(arrivals.arrived) * payload.nbytes
         by_methods = _raised(arrivals.failed)
         if by_methods and not arrivals.arrived:
@@ -497,9 +504,11 @@ class WorkerGroup:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         wire: tuple[WireDType, Travels] | None = None,
+        payload: Payload | None = None,
     ) -> None:
         """Call ``method`` of ``ranks``; their answers are to arrive in ``arrivals``."""
-        call = Call(Head(self._stamps.next(), self._sent.version, wire), method, args, kwargs)
+        head = Head(self._stamps.next(), self._sent.version, wire)
+        call = Call(head, method, args, kwargs, payload)
         for rank in ranks:
             arrivals.expect(rank, self._workers[rank].call(call))
 
@@ -511,22 +520,76 @@ class WorkerGroup:
         method: str,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        payload: Payload | None,
     ) -> dict[int, list[Any]] | None:
         """As `_call`, of workers that cut the result themselves; return references to the pieces.
 
         If nodes add up first, nothing is cut, and there are none.
         """
         head = Head(self._stamps.next(), self._sent.version)
+        weights = argument_of(payload)
         pieces: dict[int, list[Any]] = {}
         for rank in ranks:
             handle = self._workers[rank].handle
             if reading.shards:
                 run = handle.call_cut.options(num_returns=1 + reading.shards)
-                ref, *pieces[rank] = run.remote(head, reading, rank, method, *args, **kwargs)
+                ref, *pieces[rank] = run.remote(
+                    head, weights, reading, rank, method, *args, **kwargs
+                )
             else:
-                ref = handle.call_version.remote(head, method, *args, **kwargs)
+                ref = handle.call_version.remote(head, weights, method, *args, **kwargs)
             arrivals.expect(rank, RayAnswer(ref, fetch=False))
         return pieces if reading.shards else None
+
+    def _make_latest(self, weights: Any, ranks: Sequence[int]) -> Payload:
+        """Have ``weights`` ready for ``ranks``; from then on they are the latest.
+
+        What raises before changes nothing; workers that do not answer afterwards miss them.
+        """
+        begin = time.monotonic()
+        payload, wire = self._to_send(weights)
+        for rank in ranks:
+            self._workers[rank].prepare(payload)
+        _note_seconds(weights, "put", time.monotonic() - begin)
+        self._sent = _Sent(self._stamps.next(), payload, wire)
+        reach("sending")
+        return payload
+
+    @contextlib.contextmanager
+    def _bringing(
+        self, weights: Any, ranks: Sequence[int], arrivals: Arrivals
+    ) -> Iterator[Payload | None]:
+        """Have calls bring ``weights``, unless these are None; end their round.
+
+        Where some ranks refused them, those are unhealthy; where all did, nothing was sent.
+        """
+        before = self._sent
+        payload = None
+        try:
+            payload = None if weights is None else self._make_latest(weights, ranks)
+            yield payload
+        except WorkerError:
+            # It was raised for the first that refused: others may have set them.
+            while _refusals(arrivals) and not _took(arrivals):
+                came = arrivals.wait()
+                if came is None:
+                    break
+                for rank in came:
+                    arrivals.take(rank)
+            raise
+        finally:
+            # Also if it was not for a rank's failure that the round has no result.
+            self._workers.lanes.done()
+            self._workers.close(arrivals)
+            if payload is not None:
+                refused, took = _refusals(arrivals), _took(arrivals)
+                if refused and not took and arrivals.unanswered.keys() <= {*arrivals.late}:
+                    self._sent = before
+                else:
+                    self._workers.unhealthy |= refused
+                METRICS.count_sent(len(took) * payload.nbytes)
+                if isinstance(weights, Round):
+                    weights.nbytes_sent = len(took) * payload.nbytes
 
     def _to_send(self, weights: Any) -> tuple[Payload, GroupWire | None]:
         """Return what is sent for ``weights``, and the wire once it is."""
@@ -581,6 +644,23 @@ class WorkerGroup:
             self._workers.close(arrivals)
             METRICS.count_sent(len(arrivals.arrived) * payload.nbytes)
         return arrivals
+
+
+def _note_seconds(weights: Any, step: str, seconds: float) -> None:
+    """Note how long a step of sending ``weights`` took: in the metrics, and in a round."""
+    METRICS.observe({step: seconds})
+    if isinstance(weights, Round):
+        weights.seconds[step] = seconds
+
+
+def _refusals(arrivals: Arrivals) -> dict[int, Exception]:
+    """Return the errors of ranks that could not set the weights that a call brought."""
+    return {rank: error for rank, error in arrivals.failed.items() if is_refusal(error)}
+
+
+def _took(arrivals: Arrivals) -> set[int]:
+    """Return the ranks that have answered, and have set the weights that a call brought."""
+    return arrivals.arrived | _raised(arrivals.failed).keys() - _refusals(arrivals).keys()
 
 
 def _raised(failed: Mapping[int, Exception]) -> dict[int, Exception]:

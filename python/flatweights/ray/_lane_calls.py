@@ -298,9 +298,11 @@ class LaneWorker(Worker):
             return self._ray.call(call)
         if call.head.wire is not None:
             return self._by_ray("it is encoded").call(call)
-        command = self._group.command(
-            call, "call_version", (plain(call.head), call.method, *call.args), call.kwargs, True
-        )
+        if call.payload is not None and LaneWorker not in call.payload.ready:
+            return self._by_ray("these weights go through Ray").call(call)
+        weights = None if call.payload is None else call.payload.value
+        args = plain(call.head), weights, call.method, *call.args
+        command = self._group.command(call, "call_version", args, call.kwargs, True)
         if command is None:
             return self._by_ray("the arguments are large, or of Ray's").call(call)
         return self._post(lane, command, lambda: self._ray.call(call)) or self._ray.call(call)

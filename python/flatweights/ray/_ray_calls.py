@@ -60,6 +60,21 @@ class RayAnswer(Answer):
         self.ref = None
 
 
+def argument_of(payload: Payload | None) -> Any:
+    """Return what a call of Ray's takes for the weights; None for none.
+
+    They are put into the object store, once, unless they are small or there.
+    """
+    if payload is None:
+        return None
+    if RayWorker not in payload.ready:
+        value = payload.value
+        by_value = isinstance(value, (ray.ObjectRef, ShardedWeights))
+        by_value = by_value or (nbytes_of(value) or BY_VALUE + 1) <= BY_VALUE
+        payload.ready[RayWorker] = value if by_value else payload.put()
+    return payload.ready[RayWorker]
+
+
 class RayWorker(Worker):
     """A worker that is called as an actor."""
 
@@ -70,20 +85,16 @@ class RayWorker(Worker):
     def call(self, call: Call) -> RayAnswer:
         """Call a method; references among the arguments are resolved, as Ray does."""
         run = self.handle.call_version
-        return RayAnswer(run.remote(call.head, call.method, *call.args, **call.kwargs))
+        weights = argument_of(call.payload)
+        return RayAnswer(run.remote(call.head, weights, call.method, *call.args, **call.kwargs))
 
     def prepare(self, payload: Payload) -> None:
         """Put the weights into the object store, unless they are small or there."""
-        if RayWorker in payload.ready:
-            return
-        value = payload.value
-        by_value = isinstance(value, (ray.ObjectRef, ShardedWeights))
-        by_value = by_value or (nbytes_of(value) or BY_VALUE + 1) <= BY_VALUE
-        payload.ready[RayWorker] = value if by_value else payload.put()
+        argument_of(payload)
 
     def send(self, head: Head, payload: Payload) -> RayAnswer:
         """Send the weights, or the reference to them."""
-        return RayAnswer(self.handle.receive_version.remote(head, payload.ready[RayWorker]))
+        return RayAnswer(self.handle.receive_version.remote(head, argument_of(payload)))
 
     def end(self) -> None:
         """Kill the actor."""

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Head, Stamp
-from flatweights.ray._errors import StaleWorkerError
+from flatweights.ray._errors import RefusedWeightsError, StaleWorkerError
 from flatweights.ray._lane_worker import WorkerLanes
 from flatweights.ray._round import ShardedWeights
 from flatweights.ray._shards import Reading, read_result
@@ -135,18 +135,21 @@ class FlatWorker:
         head = Head.of(head)
         with self._turn():
             self._admit(head.stamp)
-            if isinstance(new_weights, Message):
-                if self._wire is None:
-                    self._wire = WorkerWire()
-                try:
-                    self._wire.receive(new_weights, self._set)
-                except MissedUpdateError as error:
-                    raise StaleWorkerError(str(error)) from error
-            elif isinstance(new_weights, ShardedWeights):
-                self.set_pieces(new_weights)
-            else:
-                self._set(new_weights)
-            self._version = head.version
+            self._receive(head.version, new_weights)
+
+    def _receive(self, version: Stamp | None, new_weights: Any) -> None:
+        if isinstance(new_weights, Message):
+            if self._wire is None:
+                self._wire = WorkerWire()
+            try:
+                self._wire.receive(new_weights, self._set)
+            except MissedUpdateError as error:
+                raise StaleWorkerError(str(error)) from error
+        elif isinstance(new_weights, ShardedWeights):
+            self.set_pieces(new_weights)
+        else:
+            self._set(new_weights)
+        self._version = version
 
     def _set(self, new_weights: Mapping[str, ArrayLike] | NDArray[Any]) -> None:
         if isinstance(new_weights, np.ndarray):
@@ -154,7 +157,9 @@ class FlatWorker:
         else:
             self.set_weights(new_weights)
 
-    def call_version(self, head: Head, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call_version(
+        self, head: Head, new_weights: Any, method: str, *args: Any, **kwargs: Any
+    ) -> Any:
         """Call a method for a `WorkerGroup`, on the weights that it means.
 
         Ray repeats calls on a restarted actor, which has the weights that it was built with, or
@@ -164,21 +169,36 @@ class FlatWorker:
 
         Args:
             head: Which call it is, which weights it means, and whether to encode the result.
+            new_weights: These weights, to be set first, as `receive_version` does; None, if this
+                actor was sent them before.
             method: Name of the method.
             *args: Its arguments.
             **kwargs: Its keyword arguments.
 
         Raises:
             StaleWorkerError: If this actor has other weights, or had this call or a later one.
+            RefusedWeightsError: If ``new_weights`` could not be set; the method was not called.
         """
         with self._turn():
-            return self._run_call(head, method, args, kwargs)
+            return self._run_call(head, new_weights, method, args, kwargs)
 
     def _run_call(
-        self, head: Head, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        head: Head,
+        new_weights: Any,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         head = Head.of(head)
         self._admit(head.stamp)
+        if new_weights is not None:
+            try:
+                self._receive(head.version, new_weights)
+            except StaleWorkerError:
+                raise
+            except Exception as error:
+                raise RefusedWeightsError(f"{type(error).__name__}: {error}") from error
         version = head.version
         if version is None and self._version is None and _was_restarted():
             raise StaleWorkerError("restarted, and not sent any weights since")
@@ -200,13 +220,21 @@ class FlatWorker:
             raise StaleWorkerError(str(error)) from error
 
     def call_cut(
-        self, head: Head, reading: Reading, rank: int, method: str, *args: Any, **kwargs: Any
+        self,
+        head: Head,
+        new_weights: Any,
+        reading: Reading,
+        rank: int,
+        method: str,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """As `call_version`; what the method returns, cut for a `ShardedAverage`.
 
         The pieces are the only copy then that goes into the object store.
         """
-        return read_result(self.call_version(head, method, *args, **kwargs), rank, reading)
+        result = self.call_version(head, new_weights, method, *args, **kwargs)
+        return read_result(result, rank, reading)
 
     def _turn(self) -> AbstractContextManager[Any]:
         """Return the lock by which calls and weights of groups take turns.
