@@ -657,7 +657,7 @@ def test_shutdown_ends_the_processes_and_lets_go(make: Make, tmp_path: Path) -> 
     processes = [psutil.Process(pid) for pid in group.step("pid").values()]
     late_round(group, tmp_path)
     group.shutdown()
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert alive == []
     with pytest.raises(WorkerError, match="rank 0: RuntimeError: the group was shut down"):
         group.average()
@@ -669,7 +669,7 @@ def test_a_group_that_is_dropped_takes_its_processes_along() -> None:
     processes = [psutil.Process(pid) for pid in group.step("pid").values()]
     del group
     gc.collect()
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert alive == []
 
 
