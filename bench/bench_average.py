@@ -94,8 +94,10 @@ def model_case(name: str, shapes: models.Shapes, *, budget: float) -> list[Any]:
     nbytes = 5 * sum(part.nbytes for part in out)
     return [
         row
-        for time_case in (runner.time_case, runner.time_cold_case)
-        for row in time_case(f"lists, N=4, {name}", found, nbytes=nbytes, budget=budget)
+        for cold in (False, True)
+        for row in runner.time_case(
+            f"lists, N=4, {name}", found, nbytes=nbytes, budget=budget, cold=cold
+        )
     ]
 
 

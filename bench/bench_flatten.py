@@ -84,28 +84,23 @@ def run(options: Namespace) -> None:
         parts = models.random_parts(model)
         oracle = np.concatenate([part.ravel() for part in parts]).astype(np.float64)
         nbytes = 2 * sum(part.nbytes for part in parts)
-        rows += runner.time_case(
-            f"flatten {name}",
-            flatten_contenders(parts),
-            nbytes=nbytes,
-            oracle=oracle,
-            tolerance=0,
-            budget=budget,
-        )
-        rows += runner.time_case(
-            f"unflatten_into {name}", unflatten_contenders(parts), nbytes=nbytes, budget=budget
-        )
-        if nbytes <= _SMALL:  # larger ones leave the caches cold by themselves
-            rows += runner.time_cold_case(
+        # Larger models leave the caches cold by themselves.
+        for cold in (False, True) if nbytes <= _SMALL else (False,):
+            rows += runner.time_case(
                 f"flatten {name}",
                 flatten_contenders(parts),
                 nbytes=nbytes,
                 oracle=oracle,
                 tolerance=0,
                 budget=budget,
+                cold=cold,
             )
-            rows += runner.time_cold_case(
-                f"unflatten_into {name}", unflatten_contenders(parts), nbytes=nbytes, budget=budget
+            rows += runner.time_case(
+                f"unflatten_into {name}",
+                unflatten_contenders(parts),
+                nbytes=nbytes,
+                budget=budget,
+                cold=cold,
             )
         rows += runner.time_case(
             f"unflatten {name}", view_contenders(parts), nbytes=0, budget=budget / 2

@@ -213,8 +213,12 @@ def _run_subject(name: str, subject: Subject, budget: float) -> list[runner.Row]
         cold.append(("flatten_gradients", flatteners))
     if flat.nbytes <= _SMALL:  # larger ones leave the caches cold by themselves
         for what, contenders in cold:
-            rows += runner.time_cold_case(
-                f"{what} {name} {mode}", contenders, nbytes=2 * flat.nbytes, budget=budget
+            rows += runner.time_case(
+                f"{what} {name} {mode}",
+                contenders,
+                nbytes=2 * flat.nbytes,
+                budget=budget,
+                cold=True,
             )
     return rows
 

@@ -61,82 +61,51 @@ def time_case(
     tolerance: float = 1e-2,
     budget: float = 1.0,
     between: Callable[[], Any] | None = None,
+    cold: bool = False,
 ) -> list[Row]:
     """Run ``contenders`` in turn until the time is used up, and return a row for each.
 
     Args:
-        case: What is done.
+        case: What is done; ", cold" is added to the rows with cold caches.
         contenders: Calls by name; each returns its result.
         nbytes: The fewest bytes that must move.
         oracle: The float64 result; none for calls without a result to compare.
         tolerance: Largest relative error that still counts as the same result.
-        budget: Seconds for all of them together.
+        budget: Seconds for all of them together, and for what is not timed.
         between: Called before each turn: ends what the last contender left running. The first call
             of the turn is not timed then.
+        cold: Write 128 MB before each call, as a training step does, so that the caches are cold.
+            Models that fit the caches are what this is about. There are at least 30 turns, of a
+            call each.
 
     Raises:
         AssertionError: If a result is wrong.
     """
     errors = _check(case, contenders, oracle, tolerance)
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    trampled = np.zeros(_TRAMPLED if cold else 0, np.uint8)
+    turns = 30 if cold else 3
     end = time.perf_counter() + budget
-    while time.perf_counter() < end or len(times[next(iter(times))]) < 3:
+    while time.perf_counter() < end or len(times[next(iter(times))]) < turns:
         for name, call in contenders.items():
             if between is not None:
                 between()
                 call()
-            # Fast calls are repeated, on data that their first call has brought back into
-            # the caches, until the clock can tell them from nothing.
             previous = times[name]
             repeats = 1
-            if previous and previous[-1] < _TURN:
+            if cold:
+                # Read and written: a store alone may go past the caches and leave them as they are.
+                np.add(trampled, 1, out=trampled)
+            elif previous and previous[-1] < _TURN:
+                # Fast calls are repeated, on data that their first call has brought back into
+                # the caches, until the clock can tell them from nothing.
                 repeats = min(1000, int(_TURN / previous[-1]) + 1)
                 call()
             begin = time.perf_counter()
             for _ in range(repeats):
                 call()
             previous.append((time.perf_counter() - begin) / repeats)
-    return _rows(case, times, nbytes, errors)
-
-
-def time_cold_case(
-    case: str,
-    contenders: dict[str, Callable[[], Any]],
-    *,
-    nbytes: int,
-    oracle: NDArray[Any] | None = None,
-    tolerance: float = 1e-2,
-    budget: float = 1.0,
-) -> list[Row]:
-    """Run ``contenders`` as `time_case` does, each call with cold caches.
-
-    Before each, 128 MB are written, as by a training step, and only the call is timed. Models
-    that fit the caches are what this is about. The time that writing takes counts in
-    ``budget``; there are at least 30 rounds.
-
-    Args:
-        case: What is done; "cold" is added.
-        contenders: Calls by name; each returns its result.
-        nbytes: The fewest bytes that must move.
-        oracle: The float64 result; none for calls without a result to compare.
-        tolerance: Largest relative error that still counts as the same result.
-        budget: Seconds for all of them together.
-
-    Raises:
-        AssertionError: If a result is wrong.
-    """
-    errors = _check(case, contenders, oracle, tolerance)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    trampled = np.zeros(_TRAMPLED, np.uint8)
-    end = time.perf_counter() + budget
-    while time.perf_counter() < end or len(times[next(iter(times))]) < 30:
-        for name, call in contenders.items():
-            # Read and written: a store alone may go past the caches and leave them as they are.
-            np.add(trampled, 1, out=trampled)
-            begin = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - begin)
-    return _rows(f"{case}, cold", times, nbytes, errors)
+    return _rows(f"{case}, cold" if cold else case, times, nbytes, errors)
 
 
 def _check(

@@ -4,19 +4,17 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
-#include <cstdlib>
 #include <fstream>
 #include <mutex>
 #include <new>
-#include <stdexcept>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
+
+#include "flatweights/environment.hpp"
 
 namespace flatweights {
 namespace {
@@ -44,20 +42,6 @@ std::size_t memory_limit() {
     if (std::ifstream(file) >> found) limit = std::min(limit, found);
   }
   return limit;
-}
-
-std::size_t decide() {
-  if (const char* text = std::getenv("FLATWEIGHTS_POOL_BYTES"); text != nullptr && *text != 0) {
-    const std::string_view given(text);
-    std::size_t nbytes = 0;
-    const char* const end = given.data() + given.size();
-    const auto [rest, error] = std::from_chars(given.data(), end, nbytes);
-    if (error != std::errc() || rest != end)
-      throw std::invalid_argument("FLATWEIGHTS_POOL_BYTES: expected a number of bytes, got '" +
-                                  std::string(given) + "'");
-    return nbytes;
-  }
-  return std::min(kUsuallyKept, memory_limit() / kShare);
 }
 
 std::mutex mutex;
@@ -105,7 +89,8 @@ std::byte* allocate(std::size_t capacity) noexcept {
 }  // namespace
 
 std::size_t most_kept() {
-  static const std::size_t nbytes = decide();
+  static const std::size_t nbytes = bytes_from_environment("FLATWEIGHTS_POOL_BYTES")
+                                        .value_or(std::min(kUsuallyKept, memory_limit() / kShare));
   return nbytes;
 }
 

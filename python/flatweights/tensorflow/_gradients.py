@@ -55,7 +55,8 @@ class Gradients:
         """Return ``gradients`` as one vector, or as one tensor if they are of a graph."""
         most = None if clip_norm is None else _checked_norm(clip_norm, dtype)
         arranged = self._arranged(gradients)
-        if not tf.inside_function():
+        first = next((gradient for gradient in arranged if gradient is not None), None)
+        if not tf.inside_function() and not _is_of_graph(first):
             vector = new_vector(self._layout.size, dtype) if out is None else out
             if _core.gather_exports(self._layout.core, arranged, vector):
                 if most is not None:
