@@ -4,28 +4,19 @@ A block below the comment ``slow`` starts workers as others do: it runs with ``-
 then all blocks of its page, which it may need.
 """
 
-import sys
 from doctest import ELLIPSIS
 from typing import Any
 
 import pytest
+from ray_cluster import ray_folder, shared_ray
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
+
+__all__ = ["ray_folder", "shared_ray"]
 
 
 def _begin_page(namespace: dict[str, Any]) -> None:
     namespace["__name__"] = "__main__"  # Ray sends classes of such a module by value
-    namespace["_uses_the_tests_ray"] = _ray_is_running()
-
-
-def _end_page(namespace: dict[str, Any]) -> None:
-    if _ray_is_running() and not namespace["_uses_the_tests_ray"]:
-        sys.modules["ray"].shutdown()
-
-
-def _ray_is_running() -> bool:
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,5 +35,5 @@ pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(doctest_optionflags=ELLIPSIS), SkipParser()],
     patterns=["*.md"],
     setup=_begin_page,
-    teardown=_end_page,
+    fixtures=["shared_ray"],
 ).pytest()

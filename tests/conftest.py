@@ -1,17 +1,17 @@
-"""How many processes share the tests, and a folder of Ray's that no other program sees."""
+"""How many processes share the tests, and what all of them use."""
 
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from ray_cluster import ray_folder, shared_ray
 
 import flatweights as fw
+
+__all__ = ["ray_folder", "shared_ray"]
 
 # Machines that run the tests are shared and slow: no deadlines, few examples.
 settings.register_profile(
@@ -21,14 +21,15 @@ settings.load_profile("ci")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A process for each core, at most four (each imports TensorFlow and starts a Ray).
+    """A process for each core and one more, at most four: each imports TensorFlow, starts a Ray.
 
-    None of its own for the tests of one file: they run in the process that was started.
+    One more, since tests of Ray often wait: for a node to start, for a death to be seen. None of
+    its own for the tests of one file: they run in the process that was started.
     """
     files = {argument.split("::")[0] for argument in config.args}
     cores = len(os.sched_getaffinity(0))
     alone = cores == 1 or (len(files) == 1 and all(file.endswith(".py") for file in files))
-    return 0 if alone else min(cores, 4)
+    return 0 if alone else min(cores + 1, 4)
 
 
 def pytest_configure() -> None:
@@ -41,24 +42,6 @@ def pytest_configure() -> None:
     os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "."
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def ray_folder() -> Iterator[Path]:
-    """Where the Rays of this process and its programs write, removed after the tests.
-
-    A Ray leaves its address in such a folder for any program to join: neither do the tests
-    join another program's Ray, nor does another program join theirs.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="fw-", dir="/tmp"))  # the names of sockets must be short
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAY_TMPDIR", str(folder))
-        environment.setenv("RAY_ADDRESS", "local")
-        # On a busy machine a node needs longer than Ray's 30 s to start; one that has aborted
-        # is waited for as long, too.
-        environment.setenv("RAY_raylet_start_wait_time_s", "90")
-        yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

@@ -1,12 +1,7 @@
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import ray
 from ray_pool import Actors, Lend
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -20,29 +15,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cluster(ray_folder: Path) -> Iterator[None]:
-    """Ray on two CPUs; its workers can import the test modules, and TensorFlow is quiet in them."""
-    found = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with pytest.MonkeyPatch.context() as inherited:
-        inherited.setenv("PYTHONPATH", os.pathsep.join(found))
-        inherited.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
-        for attempts_left in (2, 1, 0):
-            try:
-                ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-                break
-            except Exception:
-                # A raylet gives its agent, a Python process, 15 s to start, and else aborts:
-                # too few on a machine that is very busy, and there is no setting.
-                ray.shutdown()
-                if not attempts_left:
-                    raise
-    # Ray waits a second for each of its processes, and then leaves it to itself.
-    node = ray._private.worker._global_node
-    processes = [info.process for infos in node.all_processes.values() for info in infos]
-    yield
-    ray.shutdown()
-    for process in processes:
-        process.wait(60)
+def _cluster(shared_ray: None) -> None:
+    """Have a Ray for all tests."""
 
 
 @pytest.fixture(scope="module", params=["lanes", "store"])

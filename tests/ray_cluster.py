@@ -1,0 +1,83 @@
+"""One Ray for all tests of a process, and a folder for it that no other program sees.
+
+The tests and the pages of the documentation import these fixtures into their ``conftest.py``.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+_STORE = 1 << 30  # bytes
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ray_folder() -> Iterator[Path]:
+    """Where the Rays of this process and its programs write, removed after the tests.
+
+    A Ray leaves its address in such a folder for any program to join: neither do the tests
+    join another program's Ray, nor does another program join theirs.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="fw-", dir="/tmp"))  # the names of sockets must be short
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_TMPDIR", str(folder))
+        environment.setenv("RAY_ADDRESS", "local")
+        # On a busy machine a node needs longer than Ray's 30 s to start; one that has aborted
+        # is waited for as long, too.
+        environment.setenv("RAY_raylet_start_wait_time_s", "90")
+        yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def shared_ray(ray_folder: Path) -> Iterator[None]:
+    """Ray on two CPUs; its workers can import the test modules, and TensorFlow is quiet in them."""
+    import ray
+
+    if ray.is_initialized():  # for the other conftest.py
+        yield
+        return
+    folders = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with pytest.MonkeyPatch.context() as inherited:
+        inherited.setenv("PYTHONPATH", os.pathsep.join(folders))
+        inherited.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+        node = _start()
+    # Ray waits a second for each of its processes, and then leaves it to itself.
+    processes = [info.process for infos in node.all_processes.values() for info in infos]
+    yield
+    ray.shutdown()
+    node.kill_all_processes(check_alive=False)
+    for process in processes:
+        process.wait(60)
+
+
+def _start() -> Any:
+    """Start a node, and connect to it."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    options = {
+        "num_cpus": 2,
+        "object_store_memory": _STORE,
+        "include_dashboard": False,
+        "include_log_monitor": False,  # it reads the files of all workers ten times a second
+    }
+    attempts_left = 2
+    while True:
+        try:
+            cluster = Cluster(initialize_head=True, head_node_args=options)
+            ray.init(cluster.address, log_to_driver=False)
+            return cluster.head_node
+        except Exception:
+            # A raylet gives its agent, a Python process, 15 s to start, and else aborts:
+            # too few on a machine that is very busy, and there is no setting.
+            ray.shutdown()
+            if not attempts_left:
+                raise
+            attempts_left -= 1
