@@ -370,6 +370,26 @@ def test_a_worker_may_still_be_about_to_say_who_it_is_when_another_is_met() -> N
     lanes.close()
 
 
+def test_a_worker_that_dies_before_it_is_met_leaves_no_socket() -> None:
+    lanes = Lanes()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    token = lanes.new_token()
+    worker = WorkerLane(lanes.address, token)
+    assert worker.mailbox is not None
+    worker.close()
+    with pytest.raises(OSError, match="Broken pipe"):
+        lanes.connect(token, worker.mailbox.nonce)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    # One that nobody meets: another is met first, and then all is closed.
+    known, unknown = (WorkerLane(lanes.address, lanes.new_token()) for _ in range(2))
+    with pytest.raises(LaneError, match="has not connected"):
+        lanes.connect(lanes.new_token(), bytes(16))
+    lanes.close()
+    assert known.connection.recv(10) == unknown.connection.recv(10) == b""
+    for one in (known, unknown):
+        one.close()
+
+
 def test_a_stranger_is_no_worker(one: Driver) -> None:
     lanes = one.lanes
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:

@@ -183,16 +183,20 @@ class Lanes:
 
         Raises:
             LaneError: If it has not connected, or the mailbox is another.
+            OSError: If it has died since.
         """
         self._accept()
         lane = self._new.pop(token, None)
         if lane is None:
             raise LaneError("the worker has not connected")
-        if lane.mailbox.nonce != nonce:
-            lane.close()
-            raise LaneError("the mailbox is not that of the worker")
         bell = self._doorbell
-        socket.send_fds(lane.connection, [b"D" + bell.nonce], [bell.descriptor, bell.fileno()])
+        try:
+            if lane.mailbox.nonce != nonce:
+                raise LaneError("the mailbox is not that of the worker")
+            socket.send_fds(lane.connection, [b"D" + bell.nonce], [bell.descriptor, bell.fileno()])
+        except (OSError, LaneError):  # it is dead already, or another
+            lane.close()
+            raise
         descriptor = lane.connection.fileno()
         self._lanes[descriptor] = lane
         self._poll.register(descriptor, select.EPOLLIN | select.EPOLLRDHUP)
@@ -246,7 +250,7 @@ class Lanes:
 
     def close(self) -> None:
         """Close everything; views of windows stay valid."""
-        for lane in list(self._lanes.values()):
+        for lane in [*self._lanes.values(), *self._new.values()]:
             self.drop(lane)
         for connection in self._strangers:
             connection.close()
