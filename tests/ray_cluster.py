@@ -66,6 +66,7 @@ def _start() -> Any:
         "num_cpus": 2,
         "object_store_memory": _STORE,
         "include_dashboard": False,
+        "dashboard_port": None,  # another Ray of these tests may have the usual one
         "include_log_monitor": False,  # it reads the files of all workers ten times a second
     }
     attempts_left = 2

@@ -1,5 +1,6 @@
 """Actors that tests use one after the other: to start a process takes longer than most tests."""
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -76,3 +77,13 @@ class Actors:
             except (ray.exceptions.RayError, TimeoutError):
                 pass  # it died, or is still at work
             ray.kill(actor)
+
+
+def restored(group: WorkerGroup, timeout: float = 60) -> list[int]:
+    """`restore` until some rank is back: Ray takes a while to restart an actor."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if found := group.restore():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"nobody is back: {group.unhealthy}")

@@ -274,7 +274,7 @@ def test_late_ranks_are_left_out_and_named(
     refs = ask(desk, values, [1, 2, 4])
     begin = time.monotonic()
     found = average(refs, [3, 1, 2, 1, 5], timeout=0.1, min_results=3, max_inflight=max_inflight)
-    assert 0.09 < time.monotonic() - begin < 5  # Ray counts in milliseconds
+    assert 0.09 < time.monotonic() - begin < 30  # Ray counts in milliseconds
     assert found.used == (1, 2, 4)
     assert found.late == (0, 3)
     assert found.failed == {}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 from numpy.typing import NDArray
-from ray_pool import Actors
+from ray_pool import Actors, restored
 from ray_workers import PlainWorker, die, merged, running, trained, weights_of
 from reference import arrays_of, assert_mean, assert_same, same_bits
 
@@ -416,9 +416,7 @@ def test_a_group_leaves_ranks_out_and_brings_them_back(
     # Ranks are those of the group, though one is not called.
     assert group.average("train", sharded=by_range).used == (0, 2)
     assert group.broadcast(found) == [0, 2]
-    deadline = time.monotonic() + 30
-    while not group.restore() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    restored(group)
     after = group.average("train", sharded=by_range)
     expected = fw.average([trained(trained(start, 2), rank) for rank in range(3)])
     assert same_bits(after.weights.buffer, expected.buffer)

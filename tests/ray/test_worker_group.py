@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from ray_pool import Actors, Lend
+from ray_pool import Actors, Lend, restored
 from ray_workers import POISON, PlainWorker, trained, weights_of
 from reference import assert_same, refuses, same_bits
 
@@ -239,16 +239,6 @@ def test_what_was_sent_does_not_follow_the_caller(make: Make, size: int, tmp_pat
         group.average("act", {0: "die before"})
     assert restored(group) == [0]
     assert_same(group.step("get_weights")[0], weights_of(1.0, size))
-
-
-def restored(group: WorkerGroup, timeout: float = 30) -> list[int]:
-    """`restore` until some rank is back: Ray takes a while to restart an actor."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if found := group.restore():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"nobody is back: {group.unhealthy}")
 
 
 @pytest.mark.parametrize("max_inflight", [2, 3], ids=["streamed", "fused"])
