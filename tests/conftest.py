@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from ray_cluster import ray_folder, shared_ray
 import flatweights as fw
 
 __all__ = ["ray_folder", "shared_ray"]
+
+TESTS = Path(__file__).parent
 
 # Machines that run the tests are shared and slow: no deadlines, few examples.
 settings.register_profile(
@@ -30,6 +33,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     cores = len(os.sched_getaffinity(0))
     alone = cores == 1 or (len(files) == 1 and all(file.endswith(".py") for file in files))
     return 0 if alone else min(cores + 1, 4)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take long: those of Ray, then the pages, then TensorFlow's.
+
+    Processes take files in this order, so none of them is left with a long one at the end.
+    """
+    first = (TESTS / "ray", TESTS.parent / "docs", TESTS / "tensorflow", TESTS)
+    items.sort(key=lambda item: next(i for i, at in enumerate(first) if at in item.path.parents))
 
 
 def pytest_configure() -> None:

@@ -45,7 +45,7 @@ def program(function: Callable[..., None], *arguments: str) -> Iterator[subproce
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def output_of(function: Callable[..., None], *arguments: str, timeout: float = 120) -> str:
+def output_of(function: Callable[..., None], *arguments: str, timeout: float = 300) -> str:
     """What such a function prints."""
     with program(function, *arguments) as process:
         out, err = process.communicate(timeout=timeout)
