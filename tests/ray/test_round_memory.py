@@ -76,15 +76,15 @@ def test_rounds_keep_no_objects_and_no_files_in_the_driver(way: str, size: int) 
     rounds = 200
     group = started(2, size)
     run(group, rounds)
-    growths = []
-    for _ in range(2):
+    # What is kept of each round is kept of all; caches and other threads grow now and then.
+    for _ in range(3):
         before = Kept.by_driver()
         run(group, rounds)
         after = Kept.by_driver()
-        growths.append([b - a for a, b in zip(before, after, strict=True)])
+        objects, blocks, files, _ = (b - a for a, b in zip(before, after, strict=True))
+        if objects < rounds / 2 and blocks < rounds and files < 10:
+            break
     group.shutdown()
-    # What is kept of each round is kept of all; caches and other threads grow now and then.
-    objects, blocks, files, _ = (min(growth) for growth in zip(*growths, strict=True))
     assert objects < rounds / 2
     assert blocks < rounds
     assert files < 10
