@@ -29,6 +29,7 @@ autodoc_typehints = "none"  # the signatures show them; "Args" says what they me
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 napoleon_use_ivar = True  # attributes of named tuples are documented once
+napoleon_custom_sections = [("Attributes", "params_style")]  # and not headed "Variables"
 autodoc_class_signature = "mixed"
 autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True

@@ -80,8 +80,8 @@ class FlatWorker:
         """Build the model, and import TensorFlow for it here; written by the user.
 
         Returns:
-            Whatever `TensorFlowVariables` takes as ``output``, or a `TensorFlowVariables`:
-            in a graph, one with its session.
+            What `TensorFlowVariables` takes as ``output``; or a `TensorFlowVariables`, in a graph
+            with its session.
         """
         raise NotImplementedError(f"{type(self).__name__} must define build()")
 

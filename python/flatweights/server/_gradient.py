@@ -78,7 +78,7 @@ class GradientDescent(ServerOptimizer[Model]):
                 copied first. It is read, not kept.
 
         Returns:
-            `weights`: read-only, and changed in place by the next step.
+            The `weights`, read-only and changed in place by the next step.
 
         Raises:
             TypeError: If it is of another kind or dtype.

@@ -341,7 +341,7 @@ class AveragedOptimizer(ServerOptimizer[Model]):
                 copied first. It is read, not kept, and may be `weights`.
 
         Returns:
-            `weights`: read-only, and changed in place by the next step.
+            The `weights`, read-only and changed in place by the next step.
 
         Raises:
             TypeError: If it is of another kind or dtype.
