@@ -15,7 +15,7 @@ import flatweights as fw
 from flatweights import _core
 from flatweights.ray._lane import LaneError
 from flatweights.ray._lane_driver import Lanes
-from flatweights.ray._lane_worker import BY_CALL, REFUSED, VALUE, WorkerLane
+from flatweights.ray._lane_worker import BY_CALL, REFUSED, VALUE, WEIGHTS, WorkerLane
 from flatweights.ray._windows import Windows
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="lanes are Linux's")
@@ -319,6 +319,26 @@ def test_a_command_that_is_withdrawn_is_not_run(one: Driver) -> None:
     assert not lane.withdraw()
     assert not one.lanes._is_held(0)
     assert one.values("echo", 4) == [4]
+
+
+def test_weights_of_the_layout_that_came_last_are_a_buffer_alone(one: Driver) -> None:
+    other = fw.FlatWeights({"v": np.arange(6_000.0), "m": np.ones(3, np.int8)})
+    kinds = [answer.kind for _ in range(3) for answer in one.answers("get", 2.0)]
+    assert kinds == [VALUE, WEIGHTS, WEIGHTS]
+    one.values("set", other, wants_window=False)
+    kinds = []
+    for _ in range(3):
+        (answer,) = one.answers("get")
+        kinds.append(answer.kind)
+        assert answer.value.layout == other.layout
+        assert answer.value.buffer.tobytes() == other.buffer.tobytes()
+    assert kinds == [VALUE, WEIGHTS, WEIGHTS]
+    # Other results are letters as before, and change nothing of what is known.
+    kinds = [
+        one.answers(method, *args)[0].kind for method, *args in (["get_dict"], ["get_with", 1])
+    ]
+    assert kinds == [VALUE, VALUE]
+    assert one.answers("get")[0].kind == WEIGHTS
 
 
 def test_a_death_is_known_at_once_and_gives_back_what_was_held(driver: Driver) -> None:

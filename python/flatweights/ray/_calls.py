@@ -35,6 +35,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights._layout import Layout
 from flatweights.ray._wire import Travels
 from flatweights.wire import WireDType
 
@@ -96,6 +100,18 @@ def plain(head: Head) -> tuple[Any, ...]:
     return tuple(head.stamp), version, head.wire
 
 
+class Packed(NamedTuple):
+    """Weights as `FlatWeights` has them, without a view for each part.
+
+    Attributes:
+        buffer: The packed buffer.
+        layout: What lies where in it.
+    """
+
+    buffer: NDArray[np.uint8]
+    layout: Layout
+
+
 class Answer(ABC):
     """The answer to one call, on its way."""
 
@@ -126,6 +142,13 @@ class Answer(ABC):
     def keep(self) -> Any:
         """As `take`; the value stays valid for as long as it is wanted. For `WorkerGroup.step`."""
         return self.take()
+
+    def packed(self) -> Packed | None:
+        """Return the value of an answer that is there, if it is weights alone and read in place.
+
+        None says nothing: `take` gives any value.
+        """
+        return None
 
     def abandon(self) -> "Answer | None":
         """Note that nobody wants the value of an answer that is not there yet.

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from flatweights._sources import Template
+from flatweights._weights import FlatWeights
 
 FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 
@@ -116,6 +117,8 @@ def too_small(ranks: int, weights: Any) -> StoreTooSmallError:
 
 def size_of(weights: Any) -> int | None:
     """Return the bytes of ``weights``, None if they are of no kind that is averaged."""
+    if isinstance(weights, FlatWeights):
+        return weights.layout.nbytes
     try:
         return Template.of(weights).layout.nbytes
     except TypeError:

@@ -22,11 +22,11 @@ import ray
 
 from flatweights import _core
 from flatweights._weights import FlatWeights
-from flatweights.ray._calls import Answer, Call, Head, Payload, Worker, plain
+from flatweights.ray._calls import Answer, Call, Head, Packed, Payload, Worker, plain
 from flatweights.ray._errors import put
 from flatweights.ray._lane import LaneError
 from flatweights.ray._lane_driver import Command, DriverLane, Lanes
-from flatweights.ray._lane_worker import BY_CALL, VALUE
+from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS
 from flatweights.ray._letter import Keep
 from flatweights.ray._ray_calls import RayAnswer, RayWorker
 from flatweights.ray._round import sealed
@@ -234,7 +234,7 @@ class LaneAnswer(Answer):
 
     def _read(self) -> None:
         kind, value = self._lane.take()
-        if kind == VALUE:
+        if kind in (VALUE, WEIGHTS):
             self._value = value
         elif kind == BY_CALL:
             self._go_by_ray(RayAnswer(self._lane.calls[value]))
@@ -260,7 +260,15 @@ class LaneAnswer(Answer):
         """Return the value: its arrays are views of the worker's window."""
         if self._error is not None:
             raise self._error
-        return self._by_ray.take() if self._by_ray is not None else self._value
+        if self._by_ray is not None:
+            return self._by_ray.take()
+        if type(self._value) is Packed:
+            self._value = FlatWeights.wrap(*self._value)
+        return self._value
+
+    def packed(self) -> Packed | None:
+        """Return the value, if it is weights alone."""
+        return self._value if type(self._value) is Packed else None
 
     def let_go(self) -> None:
         """Drop the value."""

@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from flatweights import _core
+from flatweights._layout import Layout
+from flatweights._weights import FlatWeights
+from flatweights.ray._calls import Packed
 from flatweights.ray._failpoints import reach
 from flatweights.ray._lane import LaneEnd, LaneError, fold
-from flatweights.ray._lane_worker import BY_CALL, STAY, VALUE, check_user
+from flatweights.ray._lane_worker import BY_CALL, STAY, VALUE, WEIGHTS, check_user
 from flatweights.ray._letter import Dumps, Place, read
 from flatweights.ray._windows import Windows
 
@@ -40,12 +43,18 @@ class Answer(NamedTuple):
     """What became of a command.
 
     Attributes:
-        kind: ``VALUE``, ``BY_CALL`` or ``REFUSED`` of `flatweights.ray._lane_worker`.
-        value: The result; the number of the call of Ray's that gives it; or a reason.
+        kind: ``VALUE``, ``WEIGHTS``, ``BY_CALL`` or ``REFUSED`` of `flatweights.ray._lane_worker`.
+        content: The result, which is `Packed` for ``WEIGHTS``; the number of the call of Ray's that
+            gives it; or a reason.
     """
 
     kind: int
-    value: Any
+    content: Any
+
+    @property
+    def value(self) -> Any:
+        """The content, weights as `FlatWeights`."""
+        return FlatWeights.wrap(*self.content) if self.kind == WEIGHTS else self.content
 
 
 class DriverLane(LaneEnd):
@@ -64,6 +73,7 @@ class DriverLane(LaneEnd):
         self._called = 0.0  # when the last one was made, by `time.monotonic`
         self._sent: list[Place] = []  # in the command that is in the mailbox
         self._is_read = True
+        self._layout: Layout | None = None  # of the last weights that came as a letter
 
     @property
     def is_answered(self) -> bool:
@@ -122,8 +132,16 @@ class DriverLane(LaneEnd):
         """
         self._is_read = True
         kind, places, stream = read(self.mailbox.answer())
+        if kind == WEIGHTS:
+            (buffer,) = self.views(places)
+            if self._layout is None or self._layout.digest != stream.decode():
+                raise LaneError("the layout of the weights is not known")
+            return Answer(kind, Packed(buffer, self._layout))
         if kind == VALUE:
-            return Answer(kind, self.load(places, stream))
+            value = self.load(places, stream)
+            if type(value) is FlatWeights:
+                self._layout = value.layout
+            return Answer(kind, value)
         if kind == BY_CALL:
             return Answer(kind, _NUMBER.unpack(stream)[0])
         return Answer(kind, stream.decode())

@@ -15,9 +15,11 @@ import time
 from typing import Any
 
 from flatweights import _core
+from flatweights._layout import Layout
+from flatweights._weights import FlatWeights
 from flatweights.ray._failpoints import reach
 from flatweights.ray._lane import LaneEnd, LaneError, fold
-from flatweights.ray._letter import Dumps, read, write
+from flatweights.ray._letter import Dumps, Place, read, write
 from flatweights.ray._windows import Windows
 
 LINGER = 0.01
@@ -29,6 +31,7 @@ STAY = 0.02
 VALUE = 0  # a letter
 BY_CALL = 1  # what the call of Ray's gives: a number says which call
 REFUSED = 2  # the command was not run; a text says why
+WEIGHTS = 3  # one buffer of `FlatWeights`, with the layout of those that came last as a letter
 
 _MOST_WINDOWS = 4
 _NUMBER = struct.Struct("<Q")
@@ -65,6 +68,7 @@ class WorkerLane(LaneEnd):
         self._windows = Windows(_MOST_WINDOWS, self.is_held)
         self._doorbell: _core.Doorbell | None = None
         self._last_nbytes = 0  # of the last result
+        self._layout: Layout | None = None  # of the last weights that went as a letter
         self._answered = 0.0  # when, by `time.monotonic`
 
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
@@ -138,7 +142,11 @@ class WorkerLane(LaneEnd):
             # Views of the driver's windows go before it hears of the answer.
             del args, kwargs, stream
         reach("run")
-        letter = fold(VALUE, box, self._windows if wants_window else None, other, frozen=False)
+        letter = self._fold_weights(box) if wants_window else None
+        layout = self._layout
+        if letter is None:
+            layout = box[0].layout if type(box[0]) is FlatWeights else layout
+            letter = fold(VALUE, box, self._windows if wants_window else None, other, frozen=False)
         if letter is None:
             return None
         answer, places = letter
@@ -148,12 +156,34 @@ class WorkerLane(LaneEnd):
             box.append(None)  # nobody is there to read it
             return None
         self.hold(places)
+        self._layout = layout
         for place in places:
             self._windows[place.window][0].close_descriptor()  # nobody else is to have it
-        if places:
-            self._last_nbytes = max(place.nbytes for place in places)
+            self._last_nbytes = max(self._last_nbytes, place.nbytes)
         reach("gathered")
         return answer
+
+    def _fold_weights(self, box: list[Any]) -> tuple[bytes, list[Place]] | None:
+        """As `fold`, of weights that lie in a window, of a layout that the driver knows.
+
+        Returns:
+            None for anything else, or if no window is free.
+        """
+        weights = box[0]
+        if type(weights) is not FlatWeights or weights.layout is not self._layout:
+            return None
+        place = self._windows.find(weights.buffer)
+        if place is None:
+            return None
+        box.clear()
+        del weights
+        places: list[Place] | None = [place]
+        if self._windows.is_taken(place):  # somebody keeps them, and may write to them
+            places = self._windows.copy_in([place])
+            if places is None:
+                box.append(FlatWeights.wrap(self._windows.copy_of(place), self._layout))
+                return None
+        return write(WEIGHTS, self._layout.digest.encode(), places), places
 
 
 class WorkerLanes:

@@ -59,7 +59,7 @@ class Windows:
         if index is not None:
             self._windows[index].offer(nbytes)
 
-    def find(self, buffer: memoryview) -> Place | None:
+    def find(self, buffer: memoryview | NDArray[np.uint8]) -> Place | None:
         """Return where ``buffer`` lies, if that is in a window."""
         for index, window in enumerate(self._windows):
             offset = window.offset_of(buffer)

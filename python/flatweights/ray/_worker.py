@@ -242,7 +242,9 @@ class FlatWorker:
         Actors may run several calls at a time (``max_concurrency``), and a call that was broken
         off would go on training on weights that were sent meanwhile.
         """
-        turn: AbstractContextManager[Any] = self.__dict__.setdefault("_turns", threading.RLock())
+        turn: AbstractContextManager[Any] | None = self.__dict__.get("_turns")
+        if turn is None:
+            turn = self.__dict__.setdefault("_turns", threading.RLock())
         return turn
 
     def attach_lane(self, address: bytes, token: bytes) -> bytes | str:
