@@ -159,7 +159,8 @@ class WorkerLane(LaneEnd):
         self._layout = layout
         for place in places:
             self._windows[place.window][0].close_descriptor()  # nobody else is to have it
-            self._last_nbytes = max(self._last_nbytes, place.nbytes)
+        if places:
+            self._last_nbytes = max(place.nbytes for place in places)
         reach("gathered")
         return answer
 
@@ -177,13 +178,13 @@ class WorkerLane(LaneEnd):
             return None
         box.clear()
         del weights
-        places: list[Place] | None = [place]
         if self._windows.is_taken(place):  # somebody keeps them, and may write to them
-            places = self._windows.copy_in([place])
-            if places is None:
+            copied = self._windows.copy_in([place])
+            if copied is None:
                 box.append(FlatWeights.wrap(self._windows.copy_of(place), self._layout))
                 return None
-        return write(WEIGHTS, self._layout.digest.encode(), places), places
+            (place,) = copied
+        return write(WEIGHTS, self._layout.digest.encode(), [place]), [place]
 
 
 class WorkerLanes:
