@@ -63,22 +63,6 @@ def test_sizes_differ_and_seeds_matter() -> None:
     assert [part.tolist() for part in parts] != [part.tolist() for part in others]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([[0, 1]], 1, 1.0, 0), r"labels: expected one dimension, got 2"),
-        (([0, 1], 3, 1.0, 0), r"clients: expected 1 to 2, the number of examples, got 3"),
-        (([0, 1], 0, 1.0, 0), r"clients: expected 1 to 2, .* got 0"),
-        (([0, 1], 1, 0.0, 0), r"concentration: expected a positive number, got 0.0"),
-        (([0, 1], 1, float("nan"), 0), r"concentration: .* got nan"),
-        (([0, 1], 1, float("inf"), 0), r"concentration: .* got inf"),
-    ],
-)
-def test_what_cannot_be_split_is_refused(arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        split_by_label(*arguments)
-
-
 # The rounds.
 
 
@@ -123,6 +107,7 @@ def test_one_round_of_so_many_has_a_death() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
+        ("--clients", "1001", "expected an integer from 1 to 1000, got '1001'"),
         ("--fraction", "0", "expected a number above 0, at most 1, got '0'"),
         ("--fraction", "1.5", "expected a number above 0, at most 1, got '1.5'"),
         ("--concentration", "inf", "expected a number above 0, got 'inf'"),

@@ -8,14 +8,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference import clean_environment, run_example, run_python
+from reference import clean_environment, run_python
 
 from flatweights.examples import Panel, draw, draw_panel, explain, print_table
 
-TITLES = ("server", "accuracy", "first 0.9", "rounds", "raised", "died", "MB received")
 ROWS = [
-    ("FedAvg", "0.93123456", "1463", "14631463", "28", "0", "1234567.8"),
-    ("FedAdam", "0.96987654", "never", "14631464", "123456", "1", "7654321.9"),
+    {
+        "server": "FedAvg",
+        "accuracy": "0.93123456",
+        "first 0.9": 1463,
+        "rounds": 14631463,
+        "raised": 28,
+        "MB received": "1234567.8",
+    },
+    {
+        "server": "FedAdam",
+        "accuracy": "0.96987654",
+        "first 0.9": "never",
+        "rounds": 14631464,
+        "raised": 123456,
+        "MB received": "7654321.9",
+    },
 ]
 
 
@@ -24,40 +37,40 @@ def test_no_width_cuts_a_number(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    print_table(TITLES, ROWS)
+    print_table(ROWS)
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= width
     assert "…" not in out
     cells = [cell for line in out.splitlines() for cell in re.split(r"\s{2,}", line)]
-    for cell in (*TITLES, *ROWS[0], *ROWS[1]):
-        assert cell in cells or width == 20
+    for row in ROWS:
+        for cell in (*row, *map(str, row.values())):
+            assert cell in cells or width == 20
     if width == 20:  # too narrow for a number and its title: all digits are there
         digits = re.sub(r"\D", "", out)
         assert all(d in digits for d in ("931234", "146", "765432"))
 
 
-def test_a_narrow_table_is_turned_and_a_file_has_no_width(
+def test_a_narrow_table_is_one_for_each_row_and_a_file_has_no_width(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    print_table(TITLES, ROWS)
-    assert re.search(r"accuracy +0\.93123456 +0\.96987654", capsys.readouterr().out)
+    print_table(ROWS)
+    out = capsys.readouterr().out
+    assert re.search(r"accuracy +0\.93123456 *\n(.*\n)+.*accuracy +0\.96987654 *\n", out)
     monkeypatch.delenv("COLUMNS")
-    print_table(TITLES * 2, [row * 2 for row in ROWS])
-    assert re.search(r"FedAvg( +\S+){13}\s*\n", capsys.readouterr().out)
+    print_table([row | {title * 2: cell for title, cell in row.items()} for row in ROWS])
+    assert re.search(r"FedAvg( +\S+){11}\s*\n", capsys.readouterr().out)
 
 
 def test_curves_that_agree_are_both_seen(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 
     x = list(range(50))
-    panel = Panel("loss", "step", dict.fromkeys("abc", (x, x)), alike=True)
+    panel = Panel("loss", "step", dict.fromkeys("abc", (x, x)))
     axes = Figure().subplots()
     draw_panel(axes, panel)
     widths = [line.get_linewidth() for line in axes.lines]
-    assert widths == sorted(widths, reverse=True)
-    assert min(np.diff(widths)) <= -2
-    assert max(np.diff(widths)) <= -2
+    assert np.max(np.diff(widths)) <= -2, "what is drawn later is narrower"
     draw(tmp_path / "plot.png", "Alike", panel)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
@@ -95,8 +108,8 @@ def test_a_ray_that_does_not_start_is_one_line(tmp_path: Path) -> None:
 
 
 def test_tensorflow_greets_nobody() -> None:
-    run_python(
-        "import os, sys; sys.stdout = None; os.dup2(2, 1)\n"
+    said = run_python(
+        "import os; os.dup2(1, 2)\n"
         "from flatweights.examples import prepare_tensorflow\n"
         "prepare_tensorflow()\n"
         "import tensorflow as tf\n"
@@ -104,12 +117,7 @@ def test_tensorflow_greets_nobody() -> None:
         "tf.constant(1) + 1\n"
         "prepare_tensorflow(threads=2)  # in use: nothing to be done\n"
     )
-
-
-def test_options_are_checked(tmp_path: Path) -> None:
-    done = run_example("linear_weights", "--iterations", "0", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "argument --iterations: expected at least 1, got '0'" in done.stderr
+    assert said == ""
 
 
 def test_drivers_that_need_no_tensorflow_import_none() -> None:

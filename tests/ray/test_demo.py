@@ -67,10 +67,9 @@ def check_exchange(output: str) -> None:
         assert min(milliseconds(output, f"exchange of {size} MB")) > 0
     ratios = [line.split()[-2:] for line in output.splitlines() if "times flatweights" in line]
     assert len(ratios) == 3
-    # Of times with three digits, itself with one after the point.
     for ratio, other in zip(ratios[0], total[1:], strict=True):
-        expected = pytest.approx(other / total[0], rel=0.02, abs=0.06)
-        assert float(ratio.removesuffix("x")) == expected
+        expected = other / total[0]  # of three digits each; the ratio has one after the point
+        assert abs(float(ratio.removesuffix("x")) - expected) < 0.051 + 0.011 * expected
     ours, store, guide = (int(cell.replace(",", "")) for cell in cells(output, "bytes sent, each"))
     assert 57_088 < ours == store <= guide
     assert cells(output, "in arrays") == ["1", "1", "100"]
@@ -121,7 +120,8 @@ def test_training_survives_a_worker(run_demo: Demo) -> None:
     small = ("--size=small", "--rounds=4", "--local-steps=60")
     found = run_demo("--kill-worker", *small, "--plot=kill.png")
     assert found.accuracy > 0.5
-    died = r"^round 2: rank 1 died: Actor\w+Error: .+; averaged over 1 of 2$"
+    # Ray says that it died, that it is not to be reached, or that it has started again already.
+    died = r"^round 2: rank 1 died: \w+Error: .+; averaged over 1 of 2$"
     back = r"^round 3: rank 1 is back; averaged over 2 of 2$"
     (before,) = re.finditer(died, found.output, re.MULTILINE)
     (after,) = re.finditer(back, found.output, re.MULTILINE)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flatweights import examples
 from flatweights.examples import digits_lbfgs, one_code
 
 pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
@@ -15,8 +16,7 @@ pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
 def _tensorflow_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """What makes it deterministic holds for all of a process. Tables are not turned or folded."""
     monkeypatch.setenv("COLUMNS", "200")
-    for program in (one_code, digits_lbfgs):
-        monkeypatch.setattr(program, "prepare_tensorflow", lambda: None)
+    monkeypatch.setattr(examples, "prepare_tensorflow", lambda: None)
 
 
 def read_table(output: str) -> list[list[str]]:
@@ -41,7 +41,7 @@ def test_each_way_goes_on_where_another_has_stopped(
 def test_a_break_that_changes_the_weights_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Forgetful(one_code.Way):
+    class Forgetful:
         """Ends at the weights that it begins with, whatever it loads."""
 
         def __init__(self, seed: int) -> None:

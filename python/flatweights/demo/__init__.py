@@ -19,13 +19,7 @@ __all__ = ["SIZES", "add_options", "run"]
 
 
 class Size(NamedTuple):
-    """How large the network is, and what else is exchanged.
-
-    Attributes:
-        width: Of its 50 layers.
-        others: Megabytes of the exchanges without a network.
-        repeats: How often each of these is done.
-    """
+    """The width of the network's layers; megabytes exchanged without it, and how often."""
 
     width: int
     others: tuple[float, ...]
@@ -41,7 +35,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the demo."""
 
     def number(name: str, least: int, most: int, text: str, default: int | None = None) -> None:
-        text = text if default is None else f"{text}; default: %(default)s"
         kind = integer(least, most)
         parser.add_argument(name, type=kind, default=default, metavar="N", help=text)
 
@@ -49,33 +42,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ", ".join(f"{schedule[i]} for {mode}" for mode, schedule in SCHEDULES.items())
         for i in range(2)
     )
-    number("--workers", 1, 64, "Ray actors", 2)
+    number("--workers", 1, 64, "Ray actors; default: %(default)s", 2)
     number("--rounds", 1, 100_000, f"averages to take; default: {rounds}")
     number("--local-steps", 1, 100_000, f"batches of a worker in a round; default: {steps}")
     number("--seed", 0, 2**32 - 1, "of the data's split, the batches and the weights", 0)
-    parser.add_argument(
-        "--mode",
-        choices=tuple(SCHEDULES),
-        default="weights",
-        help="what is averaged; default: %(default)s",
-    )
-    parser.add_argument(
-        "--size",
-        choices=tuple(SIZES),
-        default="full",
-        help="of the network, 22 MB or 0.1 MB in 100 variables; default: %(default)s",
-    )
-    parser.add_argument(
-        "--kill-worker",
-        action="store_true",
-        help="our way alone: kill a worker's process half-way, go on without it, then with it",
-    )
-    parser.add_argument(
-        "--plot",
-        type=plot_file,
-        metavar="FILE",
-        help=f"draw the training and what the exchanges took ({', '.join(PLOT_SUFFIXES)})",
-    )
+    add = parser.add_argument
+    mode = "what is averaged; default: %(default)s"
+    add("--mode", choices=tuple(SCHEDULES), default="weights", help=mode)
+    size = "of the network, 22 MB or 0.1 MB in 100 variables; default: %(default)s"
+    add("--size", choices=tuple(SIZES), default="full", help=size)
+    kill = "our way alone: kill a worker's process half-way, go on without it, then with it"
+    add("--kill-worker", action="store_true", help=kill)
+    plot = f"draw the training and what the exchanges took ({', '.join(PLOT_SUFFIXES)})"
+    add("--plot", type=plot_file, metavar="FILE", help=plot)
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

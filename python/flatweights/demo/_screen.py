@@ -1,9 +1,10 @@
 """What the demo shows: progress while it runs, and pictures."""
 
 import argparse
+import math
 import sys
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -33,13 +34,12 @@ class Screen:
     """
 
     def __init__(self, rounds: int) -> None:
-        """Show nothing yet."""
+        """Show nothing before ``progress`` is entered."""
         self._rounds = rounds
         self._console = Console(file=sys.stdout, highlight=False)
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
+        columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn()
+        self.progress = Progress(
+            *columns,
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             console=self._console,
@@ -47,21 +47,7 @@ class Screen:
             transient=True,
             disable=not self._console.is_terminal,
         )
-        self._task = self._progress.add_task("", total=rounds)
-
-    def __enter__(self) -> "Screen":
-        """Start the progress bar."""
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Remove the progress bar."""
-        self._progress.stop()
+        self._task = self.progress.add_task("", total=rounds)
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
@@ -70,19 +56,16 @@ class Screen:
 
     def stage(self, text: str) -> None:
         """Say what is being done."""
-        self._progress.update(self._task, description=text)
-        self._plain(text)
+        self.progress.update(self._task, description=text)
+        if not self._console.is_terminal:
+            self.line(text)
 
     def advance(self, number: int, text: str) -> None:
         """Say that a round is done, and with which result."""
-        self._progress.update(self._task, completed=number, description=text)
-        every = max(1, self._rounds // LINES)
-        if number == 1 or number % every == 0 or number == self._rounds:
-            self._plain(f"round {number} of {self._rounds}: {text}")
-
-    def _plain(self, text: str) -> None:
-        if not self._console.is_terminal:
-            self.line(text)
+        self.progress.update(self._task, completed=number, description=text)
+        is_told = number in (1, self._rounds) or number % max(1, self._rounds // LINES) == 0
+        if is_told and not self._console.is_terminal:
+            self.line(f"round {number} of {self._rounds}: {text}")
 
 
 def plural(n: int, noun: str) -> str:
@@ -91,9 +74,24 @@ def plural(n: int, noun: str) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return three digits and the unit."""
+    """Return three digits, or more before the point, and the unit."""
     value = 1e3 * seconds
-    return f"{value:.{max(0, 3 - len(str(int(value))))}f} ms"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value))) if value else 0}f} ms"
+
+
+@contextmanager
+def figure_of(options: argparse.Namespace, extra: str, width: float) -> Iterator[Any]:
+    """Give an empty figure, which is written to ``--plot``."""
+    import matplotlib as mpl  # takes a second
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(width, 7.2), layout="constrained")
+        rounds = plural(options.rounds, "round"), plural(options.local_steps, "local step")
+        title = f"Handwritten digits, {plural(options.workers, 'worker')}: {' of '.join(rounds)}"
+        figure.suptitle(title + extra, fontsize=13)
+        yield figure
+        figure.savefig(options.plot, dpi=150)
 
 
 def draw_comparison(
@@ -103,17 +101,8 @@ def draw_comparison(
     costs: Mapping[str, "Costs"],
     steps: Mapping[str, str],
 ) -> None:
-    """Draw the training, the steps of its exchange, and exchanges of other sizes.
-
-    Raises:
-        OSError: If the picture cannot be written.
-    """
-    import matplotlib as mpl  # takes a second
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11, 7.2), layout="constrained")
-        figure.suptitle(_title(options) + f", averaging {options.mode}", fontsize=13)
+    """Draw the training, the steps of its exchange, and exchanges of other sizes."""
+    with figure_of(options, f", averaging {options.mode}", 11) as figure:
         exchange, sizes, loss, accuracy = figure.subplots(2, 2).flat
         left = [0.0] * len(costs)
         for (step, label), colour in zip(steps.items(), STEP_COLOURS, strict=True):
@@ -135,50 +124,27 @@ def draw_comparison(
         rounds = range(1, len(losses) + 1)
         draw_panel(loss, Panel("Test loss", "round", {"": (rounds, losses)}, "log"))
         draw_panel(accuracy, Panel("Test accuracy", "round", {"": (rounds, accuracies)}))
-        figure.savefig(options.plot, dpi=150)
 
 
 def draw_survival(
     options: argparse.Namespace, accuracies: Sequence[float], used: Sequence[int], victim: int
 ) -> None:
-    """Draw the accuracy, and how many ranks each average was of.
-
-    Raises:
-        OSError: If the picture cannot be written.
-    """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(9, 7.2), layout="constrained")
-        figure.suptitle(_title(options) + "; one worker killed", fontsize=13)
+    """Draw the accuracy, and how many ranks each average was of."""
+    with figure_of(options, "; one worker killed", 9) as figure:
         accuracy, ranks = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
         rounds = range(1, len(used) + 1)
         draw_panel(accuracy, Panel("Test accuracy", "", {"": (rounds, accuracies)}))
         away = [n for n, count in zip(rounds, used, strict=True) if count < options.workers]
-        if away:
-            _mark(accuracy, away, victim)
-        colours = [RED if n in away else BLUE for n in rounds]
-        ranks.bar(rounds, used, width=0.85, color=colours)
+        begin, end = away[0] - 0.5, away[-1] + 0.5
+        accuracy.axvspan(begin, end, color=RED, alpha=0.13, lw=0)
+        for x, text, side in (
+            (begin, f"rank {victim} killed ", "right"),
+            (end, f" rank {victim} is back", "left"),
+        ):
+            accuracy.axvline(x, color=RED, lw=1, ls="--")
+            accuracy.text(
+                x, 0.04, text, ha=side, color=RED, transform=accuracy.get_xaxis_transform()
+            )
+        ranks.bar(rounds, used, width=0.85, color=[RED if n in away else BLUE for n in rounds])
         ranks.set(title="Ranks averaged", xlabel="round", yticks=range(options.workers + 1))
         ranks.xaxis.get_major_locator().set_params(integer=True)
-        figure.savefig(options.plot, dpi=150)
-
-
-def _mark(axes: Any, away: Sequence[int], victim: int) -> None:
-    """Shade the rounds without the worker."""
-    begin, end = away[0] - 0.5, away[-1] + 0.5
-    axes.axvspan(begin, end, color=RED, alpha=0.13, lw=0)
-    for x, text, side in (
-        (begin, f"rank {victim} killed ", "right"),
-        (end, f" rank {victim} is back", "left"),
-    ):
-        axes.axvline(x, color=RED, lw=1, ls="--")
-        axes.text(x, 0.04, text, ha=side, color=RED, transform=axes.get_xaxis_transform())
-
-
-def _title(options: argparse.Namespace) -> str:
-    return (
-        f"Handwritten digits, {plural(options.workers, 'worker')}: "
-        f"{plural(options.rounds, 'round')} of {plural(options.local_steps, 'local step')}"
-    )

@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,6 +20,8 @@ from flatweights.demo._worker import DigitsWorker
 from flatweights.examples import print_table, start_ray
 from flatweights.ray import WorkerGroup, average
 
+Record = dict[str, Any]  # of a round
+
 RESTART_S = 300.0
 FLAT, STORE, GUIDE = "flatweights", "object store", "Ray's guide"
 STEPS = {
@@ -32,14 +34,7 @@ STEPS = {
 
 
 class Exchanged(NamedTuple):
-    """The result of one exchange, and its cost.
-
-    Attributes:
-        mean: By name, the average.
-        seconds: By step; see `STEPS`.
-        nbytes: Of one message.
-        arrays: That one message consists of.
-    """
+    """The average, the seconds of each of the `STEPS`, and bytes and arrays of one message."""
 
     mean: Mapping[str, Any]
     seconds: dict[str, float]
@@ -114,14 +109,9 @@ def exchange_by(name: str, group: WorkerGroup, sizes: Sequence[int]) -> Exchange
 
 
 class Costs(NamedTuple):
-    """What a way's exchange takes.
+    """What a way's exchange takes: medians of seconds; bytes and arrays of one message.
 
-    Attributes:
-        seconds: By step, the median.
-        total: The median of all steps together.
-        nbytes: Of one message.
-        arrays: That one message consists of.
-        others: By megabytes, the median of exchanges without a network.
+    ``others`` are the seconds of exchanges without a network, by megabytes.
     """
 
     seconds: dict[str, float]
@@ -132,11 +122,7 @@ class Costs(NamedTuple):
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Train, and exchange in all ways after each round.
-
-    Raises:
-        SystemExit: If the workers ended with different weights.
-    """
+    """Train, and exchange in all ways after each round."""
     with _screen(options) as screen:
         group, sizes = _start(options, screen)
         ways = list(WAYS)
@@ -146,13 +132,11 @@ def compare(options: argparse.Namespace) -> None:
             seconds = max(group.step("train").values())
             one_round = {name: exchange_by(name, group, sizes) for name in ways}
             ways.reverse()  # no way always runs in the same one's wake
-            seconds += max(group.step("finish").values())
+            computing.append(seconds + max(group.step("finish").values()))
             mean = one_round[FLAT].mean
-            for other in (one_round[STORE].mean, one_round[GUIDE].mean):
-                gap = max(gap, *(float(np.abs(mean[k] - other[k]).max()) for k in mean))
             for name, exchanged in one_round.items():
+                gap = max(gap, *(float(np.abs(mean[k] - exchanged.mean[k]).max()) for k in mean))
                 exchanges[name].append(exchanged._replace(mean={}))
-            computing.append(seconds)
             loss, accuracy = ray.get(group.actors()[0].evaluate.remote())
             losses.append(loss)
             accuracies.append(accuracy)
@@ -168,43 +152,39 @@ def compare(options: argparse.Namespace) -> None:
         total = median(one.total for one in measured)
         costs[name] = Costs(steps, total, some[0].nbytes, some[0].arrays, others[name])
     _show(costs)
-    print_table(
-        ("training", ""),
-        [
-            ("rounds", str(options.rounds)),
-            ("computing, per round", milliseconds(median(computing[1:] or computing))),
-            ("test loss", f"{losses[-1]:.4f}"),
-            ("test accuracy", f"{accuracies[-1]:.4f}"),
-        ],
-    )
+    training = {
+        "rounds": options.rounds,
+        "computing, per round": milliseconds(median(computing[1:] or computing)),
+        "test loss": f"{losses[-1]:.4f}",
+        "test accuracy": f"{accuracies[-1]:.4f}",
+    }
+    print_table([{"training": title, "": cell} for title, cell in training.items()])
     screen.line("Times: medians over rounds. All ways exchange the same weights, in turn.")
     screen.line(f"Largest difference between the averages: {gap:.0e}")
     if options.plot:
         draw_comparison(options, losses, accuracies, costs, STEPS)
-        screen.line(f"plot: {options.plot}")
-    screen.line(f"test accuracy {accuracies[-1]:.4f}, SHA-256 of the weights {digest}")
+    _finish(options, screen, accuracies[-1], digest)
 
 
 def _show(costs: Mapping[str, Costs]) -> None:
     """Print the exchange: a column for each way."""
-    ours = costs[FLAT]
+    rows, some = [], list(costs.values())
 
-    def row(title: str, cells: Sequence[str]) -> tuple[str, ...]:
-        return title, *cells
+    def row(title: str, cells: Iterable[object]) -> None:
+        rows.append({"per round": title, **dict(zip(costs, cells, strict=True))})
 
-    def times(title: str, of: Any) -> list[tuple[str, ...]]:
-        values = [of(cost) for cost in costs.values()]
-        ratios = [f"{value / of(ours):.1f}x" for value in values]
-        return [row(title, [*map(milliseconds, values)]), row("  times flatweights", ratios)]
+    def times(title: str, seconds: Sequence[float]) -> None:
+        row(title, map(milliseconds, seconds))
+        row("  times flatweights", [f"{each / seconds[0]:.1f}x" for each in seconds])
 
-    rows = times(f"exchange of {ours.nbytes / 1e6:.3g} MB", lambda cost: cost.total)
+    times(f"exchange of {some[0].nbytes / 1e6:.3g} MB", [cost.total for cost in some])
     for step, title in STEPS.items():
-        rows.append(row(f"  {title}", [milliseconds(c.seconds[step]) for c in costs.values()]))
-    for size in ours.others:
-        rows += times(f"exchange of {size:g} MB", lambda cost, size=size: cost.others[size])
-    rows.append(row("bytes sent, each", [f"{cost.nbytes:,}" for cost in costs.values()]))
-    rows.append(row("  in arrays", [str(cost.arrays) for cost in costs.values()]))
-    print_table(("per round", *costs), rows)
+        row(f"  {title}", [milliseconds(cost.seconds[step]) for cost in some])
+    for size in some[0].others:
+        times(f"exchange of {size:g} MB", [cost.others[size] for cost in some])
+    row("bytes sent, each", [f"{cost.nbytes:,}" for cost in some])
+    row("  in arrays", [cost.arrays for cost in some])
+    print_table(rows)
 
 
 def _exchange_others(
@@ -231,8 +211,8 @@ def survive(options: argparse.Namespace) -> None:
     Raises:
         SystemExit: If the worker does not come back, or ends with other weights.
     """
-    victim, losses, accuracies = options.workers - 1, [], []
-    rounds: list[dict[str, Any]] = []
+    victim, accuracies, loss = options.workers - 1, [], 0.0
+    rounds: list[Record] = []
     dies_in = (options.rounds + 1) // 2
     with _screen(options) as screen:
         group, sizes = _start(options, screen, max_restarts=1)
@@ -240,18 +220,18 @@ def survive(options: argparse.Namespace) -> None:
         group.broadcast(group.step("get_weights")[0])
         if dies_in == 1:
             ray.get(group.actors()[victim].die_in_next_round.remote())
+        was_there = True
         for result in group.run(options.rounds, "train_on", weights=sizes, min_results=1):
             loss, accuracy = ray.get(group.actors()[result.used[0]].evaluate.remote())
-            losses.append(loss)
             accuracies.append(accuracy)
-            was_there = not rounds or victim in rounds[-1]["used"]
-            number, there = len(rounds) + 1, victim in result.used
+            number, there = len(accuracies), victim in result.used
             share = f"averaged over {len(result.used)} of {options.workers}"
             if was_there and not there:
                 reason = result.record()["failed"][str(victim)]
                 screen.line(f"round {number}: rank {victim} died: {reason}; {share}")
             if there and not was_there:
                 screen.line(f"round {number}: rank {victim} is back; {share}")
+            was_there = there
             rounds.append(result.record())
             screen.advance(number, f"test accuracy {accuracy:.4f}")
             if number == dies_in - 1:
@@ -260,28 +240,36 @@ def survive(options: argparse.Namespace) -> None:
                 _wait_for(group, victim, screen)
         digest = _digest(group)
         group.shutdown()
-    without = [victim not in one["used"] for one in rounds]
-    parts = [
-        [r for r, away in zip(rounds, without, strict=True) if away is part]
-        for part in (False, True)
-    ]
-    rows = [
-        ("rounds", [str(len(part)) for part in parts]),
-        ("results averaged", [str(len(part[-1]["used"])) for part in parts]),
-        *(
-            (title, [milliseconds(median(r["seconds"].get(step, 0.0) for r in p)) for p in parts])
-            for step, title in {**STEPS, "wait": "train, collect", "round": "all of it"}.items()
-        ),
-        ("bytes in", [f"{part[-1]['bytes']['in']:,}" for part in parts]),
-        ("bytes out", [f"{part[-1]['bytes']['out']:,}" for part in parts]),
-    ]
-    titles = ("per round, median", "all workers", f"without rank {victim}")
-    print_table(titles, [(title, *cells) for title, cells in rows])
-    screen.line(f"test loss {losses[-1]:.4f}")
+    _show_rounds(rounds, victim)
+    screen.line(f"test loss {loss:.4f}")
     if options.plot:
         draw_survival(options, accuracies, [len(one["used"]) for one in rounds], victim)
+    _finish(options, screen, accuracies[-1], digest)
+
+
+def _show_rounds(rounds: Sequence[Record], victim: int) -> None:
+    """Print what rounds took: a column for those of all workers, and one for the others."""
+    parts = [[one for one in rounds if (victim in one["used"]) is there] for there in (True, False)]
+    rows = []
+
+    def row(title: str, cells: Iterable[object]) -> None:
+        titles = "per round, median", "all workers", f"without rank {victim}"
+        rows.append(dict(zip(titles, [title, *cells], strict=True)))
+
+    row("rounds", map(len, parts))
+    row("results averaged", [len(part[-1]["used"]) for part in parts])
+    for step, title in {**STEPS, "wait": "train, collect", "round": "all of it"}.items():
+        seconds = [median(one["seconds"].get(step, 0.0) for one in part) for part in parts]
+        row(title, map(milliseconds, seconds))
+    for way in ("in", "out"):
+        row(f"bytes {way}", [f"{part[-1]['bytes'][way]:,}" for part in parts])
+    print_table(rows)
+
+
+def _finish(options: argparse.Namespace, screen: Screen, accuracy: float, digest: str) -> None:
+    if options.plot:
         screen.line(f"plot: {options.plot}")
-    screen.line(f"test accuracy {accuracies[-1]:.4f}, SHA-256 of the weights {digest}")
+    screen.line(f"test accuracy {accuracy:.4f}, SHA-256 of the weights {digest}")
 
 
 def _wait_for(group: WorkerGroup, rank: int, screen: Screen) -> None:
@@ -308,17 +296,22 @@ def _digest(group: WorkerGroup) -> str:
 @contextlib.contextmanager
 def _screen(options: argparse.Namespace) -> Iterator[Screen]:
     """Show progress; keep off the screen what Ray and the package say about dead workers."""
-    log, nowhere = logging.getLogger("flatweights"), logging.NullHandler()
-    log.addHandler(nowhere)  # a warning that somebody handles is not printed
+    log, unheard, screen = (
+        logging.getLogger("flatweights"),
+        logging.NullHandler(),
+        Screen(options.rounds),
+    )
+    log.addHandler(unheard)  # a warning that somebody handles is not printed
     try:
+        # Ray prints to the standard output, whatever its log level.
         with (
-            Screen(options.rounds) as screen,
+            screen.progress,
             Path(os.devnull).open("w") as unseen,
-            contextlib.redirect_stdout(unseen),  # where Ray prints it, whatever its log level
+            contextlib.redirect_stdout(unseen),
         ):
             yield screen
     finally:
-        log.removeHandler(nowhere)
+        log.removeHandler(unheard)
 
 
 def _start(

@@ -1,8 +1,7 @@
 """Programs to run, to read and to copy: ``flatweights examples`` lists them.
 
-Each is one file. What they share is in this module: options, the start of Ray, and what is
-printed and drawn at the end. Nothing of it has to do with how weights travel, except for
-`time_exchange`, which measures that.
+Each is one file. This module has what they share: options, the start of Ray and TensorFlow, and
+what is printed and drawn at the end.
 """
 
 import argparse
@@ -13,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from flatweights.ray import WorkerGroup
 
 __all__ = [
-    "Exchange",
     "Panel",
     "draw",
     "explain",
@@ -54,7 +52,6 @@ _ENVIRONMENT = {  # actors inherit it
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",
 }
-_COLOURS = ("#0b5fa5", "#e07b00", "#66a182", "#d1495b", "#8d6fb8", "#8d96a3")
 STYLE = {
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -73,34 +70,23 @@ def make_parser(
     """Return a parser of a program's command line, with ``--seed`` and ``--plot``.
 
     Args:
-        description: What ``--help`` says first: the docstring of the program.
+        description: The docstring of the program.
         plot: What ``--plot`` draws.
         **numbers: By name, options that are integers of 1 or more: default and help.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+    def add(name: str, kind: Callable[[str], int], default: int, text: str) -> None:
+        text = f"{text}; default: %(default)s"
+        parser.add_argument(name, type=kind, default=default, metavar="N", help=text)
+
     for name, (default, text) in numbers.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=integer(1),
-            default=default,
-            metavar="N",
-            help=f"{text}; default: %(default)s",
-        )
-    parser.add_argument(
-        "--seed",
-        type=integer(0, 2**32 - 1),
-        default=0,
-        metavar="N",
-        help="of the data and the first weights; default: %(default)s",
-    )
-    parser.add_argument(
-        "--plot",
-        type=plot_file,
-        metavar="FILE",
-        help=f"draw {plot} ({', '.join(PLOT_SUFFIXES)})",
-    )
+        add(f"--{name.replace('_', '-')}", integer(1), default, text)
+    add("--seed", integer(0, 2**32 - 1), 0, "of the data and the first weights")
+    suffixes = ", ".join(PLOT_SUFFIXES)
+    parser.add_argument("--plot", type=plot_file, metavar="FILE", help=f"draw {plot} ({suffixes})")
     return parser
 
 
@@ -154,15 +140,15 @@ def _in_a_line(error: BaseException) -> str:
 
     error = getattr(error, "cause", None) or error  # what a worker raised, not Ray's wrapping
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip() or "no reason given"
-    lines = text.splitlines()
-    # Of an error in the constructor of an actor, the last line of the traceback says which.
-    line = lines[-1 if "creation task" in lines[0] else 0].strip()
+    first, *_, last = lines = [*text.splitlines() * 2]
+    in_constructor = "creation task" in lines[0]
     remedy = ""
-    if isinstance(error, ray.exceptions.ActorDiedError) and "creation task" not in lines[0]:
+    if isinstance(error, ray.exceptions.ActorDiedError) and not in_constructor:
         remedy = " Start again; if memory was short, with fewer workers."
     if isinstance(error, ray.exceptions.ObjectStoreFullError | ray.exceptions.OutOfDiskError):
         remedy = " Free memory in /dev/shm, or space where Ray spills (RAY_TMPDIR)."
-    return f"{type(error).__name__}: {line}{remedy}"
+    # Of an error in the constructor of an actor, the last line of the traceback says which.
+    return f"{type(error).__name__}: {(last if in_constructor else first).strip()}{remedy}"
 
 
 def start_ray(cpus: int) -> None:
@@ -205,7 +191,12 @@ def prepare_tensorflow(*, threads: int = 1, deterministic: bool = True, gpus: bo
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with _silent():
+    sys.stderr.flush()
+    with contextlib.ExitStack() as stack, Path(os.devnull).open("w") as nowhere:
+        kept = os.dup(2)  # no setting stops the first lines of TensorFlow's C++
+        stack.callback(os.close, kept)
+        stack.callback(os.dup2, kept, 2)
+        os.dup2(nowhere.fileno(), 2)
         import tensorflow as tf
     with contextlib.suppress(RuntimeError):  # it is in use
         tf.config.threading.set_intra_op_parallelism_threads(threads)
@@ -216,46 +207,11 @@ def prepare_tensorflow(*, threads: int = 1, deterministic: bool = True, gpus: bo
             tf.config.experimental.enable_op_determinism()
 
 
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Drop what C++ writes to the standard error: no setting stops TensorFlow's first lines."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+def time_exchange(group: "WorkerGroup", rounds: int = 7) -> str:
+    """Return what a round's exchange takes: get, average and set, without any computation.
 
-
-class Exchange(NamedTuple):
-    """Seconds of one round's exchange: get, average and set, without any computation.
-
-    Attributes:
-        flat: As one buffer, by a `WorkerGroup`.
-        dicts: As a dict of arrays, as in Ray's guide.
-    """
-
-    flat: float
-    dicts: float
-
-    def __str__(self) -> str:
-        return (
-            f"exchange per round: {1e3 * self.flat:.1f} ms as one buffer, "
-            f"{1e3 * self.dicts:.1f} ms as a dict of arrays ({self.dicts / self.flat:.1f} times)"
-        )
-
-
-def time_exchange(group: "WorkerGroup", rounds: int = 7) -> Exchange:
-    """Return the median times of ``rounds`` rounds of either kind, taken in turn.
-
-    Afterwards all workers have the average of the weights that they had.
-
-    Args:
-        group: The workers. They need no methods besides those of `FlatWorker`.
-        rounds: How many to time, after one of each that is not.
+    Medians: as one buffer by the `WorkerGroup`, and as a dict of arrays through Ray's object store.
+    Afterwards all workers have the average of their weights.
     """
     import ray
 
@@ -265,78 +221,49 @@ def time_exchange(group: "WorkerGroup", rounds: int = 7) -> Exchange:
         group.broadcast(group.average())
 
     def dicts() -> None:
-        replies = ray.get([actor.__ray_call__.remote(_read_dict) for actor in actors])
+        replies = ray.get([actor.__ray_call__.remote(_get_dict) for actor in actors])
         mean = {k: sum(one[k] for one in replies) / len(replies) for k in replies[0]}
         ref = ray.put({k: v.astype(replies[0][k].dtype) for k, v in mean.items()})
-        ray.get([actor.__ray_call__.remote(_assign_dict, ref) for actor in actors])
+        ray.get([actor.set_weights.remote(ref) for actor in actors])
 
-    seconds: dict[Callable[[], None], list[float]] = {flat: [], dicts: []}
-    for _ in range(rounds + 1):
-        for exchange, times in seconds.items():
+    def milliseconds(exchange: Callable[[], None]) -> float:
+        times = []
+        for _ in range(rounds + 1):
             begin = time.perf_counter()
             exchange()
             times.append(time.perf_counter() - begin)
-    return Exchange(*(median(times[1:]) for times in seconds.values()))
+        return 1e3 * median(times[1:])
+
+    ours, theirs = milliseconds(flat), milliseconds(dicts)
+    ratio = f"{theirs:.1f} ms as a dict of arrays ({theirs / ours:.1f} times)"
+    return f"exchange per round: {ours:.1f} ms as one buffer, {ratio}"
 
 
-def _read_dict(worker: Any) -> dict[str, Any]:
-    weights = worker.variables
-    if weights.sess is not None:
-        return dict(weights.sess.run(dict(weights.variables)))
-    return {name: variable.numpy() for name, variable in weights.variables.items()}
+def _get_dict(worker: Any) -> dict[str, Any]:
+    return {name: array.copy() for name, array in worker.get_weights().items()}
 
 
-def _assign_dict(worker: Any, arrays: dict[str, Any]) -> None:
-    weights = worker.variables
-    if weights.sess is None:
-        for name, variable in weights.variables.items():
-            variable.assign(arrays[name])
-        return
-    feeds = {weights.placeholders[name]: array for name, array in arrays.items()}
-    weights.sess.run([weights.assignment_nodes[name] for name in arrays], feeds)
-
-
-def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print ``rows`` below ``titles``: the first column to the left, the others to the right.
-
-    Where that is too wide for the terminal, titles become the first column; where there are too
-    many rows for that, each gets a table of its own. Nothing is cut.
-    """
+def print_table(rows: Sequence[Mapping[str, object]]) -> None:
+    """Print ``rows``, by title; where that is too wide, a table for each. No number is cut."""
+    from rich import box
     from rich.console import Console
+    from rich.table import Table
 
-    rows = list(rows)
+    def table(lines: Sequence[Sequence[object]]) -> Table:
+        table = Table(box=box.SIMPLE_HEAD)
+        for i, title in enumerate(lines[0]):
+            table.add_column(str(title), justify="right" if i else "left", overflow="fold")
+        for line in lines[1:]:
+            table.add_row(*map(str, line))
+        return table
+
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 200  # a file has no edge to wrap at
-    wide = console.options.update(width=10_000)  # measured for a narrow one, all would fit
-
-    def fits(table: Any) -> bool:
-        return bool(console.measure(table, options=wide).minimum <= console.width)
-
-    whole, turned = [titles, *rows], list(zip(titles, *rows, strict=True))
-    apart = [[*zip(titles, row, strict=True)] for row in rows]
-    for tables in ([whole], [turned], apart):
-        if all(fits(_table(lines)) for lines in tables):
-            break
-    for lines in tables:
-        table = _table(lines)
-        if not fits(table):
-            for column in table.columns:
-                column.no_wrap = False  # which then folds
-        console.print(table)
-
-
-def _table(lines: Sequence[Sequence[str]]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in lines[0]:
-        justify: Any = "right" if table.columns else "left"
-        table.add_column(title, justify=justify, no_wrap=True, overflow="fold")
-    for line in lines[1:]:
-        table.add_row(*line)
-    return table
+    whole = table([list(rows[0]), *(list(row.values()) for row in rows)])
+    needed = console.measure(whole, options=console.options.update(width=10_000)).maximum
+    for each in [whole] if needed <= console.width else [table([*row.items()]) for row in rows]:
+        console.print(each)
 
 
 class Panel(NamedTuple):
@@ -347,14 +274,12 @@ class Panel(NamedTuple):
         xlabel: What is along the horizontal axis.
         curves: By name, where points are: along the horizontal axis, and the vertical one.
         scale: Of the vertical axis.
-        alike: Curves that should lie on each other: the first ones are broad bands below.
     """
 
     title: str
     xlabel: str
     curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]
     scale: str = "linear"
-    alike: bool = False
 
 
 def draw(path: Path, title: str, *panels: Panel) -> None:
@@ -376,22 +301,14 @@ def draw(path: Path, title: str, *panels: Panel) -> None:
 
 
 def draw_panel(axes: Any, panel: Panel) -> None:
-    """Draw the curves of ``panel``."""
-    count = len(panel.curves)
-    for i, (name, (x, y)) in enumerate(panel.curves.items()):
-        below = count - 1 - i if panel.alike else 0
-        axes.plot(
-            x,
-            y,
-            marker="o" if len(x) <= 40 else "",
-            ms=3 + 3 * below,
-            lw=1.5 + 2.5 * below,
-            alpha=0.45 if below else 1.0,
-            color=_COLOURS[i % len(_COLOURS)],
-            label=name,
-        )
+    """Draw the curves of ``panel``: the first ones as bands, seen below others that agree."""
+    for above, (name, (x, y)) in zip(
+        reversed(range(len(panel.curves))), panel.curves.items(), strict=True
+    ):
+        marker = {"marker": "o", "ms": 3 + 2 * above} if len(x) <= 40 else {}
+        axes.plot(x, y, lw=1.5 + 2 * above, alpha=0.5 if above else 1, label=name, **marker)
     axes.set(title=panel.title, xlabel=panel.xlabel, yscale=panel.scale)
     axes.grid(axis="y", color="#e6e8eb")
     axes.set_axisbelow(True)
-    if count > 1:
+    if len(panel.curves) > 1:
         axes.legend()

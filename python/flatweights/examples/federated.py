@@ -1,37 +1,28 @@
 """Federated averaging: 100 clients of unequal data, some of which fail in every round.
 
-Every image of handwritten digits belongs to one client. A few labels make up most of what a
-client has, and some have two images, others 55. Each round, the server sends its weights to
-clients that it draws; each takes some epochs of gradient descent on its own images; the server
-averages what comes back, weighted by the number of images, and takes a step of its optimizer:
-FedAvg (McMahan et al., AISTATS 2017) becomes the average, FedAdam (Reddi et al., ICLR 2021)
-goes towards it as Adam does. Each server gets the same clients, and the same failures.
+Every image of handwritten digits belongs to one client. A few labels make up most of what a client
+has, and some have two images, others 55. Each round, the server sends its weights to clients that
+it draws; each takes some epochs of gradient descent on its own images; the server averages what
+comes back, weighted by the number of images, and takes a step of its optimizer: FedAvg (McMahan et
+al., AISTATS 2017) becomes the average, FedAdam (Reddi et al., ICLR 2021) goes towards it as Adam
+does. Each server gets the same clients, and the same failures.
 
     python -m flatweights.examples.federated
     python -m flatweights.examples.federated --failing 0.5 --plot federated.png
     python -m flatweights.examples.federated --server FedAvg FedAvgM FedAdam FedYogi
 
-A client keeps nothing between rounds, so a few actors play them all. Clients that fail raise
-an error; in one round of every ``--deaths``, one of them takes the process of its actor with
-it. Ray starts that anew (``max_restarts``) and repeats the calls of other clients that waited
-there (``max_task_retries``), but not the one that died, which would die again. So the round
-lacks the clients that failed, and no others: `Round.failed` says which, and why.
+A client keeps nothing between rounds, so a few actors play them all. Clients that fail raise an
+error; in one round of every ``--deaths``, one of them takes the process of its actor with it. Ray
+starts that anew (``max_restarts``) and repeats the calls of other clients that waited there
+(``max_task_retries``), except the one that died, which would die again. So the round lacks the
+clients that failed, and no others: `Round.failed` says which, and why.
 
-For a model and data of your own, change `Client.build` and `split_data`. Where what kills a
-process may pass, as a lack of memory does, let Ray repeat every call a few times instead
-(``max_task_retries=3``), and leave out the ``options`` in `play_round`.
-
-On two cores of a shared virtual machine (TensorFlow 2.21, Ray 2.60), the mean accuracy of the
-last five of 40 rounds: FedAvg 0.931, FedAdam 0.969, with a fifth of the clients failing; 0.913
-and 0.942 with half of them. Both servers took 30 s together, most of it for actors to start
-anew. With one label for each client (``--concentration 0.1``) 40 rounds are too few: 0.733 and
-0.867.
+For a model and data of your own, change `Client.build` and `split_data`.
 """
 
 import argparse
 import contextlib
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,27 +33,12 @@ import numpy as np
 import ray
 from numpy.typing import ArrayLike, NDArray
 
-from flatweights import FlatWeights
-from flatweights.examples import (
-    Panel,
-    draw,
-    fraction,
-    integer,
-    make_parser,
-    positive,
-    prepare_tensorflow,
-    print_table,
-    run,
-    start_ray,
-    time_exchange,
-)
+from flatweights import FlatWeights, examples
 from flatweights.ray import FlatWorker, Round, WorkerGroup, average
 from flatweights.server import FedAdam, FedAvg, FedAvgM, FedYogi, ServerOptimizer
 
-BATCH = 8
-LEARNING_RATE = 0.2  # of the clients
+BATCH, LEARNING_RATE = 8, 0.2  # of the clients
 ENOUGH = 0.9
-HELD_OUT = 359  # digits that no client has
 LAST = 5  # rounds that the accuracy in the end is the mean of
 
 Data = tuple[NDArray[Any], NDArray[Any]]  # images and labels
@@ -78,56 +54,28 @@ SERVERS: dict[str, Server] = {
 def split_by_label(
     labels: ArrayLike, clients: int, concentration: float, seed: int
 ) -> list[NDArray[np.intp]]:
-    """Return one array per client: which examples are its own.
+    """Return which examples each client has: at least one, and each example once.
 
-    Every example belongs to one client, and no client is without. The mix of labels of each is
-    drawn from a Dirichlet distribution around the mix of all, and its examples are drawn by
-    that mix without replacement, as in Hsu, Qi and Brown, "Measuring the Effects of
-    Non-Identical Data Distribution for Federated Visual Classification", 2019. Where a client
-    asks for labels that are used up, it takes of those that are left. Unlike there, sizes
-    differ: they are drawn from a Dirichlet distribution too.
-
-    Args:
-        labels: What each example shows: one integer for each.
-        clients: How many; no more than there are examples.
-        concentration: How alike the clients are: near 0, each has few labels; the larger, the
-            nearer is each to the mix of all.
-        seed: The same one gives the same split.
-
-    Raises:
-        ValueError: If ``labels`` has not one dimension, ``clients`` is out of range, or
-            ``concentration`` is not positive and finite.
+    As in Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated
+    Visual Classification", 2019, the mix of labels of each client is drawn from a Dirichlet
+    distribution around the mix of all: near a ``concentration`` of 0, each has few labels. Where a
+    client asks for labels that are used up, it takes of those that are left. Unlike there, the
+    numbers of examples differ too.
     """
-    kinds = np.asarray(labels)
-    if kinds.ndim != 1:
-        raise ValueError(f"labels: expected one dimension, got {kinds.ndim}")
-    if not 1 <= clients <= len(kinds):
-        raise ValueError(
-            f"clients: expected 1 to {len(kinds)}, the number of examples, got {clients!r}"
-        )
-    if not (concentration > 0 and math.isfinite(concentration)):
-        raise ValueError(f"concentration: expected a positive number, got {concentration!r}")
-    rng = np.random.default_rng(seed)
+    kinds, rng = np.asarray(labels), np.random.default_rng(seed)
     stacks = [list(rng.permutation(np.flatnonzero(kinds == kind))) for kind in np.unique(kinds)]
     overall = np.array([len(stack) / len(kinds) for stack in stacks])
-    # One for each, and the rest by shares: the largest are about four times the mean.
-    shares = rng.dirichlet(np.full(clients, 2.0))
-    sizes = 1 + rng.multinomial(len(kinds) - clients, shares)
+    sizes = 1 + rng.multinomial(len(kinds) - clients, rng.dirichlet(np.full(clients, 2.0)))
     parts = []
     for size in sizes:
-        mix = rng.dirichlet(concentration * overall)
-        part = [stacks[_draw(mix, stacks, rng)].pop() for _ in range(size)]
-        parts.append(np.sort(np.array(part, np.intp)))
+        mix, part = rng.dirichlet(concentration * overall), []
+        for _ in range(size):
+            left = np.array([len(stack) for stack in stacks])
+            chances = np.where(left > 0, mix, 0.0)
+            chances = chances if chances.sum() > 0 else left
+            part.append(stacks[rng.choice(len(stacks), p=chances / chances.sum())].pop())
+        parts.append(np.array(part, np.intp))
     return parts
-
-
-def _draw(mix: NDArray[np.float64], stacks: list[list[np.intp]], rng: np.random.Generator) -> int:
-    """Return which of ``stacks`` to take from: by ``mix``, among those that are not empty."""
-    left = np.array([len(stack) for stack in stacks])
-    chances = np.where(left > 0, mix, 0.0)
-    if not chances.sum() > 0:
-        chances = left.astype(np.float64)
-    return int(rng.choice(len(stacks), p=chances / chances.sum()))
 
 
 def split_data(options: argparse.Namespace) -> tuple[list[Data], Data]:
@@ -136,8 +84,7 @@ def split_data(options: argparse.Namespace) -> tuple[list[Data], Data]:
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
-    order = np.random.default_rng(options.seed).permutation(len(labels))
-    held_out, rest = order[:HELD_OUT], order[HELD_OUT:]
+    held_out, rest = np.split(np.random.default_rng(options.seed).permutation(len(labels)), [359])
     parts = split_by_label(labels[rest], options.clients, options.concentration, options.seed)
     shards = [(images[rest[part]], labels[rest[part]]) for part in parts]
     return shards, (images[held_out], labels[held_out])
@@ -152,47 +99,33 @@ class Client(FlatWorker):
 
     def build(self, options: argparse.Namespace) -> Any:
         """Build the model, and compile the step that trains it."""
-        prepare_tensorflow()
+        examples.prepare_tensorflow()
         import keras
         import tensorflow as tf
 
-        keras.utils.set_random_seed(options.seed)
-        layers = keras.layers
         self.options = options
         self.shards, self.test = split_data(options)
-        self.model = keras.Sequential(
-            [
-                keras.Input((64,)),
-                layers.Dense(64, activation="relu"),
-                layers.Dense(32, activation="relu"),
-                layers.Dense(10),
-            ]
-        )
+        keras.utils.set_random_seed(options.seed)
+        hidden = [keras.layers.Dense(width, activation="relu") for width in (64, 32)]
+        self.model = keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(10)])
         variables = self.model.trainable_variables
         optimizer = keras.optimizers.SGD(LEARNING_RATE)
         optimizer.build(variables)
-        shapes = [tf.TensorSpec([BATCH, 64]), tf.TensorSpec([BATCH], tf.int64)]
 
-        @tf.function(input_signature=shapes)  # type: ignore[untyped-decorator]
         def step(images: Any, labels: Any) -> None:
             with tf.GradientTape() as tape:
                 losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, self.model(images))
                 loss = tf.reduce_mean(losses)
             optimizer.apply(tape.gradient(loss, [v.value for v in variables]), variables)
 
-        self.step = step
+        shapes = [tf.TensorSpec([BATCH, 64]), tf.TensorSpec([BATCH], tf.int64)]
+        self.step = tf.function(step, input_signature=shapes)
         return self.model
 
     def train(
         self, weights: FlatWeights, number: int, client: int, fate: str
     ) -> tuple[FlatWeights, int]:
-        """Train from ``weights`` on the data of ``client``, and fail if it is drawn to.
-
-        Args:
-            weights: Of the server.
-            number: Of the round.
-            client: Which of them to play.
-            fate: What `draw_clients` says.
+        """Train from ``weights`` on the data of ``client`` in a round, or meet its ``fate``.
 
         Returns:
             The weights, and the number of images that they were trained on.
@@ -237,22 +170,14 @@ def play_round(
     refs = []
     for rank, (client, fate) in enumerate(clients):
         train = actors[rank % len(actors)].train
-        if fate == "dies":
-            # Repeated, it would end the next process too, with all that waits there.
+        if fate == "dies":  # repeated, it would end the next process too
             train = train.options(max_task_retries=0)
         refs.append(train.remote(weights, number, client, fate))
     return average(refs, weights=lambda result: result[1], min_results=1)
 
 
 class History(NamedTuple):
-    """The curves of one server's training.
-
-    Attributes:
-        accuracies: On digits that no client has, after each round.
-        raised: How many clients raised an error.
-        died: How many ended their process.
-        nbytes: Of weights that clients sent.
-    """
+    """How one server's training went: the accuracy after each round, failures, bytes sent."""
 
     accuracies: list[float]
     raised: int
@@ -269,9 +194,8 @@ def run_server(
     actors: Sequence[Any], optimizer: ServerOptimizer[FlatWeights], options: argparse.Namespace
 ) -> History:
     """Train for all rounds."""
-    weights = ray.put(optimizer.weights)
-    accuracies, nbytes = [], 0
-    failures: list[Exception] = []
+    weights, nbytes = ray.put(optimizer.weights), 0
+    accuracies, failures = [], list[Exception]()
     for number in range(options.rounds):
         result = play_round(actors, weights, number, draw_clients(number, options))
         weights = ray.put(optimizer.step(result.weights))
@@ -284,39 +208,30 @@ def run_server(
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = make_parser(
+    parser = examples.make_parser(
         __doc__,
         "accuracy over rounds",
-        clients=(100, "that have data"),
         rounds=(40, "averages to take"),
         local_epochs=(5, "over a client's data, in a round"),
         workers=(2, "actors"),
     )
-    add = partial(parser.add_argument, metavar="N")
-    part = "of the clients that take part in a round; default: %(default)s"
-    add("--fraction", type=positive(1), default=0.2, help=part)
-    failing = "of those that take part, how many fail; one never does; default: %(default)s"
-    add("--failing", type=fraction, default=0.2, help=failing)
-    deaths = "in one of so many rounds, one that fails ends its process; 0: none; default: 20"
-    add("--deaths", type=integer(0), default=20, help=deaths)
-    alike = "how alike the labels of the clients are; default: %(default)s"
-    add("--concentration", type=positive(), default=1.0, help=alike)
-    parser.add_argument(
-        "--server",
-        nargs="+",
-        choices=SERVERS,
-        default=["FedAvg", "FedAdam"],
-        help="which ones to compare; default: FedAvg FedAdam",
-    )
+
+    def add(name: str, kind: Callable[[str], Any], default: float, text: str) -> None:
+        text = f"{text}; default: %(default)s"
+        parser.add_argument(name, type=kind, default=default, metavar="N", help=text)
+
+    add("--clients", examples.integer(1, 1000), 100, "that have data")
+    add("--fraction", examples.positive(1), 0.2, "of the clients that take part in a round")
+    add("--failing", examples.fraction, 0.2, "of those that take part, how many fail")
+    add("--deaths", examples.integer(0), 20, "in one of so many rounds, a process dies; 0: none")
+    add("--concentration", examples.positive(), 1.0, "how alike the labels of the clients are")
+    default = ["FedAvg", "FedAdam"]
+    parser.add_argument("--server", nargs="+", choices=SERVERS, default=default, help="to compare")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program.
-
-    Raises:
-        SystemExit: If a server ends below `ENOUGH`.
-    """
+    """Run the program; fail if too little is learned."""
     options = parse_options(arguments)
     # Clients fail on purpose, in every round: the table counts them.
     logging.getLogger("flatweights").setLevel(logging.ERROR)
@@ -327,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{len(fates)} take part in a round, {len(fates) - fates.count('trains')} of them fail",
         flush=True,
     )
-    start_ray(options.workers)
+    examples.start_ray(options.workers)
     # Whatever its log level, Ray prints what it finds out about a process that died.
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         client = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(Client)
@@ -336,31 +251,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
         histories = {
             name: run_server(actors, SERVERS[name](first), options) for name in options.server
         }
-        exchange = time_exchange(WorkerGroup(actors))
-    report(histories, options.clients, options.plot)
+        exchange = examples.time_exchange(WorkerGroup(actors))
+    report(histories, options.plot)
     print(exchange)
     if min(history.accuracy for history in histories.values()) < ENOUGH:
         raise SystemExit(f"accuracy below {ENOUGH}: it needs more --rounds")
 
 
-def report(histories: dict[str, History], clients: int, plot: Path | None) -> None:
+def report(histories: dict[str, History], plot: Path | None) -> None:
     """Print a row for each server, and draw how it went if asked to."""
-    rows = []
+    rows, curves = [], {}
     for name, history in histories.items():
-        reached = next((n for n, a in enumerate(history.accuracies, 1) if a >= ENOUGH), "never")
-        counts = [reached, len(history.accuracies), history.raised, history.died]
-        received = f"{history.nbytes / 1e6:.1f}"
-        rows.append([name, f"{history.accuracy:.3f}", *map(str, counts), received])
-    titles = ["server", "accuracy", f"first {ENOUGH}", "rounds", "raised", "died", "MB received"]
-    print_table(titles, rows)
+        rounds = range(1, len(history.accuracies) + 1)
+        curves[name] = rounds, history.accuracies
+        reached = (n for n, a in zip(rounds, history.accuracies, strict=True) if a >= ENOUGH)
+        rows.append(
+            {
+                "server": name,
+                "accuracy": f"{history.accuracy:.3f}",
+                f"first {ENOUGH}": next(reached, "never"),
+                "rounds": len(rounds),
+                "raised": history.raised,
+                "died": history.died,
+                "MB received": f"{history.nbytes / 1e6:.1f}",
+            }
+        )
+    examples.print_table(rows)
     if plot:
-        curves = {
-            name: (range(1, len(history.accuracies) + 1), history.accuracies)
-            for name, history in histories.items()
-        }
-        panel = Panel("Accuracy on digits that no client has", "round", curves)
-        draw(plot, f"Digits of {clients} clients, some of which fail", panel)
+        panel = examples.Panel("accuracy on digits that no client has", "round", curves)
+        examples.draw(plot, "Digits of clients, some of which fail", panel)
 
 
 if __name__ == "__main__":
-    run(main)
+    examples.run(main)

@@ -1,39 +1,33 @@
 """One code, run eagerly, as a `tf.function` and in a TF1 session, changing over half-way.
 
 The model, the loss and the step of the optimizer are written once. Each way of running them
-trains on handwritten digits to the end; and each starts a training that another finishes,
-from the file that `TensorFlowVariables.save` wrote: the weights and the optimizer's slots,
-``[model, optimizer]``. A break alone changes no bit of the weights at the end; another way
-of running sums in another order, which rounds differently.
+trains on handwritten digits to the end; and each starts a training that another finishes, from
+the file that `TensorFlowVariables.save` wrote: the weights and the optimizer's slots. A break alone
+changes no bit of the weights at the end; another way of running sums in another order, which rounds
+differently.
 
     python -m flatweights.examples.one_code
     python -m flatweights.examples.one_code --steps 400 --plot one_code.png
 
-For a model of your own, change `Network` and `train_step`. What runs in all three ways is
-`tf.Module`s or Keras 3 layers, `tf.GradientTape`, and the optimizers of
-`tf.compat.v1.train`; Keras's own optimizers do not run in a session.
-
-On two cores of a shared virtual machine (TensorFlow 2.21), 200 steps of 64 digits: accuracy
-0.975 on digits that were not trained on, whichever way and however it was broken; the
-weights are the same bits after a break, and differ by less than 1e-6 between the ways.
+For a model of your own, change `build` and `train_step`. What runs in all three ways is a
+`tf.Module` or Keras 3 layers, `tf.GradientTape`, and the optimizers of `tf.compat.v1.train`;
+Keras's own optimizers do not run in a session.
 """
 
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights.examples import Panel, draw, make_parser, prepare_tensorflow, print_table, run
+from flatweights import examples
 
 BATCH = 64
 ENOUGH = 0.9
 TOLERANCE = 1e-3  # of a weight, after steps that were rounded otherwise
-HELD_OUT = 359  # digits that are not trained on
 
 Data = tuple[Any, Any]  # images and labels
 
@@ -43,23 +37,22 @@ def load_data(seed: int) -> tuple[Data, Data]:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    order = np.random.default_rng(seed).permutation(len(labels))
+    held_out, rest = np.split(np.random.default_rng(seed).permutation(len(labels)), [359])
     images = (images / 16).astype(np.float32)
-    parts = (order[HELD_OUT:], order[:HELD_OUT])
-    trained_on, held_out = ((images[part], labels[part]) for part in parts)
-    return trained_on, held_out
+    return (images[rest], labels[rest]), (images[held_out], labels[held_out])
 
 
 def build(seed: int) -> tuple[Any, Any]:
     """Return a network and its optimizer, in the mode that TensorFlow is in."""
     import tensorflow as tf
 
+    rng = np.random.default_rng(seed)
+
     class Network(tf.Module):  # type: ignore[misc]
         """A hidden layer and an output layer."""
 
         def __init__(self) -> None:
             super().__init__()
-            rng = np.random.default_rng(seed)
             self.hidden = tf.Variable(rng.normal(0, 0.1, (64, 32)).astype("f"), name="hidden")
             self.hidden_bias = tf.Variable(tf.zeros(32), name="hidden_bias")
             self.output = tf.Variable(rng.normal(0, 0.1, (32, 10)).astype("f"), name="output")
@@ -69,7 +62,7 @@ def build(seed: int) -> tuple[Any, Any]:
             hidden = tf.tanh(images @ self.hidden + self.hidden_bias)
             return hidden @ self.output + self.output_bias
 
-    return Network(), tf.compat.v1.train.AdamOptimizer(0.01)
+    return Network(), tf.compat.v1.train.MomentumOptimizer(0.1, 0.9)
 
 
 def train_step(network: Any, optimizer: Any, images: Any, labels: Any) -> Any:
@@ -84,114 +77,80 @@ def train_step(network: Any, optimizer: Any, images: Any, labels: Any) -> Any:
     return loss, step
 
 
-class Way(ABC):
-    """A way to run the code above.
-
-    Attributes:
-        variables: The weights of the network and the slots of the optimizer.
-    """
-
-    variables: Any
-
-    @abstractmethod
-    def train(self, images: NDArray[Any], labels: NDArray[Any]) -> float:
-        """Take a step; return the loss before it."""
-
-    @abstractmethod
-    def predict(self, images: NDArray[Any]) -> NDArray[Any]:
-        """Return one score for each class."""
-
-
-class Eagerly(Way):
-    """Operation by operation."""
+class Eager:
+    """Runs the code above operation by operation; ``variables`` are its weights and slots."""
 
     def __init__(self, seed: int) -> None:
-        """Build the network; a first step without gradients makes the slots."""
+        """Build the network; a first step without gradients makes the optimizer's slots."""
         import tensorflow as tf
 
         from flatweights.tensorflow import TensorFlowVariables
 
-        self._network, optimizer = build(seed)
-        trained = self._network.trainable_variables
-        before = [v.numpy() for v in trained]
-        optimizer.apply_gradients([(tf.zeros_like(v), v) for v in trained])
-        self.variables = TensorFlowVariables([self._network, optimizer])
-        # Powers of Adam's decays have moved on: the graph's slots are those of no step.
-        for variable, value in zip(trained, before, strict=True):
-            variable.assign(value)
-        for variable in optimizer.variables():
-            start = {"beta1_power": 0.9, "beta2_power": 0.999}.get(variable.name.split(":")[0], 0)
-            variable.assign(tf.fill(variable.shape, tf.constant(start, variable.dtype)))
-        self._step = self._prepare(lambda x, y: train_step(self._network, optimizer, x, y)[0])
-
-    def _prepare(self, step: Any) -> Any:
-        return step
+        self.network, optimizer = build(seed)
+        optimizer.apply_gradients([(tf.zeros_like(v), v) for v in self.network.trainable_variables])
+        self.variables = TensorFlowVariables([self.network, optimizer])
+        self.step: Any = lambda x, y: train_step(self.network, optimizer, x, y)[0]
 
     def train(self, images: NDArray[Any], labels: NDArray[Any]) -> float:
-        """Take a step."""
-        return float(self._step(images, labels))
+        """Take a step; return the loss before it."""
+        return float(self.step(images, labels))
 
     def predict(self, images: NDArray[Any]) -> NDArray[Any]:
         """Return one score for each class."""
-        return np.asarray(self._network(images))
+        return np.asarray(self.network(images))
 
 
-class AsFunction(Eagerly):
-    """As a graph that TensorFlow traces at the first step."""
+class Function(Eager):
+    """Runs it as a graph that TensorFlow traces at the first step."""
 
-    def _prepare(self, step: Any) -> Any:
+    def __init__(self, seed: int) -> None:
+        """Build the network."""
         import tensorflow as tf
 
-        return tf.function(step)
+        super().__init__(seed)
+        self.step = tf.function(self.step)
 
 
-class InSession(Way):
-    """As a graph of TF1, in a session."""
+class Session:
+    """Runs it as a graph of TF1."""
 
     def __init__(self, seed: int) -> None:
         """Build the graph, and the slots with it."""
-        import tensorflow as tf
+        import tensorflow.compat.v1 as tf
 
         from flatweights.tensorflow import TensorFlowVariables
 
-        tf1 = tf.compat.v1
         with tf.Graph().as_default():
-            self._images = tf1.placeholder(tf.float32, [None, 64])
-            self._labels = tf1.placeholder(tf.int64, [None])
+            self.images = tf.placeholder(tf.float32, [None, 64])
+            self.labels = tf.placeholder(tf.int64, [None])
             network, optimizer = build(seed)
-            self._scores = network(self._images)
-            self._fetches = train_step(network, optimizer, self._images, self._labels)
-            self._session = tf1.Session()
-            self._session.run(tf1.global_variables_initializer())
-            self.variables = TensorFlowVariables([network, optimizer], self._session)
+            self.scores = network(self.images)
+            self.step = train_step(network, optimizer, self.images, self.labels)
+            self.session = tf.Session()
+            self.session.run(tf.global_variables_initializer())
+            self.variables = TensorFlowVariables([network, optimizer], self.session)
 
     def train(self, images: NDArray[Any], labels: NDArray[Any]) -> float:
-        """Take a step."""
-        feed = {self._images: images, self._labels: labels}
-        return float(self._session.run(self._fetches, feed)[0])
+        """Take a step; return the loss before it."""
+        return float(self.session.run(self.step, {self.images: images, self.labels: labels})[0])
 
     def predict(self, images: NDArray[Any]) -> NDArray[Any]:
         """Return one score for each class."""
-        return np.asarray(self._session.run(self._scores, {self._images: images}))
+        return np.asarray(self.session.run(self.scores, {self.images: images}))
 
 
-WAYS: dict[str, type[Any]] = {
-    "eager": Eagerly,
-    "tf.function": AsFunction,
-    "TF1 session": InSession,
-}
+WAYS: dict[str, type[Any]] = {"eager": Eager, "tf.function": Function, "TF1 session": Session}
 
 
 def train_in_turn(
     first: str, second: str | None, data: Data, steps: int, seed: int
-) -> tuple[Way, list[float]]:
+) -> tuple[Any, list[float]]:
     """Train half of the steps in one way, save, load in another, and train the rest.
 
     Without a ``second`` way there is no break. Each step's batch is the same in every run.
     """
     images, labels = data
-    way: Way = WAYS[first](seed)
-    losses = []
+    way, losses = WAYS[first](seed), []
     for step in range(steps):
         if step == steps // 2 and second is not None:
             with tempfile.TemporaryDirectory() as folder:
@@ -205,50 +164,41 @@ def train_in_turn(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program.
-
-    Raises:
-        SystemExit: If a break changes the weights, or too little is learned.
-    """
-    options = make_parser(__doc__, "the losses", steps=(200, "of 64 digits")).parse_args(arguments)
-    prepare_tensorflow()  # one thread: sums in one order
+    """Run the program; fail if a break changes the weights, or too little is learned."""
+    parser = examples.make_parser(__doc__, "the losses", steps=(200, f"of {BATCH} digits"))
+    options = parser.parse_args(arguments)
+    examples.prepare_tensorflow()  # one thread: sums in one order
     data, (images, labels) = load_data(options.seed)
-    rows: list[tuple[str, ...]] = []
-    losses: dict[tuple[str, str | None], list[float]] = {}
+    rows, losses, wrong = [], dict[tuple[str, str | None], list[float]](), []
     unbroken: dict[str, NDArray[Any]] = {}
-    wrong = []
     for first, second in [*((way, None) for way in WAYS), *product(WAYS, WAYS)]:
-        way, curve = train_in_turn(first, second, data, options.steps, options.seed)
-        losses[first, second] = curve
-        weights = way.variables.get_flat()
+        way, losses[first, second] = train_in_turn(first, second, data, options.steps, options.seed)
+        weights, name = way.variables.get_flat(), second or "(no break)"
         gap = float(np.max(np.abs(weights - unbroken.setdefault(second or first, weights))))
         accuracy = float(np.mean(np.argmax(way.predict(images), axis=1) == labels))
-        verdict = "same bits" if gap == 0 else f"within {gap:.0e}"
-        name = second or "(no break)"
-        rows.append((first, name, f"{curve[-1]:.4f}", f"{accuracy:.3f}", verdict))
+        rows.append(
+            {
+                "first half": first,
+                "second half": name,
+                "last loss": f"{losses[first, second][-1]:.4f}",
+                "accuracy": f"{accuracy:.3f}",
+                "weights": "same bits" if gap == 0 else f"within {gap:.0e}",
+            }
+        )
         if gap > (0 if first == second else TOLERANCE):
             wrong.append(f"{first}, {name}: the weights differ by {gap} from those without a break")
         if accuracy < ENOUGH:
             wrong.append(f"{first}, {name}: accuracy below {ENOUGH}: it needs more --steps")
-    print_table(("first half", "second half", "last loss", "accuracy", "weights"), rows)
+    examples.print_table(rows)
     if options.plot:
-        ways, steps = list(WAYS), range(options.steps)
-        turns = list(zip(ways, ways[1:] + ways[:1], strict=True))
+        steps = range(options.steps)
+        turns = list(pairwise([*WAYS, next(iter(WAYS))]))
         curves = {f"{a}, {b}": (steps, losses[a, b]) for a, b in turns}
-        expected = losses[ways[0], None]
-        gaps = {
-            name: (steps, np.abs(np.subtract(y, expected)).tolist())
-            for name, (_, y) in curves.items()
-        }
-        draw(
-            options.plot,
-            f"One code, saved and loaded after {options.steps // 2} steps",
-            Panel("loss", "step", curves, "log", alike=True),
-            Panel(f"distance to the loss of {ways[0]}, without a break", "step", gaps),
-        )
+        title = f"One code, saved and loaded after {options.steps // 2} steps"
+        examples.draw(options.plot, title, examples.Panel("loss", "step", curves, "log"))
     if wrong:
         raise SystemExit(wrong[0])
 
 
 if __name__ == "__main__":
-    run(main)
+    examples.run(main)
