@@ -94,7 +94,7 @@ def test_a_worker_fails_between_the_halves_of_a_set(driver: Driver, action: str)
     else:
         if action == "stop":
             assert not driver.wait([first], seconds=0.05)
-            assert driver.lanes._is_held(0) or driver.lanes._is_held(1), "it still reads them"
+            assert driver.lanes.is_held(0) or driver.lanes.is_held(1), "it still reads them"
             first.signal(signal.SIGCONT)
         assert driver.wait([first])
     assert all((w["w"] == 5.0).all() for w in driver.values("get"))

@@ -212,7 +212,7 @@ def test_weights_that_a_worker_keeps_stay_as_they_were(driver: Driver) -> None:
     assert driver.values("total", wants_window=False) == [LARGE, LARGE]
     assert len(driver.lanes.windows) == 2
     driver.values("forget", wants_window=False)
-    assert [driver.lanes._is_held(index) for index in range(2)] == [False, False]
+    assert [driver.lanes.is_held(index) for index in range(2)] == [False, False]
 
 
 def test_weights_that_can_still_be_written_are_copied(one: Driver) -> None:
@@ -312,12 +312,12 @@ def test_a_command_that_is_withdrawn_is_not_run(one: Driver) -> None:
     weights = fw.FlatWeights({"w": np.ones(LARGE)})
     lane = worker.lane
     assert not lane.post(one.command("set_and_keep", weights), one.lanes.windows)
-    assert one.lanes._is_held(0)
+    assert one.lanes.is_held(0)
     with pytest.raises(LaneError, match="was not answered"):
         lane.post(one.command("echo", 1), one.lanes.windows)
     assert lane.withdraw()
     assert not lane.withdraw()
-    assert not one.lanes._is_held(0)
+    assert not one.lanes.is_held(0)
     assert one.values("echo", 4) == [4]
 
 
@@ -354,7 +354,7 @@ def test_a_death_is_known_at_once_and_gives_back_what_was_held(driver: Driver) -
     assert (second.lane.take().value["w"] == 9.0).all()
     second.post(driver.command("forget"), driver.lanes)
     assert driver.wait([second])
-    assert not driver.lanes._is_held(0)
+    assert not driver.lanes.is_held(0)
 
 
 def test_a_stopped_worker_is_late_and_writes_only_its_own(driver: Driver) -> None:

@@ -1,14 +1,19 @@
 """Ctrl-C at every point of a round over lanes, raw calls, shared and nested drivers."""
 
+import contextlib
+import gc
+import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import ray
 from ray_pool import Lend
-from ray_workers import PlainWorker, trained, weights_of
+from ray_workers import PlainWorker, trained, wait_for, weights_of
 from reference import same_bits
 
 import flatweights as fw
@@ -113,6 +118,16 @@ def test_lanes_that_are_insisted_on_say_what_is_missing(
 class Nested:
     """A driver in an actor."""
 
+    def for_ever(self, actors: list[object], began: str) -> None:
+        group = WorkerGroup(actors)
+        found: object = weights_of(1.0, SIZE)
+        while True:
+            found = group.average("train", broadcast=found, min_results=1)
+            Path(began).touch() if set(found.ways.values()) == {"lane"} else None
+
+    def pid(self) -> int:
+        return os.getpid()
+
     def rounds(self, actors: list[object]) -> tuple[dict[int, str], float]:
         group = WorkerGroup(actors)
         for value in (1.0, 2.0, 3.0):
@@ -129,3 +144,48 @@ def test_a_driver_in_an_actor_has_lanes(group: WorkerGroup) -> None:
     assert value == np.asarray(expected["w"])[0]
     ray.kill(nested)
     check_round(group)
+
+
+def memory_files(pid: int) -> tuple[int, int]:
+    """Return how many memory files of lanes a process maps, and how many it has open."""
+    maps = Path(f"/proc/{pid}/maps").read_text().count("memfd:flatweights")
+    names = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            names.append(str(link.readlink()))
+    return maps, sum("memfd:flatweights" in name for name in names)
+
+
+def test_a_driver_and_a_worker_killed_at_one_moment_leave_nothing(
+    lend: Lend, tmp_path: Path
+) -> None:
+    group = lend(PlainWorker, 2, SIZE, max_restarts=-1)
+    actors = list(group.actors().values())
+    check_round(group)
+    pids = group.step("pid")
+    before = memory_files(pids[1])
+    shared = {*Path("/dev/shm").glob("*flatweights*")}
+    nested = ray.remote(num_cpus=0)(Nested).remote()
+    driver = psutil.Process(ray.get(nested.pid.remote(), timeout=120))
+    worker = psutil.Process(pids[0])
+    nested.for_ever.remote(actors, str(tmp_path / "began"))
+    wait_for(tmp_path / "began")
+    assert memory_files(pids[1]) > before
+    for process in (driver, worker):
+        process.kill()
+    for process in (driver, worker):
+        process.wait(60)
+    del group
+    gc.collect()
+    again = WorkerGroup(actors)  # those that survive attach, and drop the lanes of the dead
+    start = weights_of(3.0, SIZE)
+    found = again.average("train", broadcast=start, min_results=1)
+    while found.ways[1] != "lane":
+        found = again.average("train", broadcast=start, min_results=1)
+    expected = fw.average([trained(start, rank) for rank in found.used])
+    assert same_bits(found.weights.buffer, expected.buffer)
+    after = memory_files(pids[1])
+    assert after[0] < before[0] + 2, "a lane has a mailbox, a doorbell, and a window or more"
+    assert after[1] == before[1] == 0
+    assert {*Path("/dev/shm").glob("*flatweights*")} <= shared
+    ray.kill(nested)

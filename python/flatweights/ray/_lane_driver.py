@@ -1,13 +1,14 @@
 """The driver's end of lanes: it posts commands, and waits for answers of any of its workers."""
 
 import contextlib
+import functools
 import os
 import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flatweights import _core
@@ -186,7 +187,8 @@ class Lanes:
         self._lanes: dict[int, DriverLane] = {}  # by descriptor
         self._strangers: list[socket.socket] = []  # connected, and have not said who they are
         self._new: dict[bytes, DriverLane] = {}  # by token
-        self.windows = Windows(_MOST_WINDOWS, self._is_held)
+        # Not by a method of this object: its memory goes with its last reference.
+        self.windows = Windows(_MOST_WINDOWS, functools.partial(_is_held, self._lanes))
 
     def new_token(self) -> bytes:
         """Return what a worker names itself by."""
@@ -275,8 +277,9 @@ class Lanes:
         self._listener.close()
         self._poll.close()
 
-    def _is_held(self, index: int) -> bool:
-        return any(lane.is_held(index) for lane in self._lanes.values())
+    def is_held(self, index: int) -> bool:
+        """Whether a worker holds a view of the window ``index``."""
+        return _is_held(self._lanes, index)
 
     def _accept(self) -> None:
         """Greet all workers that have connected and said who they are."""
@@ -318,3 +321,8 @@ class Lanes:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+
+
+def _is_held(lanes: Mapping[int, DriverLane], index: int) -> bool:
+    """Whether a worker holds a view of the driver's window ``index``."""
+    return any(lane.is_held(index) for lane in lanes.values())

@@ -7,6 +7,7 @@ others on the actor's handle get their turn. A driver whose commands keep coming
 call meanwhile, so the worker is back at once.
 """
 
+import functools
 import os
 import socket
 import struct
@@ -65,7 +66,8 @@ class WorkerLane(LaneEnd):
             connection.close()
             raise
         self.mailbox.close_descriptor()
-        self._windows = Windows(_MOST_WINDOWS, self.is_held)
+        # Not by a method of this lane: its memory goes with its last reference, not with a cycle.
+        self._windows = Windows(_MOST_WINDOWS, functools.partial(_is_held, self.mailbox))
         self._doorbell: _core.Doorbell | None = None
         self._last_nbytes = 0  # of the last result
         self._layout: Layout | None = None  # of the last weights that went as a letter
@@ -218,6 +220,11 @@ class WorkerLanes:
     def __getitem__(self, token: bytes) -> WorkerLane:
         """Return the lane of ``token``."""
         return self._lanes[token]
+
+
+def _is_held(mailbox: _core.Mailbox, index: int) -> bool:
+    """Whether the driver holds a view of the worker's window ``index``."""
+    return mailbox.holds(False, index) > 0
 
 
 def check_user(connection: socket.socket) -> None:
