@@ -146,8 +146,8 @@ def test_worker_that_dies_is_named(tmp_path: Path) -> None:
 
 def test_the_network_is_large_and_its_message_no_larger_than_the_arrays() -> None:
     # 50 kernels and biases; parts of a multiple of 64 bytes need no padding.
-    width = SIZES["full"].width
-    sizes = [64 * width, width, *(48 * [width * width, width]), width * 10]
+    width, depth, *_ = SIZES["full"]
+    sizes = [64 * width, width, *(depth * [width * width, width]), width * 10]
     assert len(sizes) + 1 == 100
     assert all(4 * size % 64 == 0 for size in sizes)
     assert 4 * sum(sizes) > 20e6

@@ -23,7 +23,7 @@ from flatweights.server import FedAvg
 
 pytestmark = pytest.mark.starts_actors
 
-GOAL = 150  # a policy without training gets 10 to 30
+GOAL = 100  # a policy without training gets 10 to 30
 LAYERS = ("dense", "dense_1", "dense_2")
 
 Program = Callable[..., str]
@@ -86,7 +86,7 @@ def test_a_result_off_the_line_fails(program: Program) -> None:
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_plain_and_flat_actors_learn_the_same(program: Program, workers: int) -> None:
-    output = program("keras_fit", f"--workers={workers}", "--rounds=5")
+    output = program("keras_fit", f"--workers={workers}", "--rounds=4")
     rows = [
         cells(output, name) for name in ("Network, as in Ray's guide", "Network", "FlatNetwork")
     ]
@@ -142,7 +142,7 @@ def test_players_share_the_memory_of_the_weights(program: Program) -> None:
     output, row = play(program, "cartpole_policy_gradient", f"--goal={GOAL}", "--workers=1")
     assert row["variables in shared memory"] == "6 of 6"
     check_exchange(output)
-    assert mean_return(10, seed=1000) > 80
+    assert mean_return(10, seed=1000) > 50
 
 
 def test_players_that_exchange_no_weights_end_with_the_same(program: Program) -> None:

@@ -27,7 +27,7 @@ def read_table(output: str) -> list[list[str]]:
 def test_each_way_goes_on_where_another_has_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one_code.main(["--steps=100", f"--plot={tmp_path / 'one_code.png'}"])
+    one_code.main(["--steps=60", f"--plot={tmp_path / 'one_code.png'}"])
     titles, *rows = read_table(capsys.readouterr().out)
     assert titles == ["first half", "second half", "last loss", "accuracy", "weights"]
     assert len(rows) == 3 + 9

@@ -19,14 +19,15 @@ __all__ = ["SIZES", "add_options", "run"]
 
 
 class Size(NamedTuple):
-    """The width of the network's layers; megabytes exchanged without it, and how often."""
+    """The network's width and residual layers; megabytes exchanged without it, and how often."""
 
     width: int
+    depth: int
     others: tuple[float, ...]
     repeats: int
 
 
-SIZES = {"full": Size(336, (1.0, 100.0), 5), "small": Size(16, (0.1, 1.0), 2)}
+SIZES = {"full": Size(336, 48, (1.0, 100.0), 5), "small": Size(48, 8, (0.1, 1.0), 2)}
 SCHEDULES = {"weights": (20, 20), "gradients": (200, 1)}
 """By mode, rounds and local steps: what reaches 95 % on two workers."""
 
@@ -49,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     mode = "what is averaged; default: %(default)s"
     add("--mode", choices=tuple(SCHEDULES), default="weights", help=mode)
-    size = "of the network, 22 MB or 0.1 MB in 100 variables; default: %(default)s"
+    size = "of the network, 22 MB in 100 variables or 0.1 MB in 20; default: %(default)s"
     add("--size", choices=tuple(SIZES), default="full", help=size)
     kill = "our way alone: kill a worker's process half-way, go on without it, then with it"
     add("--kill-worker", action="store_true", help=kill)

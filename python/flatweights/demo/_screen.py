@@ -119,7 +119,8 @@ def draw_comparison(
         for name, cost in costs.items():
             points = sorted({**cost.others, cost.nbytes / 1e6: cost.total}.items())
             curves[name] = [x for x, _ in points], [1e3 * y for _, y in points]
-        draw_panel(sizes, Panel("Exchange by size, ms", "MB in 100 arrays", curves, "log"))
+        arrays = max(cost.arrays for cost in costs.values())
+        draw_panel(sizes, Panel("Exchange by size, ms", f"MB in {arrays} arrays", curves, "log"))
         sizes.set_xscale("log")
         rounds = range(1, len(losses) + 1)
         draw_panel(loss, Panel("Test loss", "round", {"": (rounds, losses)}, "log"))

@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import FlatWeights
-from flatweights.demo import SIZES
+from flatweights.demo import SIZES, Size
 from flatweights.examples import prepare_tensorflow
 from flatweights.ray import FlatWorker
 
 HELD_OUT = 359  # digits that no worker trains on
-DEPTH = 48
 BATCH = 32
 LEARNING_RATE = 1e-3
 
@@ -35,17 +34,18 @@ def load_shards(workers: int, seed: int) -> tuple[list[Data], Data]:
     return [(images[s], labels[s]) for s in shards], (images[held_out], labels[held_out])
 
 
-def build_model(width: int, seed: int) -> Any:
-    """Return a residual network of dense layers: 100 variables."""
+def build_model(size: Size, seed: int) -> Any:
+    """Return a residual network of dense layers."""
     import keras
 
     keras.utils.set_random_seed(seed)
     dense = keras.layers.Dense
     pixels = keras.Input((64,))
-    x = dense(width, activation="relu")(pixels)
-    for _ in range(DEPTH):
-        start = keras.initializers.VarianceScaling(1 / DEPTH)
-        x = keras.layers.Add()([x, dense(width, activation="relu", kernel_initializer=start)(x)])
+    x = dense(size.width, activation="relu")(pixels)
+    for _ in range(size.depth):
+        start = keras.initializers.VarianceScaling(1 / size.depth)
+        inside = dense(size.width, activation="relu", kernel_initializer=start)(x)
+        x = keras.layers.Add()([x, inside])
     return keras.Model(pixels, dense(10)(x))
 
 
@@ -62,7 +62,7 @@ class DigitsWorker(FlatWorker):
         self.images, self.labels = shards[rank]
         self.rng = np.random.default_rng([options.seed, rank])
         self.local_steps = options.local_steps
-        self.model = build_model(SIZES[options.size].width, options.seed)
+        self.model = build_model(SIZES[options.size], options.seed)
         self.trained = [v.value for v in self.model.trainable_variables]
         optimizer = keras.optimizers.Adam(LEARNING_RATE)
         optimizer.build(self.model.trainable_variables)

@@ -353,8 +353,8 @@ def learning_rate(first: float, number: int, rounds: int) -> float:
 class History(NamedTuple):
     """By round: loss, accuracy, seconds of a step, images per second; and of evaluations."""
 
-    training: dict[int, tuple[float, ...]]
-    evaluations: dict[int, tuple[float, float]]
+    training: dict[int, Any]
+    evaluations: dict[int, Any]
 
 
 def train(
@@ -390,9 +390,10 @@ def train(
             images = len(result.used) * options.steps * options.batch_size
             speed = images / result.seconds["round"]
             history.training[number] = loss, accuracy, seconds, speed
-            scalars = {"training/loss": loss, "training/accuracy": accuracy}
-            scalars |= {"learning rate": rate, "images per second": speed}
-            evaluator.write.remote(number, scalars)
+            scalars = {"loss": loss, "accuracy": accuracy, "seconds": seconds}
+            logged = {f"training/{name}": value for name, value in scalars.items()}
+            logged |= {"learning rate": rate, "images per second": speed}
+            evaluator.write.remote(number, logged)
             lost = [f", without rank {rank}" for rank in sorted({*result.late, *result.failed})]
             print(f"round {number} of {options.rounds}: loss {loss:.3f}", *lost, sep="", flush=True)
             if number % options.eval_every == 0 or number == options.rounds:
@@ -430,10 +431,7 @@ def report(options: argparse.Namespace, history: History) -> None:
     }
     examples.print_table([row])
     if options.plot:
-        measures: dict[str, dict[int, Any]] = {
-            "trained on": dict(history.training),
-            "held out": dict(history.evaluations),
-        }
+        measures = {"trained on": history.training, "held out": history.evaluations}
         panels = []
         for i, title in enumerate(("loss", "accuracy")):
             curves = {name: (list(m), [v[i] for v in m.values()]) for name, m in measures.items()}
