@@ -233,7 +233,7 @@ class DriverAverage:
         return mean
 
     def _mean_in_place(self) -> FlatWeights | None:
-        """Return the mean of weights over one layout that all lie in windows of workers.
+        """Return the mean of weights over one layout that all lie in windows; it is read-only.
 
         What the general way does, without a view for each part of each of them.
 
@@ -254,18 +254,18 @@ class DriverAverage:
         check_flat_weights(layout, f"rank {ranks[0]}")
         reach("averaging")
         begin = time.monotonic()
-        mean = FlatWeights.empty(layout)
+        mean = layout.new_buffer()
         relative = relative_weights(weights)
         buffers = [[model.buffer] for model in models]
         is_finite = _core.average_into(
-            layout.core, True, [mean.buffer], buffers, relative, add_up(relative)
+            layout.core, True, [mean], buffers, relative, add_up(relative)
         )
         if not (is_finite or request.nonfinite == "propagate"):
             return None
         self._used = ranks
-        self._nbytes = dict.fromkeys(ranks, mean.buffer.nbytes)
+        self._nbytes = dict.fromkeys(ranks, mean.nbytes)
         self._seconds += time.monotonic() - begin
-        return mean
+        return FlatWeights.wrap(sealed(mean), layout)
 
     def _streamed(self) -> Any:
         """Add runs to a running sum while others are waited for."""

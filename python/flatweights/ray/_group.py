@@ -660,6 +660,8 @@ def _refusals(arrivals: Arrivals) -> dict[int, Exception]:
 
 def _took(arrivals: Arrivals) -> set[int]:
     """Return the ranks that have answered, and have set the weights that a call brought."""
+    if not arrivals.failed:
+        return arrivals.arrived
     return arrivals.arrived | _raised(arrivals.failed).keys() - _refusals(arrivals).keys()
 
 

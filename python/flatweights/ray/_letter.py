@@ -70,9 +70,9 @@ def _is_plain(value: Any) -> bool:
     if kind is np.ndarray:
         return not value.dtype.hasobject
     if kind is dict:
-        return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
+        return all(type(key) is str for key in value) and _is_plain([*value.values()])
     if kind is tuple or kind is list:
-        return all(map(_is_plain, value))
+        return all(type(one) in _LEAVES or _is_plain(one) for one in value)
     return False
 
 

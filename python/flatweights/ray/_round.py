@@ -163,6 +163,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 def sealed(model: Any) -> Any:
     """Return a view of ``model`` that cannot be written to; new dicts, lists, tuples of such."""
     if isinstance(model, FlatWeights):
+        if not model.buffer.flags.writeable:
+            return model
         return FlatWeights.wrap(sealed(model.buffer), model.layout)
     if isinstance(model, dict):
         return {key: sealed(part) for key, part in model.items()}
