@@ -15,6 +15,7 @@
 #include <string_view>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "bindings.hpp"
 #include "flatweights/doorbell.hpp"
@@ -179,6 +180,14 @@ struct BoundMailbox {
     }
   }
 
+  static bool watch(const py::list& mailboxes, std::size_t enough, double seconds) {
+    std::vector<const Mailbox*> boxes;
+    for (const py::handle mailbox : mailboxes)
+      boxes.push_back(&py::cast<const BoundMailbox&>(mailbox).box());
+    const WithoutGil nogil;  // the list is the caller's, and keeps them
+    return Mailbox::watch(boxes, enough, static_cast<std::int64_t>(seconds * 1e9));
+  }
+
   [[nodiscard]] bool await(double seconds, std::uint32_t call) const {
     const auto nanoseconds = static_cast<std::int64_t>(seconds * 1e9);
     for (;;) {
@@ -272,6 +281,8 @@ void bind_lanes(py::module_& m) {
       .def_property_readonly("sequence", [](const BoundMailbox& s) { return s.box().sequence(); })
       .def_property_readonly("last_ended",
                              [](const BoundMailbox& s) { return s.box().last_ended(); })
+      .def_static("watch", &BoundMailbox::watch, py::arg("mailboxes"), py::arg("enough"),
+                  py::arg("seconds"))
       .def("post", &BoundMailbox::post, py::arg("command"), py::arg("calls"))
       .def("withdraw", [](const BoundMailbox& s) { return s.box().withdraw(); })
       .def(

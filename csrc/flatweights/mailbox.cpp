@@ -5,6 +5,7 @@
 #include <chrono>
 #include <climits>
 #include <cstring>
+#include <thread>
 
 #ifdef __linux__
 #include <linux/futex.h>
@@ -52,6 +53,18 @@ Mailbox::Posted Mailbox::post(std::span<const std::byte> command, std::uint32_t 
     return ended_.load() == calls ? Posted::kNeedsCall : Posted::kExpected;
   wake(word_);
   return Posted::kExpected;
+}
+
+bool Mailbox::watch(std::span<const Mailbox* const> boxes, std::size_t enough,
+                    std::int64_t nanoseconds) noexcept {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(nanoseconds);
+  const auto is_settled = [](const Mailbox* box) { return box->is_settled(); };
+  for (;;) {
+    const auto settled = std::count_if(boxes.begin(), boxes.end(), is_settled);
+    if (static_cast<std::size_t>(settled) >= enough) return true;
+    if (std::chrono::steady_clock::now() >= end) return false;
+    std::this_thread::yield();
+  }
 }
 
 bool Mailbox::withdraw() noexcept {

@@ -60,6 +60,11 @@ class Mailbox {
   // Driver. `post` refuses unless settled; `command` is at most kRoom long. `calls`: how many
   // calls of Ray's were made; where all of them have ended, the command needs another.
   Posted post(std::span<const std::byte> command, std::uint32_t calls) noexcept;
+  // Looks until `enough` of `boxes` are settled, for at most `nanoseconds`, and lets others run
+  // between two looks; returns whether they are. A processor that has gone idle takes longer to
+  // come back than a small command takes.
+  static bool watch(std::span<const Mailbox* const> boxes, std::size_t enough,
+                    std::int64_t nanoseconds) noexcept;
   bool withdraw() noexcept;
   void dismiss(std::uint32_t calls) noexcept;  // and calls up to `calls` do not wait any more
   [[nodiscard]] std::span<const std::byte> answer() const noexcept;

@@ -25,6 +25,7 @@ _MOST_WINDOWS = 16
 _MOST_OFFERED = 3  # of the windows, those whose averages the user keeps
 _CALLS_KEPT = 4  # of a worker: the present one, the next, and those that have brought results
 _TOKEN = 16
+_WATCH = 150e-6  # seconds for which a driver looks at mailboxes before it sleeps
 _NUMBER = struct.Struct("<Q")
 
 
@@ -247,6 +248,10 @@ class Lanes:
             enough: How many answers it takes to be woken. What is no result wakes at once, as a
                 death does.
         """
+        boxes = [lane.mailbox for lane in lanes]
+        span = _WATCH if seconds is None else min(seconds, _WATCH)
+        if boxes and _core.Mailbox.watch(boxes, enough, span):
+            return
         self._doorbell.arm(enough)
         reach("waiting")
         if any(lane.is_answered for lane in lanes):  # it may have been before
