@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -9,6 +10,7 @@
 
 #include "bindings.hpp"
 #include "checks.hpp"
+#include "eager_tensors.hpp"
 #include "flatweights/flatten.hpp"
 #include "without_gil.hpp"
 
@@ -240,41 +242,70 @@ bool has_shape(const Py_buffer& view, const std::vector<std::size_t>& shape) {
   return true;
 }
 
-// Moves one object per slot of `bound` to the vector `out`: those that export their memory, as
-// tensors of TensorFlow do, in the shape of the slot and the dtype of `out`; None becomes
-// zeros. Returns false, and nothing has been moved, if there is anything else. An array made of
-// each tensor would take longer than the rest.
-bool gather_exports(const BoundLayout& bound, const py::list& objects, const py::array& out) {
+// Moves one object per slot of `bound` to the vector `out`: eager tensors of TensorFlow, and others
+// that export their memory, in the shape of the slot and the dtype of `out`; None becomes zeros.
+// Returns false, and nothing has been moved, if there is anything else. An array made of each
+// tensor would take longer than the rest.
+bool gather(const BoundLayout& bound, const py::list& objects, const py::array& out) {
+  struct Part {
+    Copy copy;
+    void* handle;  // of an eager tensor, whose memory is not known yet; or null
+    const Slot* slot;
+  };
   const std::vector<Slot>& slots = bound.layout.slots();
   const char format = out.dtype().char_();
-  if (objects.size() != slots.size() || (format != 'e' && format != 'f' && format != 'd') ||
-      classify(out.dtype()) == DType::kOther)
+  const DType dtype = classify(out.dtype());
+  if (objects.size() != slots.size() || !is_averaged(dtype) || dtype == DType::kInteger)
     return false;
   const auto itemsize = static_cast<std::size_t>(out.itemsize());
   auto* const begin = static_cast<std::byte*>(const_cast<void*>(out.data()));
   const auto nbytes = static_cast<std::size_t>(out.nbytes());
+  const EagerTensors* const tensors = EagerTensors::found();
+  if (tensors != nullptr)
+    for (const py::handle object : objects) __builtin_prefetch(object.ptr());
   Exports exports(slots.size());
-  std::vector<Copy> copies;
-  copies.reserve(slots.size());
+  std::vector<Part> parts;
+  parts.reserve(slots.size());
   std::vector<std::span<std::byte>> zeros;
   std::size_t start = 0;
   for (std::size_t i = 0; i < slots.size(); start += slots[i].size, ++i) {
-    if (start + slots[i].size > static_cast<std::size_t>(out.size())) return false;
+    const std::size_t size = slots[i].size;
+    if (start + size > static_cast<std::size_t>(out.size())) return false;
     std::byte* const to = begin + start * itemsize;
-    if (objects[i].is_none()) {
-      zeros.emplace_back(to, slots[i].size * itemsize);
+    PyObject* const object = PyList_GET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i));
+    if (object == Py_None) {
+      zeros.emplace_back(to, size * itemsize);
       continue;
     }
-    const Py_buffer* const view = exports.add(objects[i]);
-    if (view == nullptr || view->format == nullptr || view->format[0] != format ||
-        view->format[1] != '\0' || !has_shape(*view, slots[i].shape))
-      return false;
-    const auto* const from = static_cast<const std::byte*>(view->buf);
-    if (ranges_overlap(from, static_cast<std::size_t>(view->len), begin, nbytes)) return false;
-    copies.push_back(Copy{to, from, slots[i].size, itemsize});
+    Part part{Copy{to, nullptr, size, itemsize}, nullptr, &slots[i]};
+    if (tensors != nullptr) part.handle = tensors->handle_of(object);
+    if (part.handle != nullptr) {
+      EagerReader::prefetch(part.handle);
+    } else {
+      const Py_buffer* const view = exports.add(object);
+      if (view == nullptr || view->format == nullptr || view->format[0] != format ||
+          view->format[1] != '\0' || !has_shape(*view, slots[i].shape))
+        return false;
+      part.copy.from = static_cast<const std::byte*>(view->buf);
+    }
+    parts.push_back(part);
   }
   if (start != static_cast<std::size_t>(out.size())) return false;
-  copy_without_gil(copies);
+  check_environment();
+  const WithoutGil nogil;
+  std::vector<Copy> copies;
+  copies.reserve(parts.size());
+  std::optional<EagerReader> reader;
+  if (tensors != nullptr) reader.emplace(*tensors);
+  for (Part& part : parts) {
+    if (part.handle != nullptr) {
+      part.copy.from = reader->memory(part.handle, dtype, part.slot->shape);
+      if (part.copy.from == nullptr) return false;
+    }
+    if (ranges_overlap(part.copy.from, part.copy.size * itemsize, begin, nbytes)) return false;
+    copies.push_back(part.copy);
+  }
+  copy_all(copies);
   for (const std::span<std::byte> zero : zeros) std::ranges::fill(zero, std::byte{0});
   return true;
 }
@@ -285,8 +316,8 @@ void bind_flatten(py::module_& m) {
   m.def("uniform_size", &uniform_size, py::arg("parts"));
   m.def("flatten_into", &flatten_into, py::arg("out"), py::arg("parts"));
   m.def("unflatten_into", &unflatten_into, py::arg("parts"), py::arg("flat"));
-  m.def("gather_exports", &gather_exports, py::arg("layout"), py::arg("objects"),
-        py::arg("out").noconvert());
+  m.def("find_eager_tensors", &EagerTensors::find, py::arg("library"));
+  m.def("gather", &gather, py::arg("layout"), py::arg("objects"), py::arg("out").noconvert());
   m.def("copy_parts", &copy_parts, py::arg("targets"), py::arg("sources"));
 }
 

@@ -15,6 +15,7 @@ from tensorflow.python.framework.indexed_slices import IndexedSlicesValue
 from tf_forks import Forks
 
 import flatweights as fw
+from flatweights import _core
 from flatweights.tensorflow import TensorFlowVariables
 
 tf1 = tf.compat.v1
@@ -145,6 +146,55 @@ def test_strided_arrays_lists_and_no_elements() -> None:
     array = np.arange(6, dtype=np.float32).reshape(3, 2).T
     flat = weights.flatten_gradients([array, tf.zeros((0, 3)), 7])
     np.testing.assert_array_equal(flat, [*array.reshape(-1), 7])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_tensors_are_read_where_they_lie(dtype: Any) -> None:
+    """The core reads eager tensors alone, without an array of each; it says so by a bool."""
+    assert _core.find_eager_tensors("TensorFlow's library has been found before")
+    shapes: list[tuple[int, ...]] = [(3, 2), (), (5,), (2, 3)]
+    layout = fw.Layout.of([np.zeros(shape, dtype) for shape in shapes])
+    rng = np.random.default_rng(3)
+    arrays = [rng.normal(size=shape).astype(dtype) for shape in shapes]
+    *first, _, last = map(tf.constant, arrays)
+    out = np.full(layout.size, 7, dtype)
+    assert _core.gather(layout.core, [*first, None, last], out)
+    arrays[2] = np.zeros(5, dtype)
+    expected = np.concatenate([array.reshape(-1) for array in arrays])
+    np.testing.assert_array_equal(out, expected, strict=True)
+    wrong = tf.transpose(last), tf.cast(last, tf.int32), tf.strings.as_string(1), tf.Variable(last)
+    for other in (*wrong, object()):
+        out[:] = 7
+        assert not _core.gather(layout.core, [*first, None, other], out)
+        assert (out == 7).all()
+
+
+def test_a_tensor_that_python_computes_later_is_waited_for_without_the_lock(forks: Forks) -> None:
+    done = forks.run(LATER)
+    assert done.stdout.split() == ["[4.0,", "6.0]", "InvalidArgumentError"], done.stderr
+
+
+LATER = """
+import time
+import numpy as np
+import tensorflow as tf
+from flatweights.tensorflow import TensorFlowVariables
+
+tf.config.experimental.set_synchronous_execution(False)
+weights = TensorFlowVariables([tf.Variable([1.0, 2.0])])
+
+def slow(x):  # in another thread, which takes the GIL
+    time.sleep(0.2)
+    return x.numpy() + 3
+
+late = tf.py_function(slow, [tf.constant([1.0, 3.0])], tf.float32)
+late = tf.reshape(late, [2])
+print(weights.flatten_gradients([late]).tolist())
+try:
+    weights.flatten_gradients([tf.debugging.check_numerics([np.nan, 1.0], "no number")])
+except tf.errors.InvalidArgumentError as error:
+    print(type(error).__name__)
+"""
 
 
 def test_asynchronous_gradients_are_waited_for() -> None:

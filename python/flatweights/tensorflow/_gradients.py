@@ -1,6 +1,7 @@
 """The gradients of a model as one vector: of tensors in memory, and of those of a graph."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,12 @@ from flatweights._trees import as_array
 from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._graph_search import is_symbolic
 from flatweights.tensorflow._kinds import inner_variable, is_variable, own_name
+
+# Where TensorFlow keeps what reads its eager tensors, since 2.21 and before; without it they are
+# read by the buffer protocol.
+for _name in ("lib_pywrap_tensorflow_common.so", "_pywrap_tensorflow_internal.so"):
+    if _core.find_eager_tensors(str(Path(tf.__file__).parent / "python" / _name)):
+        break
 
 _IN_MEMORY = (np.ndarray, tf.__internal__.EagerTensor)
 _SLICES = (tf.IndexedSlices, IndexedSlicesValue)
@@ -54,14 +61,16 @@ class Gradients:
     ) -> Any:
         """Return ``gradients`` as one vector, or as one tensor if they are of a graph."""
         most = None if clip_norm is None else _checked_norm(clip_norm, dtype)
-        arranged = self._arranged(gradients)
-        first = next((gradient for gradient in arranged if gradient is not None), None)
-        if not tf.inside_function() and not _is_of_graph(first):
+        is_list = type(gradients) is list and len(gradients) == len(self._layout)
+        arranged = gradients if is_list else self._arranged(gradients)
+        if tf.executing_eagerly() or not (tf.inside_function() or _begins_in_graph(arranged)):
             vector = new_vector(self._layout.size, dtype) if out is None else out
-            if _core.gather_exports(self._layout.core, arranged, vector):
+            if _core.gather(self._layout.core, arranged, vector):
                 if most is not None:
                     _clip(vector, most)
                 return vector
+        if is_list:  # of pairs, perhaps
+            arranged = self._arranged(gradients)
         if not any(_is_of_graph(gradient) for gradient in arranged):
             if tf.inside_function():
                 raise RuntimeError(
@@ -319,6 +328,10 @@ def _is_of_graph(gradient: Any) -> bool:
     if gradient is None or type(gradient) in _IN_MEMORY:
         return False
     return any(is_symbolic(part) for part in _parts(gradient))
+
+
+def _begins_in_graph(gradients: Sequence[Any]) -> bool:
+    return _is_of_graph(next((one for one in gradients if one is not None), None))
 
 
 def _names(gradient: Any) -> tuple[str, ...] | None:

@@ -1,0 +1,75 @@
+// Reads the memory of TensorFlow's eager tensors by TensorFlow's C API.
+//
+// An export by the buffer protocol makes a NumPy array of each tensor first, which takes longer
+// than moving the bytes of most. The functions are looked up in what TensorFlow has loaded, and
+// nothing is read where one is missing. No header of TensorFlow is needed: handles are opaque.
+#pragma once
+
+#include <Python.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "flatweights/dtype.hpp"
+
+namespace flatweights::bind {
+
+class EagerTensors {
+ public:
+  // Looks the functions up in a library that is loaded, and in those that it needs; returns
+  // whether all are there.
+  static bool find(const std::string& library);
+  // Null until they are found.
+  static const EagerTensors* found() noexcept;
+
+  // The handle of `object`, which lives as long; null if it is no eager tensor. With the GIL.
+  [[nodiscard]] void* handle_of(PyObject* object) const noexcept {
+    return is_tensor_(object) ? handle_(object) : nullptr;
+  }
+
+ private:
+  friend class EagerReader;
+
+  template <class Function>
+  static bool look_up(void* library, const char* name, Function*& function);
+
+  bool (*is_tensor_)(const PyObject*) = nullptr;
+  void* (*handle_)(const PyObject*) = nullptr;
+  void* (*new_status_)() = nullptr;
+  void (*delete_status_)(void*) = nullptr;
+  int (*code_)(const void*) = nullptr;
+  int (*data_type_)(void*) = nullptr;
+  int (*num_dims_)(void*, void*) = nullptr;
+  std::int64_t (*dim_)(void*, int, void*) = nullptr;
+  const char* (*device_type_)(void*, void*) = nullptr;
+  void* (*pointer_)(void*, void*) = nullptr;
+};
+
+// Reads some tensors, one after the other. Without the GIL: what computes a tensor may take it.
+class EagerReader {
+ public:
+  explicit EagerReader(const EagerTensors& tensors)
+      : tensors_(tensors), status_(tensors.new_status_()) {}
+  EagerReader(const EagerReader&) = delete;
+  EagerReader& operator=(const EagerReader&) = delete;
+  ~EagerReader() { tensors_.delete_status_(status_); }
+
+  // Begins to fetch what `memory` will read.
+  static void prefetch(const void* handle) noexcept;
+
+  // The memory of a tensor, once it is computed; null if it is not of `dtype` and `shape`, or not
+  // in the memory of a CPU, or could not be computed.
+  [[nodiscard]] const std::byte* memory(void* handle, DType dtype,
+                                        const std::vector<std::size_t>& shape);
+
+ private:
+  [[nodiscard]] bool has_shape(void* handle, const std::vector<std::size_t>& shape);
+  [[nodiscard]] bool failed() const { return tensors_.code_(status_) != 0; }
+
+  const EagerTensors& tensors_;
+  void* status_;
+};
+
+}  // namespace flatweights::bind
