@@ -569,6 +569,7 @@ def test_all_dead_is_an_error_that_names_all(make: Make) -> None:
     assert group.restore(timeout=5) == []
     calls: list[Callable[[], Any]] = [
         lambda: group.step("ping"),
+        lambda: group.step("ping", broadcast=weights_of(1.0)),
         lambda: group.average(),
         lambda: group.broadcast(weights_of(1.0)),
         lambda: list(group.run(1, "train")),

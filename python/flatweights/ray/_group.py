@@ -566,7 +566,8 @@ class WorkerGroup:
         before = self._sent
         payload = None
         try:
-            payload = None if weights is None else self._make_latest(weights, ranks)
+            if weights is not None and ranks:
+                payload = self._make_latest(weights, ranks)
             yield payload
         except WorkerError:
             # It was raised for the first that refused: others may have set them.

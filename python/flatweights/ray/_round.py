@@ -31,7 +31,8 @@ class Round:
         seconds: How long it took: ``"wait"`` for results, ``"average"`` to add them up,
             ``"put"`` to bring the average into the object store, once it is there. A
             `WorkerGroup` adds ``"broadcast"``, until its workers had it, and `WorkerGroup.run`
-            the whole ``"round"``.
+            the whole ``"round"``. Where the next call brought the average (``broadcast=``), the
+            time until workers had it is in that call's ``"wait"``.
         nbytes: Bytes of weights that were read.
         nbytes_sent: Bytes of weights that a `WorkerGroup` sent to those who took the average.
         number: Which round of `WorkerGroup.run` it was, from 1.
