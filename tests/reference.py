@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -269,19 +268,6 @@ def run_python(code: str, env: Mapping[str, str] | None = None) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def run_example(program: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program of `flatweights.examples` as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", f"flatweights.examples.{program}", *options],
-        cwd=cwd,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
 
 
 def clean_environment(**extra: str) -> dict[str, str]:

@@ -124,7 +124,7 @@ def test_interrupt_of_an_example_stops_everything(tmp_path: Path) -> None:
     options = ("examples", "resnet", "--num-residual-units=1", "--rounds=1000", "--enough=0")
     with running("round 2 of", *options, cwd=tmp_path) as process:
         *_, saved, last = interrupt(process, os.killpg).splitlines()
-    assert re.fullmatch(r"round \d+ is saved: resnet-checkpoints/round-\d+.safetensors", saved)
+    assert re.fullmatch(r"round \d+ is saved: resnet-checkpoints/checkpoint\.safetensors", saved)
     assert last == "interrupted"
     with running("round ", *options, "--resume", "--mode=graph", cwd=tmp_path) as process:
         interrupt(process, os.kill)

@@ -140,15 +140,16 @@ def _in_a_line(error: BaseException) -> str:
 
     error = getattr(error, "cause", None) or error  # what a worker raised, not Ray's wrapping
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip() or "no reason given"
-    first, *_, last = lines = [*text.splitlines() * 2]
+    lines = text.splitlines()
+    # Of an error in the constructor of an actor, the last line of the traceback says which.
     in_constructor = "creation task" in lines[0]
+    line = lines[-1 if in_constructor else 0].strip()
     remedy = ""
     if isinstance(error, ray.exceptions.ActorDiedError) and not in_constructor:
         remedy = " Start again; if memory was short, with fewer workers."
     if isinstance(error, ray.exceptions.ObjectStoreFullError | ray.exceptions.OutOfDiskError):
         remedy = " Free memory in /dev/shm, or space where Ray spills (RAY_TMPDIR)."
-    # Of an error in the constructor of an actor, the last line of the traceback says which.
-    return f"{type(error).__name__}: {(last if in_constructor else first).strip()}{remedy}"
+    return f"{type(error).__name__}: {line}{remedy}"
 
 
 def start_ray(cpus: int) -> None:

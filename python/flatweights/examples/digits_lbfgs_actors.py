@@ -164,9 +164,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             }
         )
         curves[name] = seconds, losses
-    first = [losses[:ALIKE] for _, losses in curves.values()]
-    gap = max(abs(a - b) for a, b in zip(*first, strict=False))
-    print(f"the first {ALIKE} losses: the same within {gap:.0e}")
+    alone, together = (losses[:ALIKE] for _, losses in curves.values())
+    count = min(len(alone), len(together))
+    gap = max(abs(a - b) for a, b in zip(alone, together, strict=False))
+    print(f"the first {count} losses: the same within {gap:.0e}")
     print(examples.time_exchange(group))
     group.shutdown()
     examples.print_table(rows)

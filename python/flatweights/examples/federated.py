@@ -122,14 +122,8 @@ class Client(FlatWorker):
         self.step = tf.function(step, input_signature=shapes)
         return self.model
 
-    def train(
-        self, weights: FlatWeights, number: int, client: int, fate: str
-    ) -> tuple[FlatWeights, int]:
-        """Train from ``weights`` on the data of ``client`` in a round, or meet its ``fate``.
-
-        Returns:
-            The weights, and the number of images that they were trained on.
-        """
+    def train(self, weights: FlatWeights, number: int, client: int, fate: str) -> Any:
+        """Return what ``client`` makes of ``weights`` in a round, and of how many images."""
         images, labels = self.shards[client]
         rng = np.random.default_rng([self.options.seed, number, client])
         self.set_weights(weights)
@@ -263,13 +257,13 @@ def report(histories: dict[str, History], plot: Path | None) -> None:
     rows, curves = [], {}
     for name, history in histories.items():
         rounds = range(1, len(history.accuracies) + 1)
+        reached = [n for n in rounds if history.accuracies[n - 1] >= ENOUGH]
         curves[name] = rounds, history.accuracies
-        reached = (n for n, a in zip(rounds, history.accuracies, strict=True) if a >= ENOUGH)
         rows.append(
             {
                 "server": name,
                 "accuracy": f"{history.accuracy:.3f}",
-                f"first {ENOUGH}": next(reached, "never"),
+                f"first {ENOUGH}": min(reached, default="never"),
                 "rounds": len(rounds),
                 "raised": history.raised,
                 "died": history.died,
