@@ -1,46 +1,37 @@
 """Runs every bench: ``python -m bench [--quick] [--json FILE] [--plot FILE]``.
 
 Each bench puts its name before the ending of the files: ``out.json`` becomes
-``out.average.json`` and so on.
+``out.average.json`` and so on. Each is a process of its own: models of one bench would leave
+too little memory for the actors of another.
 """
 
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
-from bench import (
-    bench_average,
-    bench_contention,
-    bench_exchange,
-    bench_flatten,
-    bench_inplace,
-    bench_variables,
-    bench_wire,
-    runner,
-)
+from bench import runner
 
-BENCHES = {
-    "average": bench_average,
-    "flatten": bench_flatten,
-    "inplace": bench_inplace,
-    "variables": bench_variables,
-    "exchange": bench_exchange,
-    "contention": bench_contention,
-    "wire": bench_wire,
-}
+BENCHES = ("average", "flatten", "inplace", "variables", "exchange", "contention", "wire")
 
 
 def main() -> None:
-    """Run all benches one after the other."""
+    """Run all benches one after the other; end with an error if one of them does."""
     options = runner.arguments(__doc__ or "")
-    for name, bench in BENCHES.items():
-        bench.run(_named(options, name))
+    failed = [name for name in BENCHES if subprocess.run(_command(name, options)).returncode]
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
-def _named(options: Namespace, name: str) -> Namespace:
-    def named(path: Path | None) -> Path | None:
-        return path and path.with_suffix(f".{name}{path.suffix}")
-
-    return Namespace(quick=options.quick, json=named(options.json), plot=named(options.plot))
+def _command(name: str, options: Namespace) -> list[str]:
+    command = [sys.executable, "-m", f"bench.bench_{name}"]
+    if options.quick:
+        command.append("--quick")
+    for option in ("json", "plot"):
+        path: Path | None = getattr(options, option)
+        if path:
+            command += [f"--{option}", str(path.with_suffix(f".{name}{path.suffix}"))]
+    return command
 
 
 if __name__ == "__main__":
