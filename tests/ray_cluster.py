@@ -31,8 +31,6 @@ def ray_folder() -> Iterator[Path]:
         # On a busy machine a node needs longer than Ray's 30 s to start; one that has aborted
         # is waited for as long, too.
         environment.setenv("RAY_raylet_start_wait_time_s", "90")
-        # Else tests in this process, or beside it, keep actors from answering in time.
-        environment.setenv("RAY_worker_niceness", "0")
         yield folder
     shutil.rmtree(folder, ignore_errors=True)
 

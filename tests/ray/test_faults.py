@@ -116,6 +116,7 @@ def fill_the_store() -> None:
     found = group.average("train", min_results=1)
     assert found.used
     check(found.weights, start, found.used)
+    time.sleep(1)
     pins = [ray.put(np.zeros(size)) for _ in range(1)]
     views = []
     try:
