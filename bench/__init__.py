@@ -1,1 +1,7 @@
-"""Benchmarks of flatweights against what its users would do otherwise."""
+"""Benches of `flatweights` against what people do instead; see README.md beside this file."""
+
+import os
+
+# OpenBLAS' threads spin for some 20 ms after a call, on the processors that the next contender is
+# timed on. This is read when NumPy is loaded.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")

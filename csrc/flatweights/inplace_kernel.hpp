@@ -24,6 +24,8 @@ inline void change_range(std::byte* y, const std::byte* x, std::size_t begin, st
   const std::size_t first = begin;
   Doubles spoiled = broadcast(0);
   for (; end - begin >= kPair; begin += kPair) {
+    read_ahead<kPair * sizeof(T)>(y + begin * sizeof(T));
+    if (x != y) read_ahead<kPair * sizeof(T)>(x + begin * sizeof(T));
     const Pair old = load_pair<T>(y, begin);
     const Pair other = load_pair<T>(x, begin);
     const Pair changed = {value(old.a, other.a), value(old.b, other.b)};
@@ -88,64 +90,110 @@ void lerp_range(std::byte* y, const std::byte* x, double a, std::size_t begin,
 inline constexpr std::size_t kColumns = 32;
 static_assert((kColumns & (kColumns - 1)) == 0, "they are added by halves");
 
-// Squares of float64 are summed with compensation. Those of shorter numbers are exact in
-// float64 and summed plainly, at most kMostBlock / kColumns in a row.
+// Rows whose squares are summed plainly before they are added to the sums of their columns.
+inline constexpr std::size_t kRows = 4;
+
+// Adds what rows have summed up to the sums of their columns: with compensation for float64, where
+// the plain sum of kRows rows rounds no more often than squaring does. Squares of shorter numbers
+// are exact in float64, and summed plainly, at most kMostBlock / kColumns in a row.
 template <class T, class V>
-inline void add_square(V& total, [[maybe_unused]] V& lost, V value) noexcept {
+[[gnu::always_inline]] inline void add_rows(V& total, [[maybe_unused]] V& lost, V rows) noexcept {
   if constexpr (std::is_same_v<T, double>)
-    add_exactly(total, lost, value * value);
+    add_exactly(total, lost, rows);
   else
-    total += value * value;
+    total += rows;
 }
 
-// Adds the squares of `scale * data[begin, begin + count)`, whole rows of columns, to
-// `sum` and `rest`, of kColumns each.
+// Sums of squares in columns.
 template <class T>
-inline void add_rows_of_squares(double* sum, double* rest, const std::byte* data, double scale,
-                                std::size_t begin, std::size_t count) noexcept {
+struct Columns {
 #if defined(FLATWEIGHTS_REGISTERS)
-  constexpr std::size_t kPairsOfColumns = kColumns / kPair;
-  Pair sums[kPairsOfColumns];
-  Pair rests[kPairsOfColumns];
-  for (std::size_t v = 0; v < kPairsOfColumns; ++v)
-    sums[v] = rests[v] = {broadcast(0), broadcast(0)};
-  for (std::size_t i = 0; i < count; i += kColumns) {
+  static constexpr std::size_t kPairs = kColumns / kPair;
+  Pair sums[kPairs] = {};
+  Pair rests[kPairs] = {};
+
+  // Adds the squares of this many rows, from element `first` on.
+  template <std::size_t Rows>
+  [[gnu::always_inline]] void add(const std::byte* data, std::size_t first) noexcept {
+    Pair squares[kPairs];
 #pragma GCC unroll 4
-    for (std::size_t v = 0; v < kPairsOfColumns; ++v) {
-      const Pair values = load_pair<T>(data, begin + i + v * kPair);
-      add_square<T>(sums[v].a, rests[v].a, scale * values.a);
-      add_square<T>(sums[v].b, rests[v].b, scale * values.b);
+    for (std::size_t r = 0; r < Rows; ++r) {
+      const std::size_t row = first + r * kColumns;
+      read_ahead<kColumns * sizeof(T)>(data + row * sizeof(T));
+#pragma GCC unroll 8
+      for (std::size_t v = 0; v < kPairs; ++v) {
+        const Pair values = load_pair<T>(data, row + v * kPair);
+        const Pair square = {values.a * values.a, values.b * values.b};
+        squares[v] = r == 0 ? square : Pair{squares[v].a + square.a, squares[v].b + square.b};
+        // Without this the compiler reads down the columns, and memory out of order.
+        settle(squares[v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (std::size_t v = 0; v < kPairs; ++v) {
+      add_rows<T>(sums[v].a, rests[v].a, squares[v].a);
+      add_rows<T>(sums[v].b, rests[v].b, squares[v].b);
     }
   }
-  for (std::size_t v = 0; v < kPairsOfColumns; ++v) {
-    spread_pair<T>(sum + v * kPair, sums[v]);
-    spread_pair<T>(rest + v * kPair, rests[v]);
+
+  // Writes the sums and what they have lost, in the order of the columns.
+  void spread(double* sum, double* rest) const noexcept {
+    for (std::size_t v = 0; v < kPairs; ++v) {
+      spread_pair<T>(sum + v * kPair, sums[v]);
+      spread_pair<T>(rest + v * kPair, rests[v]);
+    }
   }
 #else
-  for (std::size_t c = 0; c < kColumns; ++c) sum[c] = rest[c] = 0.0;
-  for (std::size_t i = 0; i < count; i += kColumns)
-    for (std::size_t c = 0; c < kColumns; ++c)
-      add_square<T>(sum[c], rest[c], scale * widened<T>(data, begin + i + c));
+  double sums[kColumns] = {};
+  double rests[kColumns] = {};
+
+  template <std::size_t Rows>
+  void add(const std::byte* data, std::size_t first) noexcept {
+    double squares[kColumns];
+    for (std::size_t r = 0; r < Rows; ++r) {
+      for (std::size_t c = 0; c < kColumns; ++c) {
+        const double value = widened<T>(data, first + r * kColumns + c);
+        squares[c] = r == 0 ? value * value : squares[c] + value * value;
+      }
+    }
+    for (std::size_t c = 0; c < kColumns; ++c) add_rows<T>(sums[c], rests[c], squares[c]);
+  }
+
+  void spread(double* sum, double* rest) const noexcept {
+    std::memcpy(sum, sums, sizeof(sums));
+    std::memcpy(rest, rests, sizeof(rests));
+  }
 #endif
+};
+
+// Adds up columns [0, 2 * half) by halves: one after the other would take as long as a third of a
+// block.
+template <std::size_t half>
+[[gnu::always_inline]] inline void fold(double* sum, double* rest) noexcept {
+  for (std::size_t c = 0; c < half; ++c) {
+    add_exactly(sum[c], rest[c], sum[c + half]);
+    rest[c] += rest[c + half];
+  }
+  if constexpr (half > 1) fold<half / 2>(sum, rest);
 }
 
-// Adds the squares of `scale * data[begin, begin + count)`, count <= kMostBlock.
+// Adds the squares of `data[begin, begin + count)`, count <= kMostBlock.
 template <class T>
-inline void add_squares(double& total, double& lost, const std::byte* data, double scale,
-                        std::size_t begin, std::size_t count) noexcept {
-  double sum[kColumns];
-  double rest[kColumns];
-  const std::size_t whole = count / kColumns * kColumns;
-  add_rows_of_squares<T>(sum, rest, data, scale, begin, whole);
-  for (std::size_t c = 0; whole + c < count; ++c)
-    add_square<T>(sum[c], rest[c], scale * widened<T>(data, begin + whole + c));
-  // By halves: one after the other would take as long as a third of a block.
-  for (std::size_t half = kColumns / 2; half > 0; half /= 2) {
-    for (std::size_t c = 0; c < half; ++c) {
-      add_exactly(sum[c], rest[c], sum[c + half]);
-      rest[c] += rest[c + half];
-    }
+inline void add_squares(double& total, double& lost, const std::byte* data, std::size_t begin,
+                        std::size_t count) noexcept {
+  alignas(kLine) double sum[kColumns];
+  alignas(kLine) double rest[kColumns];
+  Columns<T> columns;
+  std::size_t i = 0;
+  for (; count - i >= kRows * kColumns; i += kRows * kColumns)
+    columns.template add<kRows>(data, begin + i);
+  for (; count - i >= kColumns; i += kColumns) columns.template add<1>(data, begin + i);
+  columns.spread(sum, rest);
+  for (std::size_t c = 0; i + c < count; ++c) {
+    const double value = widened<T>(data, begin + i + c);
+    add_rows<T>(sum[c], rest[c], value * value);
   }
+  fold<kColumns / 2>(sum, rest);
   add_exactly(total, lost, sum[0]);
   lost += rest[0];
 }
@@ -156,7 +204,13 @@ void squares_range(double* total, double* lost, const std::byte* data, double sc
                    std::size_t begin, std::size_t end) noexcept {
   for (; begin < end; begin += kMostBlock) {
     const std::size_t count = end - begin < kMostBlock ? end - begin : kMostBlock;
-    add_squares<T>(*total, *lost, data, scale, begin, count);
+    if (scale == 1.0) {
+      add_squares<T>(*total, *lost, data, begin, count);
+    } else {
+      alignas(kLine) double scaled[kMostBlock];
+      for (std::size_t i = 0; i < count; ++i) scaled[i] = scale * widened<T>(data, begin + i);
+      add_squares<double>(*total, *lost, reinterpret_cast<const std::byte*>(scaled), 0, count);
+    }
   }
 }
 

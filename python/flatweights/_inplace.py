@@ -120,8 +120,9 @@ def norm(x: Model) -> float:
     Real and imaginary parts count alike; within `FlatWeights`, integer and boolean parts do
     not. One pass over memory, without the GIL, in float64 for all dtypes: in blocks of
     4096 over 32 columns, added up in one order, so that the bits do not depend on threads,
-    alignment or instruction set. Sums of float64 are compensated (Neumaier, ZAMM 54, 1974),
-    which leaves an error of about one unit in the last place. Only where the sum has
+    alignment or instruction set. Squares of float64 are added to their column four at a time,
+    with compensation (Neumaier, ZAMM 54, 1974), which leaves an error of about one unit in the
+    last place. Only where the sum has
     overflowed, or has come so close to 0 that squares may have been lost, a second
     pass scales by a power of two (Blue, "A Portable Fortran Program to Find the Euclidean
     Norm of a Vector", ACM TOMS 4(1), 1978).
