@@ -22,14 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        arguments: What follows the command's name; `sys.argv` if None.
+        arguments: The arguments after the command's name; those of `sys.argv` if None.
 
     Returns:
         The exit code: 0, 1 if something failed, 2 if something is not installed.
 
     Raises:
-        SystemExit: With code 2 for arguments that do not make sense, 0 after ``--help``; at the
-            end of the demo or an example, with their code: 130 if they were interrupted.
+        SystemExit: With code 2 for invalid arguments, 0 after ``--help``; at the end of the demo
+            or an example, with its code: 130 if it was interrupted.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has gone; Python would complain when it flushes at exit.
+        # Nobody reads the output any more; Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
@@ -63,10 +63,10 @@ def _info(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _tensorflow_path() -> str:
-    """Return which way weights are moved to and from TensorFlow, and why.
+    """Return the code path that moves weights to and from TensorFlow, and the reason for it.
 
-    TensorFlow alone knows its build. It is asked in a process of its own: it writes to stderr,
-    and a broken one may kill the process that imports it.
+    Only TensorFlow knows its build. A process of its own imports it, since it writes to stderr,
+    and a broken installation may kill the process.
     """
     program = "from flatweights.tensorflow._library import status; print(status())"
     done = subprocess.run(
@@ -90,7 +90,7 @@ def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         return 2
     from flatweights.tensorflow._library import LibraryError, build_library
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that it can clear up
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that it can clean up
     try:
         print(build_library())
     except LibraryError as error:
@@ -147,18 +147,18 @@ def _parser() -> argparse.ArgumentParser:
 
     build = commands.add_parser(
         "build-tf",
-        help="compile the op library for the TensorFlow that is installed, ahead of its first use",
+        help="compile the op library for the installed TensorFlow, ahead of its first use",
         description=(
             "Compile the library that moves weights without TensorFlow's operations, and print "
-            "where it is. The first use does the same; this tries again after a failure."
+            "its path. The first use does the same; this command tries again after a failure."
         ),
     )
     build.set_defaults(command=_build_tf)
 
     programs = commands.add_parser(
         "examples",
-        help="list the programs to read and to change, or run one of them",
-        description="List the programs of flatweights.examples, or run one of them.",
+        help="list the programs to read and to change, or run one",
+        description="List the programs of flatweights.examples, or run one.",
         usage="flatweights examples [-h] [NAME [options of the program]]",
     )
     programs.set_defaults(command=_examples)
@@ -172,9 +172,9 @@ def _parser() -> argparse.ArgumentParser:
         help="train on handwritten digits in Ray actors, beside the loop from Ray's guide",
         description=(
             "Train a Keras model of 22 MB on scikit-learn's handwritten digits, data-parallel in "
-            "Ray actors on this machine. What is averaged after each round is exchanged twice: as "
-            "one buffer through flatweights, and as a dict of arrays, as in Ray's guide. Then "
-            "bare arrays of other sizes are."
+            "Ray actors on this machine. Each round is exchanged in three ways: as one buffer, "
+            "within the machine and through Ray's object store, and as a dict of arrays, as in "
+            "Ray's guide. Then the actors exchange arrays of other sizes."
         ),
     )
     train.set_defaults(command=_demo)

@@ -41,11 +41,12 @@ def test_each_way_goes_on_where_another_has_stopped(
 def test_a_break_that_changes_the_weights_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    _, test = examples.load_digits(0)
+
     class Forgetful:
-        """Ends at the weights that it begins with, whatever it loads."""
+        """Variables that keep their first values, whatever they load."""
 
         def __init__(self, seed: int) -> None:
-            self.variables = self
             self._weights = np.full(3, float(seed))
 
         def get_flat(self) -> np.ndarray:
@@ -57,13 +58,12 @@ def test_a_break_that_changes_the_weights_fails(
         def load(self, path: Path) -> None:
             pass
 
-        def train(self, images: np.ndarray, labels: np.ndarray) -> float:
-            return 1.0
+    def forgetful(seed: int) -> one_code.Training:
+        return one_code.Training(
+            Forgetful(seed), lambda images, labels: 1.0, lambda images: np.eye(10)[test.labels]
+        )
 
-        def predict(self, images: np.ndarray) -> np.ndarray:
-            return np.eye(10)[one_code.load_data(0)[1][1]]
-
-    monkeypatch.setattr(one_code, "WAYS", {"forgetful": Forgetful})
+    monkeypatch.setattr(one_code, "WAYS", {"forgetful": forgetful})
     with pytest.raises(SystemExit, match=r"differ by 1\.0 from those without a break"):
         one_code.main([])
     assert "(no break)" in capsys.readouterr().out

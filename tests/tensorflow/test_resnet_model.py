@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatweights.examples.resnet import Network, build_model
+from flatweights.examples.resnet import build_model, build_network
 
 pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
@@ -18,18 +18,21 @@ RATE = 0.05
 def images() -> tuple[Any, Any]:
     rng = np.random.default_rng(1)
     labels = np.arange(16, dtype=np.int32) % 4
-    pixels = rng.normal(size=(16, 32, 32, 3)) + labels[:, None, None, None]
-    return pixels.astype(np.float32), labels
+    stripes = 40 * np.sin(np.arange(32) * (1 + labels[:, None]))
+    pixels = 128 + 20 * rng.normal(size=(16, 32, 32, 3)) + stripes[:, None, :, None]
+    return pixels.round().clip(0, 255).astype(np.uint8), labels
 
 
-def network(mode: str, trained: bool = True) -> Network:
-    return Network(mode, units=1, classes=4, seed=5, trained=trained)
+def standardised() -> Any:
+    pixels = images()[0].astype(np.float64)
+    values = pixels - pixels.mean(axis=(1, 2, 3), keepdims=True)
+    return values / values.std(axis=(1, 2, 3), keepdims=True)
 
 
 @cache
 def trained(mode: str, steps: int) -> tuple[Any, Any, list[float]]:
     """The weights before and after some steps, and the loss before each."""
-    one = network(mode)
+    one = build_network(mode, units=1, classes=4, seed=5)
     before, (pixels, labels) = one.variables.get_weights(), images()
     losses = []
     for step in range(steps):
@@ -46,7 +49,7 @@ def test_moving_statistics_follow_what_is_normalised(mode: str) -> None:
         for end in ("kernel", "moving_mean", "moving_variance")
     )
     kernel = before[first].astype(np.float64)
-    padded = np.pad(images()[0][:8], [(0, 0), (1, 1), (1, 1), (0, 0)]).astype(np.float64)
+    padded = np.pad(standardised()[:8], [(0, 0), (1, 1), (1, 1), (0, 0)])
     windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
     x = np.einsum("bhwcij,ijco->bhwo", windows, kernel)
     np.testing.assert_allclose(after[mean], 0.1 * x.mean(axis=(0, 1, 2)), rtol=1e-3, atol=1e-5)
@@ -80,16 +83,15 @@ def test_both_modes_learn_alike() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_is_that_of_keras(mode: str) -> None:
     weights = trained("eager", 8)[1]
-    one = network(mode, trained=False)
-    variables = one.variables
+    one = build_network(mode, units=1, classes=4, seed=6)
+    one.variables.set_weights(dict(zip(one.variables.layout.names, weights.values(), strict=True)))
     own = [value for name, value in weights.items() if "momentum" not in name]
-    variables.set_weights(dict(zip(variables.layout.names, own, strict=True)))
     losses, right = map(np.asarray, one.evaluate(*images()))
     model = build_model(1, 4, 5)
     assert len(own) == len(model.weights)
     model.set_weights(own)
     model.compile(loss="sparse_categorical_crossentropy")
-    outputs = model.predict(images()[0], verbose=0).astype(np.float64)
+    outputs = model.predict(standardised().astype(np.float32), verbose=0).astype(np.float64)
     wanted = np.log(np.exp(outputs).sum(axis=1)) - outputs[np.arange(16), images()[1]]
     np.testing.assert_allclose(losses, wanted, rtol=1e-3, atol=1e-4)
     assert right.tolist() == (outputs.argmax(axis=1) == images()[1]).tolist()

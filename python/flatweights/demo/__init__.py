@@ -1,9 +1,9 @@
 """`flatweights demo`: handwritten digits, trained data-parallel in Ray actors.
 
-Each round, the actors train on their shares of the digits; then what they have is averaged, and
-all go on from the average. That exchange is done in three ways, from the same weights: by a
-`flatweights.ray.WorkerGroup`, through Ray's object store by `flatweights.ray.average`, and by the
-loop over dicts of arrays of Ray's guide. Afterwards,
+Each round, the actors train on their shares of the digits; then their weights or gradients are
+averaged, and all go on from the average. The demo does that exchange in three ways, from the same
+weights: by a `flatweights.ray.WorkerGroup`, through Ray's object store by
+`flatweights.ray.average`, and by the loop over dicts of arrays of Ray's guide. Afterwards,
 the same actors exchange as many variables of other sizes. Or, with ``--kill-worker``, one
 worker's process is killed half-way, and the training goes on.
 
@@ -29,37 +29,34 @@ class Size(NamedTuple):
 
 SIZES = {"full": Size(336, 48, (1.0, 100.0), 5), "small": Size(48, 8, (0.1, 1.0), 2)}
 SCHEDULES = {"weights": (20, 20), "gradients": (200, 1)}
-"""By mode, rounds and local steps: what reaches 95 % on two workers."""
+"""By mode, the rounds and local steps that reach 95 % on two workers."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the demo."""
-
-    def number(name: str, least: int, most: int, text: str, default: int | None = None) -> None:
-        kind = integer(least, most)
-        parser.add_argument(name, type=kind, default=default, metavar="N", help=text)
-
+    add = parser.add_argument
     rounds, steps = (
         ", ".join(f"{schedule[i]} for {mode}" for mode, schedule in SCHEDULES.items())
         for i in range(2)
     )
-    number("--workers", 1, 64, "Ray actors; default: %(default)s", 2)
-    number("--rounds", 1, 100_000, f"averages to take; default: {rounds}")
-    number("--local-steps", 1, 100_000, f"batches of a worker in a round; default: {steps}")
-    number("--seed", 0, 2**32 - 1, "of the data's split, the batches and the weights", 0)
-    add = parser.add_argument
+    many = integer(1, 100_000)
+    add("--workers", type=integer(1, 64), default=2, help="Ray actors; default: %(default)s")
+    add("--rounds", type=many, help=f"averages to take; default: {rounds}")
+    add("--local-steps", type=many, help=f"batches of a worker in a round; default: {steps}")
+    seed = "of the data's split, the batches and the weights"
+    add("--seed", type=integer(0, 2**32 - 1), default=0, help=seed)
     mode = "what is averaged; default: %(default)s"
     add("--mode", choices=tuple(SCHEDULES), default="weights", help=mode)
     size = "of the network, 22 MB in 100 variables or 0.1 MB in 20; default: %(default)s"
     add("--size", choices=tuple(SIZES), default="full", help=size)
     kill = "our way alone: kill a worker's process half-way, go on without it, then with it"
     add("--kill-worker", action="store_true", help=kill)
-    plot = f"draw the training and what the exchanges took ({', '.join(PLOT_SUFFIXES)})"
+    plot = f"draw the training and the times of exchanges ({', '.join(PLOT_SUFFIXES)})"
     add("--plot", type=plot_file, metavar="FILE", help=plot)
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Fill in what depends on other options, and refuse what does not go together."""
+    """Fill in the defaults that depend on the mode, and refuse options that exclude others."""
     rounds, local_steps = SCHEDULES[options.mode]
     options.rounds = options.rounds or rounds
     options.local_steps = options.local_steps or local_steps

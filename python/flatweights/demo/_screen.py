@@ -1,4 +1,4 @@
-"""What the demo shows: progress while it runs, and pictures."""
+"""Progress on the screen while the demo runs, and its plots."""
 
 import argparse
 import math
@@ -30,16 +30,17 @@ STEP_COLOURS = ("#8d96a3", RED, "#edae49", "#66a182")
 class Screen:
     """A progress bar on a terminal, a few plain lines elsewhere.
 
-    Writes to what `sys.stdout` was when it was made.
+    It goes on writing to the `sys.stdout` that it was created with.
     """
 
     def __init__(self, rounds: int) -> None:
         """Show nothing before ``progress`` is entered."""
         self._rounds = rounds
         self._console = Console(file=sys.stdout, highlight=False)
-        columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn()
         self.progress = Progress(
-            *columns,
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             console=self._console,
@@ -50,21 +51,21 @@ class Screen:
         self._task = self.progress.add_task("", total=rounds)
 
     def line(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line above the bar."""
         self._console.print(text, soft_wrap=True, markup=False)
         self._console.file.flush()
 
     def stage(self, text: str) -> None:
-        """Say what is being done."""
+        """Name the current stage."""
         self.progress.update(self._task, description=text)
         if not self._console.is_terminal:
             self.line(text)
 
     def advance(self, number: int, text: str) -> None:
-        """Say that a round is done, and with which result."""
+        """Show that a round is done, and its result."""
         self.progress.update(self._task, completed=number, description=text)
-        is_told = number in (1, self._rounds) or number % max(1, self._rounds // LINES) == 0
-        if is_told and not self._console.is_terminal:
+        is_printed = number in (1, self._rounds) or number % max(1, self._rounds // LINES) == 0
+        if is_printed and not self._console.is_terminal:
             self.line(f"round {number} of {self._rounds}: {text}")
 
 
@@ -81,7 +82,7 @@ def milliseconds(seconds: float) -> str:
 
 @contextmanager
 def figure_of(options: argparse.Namespace, extra: str, width: float) -> Iterator[Any]:
-    """Give an empty figure, which is written to ``--plot``."""
+    """Yield an empty figure, and write it to ``--plot`` in the end."""
     import matplotlib as mpl  # takes a second
     from matplotlib.figure import Figure
 

@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -30,10 +30,10 @@ STEPS = {
     "put": "put",
     "broadcast": "set variables",
 }
-"""What to call the steps of an exchange, by the names in `Round.seconds`."""
+"""The titles of the steps of an exchange, by the names in `Round.seconds`."""
 
 
-class Exchanged(NamedTuple):
+class Exchange(NamedTuple):
     """The average, the seconds of each of the `STEPS`, and bytes and arrays of one message."""
 
     mean: Mapping[str, Any]
@@ -47,15 +47,15 @@ class Exchanged(NamedTuple):
         return sum(self.seconds.values())
 
 
-def exchange_flat(group: WorkerGroup, sizes: Sequence[int]) -> Exchanged:
+def exchange_flat(group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
     """Exchange through `flatweights`: two lines."""
     result = group.average(weights=sizes)
     group.broadcast(result)
     seconds = {step: result.seconds.get(step, 0.0) for step in STEPS}
-    return Exchanged(result.weights, seconds, pickled_size(result.weights), 1)
+    return Exchange(result.weights, seconds, pickled_size(result.weights), 1)
 
 
-def exchange_through_store(group: WorkerGroup, sizes: Sequence[int]) -> Exchanged:
+def exchange_through_store(group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
     """Exchange through `flatweights.ray.average` and Ray's object store, as between nodes."""
     actors = group.actors().values()
     result = average([actor.get_weights.remote() for actor in actors], sizes)
@@ -63,10 +63,10 @@ def exchange_through_store(group: WorkerGroup, sizes: Sequence[int]) -> Exchange
     begin = time.perf_counter()
     ray.get([actor.set_weights.remote(ref) for actor in actors])
     seconds = {**result.seconds, "broadcast": time.perf_counter() - begin}
-    return Exchanged(result.weights, seconds, pickled_size(result.weights), 1)
+    return Exchange(result.weights, seconds, pickled_size(result.weights), 1)
 
 
-def exchange_dicts(group: WorkerGroup, sizes: Sequence[int]) -> Exchanged:
+def exchange_dicts(group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
     """Exchange as in Ray's guide; weighted, if the shares of the digits differ in size."""
     actors = group.actors().values()
     times = [time.perf_counter()]
@@ -75,8 +75,7 @@ def exchange_dicts(group: WorkerGroup, sizes: Sequence[int]) -> Exchanged:
     if min(sizes) == max(sizes):
         mean = {k: sum(w[k] for w in replies) / len(replies) for k in replies[0]}
     else:
-        shares = [size / sum(sizes) for size in sizes]
-        pairs = list(zip(shares, replies, strict=True))
+        pairs = [(size / sum(sizes), w) for size, w in zip(sizes, replies, strict=True)]
         mean = {k: sum(share * w[k] for share, w in pairs) for k in replies[0]}
     times.append(time.perf_counter())
     ref = ray.put(mean)
@@ -84,7 +83,7 @@ def exchange_dicts(group: WorkerGroup, sizes: Sequence[int]) -> Exchanged:
     ray.get([actor.set_dict.remote(ref) for actor in actors])
     times.append(time.perf_counter())
     seconds = dict(zip(STEPS, np.diff(times).tolist(), strict=True))
-    return Exchanged(mean, seconds, pickled_size(mean), len(mean))
+    return Exchange(mean, seconds, pickled_size(mean), len(mean))
 
 
 def pickled_size(message: Any) -> int:
@@ -97,8 +96,8 @@ def pickled_size(message: Any) -> int:
 WAYS = {FLAT: exchange_flat, STORE: exchange_through_store, GUIDE: exchange_dicts}
 
 
-def exchange_by(name: str, group: WorkerGroup, sizes: Sequence[int]) -> Exchanged:
-    """Exchange in one of the `WAYS`, once the way before has left the workers idle.
+def exchange_by(name: str, group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
+    """Exchange in one of the `WAYS`, once the workers are ready for it.
 
     Workers of a group wait some milliseconds for its next command before they take other calls.
     """
@@ -109,7 +108,7 @@ def exchange_by(name: str, group: WorkerGroup, sizes: Sequence[int]) -> Exchange
 
 
 class Costs(NamedTuple):
-    """What a way's exchange takes: medians of seconds; bytes and arrays of one message.
+    """Median seconds of a way's exchange by step and in all; bytes and arrays of one message.
 
     ``others`` are the seconds of exchanges without a network, by megabytes.
     """
@@ -126,12 +125,12 @@ def compare(options: argparse.Namespace) -> None:
     with _screen(options) as screen:
         group, sizes = _start(options, screen)
         ways = list(WAYS)
-        exchanges: dict[str, list[Exchanged]] = {name: [] for name in WAYS}
+        exchanges: dict[str, list[Exchange]] = {name: [] for name in WAYS}
         losses, accuracies, computing, gap = [], [], [], 0.0
         for number in range(1, options.rounds + 1):
             seconds = max(group.step("train").values())
             one_round = {name: exchange_by(name, group, sizes) for name in ways}
-            ways.reverse()  # no way always runs in the same one's wake
+            ways.reverse()  # no way always follows the same one
             computing.append(seconds + max(group.step("finish").values()))
             mean = one_round[FLAT].mean
             for name, exchanged in one_round.items():
@@ -168,23 +167,21 @@ def compare(options: argparse.Namespace) -> None:
 
 def _show(costs: Mapping[str, Costs]) -> None:
     """Print the exchange: a column for each way."""
-    rows, some = [], list(costs.values())
+    some = list(costs.values())
+    rows: list[tuple[object, ...]] = []
 
-    def row(title: str, cells: Iterable[object]) -> None:
-        rows.append({"per round": title, **dict(zip(costs, cells, strict=True))})
+    def add_times(title: str, seconds: Sequence[float]) -> None:
+        rows.append((title, *map(milliseconds, seconds)))
+        rows.append(("  times flatweights", *(f"{each / seconds[0]:.1f}x" for each in seconds)))
 
-    def times(title: str, seconds: Sequence[float]) -> None:
-        row(title, map(milliseconds, seconds))
-        row("  times flatweights", [f"{each / seconds[0]:.1f}x" for each in seconds])
-
-    times(f"exchange of {some[0].nbytes / 1e6:.3g} MB", [cost.total for cost in some])
+    add_times(f"exchange of {some[0].nbytes / 1e6:.3g} MB", [cost.total for cost in some])
     for step, title in STEPS.items():
-        row(f"  {title}", [milliseconds(cost.seconds[step]) for cost in some])
+        rows.append((f"  {title}", *(milliseconds(cost.seconds[step]) for cost in some)))
     for size in some[0].others:
-        times(f"exchange of {size:g} MB", [cost.others[size] for cost in some])
-    row("bytes sent, each", [f"{cost.nbytes:,}" for cost in some])
-    row("  in arrays", [cost.arrays for cost in some])
-    print_table(rows)
+        add_times(f"exchange of {size:g} MB", [cost.others[size] for cost in some])
+    rows.append(("bytes sent, each", *(f"{cost.nbytes:,}" for cost in some)))
+    rows.append(("  in arrays", *(cost.arrays for cost in some)))
+    print_table([dict(zip(["per round", *costs], row, strict=True)) for row in rows])
 
 
 def _exchange_others(
@@ -204,9 +201,9 @@ def _exchange_others(
 def survive(options: argparse.Namespace) -> None:
     """Train, and kill the process of the last rank half-way.
 
-    It is averaged again as soon as Ray has started it anew. That takes seconds, in which
-    TensorFlow is imported, and rounds of the demo take less: after a quarter of all rounds
-    without it, they wait.
+    Rounds include that rank again as soon as Ray has restarted its process. The restart takes
+    seconds, since TensorFlow is imported, and rounds of the demo take less: after a quarter of all
+    rounds without it, they wait.
 
     Raises:
         SystemExit: If the worker does not come back, or ends with other weights.
@@ -224,15 +221,14 @@ def survive(options: argparse.Namespace) -> None:
         for result in group.run(options.rounds, "train_on", weights=sizes, min_results=1):
             loss, accuracy = ray.get(group.actors()[result.used[0]].evaluate.remote())
             accuracies.append(accuracy)
-            number, there = len(accuracies), victim in result.used
-            share = f"averaged over {len(result.used)} of {options.workers}"
-            if was_there and not there:
-                reason = result.record()["failed"][str(victim)]
-                screen.line(f"round {number}: rank {victim} died: {reason}; {share}")
-            if there and not was_there:
-                screen.line(f"round {number}: rank {victim} is back; {share}")
-            was_there = there
             rounds.append(result.record())
+            number, is_there = len(rounds), victim in result.used
+            if is_there != was_there:
+                reason = f"died: {rounds[-1]['failed'].get(str(victim), 'no answer')}"
+                share = f"averaged over {len(result.used)} of {options.workers}"
+                event = "is back" if is_there else reason
+                screen.line(f"round {number}: rank {victim} {event}; {share}")
+            was_there = is_there
             screen.advance(number, f"test accuracy {accuracy:.4f}")
             if number == dies_in - 1:
                 ray.get(group.actors()[victim].die_in_next_round.remote())
@@ -248,22 +244,19 @@ def survive(options: argparse.Namespace) -> None:
 
 
 def _show_rounds(rounds: Sequence[Record], victim: int) -> None:
-    """Print what rounds took: a column for those of all workers, and one for the others."""
+    """Print medians of rounds: a column for those of all workers, and one for the others."""
     parts = [[one for one in rounds if (victim in one["used"]) is there] for there in (True, False)]
-    rows = []
-
-    def row(title: str, cells: Iterable[object]) -> None:
-        titles = "per round, median", "all workers", f"without rank {victim}"
-        rows.append(dict(zip(titles, [title, *cells], strict=True)))
-
-    row("rounds", map(len, parts))
-    row("results averaged", [len(part[-1]["used"]) for part in parts])
+    rows: list[tuple[object, ...]] = [
+        ("rounds", *map(len, parts)),
+        ("results averaged", *(len(part[-1]["used"]) for part in parts)),
+    ]
     for step, title in {**STEPS, "wait": "train, collect", "round": "all of it"}.items():
         seconds = [median(one["seconds"].get(step, 0.0) for one in part) for part in parts]
-        row(title, map(milliseconds, seconds))
+        rows.append((title, *map(milliseconds, seconds)))
     for way in ("in", "out"):
-        row(f"bytes {way}", [f"{part[-1]['bytes'][way]:,}" for part in parts])
-    print_table(rows)
+        rows.append((f"bytes {way}", *(f"{part[-1]['bytes'][way]:,}" for part in parts)))
+    titles = "per round, median", "all workers", f"without rank {victim}"
+    print_table([dict(zip(titles, row, strict=True)) for row in rows])
 
 
 def _finish(options: argparse.Namespace, screen: Screen, accuracy: float, digest: str) -> None:
@@ -295,23 +288,23 @@ def _digest(group: WorkerGroup) -> str:
 
 @contextlib.contextmanager
 def _screen(options: argparse.Namespace) -> Iterator[Screen]:
-    """Show progress; keep off the screen what Ray and the package say about dead workers."""
-    log, unheard, screen = (
+    """Show progress; hide the messages of Ray and of the package about dead workers."""
+    screen, log, handler = (
+        Screen(options.rounds),
         logging.getLogger("flatweights"),
         logging.NullHandler(),
-        Screen(options.rounds),
     )
-    log.addHandler(unheard)  # a warning that somebody handles is not printed
+    log.addHandler(handler)  # a warning that has a handler is not printed
     try:
         # Ray prints to the standard output, whatever its log level.
         with (
             screen.progress,
-            Path(os.devnull).open("w") as unseen,
-            contextlib.redirect_stdout(unseen),
+            Path(os.devnull).open("w") as nowhere,
+            contextlib.redirect_stdout(nowhere),
         ):
             yield screen
     finally:
-        log.removeHandler(unheard)
+        log.removeHandler(handler)
 
 
 def _start(

@@ -1,7 +1,7 @@
 """Programs to run, to read and to copy: ``flatweights examples`` lists them.
 
-Each is one file. This module has what they share: options, the start of Ray and TensorFlow, and
-what is printed and drawn at the end.
+Each program is one file. This module holds what they share: options, the handwritten digits, the
+start of Ray and TensorFlow, the table and the plot at the end.
 """
 
 import argparse
@@ -9,13 +9,15 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flatweights._arguments import (
     PLOT_SUFFIXES,
@@ -31,37 +33,39 @@ if TYPE_CHECKING:
     from flatweights.ray import WorkerGroup
 
 __all__ = [
+    "Digits",
     "Panel",
     "draw",
     "explain",
     "fraction",
     "integer",
+    "load_digits",
     "make_parser",
     "output_file",
     "positive",
     "prepare_tensorflow",
     "print_table",
+    "report",
     "run",
     "start_ray",
     "time_exchange",
 ]
 
-_ENVIRONMENT = {  # actors inherit it
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # or Ray warns that this will be the default
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "TF_ENABLE_ONEDNN_OPTS": "0",
-}
 STYLE = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
-    "axes.titlesize": 11,
     "axes.titleweight": "bold",
     "font.size": 9.5,
     "legend.frameon": False,
 }
-"""Matplotlib's settings for all pictures."""
+"""Matplotlib's settings for all plots."""
+_ENVIRONMENT = {  # actors inherit it
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns that this will be the default
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+}
 
 
 def make_parser(
@@ -72,22 +76,44 @@ def make_parser(
     Args:
         description: The docstring of the program.
         plot: What ``--plot`` draws.
-        **numbers: By name, options that are integers of 1 or more: default and help.
+        **numbers: By name, the default and the help of options that are integers of 1 or more.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-    def add(name: str, kind: Callable[[str], int], default: int, text: str) -> None:
-        text = f"{text}; default: %(default)s"
-        parser.add_argument(name, type=kind, default=default, metavar="N", help=text)
-
+    parser = argparse.ArgumentParser(description=description, formatter_class=_Help)
+    add = parser.add_argument
     for name, (default, text) in numbers.items():
-        add(f"--{name.replace('_', '-')}", integer(1), default, text)
-    add("--seed", integer(0, 2**32 - 1), 0, "of the data and the first weights")
-    suffixes = ", ".join(PLOT_SUFFIXES)
-    parser.add_argument("--plot", type=plot_file, metavar="FILE", help=f"draw {plot} ({suffixes})")
+        add(f"--{name.replace('_', '-')}", type=integer(1), default=default, help=text)
+    seed = "of the data and the first weights"
+    add("--seed", type=integer(0, 2**32 - 1), default=0, help=seed)
+    add("--plot", type=plot_file, help=f"file to draw {plot} to ({', '.join(PLOT_SUFFIXES)})")
     return parser
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the lines of the description, and says the default of each option."""
+
+
+class Digits(NamedTuple):
+    """Images, float32 of shape (n, 64) from 0 to 1, and their labels, int64."""
+
+    images: NDArray[np.float32]
+    labels: NDArray[np.int64]
+
+    def shard(self, rank: int, workers: int) -> "Digits":
+        """Return the digits of one worker out of ``workers``."""
+        return Digits(self.images[rank::workers], self.labels[rank::workers])
+
+
+def load_digits(seed: int) -> tuple[Digits, Digits]:
+    """Return scikit-learn's handwritten digits: 1,438 to train on, and 359 to test with.
+
+    The split depends on ``seed``, and so does their order.
+    """
+    from sklearn import datasets
+
+    images, labels = datasets.load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    test, train = np.split(np.random.default_rng(seed).permutation(len(labels)), [359])
+    return Digits(images[train], labels[train]), Digits(images[test], labels[test])
 
 
 def run(main: Callable[[], None], *, grace: float = 0.0) -> NoReturn:
@@ -118,10 +144,10 @@ def explain(error: Exception) -> str:
         Exception: ``error``, if it is a mistake of the program itself.
     """
     if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = ": free some space, or choose another folder" if full else ""
-        return f"{where}{error.strerror or error}{remedy}"
+        file = f"{error.filename}: " if error.filename else ""
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = ": free some space, or choose another folder" if is_full else ""
+        return f"{file}{error.strerror or error}{remedy}"
     if "ray" not in sys.modules:
         raise error
     import ray
@@ -135,21 +161,17 @@ def explain(error: Exception) -> str:
     raise error
 
 
-def _in_a_line(error: BaseException) -> str:
+def _in_a_line(error: Exception) -> str:
     import ray
 
-    error = getattr(error, "cause", None) or error  # what a worker raised, not Ray's wrapping
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip() or "no reason given"
-    lines = text.splitlines()
-    # Of an error in the constructor of an actor, the last line of the traceback says which.
-    in_constructor = "creation task" in lines[0]
-    line = lines[-1 if in_constructor else 0].strip()
+    from flatweights.ray._errors import FULL, reason_in_a_line
+
     remedy = ""
-    if isinstance(error, ray.exceptions.ActorDiedError) and not in_constructor:
-        remedy = " Start again; if memory was short, with fewer workers."
-    if isinstance(error, ray.exceptions.ObjectStoreFullError | ray.exceptions.OutOfDiskError):
+    if isinstance(error, FULL):
         remedy = " Free memory in /dev/shm, or space where Ray spills (RAY_TMPDIR)."
-    return f"{type(error).__name__}: {line}{remedy}"
+    elif isinstance(error, ray.exceptions.ActorDiedError) and "creation task" not in str(error):
+        remedy = " Start again; if memory was short, with fewer workers."
+    return reason_in_a_line(error) + remedy
 
 
 def start_ray(cpus: int) -> None:
@@ -181,22 +203,22 @@ def start_ray(cpus: int) -> None:
 
 
 def prepare_tensorflow(*, threads: int = 1, deterministic: bool = True, gpus: bool = False) -> None:
-    """Import TensorFlow, without what it logs as it starts; to be called before it is used.
+    """Import TensorFlow quietly and set it up; to be called before its first use.
 
-    Does no more than that if TensorFlow is in use already.
+    Once TensorFlow is in use, this changes nothing.
 
     Args:
-        threads: For one operation. With 1, several processes do not stand in each other's way.
-        deterministic: Give the same bits in every run.
-        gpus: Use those that there are. A process takes the memory of all that it sees.
+        threads: Threads of one operation. With 1, several processes do not compete for cores.
+        deterministic: Whether every run gives the same bits.
+        gpus: Whether to use the GPUs. A process takes the memory of all GPUs that it sees.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     sys.stderr.flush()
     with contextlib.ExitStack() as stack, Path(os.devnull).open("w") as nowhere:
-        kept = os.dup(2)  # no setting stops the first lines of TensorFlow's C++
-        stack.callback(os.close, kept)
-        stack.callback(os.dup2, kept, 2)
+        stderr = os.dup(2)  # no setting stops the first lines of TensorFlow's C++
+        stack.callback(os.close, stderr)
+        stack.callback(os.dup2, stderr, 2)
         os.dup2(nowhere.fileno(), 2)
         import tensorflow as tf
     with contextlib.suppress(RuntimeError):  # it is in use
@@ -209,7 +231,7 @@ def prepare_tensorflow(*, threads: int = 1, deterministic: bool = True, gpus: bo
 
 
 def time_exchange(group: "WorkerGroup", rounds: int = 7) -> str:
-    """Return what a round's exchange takes: get, average and set, without any computation.
+    """Return how long a round's exchange takes: get, average and set, without any computation.
 
     Medians: as one buffer by the `WorkerGroup`, and as a dict of arrays through Ray's object store.
     Afterwards all workers have the average of their weights.
@@ -223,7 +245,7 @@ def time_exchange(group: "WorkerGroup", rounds: int = 7) -> str:
 
     def dicts() -> None:
         replies = ray.get([actor.__ray_call__.remote(_get_dict) for actor in actors])
-        mean = {k: sum(one[k] for one in replies) / len(replies) for k in replies[0]}
+        mean = {k: sum(reply[k] for reply in replies) / len(replies) for k in replies[0]}
         ref = ray.put({k: v.astype(replies[0][k].dtype) for k, v in mean.items()})
         ray.get([actor.set_weights.remote(ref) for actor in actors])
 
@@ -245,7 +267,7 @@ def _get_dict(worker: Any) -> dict[str, Any]:
 
 
 def print_table(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print ``rows``, by title; where that is too wide, a table for each. No number is cut."""
+    """Print ``rows`` as a table; where that is too wide, one table per row. No number is cut."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -273,7 +295,7 @@ class Panel(NamedTuple):
     Attributes:
         title: What is shown.
         xlabel: What is along the horizontal axis.
-        curves: By name, where points are: along the horizontal axis, and the vertical one.
+        curves: By name, the horizontal and the vertical coordinates of points.
         scale: Of the vertical axis.
     """
 
@@ -283,8 +305,17 @@ class Panel(NamedTuple):
     scale: str = "linear"
 
 
+def report(
+    rows: Sequence[Mapping[str, object]], plot: Path | None, title: str, *panels: Panel
+) -> None:
+    """Print ``rows`` as a table, and draw ``panels`` if a ``plot`` was asked for."""
+    print_table(rows)
+    if plot:
+        draw(plot, title, *panels)
+
+
 def draw(path: Path, title: str, *panels: Panel) -> None:
-    """Write a picture of ``panels``, from left to right, to ``path``.
+    """Write a plot of ``panels``, from left to right, to ``path``.
 
     Raises:
         OSError: If it cannot be written.

@@ -4,7 +4,7 @@ Salimans, Ho, Chen, Sidor and Sutskever, "Evolution Strategies as a Scalable Alt
 Reinforcement Learning", 2017. One table of normal noise lies in the object store, and every
 actor reads it there. An actor tries the policy's vector of weights plus and minus a piece of
 the table, and answers with the place of the piece and two returns. Each actor gets the
-answers of all, and takes the step that they ask for itself: after the first weights, none
+answers of all, and takes the step that follows from them itself: after the first weights, none
 travel. The driver takes the same steps, without TensorFlow; in the end all have the same bits.
 
     python -m flatweights.examples.cartpole_evolution
@@ -18,7 +18,6 @@ mean return of 475 takes 20 to 40 updates.
 
 import hashlib
 import pickle
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,13 +30,11 @@ from flatweights import axpy_, examples
 from flatweights.ray import FlatWorker, WorkerGroup
 
 ENVIRONMENT, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
-GOAL, MOST = 475, 500  # the mean return that counts as solved, and the most there is
-EPISODES = 100  # in a row, that the mean is taken over
+GOAL = 475  # the mean return that counts as solved; 500 is the maximum
+EPISODES = 100  # that the mean is taken over, the last ones
 NOISE = 1_000_000  # 25 million in the paper, for a million weights; here a policy has 4,610
 PAIRS, EACH = 16, 4  # trials of a generation, and episodes with the same weights
 SIGMA, LEARNING_RATE = 0.1, 0.2
-
-Network = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 class Trial(NamedTuple):
@@ -48,30 +45,9 @@ class Trial(NamedTuple):
     minus: float
 
 
-def build_network(seed: int) -> Any:
-    """Return a network of two hidden layers; its last layer starts near zero."""
-    import keras
-
-    keras.utils.set_random_seed(seed)
-    layers = [
-        keras.layers.Dense(
-            width, activation, kernel_initializer=keras.initializers.Orthogonal(gain)
-        )
-        for width, activation, gain in ((64, "tanh", 1.0), (64, "tanh", 1.0), (ACTIONS, None, 0.01))
-    ]
-    return keras.Sequential([keras.Input((OBSERVATIONS,)), *layers])
-
-
-def as_function(network: Any) -> Network:
-    """Return ``network`` as a function that is traced once: a plain call takes far longer."""
-    import tensorflow as tf
-
-    states = tf.TensorSpec([None, OBSERVATIONS])
-    call = tf.function(network, input_signature=[states]).get_concrete_function()
-    return lambda observations: np.asarray(call(tf.constant(observations)))
-
-
-def play(policy: Network, episodes: int, seed: int) -> NDArray[np.float64]:
+def play(
+    policy: Callable[[NDArray[Any]], NDArray[Any]], episodes: int, seed: int
+) -> NDArray[np.float64]:
     """Return the returns of ``episodes`` with the likeliest actions; they are played at once."""
     environments = gymnasium.make_vec(ENVIRONMENT, episodes)
     states, _ = environments.reset(seed=seed)
@@ -86,28 +62,41 @@ def play(policy: Network, episodes: int, seed: int) -> NDArray[np.float64]:
 def steps_of(trials: Sequence[Trial]) -> Iterator[tuple[int, float]]:
     """Yield place and factor of each piece to add: equal answers give equal steps in all actors."""
     returns = np.array([[trial.plus, trial.minus] for trial in trials])
-    # Ranks from -0.5 to 0.5 in place of returns: one that stands out moves no further.
+    # Ranks from -0.5 to 0.5 in place of returns: an outlier moves the weights no further.
     ranks = np.argsort(np.argsort(returns, axis=None, kind="stable")) / (returns.size - 1) - 0.5
     for trial, (plus, minus) in zip(trials, ranks.reshape(returns.shape), strict=True):
         yield trial.place, LEARNING_RATE / (SIGMA * returns.size) * float(plus - minus)
 
 
+def digest(weights: NDArray[np.float32]) -> str:
+    """Return the SHA-256 of a vector."""
+    return hashlib.sha256(weights.data).hexdigest()
+
+
 class Player(FlatWorker):
-    """Tries weights around those that it has, and moves them."""
+    """Tries weights around its own, and moves its own."""
 
     def build(self, seed: int, noise: NDArray[np.float32], rank: int) -> Any:
         """Build the policy in this process; ``noise`` stays in the object store."""
         examples.prepare_tensorflow()
+        import keras
+        import tensorflow as tf
+
         self.noise, self.rank = noise, rank
         self.rng = np.random.default_rng([seed, rank])
-        network = build_network(seed)
-        self.policy = as_function(network)
+        keras.utils.set_random_seed(seed)
+        hidden = [keras.layers.Dense(64, "tanh", kernel_initializer="orthogonal") for _ in range(2)]
+        last = keras.layers.Dense(ACTIONS, kernel_initializer=keras.initializers.Orthogonal(0.01))
+        network = keras.Sequential([keras.Input((OBSERVATIONS,)), *hidden, last])
+        # Traced once: a plain call of the network takes ten times as long.
+        call = tf.function(network).get_concrete_function(tf.TensorSpec([None, OBSERVATIONS]))
+        self.policy = lambda states: np.asarray(call(tf.constant(states)))
         return network
 
     def generation(
         self, trials: Sequence[Trial], pairs: Sequence[int], seed: int
     ) -> tuple[list[Trial], list[float]]:
-        """Take the step of the last generation's ``trials``; try what lies around there.
+        """Take the step of the last generation's ``trials``; make new ones around there.
 
         Args:
             trials: Of all players.
@@ -115,7 +104,7 @@ class Player(FlatWorker):
             seed: Of the episodes.
 
         Returns:
-            The trials, and the returns of all their episodes.
+            The new trials, and the returns of all their episodes.
         """
         self.move(trials)
         last = len(self.noise) - self.variables.get_flat_size()
@@ -132,7 +121,7 @@ class Player(FlatWorker):
         return tried, returns
 
     def move(self, trials: Sequence[Trial]) -> None:
-        """Take the step that ``trials`` ask for, in the variables' own memory."""
+        """Take the step that follows from ``trials``, in the variables' own memory."""
         for place, scale in steps_of(trials):
             self.variables.add_flat(self.piece(place), scale)
 
@@ -146,46 +135,40 @@ class Player(FlatWorker):
         return digest(self.get_flat()), float(play(self.policy, EPISODES, seed).mean())
 
 
-def digest(weights: NDArray[np.float32]) -> str:
-    """Return the SHA-256 of a vector."""
-    return hashlib.sha256(weights.data).hexdigest()
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program; fail if weights differ in the end, or the goal is not reached."""
     parser = examples.make_parser(
-        __doc__, "the returns", workers=(2, "actors that play"), updates=(100, "at most")
+        __doc__,
+        "the returns",
+        workers=(2, "actors that play"),
+        updates=(100, "at most"),
+        goal=(GOAL, f"mean return of {EPISODES} episodes to stop at"),
     )
-    goal = f"mean return of {EPISODES} episodes to stop at; default: %(default)s"
-    parser.add_argument("--goal", type=examples.integer(1, MOST), default=GOAL, help=goal)
     parser.add_argument("--save", type=examples.output_file, help="a file for the weights")
     options = parser.parse_args(arguments)
     examples.start_ray(options.workers)
-    rng = np.random.default_rng(options.seed)
-    table = ray.put(rng.standard_normal(NOISE, np.float32))
-    noise = ray.get(table)  # read where it lies
+    table = ray.put(np.random.default_rng(options.seed).standard_normal(NOISE, np.float32))
+    noise = ray.get(table)  # a view of the object store
     group = WorkerGroup.create(
         Player, options.workers, options.seed, table, arguments=lambda rank: [rank]
     )
     weights = group.step("get_flat")[0].copy()
     group.broadcast(weights.copy())  # the last weights that travel
     pairs = [len(part) for part in np.array_split(range(PAIRS), options.workers)]
-    last: deque[float] = deque(maxlen=EPISODES)
     trials: list[Trial] = []
+    returns: list[float] = []
     curve: list[tuple[float, float]] = []
-    steps, mean, reached = 0, 0.0, False
+    mean, reached = 0.0, False
     while not reached and len(curve) < options.updates:
-        seed = options.seed + len(curve)  # the same starts for all of a generation
+        seed = options.seed + len(curve)  # all trials of a generation start alike
         replies = list(group.step("generation", trials, pairs, seed).values())
         trials = [trial for tried, _ in replies for trial in tried]
         for place, scale in steps_of(trials):
             axpy_(weights, scale, noise[place : place + len(weights)])
-        returns = [one for _, some in replies for one in some]
-        last.extend(returns)
-        steps += int(sum(returns))
-        mean = sum(last) / len(last)
+        returns += [value for _, some in replies for value in some]
+        steps, mean = int(sum(returns)), float(np.mean(returns[-EPISODES:]))
         curve.append((1e-3 * steps, mean))
-        reached = len(last) == EPISODES and mean >= options.goal
+        reached = len(returns) >= EPISODES and mean >= options.goal
         print(f"update {len(curve)}: {steps} steps, mean return {mean:.1f}", flush=True)
     digests, played = zip(*group.step("finish", trials, options.seed).values(), strict=True)
     if set(digests) != {digest(weights)}:
@@ -196,17 +179,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     group.shutdown()
     row = {
         "updates": len(curve),
-        "environment steps": f"{steps:,}",
+        "environment steps": f"{int(sum(returns)):,}",
         f"last {EPISODES} episodes": f"{mean:.1f}",
         f"{EPISODES} more, greedy": f"{played[0]:.1f}",
         "trials": f"{len(pickle.dumps(trials))} bytes",
         "weights": f"{weights.nbytes} bytes",
     }
-    examples.print_table([row])
-    if options.plot:
-        x, y = zip(*curve, strict=True)
-        panel = examples.Panel("return", "thousand steps", {"": (x, y)})
-        examples.draw(options.plot, "CartPole, evolution strategies", panel)
+    x, y = zip(*curve, strict=True)
+    panel = examples.Panel("return", "thousand steps", {"": (x, y)})
+    examples.report([row], options.plot, "CartPole, evolution strategies", panel)
     if not reached:
         raise SystemExit(f"mean return {mean:.1f}, not {options.goal}: it needs more --updates")
 

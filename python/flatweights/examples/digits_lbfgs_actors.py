@@ -1,14 +1,14 @@
-"""The fit of `digits_lbfgs`, its gradients computed by actors: each on a part of the data.
+"""The fit of `digits_lbfgs`, with gradients from actors, each on its part of the data.
 
 SciPy's L-BFGS-B asks the driver for the loss and its gradient at one vector of weights after
 another. The driver sends the vector to all actors; each returns loss and gradient on its own
-examples. Their averages, weighted by the numbers of examples, are those on all of the data: the
-fit is the same as that in one process, which runs first, except for rounding.
+digits. Their averages, weighted by the numbers of digits, are those on all of the data: except for
+rounding, the fit is the same as that in one process, which runs first.
 
     python -m flatweights.examples.digits_lbfgs_actors
     python -m flatweights.examples.digits_lbfgs_actors --workers 4 --width 512 --plot digits.png
 
-For a model of your own, change `build`, and `load_shard` to load your data. It pays where a
+For a model of your own, change `build`; for other data, `Worker.build` and `main`. It pays where a
 gradient takes longer than an exchange, of which the program prints the time; below that, stay in
 one process.
 """
@@ -26,46 +26,33 @@ from flatweights import examples
 from flatweights.ray import FlatWorker, WorkerGroup
 
 ENOUGH = 0.95
-PENALTY = 1e-4
-ALIKE = 10  # questions that have the same answers; later, what was rounded has grown
+PENALTY = 5e-5  # of the squares of the weights
+ALIKE = 10  # iterations with the same losses; later, rounding errors have grown
 TOLERANCE = 1e-5  # of a loss
 
-Data = tuple[Any, Any]  # images and labels
 Objective = Callable[[NDArray[Any]], tuple[float, NDArray[Any]]]
 
 
-def load_shard(rank: int, workers: int, seed: int) -> tuple[Data, Data]:
-    """Return the digits of one worker, and those that no worker has."""
-    from sklearn.datasets import load_digits
+def build(layers: int, width: int, seed: int, digits: examples.Digits) -> tuple[Any, Any, Any]:
+    """Return a network, its variables, and its loss and gradient on ``digits`` as a function.
 
-    images, labels = load_digits(return_X_y=True)
-    held_out, rest = np.split(np.random.default_rng(seed).permutation(len(labels)), [359])
-    own = np.array_split(rest, workers)[rank]
-    images = (images / 16).astype(np.float32)
-    return (images[own], labels[own]), (images[held_out], labels[held_out])
-
-
-def build(layers: int, width: int, seed: int, data: Data) -> tuple[Any, Callable[[], Any]]:
-    """Return a network and its loss on ``data``; the same seed gives the same weights."""
+    The same seed gives the same weights.
+    """
     import keras
-    import tensorflow as tf
+
+    from flatweights.tensorflow import TensorFlowVariables
 
     keras.utils.set_random_seed(seed)
-    hidden = [keras.layers.Dense(width, activation="tanh") for _ in range(layers - 1)]
-    network = keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(10)])
-    kernels = [v.value for v in network.trainable_variables if v.name == "kernel"]
-    images, labels = data
-
-    def loss() -> Any:
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, network(images))
-        return tf.reduce_mean(losses) + PENALTY * tf.add_n([*map(tf.nn.l2_loss, kernels)])
-
-    return network, loss
-
-
-def measure(network: Any, data: Data) -> float:
-    """Return the accuracy of ``network`` on ``data``."""
-    return float(np.mean(np.argmax(network(data[0]), axis=1) == data[1]))
+    options = {"kernel_regularizer": keras.regularizers.L2(PENALTY)}
+    hidden = [keras.layers.Dense(width, activation="tanh", **options) for _ in range(layers - 1)]
+    model = keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(10, **options)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(loss=loss, metrics=["accuracy"])
+    variables = TensorFlowVariables(model)
+    objective = variables.value_and_gradient(
+        lambda: model.compute_loss(y=digits.labels, y_pred=model(digits.images))
+    )
+    return model, variables, objective
 
 
 class Worker(FlatWorker):
@@ -74,12 +61,8 @@ class Worker(FlatWorker):
     def build(self, layers: int, width: int, seed: int, workers: int, rank: int) -> Any:
         """Build the network in this process."""
         examples.prepare_tensorflow()
-        from flatweights.tensorflow import TensorFlowVariables
-
-        self.shard, _ = load_shard(rank, workers, seed)
-        network, loss = build(layers, width, seed, self.shard)
-        variables = TensorFlowVariables(network)
-        self.objective = variables.value_and_gradient(loss)
+        digits, _ = examples.load_digits(seed)
+        _, variables, self.objective = build(layers, width, seed, digits.shard(rank, workers))
         return variables
 
     def evaluate(self, x: NDArray[Any]) -> tuple[NDArray[Any], float]:
@@ -87,14 +70,9 @@ class Worker(FlatWorker):
         loss, gradient = self.objective(x)
         return gradient, loss
 
-    def size(self) -> int:
-        """Return how many examples there are."""
-        return len(self.shard[1])
 
-
-def averaged(group: WorkerGroup) -> Objective:
+def averaged(group: WorkerGroup, sizes: Sequence[int]) -> Objective:
     """Return the objective that averages loss and gradient over the actors of ``group``."""
-    sizes = list(group.step("size").values())
 
     def objective(x: NDArray[Any]) -> tuple[float, NDArray[Any]]:
         mean = group.average("evaluate", x, weights=sizes)
@@ -103,23 +81,22 @@ def averaged(group: WorkerGroup) -> Objective:
     return objective
 
 
-def search(
+def fit(
     objective: Objective, start: NDArray[Any], iterations: int
 ) -> tuple[Any, list[float], list[float]]:
-    """Return SciPy's result, and the loss and the time of each evaluation."""
-    objective(start)  # what is traced at the first question is no part of the comparison
-    losses, times = [], [time.perf_counter()]
+    """Return SciPy's result, and the seconds and the loss after each iteration."""
+    objective(start)  # traces the function, which is no part of the comparison
+    seconds: list[float] = []
+    losses: list[float] = []
+    begin = time.perf_counter()
 
-    def recorded(x: NDArray[Any]) -> tuple[float, NDArray[Any]]:
-        loss, gradient = objective(x)
-        losses.append(loss)
-        times.append(time.perf_counter())
-        return loss, gradient
+    def record(intermediate_result: Any) -> None:
+        seconds.append(time.perf_counter() - begin)
+        losses.append(intermediate_result.fun)
 
-    with threadpool_limits(1):  # SciPy's own threads wait busily where TensorFlow has to run
-        options = {"maxiter": iterations}
-        result = minimize(recorded, start, jac=True, method="L-BFGS-B", options=options)
-    return result, losses, [t - times[0] for t in times[1:]]
+    options = {"jac": True, "method": "L-BFGS-B", "options": {"maxiter": iterations}}
+    with threadpool_limits(1):  # SciPy's own threads would spin on the cores of TensorFlow
+        return minimize(objective, start, callback=record, **options), seconds, losses
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -136,44 +113,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     examples.start_ray(workers)
     group = WorkerGroup.create(Worker, workers, *settings, workers, arguments=lambda rank: [rank])
     examples.prepare_tensorflow()  # one thread, here as in each of the actors
-    from flatweights.tensorflow import TensorFlowVariables
-
-    fitted, held_out = load_shard(0, 1, options.seed)
-    network, loss = build(*settings, fitted)
-    variables = TensorFlowVariables(network)
+    digits, test = examples.load_digits(options.seed)
+    sizes = [len(digits.shard(rank, workers).labels) for rank in range(workers)]
+    model, variables, alone = build(*settings, digits)
     start = variables.get_flat(dtype="f8")
-    objectives = {
-        "in this process": variables.value_and_gradient(loss),
-        f"{workers} actors": averaged(group),
-    }
     rows, curves, accuracies = [], {}, []
+    objectives = {"in this process": alone, f"{workers} actors": averaged(group, sizes)}
     for name, objective in objectives.items():
-        result, losses, seconds = search(objective, start, options.iterations)
+        result, seconds, losses = fit(objective, start, options.iterations)
         variables.set_flat(result.x)
-        accuracies.append(measure(network, held_out))
+        accuracies.append(model.evaluate(*test, verbose=0)[1])
+        curves[name] = seconds, losses
         rows.append(
             {
                 "": name,
                 "iterations": result.nit,
-                "evaluations": len(losses),
+                "evaluations": result.nfev,
                 "loss": f"{result.fun:.4f}",
-                "train": f"{measure(network, fitted):.3f}",
+                "train": f"{model.evaluate(*digits, verbose=0)[1]:.3f}",
                 "test": f"{accuracies[-1]:.3f}",
                 "seconds": f"{seconds[-1]:.2f}",
-                "ms, median": f"{1e3 * np.median(np.diff(seconds)):.2f}",
+                "ms each": f"{1e3 * seconds[-1] / result.nfev:.2f}",
             }
         )
-        curves[name] = seconds, losses
-    alone, together = (losses[:ALIKE] for _, losses in curves.values())
-    count = min(len(alone), len(together))
-    gap = max(abs(a - b) for a, b in zip(alone, together, strict=False))
-    print(f"the first {count} losses: the same within {gap:.0e}")
+    pairs = list(zip(*(losses[:ALIKE] for _, losses in curves.values()), strict=False))
+    gap = float(np.max(np.abs(np.diff(pairs))))
+    print(f"the first {len(pairs)} losses: the same within {gap:.0e}")
     print(examples.time_exchange(group))
     group.shutdown()
-    examples.print_table(rows)
-    if options.plot:
-        panel = examples.Panel("loss", "seconds", curves, "log")
-        examples.draw(options.plot, "Handwritten digits, fitted by L-BFGS-B", panel)
+    panel = examples.Panel("loss", "seconds", curves, "log")
+    examples.report(rows, options.plot, "Handwritten digits, fitted by L-BFGS-B", panel)
     if gap > TOLERANCE:
         raise SystemExit(f"expected the same losses within {TOLERANCE}, got {gap:.0e} between them")
     if min(accuracies) < ENOUGH:

@@ -1,10 +1,10 @@
 """Federated averaging: 100 clients of unequal data, some of which fail in every round.
 
-Every image of handwritten digits belongs to one client. A few labels make up most of what a client
-has, and some have two images, others 55. Each round, the server sends its weights to clients that
-it draws; each takes some epochs of gradient descent on its own images; the server averages what
-comes back, weighted by the number of images, and takes a step of its optimizer: FedAvg (McMahan et
-al., AISTATS 2017) becomes the average, FedAdam (Reddi et al., ICLR 2021) goes towards it as Adam
+Every image of handwritten digits belongs to one client. A few labels make up most of a client's
+images, and some clients have two images, others 55. Each round, the server sends its weights to
+clients that it draws; each takes some epochs of gradient descent on its own images; the server
+averages their weights by the number of images, and takes a step of its optimizer: FedAvg (McMahan
+et al., AISTATS 2017) takes the average, FedAdam (Reddi et al., ICLR 2021) goes towards it as Adam
 does. Each server gets the same clients, and the same failures.
 
     python -m flatweights.examples.federated
@@ -12,8 +12,8 @@ does. Each server gets the same clients, and the same failures.
     python -m flatweights.examples.federated --server FedAvg FedAvgM FedAdam FedYogi
 
 A client keeps nothing between rounds, so a few actors play them all. Clients that fail raise an
-error; in one round of every ``--deaths``, one of them takes the process of its actor with it. Ray
-starts that anew (``max_restarts``) and repeats the calls of other clients that waited there
+error; in one round of every ``--deaths``, one of them kills the process of its actor. Ray
+restarts the process (``max_restarts``) and repeats the calls of other clients that waited there
 (``max_task_retries``), except the one that died, which would die again. So the round lacks the
 clients that failed, and no others: `Round.failed` says which, and why.
 
@@ -39,11 +39,9 @@ from flatweights.server import FedAdam, FedAvg, FedAvgM, FedYogi, ServerOptimize
 
 BATCH, LEARNING_RATE = 8, 0.2  # of the clients
 ENOUGH = 0.9
-LAST = 5  # rounds that the accuracy in the end is the mean of
+LAST = 5  # rounds whose mean accuracy is the final one, since single rounds jump
 
-Data = tuple[NDArray[Any], NDArray[Any]]  # images and labels
-Server = Callable[[FlatWeights], ServerOptimizer[FlatWeights]]
-SERVERS: dict[str, Server] = {
+SERVERS: dict[str, Callable[[FlatWeights], ServerOptimizer[FlatWeights]]] = {
     "FedAvg": FedAvg,
     "FedAvgM": partial(FedAvgM, momentum=0.5),
     "FedAdam": partial(FedAdam, learning_rate=0.02, tau=1e-3),
@@ -54,13 +52,13 @@ SERVERS: dict[str, Server] = {
 def split_by_label(
     labels: ArrayLike, clients: int, concentration: float, seed: int
 ) -> list[NDArray[np.intp]]:
-    """Return which examples each client has: at least one, and each example once.
+    """Return the examples of each client: at least one, and each example once.
 
     As in Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated
     Visual Classification", 2019, the mix of labels of each client is drawn from a Dirichlet
-    distribution around the mix of all: near a ``concentration`` of 0, each has few labels. Where a
-    client asks for labels that are used up, it takes of those that are left. Unlike there, the
-    numbers of examples differ too.
+    distribution around the mix of all: near a ``concentration`` of 0, each has few labels. A
+    client whose labels are used up takes from those that are left. Unlike there, the numbers of
+    examples differ too.
     """
     kinds, rng = np.asarray(labels), np.random.default_rng(seed)
     stacks = [list(rng.permutation(np.flatnonzero(kinds == kind))) for kind in np.unique(kinds)]
@@ -78,20 +76,15 @@ def split_by_label(
     return parts
 
 
-def split_data(options: argparse.Namespace) -> tuple[list[Data], Data]:
-    """Return the data of each client, and what no client has."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    images = (images / 16).astype(np.float32)
-    held_out, rest = np.split(np.random.default_rng(options.seed).permutation(len(labels)), [359])
-    parts = split_by_label(labels[rest], options.clients, options.concentration, options.seed)
-    shards = [(images[rest[part]], labels[rest[part]]) for part in parts]
-    return shards, (images[held_out], labels[held_out])
+def split_data(options: argparse.Namespace) -> tuple[list[examples.Digits], examples.Digits]:
+    """Return the digits of each client, and those that no client has."""
+    (images, labels), test = examples.load_digits(options.seed)
+    parts = split_by_label(labels, options.clients, options.concentration, options.seed)
+    return [examples.Digits(images[part], labels[part]) for part in parts], test
 
 
 class DropoutError(RuntimeError):
-    """A client went away before it could send what it had learned."""
+    """A client went away before it could send its weights."""
 
 
 class Client(FlatWorker):
@@ -104,7 +97,7 @@ class Client(FlatWorker):
         import tensorflow as tf
 
         self.options = options
-        self.shards, self.test = split_data(options)
+        self.digits, self.test = split_data(options)
         keras.utils.set_random_seed(options.seed)
         hidden = [keras.layers.Dense(width, activation="relu") for width in (64, 32)]
         self.model = keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(10)])
@@ -118,13 +111,15 @@ class Client(FlatWorker):
                 loss = tf.reduce_mean(losses)
             optimizer.apply(tape.gradient(loss, [v.value for v in variables]), variables)
 
-        shapes = [tf.TensorSpec([BATCH, 64]), tf.TensorSpec([BATCH], tf.int64)]
-        self.step = tf.function(step, input_signature=shapes)
+        self.step = tf.function(step)
         return self.model
 
     def train(self, weights: FlatWeights, number: int, client: int, fate: str) -> Any:
-        """Return what ``client`` makes of ``weights`` in a round, and of how many images."""
-        images, labels = self.shards[client]
+        """Train ``weights`` on the digits of ``client`` in a round; return them and their number.
+
+        A client whose ``fate`` is "raises" or "dies" does that in the end instead.
+        """
+        images, labels = self.digits[client]
         rng = np.random.default_rng([self.options.seed, number, client])
         self.set_weights(weights)
         for _ in range(self.options.local_epochs):
@@ -160,7 +155,7 @@ def draw_clients(number: int, options: argparse.Namespace) -> list[tuple[int, st
 def play_round(
     actors: Sequence[Any], weights: Any, number: int, clients: Sequence[tuple[int, str]]
 ) -> Round:
-    """Let ``clients`` train from ``weights``, and average what they return by their images."""
+    """Let ``clients`` train from ``weights``; average their weights by their numbers of images."""
     refs = []
     for rank, (client, fate) in enumerate(clients):
         train = actors[rank % len(actors)].train
@@ -171,7 +166,7 @@ def play_round(
 
 
 class History(NamedTuple):
-    """How one server's training went: the accuracy after each round, failures, bytes sent."""
+    """The training of one server: the accuracy after each round, failures, bytes received."""
 
     accuracies: list[float]
     raised: int
@@ -180,8 +175,21 @@ class History(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """The mean accuracy of the last rounds, since single ones jump."""
+        """The mean accuracy of the last rounds."""
         return float(np.mean(self.accuracies[-LAST:]))
+
+    def row(self, server: str) -> dict[str, object]:
+        """Return the row of the table."""
+        reached = [n for n, accuracy in enumerate(self.accuracies, 1) if accuracy >= ENOUGH]
+        return {
+            "server": server,
+            "accuracy": f"{self.accuracy:.3f}",
+            f"first {ENOUGH}": min(reached, default="never"),
+            "rounds": len(self.accuracies),
+            "raised": self.raised,
+            "died": self.died,
+            "MB received": f"{self.nbytes / 1e6:.1f}",
+        }
 
 
 def run_server(
@@ -209,18 +217,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         local_epochs=(5, "over a client's data, in a round"),
         workers=(2, "actors"),
     )
-
-    def add(name: str, kind: Callable[[str], Any], default: float, text: str) -> None:
-        text = f"{text}; default: %(default)s"
-        parser.add_argument(name, type=kind, default=default, metavar="N", help=text)
-
-    add("--clients", examples.integer(1, 1000), 100, "that have data")
-    add("--fraction", examples.positive(1), 0.2, "of the clients that take part in a round")
-    add("--failing", examples.fraction, 0.2, "of those that take part, how many fail")
-    add("--deaths", examples.integer(0), 20, "in one of so many rounds, a process dies; 0: none")
-    add("--concentration", examples.positive(), 1.0, "how alike the labels of the clients are")
-    default = ["FedAvg", "FedAdam"]
-    parser.add_argument("--server", nargs="+", choices=SERVERS, default=default, help="to compare")
+    add, integer, positive = parser.add_argument, examples.integer, examples.positive
+    add("--clients", type=integer(1, 1000), default=100, help="that have data")
+    add("--fraction", type=positive(1), default=0.2, help="of the clients, drawn for a round")
+    add("--failing", type=examples.fraction, default=0.2, help="share of those drawn that fails")
+    add("--deaths", type=integer(0), default=20, help="rounds per death of a process; 0: none")
+    add("--concentration", type=positive(), default=1.0, help="how alike the mixes of labels are")
+    add("--server", nargs="+", choices=SERVERS, default=["FedAvg", "FedAdam"], help="to compare")
     return parser.parse_args(arguments)
 
 
@@ -229,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
     # Clients fail on purpose, in every round: the table counts them.
     logging.getLogger("flatweights").setLevel(logging.ERROR)
-    sizes = [len(labels) for _, labels in split_data(options)[0]]
+    sizes = [len(digits.labels) for digits in split_data(options)[0]]
     fates = [fate for _, fate in draw_clients(0, options)]
     print(
         f"{options.clients} clients with {min(sizes)} to {max(sizes)} images each; "
@@ -237,43 +240,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         flush=True,
     )
     examples.start_ray(options.workers)
-    # Whatever its log level, Ray prints what it finds out about a process that died.
+    # Whatever its log level, Ray prints the reason of each death.
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         client = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(Client)
         actors = [client.remote(options) for _ in range(options.workers)]
-        first = ray.get(actors[0].get_weights.remote())
+        start = ray.get(actors[0].get_weights.remote())
         histories = {
-            name: run_server(actors, SERVERS[name](first), options) for name in options.server
+            name: run_server(actors, SERVERS[name](start), options) for name in options.server
         }
         exchange = examples.time_exchange(WorkerGroup(actors))
-    report(histories, options.plot)
     print(exchange)
+    rows = [history.row(name) for name, history in histories.items()]
+    rounds = range(1, options.rounds + 1)
+    curves = {name: (rounds, history.accuracies) for name, history in histories.items()}
+    panel = examples.Panel("accuracy on digits that no client has", "round", curves)
+    examples.report(rows, options.plot, "Digits of clients, some of which fail", panel)
     if min(history.accuracy for history in histories.values()) < ENOUGH:
         raise SystemExit(f"accuracy below {ENOUGH}: it needs more --rounds")
-
-
-def report(histories: dict[str, History], plot: Path | None) -> None:
-    """Print a row for each server, and draw how it went if asked to."""
-    rows, curves = [], {}
-    for name, history in histories.items():
-        rounds = range(1, len(history.accuracies) + 1)
-        reached = [n for n in rounds if history.accuracies[n - 1] >= ENOUGH]
-        curves[name] = rounds, history.accuracies
-        rows.append(
-            {
-                "server": name,
-                "accuracy": f"{history.accuracy:.3f}",
-                f"first {ENOUGH}": min(reached, default="never"),
-                "rounds": len(rounds),
-                "raised": history.raised,
-                "died": history.died,
-                "MB received": f"{history.nbytes / 1e6:.1f}",
-            }
-        )
-    examples.print_table(rows)
-    if plot:
-        panel = examples.Panel("accuracy on digits that no client has", "round", curves)
-        examples.draw(plot, "Digits of clients, some of which fail", panel)
 
 
 if __name__ == "__main__":

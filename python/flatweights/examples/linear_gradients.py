@@ -47,7 +47,7 @@ class EagerModel:
         return self.variables.flatten_gradients(gradients)
 
     def apply(self, gradient: NDArray[Any]) -> None:
-        """Take the step that ``gradient`` asks for."""
+        """Take a step along ``gradient``."""
         self.variables.apply_flat_gradients(self.optimizer, gradient)
 
 
@@ -80,7 +80,7 @@ class GraphModel:
         return self.variables.flatten_gradients(gradients)
 
     def apply(self, gradient: NDArray[Any]) -> None:
-        """Take the step that ``gradient`` asks for: it is fed in place of one of a batch."""
+        """Take a step along ``gradient``, fed in place of the gradient of a batch."""
         parts = self.variables.layout.vector_views(gradient)
         self.session.run(self.step, dict(zip(self.gradients, parts, strict=True)))
 
@@ -89,7 +89,7 @@ MODELS: dict[bool, type[Any]] = {False: EagerModel, True: GraphModel}
 
 
 class Worker(FlatWorker):
-    """Computes gradients on its own data, with weights that it is sent."""
+    """Computes gradients on its own data, at the weights that the driver sends."""
 
     def build(self, seed: int, graph: bool, rank: int) -> Any:
         """Build the model in this process."""
@@ -105,7 +105,7 @@ class Worker(FlatWorker):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program; fail if what was learned is off the line."""
+    """Run the program; fail if the learned line is not the true one."""
     parser = examples.make_parser(
         __doc__, "the way to the line", workers=(3, "actors"), iterations=(200, "steps to take")
     )
@@ -125,16 +125,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(examples.time_exchange(group))
     group.shutdown()
 
-    rows = zip(TRUTH.items(), learned[-1], strict=True)
-    examples.print_table([{"": k, "true": f"{t:.4f}", "learned": f"{v:.4f}"} for (k, t), v in rows])
+    rows = [
+        {"": name, "true": f"{true:.4f}", "learned": f"{value:.4f}"}
+        for (name, true), value in zip(TRUTH.items(), learned[-1], strict=True)
+    ]
     gaps = np.abs(np.subtract(learned, list(TRUTH.values())))
-    if options.plot:
-        steps = range(1, len(gaps) + 1)
-        curves = {name: (steps, gaps[:, i].tolist()) for i, name in enumerate(TRUTH)}
-        panel = examples.Panel("distance to the truth", "step", curves, "log")
-        examples.draw(options.plot, "Linear regression: averages of gradients", panel)
+    steps = range(1, len(gaps) + 1)
+    curves = {name: (steps, gaps[:, i].tolist()) for i, name in enumerate(TRUTH)}
+    panel = examples.Panel("distance to the truth", "step", curves, "log")
+    examples.report(rows, options.plot, "Linear regression: averages of gradients", panel)
     if gaps[-1].max() > TOLERANCE:
-        raise SystemExit(f"further off than {TOLERANCE}: it needs more --iterations")
+        raise SystemExit(f"not within {TOLERANCE} of the truth: it needs more --iterations")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Worker(FlatWorker):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program; fail if what was learned is off the line."""
+    """Run the program; fail if the learned line is not the true one."""
     parser = examples.make_parser(
         __doc__, "the way to the line", workers=(3, "actors"), iterations=(20, "averages to take")
     )
@@ -81,22 +81,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     group = WorkerGroup.create(
         Worker, options.workers, options.seed, options.graph, arguments=lambda rank: [rank]
     )
-    learned = []
-    for result in group.run(options.iterations, "train"):
-        learned.append([value.item() for value in result.weights.values()])
+    learned = [
+        [value.item() for value in result.weights.values()]
+        for result in group.run(options.iterations, "train")
+    ]
     print(examples.time_exchange(group))
     group.shutdown()
 
-    rows = zip(TRUTH.items(), learned[-1], strict=True)
-    examples.print_table([{"": k, "true": f"{t:.4f}", "learned": f"{v:.4f}"} for (k, t), v in rows])
+    rows = [
+        {"": name, "true": f"{true:.4f}", "learned": f"{value:.4f}"}
+        for (name, true), value in zip(TRUTH.items(), learned[-1], strict=True)
+    ]
     gaps = np.abs(np.subtract(learned, list(TRUTH.values())))
-    if options.plot:
-        rounds = range(1, len(gaps) + 1)
-        curves = {name: (rounds, gaps[:, i].tolist()) for i, name in enumerate(TRUTH)}
-        panel = examples.Panel("distance to the truth", "average", curves, "log")
-        examples.draw(options.plot, "Linear regression: averages of weights", panel)
+    rounds = range(1, len(gaps) + 1)
+    curves = {name: (rounds, gaps[:, i].tolist()) for i, name in enumerate(TRUTH)}
+    panel = examples.Panel("distance to the truth", "average", curves, "log")
+    examples.report(rows, options.plot, "Linear regression: averages of weights", panel)
     if gaps[-1].max() > TOLERANCE:
-        raise SystemExit(f"further off than {TOLERANCE}: it needs more --iterations")
+        raise SystemExit(f"not within {TOLERANCE} of the truth: it needs more --iterations")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 The model, the loss and the step of the optimizer are written once. Each way of running them
 trains on handwritten digits to the end; and each starts a training that another finishes, from
 the file that `TensorFlowVariables.save` wrote: the weights and the optimizer's slots. A break alone
-changes no bit of the weights at the end; another way of running sums in another order, which rounds
+changes no bit of the final weights; another way of running sums in another order, which rounds
 differently.
 
     python -m flatweights.examples.one_code
@@ -15,10 +15,10 @@ Keras's own optimizers do not run in a session.
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,19 +27,7 @@ from flatweights import examples
 
 BATCH = 64
 ENOUGH = 0.9
-TOLERANCE = 1e-3  # of a weight, after steps that were rounded otherwise
-
-Data = tuple[Any, Any]  # images and labels
-
-
-def load_data(seed: int) -> tuple[Data, Data]:
-    """Return the digits to train on, and others."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    held_out, rest = np.split(np.random.default_rng(seed).permutation(len(labels)), [359])
-    images = (images / 16).astype(np.float32)
-    return (images[rest], labels[rest]), (images[held_out], labels[held_out])
+TOLERANCE = 1e-3  # of a weight, after steps that were rounded differently
 
 
 def build(seed: int) -> tuple[Any, Any]:
@@ -66,7 +54,7 @@ def build(seed: int) -> tuple[Any, Any]:
 
 
 def train_step(network: Any, optimizer: Any, images: Any, labels: Any) -> Any:
-    """Take one step; return the loss and, in a graph, the operation that takes it."""
+    """Take one step; return the loss and, in a graph, the operation that takes the step."""
     import tensorflow as tf
 
     with tf.GradientTape() as tape:
@@ -77,90 +65,85 @@ def train_step(network: Any, optimizer: Any, images: Any, labels: Any) -> Any:
     return loss, step
 
 
-class Eager:
-    """Runs the code above operation by operation; ``variables`` are its weights and slots."""
+class Training(NamedTuple):
+    """The code above in one way of running it.
 
-    def __init__(self, seed: int) -> None:
-        """Build the network; a first step without gradients makes the optimizer's slots."""
-        import tensorflow as tf
+    Attributes:
+        variables: The weights and the optimizer's slots.
+        step: Takes one step on images and labels; returns the loss before it.
+        predict: Returns one score for each image and class.
+    """
 
-        from flatweights.tensorflow import TensorFlowVariables
-
-        self.network, optimizer = build(seed)
-        optimizer.apply_gradients([(tf.zeros_like(v), v) for v in self.network.trainable_variables])
-        self.variables = TensorFlowVariables([self.network, optimizer])
-        self.step: Any = lambda x, y: train_step(self.network, optimizer, x, y)[0]
-
-    def train(self, images: NDArray[Any], labels: NDArray[Any]) -> float:
-        """Take a step; return the loss before it."""
-        return float(self.step(images, labels))
-
-    def predict(self, images: NDArray[Any]) -> NDArray[Any]:
-        """Return one score for each class."""
-        return np.asarray(self.network(images))
+    variables: Any
+    step: Callable[[Any, Any], Any]
+    predict: Callable[[Any], Any]
 
 
-class Function(Eager):
-    """Runs it as a graph that TensorFlow traces at the first step."""
+def eager(seed: int, compiled: Callable[[Any], Any] = lambda step: step) -> Training:
+    """Run the code operation by operation."""
+    import tensorflow as tf
 
-    def __init__(self, seed: int) -> None:
-        """Build the network."""
-        import tensorflow as tf
+    from flatweights.tensorflow import TensorFlowVariables
 
-        super().__init__(seed)
-        self.step = tf.function(self.step)
-
-
-class Session:
-    """Runs it as a graph of TF1."""
-
-    def __init__(self, seed: int) -> None:
-        """Build the graph, and the slots with it."""
-        import tensorflow.compat.v1 as tf
-
-        from flatweights.tensorflow import TensorFlowVariables
-
-        with tf.Graph().as_default():
-            self.images = tf.placeholder(tf.float32, [None, 64])
-            self.labels = tf.placeholder(tf.int64, [None])
-            network, optimizer = build(seed)
-            self.scores = network(self.images)
-            self.step = train_step(network, optimizer, self.images, self.labels)
-            self.session = tf.Session()
-            self.session.run(tf.global_variables_initializer())
-            self.variables = TensorFlowVariables([network, optimizer], self.session)
-
-    def train(self, images: NDArray[Any], labels: NDArray[Any]) -> float:
-        """Take a step; return the loss before it."""
-        return float(self.session.run(self.step, {self.images: images, self.labels: labels})[0])
-
-    def predict(self, images: NDArray[Any]) -> NDArray[Any]:
-        """Return one score for each class."""
-        return np.asarray(self.session.run(self.scores, {self.images: images}))
+    network, optimizer = build(seed)
+    # A step without gradients makes the optimizer's slots.
+    optimizer.apply_gradients([(tf.zeros_like(v), v) for v in network.trainable_variables])
+    step = compiled(lambda images, labels: train_step(network, optimizer, images, labels)[0])
+    return Training(TensorFlowVariables([network, optimizer]), step, network)
 
 
-WAYS: dict[str, type[Any]] = {"eager": Eager, "tf.function": Function, "TF1 session": Session}
+def function(seed: int) -> Training:
+    """Run it as a graph that TensorFlow traces at the first step."""
+    import tensorflow as tf
+
+    return eager(seed, compiled=tf.function)
+
+
+def session(seed: int) -> Training:
+    """Run it as a graph of TF1."""
+    import tensorflow.compat.v1 as tf
+
+    from flatweights.tensorflow import TensorFlowVariables
+
+    with tf.Graph().as_default():
+        images, labels = tf.placeholder(tf.float32, [None, 64]), tf.placeholder(tf.int64, [None])
+        network, optimizer = build(seed)
+        scores, step = network(images), train_step(network, optimizer, images, labels)
+        session = tf.Session()
+        session.run(tf.global_variables_initializer())
+        variables = TensorFlowVariables([network, optimizer], session)
+    return Training(
+        variables,
+        lambda x, y: session.run(step, {images: x, labels: y})[0],
+        lambda x: session.run(scores, {images: x}),
+    )
+
+
+WAYS: dict[str, Callable[[int], Training]] = {
+    "eager": eager,
+    "tf.function": function,
+    "TF1 session": session,
+}
 
 
 def train_in_turn(
-    first: str, second: str | None, data: Data, steps: int, seed: int
-) -> tuple[Any, list[float]]:
+    first: str, second: str | None, digits: examples.Digits, steps: int, seed: int
+) -> tuple[Training, list[float]]:
     """Train half of the steps in one way, save, load in another, and train the rest.
 
     Without a ``second`` way there is no break. Each step's batch is the same in every run.
     """
-    images, labels = data
-    way, losses = WAYS[first](seed), []
+    training, losses = WAYS[first](seed), []
     for step in range(steps):
-        if step == steps // 2 and second is not None:
+        if second is not None and step == steps // 2:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "half-way.safetensors")
-                way.variables.save(path)
-                way = WAYS[second](seed + 1)  # other weights than those that it loads
-                way.variables.load(path)
-        chosen = np.random.default_rng((seed, step)).integers(len(labels), size=BATCH)
-        losses.append(way.train(images[chosen], labels[chosen]))
-    return way, losses
+                training.variables.save(path)
+                training = WAYS[second](seed + 1)  # other weights than those that it loads
+                training.variables.load(path)
+        batch = np.random.default_rng((seed, step)).integers(len(digits.labels), size=BATCH)
+        losses.append(float(training.step(digits.images[batch], digits.labels[batch])))
+    return training, losses
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -168,36 +151,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = examples.make_parser(__doc__, "the losses", steps=(200, f"of {BATCH} digits"))
     options = parser.parse_args(arguments)
     examples.prepare_tensorflow()  # one thread: sums in one order
-    data, (images, labels) = load_data(options.seed)
-    rows, losses, wrong = [], dict[tuple[str, str | None], list[float]](), []
+    digits, test = examples.load_digits(options.seed)
+    rows, losses, mistakes = [], dict[tuple[str, str | None], list[float]](), []
     unbroken: dict[str, NDArray[Any]] = {}
-    for first, second in [*((way, None) for way in WAYS), *product(WAYS, WAYS)]:
-        way, losses[first, second] = train_in_turn(first, second, data, options.steps, options.seed)
-        weights, name = way.variables.get_flat(), second or "(no break)"
+    for turn in [*((way, None) for way in WAYS), *product(WAYS, WAYS)]:
+        first, second = turn
+        training, losses[turn] = train_in_turn(first, second, digits, options.steps, options.seed)
+        weights, name = training.variables.get_flat(), second or "(no break)"
         gap = float(np.max(np.abs(weights - unbroken.setdefault(second or first, weights))))
-        accuracy = float(np.mean(np.argmax(way.predict(images), axis=1) == labels))
+        accuracy = np.mean(np.argmax(training.predict(test.images), axis=1) == test.labels)
         rows.append(
             {
                 "first half": first,
                 "second half": name,
-                "last loss": f"{losses[first, second][-1]:.4f}",
+                "last loss": f"{losses[turn][-1]:.4f}",
                 "accuracy": f"{accuracy:.3f}",
                 "weights": "same bits" if gap == 0 else f"within {gap:.0e}",
             }
         )
         if gap > (0 if first == second else TOLERANCE):
-            wrong.append(f"{first}, {name}: the weights differ by {gap} from those without a break")
+            mistakes.append(f"{first}, {name}: weights differ by {gap} from those without a break")
         if accuracy < ENOUGH:
-            wrong.append(f"{first}, {name}: accuracy below {ENOUGH}: it needs more --steps")
-    examples.print_table(rows)
-    if options.plot:
-        steps = range(options.steps)
-        turns = list(pairwise([*WAYS, next(iter(WAYS))]))
-        curves = {f"{a}, {b}": (steps, losses[a, b]) for a, b in turns}
-        title = f"One code, saved and loaded after {options.steps // 2} steps"
-        examples.draw(options.plot, title, examples.Panel("loss", "step", curves, "log"))
-    if wrong:
-        raise SystemExit(wrong[0])
+            mistakes.append(f"{first}, {name}: accuracy below {ENOUGH}: it needs more --steps")
+    steps = range(options.steps)
+    pairs = pairwise([*WAYS, next(iter(WAYS))])
+    curves = {f"{a}, {b}": (steps, losses[a, b]) for a, b in pairs}
+    title = f"One code, saved and loaded after {options.steps // 2} steps"
+    panel = examples.Panel("loss", "step", curves, "log")
+    examples.report(rows, options.plot, title, panel)
+    if mistakes:
+        raise SystemExit(mistakes[0])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""FedAdagrad, FedAdam and FedYogi: steps that adapt to each number."""
+"""FedAdagrad, FedAdam and FedYogi: optimizers with a step size for each weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatweights.server._state import MASTER, Run
 _FIRST = "momentum"
 _SECOND = "second"
 
-# Below, the squares of float32 would be lost, and 0 / 0 would be near.
+# The square of a smaller tau would be lost in float32, and steps would come close to 0 / 0.
 _LEAST_TAU = 1e-15
 
 
@@ -36,7 +36,7 @@ class _Adaptive(AveragedOptimizer[Model]):
         return self.tau**2 if name == _SECOND else 0.0
 
     _moment: ClassVar[Literal["sum", "mean", "sign"]]
-    """How squares are taken into the second moment."""
+    """How the squares of differences update the second moment."""
 
     def _second_share(self) -> float:
         return 1.0
@@ -48,7 +48,7 @@ class _Adaptive(AveragedOptimizer[Model]):
                 self._adapt(run, slice(None), aligned, run.weights)
                 continue
             scratch, other = run.scratch(), run.scratch()
-            for block in run.blocks():  # of 16 bits: what is converted stays in the cache
+            for block in run.blocks():  # of 16 bits: the converted numbers stay in the cache
                 before = run.widen(run.weights, block, other)
                 self._adapt(run, block, run.widen(average, block, scratch), before)
                 run.publish(block)
@@ -74,12 +74,12 @@ class FedAdagrad(_Adaptive[Model]):
 
     ``delta`` is the average minus the weights, and ``m = beta1 * m + (1 - beta1) * delta``.
     Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2, after Duchi, Hazan
-    and Singer, JMLR 12, 2011. As there, ``v`` begins with ``tau**2``, and nothing corrects the
-    bias of the first steps.
+    and Singer, JMLR 12, 2011. As in the paper, ``v`` begins with ``tau**2``, and nothing corrects
+    the bias of the first steps.
 
-    Beside the weights ``v`` is kept, and ``m`` unless ``beta1`` is 0. A step over float32
-    reads average and weights once to check them, then reads four vectors and writes three, in
-    one pass without the GIL: 36 bytes per number, 28 without ``m``.
+    The optimizer keeps ``v`` beside the weights, and ``m`` unless ``beta1`` is 0. A step over
+    float32 reads average and weights once to check them, then reads four vectors and writes three,
+    in one pass without the GIL: 36 bytes per number, 28 without ``m``.
 
     >>> optimizer = FedAdagrad(np.zeros(1), learning_rate=0.1)
     >>> [round(float(optimizer.step(np.array([1.0]))[0]), 3) for _ in range(3)]
@@ -106,9 +106,9 @@ class FedAdagrad(_Adaptive[Model]):
         Args:
             initial: `FlatWeights` or an array; it is copied.
             learning_rate: Of the server, in units of the weights: positive.
-            beta1: From 0 to below 1: how much of ``m`` a step keeps.
-            tau: From 1e-15 to 1e6, in units of the weights: how small a difference counts
-                as small. The larger, the less does a step adapt.
+            beta1: From 0 to below 1: the share of ``m`` that a step keeps.
+            tau: From 1e-15 to 1e6, in units of the weights: the size of a small difference.
+                The larger it is, the less a step adapts.
 
         Raises:
             TypeError: If ``initial`` is neither, or a part has no mean; or an argument is
@@ -119,7 +119,7 @@ class FedAdagrad(_Adaptive[Model]):
 
 
 class _WithBeta2(_Adaptive[Model]):
-    """Optimizers that forget old squares at the rate ``beta2``."""
+    """Optimizers whose second moment forgets old squares, by ``beta2``."""
 
     beta2 = fraction()
 
@@ -137,10 +137,10 @@ class _WithBeta2(_Adaptive[Model]):
         Args:
             initial: `FlatWeights` or an array; it is copied.
             learning_rate: Of the server, in units of the weights: positive.
-            beta1: From 0 to below 1: how much of ``m`` a step keeps.
-            beta2: From 0 to below 1: how much of ``v`` a step keeps.
-            tau: From 1e-15 to 1e6, in units of the weights: how small a difference counts
-                as small. The larger, the less does a step adapt.
+            beta1: From 0 to below 1: the share of ``m`` that a step keeps.
+            beta2: From 0 to below 1: the share of ``v`` that a step keeps.
+            tau: From 1e-15 to 1e6, in units of the weights: the size of a small difference.
+                The larger it is, the less a step adapts.
 
         Raises:
             TypeError: If ``initial`` is neither, or a part has no mean; or an argument is
@@ -155,13 +155,14 @@ class _WithBeta2(_Adaptive[Model]):
 
 
 class FedAdam(_WithBeta2[Model]):
-    """Adam on the server: ``v = beta2 * v + (1 - beta2) * delta**2``, and else as `FedAdagrad`.
+    """Adam on the server: `FedAdagrad` with ``v = beta2 * v + (1 - beta2) * delta**2``.
 
     Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2, after Kingma and
-    Ba, ICLR 2015. As there, ``v`` begins with ``tau**2``, and nothing corrects the bias of
+    Ba, ICLR 2015. As in the paper, ``v`` begins with ``tau**2``, and nothing corrects the bias of
     the first steps.
 
-    Beside the weights ``m`` and ``v`` are kept. A step over float32 moves 36 bytes per number.
+    The optimizer keeps ``m`` and ``v`` beside the weights. A step over float32 moves 36 bytes per
+    number.
 
     >>> optimizer = FedAdam(np.zeros(1), learning_rate=0.1)
     >>> [round(float(optimizer.step(np.array([1.0]))[0]), 3) for _ in range(3)]
@@ -178,13 +179,14 @@ class FedAdam(_WithBeta2[Model]):
 
 
 class FedYogi(_WithBeta2[Model]):
-    """Yogi on the server: as `FedAdam`, but ``v`` moves by at most ``(1 - beta2) * delta**2``.
+    """Yogi on the server: `FedAdam`, but ``v`` moves by at most ``(1 - beta2) * delta**2``.
 
     ``v -= (1 - beta2) * delta**2 * sign(v - delta**2)``. Reddi et al., "Adaptive Federated
     Optimization", ICLR 2021, Algorithm 2, after Zaheer et al., "Adaptive Methods for Nonconvex
     Optimization", NeurIPS 2018. ``v`` begins with ``tau**2``; nothing corrects the bias.
 
-    Beside the weights ``m`` and ``v`` are kept. A step over float32 moves 36 bytes per number.
+    The optimizer keeps ``m`` and ``v`` beside the weights. A step over float32 moves 36 bytes per
+    number.
 
     >>> optimizer = FedYogi(np.zeros(1), learning_rate=0.1)
     >>> [round(float(optimizer.step(np.array([1.0]))[0]), 3) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Averages as they are, with momentum, and smoothed."""
+"""FedAvg, FedAvgM and ExponentialMovingAverage: plain averages, with momentum, smoothed."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class FedAvgM(AveragedOptimizer[Model]):
     Non-Identical Data Distribution for Federated Visual Classification", 2019. With momentum 0
     and learning rate 1 the model becomes the average, to the bit, as in `FedAvg`.
 
-    One vector is kept, none with momentum 0. A step over float32 reads average and weights once
-    to check them, then reads three vectors and writes two: 28 bytes per number.
+    The optimizer keeps one vector, none with momentum 0. A step over float32 reads average and
+    weights once to check them, then reads three vectors and writes two: 28 bytes per number.
 
     >>> optimizer = FedAvgM(np.zeros(1), momentum=0.5)
     >>> [float(optimizer.step(np.array([average]))[0]) for average in (1.0, 2.0, 2.0)]
@@ -79,7 +79,7 @@ class FedAvgM(AveragedOptimizer[Model]):
 
         Args:
             initial: `FlatWeights` or an array; it is copied.
-            momentum: From 0 to below 1: how much of the velocity a step keeps.
+            momentum: From 0 to below 1: the share of the velocity that a step keeps.
             learning_rate: Of the server: positive.
 
         Raises:
@@ -110,13 +110,13 @@ class FedAvgM(AveragedOptimizer[Model]):
 class ExponentialMovingAverage(AveragedOptimizer[Model]):
     """Smoothed averages: ``weights = decay * weights + (1 - decay) * average``.
 
-    The mean of the iterates is Polyak and Juditsky, "Acceleration of Stochastic Approximation
-    by Averaging", SIAM J. Control Optim. 30(4), 1992, and Ruppert, 1988; with weights that fade,
-    as here, it is the teacher of Tarvainen and Valpola, "Mean Teachers Are Better Role Models",
-    NeurIPS 2017. Setting ``decay`` to ``t / (t + 1)`` before step t, from 0, gives the former.
+    This is the teacher of Tarvainen and Valpola, "Mean Teachers Are Better Role Models", NeurIPS
+    2017. With ``decay`` set to ``t / (t + 1)`` before step t, from 0, it is the mean of all
+    iterates: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", SIAM J.
+    Control Optim. 30(4), 1992, and Ruppert, 1988.
 
-    Only 16-bit parts have a vector beside the weights, their master copy: these would
-    stand still otherwise. A step is one pass of `flatweights.lerp_`, and one that checks.
+    Only 16-bit parts have a vector beside the weights, a master copy: rounding would lose
+    their small steps. A step is one pass of `flatweights.lerp_`, and one that checks.
 
     >>> optimizer = ExponentialMovingAverage(np.zeros(2), decay=0.75)
     >>> optimizer.step(np.array([4.0, 8.0]))
@@ -133,7 +133,7 @@ class ExponentialMovingAverage(AveragedOptimizer[Model]):
 
         Args:
             initial: `FlatWeights` or an array; it is copied.
-            decay: From 0 to 1: how much of the model a step keeps.
+            decay: From 0 to 1: the share of the model that a step keeps.
 
         Raises:
             TypeError: If ``initial`` is neither, or a part has no mean; or ``decay`` is no

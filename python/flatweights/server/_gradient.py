@@ -23,9 +23,9 @@ class GradientDescent(ServerOptimizer[Model]):
     ICML 2013. The momentum is that of Polyak, "Some Methods of Speeding up the Convergence
     of Iteration Methods", 1964.
 
-    One vector is kept, none with momentum 0. The gradient is not written to. A step is one
-    pass of `flatweights.norm` over it, and one of `flatweights.axpy_`; with momentum two of
-    these and one of `flatweights.scale_`: 16 bytes per number of float32, or 36.
+    The optimizer keeps one vector, none with momentum 0. A step reads the gradient and does not
+    change it: one pass of `flatweights.norm` over it, and one of `flatweights.axpy_`; with
+    momentum two of `axpy_` and one of `flatweights.scale_`: 16 bytes per number of float32, or 36.
 
     >>> optimizer = GradientDescent(np.zeros(2), learning_rate=0.5, max_norm=1.0)
     >>> optimizer.step(np.array([3.0, 4.0]))
@@ -35,8 +35,8 @@ class GradientDescent(ServerOptimizer[Model]):
         learning_rate: It may be set between steps.
         max_norm: It may be set between steps; infinity clips nothing.
         momentum: Fixed.
-        gradient_norm: Of the last gradient, before clipping; NaN before the first step, and not
-            part of the state.
+        gradient_norm: Norm of the last gradient before clipping, NaN before the first step. It is
+            not part of the state.
     """
 
     learning_rate = positive()
@@ -57,8 +57,8 @@ class GradientDescent(ServerOptimizer[Model]):
         Args:
             initial: `FlatWeights` or an array; it is copied.
             learning_rate: Positive.
-            max_norm: The most that the norm of an averaged gradient may be: positive.
-            momentum: From 0 to below 1: how much of the velocity a step keeps.
+            max_norm: The largest norm of an averaged gradient that is not clipped: positive.
+            momentum: From 0 to below 1: the share of the velocity that a step keeps.
 
         Raises:
             TypeError: If ``initial`` is neither, or a part has no mean; or an argument is
@@ -82,8 +82,8 @@ class GradientDescent(ServerOptimizer[Model]):
 
         Raises:
             TypeError: If it is of another kind or dtype.
-            ValueError: If shape or digest differ, or its norm is not finite. All is then as
-                it was.
+            ValueError: If shape or digest differ, or its norm is not finite. Nothing has changed
+                then.
         """
         memory = self._read(gradient, "gradient")
         length = norm(gradient)
@@ -103,7 +103,7 @@ class GradientDescent(ServerOptimizer[Model]):
         return (MASTER, _VELOCITY) if numbers["momentum"] else (MASTER,)
 
     def _advance(self, run: Run, gradient: NDArray[Any], factor: float) -> None:
-        # The kernels split a whole run over their threads; what is converted goes by blocks.
+        # The kernels split a whole run over their threads; converted numbers go by blocks.
         if not run.has_master:
             self._descend(run.weights, run.kept.get(_VELOCITY), gradient, factor)
             return

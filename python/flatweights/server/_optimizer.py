@@ -1,4 +1,4 @@
-"""The base of all server optimizers: a model, a state, numbers to tune."""
+"""The base of all server optimizers: the model, the state, the hyperparameters."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from flatweights.server._state import (
 
 Optimizer = TypeVar("Optimizer", bound="ServerOptimizer[Any]")
 
-# Squares of numbers up to here, and sums of many of them, stay finite.
-_MOST = {4: 2.0**56, 8: 2.0**400}
+# By bytes of a number, the largest norm whose squares, and sums of many of them, stay finite.
+_LARGEST_NORM = {4: 2.0**56, 8: 2.0**400}
 
 _STEPS = "steps"
 
@@ -45,9 +45,9 @@ class Hyperparameter:
         """Describe the number.
 
         Args:
-            expected: What it has to be, in words.
-            check: Whether a number is that.
-            fixed: Whether it cannot be set later.
+            expected: The valid numbers, in words.
+            check: Whether a number is valid.
+            fixed: Whether the number cannot be set later.
         """
         self._expected = expected
         self._check = check
@@ -70,7 +70,7 @@ class Hyperparameter:
 
     def __set__(self, optimizer: ServerOptimizer[Any], value: float) -> None:
         if self._fixed:
-            raise AttributeError(f"{self._name}: fixed when the optimizer is made")
+            raise AttributeError(f"{self._name}: fixed when the optimizer is created")
         optimizer._number(self._name)[...] = self.read(value)
 
     def read(self, value: Any) -> float:
@@ -94,17 +94,17 @@ def fraction(*, fixed: bool = False) -> Hyperparameter:
 class ServerOptimizer(ABC, Generic[Model]):
     """A global model, and a rule by which the results of a round change it.
 
-    The model is `FlatWeights`, or a vector (an array of any shape); float16, bfloat16,
-    float32, float64 or complex. The optimizer owns a copy of it, in one buffer with all else
-    that it keeps, and each step changes that in place. What is kept for parts of float16
-    and bfloat16 is float32, and so is a master copy of them (Micikevicius et al., "Mixed
-    Precision Training", ICLR 2018): steps too small for 16 bits add up there. Other parts
-    are computed in their own precision. Real and imaginary parts are two numbers.
+    The model is `FlatWeights`, or an array of any shape, of float16, bfloat16, float32, float64 or
+    complex numbers. The optimizer owns a copy of it, in one buffer with the rest of its state, and
+    each step changes that buffer in place. Parts of float16 and bfloat16 have a master copy in
+    float32, where steps too small for 16 bits add up (Micikevicius et al., "Mixed Precision
+    Training", ICLR 2018), and their moments are float32, too. Other parts are computed in their
+    own precision. Real and imaginary parts are two numbers.
 
-    Steps run on the caller's thread, and those of the core's kernels on its threads; the bits
-    of a result depend on neither. Two threads must not step one optimizer at once. It pickles,
-    and `copy.copy` copies its state. After a step that was interrupted (Ctrl-C) the optimizer
-    refuses to be used: go on from a state that was saved.
+    A step runs on the caller's thread, and its kernels on the threads of the core; the number of
+    threads changes no bit of a result. Two threads must not step one optimizer at once. An
+    optimizer can be pickled, and `copy.copy` copies its state. After a step that was interrupted
+    (Ctrl-C) all its methods raise: go on from a saved state.
     """
 
     _template: Template
@@ -113,7 +113,7 @@ class ServerOptimizer(ABC, Generic[Model]):
     _memory: NDArray[np.uint8]
     _runs: list[Run]
     _integers: dict[str, NDArray[Any]]
-    _is_whole = True  # no step was broken off
+    _is_whole = True  # no step was interrupted
 
     def _begin(self, initial: Any, numbers: Mapping[str, Any]) -> None:
         """Start from the model ``initial``; all arguments are checked here."""
@@ -167,16 +167,16 @@ class ServerOptimizer(ABC, Generic[Model]):
 
     @property
     def steps(self) -> int:
-        """How many steps were taken."""
+        """The number of steps so far."""
         return int(self._number(_STEPS))
 
     @property
     def state(self) -> FlatWeights:
-        """All that the optimizer keeps, read-only: a view of its buffer.
+        """The whole state, read-only: a view of the optimizer's buffer.
 
-        The parts of the model are called ``weights/<name>``, a vector ``weights``; what
-        else is kept likewise: ``master/<name>``, ``momentum/<name>``, ``second/<name>``.
-        Numbers have the name of the class before theirs: ``FedAdam.steps``.
+        The parts of the model are called ``weights/<name>``, an array ``weights``; the vectors
+        beside it likewise: ``master/<name>``, ``momentum/<name>``, ``second/<name>``. The names
+        of single numbers begin with that of the class: ``FedAdam.steps``.
         """
         self._check_whole()
         return FlatWeights.wrap(_read_only(self._state.buffer), self._state.layout)
@@ -186,7 +186,7 @@ class ServerOptimizer(ABC, Generic[Model]):
         """Return an optimizer that goes on from a copy of ``state``, to the bit.
 
         Args:
-            state: What `state` gave.
+            state: The `state` of an optimizer.
 
         Raises:
             TypeError: If it is no `FlatWeights`.
@@ -206,10 +206,10 @@ class ServerOptimizer(ABC, Generic[Model]):
 
     @classmethod
     def load(cls: type[Optimizer], path: str | os.PathLike[str]) -> Optimizer:
-        """Return an optimizer that goes on where the one that was saved stopped, to the bit.
+        """Return an optimizer that goes on from a saved state, to the bit.
 
         Args:
-            path: What `save` wrote.
+            path: A file that `save` wrote.
 
         Raises:
             OSError: If it cannot be opened.
@@ -219,7 +219,7 @@ class ServerOptimizer(ABC, Generic[Model]):
 
     @classmethod
     def _resume(cls: type[Optimizer], state: FlatWeights, where: str) -> Optimizer:
-        """Return an optimizer over ``state``, which it owns from then on."""
+        """Return an optimizer that takes over ``state`` without a copy."""
         names = cls._hyperparameters()
         wanted: dict[str, np.dtype[Any]] = {cls._number_name(_STEPS): np.dtype(np.int64)}
         wanted.update((cls._number_name(name), np.dtype(np.float64)) for name in names)
@@ -257,7 +257,7 @@ class ServerOptimizer(ABC, Generic[Model]):
         size = self._template.layout.size
         return f"<{type(self).__name__}({numbers}) of {size} numbers, after {self.steps} steps>"
 
-    # What a class says about itself.
+    # Defined by each class.
 
     @classmethod
     def _kept(cls, numbers: Mapping[str, float]) -> tuple[str, ...]:
@@ -265,7 +265,7 @@ class ServerOptimizer(ABC, Generic[Model]):
         return (MASTER,)
 
     def _first(self, name: str) -> float:
-        """Return what the kept array ``name`` is filled with before the first step."""
+        """Return the value of the kept array ``name`` before the first step."""
         return 0.0
 
     @classmethod
@@ -286,10 +286,10 @@ class ServerOptimizer(ABC, Generic[Model]):
         numbers = [cls._number_name(name) for name in (_STEPS, *cls._hyperparameters())]
         return new_layout(template, kept, numbers)
 
-    # What their steps share.
+    # Shared by all steps.
 
     def _read(self, model: Any, where: str) -> NDArray[np.uint8]:
-        """Return the bytes of ``model``, whose values alone are not checked."""
+        """Return the bytes of ``model``, after all checks except those of its values."""
         self._check_whole()
         self._template.match(model, where)
         return _bytes_of(self._template, model, where)
@@ -299,13 +299,14 @@ class ServerOptimizer(ABC, Generic[Model]):
 
     def _check_range(self, average: Any) -> None:
         """Check that squares of differences from the weights are finite, with room to spare."""
-        most = min((_MOST[run.wide.dtype.itemsize] for run in self._runs), default=math.inf)
+        sizes = [run.wide.dtype.itemsize for run in self._runs]
+        largest = min((_LARGEST_NORM[size] for size in sizes), default=math.inf)
         for model, where in ((average, "average"), (self._weights, "weights")):
             length = norm(model)
-            if not length <= most:
+            if not length <= largest:
                 self._check_finite(model, where)
                 raise ValueError(
-                    f"{where}: expected a norm of at most {most:.2g}, got {length:.3g}"
+                    f"{where}: expected a norm of at most {largest:.2g}, got {length:.3g}"
                 )
 
     def _take_integers(self, average: Any) -> None:
@@ -315,13 +316,13 @@ class ServerOptimizer(ABC, Generic[Model]):
     def _check_whole(self) -> None:
         if not self._is_whole:
             raise RuntimeError(
-                "a step was interrupted, which has changed the model by half: go on from a state "
+                "a step was interrupted and has changed a part of the model: go on from a state "
                 "that was saved or pickled before"
             )
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        """Enclose a change of the state; after one that was broken off, all calls raise."""
+        """Enclose a change of the state; if it is interrupted, all later calls raise."""
         self._is_whole = False
         yield
         self._number(_STEPS)[...] += 1
@@ -346,8 +347,8 @@ class AveragedOptimizer(ServerOptimizer[Model]):
         Raises:
             TypeError: If it is of another kind or dtype.
             ValueError: If shape or digest differ, or it holds NaN or infinity, or its norm
-                is out of range (2**56, where all is float64 or complex128 2**400; `FedAvg` and
-                `ExponentialMovingAverage` have no such range). All is then as it was.
+                exceeds 2**56 (2**400 if all is float64 or complex128; `FedAvg` and
+                `ExponentialMovingAverage` have no such limit). Nothing has changed then.
         """
         memory = self._read(average, "average")
         self._check(average)

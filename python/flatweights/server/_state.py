@@ -16,23 +16,23 @@ from flatweights._weights import FlatWeights
 WEIGHTS = "weights"
 MASTER = "master"
 
-# Numbers of a block: what a step computes with between two reads of memory stays in the L2
-# cache. Every number is computed by itself, so the bits do not depend on it.
+# Numbers of a block, so that the vectors of a step stay in the L2 cache from pass to pass. Each
+# number is computed independently, so results do not depend on it.
 BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
 class Run:
-    """Parts of one dtype that lie in the model without padding between: one vector.
+    """Neighbouring parts of the model with one dtype and no padding between: one vector.
 
     Complex numbers are two real ones each.
 
     Attributes:
-        offset: Where its first byte lies in the model.
-        weights: Its numbers in the model.
-        wide: The same in float32 or float64: for 16-bit weights the master copy, which
-            they are rounded from; else ``weights`` itself.
-        kept: By name, what the optimizer keeps for them, in the dtype of ``wide``.
+        offset: Offset of the first byte in the model.
+        weights: The numbers in the model.
+        wide: The same numbers in float32 or float64: of 16-bit weights, the master copy
+            that they are rounded from; otherwise ``weights`` itself.
+        kept: By name, the vectors that the optimizer keeps beside them, in the dtype of ``wide``.
     """
 
     offset: int
@@ -41,7 +41,7 @@ class Run:
     kept: Mapping[str, NDArray[Any]]
 
     def read(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return these numbers of another model of the same layout."""
+        """Return the numbers at the same place in ``memory``, a model of the same layout."""
         end = self.offset + self.weights.nbytes
         return memory[self.offset : end].view(self.weights.dtype)
 
@@ -51,7 +51,7 @@ class Run:
         return self.wide is not self.weights
 
     def blocks(self) -> list[slice]:
-        """Return ranges that make up the whole, `BLOCK` numbers each."""
+        """Return consecutive ranges of `BLOCK` numbers that cover the vector."""
         size = self.weights.size
         return [slice(begin, min(begin + BLOCK, size)) for begin in range(0, size, BLOCK)]
 
@@ -79,7 +79,7 @@ class Run:
         block: slice,
         scratch: NDArray[Any],
     ) -> NDArray[Any]:
-        """Write ``average - weights`` of one block to ``delta``; return what was written.
+        """Write ``average - weights`` of one block to ``delta``; return the written part.
 
         Both are converted first where they have 16 bits.
         """
@@ -92,8 +92,8 @@ class Run:
 def new_layout(template: Template, kept: Sequence[str], numbers: Sequence[str]) -> Layout:
     """Return the layout of an optimizer's state.
 
-    First the model, so that the state begins with its packed form; then what is ``kept``,
-    part by part; then single numbers, of which the first is an int64 and the rest float64.
+    First the model, so that the state begins with its packed form; then the ``kept`` arrays,
+    part by part; then single numbers, the first an int64 and the others float64.
 
     Args:
         template: The model.
@@ -150,7 +150,7 @@ def model_view(template: Template, memory: NDArray[np.uint8]) -> Any:
 
 
 def runs_of(template: Template, state: FlatWeights, kept: Sequence[str]) -> list[Run]:
-    """Return the floating and complex parts of the model, as few vectors."""
+    """Return the floating and complex parts of the model as few long vectors."""
     groups: list[list[Slot]] = []
     for slot in template.layout.slots:
         if not is_averaged(slot.dtype) or not slot.size:
@@ -169,7 +169,7 @@ def runs_of(template: Template, state: FlatWeights, kept: Sequence[str]) -> list
 
 def _run(slots: list[Slot], template: Template, state: FlatWeights, kept: Sequence[str]) -> Run:
     def vector(name: str) -> NDArray[Any]:
-        # 16 bits become 32, others keep their width: what lay without padding still does.
+        # 16 bits become 32, others keep their width, so there is still no padding between parts.
         first, last = (state.layout[_key(name, template, slot)] for slot in (slots[0], slots[-1]))
         memory = state.buffer[first.offset : last.offset + last.nbytes]
         return memory.view(_real(first.dtype))

@@ -1,11 +1,11 @@
-"""Models and gradients travel in 16 bits, and what rounding takes travels later.
+"""Models and gradients in 16 bits, with each rounding error added to the next message.
 
 Codecs for users with their own transport (RPC, MPI, files). `flatweights.ray.WorkerGroup` does
 all this for Ray's actors if it is given a ``wire_dtype``.
 
-Rounded to 16 bits in every round, weights would lose every update that is smaller than
-their last place: 1/256 of a weight for bfloat16. So what travels is the difference from
-weights that both sides have, and what rounding takes from one message is added to the next: error
+Weights that are rounded to 16 bits in every round lose every update that is smaller than
+their last place: 1/256 of a weight for bfloat16. So a message holds the difference from
+weights that both sides have, and its rounding error is added to the next message: error
 feedback (Seide, Fu, Droppo, Li and Yu, "1-Bit Stochastic Gradient Descent and its
 Application to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014; Stich,
 Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018; Karimireddy, Rebjock, Stich
@@ -28,7 +28,7 @@ in each round. Two rounds of two workers, in one process here:
 >>> for _ in range(2):
 ...     sent = []
 ...     for worker, step in zip(workers, (0.001, 0.002)):
-...         trained = worker.reference.copy()  # what all have; reference itself is read-only
+...         trained = worker.reference.copy()  # the weights of all workers, read-only
 ...         trained["w"] += np.float32(step)
 ...         sent.append(travel(worker.encode(trained)))
 ...     update = travel(driver.encode(driver.average(sent)))
@@ -37,12 +37,12 @@ in each round. Two rounds of two workers, in one process here:
 >>> weights["w"].round(4)
 array([1.003, 2.003], dtype=float32)
 
-In bfloat16 alone these steps would be lost: beside 1 and 2 they round to nothing. Driver and
-workers have the same bits after each round. A worker that missed one gets a
-`MissedUpdateError`, and a snapshot mends that. Gradients have no reference: a
+Weights in bfloat16 would lose these steps: 1.002 rounds to 1, and 2.002 to 2. Driver and
+workers have the same bits after each round. A worker that missed an update raises
+`MissedUpdateError`, and goes on from a snapshot. Gradients have no reference: a
 `GradientEncoder` at each worker and `average_differences` are enough.
 
-Parts of float32 and float64 travel so. Others travel as they are: integers, booleans, complex
+Parts of float32 and float64 are rounded. Others travel unchanged: integers, booleans, complex
 numbers, and numbers of 16 bits or fewer. Two threads must not use one encoder or
 broadcaster at once.
 """

@@ -1,4 +1,4 @@
-"""Both ends of an exchange: encoders, which keep what rounding takes, and the broadcaster."""
+"""Both ends of an exchange: the encoders, which keep their rounding errors, and the broadcaster."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ _VECTOR = "vector"  # the name of a gradient that is a bare array
 
 
 class _Residual:
-    """What rounding took from past messages; it is added to the next one.
+    """The rounding errors of past messages, which are added to the next one.
 
     Attributes:
         plan: The plan for the models that are sent.
     """
 
     def __init__(self, plan: Plan) -> None:
-        """Begin with nothing lost."""
+        """Begin with errors of zero."""
         self.plan = plan
-        self._turns = _zeros(plan.layout), _zeros(plan.layout)  # what was lost, and room
+        self._turns = _zeros(plan.layout), _zeros(plan.layout)  # the errors, and the next ones
 
     @property
     def now(self) -> FlatWeights:
-        """What was lost."""
+        """The errors."""
         return self._turns[0]
 
     def encode(
         self, parts: list[NDArray[Any]], reference: FlatWeights | None, where: str
     ) -> FlatWeights:
-        """Return a model, less the ``reference``, plus `now`, rounded; only then set `now`.
+        """Return ``parts - reference + now``, rounded, and keep the rounding errors as `now`.
 
         Args:
             parts: The arrays of the model, contiguous.
-            reference: What is subtracted from them; nothing, if None.
-            where: How errors name the model.
+            reference: The weights to subtract; none, if None.
+            where: The name of the model in errors.
 
         Raises:
-            ValueError: If what is rounded is NaN or infinite then; `now` is as it was.
+            ValueError: If a rounded number is NaN or infinite; `now` has not changed then.
         """
         now, following = self._turns
         values = _encode(self.plan, parts, reference, where, now, following)
@@ -77,9 +77,9 @@ class _Residual:
 class DeltaEncoder:
     """A worker's side: its weights go out, and those of all come in, as 16-bit differences.
 
-    Kept are the reference (the weights that were received last: bit for bit those that the
-    driver and all other workers have) and what rounding has taken from what was sent, in two
-    buffers by turns; 12 bytes for each number of float32. Error feedback as in Seide et al.,
+    It keeps the reference (the weights that were received last: bit for bit those of the
+    driver and all other workers) and the rounding errors of sent messages, in two
+    buffers by turns: 12 bytes for each number of float32. Error feedback as in Seide et al.,
     Interspeech 2014, both ways as in Tang et al., ICML 2019; see `flatweights.wire`.
 
     >>> driver = DeltaBroadcaster(FlatWeights({"w": np.float32([1, 2])}), "bfloat16")
@@ -95,7 +95,7 @@ class DeltaEncoder:
         """Start from the weights that a driver has sent in full.
 
         Args:
-            snapshot: What `DeltaBroadcaster.snapshot` gave; it is copied.
+            snapshot: From `DeltaBroadcaster.snapshot`; it is copied.
 
         Raises:
             TypeError: If it is no `Snapshot`.
@@ -111,7 +111,7 @@ class DeltaEncoder:
 
     @property
     def reference(self) -> FlatWeights:
-        """The weights received last, read-only: a view, which the next ones change."""
+        """The weights received last, read-only: a view, which the next message changes."""
         return _read_only(self._reference)
 
     @property
@@ -121,16 +121,16 @@ class DeltaEncoder:
 
     @property
     def residual(self) -> FlatWeights:
-        """What rounding has taken so far, read-only: a view, which `encode` changes."""
+        """The rounding errors that are not sent yet, read-only: a view, which `encode` changes."""
         return _read_only(self._residual.now)
 
     def fits(self, message: Difference | Snapshot) -> bool:
         """Whether ``message`` is of the layout and the wire dtype of this encoder.
 
-        Where a snapshot does not fit, as when the model has changed, make a new encoder of it.
+        If a snapshot does not fit, since the model has changed, make a new encoder from it.
 
         Args:
-            message: What a driver sent.
+            message: A message of the driver.
 
         Raises:
             TypeError: If it is neither a `Difference` nor a `Snapshot`.
@@ -147,7 +147,7 @@ class DeltaEncoder:
         return (layout.digest, wire.digest) == expected
 
     def encode(self, weights: FlatWeights) -> Difference:
-        """Return the difference of ``weights`` from `reference`, and of what was lost before.
+        """Return ``weights - reference + residual`` in 16 bits.
 
         One pass over memory, without the GIL: for each number of float32, 12 bytes are read and
         6 written.
@@ -158,8 +158,8 @@ class DeltaEncoder:
         Raises:
             TypeError: If they are no `FlatWeights`.
             ValueError: If they have another layout, hold NaN or infinity, or differ from
-                `reference` by more than the dtype holds (65504 for float16). All is then
-                as it was.
+                `reference` by more than the dtype holds (65504 for float16). Nothing has
+                changed then.
         """
         check_weights(weights, self._plan.layout, "weights")
         values = self._residual.encode(list(weights.values()), self._reference, "weights")
@@ -168,14 +168,14 @@ class DeltaEncoder:
     def receive(self, message: Difference | Snapshot) -> FlatWeights:
         """Take the weights that a driver sent; return `reference`, read-only.
 
-        What was lost in what this worker has sent so far is not forgotten by a snapshot.
+        A snapshot leaves the rounding errors of earlier messages in `residual`.
 
         Args:
-            message: What `DeltaBroadcaster.encode` or `DeltaBroadcaster.snapshot` gave.
+            message: From `DeltaBroadcaster.encode` or `DeltaBroadcaster.snapshot`.
 
         Raises:
-            MissedUpdateError: If it is a difference from other weights than `reference`. All
-                is then as it was, and a snapshot is needed.
+            MissedUpdateError: If it is a difference from other weights than `reference`. Nothing
+                has changed then, and a snapshot is needed.
             ValueError: If it has another layout or wire dtype.
             TypeError: If it is no such message.
         """
@@ -184,20 +184,22 @@ class DeltaEncoder:
             check_kind(message.version, int, "snapshot, version")
             plan = plan_for(message.weights.layout, dtype_on_wire(message.wire_dtype))
             check_layout(self._plan.wire, plan.wire, "snapshot, wire_dtype")
-            self._advance(None, [(self._reference.buffer, message.weights.buffer)], message.version)
+            copied = [(self._reference.buffer, message.weights.buffer)]
+            _advance(plan, self._reference, None, copied, self._held, message.version)
             return self.reference
         check_difference(message, self._plan, "difference")
         check_base(message, self.version, "difference")
         if message.version is None:
             raise ValueError("difference: expected one from a driver, got one from a worker")
-        self._advance(message.values.buffer, [], message.version)
+        values = message.values.buffer
+        _advance(self._plan, self._reference, values, [], self._held, message.version)
         return self.reference
 
     def after(self, message: Difference | Snapshot) -> DeltaEncoder:
-        """Return an encoder that has received ``message``, and leave this one as it is.
+        """Return an encoder that has received ``message``, and leave this one unchanged.
 
-        To go on with one or the other, whether the weights could be set or not; the two share
-        what was lost. It copies `reference` first.
+        For a caller that goes on with the new one if the weights could be set, with this one
+        otherwise; the two share their `residual`. It copies `reference` first.
 
         Args:
             message: As for `receive`.
@@ -212,38 +214,19 @@ class DeltaEncoder:
         other.receive(message)
         return other
 
-    def _advance(
-        self,
-        difference: NDArray[np.uint8] | None,
-        copied: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]],
-        version: int,
-    ) -> None:
-        plan = self._plan
-        _core.advance(
-            plan.layout.core,
-            self._reference.buffer,
-            plan.wire.core,
-            difference,
-            copied,
-            self._held,
-            version,
-        )
-
 
 class DeltaBroadcaster:
-    """A driver's side: weights go out, and averages are made, from 16-bit differences.
+    """A driver's side: it sends weights, and averages results, as 16-bit differences.
 
-    Kept are the reference, bit for bit what all workers have, and the weights that they
-    were meant to have: those given last, which the reference differs from by the rounding
-    of one difference. That is never more, for what was lost is in the next difference again
-    (error feedback on the way back: Tang et al., ICML 2019; see `flatweights.wire`).
-    8 bytes for each number of float32.
+    It keeps the reference, bit for bit the weights of all workers, and the exact weights that were
+    given last: 8 bytes for each number of float32. The two differ by the rounding of one
+    difference and never by more, since the next difference makes up for it (error feedback on the
+    way back: Tang et al., ICML 2019; see `flatweights.wire`).
 
-    Averages are the weights given last plus the mean of the workers' differences. So the
-    optimizers of `flatweights.server`, whose weights are those given last, see that mean
-    itself.
+    An average is the exact weights plus the mean of the workers' differences. So the optimizers of
+    `flatweights.server`, whose model is the exact weights, see that mean without an error.
 
-    Versions count up from a random number: what belongs to another driver is refused.
+    Versions count up from a random number, so that messages for another driver are refused.
 
     >>> driver = DeltaBroadcaster(FlatWeights({"w": np.float32([1, 2])}), "bfloat16")
     >>> update = driver.encode(FlatWeights({"w": np.float32([1.001, 2])}))
@@ -255,7 +238,7 @@ class DeltaBroadcaster:
         """Start from weights, which are copied; send workers a `snapshot` first.
 
         Args:
-            weights: Those that workers shall have.
+            weights: The first weights of all workers.
             wire_dtype: ``"bfloat16"`` or ``"float16"``. float16 has 11 significant bits instead
                 of 8, but reaches from 6e-8 to 65504 only.
 
@@ -275,12 +258,12 @@ class DeltaBroadcaster:
 
     @property
     def reference(self) -> FlatWeights:
-        """What all workers have, read-only: a view, which the next `encode` changes."""
+        """The weights of all workers, read-only: a view, which the next `encode` changes."""
         return _read_only(self._reference)
 
     @property
     def weights(self) -> FlatWeights:
-        """What they were meant to have, read-only: a view, which the next `encode` changes."""
+        """The exact weights given last, read-only: a view, which the next `encode` changes."""
         return _read_only(self._weights)
 
     @property
@@ -293,27 +276,27 @@ class DeltaBroadcaster:
         return Snapshot(self._reference.copy(), self.version, self._wire_dtype)
 
     def encode(self, weights: FlatWeights) -> Difference:
-        """Return the difference that brings workers from `reference` to ``weights``, nearly.
+        """Return the difference that brings workers from `reference` to ``weights``, rounded.
 
-        `reference` becomes what they have then. One pass rounds, and one adds as workers do,
-        without the GIL: for each number of float32, 18 bytes are read and 10 written, the copy
-        of ``weights`` included.
+        `reference` becomes the weights that the workers have then. One pass rounds, and one adds
+        as workers do, without the GIL: for each number of float32, 18 bytes are read and 10
+        written, the copy of ``weights`` included.
 
         Args:
-            weights: Those that workers shall have; they are copied.
+            weights: The next weights of the workers; they are copied.
 
         Raises:
             TypeError: If they are no `FlatWeights`.
             ValueError: If they have another layout, hold NaN or infinity, or differ from
-                `reference` by more than the dtype holds. All is then as it was.
+                `reference` by more than the dtype holds. Nothing has changed then.
         """
         return self._encode(weights, self.version + 1)
 
     def after(self, weights: FlatWeights) -> tuple[Difference, DeltaBroadcaster]:
-        """Return what `encode` does, and a broadcaster that has; leave this one as it is.
+        """Return the difference of `encode`, and a broadcaster after it; leave this one unchanged.
 
-        To go on with one or the other, whether the difference could be sent or not. It copies
-        `reference` first.
+        For a caller that goes on with the new one if the difference could be sent, with this one
+        otherwise. It copies `reference` first.
 
         Args:
             weights: As for `encode`.
@@ -325,7 +308,7 @@ class DeltaBroadcaster:
         other = copy.copy(self)
         other._reference, other._held = self._reference.copy(), list(self._held)
         other._weights = FlatWeights.empty(self._plan.layout)
-        # What this one sends next instead has another version.
+        # If this one goes on instead, its next difference has another version.
         return other._encode(weights, self.version + 1 + secrets.randbelow(1 << 20)), other
 
     def _encode(self, weights: FlatWeights, version: int) -> Difference:
@@ -333,15 +316,8 @@ class DeltaBroadcaster:
         check_weights(weights, plan.layout, "weights")
         values = _encode(plan, list(weights.values()), self._reference, "weights")
         update = Difference(values, plan.layout, self.version, version)
-        _core.advance(
-            plan.layout.core,
-            self._reference.buffer,
-            plan.wire.core,
-            values.buffer,
-            [(self._weights.buffer, weights.buffer)],
-            self._held,
-            version,
-        )
+        copied = [(self._weights.buffer, weights.buffer)]
+        _advance(plan, self._reference, values.buffer, copied, self._held, version)
         return update
 
     def average(
@@ -351,10 +327,10 @@ class DeltaBroadcaster:
         *,
         out: FlatWeights | None = None,
     ) -> FlatWeights:
-        """Return `weights` plus the weighted mean of what workers sent.
+        """Return `weights` plus the weighted mean of the workers' differences.
 
         Args:
-            sources: What their `DeltaEncoder.encode` gave.
+            sources: From the `DeltaEncoder.encode` of workers.
             weights: One weight per source; see `flatweights.average`.
             out: Where to write, of the layout of `weights`. New ones, if None.
 
@@ -372,8 +348,8 @@ class DeltaBroadcaster:
         """Check that ``source`` is a difference from `reference`, as `average` does.
 
         Args:
-            source: What a worker sent.
-            where: How errors name it.
+            source: A message of a worker.
+            where: Its name in errors.
 
         Raises:
             MissedUpdateError: If it is from other weights than `reference`.
@@ -386,8 +362,8 @@ class DeltaBroadcaster:
     def add_to(self, mean: FlatWeights) -> FlatWeights:
         """Add `weights` to a mean of differences, in place; return it.
 
-        For a mean that was made elsewhere, such as by a `flatweights.RunningAverage` of what
-        `Difference.widen` gives while results arrive. What travels as it is stays so.
+        For a mean from elsewhere, such as a `flatweights.RunningAverage` of differences that
+        `Difference.widen` widened as they arrived. Parts that travel unchanged stay unchanged.
 
         Args:
             mean: Of the layout of `weights`, writable.
@@ -409,10 +385,10 @@ class DeltaBroadcaster:
 
 
 class GradientEncoder:
-    """Gradients in 16 bits: what rounding takes from one is added to the next.
+    """Gradients in 16 bits: the rounding errors of one are added to the next.
 
     Error feedback as in Seide, Fu, Droppo, Li and Yu, Interspeech 2014; see `flatweights.wire`.
-    Kept is what was lost, in two buffers by turns; 8 bytes for each number of float32.
+    The errors are kept in two buffers by turns: 8 bytes for each number of float32.
     Each worker has one encoder; decode with `average_differences`, or `Difference.widen`.
 
     >>> encoder = GradientEncoder("bfloat16")
@@ -423,7 +399,7 @@ class GradientEncoder:
     """
 
     def __init__(self, wire_dtype: WireDType) -> None:
-        """Begin with nothing lost; the first gradient sets the layout.
+        """Begin with errors of zero; the first gradient sets the layout.
 
         Args:
             wire_dtype: ``"bfloat16"`` or ``"float16"``.
@@ -436,7 +412,7 @@ class GradientEncoder:
 
     @property
     def residual(self) -> FlatWeights:
-        """What rounding has taken so far, read-only: a view, which `encode` changes.
+        """The rounding errors that are not sent yet, read-only: a view, which `encode` changes.
 
         Raises:
             ValueError: Before the first gradient.
@@ -446,7 +422,7 @@ class GradientEncoder:
         return _read_only(self._residual.now)
 
     def encode(self, gradient: FlatWeights | NDArray[Any]) -> Difference:
-        """Return ``gradient``, and what was lost before, in 16 bits.
+        """Return ``gradient + residual`` in 16 bits.
 
         One pass over memory, without the GIL: for each number of float32, 8 bytes are read and
         6 written.
@@ -460,7 +436,7 @@ class GradientEncoder:
 
         Raises:
             ValueError: If it has another layout than the first one, holds NaN or infinity,
-                or is too large for the dtype. All is then as it was.
+                or is too large for the dtype. Nothing has changed then.
             TypeError: If it is neither.
         """
         if isinstance(gradient, FlatWeights):
@@ -491,12 +467,12 @@ def _encode(
     residual: FlatWeights | None = None,
     next_residual: FlatWeights | None = None,
 ) -> FlatWeights:
-    """Return ``parts``, less ``reference``, plus ``residual``, rounded.
+    """Return ``parts - reference + residual``, rounded.
 
-    Writes what rounding took to ``next_residual``; without residuals, that is dropped.
+    The rounding errors are written to ``next_residual``, and dropped if there is none.
 
     Raises:
-        ValueError: If what is rounded is NaN or infinite then.
+        ValueError: If a rounded number is NaN or infinite.
     """
     values = FlatWeights.empty(plan.wire)
     nonfinite = _core.encode_difference(
@@ -514,8 +490,30 @@ def _encode(
     return values
 
 
+def _advance(
+    plan: Plan,
+    reference: FlatWeights,
+    difference: NDArray[np.uint8] | None,
+    copied: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]],
+    held: list[int],
+    version: int,
+) -> None:
+    """Add ``difference`` to ``reference``, copy buffers, and set the ``held`` version, in one call.
+
+    Args:
+        plan: The plan that the difference was made by.
+        reference: Weights that both sides have.
+        difference: The bytes of a difference, if any.
+        copied: Pairs of a buffer and the bytes to copy into it.
+        held: A list of one version.
+        version: The version of the changed reference.
+    """
+    core = plan.layout.core
+    _core.advance(core, reference.buffer, plan.wire.core, difference, copied, held, version)
+
+
 def _read_only(weights: FlatWeights) -> FlatWeights:
-    """Return the same weights, not to be written to."""
+    """Return a read-only view of ``weights``."""
     buffer = weights.buffer.view()
     buffer.flags.writeable = False
     return FlatWeights.wrap(buffer, weights.layout)

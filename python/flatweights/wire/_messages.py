@@ -39,11 +39,11 @@ class MissedUpdateError(RuntimeError):
 
 @dataclass(frozen=True)
 class Difference:
-    """What is to be added to weights that both sides have, in 16 bits; or a gradient.
+    """A difference from weights that both sides have, in 16 bits; or a gradient.
 
-    Encoders make it. It pickles, with protocol 5 as one out-of-band buffer. Where bytes alone
-    travel, send those of ``values.buffer`` and the two versions, and make it again with
-    `wire_layout` on the other side, which has the layout.
+    Encoders return it. It pickles, with protocol 5 as one out-of-band buffer. A transport of bare
+    bytes sends those of ``values.buffer`` and the two versions; the other side, which knows the
+    layout, rebuilds the difference with `wire_layout`.
 
     >>> from flatweights.wire import GradientEncoder, wire_layout
     >>> sent = GradientEncoder("bfloat16").encode(FlatWeights({"w": np.float32([1, 2.5])}))
@@ -55,9 +55,9 @@ class Difference:
     Attributes:
         values: The numbers, in 16 bits where ``layout`` has float32 or float64: of
             ``wire_layout(layout, wire_dtype)``.
-        layout: The layout of what was encoded.
-        base: Version of the weights that it is to be added to; None for gradients.
-        version: Version of the weights that this makes; None for what workers send.
+        layout: The layout of the encoded model or gradient.
+        base: Version of the weights to add it to; None for gradients.
+        version: Version of the weights with it added; None in messages of workers.
     """
 
     values: FlatWeights
@@ -79,8 +79,8 @@ class Difference:
 
         Raises:
             TypeError: If ``out`` is no `FlatWeights`.
-            ValueError: If ``out`` has another layout or is read-only; or `values` are not what
-                `layout` becomes in 16 bits.
+            ValueError: If ``out`` has another layout or is read-only; or `values` are not of
+                `layout` in 16 bits.
         """
         plan_of(self, "difference")
         if out is None:
@@ -95,7 +95,7 @@ class Difference:
 class Snapshot:
     """All weights, for a worker that has none or has missed a difference.
 
-    `DeltaBroadcaster.snapshot` makes it. It pickles, with protocol 5 as one out-of-band buffer.
+    `DeltaBroadcaster.snapshot` returns it. It pickles, with protocol 5 as one out-of-band buffer.
 
     >>> from flatweights.wire import DeltaBroadcaster
     >>> driver = DeltaBroadcaster(FlatWeights({"w": np.float32([1, 2])}), "bfloat16")
@@ -104,9 +104,9 @@ class Snapshot:
     ({'w': array([1., 2.], dtype=float32)}, True)
 
     Attributes:
-        weights: What all workers have, bit for bit.
+        weights: The weights of all workers, bit for bit.
         version: Their version.
-        wire_dtype: What differences are rounded to.
+        wire_dtype: The dtype that differences are rounded to.
     """
 
     weights: FlatWeights
@@ -120,9 +120,9 @@ def average_differences(
     *,
     out: FlatWeights | None = None,
 ) -> FlatWeights:
-    """Return the weighted mean of ``sources`` in the dtypes of what was encoded.
+    """Return the weighted mean of ``sources`` in the dtypes before encoding.
 
-    The bits are those of `flatweights.average` over what `Difference.widen` gives: sums in
+    The bits are those of `flatweights.average` over widened sources (`Difference.widen`): sums in
     float64, rounded once, to float32. But no source is widened as a whole: one pass reads 2
     bytes for each number and source and writes 4, without the GIL.
 
@@ -132,14 +132,14 @@ def average_differences(
     array([1.0039062, 1.       ], dtype=float32)
 
     Args:
-        sources: What encoders gave, all from weights of one version.
+        sources: From encoders, all based on weights of one version.
         weights: One weight per source; see `flatweights.average`.
-        out: Where to write: weights of the layout that was encoded. New ones, if None.
+        out: Where to write: weights of the layout before encoding. New ones, if None.
 
     Raises:
         TypeError: If a source is no `Difference`, or ``out`` no `FlatWeights`.
-        ValueError: If there is none, layouts differ, ``weights`` are not as they should be, or
-            ``out`` is read-only.
+        ValueError: If there is none, layouts differ, ``weights`` are invalid, or ``out`` is
+            read-only.
         MissedUpdateError: If they are from weights of several versions.
     """
     models = list(sources)
@@ -167,7 +167,7 @@ def average_differences(
 
 
 def plan_of(difference: Any, where: str) -> Plan:
-    """Return the plan that ``difference`` was made by; errors name it ``where``."""
+    """Return the plan that ``difference`` was encoded by; errors name it ``where``."""
     check_fields(difference, where)
     for dtype in WIRE_DTYPES.values():
         plan = plan_for(difference.layout, dtype)
@@ -177,7 +177,7 @@ def plan_of(difference: Any, where: str) -> Plan:
 
 
 def check_difference(message: Any, plan: Plan, where: str) -> None:
-    """Raise unless ``message`` is a `Difference` that ``plan`` was followed for."""
+    """Raise unless ``message`` is a `Difference` of the layouts of ``plan``."""
     check_fields(message, where)
     check_layout(plan.layout, message.layout, where)
     check_layout(plan.wire, message.values.layout, where)

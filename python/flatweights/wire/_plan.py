@@ -1,4 +1,4 @@
-"""What models become on their way, and the checks of what comes and goes."""
+"""The layouts of models in 16 bits, and the checks of arguments and messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
 
 WireDType = Literal["bfloat16", "float16"]
-"""Name of what float32 and float64 are rounded to: ``"bfloat16"`` or ``"float16"``."""
+"""Name of the dtype that float32 and float64 are rounded to: ``"bfloat16"`` or ``"float16"``."""
 
 WIRE_DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -45,7 +45,7 @@ def dtype_on_wire(name: str) -> np.dtype[Any]:
 
 
 def is_rounded(dtype: np.dtype[Any]) -> bool:
-    """Whether parts of ``dtype`` travel in 16 bits; others travel as they are."""
+    """Whether parts of ``dtype`` travel in 16 bits; others travel unchanged."""
     return dtype.isnative and dtype.char in "fd"
 
 
@@ -55,8 +55,8 @@ class Plan:
 
     Attributes:
         layout: The layout of the models.
-        wire: The layout of what travels.
-        rounded: The layout of those slots alone that are rounded; others travel as they are.
+        wire: The layout of the messages.
+        rounded: The layout of only the slots that are rounded; others travel unchanged.
     """
 
     layout: Layout
@@ -85,8 +85,8 @@ def plan_for(layout: Layout, dtype: np.dtype[Any]) -> Plan:
 def wire_layout(layout: Layout, wire_dtype: WireDType) -> Layout:
     """Return ``layout`` with its float32 and float64 slots changed to ``wire_dtype``.
 
-    That is the layout of `Difference.values`: who sends these as bytes alone makes weights
-    of them again with it.
+    That is the layout of `Difference.values`: a transport that sends them as bare bytes needs it to
+    rebuild the weights.
 
     >>> from flatweights import Layout
     >>> layout = Layout.of({"w": np.zeros(3), "step": np.int64(0)})
@@ -134,9 +134,9 @@ def nonfinite_error(i: int, values: FlatWeights, part: NDArray[Any], where: str)
 
     Args:
         i: The slot.
-        values: What was to travel.
-        part: What slot ``i`` was made of: if that is finite, it was too large.
-        where: How the error names the model.
+        values: The rounded values.
+        part: The array that slot ``i`` was rounded from: if it is finite, it was too large.
+        where: The name of the model in the error.
     """
     template = Template(Kind.FLAT_WEIGHTS, values.layout)
     slot = values.layout.slots[i]
