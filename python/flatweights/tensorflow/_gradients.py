@@ -44,6 +44,7 @@ class Gradients:
         """Take the ``variables`` at the slots of ``layout``, as the user knows them."""
         self._wrappers = list(variables.values())
         self._layout = layout
+        self._count = len(layout)
         self._inner = [inner_variable(wrapper) for wrapper in self._wrappers]
         self._positions: dict[int, int] = {}
         for i, variable in enumerate(self._inner):
@@ -61,7 +62,7 @@ class Gradients:
     ) -> Any:
         """Return ``gradients`` as one vector, or as one tensor if they are of a graph."""
         most = None if clip_norm is None else _checked_norm(clip_norm, dtype)
-        is_list = type(gradients) is list and len(gradients) == len(self._layout)
+        is_list = type(gradients) is list and len(gradients) == self._count
         arranged = gradients if is_list else self._arranged(gradients)
         if tf.executing_eagerly() or not (tf.inside_function() or _begins_in_graph(arranged)):
             vector = new_vector(self._layout.size, dtype) if out is None else out
@@ -89,16 +90,16 @@ class Gradients:
         listed = list(gradients)
         if any(_is_pair(item) for item in listed):
             return self._by_variable(listed)
-        if len(listed) == len(self._layout):
+        if len(listed) == self._count:
             return listed
         trained = trained_positions(self._wrappers)
         if len(listed) != len(trained):
             raise ValueError(
-                f"expected {len(self._layout)} gradients, one per variable, or {len(trained)}, one "
+                f"expected {self._count} gradients, one per variable, or {len(trained)}, one "
                 f"per trainable variable, got {len(listed)}; pairs (gradient, variable) may be "
                 "fewer"
             )
-        arranged: list[Any] = [None] * len(self._layout)
+        arranged: list[Any] = [None] * self._count
         for i, gradient in zip(trained, listed, strict=True):
             arranged[i] = gradient
         return arranged
@@ -110,7 +111,7 @@ class Gradients:
         return [gradients.get(name) for name in self._layout.names]
 
     def _by_variable(self, pairs: Sequence[Any]) -> list[Any]:
-        arranged: list[Any] = [None] * len(self._layout)
+        arranged: list[Any] = [None] * self._count
         seen = set()
         for n, pair in enumerate(pairs):
             if not _is_pair(pair):

@@ -304,12 +304,12 @@ class TensorFlowVariables:
     def _check_out(self, out: NDArray[Any], dtype: np.dtype[Any]) -> None:
         if not isinstance(out, np.ndarray):
             raise TypeError(f"out: expected a NumPy array, got {type(out).__name__}")
-        expected = f"{dtype} ({self._layout.size},)"
+        size = self._layout.size
         if out.dtype != dtype:
-            raise TypeError(f"out: expected {expected}, got {out.dtype} {out.shape}")
-        if out.shape != (self._layout.size,) or not out.flags.c_contiguous:
+            raise TypeError(f"out: expected {dtype} ({size},), got {out.dtype} {out.shape}")
+        if out.shape != (size,) or not out.flags.c_contiguous:
             raise ValueError(
-                f"out: expected contiguous {expected}, got {out.dtype} {out.shape} with "
+                f"out: expected contiguous {dtype} ({size},), got {out.dtype} {out.shape} with "
                 f"strides {out.strides}"
             )
         if not out.flags.writeable:
