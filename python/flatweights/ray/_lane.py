@@ -70,12 +70,15 @@ class LaneEnd:
         Raises:
             OSError: If the peer is dead, or does not read.
         """
-        for index in {place.window for place in places}:
-            window, generation = windows[index]
-            if self._announced.get(index) != generation:
-                message = _WINDOW.pack(index, generation, window.nbytes, window.nonce)
-                socket.send_fds(self.connection, [b"W" + message], [window.descriptor])
-                self._announced[index] = generation
+        for index, generation, _, _ in places:
+            if self._announced.get(index) == generation:
+                continue
+            window, _ = windows[index]
+            message = _WINDOW.pack(index, generation, window.nbytes, window.nonce)
+            socket.send_fds(self.connection, [b"W" + message], [window.descriptor])
+            self._announced[index] = generation
+            if self._is_worker:  # nobody else is to have it
+                window.close_descriptor()
 
     def hold(self, places: list[Place]) -> None:
         """Count ``places``, of windows of this side, as held by the peer."""

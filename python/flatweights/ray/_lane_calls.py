@@ -2,11 +2,10 @@
 
 A worker is asked to attach by the first call of its group, which itself goes through Ray. From
 the next on, commands go into its mailbox. A call of Ray's, `FlatWorker.serve_lane`, is made for
-a command to a worker that is in no such call, and ahead of time while commands keep coming; it
-also brings what is no letter: what was raised, and results that are too large or name objects of
-Ray. What cannot go through
-the lane at all goes through `flatweights.ray._ray_calls`: references, messages of the wire,
-pieces, large arguments. A worker that died has answered: its call of Ray's says how it died.
+a command to a worker that is in no such call; it also brings what is no letter: what was raised,
+and results that are too large or name objects of Ray. What cannot go through the lane at all goes
+through `flatweights.ray._ray_calls`: references, messages of the wire, pieces, large arguments. A
+worker that died has answered: its call of Ray's says how it died.
 """
 
 import io
@@ -113,23 +112,24 @@ class GroupLanes:
                 weakref.finalize(self, self._lanes.close)
         return self._lanes
 
-    def command(
-        self, key: Any, method: str, args: Any, kwargs: Any, returns: bool
-    ) -> Command | None:
-        """Return the command for ``key``, made once for all workers; None if it is none.
-
-        Args:
-            key: What the command is made of.
-            method: Of the worker.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            returns: Whether what it returns may be large.
-        """
-        assert self._lanes is not None
-        if self._last is None or self._last[0] is not key:
-            made = self._lanes.command(method, args, kwargs, cloud_dumps, wants_window=returns)
-            self._last = key, made
+    def command(self, call: Call) -> Command | None:
+        """Return the command that ``call`` is for all workers; None if it is to go through Ray."""
+        if self._last is None or self._last[0] is not call:
+            weights = None if call.payload is None else call.payload.value
+            args = plain(call.head), weights, call.method, *call.args
+            self._last = call, self._made("call_version", args, call.kwargs, wants_window=True)
         return self._last[1]
+
+    def message(self, head: Head, weights: Any) -> Command | None:
+        """Return the command that sends ``weights`` to all workers; None if it cannot."""
+        if self._last is None or self._last[0] is not head:
+            args = plain(head), weights
+            self._last = head, self._made("receive_version", args, {}, wants_window=False)
+        return self._last[1]
+
+    def _made(self, method: str, args: Any, kwargs: Any, *, wants_window: bool) -> Command | None:
+        assert self._lanes is not None
+        return self._lanes.command(method, args, kwargs, cloud_dumps, wants_window=wants_window)
 
     def offer(self) -> None:
         """Have the next average made in a window, if there is a free one."""
@@ -179,8 +179,6 @@ class LaneAnswer(Answer):
         """Return those that are there."""
         begin = now = time.monotonic()
         end = None if timeout is None else begin + timeout
-        for answer in answers:
-            answer._worker.call_ahead(answer._lane, now)
         while True:
             there = cls._there(answers)
             now = time.monotonic()
@@ -308,9 +306,7 @@ class LaneWorker(Worker):
             return self._by_ray("it is encoded").call(call)
         if call.payload is not None and LaneWorker not in call.payload.ready:
             return self._by_ray("these weights go through Ray").call(call)
-        weights = None if call.payload is None else call.payload.value
-        args = plain(call.head), weights, call.method, *call.args
-        command = self._group.command(call, "call_version", args, call.kwargs, True)
+        command = self._group.command(call)
         if command is None:
             return self._by_ray("the arguments are large, or of Ray's").call(call)
         return self._post(lane, command, lambda: self._ray.call(call)) or self._ray.call(call)
@@ -331,9 +327,7 @@ class LaneWorker(Worker):
         """Have the worker read the weights where they lie."""
         lane = self._lane
         if lane is not None and LaneWorker in payload.ready:
-            command = self._group.command(
-                head, "receive_version", (plain(head), payload.value), {}, False
-            )
+            command = self._group.message(head, payload.value)
             answer = None
             if command is not None:
                 answer = self._post(lane, command, lambda: self._send_by_ray(head, payload))
@@ -352,11 +346,6 @@ class LaneWorker(Worker):
         """Wait for workers of the group; see `Lanes.wait`."""
         assert self._group.lanes is not None
         self._group.lanes.wait(lanes, seconds, enough)
-
-    def call_ahead(self, lane: DriverLane, now: float) -> None:
-        """Make the worker's next call to serve, if the present one is about to end."""
-        if lane is self._lane and lane.wants_call(now):
-            lane.serve(self._serve)
 
     def lose(self, lane: DriverLane, why: str) -> None:
         """Use ``lane`` no more; the next call has the worker attach anew."""

@@ -7,7 +7,6 @@ import secrets
 import select
 import socket
 import struct
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,13 +16,13 @@ from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Packed
 from flatweights.ray._failpoints import reach
 from flatweights.ray._lane import LaneEnd, LaneError, fold
-from flatweights.ray._lane_worker import BY_CALL, STAY, VALUE, WEIGHTS, check_user
+from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS, check_user
 from flatweights.ray._letter import Dumps, Place, read
 from flatweights.ray._windows import Windows
 
 _MOST_WINDOWS = 16
 _MOST_OFFERED = 3  # of the windows, those whose averages the user keeps
-_CALLS_KEPT = 4  # of a worker: the present one, the next, and those that have brought results
+_CALLS_KEPT = 4  # of a worker: the present one, and those that have brought results
 _TOKEN = 16
 _WATCH = 150e-6  # seconds for which a driver looks at mailboxes before it sleeps
 _NUMBER = struct.Struct("<Q")
@@ -72,7 +71,6 @@ class DriverLane(LaneEnd):
         self.mailbox: _core.Mailbox = mailbox
         self.calls: dict[int, Any] = {}
         self._count = 0  # of calls that were made
-        self._called = 0.0  # when the last one was made, by `time.monotonic`
         self._sent: list[Place] = []  # in the command that is in the mailbox
         self._is_read = True
         self._layout: Layout | None = None  # of the last weights that came as a letter
@@ -91,7 +89,8 @@ class DriverLane(LaneEnd):
         """
         if not self.is_answered:
             raise LaneError("the last command was not answered")
-        self.discard()
+        if not self._is_read:
+            self.discard()
         self.announce(windows, command.places)
         reach("announced")
         self.hold(command.places)
@@ -103,7 +102,6 @@ class DriverLane(LaneEnd):
     def serve(self, call: Callable[[int], Any]) -> None:
         """Have the worker serve once more: ``call`` takes the number of the call."""
         self._count += 1
-        self._called = time.monotonic()
         try:
             reach("calling")
             self.calls[self._count] = call(self._count)
@@ -118,10 +116,6 @@ class DriverLane(LaneEnd):
     def latest_call(self) -> Any:
         """Return what the last call gives."""
         return self.calls[max(self.calls)]
-
-    def wants_call(self, now: float) -> bool:
-        """Whether the worker is to have its next call before the present one ends."""
-        return now - self._called > STAY / 2 and self._count - self.mailbox.last_ended < 2
 
     def dismiss(self) -> None:
         """Have the worker wait no longer for commands, in any call that was made."""

@@ -3,8 +3,7 @@
 A worker serves inside a call of Ray's, in the actor's own main thread: `serve` takes the
 command in the mailbox, runs it, answers, and sleeps on the mailbox for the next one. It returns
 `LINGER` seconds after its last answer, and after `STAY` seconds in any case, so that calls of
-others on the actor's handle get their turn. A driver whose commands keep coming queues the next
-call meanwhile, so the worker is back at once.
+others on the actor's handle get their turn. The next command then comes with a call of its own.
 """
 
 import functools
@@ -24,9 +23,14 @@ from flatweights.ray._letter import Dumps, Place, read, write
 from flatweights.ray._windows import Windows
 
 LINGER = 0.01
-"""Seconds for which a worker waits for the next command, in this call or the next."""
-STAY = 0.02
-"""Seconds after which `serve` returns even if commands keep coming."""
+"""Seconds for which a worker waits for the next command."""
+STAY = 0.05
+"""Seconds after which `serve` returns even if commands keep coming.
+
+A call of Ray's costs both processes some 2 ms of computing together, so with 20 ms a worker would
+spend a tenth of its time on being called. A raw call on the actor's handle waits so long at most,
+and for the command that runs then.
+"""
 
 # Kinds of answers.
 VALUE = 0  # a letter
@@ -159,8 +163,6 @@ class WorkerLane(LaneEnd):
             return None
         self.hold(places)
         self._layout = layout
-        for place in places:
-            self._windows[place.window][0].close_descriptor()  # nobody else is to have it
         if places:
             self._last_nbytes = max(place.nbytes for place in places)
         reach("gathered")

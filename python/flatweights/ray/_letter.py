@@ -83,8 +83,8 @@ def fits(stream: bytes, count: int) -> bool:
 
 def write(kind: int, stream: bytes, places: Sequence[Place] = ()) -> bytes:
     """Return a letter."""
-    table = b"".join([_PLACE.pack(*place) for place in places])
-    return _HEADER.pack(kind, len(places)) + table + stream
+    table = [_PLACE.pack(*place) for place in places]
+    return b"".join([_HEADER.pack(kind, len(places)), *table, stream])
 
 
 def read(letter: bytes) -> tuple[int, list[Place], bytes]:
@@ -93,5 +93,5 @@ def read(letter: bytes) -> tuple[int, list[Place], bytes]:
     if not count:
         return kind, [], letter[_HEADER.size :]
     end = _HEADER.size + count * _PLACE.size
-    places = [Place(*row) for row in _PLACE.iter_unpack(letter[_HEADER.size : end])]
+    places = [*map(Place._make, _PLACE.iter_unpack(letter[_HEADER.size : end]))]
     return kind, places, letter[end:]

@@ -53,7 +53,7 @@ class Windows:
             nbytes: How many; too few for a window of their own are not offered one.
             most_taken: Offer none while so many are taken.
         """
-        if most_taken is not None and sum(w.is_taken for w in self._windows) >= most_taken:
+        if most_taken is not None and [w.is_taken for w in self._windows].count(True) >= most_taken:
             return
         index = self._free(nbytes) if nbytes > 0 else None
         if index is not None:
