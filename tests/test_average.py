@@ -624,7 +624,7 @@ def test_weights_of_zero_take_no_part(
         ([1], "expected 2 weights, one per source, got 1"),
         ([], "expected 2 weights, one per source, got 0"),
         ([1, 1, 1], "expected 2 weights, one per source, got 3"),
-        ([0, 0], "expected a positive weight, got zeros alone"),
+        ([0, 0], "expected a positive weight, got only zeros"),
         ([1, -1], "weight 1: expected a finite weight, not negative, got -1"),
         ([np.nan, 1], "weight 0: expected a finite weight, not negative, got nan"),
         ([1, np.inf], "weight 1: expected a finite weight, not negative, got inf"),

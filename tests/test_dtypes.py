@@ -71,7 +71,7 @@ def test_decode_refuses_what_encode_does_not_write(code: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "match"),
     [
-        (np.dtype(("f4", (2,))), "expected the dtype of an array"),
+        (np.dtype(("f4", (2,))), "expected a dtype without a shape"),
         (np.dtype([(("title", "x"), "f4")]), "without titles"),
     ],
     ids=["subarray", "titles"],

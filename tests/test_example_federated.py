@@ -111,7 +111,7 @@ def test_one_round_of_so_many_has_a_death() -> None:
         ("--fraction", "0", "expected a number above 0, at most 1, got '0'"),
         ("--fraction", "1.5", "expected a number above 0, at most 1, got '1.5'"),
         ("--concentration", "inf", "expected a number above 0, got 'inf'"),
-        ("--failing", "1", "expected a number from 0 and below 1, got '1'"),
+        ("--failing", "1", "expected a number of at least 0 and below 1, got '1'"),
     ],
 )
 def test_options_are_checked(

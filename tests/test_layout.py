@@ -200,7 +200,7 @@ BAD_LAYOUTS = {
     "objects": (TypeError, "slot 0 'a': expected a dtype of fixed size", ["a"], [()], ["O"]),
     "fields of objects": (TypeError, "without Python objects", ["a"], [()], [[("x", "O")]]),
     "no size": (TypeError, "slot 0 'a': expected a dtype of fixed size", ["a"], [()], ["V0"]),
-    "subarray": (TypeError, "dtype of an array", ["a"], [()], [("f4", (2,))]),
+    "subarray": (TypeError, "dtype without a shape", ["a"], [()], [("f4", (2,))]),
     "one dimension": (OverflowError, "slot 0: more bytes than", ["a"], [(2**70,)], ["f4"]),
     "product": (OverflowError, "slot 0 'a': more bytes than", ["a"], [(2**40, 2**40)], ["f4"]),
     "empty product": (OverflowError, "slot 0 'a'", ["a"], [(2**40, 0, 2**40)], ["f4"]),
@@ -318,7 +318,7 @@ def test_altered_pickles_are_refused(data: Any) -> None:
 
 def test_a_pickle_ends_where_it_ends() -> None:
     rebuild, data = _pickled(Layout.of(EXAMPLE))
-    with pytest.raises(ValueError, match="more after its end"):
+    with pytest.raises(ValueError, match="followed by more data"):
         rebuild(data + b"\0")
 
 

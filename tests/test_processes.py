@@ -91,7 +91,7 @@ def refused():
         try:
             call()
         except RuntimeError as error:
-            assert "another thread was changing this when the process forked" in str(error)
+            assert "another thread was changing this object when the process forked" in str(error)
         else:
             return False
     other.add(np.full(3, 3.0))

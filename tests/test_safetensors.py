@@ -379,7 +379,7 @@ def test_a_file_that_is_cut_short_while_it_is_loaded_is_refused(
         return found
 
     monkeypatch.setattr(_safetensors, "_header", header)
-    with pytest.raises(ValueError, match="a file that stays as it is"):
+    with pytest.raises(ValueError, match="a file that does not change"):
         FlatWeights.load(path)
 
 

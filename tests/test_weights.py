@@ -264,7 +264,11 @@ def test_update_from_another_view_of_the_same_buffer() -> None:
 BAD_VALUES: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "unknown": (TypeError, "the keys of FlatWeights are fixed and 'nope'", {"nope": 1.0}),
     "none": (TypeError, "the keys of FlatWeights are fixed and 'nope'", {"nope": None}),
-    "no name": (TypeError, "fixed and 3 is none of them; dict.weights. is a plain dict", {3: 1.0}),
+    "no name": (
+        TypeError,
+        "fixed and 3 is not one of them; dict.weights. is a plain dict",
+        {3: 1.0},
+    ),
     "shape": (
         ValueError,
         r"slot 1 'bias': expected float64 \(5,\), got float64 \(1, 5\)",

@@ -1,12 +1,12 @@
 """Move and average the weights of models, as one contiguous buffer.
 
-`flatweights` itself needs NumPy, ml_dtypes and safetensors alone. `flatweights.tensorflow` has
-`TensorFlowVariables`; `flatweights.ray` has averaging drivers and workers;
-`flatweights.server` has optimizers that take the averages; `flatweights.wire` is 16 bits with
-error feedback for any transport.
+`flatweights` itself needs only NumPy, ml_dtypes and safetensors. `flatweights.tensorflow` has
+`TensorFlowVariables`; `flatweights.ray` has averaging drivers and workers; `flatweights.server`
+has optimizers that step along averages; `flatweights.wire` has 16-bit codecs with error
+feedback for any transport.
 
-``flatweights examples`` lists programs to copy, ``flatweights info`` says what is in use, and the
-pages in ``docs/`` of the repository explain the rest, every warning and error included.
+``flatweights examples`` lists programs to copy, and ``flatweights info`` prints versions and
+active code paths. The repository's ``docs/`` explain the rest, including warnings and errors.
 """
 
 from flatweights._average import average, average_into

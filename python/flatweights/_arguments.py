@@ -1,4 +1,4 @@
-"""Types of command-line arguments, which refuse senseless values and say what is expected."""
+"""Types of command-line arguments that reject invalid values and say what they expect."""
 
 import argparse
 import math
@@ -31,12 +31,14 @@ def fraction(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0.0 <= value < 1.0:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 and below 1, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a number of at least 0 and below 1, got {text!r}"
+        )
     return value
 
 
 def positive(most: float = math.inf) -> Callable[[str], float]:
-    """Return a type for finite numbers above 0 and up to ``most``, included."""
+    """Return a type for finite numbers above 0 and at most ``most``."""
     expected = "a number above 0" if most == math.inf else f"a number above 0, at most {most:g}"
 
     def parse(text: str) -> float:
@@ -52,7 +54,7 @@ def positive(most: float = math.inf) -> Callable[[str], float]:
 
 
 def plot_file(text: str) -> Path:
-    """Return the path of a picture, checked to be of a known kind and to be writable."""
+    """Return the path of a plot, after checking that its type is known and it is writable."""
     path = Path(text)
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise argparse.ArgumentTypeError(
@@ -62,11 +64,11 @@ def plot_file(text: str) -> Path:
 
 
 def output_file(text: str) -> Path:
-    """Return a path, checked to be writable."""
+    """Return a path, after checking that it is writable."""
     path = Path(text)
     existed = path.exists()
     try:
-        # Opening tells what permissions alone do not: read-only and full file systems.
+        # Permissions alone do not show that a file system is read-only or full.
         with path.open("ab"):
             pass
         if not existed:

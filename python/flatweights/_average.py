@@ -32,16 +32,16 @@ def average(
 
     One pass reads each source once and writes the result once, without the GIL. Floating
     and complex parts are averaged. Within a model, integer and boolean parts (counters,
-    seeds) keep the value of the first source; an array that is nothing but integers
-    raises `TypeError`. A vector is averaged throughout, also what was promoted into it.
+    seeds) keep the value of the first source; a bare array of integers raises
+    `TypeError`. A vector is averaged throughout, including integers promoted into it.
 
     float16, bfloat16, float32 and complex64 are summed in float64; float64 and complex128
-    with compensation (Neumaier, "Rundungsfehleranalyse einiger Verfahren zur Summation
-    endlicher Summen", ZAMM 54, 1974). Sources are added in the order given; the sum is
-    divided by the sum of the weights last, and rounded once. Weights enter as ratios to the
-    first positive one, so weights that are all equal give what None gives. The bits of
-    the result do not depend on threads or alignment. As in NumPy, a float64 sum out of
-    range is infinite, and a NaN in a source of weight 0 is a NaN in the result.
+    are summed with compensation (Neumaier, "Rundungsfehleranalyse einiger Verfahren zur
+    Summation endlicher Summen", ZAMM 54, 1974). Sources are added in the order given; at
+    the end the sum is divided by the sum of the weights and rounded once. Each weight is
+    first divided by the first positive one, so equal weights give the same result as None.
+    The bits of the result do not depend on threads or alignment. As in NumPy, a float64 sum
+    that overflows is infinite, and a NaN in a source of weight 0 makes the result NaN.
 
     It replaces ``{k: sum(w[k] for w in ws) / len(ws) for k in ws[0]}``.
 
@@ -54,21 +54,20 @@ def average(
 
     Args:
         sources: Models, all of one kind: arrays, `FlatWeights`, mappings of arrays with
-            the same keys, or sequences of arrays (Keras ``get_weights()``); also nested dicts,
-            lists and tuples of arrays (Flax), whose arrays are named by their paths. They agree in
-            shapes and dtypes, `FlatWeights` in `Layout.digest`. Strided arrays are
+            the same keys, sequences of arrays (Keras ``get_weights()``), or nested dicts,
+            lists and tuples of arrays (Flax), which are named by their paths. Shapes and
+            dtypes must agree; for `FlatWeights`, `Layout.digest` must. Strided arrays are
             copied first.
         weights: One weight per source, such as the number of samples that it saw: finite,
             not negative, not all 0, and none above 2**512 times the first positive one.
             Equal weights, if None.
-        out: Where to write: of the same kind, writable, without strides. It may be one
-            of the sources. If None, a new model: of the kind of the sources, a dict
-            for mappings, a list for sequences, nested ones for nested ones.
+        out: Model to write to: of the same kind, writable and contiguous. It may be one of
+            the sources. If None, a new model of the same kind: a dict for mappings, a list
+            for sequences, nested containers for nested ones.
         nonfinite: What to do about NaN and infinity: ``"propagate"`` them; ``"raise"``,
-            naming source and slot; or ``"skip"``: leave the source out and divide by the
-            weights of the rest. They are found in the pass that averages, so after
-            ``"raise"`` an ``out`` that is not among the sources holds nothing of use; one
-            that is has been left as it was.
+            naming source and slot; or ``"skip"`` the source and divide by the weights of
+            the rest. They are detected while averaging, so after ``"raise"`` a separate
+            ``out`` has undefined contents; an ``out`` that is a source is unchanged.
 
     Returns:
         ``out``, or the new model.
@@ -76,11 +75,11 @@ def average(
     Raises:
         TypeError: If the sources differ in kind or dtype, or a dtype has no mean.
         ValueError: If there is no source; if keys, shapes or digests differ; if weights are
-            not as above; if ``out`` overlaps a source that it is not; or if NaN and
-            infinity were to be raised, or leave no source.
+            not as above; if ``out`` overlaps a source without being it; if a source is not
+            finite under ``"raise"``; or if ``"skip"`` leaves no source of positive weight.
     """
     if weights is None and nonfinite == "propagate":
-        mean = _core.try_average(sources, out)  # small arrays take no longer than in NumPy
+        mean = _core.try_average(sources, out)  # as fast as NumPy for small arrays
         if mean is None:
             mean = _average_packed(sources, out)
         if mean is not None:
@@ -92,7 +91,7 @@ def average(
 def _average_packed(sources: Any, out: Any) -> FlatWeights | None:
     """Return the mean of a list of `FlatWeights` over one layout; None for anything else.
 
-    Small models take half of the time that the general way takes.
+    A fast path: it halves the time of small models.
     """
     if type(sources) is not list or not sources or type(sources[0]) is not FlatWeights:
         return None
@@ -138,7 +137,7 @@ def average_used(
         screened = True
     finite = _run(template, written, parts, factors, used)
     if not screened and not finite:
-        # Which source it was is looked up only now; none, if float64 overflowed.
+        # Find the source only now. There is none if a sum of finite numbers overflowed.
         used = _finite(template, parts, factors, nonfinite, names)
         if len(used) < len(models):
             _run(template, written, parts, factors, used)
@@ -178,7 +177,7 @@ def average_into(
     array([2., 4.])
 
     Args:
-        out: Where to write: of the kind of the sources, writable, without strides.
+        out: Model to write to: of the kind of the sources, writable and contiguous.
         sources: Models, all of one kind.
         weights: One weight per source. Equal weights, if None.
 
@@ -190,7 +189,7 @@ def average_into(
 
 
 def check_nonfinite(nonfinite: str) -> None:
-    """Raise `ValueError` unless it says what to do about NaN and infinity."""
+    """Raise `ValueError` unless ``nonfinite`` is one of the three choices."""
     if nonfinite not in ("propagate", "raise", "skip"):
         raise ValueError(f"nonfinite: expected 'propagate', 'raise' or 'skip', got {nonfinite!r}")
 
@@ -203,7 +202,7 @@ def read_weights(weights: Iterable[float] | None, count: int) -> list[float]:
     if len(factors) != count:
         raise ValueError(f"expected {count} weights, one per source, got {len(factors)}")
     if not any(factors):
-        raise ValueError("expected a positive weight, got zeros alone")
+        raise ValueError("expected a positive weight, got only zeros")
     return factors
 
 
@@ -221,7 +220,7 @@ def read_weight(weight: float, where: str) -> float:
 def relative_weights(weights: list[float]) -> list[float]:
     """Return ``weights`` as ratios to the first positive one."""
     base = next(weight for weight in weights if weight > 0)
-    if weights.count(base) == len(weights):  # the rule, and quicker than to divide
+    if weights.count(base) == len(weights):  # the usual case, without divisions
         return [1.0] * len(weights)
     return [ratio(weight, base) for weight in weights]
 
@@ -230,7 +229,7 @@ def ratio(weight: float, base: float) -> float:
     """Return ``weight / base``.
 
     Raises:
-        ValueError: If that is so large that float64 could not hold the sums.
+        ValueError: If the ratio is so large that float64 sums could overflow.
     """
     value = weight / base
     if not value <= _MOST_RATIO:
@@ -256,7 +255,7 @@ def _finite(
     nonfinite: Nonfinite,
     names: Sequence[str] | None,
 ) -> list[int]:
-    """Return the positions of the finite models; raise for another one if asked to."""
+    """Return the positions of the finite models; under ``"raise"``, raise for any other."""
     used = []
     for k, arrays in enumerate(parts):
         error = template.find_nonfinite(arrays, names[k] if names else f"source {k}")

@@ -1,9 +1,9 @@
 """Casts of values to the dtypes of a model's parts.
 
-What sets a model casts as ``np.copyto(casting="same_kind")`` does, so that the float64
-vector of an optimizer sets a float32 model, with two additions: real floating types
-convert into one another (bfloat16 into float16), and integer parts take rounded values,
-since a vector that is float64 for one counter's sake must set that counter.
+Setting a model casts like ``np.copyto(casting="same_kind")``, so the float64 vector of an
+optimizer sets a float32 model. Two casts are added: any real floating type converts to any
+other (bfloat16 to float16), and integer parts take rounded values, because a vector that is
+float64 because of a counter must be able to set that counter.
 """
 
 from typing import Any
@@ -32,12 +32,12 @@ def is_settable(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
 def settable(value: ArrayLike, slot: Slot, where: str) -> NDArray[Any]:
     """Return ``value`` as an array that `move_parts` can write to ``slot``.
 
-    Only values of another dtype for an integer slot are copied.
+    It is a copy only if the slot is an integer one of another dtype.
 
     Args:
         value: What to write.
         slot: Shape and dtype to write to.
-        where: How an error names the place, such as ``"slot 3 'dense/bias'"``.
+        where: How errors name the slot, such as ``"slot 3 'dense/bias'"``.
 
     Raises:
         ValueError: If the shape differs, or a value does not fit an integer dtype.
@@ -59,13 +59,13 @@ def settable_at(layout: Layout, i: int, value: ArrayLike) -> NDArray[Any]:
 
 
 def move_parts(targets: list[NDArray[Any]], sources: list[NDArray[Any]]) -> None:
-    """Write each of ``sources``, made by `settable`, to its target, without the GIL."""
+    """Write each of ``sources``, as returned by `settable`, to its target, without the GIL."""
     for i in _core.copy_parts(targets, sources):
         copy_cast(targets[i], sources[i])
 
 
 def copy_cast(target: NDArray[Any], source: NDArray[Any]) -> None:
-    """Write ``source`` to ``target``, cast; what is too large becomes infinity, silently."""
+    """Cast ``source`` into ``target``; values that are too large silently become infinity."""
     with np.errstate(all="ignore"):
         if not np.can_cast(source.dtype, target.dtype, casting="unsafe"):
             # Some pairs of 8-bit types have no conversion; float32 holds each exactly.
@@ -79,14 +79,14 @@ def _to_integers(array: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArr
         values = array.astype(np.int64) if is_ml_dtype(array.dtype) else array
         fits = values.size == 0 or (low <= int(values.min()) and int(values.max()) <= high)
     else:
-        # float64 holds the bounds, which the narrower types do not.
+        # float64 holds the bounds; narrower types do not.
         wide = array.dtype if array.dtype.char == "g" else np.dtype(np.float64)
         values = np.rint(array.astype(wide))
-        # high + 1 is a power of two, or 2, and so exact; high itself may not be.
+        # high + 1 is a power of two and so exact; high itself may not be.
         fits = bool(np.all((values >= float(low)) & (values < float(high + 1))))
     if not fits:
         raise ValueError(f"{where}: expected values that fit {dtype}, got some that do not")
-    return np.asarray(values.astype(dtype))  # rint makes a number of an array without axes
+    return np.asarray(values.astype(dtype))  # rint turns a 0-d array into a scalar
 
 
 def _integer_range(dtype: np.dtype[Any]) -> tuple[int, int]:

@@ -11,21 +11,22 @@ _DISTRIBUTIONS = ("numpy", "ml_dtypes", "tensorflow", "tensorflow-cpu", "keras",
 
 
 def show_config() -> dict[str, str]:
-    """Return versions, threads and the code paths in use, as text, ready to be printed.
+    """Return versions, number of threads and active code paths, as text to print.
 
-    Neither TensorFlow nor Ray is imported for it: which way weights are moved to and from
-    TensorFlow is told once `flatweights.tensorflow` is imported, or by ``flatweights info``,
-    which asks a process of its own.
+    This imports neither TensorFlow nor Ray. How weights are moved to and from TensorFlow is
+    known once `flatweights.tensorflow` is imported; ``flatweights info`` imports it in a
+    separate process.
 
-    Environment variables, read at the first call that needs them, choose otherwise than by the
-    machine: ``FLATWEIGHTS_NUM_THREADS`` (else ``OMP_NUM_THREADS``), ``FLATWEIGHTS_ISA``
-    (avx512, avx2, neon, baseline or portable) and ``FLATWEIGHTS_STREAM_ABOVE``, the bytes read and
-    written by one call above which results are written past the caches: without it, the size of
-    the third cache, or 32 MiB where none is known. ``FLATWEIGHTS_POOL_BYTES`` bounds the memory of
-    deleted results that is kept to be used again: without it, 1/32 of the memory of the machine or
-    of the control group, 1 GiB at most. ``FLATWEIGHTS_RAY`` says how a `WorkerGroup`
-    reaches workers on its machine: ``store``, never past Ray's object store, or ``lanes``, with
-    an error where there is no lane to a worker; read when a group is made.
+    Environment variables override the defaults; each is read when it is first needed:
+
+    * ``FLATWEIGHTS_NUM_THREADS``, else ``OMP_NUM_THREADS``: largest number of threads.
+    * ``FLATWEIGHTS_ISA``: avx512, avx2, neon, baseline or portable.
+    * ``FLATWEIGHTS_STREAM_ABOVE``: bytes read and written by one call above which results
+      bypass the caches. Default: the size of the L3 cache, or 32 MiB if that is unknown.
+    * ``FLATWEIGHTS_POOL_BYTES``: most bytes of deleted results that are kept for reuse.
+      Default: 1/32 of the memory of the machine or control group, at most 1 GiB.
+    * ``FLATWEIGHTS_RAY``: how a new `WorkerGroup` reaches workers on its machine. ``store``
+      always uses Ray's object store; ``lanes`` raises if a worker has no lane.
 
     Raises:
         ValueError: If one of these variables is malformed.

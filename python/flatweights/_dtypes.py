@@ -21,26 +21,26 @@ def is_ml_dtype(dtype: np.dtype[Any]) -> bool:
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
-    """Whether ``dtype`` holds real floating-point numbers, bfloat16 and float8 included."""
+    """Whether ``dtype`` holds real floating-point numbers, including bfloat16 and float8."""
     if is_ml_dtype(dtype):
         return "float" in dtype.name
     return dtype.kind == "f"
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
-    """Whether ``dtype`` holds integers or booleans, those of 4 bits included."""
+    """Whether ``dtype`` holds integers or booleans, including those of ml_dtypes."""
     if is_ml_dtype(dtype):
         return "int" in dtype.name
     return dtype.kind in "biu"
 
 
 def is_averaged(dtype: np.dtype[Any]) -> bool:
-    """Whether the kernels compute with ``dtype``: floats of 16 to 64 bits, and complex, native."""
+    """Whether the kernels compute with ``dtype``: native complex or float of 16 to 64 bits."""
     return dtype.isnative and (dtype.name == "bfloat16" or dtype.char in "efdFD")
 
 
 def encode_dtype(dtype: np.dtype[Any]) -> str:
-    """Return a text for ``dtype`` that is the same in every process and on every machine.
+    """Return a string for ``dtype`` that is the same in every process and on every machine.
 
     Raises:
         TypeError: If ``dtype`` is a subarray, or has fields with titles.
@@ -50,7 +50,9 @@ def encode_dtype(dtype: np.dtype[Any]) -> str:
     if dtype.names is not None:
         return json.dumps(_structure(dtype), separators=(",", ":"))
     if dtype.subdtype is not None:
-        raise TypeError(f"expected the dtype of an array, got {dtype}; put its shape in the part's")
+        raise TypeError(
+            f"expected a dtype without a shape, got {dtype}; add it to the part's shape"
+        )
     return str(dtype.str)
 
 
@@ -58,7 +60,7 @@ def decode_dtype(code: str) -> np.dtype[Any]:
     """Return the dtype that `encode_dtype` wrote as ``code``.
 
     Raises:
-        ValueError: If ``code`` is not such a text.
+        ValueError: If ``code`` is not such a string.
     """
     try:
         dtype: np.dtype[Any]
@@ -75,11 +77,11 @@ def decode_dtype(code: str) -> np.dtype[Any]:
 
 
 def _structure(dtype: np.dtype[Any]) -> dict[str, Any]:
-    # NumPy's own description, dtype.descr, knows nothing of ml_dtypes.
+    # NumPy's own description, dtype.descr, does not support ml_dtypes.
     formats, offsets = [], []
     names = dtype.names or ()
     for name in names:
-        # A mapping, as dtype has names.
+        # fields is not None, since dtype has names.
         field, offset, *title = dtype.fields[name]  # type: ignore[index]
         if title:
             raise TypeError(f"expected fields without titles, got {dtype}")
@@ -103,9 +105,9 @@ def _from_structure(record: dict[str, Any]) -> np.dtype[Any]:
 def promote(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any] | None:
     """Return the dtype of a vector that holds all of ``dtypes``, or None if there is none.
 
-    As `numpy.concatenate` promotes. Where that refuses a type of ml_dtypes (bfloat16
-    with an integer of 16 bits or more, or with float16), that type counts as float32.
-    No dtypes at all give float64, as `numpy.zeros` does.
+    Promotes like `numpy.concatenate`. Where NumPy rejects a floating type of ml_dtypes
+    (bfloat16 with float16, or with an integer of 16 bits or more), it counts as float32.
+    Without any dtypes the result is float64, as for `numpy.zeros`.
     """
     distinct = sorted(set(dtypes), key=encode_dtype)
     if not distinct:

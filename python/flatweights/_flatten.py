@@ -1,4 +1,4 @@
-"""Parts to one vector and back."""
+"""Copies parts into one vector, and back."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from flatweights._layout import Layout, Parts, arrays_of
 def flatten(parts: Parts, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
     """Return ``parts`` back to back in one vector.
 
-    Each byte is read once and written once, without the GIL where a part has no strides
-    and the vector's dtype, or where both are real floating types; other parts are
-    converted by NumPy as they are copied.
+    Each byte is read once and written once. Contiguous parts are copied without the GIL if
+    they have the vector's dtype, or if both dtypes are real floating types. NumPy copies
+    and converts the others.
 
     >>> flatten([np.array([[1.0, 2.0]]), np.array([3.0])])
     array([1., 2., 3.])
 
     Args:
         parts: A mapping from name to array, or a sequence of arrays.
-        out: Where to write: a contiguous vector of the parts' common dtype (as
-            `numpy.concatenate` promotes) and total size. A new one, if None.
+        out: Vector to write to: contiguous, of the parts' common dtype (promoted as by
+            `numpy.concatenate`) and total size. A new one, if None.
 
     Returns:
         ``out``, or the new vector.
@@ -53,9 +53,9 @@ def flatten(parts: Parts, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
 
 
 def _read(parts: Parts) -> tuple[list[NDArray[Any]], int, np.dtype[Any]]:
-    """Return the arrays, their elements together, and the dtype of a vector of them."""
+    """Return the arrays, their total number of elements, and the dtype of their vector."""
     if isinstance(parts, (dict, list, tuple)):
-        # Arrays of one dtype are the rule; to look at each from here takes longer than to copy it.
+        # Usually all dtypes agree. Looking at each array in Python takes longer than copying it.
         listed: list[Any] = list(parts.values() if isinstance(parts, dict) else parts)
         total = _core.uniform_size(listed)
         if total >= 0:
@@ -79,7 +79,7 @@ def unflatten(flat: NDArray[Any], layout: Layout) -> dict[str, NDArray[Any]] | l
 
     No bytes move: writing to a view writes to ``flat``, and each view keeps ``flat``
     alive. A read-only ``flat`` gives read-only views. All views have the dtype of
-    ``flat``, whatever the slots' own.
+    ``flat``, not of the slots.
 
     >>> layout = Layout.of([np.zeros((2, 2)), np.zeros(3)])
     >>> unflatten(np.arange(7.0), layout)[1]
@@ -87,13 +87,13 @@ def unflatten(flat: NDArray[Any], layout: Layout) -> dict[str, NDArray[Any]] | l
 
     Args:
         flat: One-dimensional contiguous array of ``layout.size`` elements.
-        layout: Shapes and places of the parts.
+        layout: Layout of the parts.
 
     Returns:
         A dict from name to view if a mapping named the layout, else a list.
 
     Raises:
-        TypeError: If ``flat`` is no NumPy array.
+        TypeError: If ``flat`` is not a NumPy array.
         ValueError: If ``flat`` has another length or is not contiguous.
     """
     views = layout.vector_views(flat)
@@ -113,10 +113,10 @@ def unflatten_into(parts: Parts, flat: NDArray[Any]) -> None:
     Args:
         parts: A mapping from name to array, or a sequence of arrays: each writable,
             C-contiguous and of the dtype of ``flat``.
-        flat: Contiguous vector of as many elements as the parts have together.
+        flat: Contiguous vector of the parts' total size.
 
     Raises:
-        TypeError: If a part is no NumPy array, or has another dtype.
+        TypeError: If a part is not a NumPy array, or has another dtype.
         ValueError: If the lengths differ, a part is strided or read-only, or overlaps
             ``flat`` or another part.
     """
@@ -125,11 +125,11 @@ def unflatten_into(parts: Parts, flat: NDArray[Any]) -> None:
 
 
 def new_vector(size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return a vector at a 64-byte boundary, its contents undefined.
+    """Return a 64-byte aligned vector with undefined contents.
 
     Raises:
-        MemoryError: If it cannot be had.
+        MemoryError: If it cannot be allocated.
     """
     if size * dtype.itemsize > sys.maxsize:
-        raise MemoryError(f"no memory holds {size * dtype.itemsize} bytes")
+        raise MemoryError(f"cannot allocate {size * dtype.itemsize} bytes")
     return _core.empty(size * dtype.itemsize).view(dtype)

@@ -1,4 +1,4 @@
-"""Operations in place that follow an average: scaled steps, moving averages, norms."""
+"""In-place operations on weights: scaled steps, moving averages, norms."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Model = TypeVar("Model", NDArray[Any], FlatWeights)
 def scale_(y: Model, a: float) -> None:
     """Multiply ``y`` by ``a`` in place.
 
-    One pass over memory, without the GIL; no other bytes move. The products are taken in
+    One pass over memory, without the GIL; no other bytes move. The products are computed in
     float64 and rounded once to the dtype of ``y``. The bits do not depend on threads,
-    alignment or instruction set; every NaN becomes the same one. Within `FlatWeights`,
+    alignment or instruction set; all NaNs get the same bits. Within `FlatWeights`,
     integer and boolean parts stay as they are.
 
     It replaces ``np.multiply(y, a, out=y)``.
@@ -39,7 +39,7 @@ def scale_(y: Model, a: float) -> None:
         a: A finite real number.
 
     Raises:
-        TypeError: If ``y`` is neither, or has no floating dtype; or ``a`` is no real number.
+        TypeError: If ``y`` is neither, or has no floating dtype; or ``a`` is not a real number.
         ValueError: If ``y`` is read-only or strided, or ``a`` is not finite.
     """
     template, parts = _read_y(y)
@@ -49,13 +49,13 @@ def scale_(y: Model, a: float) -> None:
 def axpy_(y: Model, a: float, x: Model) -> None:
     """Add ``a * x`` to ``y`` in place.
 
-    One pass over memory, without the GIL. Product and sum are taken in float64, one after
-    the other (no fused multiply-add), and rounded once to the dtype of ``y``; for
-    float64, that is what NumPy gives. The bits do not depend on threads, alignment
-    or instruction set; every NaN becomes the same one. Within `FlatWeights`, integer
-    and boolean parts of ``y`` stay as they are.
+    One pass over memory, without the GIL. Product and sum are computed in float64 without
+    fused multiply-add, and rounded once to the dtype of ``y``; for float64, the result is
+    NumPy's. The bits do not depend on threads, alignment or instruction set; all NaNs get
+    the same bits. Within `FlatWeights`, integer and boolean parts of ``y`` stay as they
+    are.
 
-    It replaces ``y += a * x`` without the temporary; the name is that of BLAS (Lawson et al.,
+    It replaces ``y += a * x`` without the temporary; the name comes from BLAS (Lawson et al.,
     "Basic Linear Algebra Subprograms for Fortran Usage", ACM TOMS 5(3), 1979).
 
     >>> y = np.array([1.0, 2.0])
@@ -72,9 +72,9 @@ def axpy_(y: Model, a: float, x: Model) -> None:
 
     Raises:
         TypeError: If ``y`` and ``x`` are neither, or differ in kind or dtype, or have no
-            floating dtype; or ``a`` is no real number.
+            floating dtype; or ``a`` is not a real number.
         ValueError: If shapes or digests differ, ``y`` is read-only, one is strided,
-            ``x`` overlaps a ``y`` that it is not, or ``a`` is not finite.
+            ``x`` overlaps ``y`` without being it, or ``a`` is not finite.
     """
     template, parts = _read_y(y)
     others = _read_x(x, template)
@@ -86,12 +86,11 @@ def lerp_(y: Model, x: Model, a: float) -> None:
 
     ``y += a * (x - y)``: the exponential moving average, the soft update of a target
     network. One pass over memory, without the GIL. It is computed in float64 without
-    fused multiply-add, and rounded once to the dtype of ``y``. From ``a`` = 0.5 on it
-    is computed as ``x - (1 - a) * (x - y)``, the same number with its rounding errors
-    relative to the nearer end: 0 leaves ``y`` and 1 gives ``x``, except for signs of zero.
-    The bits do not depend on threads, alignment or instruction set; every NaN
-    becomes the same one. Within `FlatWeights`, integer and boolean parts of ``y`` stay
-    as they are.
+    fused multiply-add, and rounded once to the dtype of ``y``. For ``a >= 0.5`` the formula
+    is ``x - (1 - a) * (x - y)``, whose rounding errors are relative to the nearer end. So 0
+    keeps ``y`` and 1 gives ``x``, except for signs of zero. The bits do not depend on
+    threads, alignment or instruction set; all NaNs get the same bits. Within `FlatWeights`,
+    integer and boolean parts of ``y`` stay as they are.
 
     >>> y = np.array([0.0, 2.0])
     >>> lerp_(y, np.array([4.0, 2.0]), 0.25)
@@ -103,7 +102,7 @@ def lerp_(y: Model, x: Model, a: float) -> None:
             buffer; float16, bfloat16, float32, float64 or complex.
         x: Of the kind, shape and dtype of ``y``, C-contiguous; `FlatWeights` of the same
             `Layout.digest`. It may be ``y``.
-        a: A finite real number; outside of 0 to 1 it extrapolates.
+        a: A finite real number; outside 0 to 1 it extrapolates.
 
     Raises:
         TypeError: As `axpy_`.
@@ -118,14 +117,13 @@ def norm(x: Model) -> float:
     """Return the square root of the sum of the squares of all numbers in ``x``.
 
     Real and imaginary parts count alike; within `FlatWeights`, integer and boolean parts do
-    not. One pass over memory, without the GIL, in float64 for all dtypes: in blocks of
-    4096 over 32 columns, added up in one order, so that the bits do not depend on threads,
-    alignment or instruction set. Squares of float64 are added to their column four at a time,
-    with compensation (Neumaier, ZAMM 54, 1974), which leaves an error of about one unit in the
-    last place. Only where the sum has
-    overflowed, or has come so close to 0 that squares may have been lost, a second
-    pass scales by a power of two (Blue, "A Portable Fortran Program to Find the Euclidean
-    Norm of a Vector", ACM TOMS 4(1), 1978).
+    not. One pass over memory, without the GIL. Squares are added in float64 for all dtypes,
+    in blocks of 4096 over 32 columns and in a fixed order, so the bits do not depend on
+    threads, alignment or instruction set. Squares of float64 are added to their column four
+    at a time, with compensation (Neumaier, ZAMM 54, 1974), which leaves an error of about one
+    unit in the last place. If the sum overflows, or is so close to 0 that squares may have
+    underflowed, a second pass scales by a power of two (Blue, "A Portable Fortran Program to
+    Find the Euclidean Norm of a Vector", ACM TOMS 4(1), 1978).
 
     >>> norm(np.array([3.0, 4.0], np.float32))
     5.0
@@ -149,10 +147,10 @@ def norm(x: Model) -> float:
 
 
 def clip_by_norm_(y: Model, max_norm: float) -> float:
-    """Scale ``y`` in place so that its `norm` is ``max_norm``, if it exceeds that.
+    """Scale ``y`` in place so that its `norm` is at most ``max_norm``.
 
-    Two passes over memory, without the GIL: `norm`, and only where it exceeds ``max_norm``,
-    `scale_` by ``max_norm / norm``. As the results are rounded, their norm may exceed
+    One pass over memory for the `norm`; if it exceeds ``max_norm``, a second one for
+    `scale_` by ``max_norm / norm``. Both run without the GIL. The new norm may exceed
     ``max_norm`` by a rounding error.
 
     >>> y = np.array([3.0, 4.0])
@@ -167,13 +165,13 @@ def clip_by_norm_(y: Model, max_norm: float) -> float:
         max_norm: Not negative; infinity changes nothing.
 
     Returns:
-        The norm before.
+        The norm before scaling.
 
     Raises:
-        TypeError: If ``y`` is neither, or has no floating dtype; or ``max_norm`` is no real
-            number.
+        TypeError: If ``y`` is neither, or has no floating dtype; or ``max_norm`` is not a
+            real number.
         ValueError: If ``y`` is read-only or strided, ``max_norm`` is negative or NaN, or the
-            norm is not finite; ``y`` is then as it was.
+            norm is not finite; ``y`` is unchanged then.
     """
     template, parts = _read_y(y)
     most = _number(max_norm, "max_norm")
@@ -188,8 +186,8 @@ def clip_by_norm_(y: Model, max_norm: float) -> float:
 def isfinite(x: Model) -> bool:
     """Return whether ``x`` holds neither NaN nor infinity.
 
-    One pass over memory, without the GIL. Integer and boolean parts of `FlatWeights` are
-    finite. It replaces ``np.isfinite(x).all()`` without the temporary.
+    One pass over memory, without the GIL. Integer and boolean parts of `FlatWeights` count
+    as finite. It replaces ``np.isfinite(x).all()`` without the temporary.
 
     >>> isfinite(np.array([1.0, 2.0])), isfinite(np.array([1.0, np.nan]))
     (True, False)
@@ -215,7 +213,7 @@ def _memory(model: Any, where: str) -> tuple[Kind, NDArray[Any]]:
 
 
 def _read(model: Any, where: str) -> tuple[Template, list[NDArray[Any]]]:
-    """Return the kind of ``model`` and its memory; the kernels refuse strides."""
+    """Return the template of ``model`` and its memory; the kernels reject strides."""
     _, memory = _memory(model, where)
     return Template.of(model, where), [memory]
 
@@ -237,11 +235,11 @@ def _read_x(x: Any, template: Template) -> list[NDArray[Any]]:
 
 
 def _number(value: Any, where: str) -> float:
-    """Return ``value`` as a float; refuse texts, complex numbers and arrays."""
+    """Return ``value`` as a float; reject strings, complex numbers and arrays."""
     if type(value) is float:
         return value
     real = hasattr(value, "__float__") or hasattr(value, "__index__")
-    if isinstance(value, (np.ndarray, np.generic)):  # NumPy's texts know float() too
+    if isinstance(value, (np.ndarray, np.generic)):  # NumPy's strings have __float__, too
         real = value.ndim == 0 and (is_floating(value.dtype) or is_integer(value.dtype))
     if not real:
         raise TypeError(f"{where}: expected a real number, got {type(value).__name__}")
@@ -255,7 +253,7 @@ def finite(value: Any, where: str) -> float:
     """Return ``value`` as a float.
 
     Raises:
-        TypeError: If it is no real number.
+        TypeError: If it is not a real number.
         ValueError: If it is not finite.
     """
     number = _number(value, where)

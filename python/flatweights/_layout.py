@@ -60,7 +60,7 @@ class Slot(NamedTuple):
         return self.size * self.dtype.itemsize
 
     def __str__(self) -> str:
-        """Name, dtype and shape, as error messages give them."""
+        """Name, dtype and shape, as error messages show them."""
         return f"{self.name!r} {self.dtype} {self.shape}"
 
 
@@ -113,14 +113,14 @@ class Layout:
         """Place parts of the given names, shapes and dtypes one after the other.
 
         Args:
-            names: One name per part, none twice.
+            names: One unique name per part.
             shapes: One shape per part.
             dtypes: One dtype of fixed size per part.
             named: Whether a mapping gave the names; else they are positions and
                 `flatweights.unflatten` returns a list.
 
         Raises:
-            TypeError: If a name is no string, or a dtype holds Python objects.
+            TypeError: If a name is not a string, or a dtype holds Python objects.
             ValueError: If a name occurs twice or is not Unicode, a dimension is negative,
                 or the arguments differ in length.
             OverflowError: If the parts need more bytes than can be addressed.
@@ -153,7 +153,7 @@ class Layout:
                 tuples are named by their paths: ``"encoder/layers/0/kernel"``.
 
         Raises:
-            TypeError: If a name is no string, or an array holds Python objects.
+            TypeError: If a name is not a string, or an array holds Python objects.
         """
         names, arrays = named_arrays(parts)
         by_position = not isinstance(parts, Mapping) and names == list(map(str, range(len(parts))))
@@ -203,7 +203,7 @@ class Layout:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of the vector: what `numpy.concatenate` would promote the parts to.
+        """Dtype of the vector, promoted as by `numpy.concatenate`.
 
         Raises:
             TypeError: If the parts have no common dtype.
@@ -359,11 +359,11 @@ class Layout:
 
     @property
     def core(self) -> _core.Layout:
-        """This layout as the functions of the core take it; private to the package."""
+        """This layout in the form that functions of the core take; private to the package."""
         return self._core
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as compressed JSON; unpickling looks it up before it rebuilds."""
+        """Pickle as compressed JSON; unpickling reuses a layout that the process has seen."""
         if self._pickled is None:
             self._pickled = zlib.compress(self.to_json().encode())
             _seen.add(self._pickled, self)
@@ -371,10 +371,9 @@ class Layout:
 
 
 class _SeenLayouts:
-    """The layouts pickled or unpickled last, by their pickled form.
+    """The most recently pickled or unpickled layouts, by pickled form.
 
-    A round of data-parallel training sends one layout with every message: it is
-    rebuilt once per process.
+    Data-parallel training sends one layout with every message; each process rebuilds it once.
     """
 
     def __init__(self, kept: int) -> None:
@@ -397,7 +396,7 @@ class _SeenLayouts:
                 self._layouts.popitem(last=False)
 
     def unlock(self) -> None:
-        """Forget who holds the lock: a fork leaves that thread behind, the layouts intact."""
+        """Replace the lock: its holder does not exist in a forked child. The layouts are intact."""
         self._lock = threading.Lock()
 
 
@@ -423,14 +422,14 @@ def _decompress(pickled: bytes) -> bytes:
     except zlib.error as error:
         raise ValueError(f"not a layout: {error}") from error
     if not stream.eof or stream.unused_data:
-        raise ValueError("not a layout: truncated, too large, or with more after its end")
+        raise ValueError("not a layout: truncated, too large, or followed by more data")
     return text
 
 
 def named_arrays(parts: Parts) -> tuple[list[str], list[NDArray[Any]]]:
     """Return the names and the arrays of ``parts``, in order.
 
-    Arrays are taken as they are; what is not one goes through `as_array`. Those in nested
+    Arrays are returned as they are; other values go through `as_array`. Arrays in nested
     containers are named by their paths.
     """
     values = _values(parts)
@@ -482,7 +481,7 @@ def _dimensions(i: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _typed(value: Any, expected: type) -> Any:
-    # JSON's true is an int to isinstance.
+    # isinstance would accept JSON's true as an int.
     if type(value) is not expected:
         raise ValueError(f"expected {expected.__name__}, got {value!r}")
     return value

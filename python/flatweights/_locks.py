@@ -1,17 +1,17 @@
-"""The lock of an object that a fork may catch in the middle of a change."""
+"""A lock for objects that a fork may leave half changed."""
 
 import os
 import threading
 from contextlib import AbstractContextManager
 
-_PATIENCE = 1.0  # seconds; a thread that is there lets go, or has noted its process, long before
+_PATIENCE = 1.0  # seconds; a thread of this process releases the lock long before
 
 
 class TurnLock:
-    """A reentrant lock that notices when a fork has left its holder behind.
+    """A reentrant lock that detects that its holder does not exist after a fork.
 
-    In the child of a fork, a thread that held the lock is not there, and what it was changing
-    is half changed.
+    A forked child has no copy of the thread that held the lock, and the object that the
+    thread was changing is half changed.
 
     >>> turns = TurnLock()
     >>> with turns.ready():
@@ -24,17 +24,17 @@ class TurnLock:
         self._process = os.getpid()
 
     def ready(self) -> AbstractContextManager[bool]:
-        """Return the lock itself, to be taken by ``with``: no interrupt leaves that locked.
+        """Return the lock itself, for a ``with`` statement, which no interrupt leaves locked.
 
         Raises:
-            RuntimeError: If a thread held it that a fork has left behind.
+            RuntimeError: If a thread of the parent process held it during the fork.
         """
         process = os.getpid()
         if self._process != process:
             if not self._lock.acquire(timeout=_PATIENCE):
                 raise RuntimeError(
-                    "another thread was changing this when the process forked: here it is changed "
-                    "by half, and cannot be used"
+                    "another thread was changing this object when the process forked: here it is "
+                    "half changed and cannot be used"
                 )
             self._process = process
             self._lock.release()

@@ -7,9 +7,9 @@ def get_num_threads() -> int:
     """Return the largest number of threads that one call uses.
 
     It is decided at the first call that needs it: by `set_num_threads`, else by the environment
-    variables ``FLATWEIGHTS_NUM_THREADS`` or ``OMP_NUM_THREADS``, else by the processors that the
-    affinity of the process and the quota of its control group allow. Results have the same bits
-    for any number.
+    variables ``FLATWEIGHTS_NUM_THREADS`` or ``OMP_NUM_THREADS``, else by the number of processors
+    that the process's affinity and its control group's quota allow. Results have the same bits
+    for any number of threads.
 
     >>> get_num_threads() >= 1
     True
@@ -43,14 +43,14 @@ def set_num_threads(count: int) -> None:
 
 
 def clear_pool() -> None:
-    """Give the memory that the pool keeps back to the system.
+    """Return the memory that the pool keeps to the system.
 
-    New memory costs a page fault for each page, which doubles the time of a large result. So
-    results of 64 KiB and more (those of `flatten`, `average`, `FlatWeights`, ``get_flat``) leave
-    their memory to a pool when they are deleted, and later ones take it from there. Arrays in use
-    are not touched. A process keeps at most 1/32 of the memory of its machine or control group,
-    and at most 1 GiB, or as many bytes as the environment variable ``FLATWEIGHTS_POOL_BYTES`` says
-    at the first large result; 0 keeps nothing.
+    New memory costs one page fault per page, which doubles the time of a large result. So
+    deleted results of 64 KiB and more (of `flatten`, `average`, `FlatWeights`, ``get_flat``)
+    leave their memory to a pool, and later results reuse it. Arrays in use are not touched. A
+    process keeps at most 1/32 of the memory of its machine or control group, and at most 1 GiB.
+    The environment variable ``FLATWEIGHTS_POOL_BYTES``, read at the first large result, sets
+    another bound; 0 keeps nothing.
 
     >>> import numpy as np
     >>> from flatweights import flatten

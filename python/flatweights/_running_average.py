@@ -33,11 +33,11 @@ class _Weights(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a running average holds once it has a source. The sum holds its `_Weights`.
+    """The state of a running average that has a source.
 
     Attributes:
         template: What the sources have in common.
-        sum: The sum, and its weights: `_core` changes both, or neither.
+        sum: The sum and its `_Weights`: `_core` changes both, or neither.
         kept: By slot, the integer and boolean parts of the first source.
     """
 
@@ -51,7 +51,7 @@ class _State(NamedTuple):
         return weights
 
     def writable_sum(self) -> _core.RunningSum:
-        """Return the sum; a copy, if its memory is read-only."""
+        """Return the sum, or a copy if its memory is read-only."""
         if self.sum.memory.flags.writeable:
             return self.sum
         return _core.RunningSum(
@@ -64,12 +64,12 @@ class RunningAverage:
 
     The sums are float64, plus as many float64 compensations where a part is float64 or
     complex128. Models added in some order give the bits that `flatweights.average` gives
-    for them in that order. Calls from several threads take turns. A call that is interrupted
-    (Ctrl-C) has added its sources and their weights, or neither; `total_weight` tells.
+    for them in that order. Calls from several threads take turns. An interrupted call (Ctrl-C)
+    has added its sources with their weights, or nothing; `total_weight` shows which.
 
-    Pickles with its bits, in the middle of a sum too: what is added or merged after the
-    journey gives what it would have given before. With protocol 5 the sums are one out-of-band
-    buffer, which is read where it arrives; it is copied if more is added to it.
+    Pickling keeps every bit of an unfinished sum: later additions and merges give the same
+    result as without it. With protocol 5 the sums are one out-of-band buffer, which is used
+    in place and copied only if more is added to it.
 
     >>> running = RunningAverage()
     >>> running.add(np.array([1.0, 2.0]), weight=3)
@@ -79,9 +79,9 @@ class RunningAverage:
     """
 
     def __init__(self) -> None:
-        """Begin with nothing; the first source sets kind, shapes and dtypes."""
+        """Start empty; the first source sets kind, shapes and dtypes."""
         self._turns = TurnLock()
-        self._state: _State | None = None  # set once all in it is there
+        self._state: _State | None = None  # assigned only when complete
 
     @property
     def total_weight(self) -> float:
@@ -139,7 +139,7 @@ class RunningAverage:
             names = ["source"] if len(models) == 1 else [f"source {k}" for k in range(len(models))]
             parts = [template.read(*named) for named in zip(models, names, strict=True)]
             before = state.weights if state else _Weights()
-            # A weight of 0 before any other has no ratio yet, and needs none.
+            # Weights of 0 before the first positive one have no ratio yet, and need none.
             base = before.base if before.base is not None else next(filter(None, values), None)
             ratios = [ratio(value, base) if base is not None else 0.0 for value in values]
             sums, total = before.ratios, before.total
@@ -154,8 +154,8 @@ class RunningAverage:
     def merge(self, other: RunningAverage) -> None:
         """Add what ``other`` has summed up, as if its sources were added here.
 
-        The result is deterministic, but rounded otherwise than one long sum. ``other`` is
-        left as it is.
+        The result is deterministic, but rounded differently from one long sum. ``other`` is
+        unchanged.
 
         Args:
             other: Another running average over the same layout, or an empty one.
@@ -166,7 +166,7 @@ class RunningAverage:
         """
         if other is self:
             raise ValueError("expected another running average, got the same one")
-        first, second = sorted((self, other), key=id)  # one order for all threads
+        first, second = sorted((self, other), key=id)  # all threads lock in one order
         with first._turns.ready(), second._turns.ready():
             state, added = self._state, other._state
             if added is None:
@@ -193,7 +193,7 @@ class RunningAverage:
         """Return the weighted mean so far; more may be added afterwards.
 
         Args:
-            out: Where to write: of the kind of the sources, writable, without strides. A
+            out: Model to write to: of the kind of the sources, writable and contiguous. A
                 new model, if None.
 
         Returns:
@@ -224,7 +224,7 @@ class RunningAverage:
                 return type(self), ()
             memory: Any = state.sum.memory
             if protocol >= 5:
-                # Whoever pickles may read it at any later time: what is added next goes to a copy.
+                # The pickler may read the memory at any later time; additions go to a copy.
                 memory.flags.writeable = False
                 memory = pickle.PickleBuffer(memory.view(np.uint8).data)
             else:
@@ -240,7 +240,7 @@ def _unpickle(
     kept: Mapping[int, NDArray[Any]],
 ) -> RunningAverage:
     memory: NDArray[Any] = np.frombuffer(buffer, np.float64)
-    # The memory that arrived belongs to the caller, and may be part of other sums.
+    # The buffer belongs to the caller, and other sums may use it.
     memory.flags.writeable = False
     if not memory.flags.aligned:
         memory = _copy_of(memory)

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from flatweights._layout import Layout, place_of
 from flatweights._weights import FlatWeights
 
-# Either alone tells a damaged file from one of another program.
+# Files of other programs have neither of these keys. A file with only one is damaged.
 _LAYOUT = "flatweights.layout"
 _CHECKSUM = "flatweights.crc32"
 
@@ -50,10 +50,10 @@ _DTYPES: dict[str, np.dtype[Any]] = {
         "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
         "F8_E5M2": ml_dtypes.float8_e5m2,
         "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
-        # ml_dtypes has it since 0.5, and TensorFlow 2.18.0 wants an older one.
+        # New in ml_dtypes 0.5; TensorFlow 2.18.0 requires an older version.
         "F8_E8M0": getattr(ml_dtypes, "float8_e8m0fnu", None),
     }.items()
-    if dtype is not None  # which NumPy takes for float64
+    if dtype is not None  # NumPy would read None as float64
 }
 _MOST_HEADER = 8 + 100_000_000  # bytes; the library refuses more
 _KNOWN = frozenset(_DTYPES.values())
@@ -64,8 +64,8 @@ class Saved(NamedTuple):
 
     Attributes:
         layout: The layout it was saved with; None for a file of another program.
-        parts: In the order of the layout, or else of their names, as the file's own order has
-            no meaning.
+        parts: In the order of the layout; without one, sorted by name, since the file's own
+            order has no meaning.
     """
 
     layout: Layout | None
@@ -82,15 +82,15 @@ class _Tensor(NamedTuple):
 
 
 def write(path: str | os.PathLike[str], layout: Layout, buffer: NDArray[np.uint8]) -> None:
-    """Write the packed ``buffer`` to a file, in place of what was there, all or nothing.
+    """Write the packed ``buffer`` to a file; an existing file is replaced atomically.
 
     Args:
-        path: Where; what a symbolic link points to is replaced, not the link.
-        layout: What lies where in the buffer.
+        path: The file. The target of a symbolic link is replaced, not the link.
+        layout: Layout of the buffer.
         buffer: Packed form of the parts.
 
     Raises:
-        OSError: If it cannot be written; the old file, if any, is untouched then.
+        OSError: If the file cannot be written; an existing file is unchanged then.
     """
     text = layout.to_json()
     tensors = {}
@@ -106,15 +106,15 @@ def write(path: str | os.PathLike[str], layout: Layout, buffer: NDArray[np.uint8
 def read(path: str | os.PathLike[str]) -> Saved:
     """Read a file into memory and check all of it. Each byte is copied once.
 
-    The file is not mapped: another program that cuts it short would end this process.
+    The file is not mapped: if another program truncated it, this process would die of SIGBUS.
 
     Args:
         path: A file that `write` wrote, or any other safetensors file.
 
     Raises:
-        OSError: If it cannot be opened, or is no file.
-        ValueError: If it is no safetensors file, is truncated, is not as `write` wrote it, or
-            changes meanwhile.
+        OSError: If it cannot be opened, or is not a regular file.
+        ValueError: If it is not a safetensors file, is truncated, differs from what `write`
+            wrote, or changes while it is read.
     """
     try:
         with _open(path) as file:
@@ -127,7 +127,7 @@ def read(path: str | os.PathLike[str]) -> Saved:
 
 
 def _open(path: str | os.PathLike[str]) -> io.FileIO:
-    # A pipe that nobody writes to would block both opening and reading.
+    # Opening or reading a pipe without a writer would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -150,7 +150,7 @@ def _stored(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 
 def _key(name: str) -> str:
-    """Return the unique name that the part called ``name`` has in the file."""
+    """Return the unique name of the part called ``name`` in the file."""
     is_taken = name.startswith(_RESERVED) and not name[len(_RESERVED) :].strip("_")
     return f"{name}_" if is_taken else name
 
@@ -159,12 +159,12 @@ def _replace(
     path: str | os.PathLike[str], tensors: dict[str, NDArray[Any]], metadata: dict[str, str]
 ) -> None:
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():  # a device, for one, would be replaced
+    if target.exists() and not target.is_file():  # such as a device, which would be replaced
         code = errno.EISDIR if target.is_dir() else errno.EINVAL
         raise OSError(code, "expected a file, or none", os.fspath(path))
     temporary = target.with_name(f".flatweights-{secrets.token_hex(8)}.tmp")
     try:
-        # The library's files are their owner's alone; this one's mode is as the umask says.
+        # The library makes files private to their owner; this one gets its mode from the umask.
         with temporary.open("xb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         save_file(tensors, temporary, metadata)
@@ -174,7 +174,7 @@ def _replace(
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     except SafetensorError as error:
-        # The tensors are right, so it is the file; the library's message has the number.
+        # The tensors are valid, so the file is at fault; the message has the error number.
         match = re.search(r"os error (\d+)", str(error))
         code = int(match[1]) if match else errno.EIO
         reason = os.strerror(code) if match else str(error)
@@ -195,8 +195,8 @@ def _synchronise(path: Path) -> None:
 
 def _synchronise_directory(path: Path) -> None:
     with suppress(OSError):
-        # Some file systems cannot do that, some directories cannot be read. The file is in
-        # place and whole; which of the two a loss of power leaves is up to the file system.
+        # Some file systems do not support this, and some directories cannot be read. The new
+        # file is complete; after a loss of power the file system may show the old one.
         _synchronise(path)
 
 
@@ -225,7 +225,7 @@ def _read(file: io.FileIO) -> Saved:
     after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise ValueError(
-            "expected a file that stays as it is, got one that changed while it was read"
+            "expected a file that does not change, got one that changed while it was read"
         )
     if layout is not None and metadata[_CHECKSUM] != f"{checksum:08x}":
         raise ValueError(f"expected checksum {metadata[_CHECKSUM]}, got {checksum:08x}")
@@ -233,20 +233,20 @@ def _read(file: io.FileIO) -> Saved:
 
 
 def _fill(target: memoryview, file: io.FileIO, begin: int) -> None:
-    """Fill ``target`` with what is in ``file`` from ``begin`` on."""
+    """Fill ``target`` from ``file``, starting at byte ``begin``."""
     file.seek(begin)
     while target:
         count = file.readinto(target)
         if not count:
-            raise ValueError("expected a file that stays as it is, got one cut short meanwhile")
+            raise ValueError("expected a file that does not change, got one truncated while read")
         target = target[count:]
 
 
 def _header(file: io.FileIO, size: int) -> tuple[dict[str, str], dict[str, _Tensor]]:
-    """Return the metadata and the tensors, in the file's order: back to back, as is checked."""
+    """Return metadata and tensors in the file's order; check that they lie back to back."""
     begin = 8 + int.from_bytes(file.read(8), "little")
-    # The library maps what it reads. It gets a copy of the header, in a file of the same size
-    # that nobody else has; the rest is a hole.
+    # The library maps the file that it reads. So it gets a private sparse file of the same
+    # size, which holds only a copy of the header.
     with _private_file() as private:
         os.truncate(private.fileno(), size)
         file.seek(0)
@@ -256,8 +256,8 @@ def _header(file: io.FileIO, size: int) -> tuple[dict[str, str], dict[str, _Tens
             metadata = opened.metadata() or {}
             described = [(key, opened.get_slice(key)) for key in opened.offset_keys()]
             tensors = {}
-            for key, one in described:
-                code, shape = one.get_dtype(), tuple(one.get_shape())
+            for key, tensor in described:
+                code, shape = tensor.get_dtype(), tuple(tensor.get_shape())
                 if code not in _DTYPES:
                     raise ValueError(f"tensor {key!r}: expected a dtype that NumPy has, got {code}")
                 tensors[key] = _Tensor(_DTYPES[code], shape, begin)
@@ -274,7 +274,7 @@ def _private_file() -> IO[bytes]:
 
 
 def _checked_layout(tensors: dict[str, _Tensor], metadata: dict[str, str]) -> Layout:
-    """Return the layout in ``metadata`` if ``tensors`` are as it says."""
+    """Return the layout in ``metadata``, after checking that ``tensors`` match it."""
     for key in (_LAYOUT, _CHECKSUM):
         if key not in metadata:
             raise ValueError(f"expected {key!r} in its metadata, got {sorted(metadata)}")
@@ -289,5 +289,5 @@ def _checked_layout(tensors: dict[str, _Tensor], metadata: dict[str, str]) -> La
             )
     if len(tensors) != len(layout):
         unknown = sorted(set(tensors) - {_key(name) for name in layout.names})
-        raise ValueError(f"expected the tensors of its layout, got {unknown} besides")
+        raise ValueError(f"expected only the tensors of its layout, got also {unknown}")
     return layout

@@ -1,4 +1,4 @@
-"""The four kinds of model that are averaged, read into arrays in one order."""
+"""The kinds of model that can be averaged, read as arrays in one order."""
 
 import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ _ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__dlpack__")
 
 
 class Kind(Enum):
-    """The form in which a model was handed over."""
+    """The form in which a model was passed."""
 
     FLAT_WEIGHTS = "FlatWeights"
     ARRAY = "an array"
@@ -34,7 +34,7 @@ class Template:
     """What the models of one average have in common.
 
     Attributes:
-        kind: How they were handed over.
+        kind: The form in which they were passed.
         layout: The slots; a bare array is one slot with an empty name.
         keys: The keys of a mapping, in the order of the slots; the paths of a tree.
         tree: The containers, if they are nested.
@@ -47,7 +47,7 @@ class Template:
 
     @classmethod
     def of(cls, source: Any, where: str = "source 0") -> "Template":
-        """Return the template that ``source`` sets for those after it.
+        """Return the template that ``source`` sets for later sources.
 
         Args:
             source: A model.
@@ -57,7 +57,7 @@ class Template:
             TypeError: If ``source`` is of no known kind, or has a part without a mean.
         """
         kind = _kind_of(source, where)
-        # Hot loops average the same layouts and shapes again and again.
+        # Hot loops average the same layouts and shapes again and again: checks are cached.
         if kind is Kind.FLAT_WEIGHTS:
             check_flat_weights(source.layout, where)
             return cls(kind, source.layout)
@@ -95,14 +95,14 @@ class Template:
                 )
 
     def place(self, i: int) -> str:
-        """Return the text that names slot ``i`` in errors, after that for the source."""
+        """Return how errors name slot ``i``, to be appended to the name of the source."""
         return "" if self.kind is Kind.ARRAY else f", slot {i} {self.layout.names[i]!r}"
 
     def read(self, source: Any, where: str) -> list[NDArray[Any]]:
         """Return the parts of ``source`` in the order of the slots, or its packed buffer.
 
-        Strided parts are copied. Shapes and dtypes of other kinds than `FlatWeights` are
-        left for the kernels' checks.
+        Strided parts are copied. Except for `FlatWeights`, the kernels check shapes and
+        dtypes later.
 
         Args:
             source: A model.
@@ -117,12 +117,12 @@ class Template:
         ]
 
     def read_all(self, sources: list[Any]) -> list[list[NDArray[Any]]]:
-        """Return what `read` does for each of ``sources``, which errors count from 0."""
-        # What hot loops average, at once.
+        """Return the result of `read` for each of ``sources``; errors number them from 0."""
+        # Fast paths for what hot loops average.
         if self.kind is Kind.ARRAY and _core.are_plain(sources):
             return [[source] for source in sources]
         if self.packed and {type(source) for source in sources} == {FlatWeights}:
-            # Not by the properties, each of which calls a function.
+            # The properties would cost a function call each.
             ours = self.layout
             buffers = [
                 [source._buffer]
@@ -134,7 +134,7 @@ class Template:
         return [self.read(source, f"source {k}") for k, source in enumerate(sources)]
 
     def match(self, source: Any, where: str) -> None:
-        """Check that ``source`` is such a model, its shapes and dtypes included.
+        """Check that ``source`` matches this template, including shapes and dtypes.
 
         Args:
             source: A model.
@@ -160,22 +160,22 @@ class Template:
     def read_out(self, out: Any) -> list[NDArray[Any]]:
         """Return the parts of ``out``, to be written to; raises as `read` does."""
         arrays = self._arrays(out, "out")
-        outs: list[Any] = arrays
+        targets: list[Any] = arrays
         if self.kind is Kind.ARRAY:
-            outs = [out]
+            targets = [out]
         elif self.tree is not None:
-            outs = self.tree.leaves(out, "out")
+            targets = self.tree.leaves(out, "out")
         elif self.kind is Kind.MAPPING:
-            outs = [out[key] for key in self.keys]
+            targets = [out[key] for key in self.keys]
         elif self.kind is Kind.SEQUENCE:
-            outs = list(out)
-        for one in outs:
-            if not isinstance(one, np.ndarray):  # a converted copy would be written and lost
-                raise TypeError(f"out: expected NumPy arrays, got {type(one).__name__}")
+            targets = list(out)
+        for target in targets:
+            if not isinstance(target, np.ndarray):  # a converted copy would be written and lost
+                raise TypeError(f"out: expected NumPy arrays, got {type(target).__name__}")
         return arrays
 
     def first_nonfinite(self, parts: list[NDArray[Any]]) -> int | None:
-        """Return the first slot that holds NaN or infinity, of what `read` gave."""
+        """Return the first slot of ``parts``, a result of `read`, that holds NaN or infinity."""
         i = _core.first_nonfinite(self.layout.core, self.packed, parts, 0)
         return i if i < len(self.layout) else None
 
@@ -187,14 +187,14 @@ class Template:
         """Return an error that names the first slot with NaN or infinity; None without one.
 
         Args:
-            parts: What `read` gave.
+            parts: A result of `read`.
             where: How the error names the source.
         """
         i = self.first_nonfinite(parts)
         return None if i is None else self.nonfinite_error(i, where)
 
     def views(self, source: Any) -> list[NDArray[Any]]:
-        """Return the parts of ``source`` one by one, a packed one's too."""
+        """Return one array per slot of ``source``, even if it is packed."""
         return list(source.values()) if self.packed else self._arrays(source, "source")
 
     def _arrays(self, source: Any, where: str) -> list[NDArray[Any]]:
@@ -234,7 +234,7 @@ class Template:
         raise ValueError(f"{where}: {difference}")
 
     def new(self) -> Any:
-        """Return a model of this kind over new memory, values undefined."""
+        """Return a model of this kind over new memory, with undefined values."""
         if self.kind is Kind.FLAT_WEIGHTS:
             return FlatWeights.empty(self.layout)
         if self.kind is Kind.ARRAY:
@@ -268,7 +268,7 @@ def _parts_template(
     dtypes: tuple[np.dtype[Any], ...],
     where: str,
 ) -> Template:
-    # repr keeps apart what str would not: 1 and "1".
+    # repr tells 1 from "1"; str would not.
     named = all(isinstance(key, str) for key in keys)
     names = [str(key) if named else repr(key) for key in keys]
     layout = Layout(names, shapes, dtypes, named=kind is not Kind.SEQUENCE)
@@ -276,14 +276,14 @@ def _parts_template(
 
 
 def _parts(keys: Iterable[Hashable], values: list[Any], where: str) -> list[NDArray[Any]]:
-    if all(type(value) is np.ndarray for value in values):  # the rule, and quicker
+    if all(type(value) is np.ndarray for value in values):  # the usual case
         return values
     named = enumerate(zip(keys, values, strict=True))
     return [part(value, f"{where}, slot {i} {str(key)!r}") for i, (key, value) in named]
 
 
 def _kind_of(source: Any, where: str) -> Kind:
-    # Exact types first: to ask an abstract base class takes longer than all the rest.
+    # Exact types first: isinstance of an abstract base class takes longer than all the rest.
     if type(source) is np.ndarray:
         return Kind.ARRAY
     if isinstance(source, FlatWeights):

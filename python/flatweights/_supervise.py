@@ -1,10 +1,9 @@
-"""Runs a program in a child process; all of its processes end with it, and at Ctrl-C.
+"""Runs a program in a child process, and kills all of its processes at its end or at Ctrl-C.
 
-Ray starts a dozen processes, takes seconds to start and to stop, and spends some of them in C++,
-where Python's handler of a signal does not run. So the program runs in a child, and its parent
-does nothing but wait: for the child, or for a signal. Whichever comes first, the parent then
-kills every process that is left, also those that their own parents have left behind: it has
-asked the kernel to be their parent in that case.
+Ray starts a dozen processes and takes seconds to start and to stop, some of them in C++, where
+Python's signal handlers do not run. So the program runs in a child, and its parent only waits
+for the child or for a signal. Then the parent kills every remaining process, orphans included:
+it is their subreaper, so the kernel makes it their parent.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from typing import NoReturn
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WAITED_FOR = {*_ENDING, signal.SIGCHLD}
-_UNKILLABLE_S = 10.0  # a process that the kernel itself has to wait for is left alone then
+_UNKILLABLE_S = 10.0  # after this time, processes in uninterruptible sleep are left alone
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
@@ -31,12 +30,12 @@ def supervise(main: Callable[[], object], *, grace: float = 0.0) -> int:
     On SIGINT, SIGTERM or SIGHUP all of them are killed at once, and one line is printed.
 
     Args:
-        main: The program; what it returns or raises makes the exit code, as with `sys.exit`.
-        grace: Seconds that ``main`` has to deal with a `KeyboardInterrupt` before it is killed.
-            With 0 it gets none.
+        main: The program; its result or exception determines the exit code, as in `sys.exit`.
+        grace: Seconds for ``main`` to handle a `KeyboardInterrupt` before it is killed. With
+            0 it is killed at once.
 
     Returns:
-        The exit code: that of ``main``, or 128 and the number of the signal.
+        The exit code of ``main``, or 128 plus the number of the signal.
     """
     libc = ctypes.CDLL(None)
     libc.prctl(_SET_CHILD_SUBREAPER, 1)
@@ -54,7 +53,7 @@ def supervise(main: Callable[[], object], *, grace: float = 0.0) -> int:
     ended_by, code = _wait(child, grace)
     _kill_descendants()
     if ended_by:
-        if sys.stderr.isatty():  # a progress bar may stand there, and have hidden the cursor
+        if sys.stderr.isatty():  # erase a progress bar and show the cursor that it hid
             sys.stderr.write("\r\x1b[K\x1b[?25h")
         print("interrupted", file=sys.stderr)
         return 128 + ended_by
@@ -66,14 +65,14 @@ def supervise(main: Callable[[], object], *, grace: float = 0.0) -> int:
 
 
 def _wait(child: int, grace: float) -> tuple[int, int]:
-    """Wait for the end of ``child``, or for the signal that ends it.
+    """Wait until ``child`` ends or a signal asks for its end.
 
     Returns:
-        The number of that signal, or 0; and the exit code of the child, as `subprocess` has it.
+        The number of that signal, or 0; and the exit code of the child, as in `subprocess`.
     """
     ended_by, deadline = 0, float("inf")
-    while (left := min(deadline - time.monotonic(), 3600.0)) > 0:
-        received = signal.sigtimedwait(_WAITED_FOR, left)
+    while (remaining := min(deadline - time.monotonic(), 3600.0)) > 0:
+        received = signal.sigtimedwait(_WAITED_FOR, remaining)
         if received is None:
             continue
         if received.si_signo != signal.SIGCHLD:
@@ -89,9 +88,9 @@ def _wait(child: int, grace: float) -> tuple[int, int]:
 
 def _ended_children() -> list[tuple[int, int]]:
     ended = []
-    with contextlib.suppress(ChildProcessError):  # there are none
-        while (one := os.waitpid(-1, os.WNOHANG))[0]:
-            ended.append(one)
+    with contextlib.suppress(ChildProcessError):  # no children are left
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.append(child)
     return ended
 
 
@@ -106,7 +105,7 @@ def _kill_descendants() -> None:
 
 
 def _descendants() -> list[int]:
-    """Return the processes that this one started, directly or through others."""
+    """Return the ids of all descendants of this process."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended since
@@ -131,7 +130,7 @@ def _call(main: Callable[[], object]) -> int:
         return 0 if end.code is None else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of the output has gone
+    except BrokenPipeError:  # the reader of the output has closed it
         return 1
     except BaseException:
         traceback.print_exc()
@@ -143,6 +142,6 @@ def _call(main: Callable[[], object]) -> int:
 
 
 def _raise_once(signum: int, frame: FrameType | None) -> NoReturn:
-    # From the terminal, and from the parent: one is enough.
+    # The terminal and the parent may both send the signal; only the first one counts.
     signal.signal(signum, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Parts that lie in nested dicts, lists and tuples, as those of Flax and other JAX models do."""
+"""Arrays in nested dicts, lists and tuples, as in models of Flax and other JAX libraries."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,29 +12,29 @@ _MOST_LEVELS = 64
 
 
 def as_array(value: Any) -> NDArray[Any]:
-    """Return ``value`` as an array, reading it in place where it is in this process's memory.
+    """Return ``value`` as an array, without a copy where its memory can be shared.
 
-    Anything with the buffer protocol, ``__array_interface__`` or ``__array__`` (NumPy, eager
-    tensors of TensorFlow, PyTorch, JAX), or with ``__dlpack__`` on the CPU.
+    Accepts anything with the buffer protocol, ``__array_interface__`` or ``__array__`` (NumPy,
+    eager tensors of TensorFlow, PyTorch, JAX), or with ``__dlpack__`` on the CPU.
     """
     try:
         array = np.asarray(value)
     except ValueError:
-        # The `__array__` of TensorFlow's bfloat16 and float8 tensors without axes is a scalar.
+        # `__array__` of TensorFlow's 0-d bfloat16 and float8 tensors returns a scalar.
         scalar = value.__array__() if hasattr(value, "__array__") else None
         if not isinstance(scalar, np.generic):
             raise
         return np.asarray(scalar)
     if array.dtype == object and not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
-        return np.from_dlpack(value)  # NumPy does not try by itself
+        return np.from_dlpack(value)  # np.asarray does not try DLPack
     return array
 
 
 def part(value: Any, where: str) -> NDArray[Any]:
-    """Return ``value`` as `as_array` does; the error for anything else names ``where``.
+    """Return ``value`` as `as_array` does; errors name ``where``.
 
     Raises:
-        TypeError: If it is a container, None, or anything else that makes no array of numbers.
+        TypeError: If it is a container, None, or anything else that is not an array of numbers.
         ValueError: If it is a ragged list.
     """
     if type(value) is np.ndarray:
@@ -75,12 +75,12 @@ def _is_array(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Tree:
-    """A container, without the arrays in it.
+    """The structure of a container, without the arrays in it.
 
     Attributes:
-        kind: Its type: a dict for every mapping, a list, or a tuple (a named one's own type).
-        keys: Of a mapping; else the positions.
-        branches: For each key the container there, None for an array.
+        kind: Its type: dict for every mapping, list, or the class of a (named) tuple.
+        keys: Keys of the mapping, or positions in the sequence.
+        branches: For each key the nested container, or None for an array.
     """
 
     kind: type
@@ -113,7 +113,7 @@ class Tree:
         return cls(kind, keys, tuple(branches))
 
     def sorted(self) -> "Tree":
-        """Return the same containers, the keys of dicts in an order that they alone decide."""
+        """Return this tree with the keys of dicts sorted, whatever their insertion order."""
         items = list(zip(self.keys, self.branches, strict=True))
         if self.kind is dict:
             items.sort(key=lambda item: repr(item[0]))
@@ -130,7 +130,7 @@ class Tree:
                 yield (key, *rest)
 
     def leaves(self, source: Any, where: str) -> list[Any]:
-        """Return what is in ``source`` where this tree has arrays, in order.
+        """Return the values that ``source`` has where this tree has arrays, in order.
 
         Raises:
             TypeError: If a container is of another kind.
@@ -162,7 +162,7 @@ class Tree:
                 branch._gather(source[key], where, (*path, key), arrays)
 
     def build(self, leaves: Iterable[Any]) -> Any:
-        """Return new containers with ``leaves`` in them, in order."""
+        """Return new containers that hold ``leaves``, in order."""
         return self._build(iter(leaves))
 
     def _build(self, leaves: Iterator[Any]) -> Any:

@@ -22,25 +22,25 @@ class FlatWeights(dict[str, NDArray[Any]]):
     """A ``dict`` from name to array whose arrays are views of one packed buffer.
 
     Code that reads a dict of arrays, adds to its items, or builds a new dict from them
-    works unchanged. Pickled with protocol 5, as Ray does, the whole travels as one
-    out-of-band buffer, and is unpickled as read-only views of it without a copy.
+    works unchanged. Pickled with protocol 5, as by Ray, it travels as one out-of-band
+    buffer and is unpickled as views of that, without a copy (in Ray read-only).
 
-    It differs from a dict of arrays in this:
+    It differs from a dict of arrays as follows:
 
     * The keys are fixed: adding or deleting one raises `TypeError`. ``dict(w)`` is a
       plain dict over the same arrays.
-    * Assigning writes through to the buffer instead of putting another array in place:
-      ``w[k] = a`` casts ``a`` to the part's dtype as ``np.copyto(casting="same_kind")``
-      does (integer parts take the rounded value) and wants its exact shape. `update`
-      and ``|=`` check everything before they write anything.
-    * Over a read-only buffer, which is what `ray.get` gives, assigning raises
-      `ValueError`. ``w.copy()`` is writable. (``w[k] += 1`` is refused by NumPy itself, as
-      for any read-only array.)
+    * Assigning writes to the buffer instead of replacing the array: ``w[k] = a`` casts
+      ``a`` to the part's dtype as ``np.copyto(casting="same_kind")`` does (integer parts
+      take the rounded value) and requires its exact shape. `update` and ``|=`` check
+      everything before they write anything.
+    * Over a read-only buffer, such as `ray.get` returns, assigning raises `ValueError`.
+      ``w.copy()`` is writable. (NumPy itself rejects ``w[k] += 1``, as for any read-only
+      array.)
     * ``w.copy()``, ``copy.copy(w)`` and ``copy.deepcopy(w)`` copy the buffer, once, and give
       `FlatWeights`; ``w | other`` gives a plain dict.
-    * ``repr`` and ``print`` show the arrays of a small model only.
+    * ``repr`` and ``print`` show the arrays only of a small model.
     * Libraries that rebuild mappings by ``type(w)()`` (`tf.nest.map_structure`) raise;
-      hand them ``dict(w)``.
+      pass ``dict(w)``.
 
     >>> w = FlatWeights({"kernel": np.ones((2, 2), np.float32), "bias": np.zeros(2)})
     >>> w["kernel"] += 1
@@ -63,7 +63,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
                 are named by their paths: ``"encoder/layers/0/kernel"``.
 
         Raises:
-            TypeError: If a name is no string, or an array holds Python objects.
+            TypeError: If a name is not a string, or an array holds Python objects.
         """
         super().__init__()
         names, arrays = named_arrays(parts)
@@ -79,7 +79,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
 
         Args:
             buffer: Contiguous uint8 vector of ``layout.nbytes`` bytes.
-            layout: What lies where in it.
+            layout: Layout of the buffer.
 
         Raises:
             ValueError: If ``buffer`` is not such a vector.
@@ -90,21 +90,21 @@ class FlatWeights(dict[str, NDArray[Any]]):
 
     @classmethod
     def empty(cls, layout: Layout) -> FlatWeights:
-        """Return weights of ``layout`` over a new buffer, values undefined, padding zero."""
+        """Return weights over a new buffer of ``layout``: values undefined, padding zero."""
         return cls.wrap(layout.new_buffer(), layout)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the weights to a safetensors file, in place of what was there.
+        """Write the weights to a safetensors file; an existing file is replaced.
 
-        The layout and a checksum are in the file's metadata. Any program that knows the format
-        reads the file, as a dict of arrays in an order of its own. What the format has no dtype
-        for is stored otherwise, with one more axis at the end: complex128 as pairs of
-        float64, the rest as bytes.
+        The layout and a checksum are in the file's metadata. Any program that supports the
+        format can read the file, as a dict of arrays in an arbitrary order. Parts whose dtype
+        the format lacks get one more axis at the end: complex128 is stored as pairs of
+        float64, other dtypes as bytes.
 
-        The file is there at once and whole, or not at all: it is written under another name
-        beside the old one (``.flatweights-*.tmp``, which a process that is killed leaves
-        behind), brought to the disk, and renamed. Where the disk is full, or the process
-        dies, the old file stays. Each byte is read twice and written once.
+        The file is replaced atomically: the weights are written to a temporary file beside it
+        (``.flatweights-*.tmp``, left behind if the process is killed), synced to the disk, and
+        renamed. If the disk is full or the process dies, the old file stays. Each byte is
+        read twice and written once.
 
         >>> import tempfile
         >>> w = FlatWeights({"kernel": np.ones((2, 2), np.float32), "step": np.int64(7)})
@@ -114,12 +114,12 @@ class FlatWeights(dict[str, NDArray[Any]]):
         array(7)
 
         Args:
-            path: Where. What a symbolic link points to is replaced, not the link.
+            path: The file. The target of a symbolic link is replaced, not the link.
 
         Raises:
-            OSError: If it cannot be written, or is there and no file.
+            OSError: If it cannot be written, or exists and is not a regular file.
         """
-        from flatweights import _safetensors  # it imports a library that few uses need
+        from flatweights import _safetensors  # it imports a library that is rarely needed
 
         _safetensors.write(path, self._layout, self._buffer)
 
@@ -128,19 +128,19 @@ class FlatWeights(dict[str, NDArray[Any]]):
         """Return the weights in a safetensors file, over a new buffer.
 
         The file is read and checked; each byte is copied once. It may be replaced, changed or
-        deleted afterwards. One that is changed meanwhile is refused.
+        deleted afterwards; changing it while it is read raises.
 
-        What `save` wrote comes back in its order and dtypes, and only as it was written. The
-        checksum, a CRC-32, finds accidents: it is no signature. The files of other
-        programs have no checksum, and their tensors come in the order of their names.
+        Weights written by `save` keep their order and dtypes, and must be unaltered. The
+        checksum, a CRC-32, detects accidents, not tampering. Files of other programs have no
+        checksum, and their tensors are sorted by name.
 
         Args:
             path: A file that `save` or any other program wrote.
 
         Raises:
-            OSError: If it cannot be opened, or is no file.
-            ValueError: If it is not a whole safetensors file, has dtypes that NumPy has not,
-                is not as `save` wrote it, or changes while it is read.
+            OSError: If it cannot be opened, or is not a regular file.
+            ValueError: If it is not a complete safetensors file, has dtypes that NumPy lacks,
+                differs from what `save` wrote, or changes while it is read.
         """
         from flatweights import _safetensors
 
@@ -155,7 +155,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
 
     @property
     def layout(self) -> Layout:
-        """What lies where in the buffer."""
+        """The layout of the buffer."""
         return self._layout
 
     @property
@@ -164,7 +164,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
         return self._buffer
 
     def __repr__(self) -> str:
-        """A small model as a dict; else its size, and the first parts by shape and dtype.
+        """Show a small model as a dict; of others the size, and dtypes and shapes of some parts.
 
         >>> FlatWeights({"kernel": np.zeros((100, 10)), "bias": np.zeros(10)})
         <FlatWeights of 2 parts, 1,010 elements, 8,128 bytes:
@@ -181,7 +181,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
         return f"<{text}>"
 
     def _repr_html_(self) -> str:
-        """The same as a table, for notebooks."""
+        """Show the size and some parts as a table, for notebooks."""
         slots = self._layout.slots
         rows = [
             f"<tr><td>{html.escape(slot.name)}</td><td>{slot.dtype}</td><td>{slot.shape}</td></tr>"
@@ -247,20 +247,20 @@ class FlatWeights(dict[str, NDArray[Any]]):
                 self._refuse_key(name)
             i = self._layout.index(name)
             array = settable_at(self._layout, i, value)
-            # What is read must not change while its neighbours are written.
+            # A source in this buffer must not change while its neighbours are written.
             if array is not self[name] and np.may_share_memory(array, self._buffer):
                 array = array.copy()
             prepared.append(array)
         if not self._buffer.flags.writeable:
             raise ValueError(
-                "these weights are read-only (ray.get gives such views of shared memory); "
-                "assign to what copy() returns"
+                "these weights are read-only (ray.get returns such views of shared memory); "
+                "assign to a copy() of them"
             )
         move_parts([self[name] for name in values], prepared)
 
     def _refuse_key(self, name: object) -> NoReturn:
         raise TypeError(
-            f"the keys of FlatWeights are fixed and {name!r} is none of them; "
+            f"the keys of FlatWeights are fixed and {name!r} is not one of them; "
             "dict(weights) is a plain dict over the same arrays"
         )
 
