@@ -96,9 +96,11 @@ def test_a_signal_ends_all_with_one_line(received: signal.Signals) -> None:
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+# A signal that arrives just before a sleep begins is noticed at its end: so sleeps are short.
 TIDY = """
     try:
-        print('ready', flush=True); time.sleep(600)
+        print('ready', flush=True)
+        while True: time.sleep(0.05)
     except KeyboardInterrupt:
         print('tidied', flush=True); raise
 """
@@ -111,6 +113,27 @@ def test_a_program_may_tidy_up() -> None:
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=WAIT_S) == ("tidied\n", "interrupted\n")
         assert process.returncode == 130
+
+
+SWALLOWS = """
+    class Handle:
+        def __del__(self):
+            print('ready', flush=True)
+            while True: time.sleep(0.05)
+    try:
+        Handle()
+        while True: time.sleep(0.05)
+    except KeyboardInterrupt:
+        print('tidied', flush=True); raise
+"""
+
+
+def test_an_interrupt_that_a_finalizer_swallows_comes_again() -> None:
+    with supervised(SWALLOWS, ", grace=60") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=WAIT_S) == ("tidied\n", "interrupted\n")
 
 
 def test_who_tidies_up_for_ever_is_ended_by_the_second_signal() -> None:
@@ -143,7 +166,7 @@ class Slow:
     def find_spec(self, name, path=None, target=None):
         if name == "numpy":
             print("importing", flush=True)
-            time.sleep(600)
+            while True: time.sleep(0.05)
 sys.meta_path.insert(0, Slow())
 import flatweights_command
 flatweights_command.main()

@@ -11,12 +11,12 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WAITED_FOR = {*_ENDING, signal.SIGCHLD}
@@ -48,6 +48,7 @@ def supervise(main: Callable[[], object], *, grace: float = 0.0) -> int:
         if os.getppid() != parent:
             os._exit(1)
         signal.signal(signal.SIGINT, _raise_once if grace else signal.SIG_IGN)
+        sys.unraisablehook = _raise_again
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os._exit(_call(main))
     ended_by, code = _wait(child, grace)
@@ -141,7 +142,25 @@ def _call(main: Callable[[], object]) -> int:
             sys.stderr.flush()
 
 
-def _raise_once(signum: int, frame: FrameType | None) -> NoReturn:
+def _raise_once(signum: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code is _raise_again.__code__:  # which cannot raise either
+            _interrupt_later()
+            return
+        frame = frame.f_back
     # The terminal and the parent may both send the signal; only the first one counts.
     signal.signal(signum, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def _raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Repeat a `KeyboardInterrupt` that a finalizer raised, where Python only reports errors."""
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+        return
+    signal.signal(signal.SIGINT, _raise_once)
+    _interrupt_later()
+
+
+def _interrupt_later() -> None:
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -20,7 +20,7 @@ from rich.progress import (
 from flatweights.examples import STYLE, Panel, draw_panel
 
 if TYPE_CHECKING:
-    from flatweights.demo._training import Costs
+    from flatweights.demo._training import Exchange
 
 LINES = 10  # of progress, where there is no terminal to draw a bar on
 BLUE, RED = "#0b5fa5", "#d1495b"
@@ -99,7 +99,8 @@ def draw_comparison(
     options: argparse.Namespace,
     losses: Sequence[float],
     accuracies: Sequence[float],
-    costs: Mapping[str, "Costs"],
+    costs: Mapping[str, "Exchange"],
+    others: Mapping[str, Mapping[float, float]],
     steps: Mapping[str, str],
 ) -> None:
     """Draw the training, the steps of its exchange, and exchanges of other sizes."""
@@ -118,7 +119,7 @@ def draw_comparison(
         exchange.legend(loc="lower right")
         curves = {}
         for name, cost in costs.items():
-            points = sorted({**cost.others, cost.nbytes / 1e6: cost.total}.items())
+            points = sorted({**others[name], cost.nbytes / 1e6: cost.total}.items())
             curves[name] = [x for x, _ in points], [1e3 * y for _, y in points]
         arrays = max(cost.arrays for cost in costs.values())
         draw_panel(sizes, Panel("Exchange by size, ms", f"MB in {arrays} arrays", curves, "log"))

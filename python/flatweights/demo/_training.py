@@ -21,6 +21,7 @@ from flatweights.examples import print_table, start_ray
 from flatweights.ray import WorkerGroup, average
 
 Record = dict[str, Any]  # of a round
+Others = dict[str, dict[float, float]]  # seconds of exchanges, by way and megabytes
 
 RESTART_S = 300.0
 FLAT, STORE, GUIDE = "flatweights", "object store", "Ray's guide"
@@ -107,17 +108,11 @@ def exchange_by(name: str, group: WorkerGroup, sizes: Sequence[int]) -> Exchange
     return WAYS[name](group, sizes)
 
 
-class Costs(NamedTuple):
-    """Median seconds of a way's exchange by step and in all; bytes and arrays of one message.
-
-    ``others`` are the seconds of exchanges without a network, by megabytes.
-    """
-
-    seconds: dict[str, float]
-    total: float
-    nbytes: int
-    arrays: int
-    others: dict[float, float]
+def medians(exchanges: Sequence[Exchange]) -> Exchange:
+    """Return the medians of some exchanges, except the first, in which memory is new."""
+    measured = exchanges[1:] or exchanges
+    seconds = {step: median(one.seconds[step] for one in measured) for step in STEPS}
+    return exchanges[0]._replace(seconds=seconds)
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -144,13 +139,8 @@ def compare(options: argparse.Namespace) -> None:
         screen.stage("exchanging bare arrays of other sizes")
         others = _exchange_others(group, sizes, options.size)
         group.shutdown()
-    costs = {}
-    for name, some in exchanges.items():
-        measured = some[1:] or some  # in the first round, memory is new
-        steps = {step: median(one.seconds[step] for one in measured) for step in STEPS}
-        total = median(one.total for one in measured)
-        costs[name] = Costs(steps, total, some[0].nbytes, some[0].arrays, others[name])
-    _show(costs)
+    costs = {name: medians(some) for name, some in exchanges.items()}
+    _show(costs, others)
     training = {
         "rounds": options.rounds,
         "computing, per round": milliseconds(median(computing[1:] or computing)),
@@ -161,11 +151,11 @@ def compare(options: argparse.Namespace) -> None:
     screen.line("Times: medians over rounds. All ways exchange the same weights, in turn.")
     screen.line(f"Largest difference between the averages: {gap:.0e}")
     if options.plot:
-        draw_comparison(options, losses, accuracies, costs, STEPS)
+        draw_comparison(options, losses, accuracies, costs, others, STEPS)
     _finish(options, screen, accuracies[-1], digest)
 
 
-def _show(costs: Mapping[str, Costs]) -> None:
+def _show(costs: Mapping[str, Exchange], others: Others) -> None:
     """Print the exchange: a column for each way."""
     some = list(costs.values())
     rows: list[tuple[object, ...]] = []
@@ -177,24 +167,23 @@ def _show(costs: Mapping[str, Costs]) -> None:
     add_times(f"exchange of {some[0].nbytes / 1e6:.3g} MB", [cost.total for cost in some])
     for step, title in STEPS.items():
         rows.append((f"  {title}", *(milliseconds(cost.seconds[step]) for cost in some)))
-    for size in some[0].others:
-        add_times(f"exchange of {size:g} MB", [cost.others[size] for cost in some])
+    for size in others[FLAT]:
+        add_times(f"exchange of {size:g} MB", [others[name][size] for name in costs])
     rows.append(("bytes sent, each", *(f"{cost.nbytes:,}" for cost in some)))
     rows.append(("  in arrays", *(cost.arrays for cost in some)))
     print_table([dict(zip(["per round", *costs], row, strict=True)) for row in rows])
 
 
-def _exchange_others(
-    group: WorkerGroup, sizes: Sequence[int], size: str
-) -> dict[str, dict[float, float]]:
-    """Return, by way and megabytes, the median seconds of exchanges of bare arrays."""
-    others: dict[str, dict[float, float]] = {name: {} for name in WAYS}
+def _exchange_others(group: WorkerGroup, sizes: Sequence[int], size: str) -> Others:
+    """Exchange arrays of other sizes, without a network."""
+    others: Others = {name: {} for name in WAYS}
     for megabytes in SIZES[size].others:
         group.step("exchange_others", 1e6 * megabytes)
         for name in WAYS:
-            repeats = 1 + SIZES[size].repeats
-            totals = [exchange_by(name, group, sizes).total for _ in range(repeats)]
-            others[name][megabytes] = median(totals[1:])
+            repeats = range(1 + SIZES[size].repeats)
+            others[name][megabytes] = medians(
+                [exchange_by(name, group, sizes) for _ in repeats]
+            ).total
     return others
 
 

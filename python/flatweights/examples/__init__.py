@@ -100,7 +100,7 @@ class Digits(NamedTuple):
 
     def shard(self, rank: int, workers: int) -> "Digits":
         """Return the digits of one worker out of ``workers``."""
-        return Digits(self.images[rank::workers], self.labels[rank::workers])
+        return Digits(*(np.array_split(part, workers)[rank] for part in self))
 
 
 def load_digits(seed: int) -> tuple[Digits, Digits]:
