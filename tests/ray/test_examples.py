@@ -84,9 +84,11 @@ def test_a_result_off_the_line_fails(program: Program) -> None:
         program("linear_weights", "--workers=1", "--iterations=1")
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_plain_and_flat_actors_learn_the_same(program: Program, workers: int) -> None:
-    output = program("keras_fit", f"--workers={workers}", "--rounds=4")
+@pytest.mark.parametrize(
+    ("workers", "rounds"), [(1, 4), pytest.param(2, 6, marks=pytest.mark.slow)]
+)
+def test_plain_and_flat_actors_learn_the_same(program: Program, workers: int, rounds: int) -> None:
+    output = program("keras_fit", f"--workers={workers}", f"--rounds={rounds}")
     rows = [
         cells(output, name) for name in ("Network, as in Ray's guide", "Network", "FlatNetwork")
     ]

@@ -100,7 +100,8 @@ class Digits(NamedTuple):
 
     def shard(self, rank: int, workers: int) -> "Digits":
         """Return the digits of one worker out of ``workers``."""
-        return Digits(*(np.array_split(part, workers)[rank] for part in self))
+        chosen = np.array_split(np.arange(len(self.labels)), workers)[rank]
+        return Digits(self.images[chosen], self.labels[chosen])
 
 
 def load_digits(seed: int) -> tuple[Digits, Digits]:

@@ -20,6 +20,7 @@ import gymnasium
 import numpy as np
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from numpy.typing import NDArray
+from scipy.special import log_softmax
 
 from flatweights import examples
 from flatweights.ray import FlatWorker, WorkerGroup
@@ -149,12 +150,11 @@ class Learner:
             of_steps = states[:-1], rollout.actions, gains, gains + values[:-1]
             rows.append([column[rollout.counts] for column in of_steps])
         states, actions, gains, targets = map(np.concatenate, zip(*rows, strict=True))
-        logits = self.policy(states)
-        taken = np.take_along_axis(logits, actions[:, np.newaxis], axis=1)[:, 0]
-        columns = states, actions, taken - np.logaddexp.reduce(logits, axis=1), gains, targets
+        before = log_softmax(self.policy(states), axis=1)[np.arange(len(actions)), actions]
+        columns = states, actions, before, gains, targets
         for _ in range(EPOCHS):
-            order = self._rng.permutation(len(actions))
-            for batch in np.split(order, range(BATCH, len(order), BATCH))[: len(order) // BATCH]:
+            order = self._rng.permutation(len(actions))[: len(actions) // BATCH * BATCH]
+            for batch in order.reshape(-1, BATCH):
                 self._step(*(column[batch] for column in columns))
 
     def _take_step(self, states: Any, actions: Any, before: Any, gains: Any, targets: Any) -> None:

@@ -238,7 +238,8 @@ class Worker(FlatWorker):
 
     def build(self, options: argparse.Namespace, first_round: int, rank: int) -> Any:
         """Build the network in this process; the rank after the last evaluates."""
-        tests, images = rank == options.workers, load_images(options, rank == options.workers)
+        tests = rank == options.workers
+        images = load_images(options, tests)
         threads = max(1, len(os.sched_getaffinity(0)) // options.workers)
         gpus = options.num_gpus is not None and not tests
         examples.prepare_tensorflow(threads=threads, deterministic=False, gpus=gpus)
