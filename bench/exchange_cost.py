@@ -75,7 +75,7 @@ def exchange_cost(
         nbytes: Bytes of the packed buffer.
         workers: How many.
         workers_per_node: How many of them are on each node.
-        num_shards: Into how many ranges the buffer is cut. One for each node, if None.
+        num_shards: Into how many shards the buffer is cut. One for each node, if None.
         wide: Bytes of a sum for each byte of a model: 2 for float32, and for float64 with its
             compensation, 4 for 16 bits.
         network: Bytes per second of a node's link in one direction. 10 Gbit/s, if not given;
@@ -85,7 +85,7 @@ def exchange_cost(
         summing: Bytes per second of models that one process adds to the float64 sum of a node.
         per_object: Seconds of the driver for each object: a reference made, sent and dropped.
         cut_by_workers: Whether workers cut their results themselves, as a `WorkerGroup` has them.
-            Otherwise, results and pieces are both in the store.
+            Otherwise, results and shards are both in the store.
 
     Raises:
         ValueError: If an argument is not positive, or not all nodes have as many workers.
@@ -116,9 +116,9 @@ def exchange_cost(
     shards = nodes if num_shards is None else num_shards
     return {
         "driver": setting.by_driver(),
-        "per node": setting.by_ranges(1, per_node=True),
-        "sharded": setting.by_ranges(shards, per_node=False),
-        "per node, sharded": setting.by_ranges(shards, per_node=True),
+        "per node": setting.by_shards(1, per_node=True),
+        "sharded": setting.by_shards(shards, per_node=False),
+        "per node, sharded": setting.by_shards(shards, per_node=True),
     }
 
 
@@ -149,7 +149,7 @@ class _Setting:
             objects=workers + 1,
         )
 
-    def by_ranges(self, shards: int, *, per_node: bool) -> ExchangeCost:
+    def by_shards(self, shards: int, *, per_node: bool) -> ExchangeCost:
         workers = self.nodes * self.local
         # A node with one result sends that.
         sent = self.nbytes * (self.wide if self.local > 1 else 1) if per_node else self.nbytes

@@ -275,7 +275,7 @@ def test_what_a_method_raises_goes_through_the_call(one: Driver, method: str, sa
 def test_a_command_that_cannot_be_read_is_refused(one: Driver) -> None:
     (worker,) = one.workers
     command = one.command("echo", 1)
-    worker.post(command._replace(letter=command.letter[:-5]), one.lanes)
+    worker.post(command._replace(message=command.message[:-5]), one.lanes)
     assert one.wait()
     assert worker.lane.take().kind == REFUSED
     assert one.answers("echo", 2)[0] == (VALUE, 2)
@@ -351,7 +351,7 @@ def test_weights_of_the_layout_that_came_last_are_a_buffer_alone(one: Driver) ->
         assert answer.value.layout == other.layout
         assert answer.value.buffer.tobytes() == other.buffer.tobytes()
     assert kinds == [VALUE, WEIGHTS, WEIGHTS]
-    # Other results are letters as before, and change nothing of what is known.
+    # Other results are messages as before, and change nothing of what is known.
     kinds = [
         one.answers(method, *args)[0].kind for method, *args in (["get_dict"], ["get_with", 1])
     ]

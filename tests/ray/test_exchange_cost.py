@@ -36,7 +36,7 @@ def test_bytes_by_hand() -> None:
     both = cost["per node, sharded"]
     assert (both.gathered_in, both.gathered_out) == (1.5 * M, 1.5 * M)
     assert both.network == (6 + 3) * M
-    # More ranges than nodes: some own two of five. Fewer: some own none.
+    # More shards than nodes: some own two of five. Fewer: some own none.
     assert exchange_cost(M, 8, workers_per_node=2, num_shards=5)["sharded"].gathered_in == (
         pytest.approx(6 * M * 2 / 5)
     )
@@ -129,7 +129,7 @@ def count_bytes() -> None:
             gathered = created()
             group.broadcast(found)
             returned = created()
-            # Without what was made on each node itself: results or pieces, sums, and the average.
+            # Without what was made on each node itself: results or shards, sums, and the average.
             mine = {node: own * (way != "per node" or node == home()) for node in before}
             put = {node: nbytes * (way == "driver" and node == home()) for node in before}
             rounds.append(

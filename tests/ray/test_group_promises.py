@@ -27,7 +27,7 @@ from flatweights.ray import (
 from flatweights.ray import _engine as engine
 from flatweights.ray import _group as group_module
 from flatweights.ray._calls import Head, Stamp
-from flatweights.ray._shards import RangeOwner
+from flatweights.ray._shard_tasks import ShardOwner
 
 LARGE = 80_000  # elements; in 16 bits, too, beyond what travels by value
 
@@ -104,8 +104,8 @@ PLANS: dict[str, dict[str, Any]] = {"at once": {}, "streamed": {}, "sharded": {}
 
 @pytest.fixture(scope="module")
 def sharded() -> Iterator[dict[str, ShardedAverage]]:
-    with ShardedAverage(2) as by_range, ShardedAverage(1, per_node=True) as by_node:
-        yield {"sharded": by_range, "per node": by_node}
+    with ShardedAverage(2) as by_shard, ShardedAverage(1, per_node=True) as by_node:
+        yield {"sharded": by_shard, "per node": by_node}
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -429,8 +429,8 @@ def test_a_piece_that_is_gone_is_a_rank_that_is_lost() -> None:
     """If a node dies, Ray cuts its results again elsewhere, and may have nothing to cut."""
     layout = fw.Layout.of({"0": np.zeros(8)})
     refs = {4: ray.put(np.zeros(64, np.uint8)), 7: ray.put(None)}
-    for method in (RangeOwner().average, RangeOwner().merge):
-        outcome, piece = method(layout, refs, [1.0, 1.0], 2, 10.0)
-        assert piece is None
+    for method in (ShardOwner().average, ShardOwner().merge):
+        outcome, shard = method(layout, refs, [1.0, 1.0], 2, 10.0)
+        assert shard is None
         assert list(outcome.lost) == [7]
         assert isinstance(outcome.lost[7], ray.exceptions.ObjectLostError)

@@ -21,7 +21,7 @@ from flatweights.ray import ShardedAverage, WorkerError, WorkerGroup
 
 pytestmark = pytest.mark.starts_actors
 
-LARGE = 200_000  # elements; beyond 100 KiB pieces lie in shared memory
+LARGE = 200_000  # elements; beyond 100 KiB shards lie in shared memory
 STORE = {"object_store_memory": 75 * 2**20, "num_cpus": 1}
 
 
@@ -71,11 +71,11 @@ def lose_nodes_of_sharded_averages(cluster: Any, home: dict[int, Any], folder: s
     start = weights_of(1.0, LARGE)
     assert group.broadcast(start) == [0, 1, 2, 3]
     values = [trained(start, rank) for rank in range(4)]
-    by_range = ShardedAverage()  # an owner on each node
+    by_shard = ShardedAverage()  # an owner on each node
     by_node = ShardedAverage(2, per_node=True)
     weights = [1, 2, 4, 5]
     actors = group.actors().values()
-    found: Any = by_range.average([actor.train.remote() for actor in actors], weights)
+    found: Any = by_shard.average([actor.train.remote() for actor in actors], weights)
     assert found.used == (0, 1, 2, 3)
     assert same_bits(found.weights.buffer, fw.average(values, weights).buffer)
     group.broadcast(start)
@@ -92,7 +92,7 @@ def lose_nodes_of_sharded_averages(cluster: Any, home: dict[int, Any], folder: s
         go_on.touch()  # rank 2 comes last
 
     said: list[Any] = []
-    for number, sharded in enumerate((by_range, by_node)):
+    for number, sharded in enumerate((by_shard, by_node)):
         group.broadcast(start)
         where = Path(folder) / str(number)
         where.mkdir()
@@ -104,18 +104,18 @@ def lose_nodes_of_sharded_averages(cluster: Any, home: dict[int, Any], folder: s
         thread.join()
         assert found.used == left, found
         said.append(type(found.failed[lost]).__name__)
-        groups = [left] if sharded is by_range else found.groups
+        groups = [left] if sharded is by_shard else found.groups
         assert groups == ([(0, 2, 3)], ((0, 2),))[number], found
         expected = merged(values, groups)
         assert same_bits(found.weights.buffer, expected.buffer)
     # With all that is left, once more; and where that is too few.
     assert group.broadcast(found) == [0, 2]
-    assert group.average("get_weights", sharded=by_range).used == (0, 2)
+    assert group.average("get_weights", sharded=by_shard).used == (0, 2)
     try:
-        by_range.average(kept, timeout=60, min_results=3)
+        by_shard.average(kept, timeout=60, min_results=3)
     except WorkerError as error:
         said.append(list(error.failed))
-    for owners in (by_range, by_node):
+    for owners in (by_shard, by_node):
         owners.shutdown()
     return said
 

@@ -24,10 +24,10 @@ from flatweights.ray import (
     WorkerError,
     WorkerGroup,
 )
-from flatweights.ray._ranges import canonical, ranges_of
-from flatweights.ray._shards import RangeOwner, add_up_node
+from flatweights.ray._shard_tasks import ShardOwner, add_up_node
+from flatweights.ray._shards import canonical, shards_of
 
-LARGE = 200_000  # elements; beyond 100 KiB pieces lie in shared memory
+LARGE = 200_000  # elements; beyond 100 KiB shards lie in shared memory
 
 
 def make_parts(rng: np.random.Generator, size: int) -> dict[str, NDArray[Any]]:
@@ -55,7 +55,7 @@ KINDS: dict[str, Callable[[np.random.Generator, int], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def by_range() -> Iterator[ShardedAverage]:
+def by_shard() -> Iterator[ShardedAverage]:
     with ShardedAverage(3) as sharded:
         yield sharded
 
@@ -75,15 +75,15 @@ def group(way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
 @pytest.mark.parametrize("weights", [None, [0, 5, 2.5]], ids=["equal", "weighted"])
 @pytest.mark.parametrize("size", [3, LARGE], ids=["inline", "shared"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranges_give_the_bits_of_average(
-    by_range: ShardedAverage,
+def test_shards_give_the_bits_of_average(
+    by_shard: ShardedAverage,
     rng: np.random.Generator,
     kind: str,
     size: int,
     weights: list[float] | None,
 ) -> None:
     values = [KINDS[kind](rng, size) for _ in range(3)]
-    found = by_range.average(list(map(ray.put, values)), weights)
+    found = by_shard.average(list(map(ray.put, values)), weights)
     assert_same(found.weights, fw.average(values, weights))
     assert found.used == (0, 1, 2)
     assert found.groups == ()
@@ -123,7 +123,7 @@ def assert_same_tree(got: Any, expected: Any) -> None:
         assert_same_tree(got[key], expected[key])
 
 
-@pytest.mark.parametrize("way", ["by_range", "by_node"])
+@pytest.mark.parametrize("way", ["by_shard", "by_node"])
 def test_trees_are_averaged_into_trees(
     way: str, request: pytest.FixtureRequest, rng: np.random.Generator
 ) -> None:
@@ -131,28 +131,28 @@ def test_trees_are_averaged_into_trees(
     found = request.getfixturevalue(way).average(list(map(ray.put, values)))
     expected = merged(values, [(0, 1, 2)]) if way == "by_node" else fw.average(values)
     assert_same_tree(found.weights, expected)
-    assert_same_tree(found.pieces.get_in_place(), expected)
+    assert_same_tree(found.shards.get_in_place(), expected)
 
 
 def test_another_tree_is_refused_by_rank_and_path(
-    by_range: ShardedAverage, rng: np.random.Generator
+    by_shard: ShardedAverage, rng: np.random.Generator
 ) -> None:
     values = [tree(rng, 5), tree(rng, 5)]
     values[1]["params"]["layers"][0]["bias"] = np.zeros(6)
     with pytest.raises(ValueError, match=r"rank 1, slot \d+ 'params/layers/0/bias': .*\(6,\)"):
-        by_range.average(list(map(ray.put, values)))
+        by_shard.average(list(map(ray.put, values)))
     values[1]["params"]["layers"] = np.zeros(2)
     with pytest.raises(TypeError, match="rank 1, 'params/layers': expected a sequence"):
-        by_range.average(list(map(ray.put, values)))
+        by_shard.average(list(map(ray.put, values)))
 
 
 @pytest.mark.parametrize("shards", [1, 7])
-def test_any_number_of_ranges_gives_the_same_bits(rng: np.random.Generator, shards: int) -> None:
+def test_any_number_of_shards_gives_the_same_bits(rng: np.random.Generator, shards: int) -> None:
     values = [FlatWeights(make_parts(rng, 100)) for _ in range(3)]
-    few = [np.arange(17.0) + k for k in range(3)]  # fewer lines of 64 bytes than ranges
+    few = [np.arange(17.0) + k for k in range(3)]  # fewer lines of 64 bytes than shards
     with ShardedAverage(shards, max_inflight=2) as sharded:
         found = sharded.average(list(map(ray.put, values)))
-        assert len(found.pieces.refs) == shards
+        assert len(found.shards.refs) == shards
         assert_same(found.weights, fw.average(values))
         assert_same(sharded.average(list(map(ray.put, few))).weights, fw.average(few))
         nothing = sharded.average([ray.put(np.zeros((0, 3)))]).weights
@@ -160,17 +160,17 @@ def test_any_number_of_ranges_gives_the_same_bits(rng: np.random.Generator, shar
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 50, 10_000])
-def test_ranges_are_even_and_cover_everything(rng: np.random.Generator, count: int) -> None:
+def test_shards_are_even_and_cover_everything(rng: np.random.Generator, count: int) -> None:
     layout = fw.Layout.of(make_parts(rng, 100))
-    ranges = ranges_of(layout, count)
-    assert len(ranges) == min(count, layout.nbytes // 64)
-    ends = [0, *(r.end for r in ranges)]
-    assert [r.begin for r in ranges] == ends[:-1]
+    shards = shards_of(layout, count)
+    assert len(shards) == min(count, layout.nbytes // 64)
+    ends = [0, *(r.end for r in shards)]
+    assert [r.begin for r in shards] == ends[:-1]
     assert ends[-1] == layout.nbytes
-    sizes = [r.end - r.begin for r in ranges]
+    sizes = [r.end - r.begin for r in shards]
     assert max(sizes) - min(sizes) <= 64
-    assert all(r.layout.nbytes == size for r, size in zip(ranges, sizes, strict=True))
-    assert sum(r.layout.size for r in ranges) == layout.size
+    assert all(r.layout.nbytes == size for r, size in zip(shards, sizes, strict=True))
+    assert sum(r.layout.size for r in shards) == layout.size
 
 
 @pytest.mark.parametrize("weights", [None, [3, 5, 2.5]], ids=["equal", "weighted"])
@@ -201,13 +201,13 @@ def test_sums_of_nodes_are_merged_as_running_averages_are(
         assert outcome.lost == {}
         rows.append([ray.put(value) for value in row])
         sums.append(given[0])
-    pieces = []
-    for k, r in enumerate(ranges_of(template.layout, 3)):
+    shards = []
+    for k, r in enumerate(shards_of(template.layout, 3)):
         refs = {i: row[k] for i, row in enumerate(rows)}
-        outcome, piece = RangeOwner().merge(r.layout, refs, sums, 2, 10.0)
+        outcome, shard = ShardOwner().merge(r.layout, refs, sums, 2, 10.0)
         assert outcome.lost == {}
-        pieces.append(ray.put(piece))
-    assert_same(ShardedWeights(template, containers, pieces).get(), merged(values, groups, weights))
+        shards.append(ray.put(shard))
+    assert_same(ShardedWeights(template, containers, shards).get(), merged(values, groups, weights))
 
 
 def test_sums_keep_what_is_not_finite(by_node: ShardedAverage) -> None:
@@ -217,51 +217,51 @@ def test_sums_keep_what_is_not_finite(by_node: ShardedAverage) -> None:
     assert_same(found.weights, merged(values, [[0, 1]]))
 
 
-def test_keys_may_come_in_any_order(by_range: ShardedAverage, rng: np.random.Generator) -> None:
+def test_keys_may_come_in_any_order(by_shard: ShardedAverage, rng: np.random.Generator) -> None:
     values = [make_parts(rng, 10) for _ in range(3)]
     values[1] = dict(reversed(values[1].items()))
-    assert_same(by_range.average(list(map(ray.put, values))).weights, fw.average(values))
+    assert_same(by_shard.average(list(map(ray.put, values))).weights, fw.average(values))
 
 
-def test_parts_are_views_of_the_pieces(by_range: ShardedAverage, rng: np.random.Generator) -> None:
+def test_parts_are_views_of_the_shards(by_shard: ShardedAverage, rng: np.random.Generator) -> None:
     values = [FlatWeights({f"w{k}": rng.normal(size=20_000) for k in range(6)}) for _ in range(2)]
-    found = by_range.average(list(map(ray.put, values)))
-    parts = found.pieces.get_in_place()
+    found = by_shard.average(list(map(ray.put, values)))
+    parts = found.shards.get_in_place()
     expected = fw.average(values)
     assert list(parts) == list(expected)
     for k, name in enumerate(parts):
         assert same_bits(parts[name], expected[name])
         assert not parts[name].flags.writeable
-        pieces = ray.get(found.pieces.refs[k // 2])  # two parts lie in each range
-        assert np.shares_memory(parts[name], pieces)
+        shards = ray.get(found.shards.refs[k // 2])  # two parts lie in each shard
+        assert np.shares_memory(parts[name], shards)
 
 
 @ray.remote(num_cpus=0)
-def bits_of(pieces: ShardedWeights) -> bytes:
-    buffer: bytes = pieces.get().buffer.tobytes()
+def bits_of(shards: ShardedWeights) -> bytes:
+    buffer: bytes = shards.get().buffer.tobytes()
     return buffer
 
 
-def test_pieces_can_be_sent(by_range: ShardedAverage, rng: np.random.Generator) -> None:
+def test_shards_can_be_sent(by_shard: ShardedAverage, rng: np.random.Generator) -> None:
     values = [FlatWeights(make_parts(rng, LARGE)) for _ in range(2)]
-    found = by_range.average(list(map(ray.put, values)))
+    found = by_shard.average(list(map(ray.put, values)))
     expected = fw.average(values).buffer.tobytes()
-    assert ray.get(bits_of.remote(found.pieces)) == expected
+    assert ray.get(bits_of.remote(found.shards)) == expected
     assert ray.get(found.ref).buffer.tobytes() == expected
 
 
 def test_a_function_of_the_result_weighs_it(
-    by_range: ShardedAverage, by_node: ShardedAverage
+    by_shard: ShardedAverage, by_node: ShardedAverage
 ) -> None:
     values = [(np.full(5, float(k)), {"samples": k + 1, "at": np.ones(2)}) for k in range(3)]
-    for sharded in (by_range, by_node):
+    for sharded in (by_shard, by_node):
         found = sharded.average(list(map(ray.put, values)), lambda r: r[1]["samples"])
         assert_same(found.weights, fw.average([value[0] for value in values], [1, 2, 3]))
         assert [found.extras[k]["samples"] for k in range(3)] == [1, 2, 3]
         assert found.nbytes == 3 * 64
         assert found.record()["used"] == [0, 1, 2]
     with pytest.raises(ValueError, match="weight of rank 1: expected a finite weight"):
-        by_range.average(list(map(ray.put, values)), lambda r: 1.5 - r[1]["samples"])
+        by_shard.average(list(map(ray.put, values)), lambda r: 1.5 - r[1]["samples"])
 
 
 A = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
@@ -288,23 +288,23 @@ A = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
     ids=["shape", "slots", "dict", "None", "keys", "size", "dtype", "parts", "integers"],
 )
 def test_another_layout_is_refused_by_rank(
-    by_range: ShardedAverage, first: Any, other: Any, error: type[Exception], message: str
+    by_shard: ShardedAverage, first: Any, other: Any, error: type[Exception], message: str
 ) -> None:
     refs = [ray.put(first), ray.put(first), ray.put(other)]
     with pytest.raises(error, match=rf"rank 2\b.*{message}"):
-        by_range.average(refs)
+        by_shard.average(refs)
 
 
-@pytest.mark.parametrize("per_node", [False, True], ids=["by range", "by node"])
+@pytest.mark.parametrize("per_node", [False, True], ids=["by shard", "by node"])
 def test_a_rank_with_nan_is_left_out_of_all_ranges(
-    by_range: ShardedAverage,
+    by_shard: ShardedAverage,
     by_node: ShardedAverage,
     rng: np.random.Generator,
     per_node: bool,
 ) -> None:
-    sharded = by_node if per_node else by_range
+    sharded = by_node if per_node else by_shard
     values = [FlatWeights(make_parts(rng, 5000)) for _ in range(4)]
-    values[1]["kernel"][17] = np.nan  # in the first range alone
+    values[1]["kernel"][17] = np.nan  # in the first shard alone
     values[2]["spins"][3] = np.inf * 1j  # in the last one
     refs = list(map(ray.put, values))
     with pytest.raises(ValueError, match=r"rank 1, slot 0 'kernel': holds NaN or infinity"):
@@ -337,11 +337,11 @@ class Rank:
         die()
 
 
-@pytest.mark.parametrize("per_node", [False, True], ids=["by range", "by node"])
+@pytest.mark.parametrize("per_node", [False, True], ids=["by shard", "by node"])
 def test_who_fails_hangs_or_dies_is_named(
-    by_range: ShardedAverage, by_node: ShardedAverage, per_node: bool
+    by_shard: ShardedAverage, by_node: ShardedAverage, per_node: bool
 ) -> None:
-    sharded = by_node if per_node else by_range
+    sharded = by_node if per_node else by_shard
     ranks = [Rank.remote() for _ in range(5)]
     value = np.arange(LARGE, dtype=np.float32)
     ray.get([rank.give.remote(0) for rank in ranks])
@@ -379,11 +379,11 @@ def test_owners_that_die_are_replaced(rng: np.random.Generator) -> None:
 
 
 def test_a_group_trains_without_a_whole_buffer_in_the_driver(
-    by_range: ShardedAverage, by_node: ShardedAverage, group: WorkerGroup
+    by_shard: ShardedAverage, by_node: ShardedAverage, group: WorkerGroup
 ) -> None:
     expected = weights_of(1.0, LARGE)
     group.broadcast(expected)
-    for sharded in (by_range, by_node):
+    for sharded in (by_shard, by_node):
         for found in group.run(2, "train_counted", sharded=sharded):
             expected = fw.average([trained(expected, rank) for rank in range(3)])
             assert isinstance(found, ShardedRound)
@@ -395,18 +395,18 @@ def test_a_group_trains_without_a_whole_buffer_in_the_driver(
     for flat in group.step("get_flat").values():
         assert flat[-1] == 3
     with pytest.raises(ValueError, match="sharded: expected neither out nor"):
-        group.average("train", sharded=by_range, out=expected)
+        group.average("train", sharded=by_shard, out=expected)
 
 
 @pytest.mark.starts_actors
 def test_a_group_leaves_ranks_out_and_brings_them_back(
-    by_range: ShardedAverage, group: WorkerGroup, tmp_path: Path
+    by_shard: ShardedAverage, group: WorkerGroup, tmp_path: Path
 ) -> None:
     start = weights_of(1.0, LARGE)
     group.broadcast(start)
     plan = {0: "nan", 1: "die before"}
     found = group.average(
-        "act", plan, str(tmp_path), sharded=by_range, min_results=1, nonfinite="skip"
+        "act", plan, str(tmp_path), sharded=by_shard, min_results=1, nonfinite="skip"
     )
     assert found.used == (2,)
     assert found.quarantined == (0,)
@@ -414,10 +414,10 @@ def test_a_group_leaves_ranks_out_and_brings_them_back(
     assert group.healthy_actor_ids() == [0, 2]
     assert same_bits(found.weights.buffer, trained(start, 2).buffer)
     # Ranks are those of the group, though one is not called.
-    assert group.average("train", sharded=by_range).used == (0, 2)
+    assert group.average("train", sharded=by_shard).used == (0, 2)
     assert group.broadcast(found) == [0, 2]
     restored(group)
-    after = group.average("train", sharded=by_range)
+    after = group.average("train", sharded=by_shard)
     expected = fw.average([trained(trained(start, 2), rank) for rank in range(3)])
     assert same_bits(after.weights.buffer, expected.buffer)
 

@@ -98,9 +98,9 @@ def average(
         nonfinite=nonfinite,
         max_inflight=max_inflight,
     )
-    found = DriverAverage(Arrivals(answers, request.timeout), request, out).run()
-    report(found)
-    return found
+    result = DriverAverage(Arrivals(answers, request.timeout), request, out).run()
+    report(result)
+    return result
 
 
 def references(refs: Iterable[Any], *, fetch: bool = True) -> dict[int, Answer]:
@@ -380,13 +380,13 @@ class DriverAverage:
     def _find_spoiled(self, ranks: Iterable[int], models: Iterable[Any]) -> dict[int, Exception]:
         """Return, for the ranks whose models hold NaN or infinity, errors that name the slot."""
         assert self._template is not None
-        found: dict[int, Exception] = {}
+        spoiled: dict[int, Exception] = {}
         for rank, model in zip(ranks, models, strict=True):
             name = f"rank {rank}"
             error = self._template.find_nonfinite(self._template.read(model, name), name)
             if error is not None:
-                found[rank] = error
-        return found
+                spoiled[rank] = error
+        return spoiled
 
     def _check(self) -> None:
         self._arrivals.check(self._request, self._sample)

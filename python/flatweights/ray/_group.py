@@ -30,8 +30,8 @@ from flatweights.ray._metrics import METRICS
 from flatweights.ray._ray_calls import BY_VALUE, RayAnswer, argument_of
 from flatweights.ray._report import RoundsBar, report
 from flatweights.ray._round import Round, ShardedRound, ShardedWeights
+from flatweights.ray._shard_tasks import Reading
 from flatweights.ray._sharded import ShardedAverage
-from flatweights.ray._shards import Reading
 from flatweights.ray._wire import GroupWire, Travels, nbytes_of
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray._workers import Workers
@@ -153,17 +153,17 @@ class WorkerGroup:
         remote = remote or ray.remote(plain)
         if ray_options:
             remote = remote.options(**ray_options)
-        given = [arguments(rank) if arguments else () for rank in range(n)]
+        arguments_of = [arguments(rank) if arguments else () for rank in range(n)]
         if ray_options.get("max_restarts"):
             # Ray lets go of large arguments once an actor is built, and a restart wants them.
             args = _by_reference(args)
-            given = [_by_reference(own) for own in given]
+            arguments_of = [_by_reference(own) for own in arguments_of]
         group = cls(
-            [remote.remote(*args, *own) for own in given],
+            [remote.remote(*args, *own) for own in arguments_of],
             max_inflight=max_inflight,
             wire_dtype=wire_dtype,
         )
-        group._arguments = [args, *given]
+        group._arguments = [args, *arguments_of]
         return group
 
     def actors(self) -> dict[int, Any]:
@@ -245,10 +245,10 @@ class WorkerGroup:
         `RefusedWeightsError`, and is unhealthy unless all ranks refused; the weights sent before
         remain the latest then. A loop of rounds that sends each average with the next call::
 
-            found = None
+            result = None
             for _ in range(1_000):
-                found = group.average("train", broadcast=found)
-            group.broadcast(found)
+                result = group.average("train", broadcast=result)
+            group.broadcast(result)
 
         Args:
             method: Name of a method that returns weights, or weights and extras.
@@ -276,9 +276,9 @@ class WorkerGroup:
             ValueError: As `flatweights.ray.average`.
         """
         request = self._request(weights, timeout, min_results, nonfinite, sharded)
-        found = self._average(method, args, kwargs, request, broadcast, out, travels, sharded)
-        report(found, said=self._workers.unhealthy)
-        return found
+        result = self._average(method, args, kwargs, request, broadcast, out, travels, sharded)
+        report(result, already_named=self._workers.unhealthy)
+        return result
 
     def _request(
         self,
@@ -288,7 +288,7 @@ class WorkerGroup:
         nonfinite: Nonfinite,
         sharded: ShardedAverage | None,
     ) -> Request:
-        """Check what was given, for all ranks of the group."""
+        """Return what a round asks for, checked for all ranks of the group."""
         ranks = len(self._workers)
         if sharded is not None:
             return sharded.request(
@@ -330,8 +330,8 @@ class WorkerGroup:
                 plan: Any
                 if sharded is not None:
                     reading = sharded.reading(request)
-                    pieces = self._call_cut(arrivals, ranks, reading, method, args, kwargs, payload)
-                    plan = sharded.plan(arrivals, request, pieces)
+                    shards = self._call_cut(arrivals, ranks, reading, method, args, kwargs, payload)
+                    plan = sharded.plan(arrivals, request, shards)
                 elif wire is not None and (travels == "gradients" or wire.has_sent):
                     how = wire.wire_dtype, travels
                     self._call(arrivals, ranks, method, args, kwargs, how, payload)
@@ -341,21 +341,21 @@ class WorkerGroup:
                     self._call(arrivals, ranks, method, args, kwargs, payload=payload)
                     plan = DriverAverage(arrivals, request, out)
                 self._workers.lanes.offer()
-                found: Round = plan.run()
+                result: Round = plan.run()
                 if sharded is None and out is None:
-                    self._workers.lanes.made(found.weights)
+                    self._workers.lanes.made(result.weights)
         except WorkerError as error:
             raise WorkerError(before | error.failed) from error.__cause__
-        found.failed = dict(sorted((before | found.failed).items()))
-        found.ways = {rank: self._workers[rank].way for rank in ranks}
-        return found
+        result.failed = dict(sorted((before | result.failed).items()))
+        result.ways = {rank: self._workers[rank].way for rank in ranks}
+        return result
 
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
         """Send ``weights`` to all healthy workers; they have them from then on.
 
         Args:
             weights: What `FlatWorker.set_weights` takes, a vector, a `Round` (of a `ShardedRound`
-                workers fetch the pieces themselves), its `ShardedRound.pieces`, or a reference
+                workers fetch the shards themselves), its `ShardedRound.shards`, or a reference
                 to one of the former. It is put into the object store once, unless it is small.
                 With a ``wire_dtype``, no vector.
             timeout: Seconds to wait; for ever, if None.
@@ -443,7 +443,7 @@ class WorkerGroup:
                 the average.
             min_results: How many ranks make an average.
             nonfinite: What to do about NaN and infinity.
-            sharded: See `average`; workers fetch the pieces, and no whole buffer is in the driver.
+            sharded: See `average`; workers fetch the shards, and no whole buffer is in the driver.
             progress: Show a progress bar, and the ranks that the last average is not of, if
                 the standard output is a terminal or a notebook (needs ``rich``).
             **kwargs: Keyword arguments of the method.
@@ -479,16 +479,16 @@ class WorkerGroup:
                 if self._workers.unhealthy:
                     self.restore(timeout=_PROBE if timeout is None else min(_PROBE, timeout))
                 self._in_round = True
-                found = self._average(method, args, kwargs, request, sharded=sharded)
-                self.broadcast(found, timeout=timeout)
+                result = self._average(method, args, kwargs, request, sharded=sharded)
+                self.broadcast(result, timeout=timeout)
                 self._in_round = False
-                found.seconds["round"] = time.monotonic() - begin
-                found.number = number
-                report(found, said=self._workers.unhealthy)
+                result.seconds["round"] = time.monotonic() - begin
+                result.number = number
+                report(result, already_named=self._workers.unhealthy)
                 if bar is not None:
-                    bar.advance(found)
-                yield found
-                del found  # while the next one is made
+                    bar.advance(result)
+                yield result
+                del result  # while the next one is made
 
     def shutdown(self) -> None:
         """End all actors; their processes are gone soon after."""
@@ -522,24 +522,24 @@ class WorkerGroup:
         kwargs: Mapping[str, Any],
         payload: Payload | None,
     ) -> dict[int, list[Any]] | None:
-        """As `_call`, of workers that cut the result themselves; return references to the pieces.
+        """As `_call`, of workers that cut the result themselves; return references to the shards.
 
         If nodes add up first, nothing is cut, and there are none.
         """
         head = Head(self._stamps.next(), self._sent.version)
         weights = argument_of(payload)
-        pieces: dict[int, list[Any]] = {}
+        shards: dict[int, list[Any]] = {}
         for rank in ranks:
             handle = self._workers[rank].handle
-            if reading.shards:
-                run = handle.call_cut.options(num_returns=1 + reading.shards)
-                ref, *pieces[rank] = run.remote(
+            if reading.num_shards:
+                run = handle.call_cut.options(num_returns=1 + reading.num_shards)
+                ref, *shards[rank] = run.remote(
                     head, weights, reading, rank, method, *args, **kwargs
                 )
             else:
                 ref = handle.call_version.remote(head, weights, method, *args, **kwargs)
             arrivals.expect(rank, RayAnswer(ref, fetch=False))
-        return pieces if reading.shards else None
+        return shards if reading.num_shards else None
 
     def _make_latest(self, weights: Any, ranks: Sequence[int]) -> Payload:
         """Have ``weights`` ready for ``ranks``; from then on they are the latest.
@@ -597,7 +597,7 @@ class WorkerGroup:
         ranks, wire = len(self._workers), self._sent.wire
         value = weights
         if isinstance(weights, ShardedRound) and wire is None and not weights.is_changed:
-            value = weights.pieces
+            value = weights.shards
         elif isinstance(weights, Round):
             value = weights.weights
         if wire is not None:

@@ -2,7 +2,7 @@
 
 A lane leads from a driver to one worker on the same machine. The worker connects to an
 abstract Unix socket of the driver and hands over its mailbox; windows follow over the socket
-as they are made, before a letter mentions them. The socket stays open: its end of file says
+as they are made, before a message mentions them. The socket stays open: its end of file says
 that the peer is dead. Both check that the peer belongs to the same user.
 """
 
@@ -11,15 +11,13 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Mapping
 from typing import Any
 
 from flatweights import _core
-from flatweights.ray._letter import Dumps, Place, dump, fits, write
-from flatweights.ray._windows import Windows
+from flatweights.ray._windows import Place, Windows
 
 _WINDOW = struct.Struct("<IIQ16s")  # index, generation, bytes, nonce
-_MOST = 256  # bytes of a message
+_MOST = 256  # bytes of a packet
 
 
 class LaneError(RuntimeError):
@@ -74,8 +72,8 @@ class LaneEnd:
             if self._announced.get(index) == generation:
                 continue
             window, _ = windows[index]
-            message = _WINDOW.pack(index, generation, window.nbytes, window.nonce)
-            socket.send_fds(self.connection, [b"W" + message], [window.descriptor])
+            packet = _WINDOW.pack(index, generation, window.nbytes, window.nonce)
+            socket.send_fds(self.connection, [b"W" + packet], [window.descriptor])
             self._announced[index] = generation
             if self._is_worker:  # nobody else is to have it
                 window.close_descriptor()
@@ -93,7 +91,7 @@ class LaneEnd:
             self.mailbox.drop_hold(not self._is_worker, place.window)
 
     def load(self, places: list[Place], stream: bytes) -> Any:
-        """Return the value of a letter of the peer; its arrays are views of the peer's windows.
+        """Return the value of a message of the peer; its arrays are views of the peer's windows.
 
         Raises:
             LaneError: If a window is not there, or not as announced.
@@ -124,20 +122,20 @@ class LaneEnd:
         return views
 
     def receive(self) -> None:
-        """Take all messages that have come."""
+        """Take all packets that have come."""
         while not self.is_closed:
             try:
-                message, descriptors, _, _ = socket.recv_fds(self.connection, _MOST, 4)
+                packet, descriptors, _, _ = socket.recv_fds(self.connection, _MOST, 4)
             except BlockingIOError:
                 return
             except OSError:
                 self.is_closed = True
                 return
-            if not message:
+            if not packet:
                 self.is_closed = True
                 return
             try:
-                self._take(message[:1], message[1:], descriptors)
+                self._take(packet[:1], packet[1:], descriptors)
             finally:
                 for descriptor in descriptors:
                     with contextlib.suppress(OSError):
@@ -145,75 +143,9 @@ class LaneEnd:
 
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
         if kind != b"W" or len(body) != _WINDOW.size or len(descriptors) != 1:
-            raise LaneError(f"expected a window, got a message {kind!r} of {len(body)} bytes")
+            raise LaneError(f"expected a window, got a packet {kind!r} of {len(body)} bytes")
         index, generation, nbytes, nonce = _WINDOW.unpack(body)
         window = _core.PeerWindow(descriptors[0], nonce)
         if window.nbytes != nbytes:
             raise LaneError(f"window {index}: expected {nbytes} bytes, got {window.nbytes}")
         self._of_peer[index] = generation, window
-
-
-def fold(
-    kind: int, box: list[Any], windows: Windows | None, other: Dumps, *, frozen: bool
-) -> tuple[bytes, list[Place]] | None:
-    """Return a letter with the value in ``box``, and the places that it mentions.
-
-    Buffers that lie in windows are not moved, unless somebody could still write to them;
-    others are copied into a window, once.
-
-    Args:
-        kind: What kind of letter.
-        box: A list of the value alone. It is emptied, so that this function sees whether
-            anybody else keeps the value; where there is no letter, it is full again.
-        windows: Those of this process; None for a value that is no letter if it has buffers.
-        other: See `flatweights.ray._letter.dump`.
-        frozen: Whether nobody writes to what is read-only here. If not, a buffer in a window is
-            copied where somebody keeps an array over it.
-
-    Returns:
-        None if the value is too large, or finds no window, or cannot be pickled for this way.
-    """
-    try:
-        stream, buffers = dump(box[0], other)
-    except Exception:  # if it cannot be pickled at all, Ray will say so
-        return None
-    if not fits(stream, len(buffers)):
-        return None
-    if windows is None:
-        if buffers:
-            return None
-        box.clear()
-        return write(kind, stream), []
-    places = [windows.find(buffer) for buffer in buffers]
-    if frozen:
-        places = [p if b.readonly else None for p, b in zip(places, buffers, strict=True)]
-    if not _copy_in(windows, places, dict(enumerate(buffers))):
-        return None
-    # From here on nothing in this function keeps the value alive.
-    del buffers
-    box.clear()
-    if not frozen:
-        kept = {i: place for i, place in enumerate(places) if place and windows.is_taken(place)}
-        for i in kept:
-            places[i] = None
-        if not _copy_in(windows, places, kept):
-            copies = [windows.copy_of(kept.get(i) or place) for i, place in enumerate(places)]
-            box.append(pickle.loads(stream, buffers=copies))
-            return None
-    whole = [place for place in places if place is not None]
-    return write(kind, stream, whole), whole
-
-
-def _copy_in(
-    windows: Windows, places: list[Place | None], sources: Mapping[int, memoryview | Place]
-) -> bool:
-    """Copy those of ``sources`` in that have no place yet; return whether there was room."""
-    missing = [i for i, place in enumerate(places) if place is None]
-    if not missing:
-        return True
-    copied = windows.copy_in([sources[i] for i in missing])
-    if copied is None:
-        return False
-    for i, place in zip(missing, copied, strict=True):
-        places[i] = place
-    return True

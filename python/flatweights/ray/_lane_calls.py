@@ -2,10 +2,10 @@
 
 A worker is asked to attach by the first call of its group, which itself goes through Ray. From
 the next on, commands go into its mailbox. A call of Ray's, `FlatWorker.serve_lane`, is made for
-a command to a worker that is in no such call; it also brings what is no letter: what was raised,
-and results that are too large or name objects of Ray. What cannot go through the lane at all goes
-through `flatweights.ray._ray_calls`: references, messages of the wire, pieces, large arguments. A
-worker that died has answered: its call of Ray's says how it died.
+a command to a worker that is in no such call; it also brings errors, and results that are too large
+or name objects of Ray. What cannot go through the lane at all goes through
+`flatweights.ray._ray_calls`: references, messages of the wire, shards, large arguments. A worker
+that died has answered: its call of Ray's says how it died.
 """
 
 import io
@@ -25,8 +25,8 @@ from flatweights.ray._calls import Answer, Call, Head, Packed, Payload, Worker, 
 from flatweights.ray._errors import put
 from flatweights.ray._lane import LaneError
 from flatweights.ray._lane_driver import Command, DriverLane, Lanes
+from flatweights.ray._lane_message import Keep
 from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS
-from flatweights.ray._letter import Keep
 from flatweights.ray._ray_calls import RayAnswer, RayWorker
 from flatweights.ray._round import sealed
 
@@ -45,17 +45,17 @@ def choice() -> str:
     Raises:
         ValueError: If it says anything else.
     """
-    found = os.environ.get(_VARIABLE, "")
-    if found not in ("", "store", "lanes"):
-        raise ValueError(f"{_VARIABLE}: expected store or lanes, got {found!r}")
-    return found
+    value = os.environ.get(_VARIABLE, "")
+    if value not in ("", "store", "lanes"):
+        raise ValueError(f"{_VARIABLE}: expected store or lanes, got {value!r}")
+    return value
 
 
 class LostResultError(ray.exceptions.RayError):  # type: ignore[misc]
     """A worker has answered, but the answer cannot be read: its window cannot be mapped."""
 
 
-class NoLetterError(TypeError):
+class NotForLanesError(TypeError):
     """An object of Ray's: it travels by Ray, which counts who refers to it."""
 
 
@@ -63,7 +63,7 @@ class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         """Refuse objects of Ray's."""
         if isinstance(value, (ray.ObjectRef, ray.actor.ActorHandle)):
-            raise NoLetterError(f"{type(value).__name__} is no letter")
+            raise NotForLanesError(f"{type(value).__name__} is not for lanes")
         return super().reducer_override(value)
 
 

@@ -15,10 +15,10 @@ from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Packed
 from flatweights.ray._failpoints import reach
-from flatweights.ray._lane import LaneEnd, LaneError, fold
+from flatweights.ray._lane import LaneEnd, LaneError
+from flatweights.ray._lane_message import Dumps, make_message, split_message
 from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS, check_user
-from flatweights.ray._letter import Dumps, Place, read
-from flatweights.ray._windows import Windows
+from flatweights.ray._windows import Place, Windows
 
 _MOST_WINDOWS = 16
 _MOST_OFFERED = 3  # of the windows, those whose averages the user keeps
@@ -32,11 +32,11 @@ class Command(NamedTuple):
     """What workers are to do, written once for all of them.
 
     Attributes:
-        letter: For the mailboxes.
+        message: For the mailboxes.
         places: The windows that it mentions.
     """
 
-    letter: bytes
+    message: bytes
     places: list[Place]
 
 
@@ -73,7 +73,7 @@ class DriverLane(LaneEnd):
         self._count = 0  # of calls that were made
         self._sent: list[Place] = []  # in the command that is in the mailbox
         self._is_read = True
-        self._layout: Layout | None = None  # of the last weights that came as a letter
+        self._layout: Layout | None = None  # of the last weights that came as a message
 
     @property
     def is_answered(self) -> bool:
@@ -95,7 +95,7 @@ class DriverLane(LaneEnd):
         reach("announced")
         self.hold(command.places)
         self._sent, self._is_read = command.places, False
-        is_expected = self.mailbox.post(command.letter, self._count)
+        is_expected = self.mailbox.post(command.message, self._count)
         reach("posted")
         return is_expected
 
@@ -127,7 +127,7 @@ class DriverLane(LaneEnd):
         A view that lives longer keeps its window from being written, and nothing else.
         """
         self._is_read = True
-        kind, places, stream = read(self.mailbox.answer())
+        kind, places, stream = split_message(self.mailbox.answer())
         if kind == WEIGHTS:
             (buffer,) = self.views(places)
             if self._layout is None or self._layout.digest != stream.decode():
@@ -218,7 +218,7 @@ class Lanes:
         return lane
 
     def command(
-        self, method: str, args: Any, kwargs: Any, other: Dumps, *, wants_window: bool
+        self, method: str, args: Any, kwargs: Any, pickle_other: Dumps, *, wants_window: bool
     ) -> Command | None:
         """Return a command for workers; None if it has to go through Ray.
 
@@ -226,12 +226,14 @@ class Lanes:
             method: Of the worker.
             args: Its arguments; read-only arrays in windows go out as they lie there.
             kwargs: Its keyword arguments.
-            other: See `flatweights.ray._letter.dump`.
+            pickle_other: See `flatweights.ray._lane_message.pickled`.
             wants_window: Whether the result is to lie in a window of the worker, to be read
                 in place; else it is small, or goes through Ray.
         """
-        found = fold(int(wants_window), [(method, args, kwargs)], self.windows, other, frozen=True)
-        return None if found is None else Command(*found)
+        message = make_message(
+            int(wants_window), [(method, args, kwargs)], self.windows, pickle_other, frozen=True
+        )
+        return None if message is None else Command(*message)
 
     def wait(self, lanes: Sequence[DriverLane], seconds: float | None, enough: int = 1) -> None:
         """Sleep until something has happened, or the time is up; maybe for nothing.

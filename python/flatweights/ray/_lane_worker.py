@@ -18,9 +18,9 @@ from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._failpoints import reach
-from flatweights.ray._lane import LaneEnd, LaneError, fold
-from flatweights.ray._letter import Dumps, Place, read, write
-from flatweights.ray._windows import Windows
+from flatweights.ray._lane import LaneEnd, LaneError
+from flatweights.ray._lane_message import Dumps, join_message, make_message, split_message
+from flatweights.ray._windows import Place, Windows
 
 LINGER = 0.01
 """Seconds for which a worker waits for the next command."""
@@ -33,10 +33,10 @@ and for the command that runs then.
 """
 
 # Kinds of answers.
-VALUE = 0  # a letter
+VALUE = 0  # a message
 BY_CALL = 1  # what the call of Ray's gives: a number says which call
 REFUSED = 2  # the command was not run; a text says why
-WEIGHTS = 3  # one buffer of `FlatWeights`, with the layout of those that came last as a letter
+WEIGHTS = 3  # one buffer of `FlatWeights`, with the layout of those that came last as a message
 
 _MOST_WINDOWS = 4
 _NUMBER = struct.Struct("<Q")
@@ -74,7 +74,7 @@ class WorkerLane(LaneEnd):
         self._windows = Windows(_MOST_WINDOWS, functools.partial(_is_held, self.mailbox))
         self._doorbell: _core.Doorbell | None = None
         self._last_nbytes = 0  # of the last result
-        self._layout: Layout | None = None  # of the last weights that went as a letter
+        self._layout: Layout | None = None  # of the last weights that went as a message
         self._answered = 0.0  # when, by `time.monotonic`
 
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
@@ -84,13 +84,13 @@ class WorkerLane(LaneEnd):
         else:
             super()._take(kind, body, descriptors)
 
-    def serve(self, worker: Any, call: int, other: Dumps) -> Any:
+    def serve(self, worker: Any, call: int, pickle_other: Dumps) -> Any:
         """Run commands on ``worker`` until none comes; return what is to go through Ray.
 
         Args:
             worker: Whose methods are called.
             call: The number of this call of Ray's.
-            other: Pickles what `pickle` does not.
+            pickle_other: Pickles what `pickle` does not.
         """
         mailbox = self.mailbox
         assert mailbox is not None
@@ -104,10 +104,10 @@ class WorkerLane(LaneEnd):
             box: list[Any] = []
             answer = None
             try:
-                answer = self._run(worker, box, other)
+                answer = self._run(worker, box, pickle_other)
             finally:
-                if answer is None:  # by this call: a value that is no letter, or what was raised
-                    mailbox.answer_with(write(BY_CALL, _NUMBER.pack(call)), call)
+                if answer is None:  # by this call: a value that is no message, or what was raised
+                    mailbox.answer_with(join_message(BY_CALL, _NUMBER.pack(call)), call)
                     self._ring()
             if answer is None:
                 return box.pop()
@@ -127,16 +127,16 @@ class WorkerLane(LaneEnd):
         if self._doorbell is not None:
             self._doorbell.ring()
 
-    def _run(self, worker: Any, box: list[Any], other: Dumps) -> bytes | None:
+    def _run(self, worker: Any, box: list[Any], pickle_other: Dumps) -> bytes | None:
         """Run the command in the mailbox; return the answer, None if the result is in ``box``."""
         assert self.mailbox is not None
         try:
             if self._doorbell is None:
                 self.receive()
-            kind, places, stream = read(self.mailbox.command())
+            kind, places, stream = split_message(self.mailbox.command())
             method, args, kwargs = self.load(places, stream)
         except Exception as error:
-            return write(REFUSED, f"{type(error).__name__}: {error}".encode())
+            return join_message(REFUSED, f"{type(error).__name__}: {error}".encode())
         reach("read")
         wants_window = bool(kind)
         if wants_window and self._last_nbytes:
@@ -148,14 +148,16 @@ class WorkerLane(LaneEnd):
             # Views of the driver's windows go before it hears of the answer.
             del args, kwargs, stream
         reach("run")
-        letter = self._fold_weights(box) if wants_window else None
+        message = self._weights_message(box) if wants_window else None
         layout = self._layout
-        if letter is None:
+        if message is None:
             layout = box[0].layout if type(box[0]) is FlatWeights else layout
-            letter = fold(VALUE, box, self._windows if wants_window else None, other, frozen=False)
-        if letter is None:
+            message = make_message(
+                VALUE, box, self._windows if wants_window else None, pickle_other, frozen=False
+            )
+        if message is None:
             return None
-        answer, places = letter
+        answer, places = message
         try:
             self.announce(self._windows, places)
         except OSError:
@@ -168,8 +170,8 @@ class WorkerLane(LaneEnd):
         reach("gathered")
         return answer
 
-    def _fold_weights(self, box: list[Any]) -> tuple[bytes, list[Place]] | None:
-        """As `fold`, of weights that lie in a window, of a layout that the driver knows.
+    def _weights_message(self, box: list[Any]) -> tuple[bytes, list[Place]] | None:
+        """As `make_message`, of weights that lie in a window, of a layout that the driver knows.
 
         Returns:
             None for anything else, or if no window is free.
@@ -188,7 +190,7 @@ class WorkerLane(LaneEnd):
                 box.append(FlatWeights.wrap(self._windows.copy_of(place), self._layout))
                 return None
             (place,) = copied
-        return write(WEIGHTS, self._layout.digest.encode(), [place]), [place]
+        return join_message(WEIGHTS, self._layout.digest.encode(), [place]), [place]
 
 
 class WorkerLanes:
@@ -231,7 +233,7 @@ def _is_held(mailbox: _core.Mailbox, index: int) -> bool:
 
 def check_user(connection: socket.socket) -> None:
     """Raise `LaneError` unless the peer belongs to the user of this process."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    _, user, _ = _PEER.unpack(found)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    _, user, _ = _PEER.unpack(credentials)
     if user != os.geteuid():
         raise LaneError(f"the peer belongs to user {user}, and this process to {os.geteuid()}")

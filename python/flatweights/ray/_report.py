@@ -12,48 +12,48 @@ from flatweights.ray._round import Round
 _log = logging.getLogger("flatweights")
 
 
-def report(found: Round, *, said: Collection[int] = ()) -> None:
+def report(result: Round, *, already_named: Collection[int] = ()) -> None:
     """Count a round, and log a line about it.
 
     The line is a warning that names the reasons if the average lacks ranks that nobody has been
     warned of, else for information.
 
     Args:
-        found: The round.
-        said: Ranks that a warning has named already.
+        result: Of the round.
+        already_named: Ranks that a warning has named.
     """
     left_out = {
-        "late": found.late,
-        "quarantined": found.quarantined,
-        "failed": [rank for rank in found.failed if rank not in found.quarantined],
+        "late": result.late,
+        "quarantined": result.quarantined,
+        "failed": [rank for rank in result.failed if rank not in result.quarantined],
     }
-    ways = {rank: way.split(":")[0] for rank, way in found.ways.items()}
-    METRICS.count_round(len(found.used), left_out, found.nbytes, ways.values())
-    METRICS.observe({step: found.seconds[step] for step in _OWN if step in found.seconds})
-    lost = {*found.late, *found.failed}
-    level = logging.WARNING if lost.difference(said) else logging.INFO
+    ways = {rank: way.split(":")[0] for rank, way in result.ways.items()}
+    METRICS.count_round(len(result.used), left_out, result.nbytes, ways.values())
+    METRICS.observe({step: result.seconds[step] for step in _OWN if step in result.seconds})
+    lost = {*result.late, *result.failed}
+    level = logging.WARNING if lost.difference(already_named) else logging.INFO
     if not _log.isEnabledFor(level):
         return
-    name = "average" if found.number is None else f"round {found.number}"
-    counts = [f"{len(found.used)} of {len(found.used) + len(lost)} ranks"]
+    name = "average" if result.number is None else f"round {result.number}"
+    counts = [f"{len(result.used)} of {len(result.used) + len(lost)} ranks"]
     for reason, ranks in left_out.items():
         if ranks:
             counts.append(f"{len(ranks)} {reason} ({', '.join(map(str, ranks))})")
-    steps = {step: value for step, value in found.seconds.items() if step != "round"}
+    steps = {step: value for step, value in result.seconds.items() if step != "round"}
     times = ", ".join(f"{step} {value:.3f}" for step, value in steps.items())
     reasons = "".join(
         f"; rank {rank}: {reason_in_a_line(error)}"
-        for rank, error in found.failed.items()
-        if rank not in said
+        for rank, error in result.failed.items()
+        if rank not in already_named
     )
     _log.log(
         level,
         "flatweights: %s: %s, %.3f s (%s), %s%s",
         name,
         ", ".join(counts),
-        found.total_seconds,
+        result.total_seconds,
         times,
-        _in_bytes(found) + _by_ways(found),
+        _in_bytes(result) + _by_ways(result),
         reasons,
     )
 
@@ -62,17 +62,17 @@ _OWN = ("wait", "average", "round")
 """Steps that a round itself takes; sending the average counts where it is sent."""
 
 
-def _in_bytes(found: Round) -> str:
+def _in_bytes(result: Round) -> str:
     """Return how much was read, and sent if any was."""
-    if not found.nbytes_sent:
-        return readable_bytes(found.nbytes)
-    return f"{readable_bytes(found.nbytes)} in, {readable_bytes(found.nbytes_sent)} out"
+    if not result.nbytes_sent:
+        return readable_bytes(result.nbytes)
+    return f"{readable_bytes(result.nbytes)} in, {readable_bytes(result.nbytes_sent)} out"
 
 
-def _by_ways(found: Round) -> str:
+def _by_ways(result: Round) -> str:
     """Return how ranks were reached, and why some not by lanes, if any was."""
     ranks: dict[str, list[str]] = {}
-    for rank, way in found.ways.items():
+    for rank, way in result.ways.items():
         ranks.setdefault(way, []).append(str(rank))
     if "lane" not in ranks:
         return ""
@@ -136,14 +136,16 @@ class RoundsBar:
         """Leave the bar as it is."""
         self._bar.stop()
 
-    def advance(self, found: Round) -> None:
+    def advance(self, result: Round) -> None:
         """Show that one more round is done."""
-        self._bar.update(self._task, advance=1, description=_ranks(found))
+        self._bar.update(self._task, advance=1, description=_ranks(result))
 
 
-def _ranks(found: Round) -> str:
-    lost = sorted({*found.late, *found.failed})
+def _ranks(result: Round) -> str:
+    lost = sorted({*result.late, *result.failed})
     if not lost:
-        return f"{len(found.used)} ranks"
+        return f"{len(result.used)} ranks"
     without = ", ".join(map(str, lost))
-    return f"[yellow]{len(found.used)} of {len(found.used) + len(lost)} ranks, without {without}[/]"
+    return (
+        f"[yellow]{len(result.used)} of {len(result.used) + len(lost)} ranks, without {without}[/]"
+    )

@@ -1,4 +1,4 @@
-"""The outcome of a round: the average, in the driver or in pieces, and what became of ranks."""
+"""The outcome of a round: the average, in the driver or in shards, and what became of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatweights._sources import Kind, Template
 from flatweights._trees import Tree
 from flatweights._weights import FlatWeights
 from flatweights.ray._errors import put, reason_in_a_line
-from flatweights.ray._ranges import as_kind, assemble, in_place
+from flatweights.ray._shards import as_kind, assemble, in_place
 
 
 class Round:
@@ -102,8 +102,8 @@ class Round:
         For a line of JSON per round, or a row of a table: numbers, texts, lists and dicts with
         texts as keys, which JSON gives back as they were.
 
-        >>> found = Round([1.0], used=[0, 2], failed={1: ValueError("diverged")}, nbytes=16)
-        >>> found.record()["used"], found.record()["failed"]
+        >>> result = Round([1.0], used=[0, 2], failed={1: ValueError("diverged")}, nbytes=16)
+        >>> result.record()["used"], result.record()["failed"]
         ([0, 2], {'1': 'ValueError: diverged'})
 
         Returns:
@@ -188,19 +188,19 @@ def _parts_of(model: Any) -> list[Any]:
 
 
 class ShardedWeights:
-    """A model whose ranges are objects of their own, on the nodes that averaged them.
+    """A model whose shards are objects of their own, on the nodes that averaged them.
 
     It is small, and can be sent to any process as it is: the references travel in it. Whoever
-    wants the model asks for it, and Ray moves the pieces from node to node.
+    wants the model asks for it, and Ray moves the shards from node to node.
     """
 
     def __init__(self, template: Template, containers: Tree | None, refs: Sequence[Any]) -> None:
-        """Take one reference per range.
+        """Take one reference per shard.
 
         Args:
             template: What it is a model of; private to the package.
             containers: Those of a dict, a list or a tree, in their own order.
-            refs: References to the ranges.
+            refs: References to the shards.
         """
         self._template = template
         self._containers = containers
@@ -215,14 +215,14 @@ class ShardedWeights:
         """Return the model, of the kind that the workers returned, put together here.
 
         Raises:
-            ray.exceptions.RayError: If a node that held a range is gone, and nobody has a copy.
+            ray.exceptions.RayError: If a node that held a shard is gone, and nobody has a copy.
         """
         return self._ordered(assemble(self._template, ray.get(list(self.refs))))
 
     def get_in_place(self) -> Any:
         """Return the model as views of the object store, read-only: a dict for `FlatWeights`.
 
-        Of a dict or a list only those parts are copied that a range ends in; an array is
+        Of a dict or a list only those parts are copied that a shard ends in; an array is
         one part, and put together.
 
         Raises:
@@ -240,33 +240,33 @@ class ShardedWeights:
 
     def __repr__(self) -> str:
         """Sizes."""
-        return f"<ShardedWeights: {self.layout.nbytes} bytes in {len(self.refs)} ranges>"
+        return f"<ShardedWeights: {self.layout.nbytes} bytes in {len(self.refs)} shards>"
 
 
 class ShardedRound(Round):
     """The average of one round of a `ShardedAverage`, and which ranks it is of.
 
-    A `Round`; but the average lies in pieces on several nodes until somebody asks for
-    `weights` (or `Round.ref`), which put it together here. Workers take the `pieces`.
+    A `Round`; but the average lies in shards on several nodes until somebody asks for
+    `weights` (or `Round.ref`), which put it together here. Workers take the `shards`.
 
     Attributes:
-        pieces: The average, to be sent to workers: by `WorkerGroup.broadcast`, or to
-            `FlatWorker.set_pieces`.
+        shards: The average, to be sent to workers: by `WorkerGroup.broadcast`, or to
+            `FlatWorker.set_shards`.
         groups: With ``per_node``, the ranks that were added up first, in the order in which the
             sums were merged; otherwise none.
     """
 
     def __init__(
         self,
-        pieces: ShardedWeights,
+        shards: ShardedWeights,
         used: Sequence[int],
         *,
         groups: Sequence[Sequence[int]] = (),
         **attributes: Any,
     ) -> None:
-        """Take the pieces, and the attributes of a `Round`."""
+        """Take the shards, and the attributes of a `Round`."""
         super().__init__(None, used, **attributes)
-        self.pieces = pieces
+        self.shards = shards
         self.groups = tuple(map(tuple, groups))
 
     @property
@@ -274,10 +274,10 @@ class ShardedRound(Round):
         """The average, of the kind that the workers returned: put together here, once.
 
         Raises:
-            ray.exceptions.RayError: If a node that held a range is gone, and nobody has a copy.
+            ray.exceptions.RayError: If a node that held a shard is gone, and nobody has a copy.
         """
         if self._weights is None:
-            self._weights = sealed(self.pieces.get())
+            self._weights = sealed(self.shards.get())
             self._fetched = _parts_of(self._weights)
         return self._weights
 

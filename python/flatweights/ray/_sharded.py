@@ -1,4 +1,4 @@
-"""The average spread over actors on several nodes, each of which owns a range of the buffer."""
+"""The average spread over actors on several nodes, each of which owns a shard of the buffer."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ from flatweights.ray._engine import (
     deadline_of,
 )
 from flatweights.ray._errors import reason_of
-from flatweights.ray._ranges import as_kind, ranges_of
 from flatweights.ray._ray_calls import RayAnswer
 from flatweights.ray._report import report
 from flatweights.ray._result import own
 from flatweights.ray._round import ShardedRound, ShardedWeights
-from flatweights.ray._shards import (
+from flatweights.ray._shard_tasks import (
     ADD_UP_NODE,
     READ_RESULT,
     Header,
     Outcome,
-    RangeOwner,
     Reading,
+    ShardOwner,
 )
+from flatweights.ray._shards import as_kind, shards_of
 
 # Results that are read at once on one node: each takes a process of its own, which Ray starts.
 _READERS = 2
 
 _MOST_INLINE = 100 * 1024  # bytes of a result that travels with the reply, as Ray has it
 
-_MOST_OWNERS = 4  # that are tried for one range, before something else must be wrong
+_MOST_OWNERS = 4  # that are tried for one shard, before something else must be wrong
 
 Key = TypeVar("Key")
 
 
 class ShardedAverage:
-    """Averages results without any whole buffer in the driver: each range on a node of its own.
+    """Averages results without any whole buffer in the driver: each shard on a node of its own.
 
-    Each result is read and cut on the node where it lies. Each range of the packed buffer has an
-    owner, an actor, that fetches its piece of every rank and averages it; the ranges are even in
+    Each result is read and cut on the node where it lies. Each shard of the packed buffer has an
+    owner, an actor, that fetches its shard of every rank and averages it; the shards are even in
     bytes, and placed on the nodes in turn. So each node takes in and gives out about what its own
     workers returned, where one driver would take in all. What comes back is a `ShardedRound`, of
-    which every worker fetches the ranges by itself.
+    which every worker fetches the shards by itself.
 
-    Who is averaged is settled before anything is: all ranges are of the same ranks, added in their
+    Who is averaged is settled before anything is: all shards are of the same ranks, added in their
     order, and have the bits that `flatweights.average` gives over `ShardedRound.used`.
 
     With ``per_node``, each node adds up its own results first, and sends the sums: once, instead of
@@ -71,9 +71,9 @@ class ShardedAverage:
     are small enough to travel inline (100 KiB) lie on no node, and count as those of one.
 
     If a node dies in the middle of a round, the ranks whose results lay on it have failed, in all
-    ranges; its range is averaged elsewhere. An owner keeps nothing between rounds.
+    shards; its shard is averaged elsewhere. An owner keeps nothing between rounds.
 
-    If a node dies after the round, the ranges that nobody has fetched from it are lost.
+    If a node dies after the round, the shards that nobody has fetched from it are lost.
 
     On one node, `flatweights.ray.average` is as good, and starts nothing.
 
@@ -98,14 +98,14 @@ class ShardedAverage:
         """Say how to average; the owners are started by the first round.
 
         Args:
-            num_shards: Into how many ranges to cut the buffer. One for each node, if None.
+            num_shards: Into how many shards to cut the buffer. One for each node, if None.
             per_node: Whether each node adds up its own results first.
             nodes: Ids of the nodes to place owners on, in turn. All that are alive at the first
                 round, the driver's own last, if None. An owner whose node is gone is placed
                 where Ray finds room.
             num_cpus: What an owner is given. Ray lets it use so many threads, one at least,
                 and waits where there are none left.
-            max_inflight: How many pieces an owner maps at once.
+            max_inflight: How many shards an owner maps at once.
             patience: Seconds without any progress in reading or averaging after which those that
                 are waited for count as failed. Not for the workers: see `average`.
 
@@ -156,7 +156,7 @@ class ShardedAverage:
 
         Raises:
             WorkerError: If fewer than ``min_results`` ranks can give a result.
-            RuntimeError: If a range could be averaged nowhere, or after `shutdown`.
+            RuntimeError: If a shard could be averaged nowhere, or after `shutdown`.
             TypeError: As `flatweights.ray.average`.
             ValueError: As `flatweights.ray.average`.
         """
@@ -169,12 +169,12 @@ class ShardedAverage:
             nonfinite=nonfinite,
         )
         arrivals = Arrivals(answers, request.timeout, patience=self.patience)
-        found = self.plan(arrivals, request).run()
-        report(found)
-        return found
+        result = self.plan(arrivals, request).run()
+        report(result)
+        return result
 
     def request(self, ranks: int, weights: Weights, **options: Any) -> Request:
-        """Check what `average` was given, for so many ranks."""
+        """Return what a round of so many ranks asks for, checked."""
         request = Request.of(ranks, weights, max_inflight=self._max_inflight, **options)
         if self._ended:
             raise RuntimeError("this ShardedAverage was shut down")
@@ -185,7 +185,7 @@ class ShardedAverage:
         if not self._owners:
             self._start()
         return Reading(
-            shards=0 if self._per_node else len(self._owners),
+            num_shards=0 if self._per_node else len(self._owners),
             screen=request.nonfinite != "propagate",
             weigh=request.weights if callable(request.weights) else None,
         )
@@ -194,28 +194,28 @@ class ShardedAverage:
         self,
         arrivals: Arrivals,
         request: Request,
-        pieces: Mapping[int, Sequence[Any]] | None = None,
+        shards: Mapping[int, Sequence[Any]] | None = None,
     ) -> ShardedPlan:
         """Return one average, to be run.
 
         Args:
             arrivals: The results; if ranks have cut them themselves, the headers of these.
             request: What is asked for.
-            pieces: If they have: references to the pieces by rank.
+            shards: If they have: references to the shards by rank.
         """
         reading = self.reading(request)
         return ShardedPlan(
             arrivals,
             request,
             reading,
-            pieces,
+            shards,
             owners=self._owners,
             new_owner=self._new_owner,
             patience=self.patience,
         )
 
     def shutdown(self) -> None:
-        """End the owners. Rounds that there were keep their pieces."""
+        """End the owners. Rounds that there were keep their shards."""
         self._ended = True
         for owner in self._owners:
             ray.kill(owner)
@@ -231,13 +231,13 @@ class ShardedAverage:
 
     def _start(self) -> None:
         nodes = _nodes() if self._nodes is None else self._nodes
-        shards = len(nodes) if self._num_shards is None else self._num_shards
-        self._owners = [self._new_owner(nodes[k % len(nodes)]) for k in range(shards)]
+        num_shards = len(nodes) if self._num_shards is None else self._num_shards
+        self._owners = [self._new_owner(nodes[k % len(nodes)]) for k in range(num_shards)]
 
     def _new_owner(self, node: str = "") -> Any:
         # Firmly: Ray places actors that need nothing at random, if a node is only preferred.
         options = _at(node, firmly=True) or {"scheduling_strategy": "SPREAD"}
-        owner: Any = ray.remote(RangeOwner)
+        owner: Any = ray.remote(ShardOwner)
         return owner.options(num_cpus=self._num_cpus, **options).remote()
 
 
@@ -250,7 +250,7 @@ def _nodes() -> list[str]:
 
 
 class ShardedPlan:
-    """One average: who reads and cuts which result, and who adds up which range.
+    """One average: who reads and cuts which result, and who adds up which shard.
 
     The driver fetches no result; of each it gets a header. So nothing is mapped here.
     """
@@ -260,7 +260,7 @@ class ShardedPlan:
         arrivals: Arrivals,
         request: Request,
         reading: Reading,
-        pieces: Mapping[int, Sequence[Any]] | None,
+        shards: Mapping[int, Sequence[Any]] | None,
         *,
         owners: list[Any],
         new_owner: Callable[[], Any],
@@ -273,8 +273,8 @@ class ShardedPlan:
         self._owners = owners
         self._new_owner = new_owner
         self._patience = patience
-        self._are_cut = pieces is not None
-        self._pieces = {rank: list(row) for rank, row in (pieces or {}).items()}
+        self._are_cut = shards is not None
+        self._shards = {rank: list(row) for rank, row in (shards or {}).items()}
         self._headers: dict[int, Header] = {}
         self._nodes: dict[int, str] = {}  # of the results; empty, if one travelled inline
         self._unknown: set[int] = set()  # where their results lie
@@ -284,13 +284,13 @@ class ShardedPlan:
         self._sums: dict[tuple[int, ...], list[Any]] = {}  # by the ranks of a node
 
     def run(self) -> ShardedRound:
-        """Wait, read, average; nothing is held afterwards but the references to the ranges."""
+        """Wait, read, average; nothing is held afterwards but the references to the shards."""
         with LettingGo(self, self._arrivals):
             return self._run()
 
     def let_go(self) -> None:
         """Hold no reference any longer."""
-        self._pieces.clear()
+        self._shards.clear()
         self._being_read.clear()
         self._queues.clear()
         self._headers.clear()
@@ -307,18 +307,18 @@ class ShardedPlan:
                 self._queues.clear()
             arrivals.check(self._request)
         begin = time.monotonic()
-        ranges: list[Any] | None = None
-        while ranges is None:  # once more without them, if ranks were lost
+        shards: list[Any] | None = None
+        while shards is None:  # once more without them, if ranks were lost
             used, weights, template = self._settle()
-            groups = [] if self._reading.shards else self._groups(used)
-            ranges = (
+            groups = [] if self._reading.num_shards else self._groups(used)
+            shards = (
                 self._average_sums(groups, weights, template)
                 if groups
                 else self._average(used, weights, template)
             )
         headers = self._headers
         return ShardedRound(
-            ShardedWeights(template, headers[used[0]].containers, ranges),
+            ShardedWeights(template, headers[used[0]].containers, shards),
             used,
             groups=groups,
             failed=dict(sorted(arrivals.failed.items())),
@@ -347,15 +347,15 @@ class ShardedPlan:
             self._headers[rank] = answer.take()
         except ray.exceptions.RayError as error:
             self._arrivals.lose({rank: error.with_traceback(None)})
-            self._pieces.pop(rank, None)
+            self._shards.pop(rank, None)
             return
         if rank in self._unknown:
             self._nodes[rank] = self._headers[rank].node  # Ray has read it where it lies
 
     def _read(self, rank: int) -> None:
         ref: Any = self._arrivals.answers[rank].ref  # type: ignore[attr-defined]
-        found = get_local_object_locations([ref]).get(ref, {})
-        nodes, size = found.get("node_ids"), found.get("object_size")
+        location = get_local_object_locations([ref]).get(ref, {})
+        nodes, size = location.get("node_ids"), location.get("object_size")
         if nodes == []:
             # It travelled inline, if it is not lost or an error: nothing is fetched here.
             try:
@@ -375,9 +375,9 @@ class ShardedPlan:
         while queue and self._readers[node] < _READERS:
             rank = queue.popleft()
             ref: Any = self._arrivals.answers[rank].ref  # type: ignore[attr-defined]
-            task = READ_RESULT.options(num_returns=1 + self._reading.shards, **_at(node))
-            found = task.remote(ref, rank, self._reading)
-            header, *self._pieces[rank] = found if self._reading.shards else [found]
+            task = READ_RESULT.options(num_returns=1 + self._reading.num_shards, **_at(node))
+            refs = task.remote(ref, rank, self._reading)
+            header, *self._shards[rank] = refs if self._reading.num_shards else [refs]
             self._being_read[rank] = RayAnswer(header, fetch=False)
             self._arrivals.follow(rank, self._being_read[rank])
             self._readers[node] += 1
@@ -405,11 +405,11 @@ class ShardedPlan:
             raise next(iter(spoiled.values()))
         arrivals.quarantine(spoiled)
         arrivals.check(request)
-        left = sorted(rank for rank in self._headers if rank not in arrivals.failed)
-        given = request.weights
-        values = [self._headers[k].weight or 0.0 if callable(given) else given[k] for k in left]
-        weights = dict(zip(left, read_weights(values, len(left)), strict=True))
-        return left, weights, template
+        ranks = sorted(rank for rank in self._headers if rank not in arrivals.failed)
+        asked = request.weights
+        values = [self._headers[k].weight or 0.0 if callable(asked) else asked[k] for k in ranks]
+        weights = dict(zip(ranks, read_weights(values, len(ranks)), strict=True))
+        return ranks, weights, template
 
     def _groups(self, used: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the ranks by node, nodes in the order of their lowest ranks."""
@@ -421,21 +421,21 @@ class ShardedPlan:
     def _average(
         self, used: Sequence[int], weights: Mapping[int, float], template: Template
     ) -> list[Any] | None:
-        """Return references to the ranges; None if ranks were lost, which have failed now."""
-        pieces, lost = self._from_owners(
+        """Return references to the shards; None if ranks were lost, which have failed now."""
+        shards, lost = self._from_owners(
             template,
             "average",
-            lambda k: {rank: self._pieces[rank][k] for rank in used},
+            lambda k: {rank: self._shards[rank][k] for rank in used},
             [weights[rank] for rank in used],
         )
         self._arrivals.lose(lost)
-        return None if lost else pieces
+        return None if lost else shards
 
     def _average_sums(
         self, groups: Sequence[tuple[int, ...]], weights: Mapping[int, float], template: Template
     ) -> list[Any] | None:
         """As `_average`, by the sums of each node."""
-        shards = len(self._owners)
+        num_shards = len(self._owners)
         calls: dict[Answer, tuple[int, ...]] = {}
         sums: dict[tuple[int, ...], list[Any]] = {}
         for group in groups:
@@ -444,8 +444,8 @@ class ShardedPlan:
                 continue
             refs = {rank: self._arrivals.answers[rank].ref for rank in group}  # type: ignore[attr-defined]
             values = [weights[rank] for rank in group]
-            task = ADD_UP_NODE.options(num_returns=1 + shards, **_at(self._nodes[group[0]]))
-            outcome, *sums[group] = task.remote(refs, values, shards, self._patience)
+            task = ADD_UP_NODE.options(num_returns=1 + num_shards, **_at(self._nodes[group[0]]))
+            outcome, *sums[group] = task.remote(refs, values, num_shards, self._patience)
             calls[RayAnswer(outcome, fetch=False)] = group
         lost: dict[int, Exception] = {}
         for group, outcome in _outcomes(calls, self._patience):
@@ -453,10 +453,10 @@ class ShardedPlan:
                 lost |= dict.fromkeys(group, outcome)
             else:
                 lost |= outcome.lost
-        self._sums = {group: found for group, found in sums.items() if not lost.keys() & group}
-        pieces: list[Any] = []
+        self._sums = {group: refs for group, refs in sums.items() if not lost.keys() & group}
+        shards: list[Any] = []
         if not lost:
-            pieces, without = self._from_owners(
+            shards, without = self._from_owners(
                 template,
                 "merge",
                 lambda k: {group: row[k] for group, row in sums.items()},
@@ -464,7 +464,7 @@ class ShardedPlan:
             )
             lost = {rank: error for group, error in without.items() for rank in group}
         self._arrivals.lose(lost)
-        return None if lost else pieces
+        return None if lost else shards
 
     def _from_owners(
         self,
@@ -473,29 +473,29 @@ class ShardedPlan:
         sources_of: Callable[[int], Mapping[Any, Any]],
         weights: Sequence[float],
     ) -> tuple[list[Any], dict[Any, Exception]]:
-        """Have each range averaged by its owner, by another if that fails.
+        """Have each shard averaged by its owner, by another if that fails.
 
         Args:
             template: Of the whole model.
             method: The owner's method.
-            sources_of: Gives references to what is added for a range, in order.
+            sources_of: Gives references to what is added for a shard, in order.
             weights: One for each source.
 
         Returns:
-            References to the ranges, and what could not be fetched.
+            References to the shards, and what could not be fetched.
 
         Raises:
-            RuntimeError: If several owners of a range have failed.
+            RuntimeError: If several owners of a shard have failed.
         """
-        layouts = [r.layout for r in ranges_of(template.layout, len(self._owners))]
-        pieces: list[Any] = [None] * len(layouts)
+        layouts = [r.layout for r in shards_of(template.layout, len(self._owners))]
+        shards: list[Any] = [None] * len(layouts)
         nodes: dict[int, str] = {}
         calls: dict[Answer, int] = {}
         tries = [0] * len(layouts)
 
         def start(k: int) -> None:
             call = getattr(self._owners[k], method).options(num_returns=2)
-            outcome, pieces[k] = call.remote(
+            outcome, shards[k] = call.remote(
                 layouts[k], sources_of(k), weights, self._request.max_inflight, self._patience
             )
             calls[RayAnswer(outcome, fetch=False)] = k
@@ -513,16 +513,16 @@ class ShardedPlan:
                     continue
                 if tries[k] == _MOST_OWNERS or isinstance(outcome, ray.exceptions.RayTaskError):
                     raise RuntimeError(
-                        f"range {k} of {len(layouts)} could not be averaged, its owner failed: "
+                        f"shard {k} of {len(layouts)} could not be averaged, its owner failed: "
                         f"{reason_of(outcome)}"
                     ) from outcome
                 ray.kill(self._owners[k])
                 self._owners[k] = self._new_owner()
                 start(k)
-            # A node may have died after it had averaged its range.
+            # A node may have died after it had averaged its shard.
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
             missing = {k for k in range(len(layouts)) if nodes[k] not in alive}
-        return pieces, {}
+        return shards, {}
 
 
 def _match(template: Template, other: Template, rank: int, first: int) -> None:

@@ -1,253 +1,172 @@
-"""What runs on the nodes of a `ShardedAverage`: cutting results, adding pieces up."""
+"""A packed buffer, cut into shards of equal bytes; imports nothing of Ray."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
-import ray
+import numpy as np
+from numpy.typing import NDArray
 
-from flatweights._average import average, read_weight
-from flatweights._layout import Layout
-from flatweights._running_average import RunningAverage
-from flatweights._sources import Template
+from flatweights._cast import move_parts
+from flatweights._flatten import new_vector
+from flatweights._layout import ALIGNMENT, Layout
+from flatweights._sources import Kind, Template
 from flatweights._trees import Tree
-from flatweights.ray._ranges import Bytes, bytes_of, canonical, cut, model_of, ranges_of
-from flatweights.ray._result import split
-from flatweights.ray._wire import nbytes_of, widen
+from flatweights._weights import FlatWeights
+
+Bytes = NDArray[np.uint8]
 
 
-class Header(NamedTuple):
-    """What the driver is told of a rank's result.
-
-    Attributes:
-        template: What it is; dicts by sorted keys.
-        containers: Those of a dict, a list or a tree, in their own order.
-        weight: Its weight, if a function of the result gives that.
-        extras: What was returned beside the weights.
-        spoiled: The error about NaN and infinity, if it was looked for them and has any.
-        nbytes: Bytes of the weights as they were returned.
-        error: Why it cannot be averaged: the caller's mistake.
-        node: Where it was read.
-    """
-
-    template: Template | None = None
-    containers: Tree | None = None
-    weight: float | None = None
-    extras: Any = None
-    spoiled: Exception | None = None
-    nbytes: int = 0
-    error: Exception | None = None
-    node: str = ""
-
-
-class Reading(NamedTuple):
-    """How results are read.
+@dataclass(frozen=True)
+class Shard:
+    """A contiguous part of the packed form, about as large as the others.
 
     Attributes:
-        shards: Into how many pieces to cut one; 0: not at all.
-        screen: Whether to look for NaN and infinity.
-        weigh: A function of a result that gives its weight.
+        begin: First byte.
+        end: The byte after the last one; both are multiples of 64.
+        layout: What lies in the shard, in its own packed form: whole parts, and at either
+            end some of one, flat. Dtypes are those of the model, so that each part is
+            averaged in its own.
     """
 
-    shards: int
-    screen: bool
-    weigh: Callable[[Any], float] | None
+    begin: int
+    end: int
+    layout: Layout
 
 
-class Outcome(NamedTuple):
-    """What became of a call.
+@functools.lru_cache(maxsize=16)
+def shards_of(layout: Layout, count: int) -> tuple[Shard, ...]:
+    """Return ``count`` shards that together are the packed form of ``layout``.
 
-    Attributes:
-        lost: What could not be fetched, by rank or node, and why; the call has no result then.
-        node: The node that it ran on.
-        seconds: How long it took.
+    They differ by 64 bytes at most. Parts begin at multiples of 64 bytes and elements have
+    1 to 16, so that no element is cut in two. There are fewer if there are fewer
+    lines of 64 bytes; none is empty.
     """
+    lines = layout.nbytes // ALIGNMENT
+    count = min(count, lines)
+    edges = [ALIGNMENT * (lines * k // count) for k in range(count + 1)] if count else [0]
+    offsets = [slot.offset for slot in layout.slots]
+    return tuple(_shard(layout, offsets, begin, end) for begin, end in pairwise(edges))
 
-    lost: dict[Any, Exception]
-    node: str
-    seconds: float
+
+def _shard(layout: Layout, offsets: Sequence[int], begin: int, end: int) -> Shard:
+    # Of parts without elements several lie at one offset.
+    first = max(0, bisect_right(offsets, begin) - 1)
+    names, shapes, dtypes = [], [], []
+    for i in range(first, len(offsets)):
+        slot = layout.slots[i]
+        if slot.offset >= end:
+            break
+        inside = min(end, slot.offset + slot.nbytes) - max(begin, slot.offset)
+        if inside > 0:
+            names.append(str(i))
+            shapes.append((inside // slot.dtype.itemsize,))
+            dtypes.append(slot.dtype)
+    return Shard(begin, end, Layout(names, shapes, dtypes))
 
 
-def read_result(result: Any, rank: int, reading: Reading) -> Any:
-    """Read a result where it lies: return its `Header`, and its pieces.
+def canonical(model: Any) -> tuple[Any, Tree | None]:
+    """Return ``model``, its dicts in an order that depends on their keys alone; and its containers.
 
-    Each piece is copied once: from the object store to the object store. (Dicts and lists are
-    packed first, and copied twice.) Pieces that there are not are None.
+    Two models with the same keys are averaged whatever the order of either. The containers, in
+    their own order, are None for an array and for `FlatWeights`.
     """
-    pieces: list[Any] = []
-    try:
-        received, extras = split(result)
-        model, containers = canonical(widen(received))
-        where = f"rank {rank}"
-        template = Template.of(model, where)
-        weight = reading.weigh and read_weight(reading.weigh(result), f"weight of {where}")
-        spoiled = None
-        if reading.screen:
-            spoiled = template.find_nonfinite(template.read(model, where), where)
-        nbytes = nbytes_of(received)
-        header = Header(
-            template,
-            containers,
-            weight,
-            extras,
-            spoiled,
-            template.layout.nbytes if nbytes is None else nbytes,
-            node=_node(),
-        )
-        if reading.shards and not spoiled:
-            pieces = cut(template, model, reading.shards)
-    except Exception as error:  # of a kind that the caller is to see as it is
-        header = Header(error=error.with_traceback(None))
-    if not reading.shards:
-        return header
-    return (header, *pieces, *[None] * (reading.shards - len(pieces)))
+    if isinstance(model, FlatWeights) or not isinstance(model, (Mapping, list, tuple)):
+        return model, None
+    containers = Tree.of(model, "source")
+    ordered = containers.sorted()
+    return ordered.build(ordered.leaves(model, "source")), containers
 
 
-def add_up_node(
-    refs: Mapping[int, Any], weights: Sequence[float], shards: int, patience: float
-) -> Any:
-    """Add up the results of one node: return an `Outcome`, and the sum of each range.
+def cut(template: Template, model: Any, count: int) -> list[Bytes]:
+    """Return the bytes of ``model`` in each shard.
 
-    Args:
-        refs: The results, by rank, in the order in which they are added.
-        weights: One for each.
-        shards: Into how many ranges to cut the sum.
-        patience: Seconds to wait for a result.
-
-    Returns:
-        One object for the outcome and one for each range: a `RunningAverage`; the piece itself, if
-        it is of one rank: half as many bytes. None for what is not.
+    Those of an array and of `FlatWeights` are views; of dicts and lists, views of a packed copy.
+    The last shard of an array ends where its elements do.
     """
-    begin = time.monotonic()
-    models: list[Any] = []
-    lost: dict[int, Exception] = {}
-    for rank, ref in refs.items():
-        found = _fetch({rank: ref}, patience, lost)
-        if found:
-            models.append(canonical(widen(split(found.pop(rank))[0]))[0])
-    sums: list[Any] = []
-    if not lost:
-        template = Template.of(models[0])
-        rows = [cut(template, model, shards) for model in models]
-        for r, *pieces in zip(ranges_of(template.layout, shards), *rows, strict=True):
-            sums.append(pieces[0] if len(pieces) == 1 else _sum_of(pieces, r.layout, weights))
-    sums += [None] * (shards - len(sums))
-    return (Outcome(lost, _node(), time.monotonic() - begin), *sums)
+    packed = _packed(template, model)
+    return [packed[r.begin : r.end] for r in shards_of(template.layout, count)]
 
 
-def _sum_of(pieces: Sequence[Bytes], layout: Layout, weights: Sequence[float]) -> RunningAverage:
-    total = RunningAverage()
-    total.add_all([model_of(piece, layout) for piece in pieces], weights)
-    return total
+def _packed(template: Template, model: Any) -> Bytes:
+    arrays = template.read(model, "source")
+    if template.packed:
+        return arrays[0]
+    if template.kind is Kind.ARRAY:
+        return arrays[0].reshape(-1).view(np.uint8)
+    buffer = template.layout.new_buffer()
+    move_parts(template.layout.packed_views(buffer), arrays)
+    return buffer
 
 
-class RangeOwner:
-    """An actor that averages a range of all ranks. It keeps nothing between rounds."""
-
-    def average(
-        self,
-        layout: Layout,
-        refs: Mapping[int, Any],
-        weights: Sequence[float],
-        max_inflight: int,
-        patience: float,
-    ) -> tuple[Outcome, Bytes | None]:
-        """Average pieces of a range, with the bits that `flatweights.average` gives.
-
-        Args:
-            layout: Of the range.
-            refs: The pieces by rank, in the order in which they are added.
-            weights: One for each.
-            max_inflight: How many are mapped at once.
-            patience: Seconds to wait for a piece.
-        """
-        begin = time.monotonic()
-        lost: dict[int, Exception] = {}
-        running = RunningAverage()
-        at = 0
-        mean: Any = None
-        for run in _runs(refs, max_inflight, patience, lost):
-            if lost:
-                continue  # to tell of all that are lost
-            models = [model_of(piece, layout) for piece in run.values()]
-            if len(models) == len(refs):
-                mean = average(models, weights)
-            else:
-                running.add_all(models, weights[at : at + len(models)])
-            at += len(models)
-        if not lost and mean is None:
-            mean = running.mean()
-        outcome = Outcome(lost, _node(), time.monotonic() - begin)
-        return outcome, None if lost else bytes_of(mean)
-
-    def merge(
-        self,
-        layout: Layout,
-        refs: Mapping[Any, Any],
-        weights: Sequence[float],
-        max_inflight: int,
-        patience: float,
-    ) -> tuple[Outcome, Bytes | None]:
-        """Merge the sums that nodes have of a range, and divide by the sum of all weights.
-
-        Args:
-            layout: Of the range.
-            refs: What `add_up_node` gave, by node, in the order in which they are merged.
-            weights: Of each node's first rank: that of a piece which is its own sum.
-            max_inflight: How many are mapped at once.
-            patience: Seconds to wait for one.
-        """
-        begin = time.monotonic()
-        lost: dict[Any, Exception] = {}
-        weight_of = dict(zip(refs, weights, strict=True))
-        total = RunningAverage()
-        for run in _runs(refs, max_inflight, patience, lost):
-            if lost:
-                continue  # to tell of all that are lost
-            for node, value in run.items():
-                is_sum = isinstance(value, RunningAverage)
-                total.merge(value if is_sum else _sum_of([value], layout, [weight_of[node]]))
-        outcome = Outcome(lost, _node(), time.monotonic() - begin)
-        return outcome, None if lost else bytes_of(total.mean())
+def model_of(shard: Bytes, layout: Layout) -> Any:
+    """Return what `flatweights.average` takes for the bytes of a shard of this ``layout``."""
+    if len(layout) == 1 and shard.size != layout.nbytes:  # the last of an array
+        return shard.view(layout.slots[0].dtype)
+    return FlatWeights.wrap(shard, layout)
 
 
-def _runs(
-    refs: Mapping[Any, Any], size: int, patience: float, lost: dict[Any, Exception]
-) -> Iterator[dict[Any, Any]]:
-    """Yield values by runs of ``size``, the next one on its way; note in ``lost`` what is not."""
-    items = list(refs.items())
-    for at in range(0, len(items), size):
-        coming = [ref for _, ref in items[at : at + 2 * size]]
-        ray.wait(coming, num_returns=len(coming), timeout=0)
-        run = _fetch(dict(items[at : at + size]), patience, lost)
-        yield run
-        run.clear()
+def bytes_of(model: Any) -> Bytes:
+    """Return the bytes that `model_of` made ``model`` of."""
+    buffer: Bytes = model.buffer if isinstance(model, FlatWeights) else model.view(np.uint8)
+    return buffer
 
 
-def _fetch(refs: Mapping[Any, Any], patience: float, lost: dict[Any, Exception]) -> dict[Any, Any]:
-    """Return the values; note in ``lost`` what cannot be had, and why."""
-    found: dict[Any, Any] = {}
-    try:
-        found = dict(zip(refs, ray.get(list(refs.values()), timeout=patience), strict=True))
-    except ray.exceptions.RayError:
-        for key, ref in refs.items():
-            try:
-                found[key] = ray.get(ref, timeout=patience)
-            except ray.exceptions.RayError as error:
-                lost[key] = error.with_traceback(None)
-    # A piece was there when its rank was counted in. If its node died since, Ray cuts the result
-    # again elsewhere; where that is gone, too, there is nothing instead of a piece.
-    for key in [key for key, value in found.items() if value is None]:
-        del found[key]
-        lost[key] = ray.exceptions.ObjectLostError(refs[key].hex(), None, "")
-    return found
+def assemble(template: Template, shards: Sequence[Bytes]) -> Any:
+    """Return the model of these ``shards``; each byte is moved once."""
+    if template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
+        result = template.new()
+        buffer = result.buffer if template.packed else result.reshape(-1).view(np.uint8)
+        _join(buffer, shards)
+        return result
+    buffer = template.layout.new_buffer()
+    _join(buffer, shards)
+    views = template.layout.packed_views(buffer)
+    return as_kind(template, views)
 
 
-def _node() -> str:
-    node: str = ray.get_runtime_context().get_node_id()
-    return node
+def as_kind(template: Template, parts: Sequence[NDArray[Any]]) -> Any:
+    """Return ``parts`` as an array, a list, a tree, or a dict (also for `FlatWeights`)."""
+    if template.kind is Kind.ARRAY:
+        return parts[0]
+    if template.tree is not None:
+        return template.tree.build(parts)
+    if template.kind is Kind.SEQUENCE:
+        return list(parts)
+    names = template.layout.names if template.packed else template.keys
+    return dict(zip(names, parts, strict=True))
 
 
-# Without CPUs of their own: they run beside the workers, and never wait for room.
-READ_RESULT: Any = ray.remote(num_cpus=0)(read_result)
-ADD_UP_NODE: Any = ray.remote(num_cpus=0)(add_up_node)
+def _join(target: Bytes, shards: Sequence[Bytes]) -> None:
+    edges = np.cumsum([0, *(shard.size for shard in shards)])
+    rows = [target[a:b] for a, b in pairwise(edges)]
+    # The last shard of an array may have come with padding.
+    move_parts(rows, [shard[: row.size] for row, shard in zip(rows, shards, strict=True)])
+
+
+def in_place(template: Template, shards: Sequence[Bytes]) -> list[NDArray[Any]]:
+    """Return the parts, in the order of the slots, as views of ``shards`` where they can be.
+
+    Parts that were cut are put together, the others not copied: an array is one part.
+    """
+    bounds = shards_of(template.layout, max(1, len(shards)))
+    begins = [bound.begin for bound in bounds]
+    views: list[NDArray[Any]] = []
+    for slot in template.layout.slots:
+        end = slot.offset + slot.nbytes
+        rows = []
+        k = max(0, bisect_right(begins, slot.offset) - 1)
+        while slot.nbytes and k < len(bounds) and bounds[k].begin < end:
+            begin = bounds[k].begin
+            rows.append(shards[k][max(0, slot.offset - begin) : min(end, bounds[k].end) - begin])
+            k += 1
+        if len(rows) == 1:
+            views.append(rows[0].view(slot.dtype).reshape(slot.shape))
+            continue
+        whole = new_vector(slot.nbytes, np.dtype(np.uint8))
+        _join(whole, rows)
+        views.append(whole.view(slot.dtype).reshape(slot.shape))
+    return views

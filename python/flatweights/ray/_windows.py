@@ -1,18 +1,36 @@
-"""The windows that this process writes, and that its peers read."""
+"""The windows that this process writes and its peers read, and the memory there is for them."""
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._cast import move_parts
-from flatweights.ray._lane_room import NoRoomError, check_room
-from flatweights.ray._letter import Place
 
 _LINE = 64
+_SPARE = 0.05  # of a limit of memory: below that, other allocations would be the ones that fail
+
 _log = logging.getLogger("flatweights")
+
+
+class Place(NamedTuple):
+    """Where a buffer lies: in which window, and where there.
+
+    Attributes:
+        window: Index of the window.
+        generation: Which file is meant by the index.
+        offset: In bytes.
+        nbytes: How many.
+    """
+
+    window: int
+    generation: int
+    offset: int
+    nbytes: int
 
 
 class Windows:
@@ -120,9 +138,9 @@ class Windows:
             self._windows[index] = _core.Window(0)
             self._generations[index] += 1
         try:
-            check_room(nbytes)
+            check_free_memory(nbytes)
             made = _core.Window(nbytes)
-        except (NoRoomError, OSError) as error:
+        except (NoSharedMemoryError, OSError) as error:
             if not self._warned:
                 self._warned = True
                 _log.warning("flatweights: no window, so weights go through Ray: %s", error)
@@ -133,3 +151,69 @@ class Windows:
         self._windows.append(made)
         self._generations.append(1)
         return len(self._windows) - 1
+
+
+class NoSharedMemoryError(MemoryError):
+    """There is no memory for a window: the control group or the machine has too little."""
+
+
+def check_free_memory(nbytes: int) -> None:
+    """Raise `NoSharedMemoryError` unless ``nbytes`` more fit into memory.
+
+    A memory file is charged to the control group of the process that fills it, and a group
+    beyond its limit has a process killed. So the limit is asked before.
+    """
+    free = _free_of_machine()
+    for group, limit in _limited_groups():
+        free = min(free, limit * (1 - _SPARE) - _used_by(group))
+    if nbytes > free:
+        raise NoSharedMemoryError(
+            f"{nbytes:,} bytes of shared memory do not fit: {max(0, int(free)):,} are free"
+        )
+
+
+def _free_of_machine() -> float:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 * (1 - _SPARE)
+    return float("inf")
+
+
+def _limited_groups() -> list[tuple[Path, int]]:
+    """Return the control groups of this process that have a limit, and the limits."""
+    groups = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path is the host's, and its own group is the root.
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if root == folder or root in folder.parents:
+                limit = _number_in(folder / name)
+                if limit is not None and limit < 1 << 60:
+                    groups.append((folder, limit))
+    return groups
+
+
+def _used_by(group: Path) -> float:
+    """Return the bytes in use of ``group``, without the file pages that are given up when asked."""
+    used = _number_in(group / "memory.current") or _number_in(group / "memory.usage_in_bytes") or 0
+    try:
+        for line in (group / "memory.stat").read_text().splitlines():
+            if line.startswith(("inactive_file ", "total_inactive_file ")):
+                return used - int(line.split()[1])
+    except OSError:
+        pass
+    return used
+
+
+def _number_in(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # "max"
+        return None

@@ -18,7 +18,7 @@ from flatweights.ray._calls import Head, Stamp
 from flatweights.ray._errors import RefusedWeightsError, StaleWorkerError
 from flatweights.ray._lane_worker import WorkerLanes
 from flatweights.ray._round import ShardedWeights
-from flatweights.ray._shards import Reading, read_result
+from flatweights.ray._shard_tasks import Reading, read_result
 from flatweights.ray._wire import Message, WorkerWire
 from flatweights.wire import MissedUpdateError
 
@@ -93,13 +93,13 @@ class FlatWorker:
         """Set weights by name; see `TensorFlowVariables.set_weights`."""
         self.variables.set_weights(new_weights, share=share)
 
-    def set_pieces(self, pieces: ShardedWeights) -> None:
-        """Set weights from the ranges of a `ShardedRound`, fetched here; none goes by the driver.
+    def set_shards(self, shards: ShardedWeights) -> None:
+        """Set weights from the shards of a `ShardedRound`, fetched here; none goes by the driver.
 
-        The ranges are read in place: calls `set_weights` with a dict, or `set_flat` with a vector
+        The shards are read in place: calls `set_weights` with a dict, or `set_flat` with a vector
         if vectors were averaged.
         """
-        self._set(pieces.get_in_place())
+        self._set(shards.get_in_place())
 
     def get_flat(self) -> NDArray[Any]:
         """Return the weights as one vector; see `TensorFlowVariables.get_flat`."""
@@ -146,7 +146,7 @@ class FlatWorker:
             except MissedUpdateError as error:
                 raise StaleWorkerError(str(error)) from error
         elif isinstance(new_weights, ShardedWeights):
-            self.set_pieces(new_weights)
+            self.set_shards(new_weights)
         else:
             self._set(new_weights)
         self._version = version
@@ -231,7 +231,7 @@ class FlatWorker:
     ) -> Any:
         """As `call_version`; what the method returns, cut for a `ShardedAverage`.
 
-        The pieces are the only copy then that goes into the object store.
+        The shards are the only copy then that goes into the object store.
         """
         result = self.call_version(head, new_weights, method, *args, **kwargs)
         return read_result(result, rank, reading)

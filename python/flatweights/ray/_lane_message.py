@@ -1,0 +1,148 @@
+"""Messages in a mailbox, commands and answers: a pickle, whose large buffers lie in windows.
+
+A message is a header, a table of buffers, and a stream of pickle's protocol 5. A buffer is
+named by window, generation of that window, offset and size. What is larger than a mailbox,
+or names objects of Ray, makes no message: it goes through Ray.
+"""
+
+import pickle
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flatweights import _core
+from flatweights._weights import FlatWeights
+from flatweights.ray._windows import Place, Windows
+
+_HEADER = struct.Struct("<II")  # what it is, how many buffers
+_PLACE = struct.Struct("<IIQQ")
+_IN_BAND = 1024  # bytes up to which a buffer travels in the stream
+
+_LEAVES = {int, float, complex, bool, str, bytes, type(None), FlatWeights}
+
+Keep = Callable[[pickle.PickleBuffer], Any]
+Dumps = Callable[[Any, Keep], bytes]
+
+
+def pickled(value: Any, pickle_other: Dumps) -> tuple[bytes, list[memoryview]]:
+    """Return the stream of ``value``, and its large buffers.
+
+    Args:
+        value: Anything.
+        pickle_other: Pickles what is not made of numbers, texts, arrays and containers of these.
+    """
+    buffers: list[memoryview] = []
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes <= _IN_BAND:
+            return True
+        buffers.append(raw)
+        return False
+
+    if _is_plain(value):
+        return pickle.dumps(value, protocol=5, buffer_callback=keep), buffers
+    return pickle_other(value, keep), buffers
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `pickle` alone gives what another process reads: nothing of ``__main__``."""
+    kind = type(value)
+    if kind in _LEAVES or isinstance(value, np.generic):
+        return True
+    if kind is np.ndarray:
+        return not value.dtype.hasobject
+    if kind is dict:
+        return all(type(key) is str for key in value) and _is_plain([*value.values()])
+    if kind is tuple or kind is list:
+        return all(type(one) in _LEAVES or _is_plain(one) for one in value)
+    return False
+
+
+def fits(stream: bytes, count: int) -> bool:
+    """Whether a message of ``stream`` and ``count`` buffers fits into a mailbox."""
+    return _HEADER.size + count * _PLACE.size + len(stream) <= _core.MAILBOX_ROOM
+
+
+def join_message(kind: int, stream: bytes, places: Sequence[Place] = ()) -> bytes:
+    """Return a message."""
+    table = [_PLACE.pack(*place) for place in places]
+    return b"".join([_HEADER.pack(kind, len(places)), *table, stream])
+
+
+def split_message(message: bytes) -> tuple[int, list[Place], bytes]:
+    """Return kind, places and stream of a message."""
+    kind, count = _HEADER.unpack_from(message)
+    if not count:
+        return kind, [], message[_HEADER.size :]
+    end = _HEADER.size + count * _PLACE.size
+    places = [*map(Place._make, _PLACE.iter_unpack(message[_HEADER.size : end]))]
+    return kind, places, message[end:]
+
+
+def make_message(
+    kind: int, box: list[Any], windows: Windows | None, pickle_other: Dumps, *, frozen: bool
+) -> tuple[bytes, list[Place]] | None:
+    """Return a message with the value in ``box``, and the places that it mentions.
+
+    Buffers that lie in windows are not moved, unless somebody could still write to them;
+    others are copied into a window, once.
+
+    Args:
+        kind: What kind of message.
+        box: A list of the value alone. It is emptied, so that this function sees whether
+            anybody else keeps the value; where there is no message, it is full again.
+        windows: Those of this process; None for a value that is no message if it has buffers.
+        pickle_other: See `flatweights.ray._lane_message.pickled`.
+        frozen: Whether nobody writes to what is read-only here. If not, a buffer in a window is
+            copied where somebody keeps an array over it.
+
+    Returns:
+        None if the value is too large, or finds no window, or cannot be pickled for this way.
+    """
+    try:
+        stream, buffers = pickled(box[0], pickle_other)
+    except Exception:  # if it cannot be pickled at all, Ray will say so
+        return None
+    if not fits(stream, len(buffers)):
+        return None
+    if windows is None:
+        if buffers:
+            return None
+        box.clear()
+        return join_message(kind, stream), []
+    places = [windows.find(buffer) for buffer in buffers]
+    if frozen:
+        places = [p if b.readonly else None for p, b in zip(places, buffers, strict=True)]
+    if not _copy_in(windows, places, dict(enumerate(buffers))):
+        return None
+    # From here on nothing in this function keeps the value alive.
+    del buffers
+    box.clear()
+    if not frozen:
+        kept = {i: place for i, place in enumerate(places) if place and windows.is_taken(place)}
+        for i in kept:
+            places[i] = None
+        if not _copy_in(windows, places, kept):
+            copies = [windows.copy_of(kept.get(i) or place) for i, place in enumerate(places)]
+            box.append(pickle.loads(stream, buffers=copies))
+            return None
+    whole = [place for place in places if place is not None]
+    return join_message(kind, stream, whole), whole
+
+
+def _copy_in(
+    windows: Windows, places: list[Place | None], sources: Mapping[int, memoryview | Place]
+) -> bool:
+    """Copy those of ``sources`` in that have no place yet; return whether there was room."""
+    missing = [i for i, place in enumerate(places) if place is None]
+    if not missing:
+        return True
+    copied = windows.copy_in([sources[i] for i in missing])
+    if copied is None:
+        return False
+    for i, place in zip(missing, copied, strict=True):
+        places[i] = place
+    return True
