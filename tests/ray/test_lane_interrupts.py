@@ -135,6 +135,20 @@ class Nested:
             found = group.average("train")
         return found.ways, float(found.weights["w"][0])
 
+    def beside_another(self, actors: list[object], value: float, me: str, other: str) -> list[bool]:
+        """Train from ``value`` while another does; return which rounds had the bits of that."""
+        group = WorkerGroup(actors)
+        weights = weights_of(value, SIZE)
+        are_right: list[bool] = []
+        together = 0
+        while together < 30:
+            expected = fw.average([trained(weights, rank) for rank in range(2)])
+            weights = group.average("train", broadcast=weights).weights
+            are_right.append(same_bits(weights.buffer, expected.buffer))
+            Path(me).touch()
+            together += Path(other).exists()
+        return are_right
+
 
 def test_a_driver_in_an_actor_has_lanes(group: WorkerGroup) -> None:
     nested = ray.remote(num_cpus=0)(Nested).remote()
@@ -143,6 +157,23 @@ def test_a_driver_in_an_actor_has_lanes(group: WorkerGroup) -> None:
     expected = fw.average([trained(weights_of(3.0, SIZE), rank) for rank in range(2)])
     assert value == np.asarray(expected["w"])[0]
     ray.kill(nested)
+    check_round(group)
+
+
+def test_two_drivers_share_actors(group: WorkerGroup, tmp_path: Path) -> None:
+    """Each sends its weights with the call, so no round is of the other's."""
+    actors = list(group.actors().values())
+    paths = [str(tmp_path / name) for name in ("one", "other")]
+    drivers = [ray.remote(num_cpus=0)(Nested).remote() for _ in paths]
+    rounds = [
+        driver.beside_another.remote(actors, value, *order)
+        for driver, value, order in zip(drivers, (1.0, 50.0), (paths, paths[::-1]), strict=True)
+    ]
+    for are_right in ray.get(rounds, timeout=300):
+        assert len(are_right) >= 30
+        assert all(are_right)
+    for driver in drivers:
+        ray.kill(driver)
     check_round(group)
 
 
