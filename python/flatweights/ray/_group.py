@@ -569,15 +569,15 @@ class WorkerGroup:
             if weights is not None and ranks:
                 payload = self._make_latest(weights, ranks)
             yield payload
-        except WorkerError:
-            # It was raised for the first that refused: others may have set them.
+        except WorkerError as error:
+            # It was raised for the first that refused: others may have set them, or refused, too.
             while _refusals(arrivals) and not _took(arrivals):
                 came = arrivals.wait()
                 if came is None:
                     break
                 for rank in came:
                     arrivals.take(rank)
-            raise
+            raise WorkerError(error.failed | _refusals(arrivals)) from error.__cause__
         finally:
             # Also if it was not for a rank's failure that the round has no result.
             self._workers.lanes.done()
