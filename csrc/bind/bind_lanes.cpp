@@ -276,11 +276,6 @@ void bind_lanes(py::module_& m) {
       .def_property_readonly(
           "is_waiting",
           [](const BoundMailbox& s) { return s.box().state() == Mailbox::State::kWaiting; })
-      .def_property_readonly(
-          "is_busy", [](const BoundMailbox& s) { return s.box().state() == Mailbox::State::kBusy; })
-      .def_property_readonly("sequence", [](const BoundMailbox& s) { return s.box().sequence(); })
-      .def_property_readonly("last_ended",
-                             [](const BoundMailbox& s) { return s.box().last_ended(); })
       .def_static("watch", &BoundMailbox::watch, py::arg("mailboxes"), py::arg("enough"),
                   py::arg("seconds"))
       .def("post", &BoundMailbox::post, py::arg("command"), py::arg("calls"))

@@ -129,7 +129,7 @@ void Mailbox::answer_as(State state, std::span<const std::byte> answer) noexcept
   const std::size_t size = std::min(answer.size(), kRoom);
   std::copy_n(answer.begin(), size, answer_);
   answer_size_ = static_cast<std::uint32_t>(size);
-  word_.store(word_of(sequence(), state));
+  word_.store(word_of(word_.load() >> 2, state));
 }
 
 void Mailbox::answer_and_stay(std::span<const std::byte> answer) noexcept {

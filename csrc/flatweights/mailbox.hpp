@@ -49,7 +49,6 @@ class Mailbox {
   // Zeros, as in a new memory file, are a mailbox: AWAY 0.
 
   [[nodiscard]] State state() const noexcept { return state_of(word_.load()); }
-  [[nodiscard]] std::uint32_t sequence() const noexcept { return word_.load() >> 2; }
   // Whether every command that was posted has been answered. In one order with the doorbell's
   // count: a driver arms it, then looks here.
   [[nodiscard]] bool is_settled() const noexcept {
@@ -68,8 +67,6 @@ class Mailbox {
   bool withdraw() noexcept;
   void dismiss(std::uint32_t calls) noexcept;  // and calls up to `calls` do not wait any more
   [[nodiscard]] std::span<const std::byte> answer() const noexcept;
-  // The last call of Ray's that has ended, or is about to.
-  [[nodiscard]] std::uint32_t last_ended() const noexcept { return ended_.load(); }
 
   // Worker, in the call of Ray's number `call`, from 1. `enter` is called before each series of
   // `await`, which sleeps until a command was taken, the driver has dismissed the worker,

@@ -139,10 +139,6 @@ class Answer(ABC):
             Exception: What the worker raised, or why the value is lost.
         """
 
-    def keep(self) -> Any:
-        """As `take`; the value stays valid for as long as it is wanted. For `WorkerGroup.step`."""
-        return self.take()
-
     def packed(self) -> Packed | None:
         """Return the value of an answer that is there, if it is weights alone and read in place.
 

@@ -195,23 +195,18 @@ class Arrivals:
         return came
 
     def collect(self) -> dict[int, Any]:
-        """Wait for all; return the values by rank, for as long as they are wanted."""
+        """Wait for all; return the values by rank."""
         while self.wait(all_at_once=True) is not None:
             pass
-        values = {rank: self.take(rank, keep=True) for rank in sorted(self.arrived)}
+        values = {rank: self.take(rank) for rank in sorted(self.arrived)}
         return {rank: value for rank, value in values.items() if rank in self.arrived}
 
-    def take(self, rank: int, *, keep: bool = False) -> Any:
-        """Return the value of a rank that has answered; None if it failed, now or before.
-
-        Args:
-            rank: The rank.
-            keep: Whether the value is wanted after the round.
-        """
+    def take(self, rank: int) -> Any:
+        """Return the value of a rank that has answered; None if it failed, now or before."""
         if rank in self.failed:
             return None
         try:
-            return self.answers[rank].keep() if keep else self.answers[rank].take()
+            return self.answers[rank].take()
         except Exception as error:
             # The frames of its traceback would hold other ranks' results.
             self.lose({rank: error.with_traceback(None)})

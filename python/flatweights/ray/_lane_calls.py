@@ -31,9 +31,9 @@ from flatweights.ray._ray_calls import RayAnswer, RayWorker
 from flatweights.ray._round import sealed
 
 _VARIABLE = "FLATWEIGHTS_RAY"
+_MOST_OFFERED = 3  # of the windows, those whose averages the user keeps
 _INSIST = 120.0  # seconds that a worker is given to attach where lanes are insisted on
 _SLICE = 1.0  # seconds after which calls of Ray's are looked at, too
-_ASKED = "attaches"
 _MISSING: Any = object()  # in place of a value
 
 _log = logging.getLogger("flatweights")
@@ -134,7 +134,7 @@ class GroupLanes:
     def offer(self) -> None:
         """Have the next average made in a window, if there is a free one."""
         if self._lanes is not None and self.nbytes:
-            self._lanes.windows.offer(self.nbytes, most_taken=3)
+            self._lanes.windows.offer(self.nbytes, most_taken=_MOST_OFFERED)
 
     def done(self) -> None:
         """Offer nothing and keep no command any longer."""
@@ -394,7 +394,7 @@ class LaneWorker(Worker):
             self._token = lanes.new_token()
             ref = self.handle.attach_lane.remote(lanes.address, self._token)
             self._attaching = ref, self._token
-            self.way = f"store: it {_ASKED}"
+            self.way = "store: it attaches"
         ref, token = self._attaching
         if ray.wait([ref], timeout=_INSIST if self._group.insists else 0)[0]:
             self._attaching = None

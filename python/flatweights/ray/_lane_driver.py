@@ -21,7 +21,6 @@ from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS, check_user
 from flatweights.ray._windows import Place, Windows
 
 _MOST_WINDOWS = 16
-_MOST_OFFERED = 3  # of the windows, those whose averages the user keeps
 _CALLS_KEPT = 4  # of a worker: the present one, and those that have brought results
 _TOKEN = 16
 _WATCH = 150e-6  # seconds for which a driver looks at mailboxes before it sleeps
