@@ -311,7 +311,7 @@ def test_status_tells_before_the_first_use_why_there_will_be_no_library(
     monkeypatch.setenv("CXX", "/nonexistent")
     assert status() == (
         "TensorFlow's operations, since its op library cannot be compiled: "
-        "the C++ compiler of CXX, '/nonexistent', is not there"
+        "the C++ compiler of CXX, '/nonexistent', was not found"
     )
 
 
@@ -448,9 +448,9 @@ def test_corrupt_library_is_told_and_done_without(
     ("environment", "reason"),
     [
         ({"PATH": ""}, "there is no C++ compiler (install g++ or clang++, or set CXX)"),
-        ({"CXX": "/nonexistent/g++ -m64"}, "CXX, '/nonexistent/g++ -m64', is not there"),
+        ({"CXX": "/nonexistent/g++ -m64"}, "CXX, '/nonexistent/g++ -m64', was not found"),
         ({"CXX": "false"}, "false failed: no message"),
-        ({"CXX": "g++ '"}, 'CXX is no command, "g++ \'"'),
+        ({"CXX": "g++ '"}, 'CXX is not a command, "g++ \'"'),
         ({"CXX": " ", "PATH": ""}, "there is no C++ compiler"),
     ],
 )
@@ -583,7 +583,7 @@ def test_bound_raises_where_it_cannot_be_had(
     monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "bound")
     for _ in range(2):
         with pytest.raises(
-            RuntimeError, match=r"FLATWEIGHTS_TENSORFLOW=bound, but its op library .* not there"
+            RuntimeError, match=r"FLATWEIGHTS_TENSORFLOW=bound, but its op library .* was not found"
         ):
             TensorFlowVariables([tf.Variable(1.0)])
 

@@ -101,7 +101,7 @@ def test_rename_maps_names_of_the_input_to_names_of_the_model() -> None:
 
 def test_rename_refuses_absent_names_and_collisions() -> None:
     given = {"k": np.zeros((4, 4)), "dense/kernel": np.zeros((4, 4))}
-    with pytest.raises(ValueError, match=r"rename: expected names that are given, got \['q'\]"):
+    with pytest.raises(ValueError, match=r"rename: expected names in the weights, got \['q'\]"):
         match_slots(given, model_layout(), rename={"q": "dense/kernel"})
     with pytest.raises(ValueError, match=r"several for \['dense/kernel'\]"):
         match_slots(given, model_layout(), rename={"k": "dense/kernel"})

@@ -1,6 +1,6 @@
-"""Steps of an optimizer along a gradient that is one vector.
+"""Optimizer steps along a gradient that is one vector.
 
-TensorFlow is handed one tensor for each dtype, and what is run is built once per optimizer.
+TensorFlow gets one tensor per dtype. Functions and operations are built once per optimizer.
 """
 
 import weakref
@@ -26,9 +26,9 @@ tf1 = tf.compat.v1
 
 
 class Steps:
-    """The steps of all optimizers that a model's gradients were applied with.
+    """The steps of all optimizers that were used with a model.
 
-    An optimizer that is let go takes its step with it.
+    A step is dropped together with its optimizer.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Steps:
         """Take the ``variables`` at the slots of ``layout``.
 
         Args:
-            variables: As the user knows them.
+            variables: In the form that the user passed.
             layout: Their layout.
-            session: Operations of the graph that they are in; None for eager ones.
+            session: Operations of the variables' graph; None for eager variables.
         """
         self._wrappers = list(variables.values())
         self._layout = layout
@@ -99,10 +99,10 @@ class _Step(ABC):
         self.positions = [i for group in groups for i in group.slots]
 
     def run(self, values: Mapping[int, NDArray[Any]]) -> None:
-        """Take the step along the gradients at these positions, made by `settable`."""
+        """Take the step along ``values``, gradients by position as returned by `settable`."""
         vectors = []
         for group in self._groups:
-            # An optimizer may keep what it is given, aliased: it must not be the caller's.
+            # An optimizer may keep an alias of its gradient, so it gets a copy.
             vector = new_vector(group.layout.size, np.dtype(group.dtype.as_numpy_dtype))
             move_parts(group.layout.vector_views(vector), [values[i] for i in group.slots])
             vectors.append(vector)
@@ -121,16 +121,16 @@ class _EagerStep(_Step):
         variables = [_as_known_to(optimizer, wrappers[i]) for i in self.positions]
         with eagerly():
             if is_of_keras_3(optimizer, "Optimizer") and not optimizer.built:
-                # Unlike the others, it does not lift its variables out of the function.
+                # Unlike other optimizers, it cannot create its variables inside the function.
                 optimizer.build(variables)
-        # The function lives as long as the optimizer, and must not be why that lives.
-        held: Any = weakref.ref(optimizer)
+        # The function lives as long as the optimizer, so it must not keep the optimizer alive.
+        optimizer_ref: Any = weakref.ref(optimizer)
 
         def step(*vectors: tf.Tensor) -> None:
             pieces = []
             for group, vector in zip(groups, vectors, strict=True):
                 pieces += group.split(vector)
-            held().apply_gradients(list(zip(pieces, variables, strict=True)))
+            optimizer_ref().apply_gradients(list(zip(pieces, variables, strict=True)))
 
         signature = [tf.TensorSpec([group.layout.size], group.dtype) for group in groups]
         self._function = tf.function(step, input_signature=signature)
@@ -145,7 +145,7 @@ class _SessionStep(_Step):
 
     def __init__(self, optimizer: Any, groups: Sequence[Group], session: SessionOperations) -> None:
         super().__init__(groups)
-        # Others return before the step is taken, or no operation.
+        # Other optimizers return before the step is taken, or return no operation.
         if not isinstance(optimizer, tf1.train.Optimizer):
             raise TypeError(
                 "in a graph, expected an optimizer of tf.compat.v1.train, got "
@@ -154,12 +154,12 @@ class _SessionStep(_Step):
         if session.graph.finalized:
             raise RuntimeError(
                 "the graph is finalized: call prepare_gradients(optimizer) before that (before "
-                "tf.compat.v1.train.MonitoredTrainingSession), for it adds operations"
+                "tf.compat.v1.train.MonitoredTrainingSession), because it adds operations"
             )
         self._session = session
         self._lock = TurnLock()
         self._checked: weakref.ref[Any] | None = None
-        # Neither the caller's device, name scope nor control dependencies are ours.
+        # Do not inherit the caller's device, name scope or control dependencies.
         with (
             session.graph.as_default(),
             tf1.name_scope(None),
@@ -188,7 +188,7 @@ class _SessionStep(_Step):
         session.run(self._train, dict(zip(self._fed, vectors, strict=True)))
 
     def _initialize(self, session: Any) -> None:
-        """Initialize the slots that were made here: nothing else has initialized them.
+        """Initialize the slots that this step created, because nothing else does.
 
         Raises:
             RuntimeError: If other variables are not initialized.
@@ -208,6 +208,6 @@ class _SessionStep(_Step):
 
 
 def _as_known_to(optimizer: Any, variable: Any) -> Any:
-    # Optimizers of Keras 3 look for constraints, which only its own variables have.
+    # Keras 3 optimizers read constraints, which only Keras 3 variables have.
     is_known = is_of_keras_3(optimizer, "Optimizer") or isinstance(variable, tf.Variable)
     return variable if is_known else inner_variable(variable)

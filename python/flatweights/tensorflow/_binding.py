@@ -1,4 +1,4 @@
-"""Variables that are bound: moved by the core, without an operation of TensorFlow."""
+"""Bound variables: the core moves them without a TensorFlow operation."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,19 +13,19 @@ from flatweights.tensorflow._groups import Group
 from flatweights.tensorflow._library import Library
 from flatweights.tensorflow._operations import Operations
 
-# What the op says of a variable.
+# The op's status of a variable.
 _BOUND, _UNINITIALIZED, _NOT_ON_HOST = range(3)
 
 
 class Binding(NamedTuple):
-    """Which variables of a model are bound, at one time in one place.
+    """Which variables of a model are bound, at one time and in one place.
 
     Attributes:
-        bound: The bound ones, for the core; None if there are none.
-        positions: Theirs in the layout, ascending.
+        bound: The bound variables, for the core; None if there are none.
+        positions: Positions of the bound variables in the layout, ascending.
         others: Groups that TensorFlow's operations have to move.
-        reasons: Why, by the name of each variable of ``others``.
-        place: Where they are bound; the binding is void elsewhere.
+        reasons: By name, why each variable of ``others`` is not bound.
+        place: Where the variables are bound; the binding is invalid elsewhere.
         may_improve: Whether more may be bound later: some are not initialized yet.
     """
 
@@ -56,7 +56,7 @@ def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
     groups = [group for group in operations.groups if not group.obstacle]
     try:
         results = operations.bind(groups)
-    except tf.errors.OpError as error:  # a server elsewhere does not know the op
+    except tf.errors.OpError as error:  # a remote server lacks the op
         failure = f"binding failed: {error.message}"
         return unbound(operations.groups, failure, place=operations.place())
     rows = iter(results)
@@ -78,7 +78,7 @@ def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
     if chosen:
         try:
             bound = _bound(chosen, layout, library, operations.context)
-        except ValueError as error:  # two of them share their memory
+        except ValueError as error:  # two variables share memory
             return unbound(operations.groups, str(error), place=operations.place())
     positions = [position for position, _, _ in chosen]
     return Binding(bound, positions, others, reasons, operations.place(), may_improve)

@@ -1,4 +1,4 @@
-"""A folder of this user alone, for what is compiled at first use."""
+"""A private folder of the user, for the op library that the first use compiles."""
 
 import contextlib
 import fcntl
@@ -17,10 +17,9 @@ class CacheError(Exception):
 
 
 def cache_folder() -> Path:
-    """Return the folder for the cache, which need not be there.
+    """Return the folder for the cache, which need not exist.
 
-    That of the environment variable FLATWEIGHTS_CACHE_DIR, else ``flatweights`` in
-    XDG_CACHE_HOME, else in ``~/.cache``.
+    It is FLATWEIGHTS_CACHE_DIR, else ``flatweights`` in XDG_CACHE_HOME or ``~/.cache``.
 
     Raises:
         CacheError: If there is no home folder.
@@ -38,19 +37,19 @@ def cache_folder() -> Path:
 def private_folder(folder: Path, *, make: bool) -> Path:
     """Return ``folder`` after checking that no other user can change what is in it.
 
-    What is loaded from there runs as this user, so it has to be this user's or root's, and
-    so do the folders that it is in: whoever can write to one of those can put another in
-    its place.
+    Code in the folder runs as this user. So the folder and all of its parents must belong to
+    this user or root: a user who can write to one of them could replace the folder.
 
     Args:
-        folder: Where it is.
-        make: Make it, and what it is in, for this user alone; else it need not be there.
+        folder: Path of the folder.
+        make: Create the folder and its parents, for this user alone. If False, the folder
+            need not exist.
 
     Returns:
-        The same without symbolic links, which could lead elsewhere later.
+        The folder with symbolic links resolved, since they could change later.
 
     Raises:
-        CacheError: If another user could change it, or it cannot be made.
+        CacheError: If another user could change the folder, or it cannot be created.
     """
     try:
         folder = folder.resolve()
@@ -68,24 +67,24 @@ def private_folder(folder: Path, *, make: bool) -> Path:
 def _check(path: Path, status: os.stat_result, *, is_around: bool) -> None:
     if not stat.S_ISDIR(status.st_mode):
         raise CacheError(f"{path} is not a folder: {_REMEDY}")
-    # Root has another number in some containers.
+    # In some containers root has another id.
     if status.st_uid not in (os.getuid(), 0, Path("/").stat().st_uid):
         raise CacheError(f"{path} belongs to another user: {_REMEDY}")
     others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if is_around and (
-        status.st_mode & stat.S_ISVTX  # as /tmp: what is in it is left to its owner
+        status.st_mode & stat.S_ISVTX  # like /tmp: only the owner of an entry can replace it
         or (others == stat.S_IWGRP and _is_group_of_one(status.st_gid))
     ):
         return
     if others:
         raise CacheError(
-            f"{path} can be written to by another user: {_REMEDY}, or take that right away "
+            f"{path} can be written to by another user: {_REMEDY}, or remove that permission "
             "(chmod go-w)"
         )
 
 
 def _is_group_of_one(group: int) -> bool:
-    """Whether ``group`` is the one that many systems make for each user."""
+    """Whether ``group`` is the private group that many systems create for each user."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
         entry = grp.getgrgid(group)
@@ -96,7 +95,7 @@ def _is_group_of_one(group: int) -> bool:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder`` among all processes; one that dies lets go of it.
+    """Hold the lock of ``folder`` among all processes; a process that dies releases it.
 
     Raises:
         CacheError: If the folder cannot be written to.
@@ -110,5 +109,5 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # Closing does not do it while a fork holds the file open.
+            # Closing the file does not unlock it while a forked child has it open.
             fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,7 +1,7 @@
-"""Compiles the op library, against the TensorFlow that is installed unless told otherwise.
+"""Compiles the op library, by default for the TensorFlow that is installed.
 
-Uses nothing else of the package: the package's own build runs this file as a program,
-``python _compile.py SOURCES FOLDER``, where it finds a TensorFlow.
+It imports nothing else of the package: if the package's build finds a TensorFlow, it runs
+this file as a program, ``python _compile.py SOURCES FOLDER``.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class Target(NamedTuple):
         version: Its version.
         git: The commit it was built from, as ``tf.version.GIT_VERSION`` gives it.
         machine: The operating system and the processor.
-        flags: What its headers want of the compiler, except where they are.
+        flags: Compiler flags that its headers need, without the include path.
         headers: The folder of its headers.
         link: The linker's arguments.
     """
@@ -66,10 +66,10 @@ def installed() -> Target:
 
 
 def identity(sources: Path, target: Target | None = None) -> dict[str, str]:
-    """Return the sources and the target that a library must have been compiled from and for.
+    """Return what identifies a library: its sources and the target that it is compiled for.
 
-    TensorFlow's headers do not say which version they are of, and a library for another
-    version fails with undefined symbols, at best.
+    TensorFlow's headers do not state their version, and a library for another version fails
+    with undefined symbols at best.
 
     Args:
         sources: Folder of the library's sources.
@@ -107,9 +107,9 @@ def find_compiler() -> str:
         try:
             compiler = shutil.which(shlex.split(chosen)[0])
         except ValueError as error:
-            raise CompileError(f"CXX is no command, {chosen!r}: {error}") from error
+            raise CompileError(f"CXX is not a command, {chosen!r}: {error}") from error
         if compiler is None:
-            raise CompileError(f"the C++ compiler of CXX, {chosen!r}, is not there")
+            raise CompileError(f"the C++ compiler of CXX, {chosen!r}, was not found")
         return chosen
     for name in _COMPILERS:
         if shutil.which(name) is not None:
@@ -118,9 +118,9 @@ def find_compiler() -> str:
 
 
 def compile_library(sources: Path, folder: Path, target: Target | None = None) -> Path:
-    """Compile the library into ``folder``, beside a record of what it is for.
+    """Compile the library into ``folder``, beside a record of its `identity`.
 
-    Both appear at once and whole: the library first, so that a record is never alone.
+    Each file appears atomically, the library first, so a record never exists alone.
 
     Args:
         sources: Folder of the library's sources.
@@ -131,7 +131,7 @@ def compile_library(sources: Path, folder: Path, target: Target | None = None) -
         Path of the library.
 
     Raises:
-        CompileError: If there is no compiler, there are no headers, or it fails.
+        CompileError: If the compiler or the headers are missing, or compiling fails.
     """
     target = target or installed()
     compiler = find_compiler()
@@ -143,7 +143,7 @@ def compile_library(sources: Path, folder: Path, target: Target | None = None) -
             *shlex.split(compiler),
             *target.flags,
             *_FLAGS,
-            # Their warnings are not ours.
+            # Hides warnings in TensorFlow's headers.
             *("-isystem", str(target.headers)),
             str(sources / "library.cc"),
             *("-o", str(library)),
@@ -167,13 +167,13 @@ def compile_library(sources: Path, folder: Path, target: Target | None = None) -
 
 
 def is_for_this(folder: Path, wanted: dict[str, str], *, check_bytes: bool = True) -> bool:
-    """Whether ``folder`` has a library of the `identity` that is wanted.
+    """Whether ``folder`` has a library of the ``wanted`` identity.
 
     Args:
         folder: Where to look.
-        wanted: What `identity` gave.
-        check_bytes: Whether the library must be as it was compiled, where the record tells: to
-            load one that was cut short would end the process.
+        wanted: A result of `identity`.
+        check_bytes: Whether to compare the library with the size and hash in the record, if
+            it has them. Loading a truncated library would kill the process.
     """
     library = folder / LIBRARY
     try:

@@ -1,4 +1,4 @@
-"""Finds and names the variables in what a user hands over."""
+"""Finds and names the variables in the objects that a user passes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,12 +25,11 @@ class Discovered(NamedTuple):
     """The variables of a model.
 
     Attributes:
-        wrappers: By name, as the user knows them: Keras variables stay Keras variables, but
-            in graphs, where only what is inside can be run.
+        wrappers: By name, in the form that the user passed: Keras variables stay Keras
+            variables, except in graphs, which can only run the `tf.Variable` inside.
         variables: By name, the `tf.Variable` of each.
-        replicas: By name, the variables that are to be kept equal to it: those of the
-            other replicas of a mirrored one.
-        graph: The graph they are in; None for eager ones.
+        replicas: By name, the other replicas of a mirrored variable, which are kept equal.
+        graph: The graph of the variables; None for eager ones.
     """
 
     wrappers: dict[str, Any]
@@ -45,9 +44,9 @@ def discover(
     """Return the variables of ``output`` and ``input_variables``, each once, in order.
 
     Raises:
-        TypeError: If anything else is given, or a variable's dtype cannot be moved.
-        ValueError: If there are no variables, they are eager and of a graph at once, of
-            several graphs, without a fixed shape, or not built.
+        TypeError: If something else is passed, or a variable's dtype cannot be moved.
+        ValueError: If there are no variables; or if some are eager and others of a graph, or
+            of several graphs; or if one has no fixed shape or is not built.
     """
     items = [item for _, item in leaves(output, ())]
     symbolic = [item for item in items if is_symbolic(item)]

@@ -1,4 +1,4 @@
-"""Operations on eager variables: dispatched at once on the host, traced elsewhere."""
+"""Operations on eager variables: called directly on the host, traced for other devices."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from flatweights.tensorflow._groups import Group, is_synchronized_on_reading
 from flatweights.tensorflow._library import Library
 from flatweights.tensorflow._operations import Operations
 
-# So many variables take a second or more to trace.
+# Tracing this many variables takes a second or more.
 _MANY = 100
 
 _lock = TurnLock()
@@ -31,7 +31,7 @@ class EagerOperations(Operations):
     def __init__(
         self, variables: Sequence[tf.Variable], groups: list[Group], library: Library | None
     ) -> None:
-        """Take ``variables`` in the order of the slots of their layout, and in ``groups``."""
+        """Take ``variables`` in the order of their layout's slots, and also in ``groups``."""
         self.groups = groups
         self.context = eager_context.context()
         self.lock = _lock
@@ -42,7 +42,7 @@ class EagerOperations(Operations):
         }
 
     def check(self) -> None:
-        """Wait for operations that this thread dispatched to run later."""
+        """Wait for operations that this thread dispatched asynchronously."""
         if tf.inside_function():
             raise RuntimeError(
                 "inside a tf.function weights would be moved once, when it is traced, and never "
@@ -52,7 +52,7 @@ class EagerOperations(Operations):
             self.context.executor.wait()
 
     def place(self) -> object:
-        """Return the only place that eager variables have."""
+        """Return None, the one place of all eager variables."""
         return None
 
     def bind(self, groups: Sequence[Group]) -> list[NDArray[np.int64]]:
@@ -74,7 +74,7 @@ class EagerOperations(Operations):
         return values
 
     def write(self, values: Mapping[int, NDArray[Any]]) -> None:
-        """Assign to each variable, or to a whole group elsewhere at once."""
+        """Assign variables one by one on the host, and whole groups at once elsewhere."""
         with eagerly():
             for group in self.groups:
                 own = group.among(values)
@@ -83,7 +83,7 @@ class EagerOperations(Operations):
 
 
 class _OnHost:
-    """The variables of a group in this process's memory; nothing has to be traced for these.
+    """A group of variables in this process's memory, which needs no tracing.
 
     One operation reads all of them, and the results alias their memory.
     """
@@ -140,11 +140,10 @@ class _OnHost:
 
 
 class _Elsewhere:
-    """The variables of a group on an accelerator or another machine, or without one value.
+    """A group of variables on an accelerator or another machine, or with a value per replica.
 
-    A `tf.function` with one concat brings all of them here in one transfer, another takes
-    them there. Both are traced at their first use. They hold no reference to their owner:
-    no cycle.
+    One `tf.function` reads all of them by one concat, in one transfer; another writes them.
+    Both are traced at their first use. To avoid a cycle, neither refers to this object.
     """
 
     def __init__(self, group: Group, context: Any) -> None:
@@ -197,5 +196,5 @@ def _is_on_host(group: Group) -> bool:
 
 
 def eagerly() -> Any:
-    """Return a context in which calls run at once, also within ``with Graph().as_default()``."""
+    """Return a context that executes eagerly, even within ``with Graph().as_default()``."""
     return tf.__internal__.eager_context.eager_mode()

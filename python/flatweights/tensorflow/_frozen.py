@@ -9,20 +9,20 @@ from flatweights import _core
 
 
 def check_frozen(array: NDArray[Any], where: str) -> None:
-    """Check that neither ``array`` nor what it is a view of can be written to.
+    """Check that neither ``array`` nor any object that it is a view of is writable.
 
-    What the chain of views ends in is trusted to tell the truth: an array that owns its memory
-    counts as read-only once its flag says so, anything else if it exports a read-only buffer
-    (`bytes`, a read-only `mmap`, what Ray returns). An end that exports no buffer
-    (the capsule under `numpy.from_dlpack`, an ``__array_interface__``) tells nothing of its
-    memory that could be trusted: it is refused, whatever flag the array has.
+    The last object in the chain of views is trusted: an array that owns its memory is
+    read-only if its flag says so, any other object if it exports a read-only buffer (`bytes`,
+    a read-only `mmap`, the buffers of Ray). An object that exports no buffer (the capsule
+    under `numpy.from_dlpack`, an ``__array_interface__``) is rejected, whatever the flag of
+    the array: it has no information that could be trusted.
 
     Args:
         array: The array.
-        where: How an error names it.
+        where: How errors name it.
 
     Raises:
-        ValueError: If it can be written to, or does not tell.
+        ValueError: If it is writable, or not known to be read-only.
     """
     link: Any = array
     while link is not None:
@@ -30,9 +30,9 @@ def check_frozen(array: NDArray[Any], where: str) -> None:
         if obstacle:
             got = obstacle if link is array else f"a view of {obstacle}"
             raise ValueError(
-                f"{where}: to be shared, expected memory that nobody can write to, such as "
-                f"ray.get returns, got {got}: its owner could change the model behind its back. "
-                "An array is frozen by array.setflags(write=False)"
+                f"{where}: to be shared, expected read-only memory, such as ray.get returns, got "
+                f"{got}: its owner could change the model unnoticed. "
+                "array.setflags(write=False) freezes an array"
             )
         link = _beneath(link)
 
@@ -44,20 +44,20 @@ def _obstacle(link: Any) -> str | None:
     view = _view(link)
     if view is not None:
         return None if view.readonly else f"a writable {kind}"
-    if _core.is_pooled(link):  # then the array over it owns its memory
+    if _core.is_pooled(link):  # the array over it counts as the owner
         return None
     interface = getattr(link, "__array_interface__", None)
     data = interface.get("data") if isinstance(interface, dict) else None
     if isinstance(data, tuple) and not data[1]:
         return f"a writable {kind}"
-    # What as_strided puts between a view and its array tells by its base.
+    # as_strided puts an object between a view and its array; its base is checked next.
     if getattr(link, "base", None) is not None:
         return None
-    return f"a {kind}, which does not tell whether it can be written to"
+    return f"a {kind}, which does not say whether it is writable"
 
 
 def _beneath(link: Any) -> Any:
-    """Return what ``link`` is a view of; None if it is no view."""
+    """Return the object that ``link`` is a view of; None if it is not a view."""
     view = None if isinstance(link, np.ndarray) else _view(link)
     if view is None:
         return getattr(link, "base", None)

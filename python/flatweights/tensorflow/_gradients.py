@@ -1,4 +1,4 @@
-"""The gradients of a model as one vector: of tensors in memory, and of those of a graph."""
+"""The gradients of a model as one vector, from values in memory or tensors of a graph."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,8 +20,8 @@ from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._graph_search import is_symbolic
 from flatweights.tensorflow._kinds import inner_variable, is_variable, own_name
 
-# Where TensorFlow keeps what reads its eager tensors, since 2.21 and before; without it they are
-# read by the buffer protocol.
+# The library with the C API of eager tensors, since TensorFlow 2.21 and before. Without it,
+# tensors are read through the buffer protocol.
 for _name in ("lib_pywrap_tensorflow_common.so", "_pywrap_tensorflow_internal.so"):
     if _core.find_eager_tensors(str(Path(tf.__file__).parent / "python" / _name)):
         break
@@ -31,7 +31,7 @@ _SLICES = (tf.IndexedSlices, IndexedSlicesValue)
 
 
 class Rows(NamedTuple):
-    """Rows of a gradient that is zero elsewhere; rows of one index are to be added up."""
+    """Rows of a gradient that is zero elsewhere; rows with the same index are added."""
 
     values: NDArray[Any]
     indices: NDArray[Any]
@@ -41,7 +41,7 @@ class Gradients:
     """Puts gradients in the order of a model's variables, and flattens them."""
 
     def __init__(self, variables: Mapping[str, Any], layout: Layout) -> None:
-        """Take the ``variables`` at the slots of ``layout``, as the user knows them."""
+        """Take the ``variables`` at the slots of ``layout``, in the form that the user passed."""
         self._wrappers = list(variables.values())
         self._layout = layout
         self._count = len(layout)
@@ -70,12 +70,12 @@ class Gradients:
                 if most is not None:
                     _clip(vector, most)
                 return vector
-        if is_list:  # of pairs, perhaps
+        if is_list:  # it may hold pairs
             arranged = self._arranged(gradients)
         if not any(_is_of_graph(gradient) for gradient in arranged):
             if tf.inside_function():
                 raise RuntimeError(
-                    "inside a tf.function only its own tensors can be flattened; what is in "
+                    "inside a tf.function only its own tensors can be flattened; values in "
                     "memory would be read once, when it is traced, and never again"
                 )
             return self._in_memory(arranged, dtype, out, most)
@@ -177,7 +177,7 @@ class Gradients:
         if tf.inside_function():
             return self._tensor(gradients, dtype, most)
         graph = next(_parts(g)[0].graph for g in gradients if _is_of_graph(g))
-        # In a loop around a session, each call would add to the graph else.
+        # Otherwise each call in a loop around a session would add operations to the graph.
         names = tuple(_names(gradient) for gradient in gradients)
         key = (graph, names, dtype, most)
         built = self._built.get(key) if None not in names else None
@@ -185,7 +185,7 @@ class Gradients:
             if graph.finalized:
                 raise RuntimeError(
                     "the graph is finalized: flatten its gradients before that (before "
-                    "tf.compat.v1.train.MonitoredTrainingSession), for it adds operations"
+                    "tf.compat.v1.train.MonitoredTrainingSession), because it adds operations"
                 )
             with graph.as_default():
                 built = self._tensor(gradients, dtype, most)
@@ -201,15 +201,15 @@ class Gradients:
 
 
 def trained_positions(variables: Iterable[Any]) -> list[int]:
-    """Return the positions of those that are trainable."""
+    """Return the positions of the trainable ``variables``."""
     return [i for i, variable in enumerate(variables) if variable.trainable]
 
 
 def concat(gradients: Sequence[Any], layout: Layout, dtype: np.dtype[Any]) -> tf.Tensor:
-    """Return the op that makes a vector of ``dtype`` of one gradient, or None, per slot.
+    """Return the op that concatenates one gradient, or None, per slot to a vector of ``dtype``.
 
     Raises:
-        ValueError: If a shape is known not to be that of the slot.
+        ValueError: If a static shape differs from that of the slot.
         TypeError: If a dtype cannot be cast.
     """
     target = tf.as_dtype(dtype)
@@ -275,7 +275,7 @@ def _write_rows(view: NDArray[Any], rows: Rows) -> None:
     if not rows.indices.size:
         return
     with eagerly():
-        # Memory for the rows that occur, not for a table of which they may be a small part.
+        # Allocates only rows that occur: they may be a small part of a table.
         distinct, which = tf.unique(rows.indices)
         values = tf.cast(rows.values, _dtype_of_sums(rows.values.dtype))
         sums = tf.math.unsorted_segment_sum(values, which, distinct.shape[0])
@@ -284,7 +284,7 @@ def _write_rows(view: NDArray[Any], rows: Rows) -> None:
 
 
 def _dtype_of_sums(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    # Sums of many small numbers of 16 bits stop growing.
+    # A 16-bit sum of many small numbers stops growing.
     return promote([dtype, np.dtype(np.float32)]) or dtype
 
 
@@ -305,10 +305,10 @@ def _clip(flat: NDArray[Any], most: float) -> None:
 
 
 def _clipped(flat: tf.Tensor, most: float) -> tf.Tensor:
-    # The sum of squares of float16 overflows where the norm is 256.
+    # For float16, the sum of squares overflows at a norm of 256.
     wide = tf.cast(flat, tf.float32) if flat.dtype.size < 4 else flat
     norm = tf.linalg.global_norm([tf.abs(wide) if flat.dtype.is_complex else wide])
-    # Unlike that of `tf.clip_by_global_norm`, the factor is 1 for zeros, and at the norm itself.
+    # Unlike in `tf.clip_by_global_norm`, the factor is 1 if the norm is 0 or equals the bound.
     bound = tf.constant(min(most, float(norm.dtype.max)), norm.dtype)
     factor = tf.where(norm > bound, tf.math.divide_no_nan(bound, norm), 1)
     factor = tf.where(tf.math.is_finite(norm), factor, float("nan"))
@@ -336,7 +336,7 @@ def _begins_in_graph(gradients: Sequence[Any]) -> bool:
 
 
 def _names(gradient: Any) -> tuple[str, ...] | None:
-    """Return what names ``gradient`` in its graph; nothing for a value in memory."""
+    """Return the names of ``gradient`` in its graph; None for a value in memory."""
     if gradient is None:
         return ()
     parts = _parts(gradient)

@@ -1,4 +1,4 @@
-"""The variables of a model, in groups that are moved in one way."""
+"""The variables of a model, grouped by how they are moved."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,9 +18,9 @@ class Group:
         variables: The variables themselves.
         layout: The layout of these variables alone.
         dtype: Their dtype.
-        packed_size: Elements of their packed form, in which a buffer of one dtype has gaps.
-        device: Where they live; empty if TensorFlow decides.
-        obstacle: Why they cannot be bound, if that is known beforehand; else empty.
+        packed_size: Elements of their packed form, including the padding between slots.
+        device: Their device; empty if TensorFlow decides.
+        obstacle: Why they cannot be bound in any process; else empty.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], slots: Sequence[int], layout: Layout):
@@ -41,7 +41,7 @@ class Group:
     def concat(self) -> tf.Tensor:
         """Return the op that reads the variables into one vector."""
         with tf.device(self.device or None):
-            # With its size, not -1: a raw operation may have given it another shape.
+            # The size, instead of -1, detects a shape that a raw operation has changed.
             pieces = [
                 tf.reshape(variable.read_value(), [slot.size])
                 for variable, slot in zip(self.variables, self.layout.slots, strict=True)

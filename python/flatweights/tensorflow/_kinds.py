@@ -70,14 +70,14 @@ def inner_variable(wrapper: Any) -> tf.Variable:
     """Return the `tf.Variable` of a variable of TensorFlow or Keras.
 
     Raises:
-        TypeError: If it is kept by another backend of Keras.
+        TypeError: If it belongs to another backend of Keras.
         ValueError: If it has no value yet.
     """
     variable = wrapper
     if is_of_keras_3(wrapper, "Variable"):
         variable = wrapper._value
     elif type(wrapper).__name__.startswith("AutoCast"):
-        variable = wrapper._variable  # reads as itself in every scope
+        variable = wrapper._variable  # is never cast, whatever the scope
     if variable is None:
         raise ValueError(f"variable {own_name(wrapper)!r} has no value yet: build the model first")
     if not isinstance(variable, tf.Variable):
@@ -91,10 +91,10 @@ def inner_variable(wrapper: Any) -> tf.Variable:
 def own_name(variable: Any) -> str:
     """Return a variable's name as its author wrote it, without TensorFlow's and Keras's numbers."""
     name = str(variable.name).partition(":")[0]
-    # Keras counts those that were given none: `variable_7`.
+    # Keras numbers variables without a name: `variable_7`.
     return "variable" if re.fullmatch(r"variable_\d+", name) else name
 
 
 def last_name(variable: Any) -> str:
-    """Return the same without scopes, such as the layer's name that `tf_keras` has in front."""
+    """Return `own_name` without scopes, such as the layer name that `tf_keras` prepends."""
     return own_name(variable).rpartition("/")[2]

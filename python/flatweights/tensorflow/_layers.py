@@ -20,25 +20,25 @@ def layer_variables(
 
     Args:
         layer: A model or layer that is built.
-        path: What leads to it.
-        bare: What leads to bare variables in attributes and modules, by identity: those that
-            `tf_keras` takes for weights.
+        path: Path of ``layer``.
+        bare: By identity, paths of bare variables in attributes and modules, which `tf_keras`
+            treats as weights.
 
     Raises:
-        ValueError: If it, or a layer in it, is not built.
+        ValueError: If ``layer``, or a layer in it, is not built.
     """
     unbuilt = [sub.name for sub in all_layers(layer) if not _is_complete(sub)]
     if unbuilt:
         raise ValueError(
-            f"{type(layer).__name__} {layer.name!r} is not built, so it has not all of its "
-            f"variables: call build() or call it on data first (unbuilt: {', '.join(unbuilt)})"
+            f"{type(layer).__name__} {layer.name!r} is not built, so some of its variables do not "
+            f"exist: call build() or call it on data first (unbuilt: {', '.join(unbuilt)})"
         )
     paths: dict[int, Path] = {}
     for where, sub in layers_by_path(layer, path):
         for name, variable in _own_variables(sub):
             # A variable that several layers share keeps the first of its names.
             paths.setdefault(id(variable), (*where, *name))
-    # Frozen layers of `tf_keras` do not tell their variables.
+    # Variables in frozen layers of `tf_keras` still say that they are trainable.
     trained = {id(inner_variable(variable)) for variable in layer.trainable_variables}
     for variable in layer.variables:
         where = paths.get(id(variable)) or bare.get(id(variable), (*path, last_name(variable)))
@@ -51,16 +51,18 @@ def all_layers(layer: Any) -> list[Any]:
 
 
 def _is_complete(layer: Any) -> bool:
-    """Whether a layer has all of its variables: it is built, or Keras makes none for its class."""
+    """Whether all variables of a layer exist: it is built, or its class has none to build."""
     if layer.built:
         return True
-    # Lookups and the like, called by other layers, are never built, and have nothing to build.
+    # Layers such as lookups, called by other layers, are never built and have nothing to build.
     kind: Any = type(layer)
     base: Any = next(each for each in reversed(kind.__mro__) if each.__name__ == "Layer")
     return (
         kind.__module__.startswith(("keras.", "tf_keras."))
         and kind.build is base.build
-        and not hasattr(layer, "_build_from_signature")  # attention of `tf_keras`, when called
+        and not hasattr(
+            layer, "_build_from_signature"
+        )  # attention of `tf_keras`, built when called
     )
 
 
@@ -96,7 +98,7 @@ def leaves(
 
 
 def _own_variables(layer: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield each variable that is the layer's own; one without a name has its attribute's."""
+    """Yield path and variable for the layer's own; nameless ones take their attribute's name."""
     if is_layer_of_keras_2(layer):
         own = [*layer._trainable_weights, *layer._non_trainable_weights]
     else:
@@ -110,9 +112,9 @@ def _own_variables(layer: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _sublayers(layer: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield each layer directly within ``layer`` and where it is held.
+    """Yield path and layer for each direct sublayer of ``layer``.
 
-    In Sequential and functional models that is class and count; elsewhere the attribute.
+    The path is class and count in Sequential and functional models, elsewhere the attribute.
     """
     sublayers = list(layer._flatten_layers(recursive=False, include_self=False))
     names = layer_names([(_automatic_name(sub), sub.name) for sub in sublayers])
@@ -133,7 +135,7 @@ def _automatic_name(layer: Any) -> str:
 
 def _attributes_of(layer: Any) -> dict[int, Path]:
     """Return the path of each item that ``layer`` holds in attributes, by identity."""
-    # Keras and TensorFlow keep lists of what they track beside the attributes proper.
+    # Skip the lists in which Keras and TensorFlow track objects of other attributes.
     attributes = [
         (name, held)
         for name, held in vars(layer).items()

@@ -1,8 +1,8 @@
-"""The op library that binds variables: found, compiled once if need be, and loaded.
+"""The op library that binds variables: found, compiled once if necessary, and loaded.
 
-A wheel brings one for each release of TensorFlow that it knows, and a package that was built
-beside a TensorFlow brings one for that. For any other TensorFlow the first use compiles it
-into this user's cache: seconds, once for a version.
+A wheel contains one library per TensorFlow release that it supports; a package that was built
+beside a TensorFlow contains one for that. For any other TensorFlow, the first use compiles it
+into the user's cache, which takes seconds, once per version.
 """
 
 import json
@@ -30,13 +30,13 @@ from flatweights.tensorflow._compile import (
 )
 
 SETTING = "FLATWEIGHTS_TENSORFLOW"
-"""Environment variable: ``bound`` to insist on the library, ``ops`` to do without."""
+"""Environment variable: ``bound`` requires the library, ``ops`` does not use it."""
 
 PACKAGED = Path(_core.__file__).parent / "_tf"
 """The library's sources in the package, and libraries that came with it.
 
-One that was compiled where the package was built lies there itself, those of a wheel in
-folders named by `folder_name`.
+A library from the package's build lies in this folder itself, those of a wheel in subfolders
+named by `folder_name`.
 """
 
 _FAILED = "failed.json"
@@ -58,7 +58,7 @@ class Library(NamedTuple):
 
 
 class LibraryError(Exception):
-    """The library cannot be had; the message says why."""
+    """The library is not available; the message says why."""
 
 
 _lock = threading.Lock()
@@ -70,7 +70,7 @@ def _unlock() -> None:
     _lock = threading.Lock()
 
 
-# A fork leaves behind the thread that holds the lock.
+# The thread that holds the lock does not exist in a forked child.
 os.register_at_fork(after_in_child=_unlock)
 
 
@@ -78,7 +78,7 @@ def load_library() -> Library | None:
     """Return the library, found or compiled at the first call; None where there is none.
 
     Raises:
-        RuntimeError: If FLATWEIGHTS_TENSORFLOW is ``bound`` and it cannot be had.
+        RuntimeError: If FLATWEIGHTS_TENSORFLOW is ``bound`` and it is not available.
         ValueError: If FLATWEIGHTS_TENSORFLOW is something unknown.
     """
     setting = _setting()
@@ -92,7 +92,7 @@ def load_library() -> Library | None:
     if is_new:
         warnings.warn(
             f"flatweights moves weights by TensorFlow's operations, which is slower: {library}. "
-            "When that is mended, run 'flatweights build-tf'; to do without and without this "
+            "After fixing this, run 'flatweights build-tf'; to use the operations without this "
             f"warning, set {SETTING}=ops",
             RuntimeWarning,
             stacklevel=3,
@@ -101,7 +101,7 @@ def load_library() -> Library | None:
 
 
 def status() -> str:
-    """Return which way weights are moved and why, as text."""
+    """Return how weights are moved, and why, as text."""
     try:
         setting = _setting()
     except ValueError as error:
@@ -126,7 +126,7 @@ def status() -> str:
 def build_library() -> Path:
     """Compile the library ahead of its first use; return where it is.
 
-    Does nothing if it is there. An earlier failure is forgotten.
+    Does nothing if it exists. An earlier failure does not prevent another attempt.
 
     Raises:
         LibraryError: If it cannot be compiled.
@@ -178,7 +178,7 @@ def _load() -> Library:
 def _folder_of_library(wanted: dict[str, str]) -> Path | None:
     """Return the folder of a library that is ready to be loaded, or None."""
     for packaged in (PACKAGED, PACKAGED / folder_name(wanted)):
-        # What was installed is the installer's to check; tools that repair wheels change it.
+        # Installers check their files themselves, and tools that repair wheels change them.
         if is_for_this(packaged, wanted, check_bytes=False):
             return packaged
     cached = private_folder(_cached(wanted), make=False)
@@ -190,7 +190,7 @@ def _cached(wanted: dict[str, str]) -> Path:
 
 
 def _compile_into_cache(wanted: dict[str, str], *, again: bool = False) -> Path:
-    """Compile, unless another process has just done it, or failed at it and nothing is new."""
+    """Compile, unless another process just did, or failed with the same compiler."""
     folder = private_folder(_cached(wanted), make=True)
     failed = folder / _FAILED
     with locked(folder):
@@ -204,8 +204,8 @@ def _compile_into_cache(wanted: dict[str, str], *, again: bool = False) -> Path:
             wanted["tensorflow"],
             folder,
         )
-        for left in folder.glob(f"{WORK_PREFIX}*"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in folder.glob(f"{WORK_PREFIX}*"):  # of processes that were killed
+            shutil.rmtree(leftover, ignore_errors=True)
         try:
             compile_library(PACKAGED, folder)
         except CompileError as error:

@@ -1,4 +1,4 @@
-"""Which of a model's slots a mapping of weights is meant for."""
+"""Matches a mapping of weights to the slots of a model."""
 
 import re
 import warnings
@@ -23,25 +23,28 @@ def match_slots(
     strict: bool = False,
     rename: Mapping[str, str] | None = None,
 ) -> dict[int, str]:
-    """Return the position of the slot that each of the ``weights`` is for.
+    """Return the slots that ``weights`` are meant for.
 
-    In this order: if all names are known, by name; else, if the weights are a full set
-    whose shapes and dtypes agree in order, by position, unless the names tell that they are in
-    another order; else, if some names are known, those, with a warning that lists the others.
+    The first rule that applies decides:
+
+    1. All names are known: by name.
+    2. The weights are a full set whose shapes and dtypes agree in order: by position, unless
+       the names show that they are in another order.
+    3. Some names are known: only those, with a warning that lists the others.
 
     Args:
         weights: By name.
         layout: Slots of the model.
-        strict: Accept nothing but all names, each known.
-        rename: Names in ``weights`` to names of the model.
+        strict: Accept only exactly the model's names.
+        rename: Maps names in ``weights`` to names of the model.
 
     Returns:
-        Position of a slot to the name that its weights have in ``weights``.
+        By position of the slot, the name in ``weights``.
 
     Raises:
-        AssertionError: If nothing matches, with the explanation that Ray's class gives.
+        AssertionError: If nothing matches, with the explanation of Ray's class.
         ValueError: If ``strict`` and a name is missing or unknown, or if ``rename`` maps
-            from a name that is not given, or two names to one.
+            a name that is not in ``weights``, or two names to one.
     """
     names = _renamed(list(weights), rename or {})
     known = {layout.index(name): key for key, name in names.items() if name in layout}
@@ -70,11 +73,11 @@ def match_slots(
 
 
 def _are_shuffled(keys: Sequence[str], own: Sequence[str]) -> bool:
-    """Whether two parts of names that both have are at different places; numbers aside.
+    """Whether both lists have the same parts of names, without numbers, in different order.
 
-    Weights that were sorted by name must not arrive at one another's places: ``actor/beta``,
-    ``actor/gamma`` are not for ``gamma``, ``beta``. Compared are the last parts of the names,
-    then those before them, and so on. What only one of the two has was renamed.
+    Weights that were sorted by name must not be set by position: ``actor/beta``,
+    ``actor/gamma`` do not match ``gamma``, ``beta``. The last parts of the names are compared
+    first, then those before them, and so on. A part that only one list has was renamed.
     """
     key_parts, own_parts = ([_parts(name) for name in names] for names in (keys, own))
     depth = min(len(parts) for parts in (*key_parts, *own_parts))
@@ -94,7 +97,7 @@ def _parts(name: str) -> list[str]:
 def _renamed(keys: list[str], rename: Mapping[str, str]) -> dict[str, str]:
     absent = [key for key in rename if key not in keys]
     if absent:
-        raise ValueError(f"rename: expected names that are given, got {absent}")
+        raise ValueError(f"rename: expected names in the weights, got {absent}")
     names = {key: rename.get(key, key) for key in keys}
     targets = list(names.values())
     twice = sorted({name for name in targets if targets.count(name) > 1}) if rename else []

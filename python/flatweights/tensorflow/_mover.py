@@ -18,16 +18,16 @@ from flatweights.tensorflow._operations import Operations
 
 _Bound = _core.BoundVariables
 
-# A variable may be destroyed and made again while it is being bound; not for ever.
+# A variable may be destroyed and recreated while it is being bound, but not forever.
 _MOST_ATTEMPTS = 3
 
 
 class Update(NamedTuple):
-    """A way to change weights in place, by others and a number.
+    """An operation that changes weights in place, by other weights and a number.
 
     Attributes:
-        bound: Changes bound variables: by a vector of their dtype, or a packed buffer if the flag
-            says so.
+        bound: Changes bound variables by a vector of their dtype, or by a packed buffer if the
+            first flag is set.
         in_place: Changes one vector by another.
     """
 
@@ -42,13 +42,13 @@ LERP = Update(_Bound.lerp, lerp_)
 class Mover:
     """Moves the variables of one model.
 
-    Whatever moves all bound variables from or to one buffer is tried at once. Where that
-    cannot be, the general way checks, binds again, converts, and uses operations.
+    A move between all variables and one buffer is first tried directly in the core. If that
+    fails, the general path checks, binds again, converts, and uses operations.
 
     Attributes:
-        get_all: `try_get`, for a hot loop over eager variables that are all bound: a
-            function of the core's without a frame of Python's. None for other variables.
-        set_all: The same of `try_set`.
+        get_all: A faster `try_get` for eager variables that are all bound: a function of the
+            core, without a Python frame. None for other variables.
+        set_all: The same for `try_set`.
     """
 
     def __init__(self, operations: Operations, layout: Layout, library: Library | None) -> None:
@@ -56,7 +56,7 @@ class Mover:
         self._operations = operations
         self._layout = layout
         self._library = library
-        # Eager variables are checked by the core at each call, sessions here.
+        # The core checks eager variables at each call; sessions are checked here.
         self._guard = operations.context is not None
         self._converted: dict[np.dtype[Any], list[int]] = {}
         self._averaged = [i for i, slot in enumerate(layout.slots) if is_averaged(slot.dtype)]
@@ -69,11 +69,11 @@ class Mover:
 
     @property
     def reasons(self) -> Mapping[str, str]:
-        """Names of the variables that operations move, and why."""
+        """By name, why operations move a variable."""
         return self._binding.reasons
 
     def shared(self) -> list[bool]:
-        """Whether the variable of each slot aliases what a set with ``share`` gave it."""
+        """Return, per slot, whether its variable aliases memory that was shared with it."""
         shared = [False] * len(self._layout.slots)
         binding = self._binding
         if binding.bound is not None and (self._guard or self._is_here(binding)):
@@ -96,7 +96,7 @@ class Mover:
         """Read all variables into ``out``, or a new vector if it is None.
 
         Returns:
-            The vector; None if that takes more than moving bytes, and nothing was done.
+            The vector; None, with nothing done, if that takes more than moving bytes.
         """
         bound = self._whole()
         return None if bound is None else bound.try_get(out)
@@ -142,7 +142,7 @@ class Mover:
         self._scatter(values, share=share)
 
     def set_parts(self, values: Mapping[int, NDArray[Any]], *, share: bool = False) -> None:
-        """Write the variables at these positions, from arrays made by `settable`."""
+        """Write the variables at these positions, from arrays that `settable` returned."""
         self._scatter(values, share=share)
 
     def update(self, update: Update, flat: NDArray[Any], a: float) -> None:
@@ -170,7 +170,7 @@ class Mover:
         return True
 
     def _whole(self) -> _core.BoundVariables | None:
-        """Return the bound variables, if they are all and there is nothing to do first."""
+        """Return the bound variables if all are bound and the binding is valid; else None."""
         binding = self._binding
         if binding.others or not (self._guard or self._is_here(binding)):
             return None
@@ -196,7 +196,7 @@ class Mover:
         return np.empty(slot.shape, slot.dtype)
 
     def _with_binding(self, move: Callable[[Binding], None]) -> None:
-        """Call ``move`` with a binding that is good here and now."""
+        """Call ``move`` with a binding that is valid here and now."""
         for _ in range(_MOST_ATTEMPTS):
             self._operations.check()
             binding = self._binding
@@ -214,7 +214,7 @@ class Mover:
         self._alone(move, self._binding)
 
     def _alone(self, move: Callable[[Binding], None], binding: Binding) -> None:
-        """Call ``move``; while it runs operations, no other call does."""
+        """Call ``move``, under the lock if it runs operations."""
         with self._operations.lock.ready() if binding.others else nullcontext():
             move(binding)
 
@@ -240,7 +240,7 @@ class Mover:
         self._with_binding(move)
 
     def _scatter(self, values: Mapping[int, NDArray[Any]], *, share: bool) -> None:
-        """Write the variables at these positions, from arrays made by `settable`."""
+        """Write the variables at these positions, from arrays that `settable` returned."""
 
         def move(binding: Binding) -> None:
             positions = [i for i in binding.positions if i in values]
@@ -254,7 +254,7 @@ class Mover:
         self._with_binding(move)
 
     def _direct(self, i: int, value: NDArray[Any]) -> NDArray[Any]:
-        """Return ``value`` as the core can move it: contiguous, of a dtype it converts."""
+        """Return ``value`` in a form that the core can move: contiguous, of a convertible dtype."""
         slot = self._layout.slots[i]
         if value.flags.c_contiguous and _core.can_convert(value.dtype, slot.dtype):
             return value

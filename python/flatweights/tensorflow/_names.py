@@ -1,8 +1,8 @@
 """Names that are unique, and the same in every process that builds the same model.
 
 TensorFlow and Keras repeat names (every layer has a ``kernel``) and number automatic ones by
-counters of the process (``dense_7`` in one, ``dense`` in the other). Names here come from
-the structure alone.
+counters of the process (``dense_7`` in one, ``dense`` in the other). Names here depend only
+on the structure.
 """
 
 import re
@@ -35,11 +35,11 @@ def snake_case(class_name: str) -> str:
 
 
 def layer_names(layers: Sequence[tuple[str, str]]) -> list[str]:
-    """Return names for the layers of one container, automatic numbers counted afresh.
+    """Return names for the layers of one container, with automatic numbers counted anew.
 
     Args:
-        layers: Automatic name and name of each layer. If the second is the first, with or
-            without a number, it is counted; others are kept.
+        layers: Automatic name and actual name of each layer. Actual names that equal the
+            automatic one, with or without a number, are renumbered; others are kept.
     """
     counts: Counter[str] = Counter()
     names = []

@@ -28,7 +28,7 @@ class Objective(ABC):
         set_flat: Callable[[ArrayLike], None],
         dtype: DTypeLike,
     ) -> None:
-        """Take the ``variables`` at the slots of ``layout``, and what sets them."""
+        """Take the ``variables`` at the slots of ``layout``, and the function that sets them."""
         self._set_flat = set_flat
         self._layout = layout
         self._dtype = np.dtype(dtype)
@@ -56,10 +56,10 @@ class Objective(ABC):
 
     @abstractmethod
     def _run(self, feed: Any) -> tuple[Any, NDArray[Any]]:
-        """Return the loss and its gradient by the trainable variables, which may be aliased."""
+        """Return the loss and its gradient for the trainable variables; it may be an alias."""
 
     def _vector(self, gradient: NDArray[Any]) -> NDArray[Any]:
-        """Return a vector of its own for ``gradient``, with zeros for what is not trained."""
+        """Return ``gradient`` as a new vector, with zeros for variables that are not trained."""
         flat = new_vector(self._layout.size, self._dtype)
         if self._trained.size == self._layout.size:
             move_parts([flat], [gradient])
@@ -70,7 +70,7 @@ class Objective(ABC):
         return flat
 
     def _flat(self, loss: tf.Tensor, gradients: Sequence[Any]) -> tf.Tensor:
-        """Return the op that makes a vector of the gradients of ``loss``."""
+        """Return the op that concatenates the gradients of ``loss`` to a vector."""
         if loss.shape.rank not in (0, None) or not loss.dtype.is_floating:
             raise ValueError(
                 f"loss_fn: expected a scalar of a floating dtype, got {loss.dtype.name} "
@@ -82,14 +82,14 @@ class Objective(ABC):
 
 
 class EagerObjective(Objective):
-    """Evaluates by a `tf.function` that is traced once, here."""
+    """Evaluates by a `tf.function` that the constructor traces."""
 
     def __init__(self, loss_fn: Callable[[], Any], *args: Any) -> None:
         """Trace ``loss_fn``, which is called once."""
         if tf.inside_function():
             raise RuntimeError("expected to be called outside of any tf.function, got inside one")
         super().__init__(*args)
-        # Traced as its author expects: with autograph, and as it is if it is traced already.
+        # Trace it with autograph, as its author expects, unless it is a tf.function already.
         is_traced = hasattr(loss_fn, "get_concrete_function")
         traced = loss_fn if is_traced else tf.function(loss_fn)
 
@@ -114,7 +114,7 @@ class EagerObjective(Objective):
 
 
 class SessionObjective(Objective):
-    """Evaluates by operations of a graph, which are added here."""
+    """Evaluates by operations that the constructor adds to a graph."""
 
     def __init__(self, loss_fn: Callable[[], Any], session: SessionOperations, *args: Any) -> None:
         """Call ``loss_fn`` once, and add the operations to the graph of ``session``."""
@@ -123,7 +123,7 @@ class SessionObjective(Objective):
         if session.graph.finalized:
             raise RuntimeError(
                 "the graph is finalized: call value_and_gradient before that (before "
-                "tf.compat.v1.train.MonitoredTrainingSession), for it adds operations"
+                "tf.compat.v1.train.MonitoredTrainingSession), because it adds operations"
             )
         with session.graph.as_default():
             loss = tf.convert_to_tensor(loss_fn())

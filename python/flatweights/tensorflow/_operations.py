@@ -1,7 +1,7 @@
-"""The operations that TensorFlow runs: they read, write and bind variables.
+"""The TensorFlow operations that read, write and bind variables.
 
-Dispatching one TensorFlow op per variable is what makes reading a model slow; here one
-operation per group reads all of its variables.
+Dispatching one op per variable makes reading a model slow, so one operation per group reads
+all of its variables.
 """
 
 from abc import ABC, abstractmethod
@@ -20,8 +20,8 @@ class Operations(ABC):
 
     Attributes:
         groups: The variables.
-        lock: Held from the first to the last operation of a call, by all models whose variables
-            could be the same: each call is then all or nothing to the others.
+        lock: Held from the first to the last operation of a call, and shared by all models that
+            may have variables in common: so calls are atomic to each other.
         context: The context of eager TensorFlow; None for the variables of a session.
     """
 
@@ -31,7 +31,7 @@ class Operations(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Wait for what was dispatched before.
+        """Wait for operations that were dispatched earlier.
 
         Raises:
             RuntimeError: If nothing can be moved now.
@@ -39,15 +39,15 @@ class Operations(ABC):
 
     @abstractmethod
     def place(self) -> object:
-        """Return where the variables are: bindings made in one place are void in another."""
+        """Return where the variables are: a binding is valid only in the place it was made."""
 
     @abstractmethod
     def bind(self, groups: Sequence[Group]) -> list[NDArray[np.int64]]:
-        """Run the op that binds for each variable of ``groups``; return its results."""
+        """Run the binding op for each variable of ``groups``; return its results."""
 
     @abstractmethod
     def read(self, groups: Sequence[Group]) -> dict[int, NDArray[Any]]:
-        """Return the values by position, which may alias variables: they are not written to.
+        """Return the values by position. Do not write to them: they may alias variables.
 
         Raises:
             RuntimeError: If a variable is not initialized; the message names it.
@@ -55,4 +55,4 @@ class Operations(ABC):
 
     @abstractmethod
     def write(self, values: Mapping[int, NDArray[Any]]) -> None:
-        """Set the variables at these positions; the arrays, made by `settable`, are copied."""
+        """Set the variables at these positions to copies of arrays that `settable` returned."""

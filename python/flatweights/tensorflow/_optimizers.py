@@ -1,4 +1,4 @@
-"""The variables of an optimizer, slots named after the variables that they belong to."""
+"""The variables of an optimizer, with slots named after the variables they belong to."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +22,13 @@ def optimizer_variables(
     """Yield path and variable, in the optimizer's own order.
 
     A slot is named after its variable and the attribute that keeps it, such as
-    ``dense/kernel/momentums``; all else (``iteration``, ``learning_rate``) by its own name. Where
-    the variable is not among ``owners``, its own name is taken, repeats numbered.
+    ``dense/kernel/momentums``. Others (``iteration``, ``learning_rate``) keep their own names.
+    Slots of a variable that is not among ``owners`` use its own name, with repeats numbered.
 
     Args:
         optimizer: An optimizer of Keras 3, `tf_keras` or TF1, with its slots.
-        path: What leads to it.
-        owners: What leads to each variable of the models beside it, by `owner_key`.
+        path: Path of the optimizer.
+        owners: Paths of the variables of the models beside it, by `owner_key`.
 
     Raises:
         ValueError: If it has no slots yet.
@@ -51,7 +51,7 @@ def owner_key(variable: tf.Variable) -> str:
 
 
 def _innermost(optimizer: Any) -> list[Any]:
-    """Return the optimizers within a wrapper: a loss scale, or a choice for each variable."""
+    """Return the optimizers inside wrappers: a loss scale, or one optimizer per variable."""
     wrapped = getattr(optimizer, "inner_optimizer", None)
     several = [wrapped] if wrapped is not None else getattr(optimizer, "_inner_optimizers", [])
     return [part for inner in several for part in _innermost(inner)] or [optimizer]
@@ -68,7 +68,7 @@ def _check_built(optimizer: Any) -> None:
     if all(_is_built(part) for part in _innermost(optimizer)):
         return
     raise ValueError(
-        f"{type(optimizer).__name__} is not built, so it has not all of its variables: call "
+        f"{type(optimizer).__name__} is not built, so some of its variables do not exist: call "
         "build(model.trainable_variables), or apply gradients once, first"
     )
 
@@ -117,7 +117,7 @@ def _owner_paths(
 
 
 def _slots_by_key(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]:
-    """Return the same for optimizers that keep, for each variable, its slots by name."""
+    """Return the same for optimizers that keep a dict of slots per variable."""
     keys = [_key_text(key) for key in optimizer._slots]
     paths = _owner_paths(keys, [_name_in_key(key) for key in keys], owners)
     slot_paths: dict[int, Path] = {}
@@ -129,7 +129,7 @@ def _slots_by_key(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]
 
 
 def _is_by_kind(optimizer: Any) -> bool:
-    # TF1's optimizers keep, for each kind of slot, the variables; graphs name them well.
+    # TF1's optimizers keep a dict of variables per kind of slot; graphs name them well.
     return isinstance(optimizer, tf.compat.v1.train.Optimizer)
 
 

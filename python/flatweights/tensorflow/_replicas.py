@@ -12,11 +12,11 @@ from flatweights.tensorflow._library import Library
 from flatweights.tensorflow._mover import Mover
 
 _lock = TurnLock()
-"""Held while replicas follow: the last call gives all of them the value of the first."""
+"""Held while replicas follow, so that the last call sets all to the value of the first."""
 
 
 class Replicas:
-    """The other replicas of the variables that a mover moves; mostly there are none."""
+    """The other replicas of the variables that a mover moves; usually there are none."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Replicas:
         self._first = first
         self._layout = layout
         self._movers: list[tuple[list[int], Mover]] = []
-        # Variables of one strategy have one number of replicas, those of several may differ.
+        # Variables of different strategies may differ in their number of replicas.
         for k in range(max(map(len, replicas.values()), default=0)):
             names = [name for name, others in replicas.items() if len(others) > k]
             variables = [replicas[name][k] for name in names]

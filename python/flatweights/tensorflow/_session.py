@@ -23,8 +23,8 @@ class SessionOperations(Operations):
     Attributes:
         graph: The graph.
         session: Where operations run; None until one is set.
-        placeholders: By name, where one variable's value is fed, as in Ray's class.
-        assignment_nodes: By name, what assigns it, as in Ray's class.
+        placeholders: By name, the placeholder for a variable's value, as in Ray's class.
+        assignment_nodes: By name, the op that assigns it, as in Ray's class.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SessionOperations(Operations):
         if graph.finalized:
             raise RuntimeError(
                 "the graph is finalized: construct TensorFlowVariables before that "
-                "(before tf.compat.v1.train.MonitoredTrainingSession), for it adds operations"
+                "(before tf.compat.v1.train.MonitoredTrainingSession), because it adds operations"
             )
         self.graph = graph
         self.lock = _locks.setdefault(graph, TurnLock())
@@ -51,7 +51,7 @@ class SessionOperations(Operations):
         self._names = list(variables)
         self.placeholders: dict[str, tf.Tensor] = {}
         self.assignment_nodes: dict[str, Any] = {}
-        # Neither the caller's device, name scope nor control dependencies are ours.
+        # Do not inherit the caller's device, name scope or control dependencies.
         with (
             self.graph.as_default(),
             tf.compat.v1.name_scope(None),
@@ -81,16 +81,16 @@ class SessionOperations(Operations):
         self.session = session
 
     def check(self) -> None:
-        """Check that there is a session that is open."""
+        """Check that a session is set and open."""
         if self.session is None:
             raise RuntimeError(
                 "the session is not set: pass it to the constructor, or call set_session(sess)"
             )
         if self.place() is None:
-            raise RuntimeError("the session is closed: set one that is open by set_session(sess)")
+            raise RuntimeError("the session is closed: call set_session(sess) with an open one")
 
     def place(self) -> Any:
-        """Return the session proper, which a monitored one makes anew; None if it is closed."""
+        """Return the raw session, which a monitored one may recreate; None if it is closed."""
         session = self.session
         if hasattr(session, "_tf_sess"):
             session = None if session._is_closed() else session._tf_sess()
@@ -118,8 +118,8 @@ class SessionOperations(Operations):
     def write(self, values: Mapping[int, NDArray[Any]]) -> None:
         """Feed each whole group at once, and other variables one by one, all in one run.
 
-        A session aliases aligned arrays that it is fed, and so do variables that these are
-        assigned to: it is fed copies.
+        A session aliases aligned arrays in its feed, and so do variables that get such a
+        value. So the feed consists of copies.
         """
         fetches: list[Any] = []
         feed: dict[tf.Tensor, NDArray[Any]] = {}
@@ -139,13 +139,13 @@ class SessionOperations(Operations):
         self._run(fetches, feed)
 
     def _run(self, fetches: Any, feed: dict[tf.Tensor, NDArray[Any]] | None = None) -> Any:
-        # The session proper: hooks of a monitored one count steps of training, not these.
+        # The raw session: hooks of a monitored one must count only training steps.
         return self.place().run(fetches, feed)
 
     def _uninitialized(self) -> str:
         names = []
         for group in self.groups:
-            # Each input of the concat reads one variable; the last says along which axis.
+            # Each input of the concat reads one variable; the last one is the axis.
             reads = self._nodes[id(group)].read.op.inputs
             for slot, read in zip(group.layout.slots, reads, strict=False):
                 try:
@@ -156,7 +156,7 @@ class SessionOperations(Operations):
 
 
 class _Nodes:
-    """What the graph has for one group."""
+    """The nodes of the graph for one group."""
 
     def __init__(self, group: Group, library: Library | None) -> None:
         self.read = group.concat()
@@ -167,7 +167,7 @@ class _Nodes:
             for variable, value in zip(group.variables, values, strict=True)
         ]
         self.write = tf.group(*assignments)
-        # One for each variable: one op over handles on two devices could not be placed.
+        # One op per variable: an op over handles on two devices could not be placed.
         self.bind = (
             [library.bind(variable.handle) for variable in group.variables]
             if library is not None and not group.obstacle
@@ -176,5 +176,5 @@ class _Nodes:
 
 
 def _operation(assignment: Any) -> tf.Operation:
-    # Fetching the operation, unlike its output, brings no value back.
+    # Fetching the operation, unlike its output, returns no value.
     return assignment if isinstance(assignment, tf.Operation) else assignment.op

@@ -1,4 +1,4 @@
-"""The variables that an eager model holds, named by where it holds them."""
+"""The variables that an eager model holds, named by their place in it."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from flatweights.tensorflow._kinds import (
 from flatweights.tensorflow._layers import layer_variables, layers_by_path, leaves
 from flatweights.tensorflow._optimizers import optimizer_variables, owner_key
 
-# Objects of these are looked at for variables only if they are what is handed over.
+# Objects of these packages are searched for variables only if the user passes them directly.
 _NO_HOLDERS = frozenset(
     {"tensorflow", "keras", "tf_keras", "numpy", "ray", "flatweights", *sys.stdlib_module_names}
 )
@@ -56,7 +56,8 @@ def find_variables(output: Any, beside: Iterable[Member] = ()) -> list[Member]:
         TypeError: If it holds anything else.
         ValueError: If a model, a layer or an optimizer in it is not built.
     """
-    # An optimizer names its slots after the variables of models that may come after it.
+    # Slots are named after variables of models that may come after their optimizer, so
+    # optimizers are walked last.
     without = _Walk(owners=None)
     members = without.members(output)
     if not without.passed_over:
@@ -66,11 +67,11 @@ def find_variables(output: Any, beside: Iterable[Member] = ()) -> list[Member]:
 
 
 class _Walk:
-    """One walk through everything that the user handed over.
+    """One walk through everything that the user passed.
 
     Attributes:
-        owners: What leads to each variable, by `owner_key`; None to pass over optimizers.
-        passed_over: Whether there was one that was passed over.
+        owners: Path of each variable, by `owner_key`; None to pass over optimizers.
+        passed_over: Whether an optimizer was passed over.
     """
 
     def __init__(self, owners: Mapping[str, Path] | None) -> None:
@@ -95,7 +96,7 @@ class _Walk:
             yield from self._variable((*path, own_name(value)), value)
         elif isinstance(value, Mapping):
             for key, item in value.items():
-                # The key is the whole name of a variable, and a prefix for all else.
+                # The key is the whole name of a variable, but a prefix for anything else.
                 if is_variable(item):
                     yield from self._variable((*path, str(key)), item)
                 else:
@@ -106,7 +107,7 @@ class _Walk:
         elif self._is_holder(value) or _is_plain(value):
             yield from self._holder(value, path)
         else:
-            # It holds the layer that it comes from, which is a part of its model.
+            # A Keras tensor refers to a layer, which is only a part of its model.
             hint = ": pass the model" if _is_symbolic_of_keras(value) else ""
             raise TypeError(
                 "expected operations or tensors of a graph, variables, Keras models, layers or "
@@ -152,7 +153,7 @@ class _Walk:
             }
             yield from layer_variables(value, path, bare)
             for where, layer in layers:
-                # Unlike `tf_keras`, Keras 3 knows nothing of these.
+                # Keras 3, unlike `tf_keras`, does not track these.
                 if not is_layer_of_keras_2(layer):
                     yield from self._bare(layer, where)
         else:
@@ -172,7 +173,7 @@ class _Walk:
                     yield from self._holder(item, item_path)
 
     def _held(self, held: Any, path: Path) -> Iterator[tuple[Path, Any, bool]]:
-        """Walk what an attribute holds, passing over all that holds no variables."""
+        """Walk the items of an attribute, passing over objects without variables."""
         for item_path, item in leaves(held, path):
             if is_variable(item):
                 yield from self._variable(item_path, item)
@@ -180,7 +181,7 @@ class _Walk:
                 yield from self._holder(item, item_path)
 
 
-# What Keras itself keeps in the attributes of a layer or model, beside what users put there.
+# Attributes of a layer or model that Keras sets itself.
 _OF_KERAS = frozenset(
     {
         *("_layers", "_metrics", "_tracker", "_trainable_variables", "_non_trainable_variables"),
@@ -190,10 +191,10 @@ _OF_KERAS = frozenset(
 
 
 def _prefixes(items: Sequence[Any]) -> list[Path]:
-    """Return the prefix of the names in each element of a list: mostly its position.
+    """Return the prefix of the names in each element of a list: usually its position.
 
-    Variables keep their names; so does the only thing in a list, and the only model beside
-    optimizers: the weights of ``[model, optimizer]`` set a model alone.
+    Variables get no prefix. Nor does the only element of a list, or the only model beside
+    optimizers: so weights of ``[model, optimizer]`` can set the model alone.
     """
     optimizers = [is_optimizer(item) for item in items]
     alone = len(items) - sum(optimizers) == 1

@@ -48,24 +48,24 @@ class TensorFlowVariables:
     * Eager variables come in the order in which the model holds them, under names derived
       from its structure: in Sequential and functional models the layer's class and
       a count (``dense_1/kernel``), or the name it was given; elsewhere the attribute
-      (``blocks/0/kernel``). Elements of a list of models get its position in front,
-      values of a dict their key; in ``[model, optimizer]`` the model's names stay, and slots
-      are named after their variable (``optimizer/dense/kernel/momentums``). Repeats are
-      numbered in order.
+      (``blocks/0/kernel``). Elements of a list of models are prefixed by their position,
+      values of a dict by their key. In ``[model, optimizer]`` the model's names stay, and
+      slots are named after their variable (``optimizer/dense/kernel/momentums``). Repeats
+      are numbered in order.
 
     The vector has the dtype that `numpy.concatenate` would promote the variables to.
 
-    Variables are bound, where they can be (`unbound` names the others): read and written
-    where they are, all of them locked meanwhile, as TensorFlow's optimizers lock theirs. A
-    wrong call changes nothing. A read sees all or nothing of another thread's set or
-    update; beside a training step it may see some variables updated and some not, but
-    each one whole. Values that were read before, and variables that were assigned from
-    these, never change. Any number of threads may call.
+    Variables are bound where possible (`unbound` lists the others): they are read and written
+    in place, all locked together, as TensorFlow's optimizers lock theirs. A call that raises
+    changes nothing. A read sees all or nothing of another thread's set or update; during a
+    training step it may see only some variables updated, but each one whole. Values that
+    were read earlier, and variables assigned from them, never change. Any number of threads
+    may call.
 
-    Calls that move unbound variables exclude each other by a lock, so all of this holds between
-    them; but of an update by TensorFlow beside `add_flat` or `lerp_flat` one of both may be
-    lost. The replicas of mirrored variables follow one after the other: once all calls have
-    returned they are equal, and beside a running one they may differ.
+    Calls that move unbound variables take a lock, so all of this holds between them. But if
+    TensorFlow updates such a variable during `add_flat` or `lerp_flat`, one of the two updates
+    may be lost. The replicas of mirrored variables are set one after the other: they may differ
+    during a call, and are equal once all calls have returned.
 
     >>> import tensorflow as tf
     >>> v = TensorFlowVariables([tf.Variable([1.0, 2.0], name="w"), tf.Variable(3.0, name="b")])
@@ -86,18 +86,18 @@ class TensorFlowVariables:
     ) -> None:
         """Find the variables of ``output``.
 
-        In a graph this adds operations, and no later call does.
+        In a graph this adds operations; later gets and sets add none.
 
         Args:
             output: Operations or tensors of a graph (all global variables that they
                 depend on), a variable, a model, layer or optimizer of Keras 3 or `tf_keras`,
                 a `tf.Module`, any object with variables in its attributes, or a nesting of
-                these in lists, tuples and dicts: ``[model, optimizer]`` is the whole state
-                of a training. None for ``input_variables`` alone.
+                these in lists, tuples and dicts: ``[model, optimizer]`` is the whole training
+                state. None to use only ``input_variables``.
             sess: Session for the variables of a graph; may be set later.
             input_variables: More variables, after those of ``output``.
-            trainable_only: Leave out what is not trained: frozen layers, moving statistics,
-                seeds, optimizers.
+            trainable_only: Leave out variables that are not trained: frozen layers, moving
+                statistics, seeds, optimizers.
 
         Raises:
             TypeError: If there is something else in ``output``, or a variable whose dtype
@@ -105,8 +105,8 @@ class TensorFlowVariables:
             ValueError: If there are no variables, they are of several graphs, or some are not
                 built or have no fixed shape.
             RuntimeError: If the graph is finalized, or the environment variable
-                FLATWEIGHTS_TENSORFLOW insists on bound variables and the op library for that
-                cannot be had.
+                FLATWEIGHTS_TENSORFLOW requires bound variables and the op library is not
+                available.
         """
         discovered = discover(output, input_variables, sess, trainable_only=trainable_only)
         self._variables = discovered.wrappers
@@ -118,7 +118,7 @@ class TensorFlowVariables:
         self._dtype = self._layout.dtype
         self._has_warned = False
         self._lossy: dict[np.dtype[Any], list[int]] = {}
-        self._not_computed_with = [
+        self._without_arithmetic = [
             str(slot)
             for slot in self._layout.slots
             if is_floating(slot.dtype) and not is_averaged(slot.dtype)
@@ -150,15 +150,15 @@ class TensorFlowVariables:
 
     @property
     def layout(self) -> Layout:
-        """Names, shapes, dtypes and places of the variables."""
+        """Names, shapes, dtypes and positions of the variables."""
         return self._layout
 
     @property
     def unbound(self) -> dict[str, str]:
         """By name, the variables that TensorFlow's operations move, and why.
 
-        All others are bound: read and written where they are, at the speed of memory. It
-        is decided when they are first got or set, and again in another session.
+        All others are bound: read and written in place, at the speed of memory. This is
+        decided at construction or at the first get or set, and again in another session.
         """
         return dict(self._mover.reasons)
 
@@ -166,8 +166,8 @@ class TensorFlowVariables:
     def shared(self) -> dict[str, bool]:
         """By name, whether a variable's value aliases memory that was shared with it.
 
-        True after ``share=True``, until the variable gets another value; False where that
-        copied: see `set_flat`.
+        True after ``share=True``, until the variable gets another value; False if the value
+        was copied nevertheless: see `set_flat`.
 
         >>> import tensorflow as tf
         >>> TensorFlowVariables(tf.Variable(3.0, name="b")).shared
@@ -182,7 +182,7 @@ class TensorFlowVariables:
 
     @property
     def placeholders(self) -> dict[str, tf.Tensor]:
-        """By name, where a variable's value is fed; in graphs only.
+        """By name, the placeholder for a variable's value; in graphs only.
 
         Raises:
             AttributeError: For eager variables.
@@ -191,7 +191,7 @@ class TensorFlowVariables:
 
     @property
     def assignment_nodes(self) -> dict[str, Any]:
-        """By name, what assigns a placeholder's value; in graphs only.
+        """By name, the op that assigns a placeholder's value; in graphs only.
 
         Raises:
             AttributeError: For eager variables.
@@ -226,13 +226,13 @@ class TensorFlowVariables:
     ) -> NDArray[Any]:
         """Return all weights as one vector, back to back in the order of `variables`.
 
-        Each byte is moved once, without an operation of TensorFlow, and the result is from
-        `flatweights`' pool of buffers; but see `unbound`.
+        Except for `unbound` variables, each byte is moved once, without a TensorFlow operation.
+        A new vector's memory comes from `flatweights`' pool of buffers.
 
-        A vector of floating numbers rounds integers beyond its precision (2**53 for float64:
-        the state of a `tf.random.Generator`), and `set_flat` takes no complex vector for real
-        variables. Where either occurs, the first call warns and names the variable:
-        `get_weights` and `set_weights` keep each dtype.
+        A floating vector rounds integers beyond its precision (2**53 for float64: the state of
+        a `tf.random.Generator`), and `set_flat` does not accept a complex vector for real
+        variables. In both cases the first call warns and names the variable: `get_weights` and
+        `set_weights` keep each dtype.
 
         Args:
             out: Where to write: contiguous, of `get_flat_size` elements. A new vector, if None.
@@ -271,7 +271,7 @@ class TensorFlowVariables:
         return out
 
     def _warn_of_loss(self, flat: NDArray[Any]) -> None:
-        """Warn, once, of slots that `set_flat` cannot set from ``flat`` to what they hold."""
+        """Warn once, of the first slot whose value `set_flat` cannot restore from ``flat``."""
         for i in self._may_lose(flat.dtype):
             slot = self._layout.slots[i]
             values = flat[slot.start : slot.start + slot.size]
@@ -286,13 +286,13 @@ class TensorFlowVariables:
                 return
 
     def _may_lose(self, dtype: np.dtype[Any]) -> list[int]:
-        """Return the positions whose values a vector of ``dtype`` may not hold; none once told."""
+        """Return positions whose values ``dtype`` may not hold; none after a warning."""
         if self._has_warned:
             return []
         if dtype not in self._lossy:
             slots = list(enumerate(self._layout.slots))
             if dtype.kind == "c":
-                # Asked for by name, a complex vector of real weights is meant.
+                # A caller who passes a complex dtype for real weights intends this.
                 is_mixed = self._dtype.kind == "c"
                 lossy = [i for i, slot in slots if is_mixed and slot.dtype.kind != "c"]
             else:
@@ -320,35 +320,34 @@ class TensorFlowVariables:
 
         It is cast as ``np.copyto(casting="same_kind")`` does, and integer variables take
         the rounded values, so the float64 vector of an optimizer sets a float32 model.
-        What does not fit an integer raises, and nothing is set.
+        A value that does not fit an integer variable raises, and nothing is set.
 
-        The vector is copied, unless ``share`` is set: then each variable whose slot
-        lies at a 64-byte boundary in it and has its dtype aliases it instead, and keeps it
-        alive (`shared` tells which). TensorFlow copies such a value, and every slice of it,
-        before it writes to it, so a training step ends the sharing and changes nothing in the
-        vector. For actors that use a model and do not train it: all of one node then hold one
-        copy of the weights, that in Ray's object store. (The slots of a packed buffer all lie
-        at such boundaries: see `set_weights`.) Variables that TensorFlow writes to in place, as
-        after a `tf.gather` from them, are always copied to, and so are unbound ones.
+        The vector is copied unless ``share`` is set. Then a variable aliases the vector and
+        keeps it alive if its slot has the vector's dtype and begins at a 64-byte boundary
+        (`shared` shows which). TensorFlow copies such a value, and every slice of it, before
+        it writes to it, so a training step ends the sharing and does not change the vector.
+        This is for actors that use a model without training it: all actors of a node then use
+        the one copy of the weights in Ray's object store. (All slots of a packed buffer begin at
+        such boundaries: see `set_weights`.) Unbound variables, and variables that TensorFlow
+        writes to in place, as after a `tf.gather` from them, always get a copy.
 
-        Code that breaks TensorFlow's rule that tensors do not change writes to the vector, as it
-        would write to a variable that shares nothing: a `tf.numpy_function` that
-        changes its argument, and `tf.raw_ops.InplaceUpdate` with its kin. Do not share with
-        models that contain any.
+        Code that violates TensorFlow's rule that tensors never change writes to the shared
+        vector: a `tf.numpy_function` that changes its argument, `tf.raw_ops.InplaceUpdate` and
+        similar operations. Do not share with models that contain such code.
 
         Args:
             new_weights: Vector of `get_flat_size` elements.
-            share: Alias the vector, which must be read-only: its owner could change the
-                model behind its back otherwise. So must be everything that it is a view of, down
-                to an array that owns its memory or something that exports a read-only buffer
-                (what Ray returns, `bytes`, a read-only `mmap`). Their flags are trusted:
-                views that were writable before an array was frozen, other maps of a file are not
-                found. What only claims to be read-only, as arrays of `numpy.from_dlpack` and
-                of an ``__array_interface__`` do, is refused.
+            share: Alias the vector, which must be read-only, since its owner could otherwise
+                change the model unnoticed. Everything that it is a view of must be read-only,
+                too, down to an array that owns its memory or an object that exports a read-only
+                buffer (Ray's, `bytes`, a read-only `mmap`). Their flags are trusted: older
+                writable views of a frozen array and other maps of a file are not detected.
+                Arrays that only claim to be read-only (of `numpy.from_dlpack`, of an
+                ``__array_interface__``) are rejected.
 
         Raises:
             ValueError: If it has another length, a value does not fit an integer variable,
-                or it is to be shared and can be written to, or does not tell.
+                or it is to be shared and is not known to be read-only.
             TypeError: If its dtype cannot be cast.
             RuntimeError: In a graph, if no session is set; if called inside a `tf.function`.
         """
@@ -368,10 +367,10 @@ class TensorFlowVariables:
     def add_flat(self, delta: ArrayLike, scale: float = 1.0) -> None:
         """Add ``scale * delta`` to the weights, in place.
 
-        A step of gradient descent, of evolution strategies, of a line search, without
-        getting and setting: one pass over the variables' own memory, by the kernel of
-        `flatweights.axpy_`, with its bits. ``delta`` is cast to the dtype of each variable
-        first. Integer and boolean variables stay as they are.
+        This makes steps of gradient descent, evolution strategies or a line search without a
+        get and a set: one pass over the variables' own memory, by the kernel of
+        `flatweights.axpy_` and with the same bits. ``delta`` is first cast to the dtype of
+        each variable. Integer and boolean variables stay as they are.
 
         >>> import tensorflow as tf
         >>> v = tf.Variable([1.0, 2.0])
@@ -385,8 +384,8 @@ class TensorFlowVariables:
 
         Raises:
             ValueError: If it has another length, or ``scale`` is not finite.
-            TypeError: If its dtype cannot be cast, a variable's dtype is one that
-                is not computed with (float8), or ``scale`` is no real number.
+            TypeError: If its dtype cannot be cast, a variable has a dtype without arithmetic
+                (float8), or ``scale`` is not a real number.
             RuntimeError: As `get_flat`.
         """
         self._update(ADD, delta, "delta", finite(scale, "scale"))
@@ -394,8 +393,8 @@ class TensorFlowVariables:
     def lerp_flat(self, target: ArrayLike, t: float) -> None:
         """Move the weights towards ``target``, by the fraction ``t`` of the way, in place.
 
-        ``w += t * (target - w)``, the soft update of a target network, without getting and
-        setting: as `add_flat`, by the kernel of `flatweights.lerp_`.
+        ``w += t * (target - w)``, the soft update of a target network, without a get and a
+        set: like `add_flat`, but by the kernel of `flatweights.lerp_`.
 
         >>> import tensorflow as tf
         >>> v = tf.Variable([0.0, 2.0])
@@ -405,7 +404,7 @@ class TensorFlowVariables:
 
         Args:
             target: Vector of `get_flat_size` elements.
-            t: A finite real number; outside of 0 to 1 it extrapolates.
+            t: A finite real number; outside 0 to 1 it extrapolates.
 
         Raises:
             ValueError: As `add_flat`.
@@ -416,9 +415,9 @@ class TensorFlowVariables:
 
     def _update(self, update: Update, value: ArrayLike, argument: str, a: float) -> None:
         flat = self._vector(value, argument)
-        if self._not_computed_with:
+        if self._without_arithmetic:
             raise TypeError(
-                f"expected dtypes that are computed with, got {', '.join(self._not_computed_with)}"
+                f"expected dtypes with arithmetic, got {', '.join(self._without_arithmetic)}"
             )
         self._mover.update(update, flat, a)
         self._replicas.follow()
@@ -443,27 +442,29 @@ class TensorFlowVariables:
     ) -> None:
         """Set weights by name; a subset is allowed.
 
-        Which weights are meant for which variables is decided in this order. If all
-        given names are known, by name. Else, if they are a full set whose shapes and
-        dtypes agree with the model's in order, by position (two networks in one graph, a
-        renamed scope, shifted automatic numbers), unless the names tell that they are in
-        another order. Else, if some names are known, those, with a warning that lists the
-        others. Values are cast as by `set_flat`. Everything is checked before anything is
-        set.
+        The first rule that applies decides which weights are for which variables:
+
+        1. All names are known: by name.
+        2. The weights are a full set whose shapes and dtypes agree with the model's in order:
+           by position (two networks in one graph, a renamed scope, shifted automatic
+           numbers), unless the names show that they are in another order.
+        3. Some names are known: only those, with a warning that lists the others.
+
+        Values are cast as by `set_flat`. Everything is checked before anything is set.
 
         Args:
             new_weights: Arrays by name: `FlatWeights`, or any mapping.
-            strict: Accept nothing but all names of the model, each known.
-            rename: Names in ``new_weights`` to names of the model.
+            strict: Accept only exactly the names of the model.
+            rename: Maps names in ``new_weights`` to names of the model.
             share: Alias the arrays, which must be read-only, as `set_flat` does. Arrays
                 and `FlatWeights` that ``ray.get`` returns are.
 
         Raises:
-            AssertionError: If nothing matches; as Ray's class says it.
+            AssertionError: If nothing matches, as in Ray's class.
             ValueError: If a shape differs, a value does not fit an integer variable,
-                ``strict`` or ``rename`` are not met, or something that can be written to
-                is to be shared.
-            TypeError: If ``new_weights`` is no mapping, or a dtype cannot be cast.
+                ``strict`` or ``rename`` does not hold, or an array to be shared is not known
+                to be read-only.
+            TypeError: If ``new_weights`` is not a mapping, or a dtype cannot be cast.
             RuntimeError: As `set_flat`.
         """
         if not isinstance(new_weights, Mapping):
@@ -490,11 +491,10 @@ class TensorFlowVariables:
         return weights.layout is self._layout or weights.layout == self._layout
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the weights to a safetensors file, in place of what was there.
+        """Write the weights to a safetensors file; an existing file is replaced atomically.
 
-        As ``get_weights().save(path)``: at once and whole, or not at all, with layout and
-        checksum; see `FlatWeights.save`. `load` reads it in either mode of TensorFlow, and other
-        programs read it too.
+        Like ``get_weights().save(path)``, with layout and checksum; see `FlatWeights.save`.
+        `load` reads the file in either mode of TensorFlow; other programs can read it, too.
 
         >>> import tempfile
         >>> import tensorflow as tf
@@ -508,10 +508,10 @@ class TensorFlowVariables:
         array([1., 2.], dtype=float32)
 
         Args:
-            path: Where. What a symbolic link points to is replaced, not the link.
+            path: The file. The target of a symbolic link is replaced, not the link.
 
         Raises:
-            OSError: If it cannot be written; the old file is untouched then.
+            OSError: If it cannot be written; the old file is unchanged then.
             RuntimeError: As `get_flat`.
         """
         self.get_weights().save(path)
@@ -523,23 +523,22 @@ class TensorFlowVariables:
         strict: bool = False,
         rename: Mapping[str, str] | None = None,
     ) -> None:
-        """Set weights from a safetensors file: that of `save`, or of another program.
+        """Set weights from a safetensors file of `save` or another program.
 
-        The file is mapped into memory, and checked, and each byte is copied once, to its
-        variable. Which weights are meant for which variables is decided as in `set_weights`, so
-        a file of some of them is enough, and one of more will do; but the files of other
-        programs set by name alone, since the order of their tensors has no meaning. If
-        anything is wrong, nothing is set.
+        The file is read into memory and checked, then copied to the variables. Weights are
+        matched to variables as in `set_weights`, so the file may have fewer or more of them.
+        But files of other programs are matched only by name, since the order of their tensors
+        has no meaning. If anything is wrong, nothing is set.
 
         Args:
             path: The file.
-            strict: Accept nothing but all names of the model, each known.
-            rename: Names in the file to names of the model.
+            strict: Accept only exactly the names of the model.
+            rename: Maps names in the file to names of the model.
 
         Raises:
             OSError: If it cannot be opened.
-            ValueError: If it is not a whole safetensors file, is not as `save` wrote it, or
-                as in `set_weights`.
+            ValueError: If it is not a complete safetensors file, differs from what `save`
+                wrote, or as in `set_weights`.
             AssertionError: If nothing in it matches.
             TypeError: If a dtype cannot be cast.
             RuntimeError: As `set_flat`.
@@ -567,16 +566,16 @@ class TensorFlowVariables:
         dtype: DTypeLike | None = None,
         clip_norm: float | None = None,
     ) -> Any:
-        """Return gradients as one vector: element for element those of `get_flat`.
+        """Return gradients as one vector, in the order of `get_flat`.
 
-        Gradients in memory are read where they are, each byte once; their sum over repeated
-        indices is taken, in float32 at least, where they are `tf.IndexedSlices`. What is None,
-        or not given, counts as zeros.
+        Gradients in memory are read in place, each byte once. Rows of `tf.IndexedSlices` with
+        the same index are added, at least in float32. None, and gradients that are not given,
+        count as zeros.
 
         Gradients of a graph (inside a `tf.function`, or of `tf.gradients` and
-        `tf.compat.v1.train.Optimizer.compute_gradients`) give a tensor of it, for one fetch
-        instead of one for each variable. In a TF1 graph its operations are added at the
-        first call; later ones with the same gradients return the same tensor.
+        `tf.compat.v1.train.Optimizer.compute_gradients`) give one tensor of that graph, for one
+        fetch instead of one per variable. In a TF1 graph the first call adds operations; later
+        calls with the same gradients return the same tensor.
 
         >>> import tensorflow as tf
         >>> w, b = tf.Variable([1.0, 2.0]), tf.Variable(3.0)
@@ -589,15 +588,15 @@ class TensorFlowVariables:
         Args:
             grads: One gradient for each variable in order, or for each one that is trainable; or
                 pairs (gradient, variable) in any order, or a mapping from name to
-                gradient. A gradient is a tensor, an array, `tf.IndexedSlices`, what a session
-                returned for these, or None.
+                gradient. A gradient is a tensor, an array, `tf.IndexedSlices`, a session's
+                value of one of these, or None.
             out: Where to write: contiguous, of `get_flat_size` elements. A new vector, if None.
             dtype: Dtype of the result; that of the layout, if None.
             clip_norm: Scale the vector so that its Euclidean norm is at most this (Pascanu,
                 Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
                 ICML 2013), as `tf.clip_by_global_norm` does: if the norm is not finite, all of
-                the vector becomes NaN. It applies to what is given, so that of a scaled loss
-                has to be scaled too.
+                the vector becomes NaN. It applies to the gradients as given, so for a scaled
+                loss it has to be scaled, too.
 
         Returns:
             ``out``, or the new vector; for gradients of a graph, a tensor.
@@ -608,8 +607,8 @@ class TensorFlowVariables:
                 variable's, an index is out of range, a name or variable is unknown or
                 occurs twice, ``clip_norm`` is negative or not finite, or ``out`` has another
                 length, is strided or read-only, or overlaps a gradient.
-            RuntimeError: If the gradients' graph is finalized; inside a `tf.function`, if they are
-                not of it.
+            RuntimeError: If the gradients' graph is finalized; inside a `tf.function`, if they
+                are not its own tensors.
         """
         target = self._dtype if dtype is None else np.dtype(dtype)
         if out is not None:
@@ -617,10 +616,10 @@ class TensorFlowVariables:
         return self._gradients.flatten(grads, target, out, clip_norm)
 
     def prepare_gradients(self, optimizer: Any) -> None:
-        """Build what `apply_flat_gradients` runs, which its first call does otherwise.
+        """Build what `apply_flat_gradients` runs; otherwise its first call builds it.
 
-        In a graph this adds operations, and variables that the optimizer has not made yet, so
-        it has to be called before the graph is finalized.
+        In a graph this adds operations, and variables that the optimizer has not created yet,
+        so it has to be called before the graph is finalized.
 
         Args:
             optimizer: As for `apply_flat_gradients`.
@@ -637,18 +636,18 @@ class TensorFlowVariables:
 
         The vector is cast as by `set_flat`, copied once, and handed to TensorFlow as one tensor
         for each dtype. Variables that are not trainable are left out; their elements are
-        not read. (Layers that are frozen in `tf_keras`, or in a graph after they were built, do not
-        tell their variables: construct with ``trainable_only`` where there are any.)
+        not read. (A layer that is frozen in `tf_keras`, or in a graph after it was built, does
+        not mark its variables: construct with ``trainable_only`` for such models.)
 
-        The vector holds what ``optimizer.apply_gradients`` takes. Mind that where the loss
-        is scaled: the ``LossScaleOptimizer`` of Keras 3 takes gradients of the scaled loss and
-        divides them; that of `tf_keras` takes what its ``get_unscaled_gradients`` returns. Both
-        leave out a step whose gradients are not finite.
+        The vector holds the gradients that ``optimizer.apply_gradients`` takes. This matters if
+        the loss is scaled: the ``LossScaleOptimizer`` of Keras 3 takes gradients of the scaled
+        loss and divides them; that of `tf_keras` takes the result of its
+        ``get_unscaled_gradients``. Both skip a step whose gradients are not finite.
 
-        What runs is built at the first call with an optimizer and kept as long as that lives:
-        a `tf.function`, traced once, or operations of the graph (see `prepare_gradients`).
-        Which variables are trainable, and what the optimizer keeps in Python rather than in
-        variables, is read then. In a graph, slots that the optimizer makes then are
+        The first call with an optimizer builds a `tf.function`, traced once, or operations of
+        the graph (see `prepare_gradients`), and keeps them as long as the optimizer lives. Only
+        this call reads which variables are trainable, and the optimizer's settings in Python
+        rather than in variables. In a graph, slots that the optimizer creates then are
         initialized in the session.
 
         >>> import keras
@@ -663,7 +662,7 @@ class TensorFlowVariables:
             flat: Vector of `get_flat_size` elements.
 
         Raises:
-            TypeError: If ``optimizer`` is none, or the vector's dtype cannot be cast.
+            TypeError: If ``optimizer`` is not one, or the vector's dtype cannot be cast.
             ValueError: If the vector has another length, or no variable is trainable.
             RuntimeError: In a graph, if no session is set, it is finalized and this is the first
                 call, or a variable is not initialized; if called inside a `tf.function`.
@@ -677,10 +676,9 @@ class TensorFlowVariables:
 
         It is what `scipy.optimize.minimize` takes with ``jac=True``, for ``method="L-BFGS-B"``
         (Byrd, Lu, Nocedal and Zhu, "A limited memory algorithm for bound constrained
-        optimization", SIAM J. Sci. Comput. 16(5), 1995) and others. Each call sets the weights,
-        all of them, and leaves them so: set those of the result afterwards, for the last
-        ones tried need not be the best. Elements of variables that are not trainable
-        have the gradient 0.
+        optimization", SIAM J. Sci. Comput. 16(5), 1995) and others. Each call sets all weights
+        and does not restore them: set those of the result afterwards, since the last ones tried
+        need not be the best. Elements of variables that are not trainable have the gradient 0.
 
         The weights are rounded to the dtypes of the variables. Where these are float32, the loss
         is flat at distances of 1e-7 of a weight, and a search cannot be more precise.
@@ -696,10 +694,10 @@ class TensorFlowVariables:
         array([1., 2.])
 
         Args:
-            loss_fn: Returns the loss, a scalar. It is called here, once: eagerly in a
-                `tf.function`, which is traced now and never again (so what it reads from Python
-                stays as it is now: hand over data that changes in variables); in a graph,
-                to return a tensor of it.
+            loss_fn: Returns the loss, a scalar. It is called once, now. In eager mode a
+                `tf.function` traces it, so values that it reads from Python are fixed from then
+                on: keep data that changes in variables. In a graph, it returns a tensor of
+                that graph.
             dtype: Dtype of the gradient, floating.
 
         Returns:
@@ -728,23 +726,23 @@ class TensorFlowVariables:
     def __reduce__(self) -> NoReturn:
         """Raise `TypeError`: variables belong to the process that built them."""
         raise TypeError(
-            "TensorFlowVariables cannot be pickled: a copy would set another model than yours. "
+            "TensorFlowVariables cannot be pickled: a copy would set a different model. "
             "Build the model inside the actor, and send get_weights() or get_flat()"
         )
 
 
 def _bits_of_integers(dtype: np.dtype[Any]) -> int:
-    """Return how many bits an integer may have that ``dtype`` holds exactly."""
+    """Return the number of bits up to which ``dtype`` holds all integers exactly."""
     return int(ml_dtypes.finfo(dtype).nmant) + 1 if is_floating(dtype) else 8 * dtype.itemsize
 
 
 def _holds_integers(values: NDArray[Any]) -> bool:
-    """Whether integers were not rounded when they became these ``values``."""
+    """Whether ``values`` are integers that were converted without rounding."""
     largest = 2.0 ** _bits_of_integers(values.dtype)
     return bool((np.abs(values.astype(np.float64)) < largest).all())
 
 
 def _runs_elsewhere(session: Any) -> bool:
-    # A server that does not know the op refuses the whole graph.
+    # A server that does not have the op rejects the whole graph.
     target = getattr(session, "sess_str", "")
     return bool(target)
