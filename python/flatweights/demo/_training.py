@@ -103,7 +103,7 @@ def exchange_by(name: str, group: WorkerGroup, sizes: Sequence[int]) -> Exchange
     Workers of a group wait some milliseconds for its next command before they take other calls.
     """
     ray.get([actor.ping.remote() for actor in group.actors().values()])
-    if name == FLAT:  # in a loop of its own they would be waiting
+    if name == FLAT:  # without other ways between, the workers would wait for it already
         group.step("ping")
     return WAYS[name](group, sizes)
 
