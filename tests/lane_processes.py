@@ -18,7 +18,8 @@ import pytest
 
 import flatweights as fw
 from flatweights.ray import _failpoints
-from flatweights.ray._lane_driver import Answer, Command, DriverLane, Lanes
+from flatweights.ray._lane_driver import DriverLane, Lanes, Reply
+from flatweights.ray._lane_message import Message
 from flatweights.ray._lane_worker import WorkerLanes
 
 # A worker is a fork of a server that has imported everything, once.
@@ -172,7 +173,7 @@ class LaneWorker:
         assert isinstance(nonce, bytes), nonce
         self.lane = lanes.connect(self.token, nonce)
 
-    def post(self, command: Command, lanes: Lanes) -> None:
+    def post(self, command: Message, lanes: Lanes) -> None:
         if not self.lane.post(command, lanes.windows):
             self.serve()
 
@@ -207,7 +208,7 @@ class Driver:
         for worker in self.workers:
             worker.attach(self.lanes)
 
-    def command(self, method: str, *args: Any, wants_window: bool = True) -> Command:
+    def command(self, method: str, *args: Any, wants_window: bool = True) -> Message:
         found = self.lanes.command(method, args, {}, plain, wants_window=wants_window)
         assert found is not None
         return found
@@ -228,7 +229,7 @@ class Driver:
             self.lanes.wait(missing, max(0.0, end - time.monotonic()), len(missing))
         return True
 
-    def answers(self, method: str, *args: Any, wants_window: bool = True) -> list[Answer]:
+    def answers(self, method: str, *args: Any, wants_window: bool = True) -> list[Reply]:
         self.post(method, *args, wants_window=wants_window)
         assert self.wait()
         return [worker.lane.take() for worker in self.workers]

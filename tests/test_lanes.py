@@ -275,7 +275,7 @@ def test_what_a_method_raises_goes_through_the_call(one: Driver, method: str, sa
 def test_a_command_that_cannot_be_read_is_refused(one: Driver) -> None:
     (worker,) = one.workers
     command = one.command("echo", 1)
-    worker.post(command._replace(message=command.message[:-5]), one.lanes)
+    worker.post(command._replace(content=command.content[:-5]), one.lanes)
     assert one.wait()
     assert worker.lane.take().kind == REFUSED
     assert one.answers("echo", 2)[0] == (VALUE, 2)

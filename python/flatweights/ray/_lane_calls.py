@@ -24,8 +24,8 @@ from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Answer, Call, Head, Packed, Payload, Worker, plain
 from flatweights.ray._errors import put
 from flatweights.ray._lane import LaneError
-from flatweights.ray._lane_driver import Command, DriverLane, Lanes
-from flatweights.ray._lane_message import Keep
+from flatweights.ray._lane_driver import DriverLane, Lanes
+from flatweights.ray._lane_message import Keep, Message
 from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS
 from flatweights.ray._ray_calls import RayAnswer, RayWorker
 from flatweights.ray._round import sealed
@@ -94,7 +94,7 @@ class GroupLanes:
         self.nbytes = 0
         self.ranks = ranks
         self._lanes: Lanes | None = None
-        self._last: tuple[Any, Command | None] | None = None
+        self._last: tuple[Any, Message | None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as new ones."""
@@ -112,7 +112,7 @@ class GroupLanes:
                 weakref.finalize(self, self._lanes.close)
         return self._lanes
 
-    def command(self, call: Call) -> Command | None:
+    def command(self, call: Call) -> Message | None:
         """Return the command that ``call`` is for all workers; None if it is to go through Ray."""
         if self._last is None or self._last[0] is not call:
             weights = None if call.payload is None else call.payload.value
@@ -120,14 +120,14 @@ class GroupLanes:
             self._last = call, self._made("call_version", args, call.kwargs, wants_window=True)
         return self._last[1]
 
-    def message(self, head: Head, weights: Any) -> Command | None:
+    def weights_command(self, head: Head, weights: Any) -> Message | None:
         """Return the command that sends ``weights`` to all workers; None if it cannot."""
         if self._last is None or self._last[0] is not head:
             args = plain(head), weights
             self._last = head, self._made("receive_version", args, {}, wants_window=False)
         return self._last[1]
 
-    def _made(self, method: str, args: Any, kwargs: Any, *, wants_window: bool) -> Command | None:
+    def _made(self, method: str, args: Any, kwargs: Any, *, wants_window: bool) -> Message | None:
         assert self._lanes is not None
         return self._lanes.command(method, args, kwargs, cloud_dumps, wants_window=wants_window)
 
@@ -327,7 +327,7 @@ class LaneWorker(Worker):
         """Have the worker read the weights where they lie."""
         lane = self._lane
         if lane is not None and LaneWorker in payload.ready:
-            command = self._group.message(head, payload.value)
+            command = self._group.weights_command(head, payload.value)
             answer = None
             if command is not None:
                 answer = self._post(lane, command, lambda: self._send_by_ray(head, payload))
@@ -364,7 +364,7 @@ class LaneWorker(Worker):
             self._lane.dismiss()
         return self._ray
 
-    def _post(self, lane: DriverLane, command: Command, again: Any) -> LaneAnswer | None:
+    def _post(self, lane: DriverLane, command: Message, again: Any) -> LaneAnswer | None:
         """Post a command; None if the worker does not take it."""
         assert self._group.lanes is not None
         try:

@@ -16,7 +16,7 @@ from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Packed
 from flatweights.ray._failpoints import reach
 from flatweights.ray._lane import LaneEnd, LaneError
-from flatweights.ray._lane_message import Dumps, make_message, split_message
+from flatweights.ray._lane_message import Dumps, Message, make_message, split_message
 from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS, check_user
 from flatweights.ray._windows import Place, Windows
 
@@ -27,19 +27,7 @@ _WATCH = 150e-6  # seconds for which a driver looks at mailboxes before it sleep
 _NUMBER = struct.Struct("<Q")
 
 
-class Command(NamedTuple):
-    """What workers are to do, written once for all of them.
-
-    Attributes:
-        message: For the mailboxes.
-        places: The windows that it mentions.
-    """
-
-    message: bytes
-    places: list[Place]
-
-
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """What became of a command.
 
     Attributes:
@@ -79,7 +67,7 @@ class DriverLane(LaneEnd):
         """Whether the last command was answered."""
         return self.mailbox.is_settled
 
-    def post(self, command: Command, windows: Windows) -> bool:
+    def post(self, command: Message, windows: Windows) -> bool:
         """Post a command; return whether a call of the worker is to take it, else make one.
 
         Raises:
@@ -94,7 +82,7 @@ class DriverLane(LaneEnd):
         reach("announced")
         self.hold(command.places)
         self._sent, self._is_read = command.places, False
-        is_expected = self.mailbox.post(command.message, self._count)
+        is_expected = self.mailbox.post(command.content, self._count)
         reach("posted")
         return is_expected
 
@@ -120,7 +108,7 @@ class DriverLane(LaneEnd):
         """Have the worker wait no longer for commands, in any call that was made."""
         self.mailbox.dismiss(self._count)
 
-    def take(self) -> Answer:
+    def take(self) -> Reply:
         """Return the answer. Arrays in it are views, until the next command at the longest.
 
         A view that lives longer keeps its window from being written, and nothing else.
@@ -131,15 +119,15 @@ class DriverLane(LaneEnd):
             (buffer,) = self.views(places)
             if self._layout is None or self._layout.digest != stream.decode():
                 raise LaneError("the layout of the weights is not known")
-            return Answer(kind, Packed(buffer, self._layout))
+            return Reply(kind, Packed(buffer, self._layout))
         if kind == VALUE:
             value = self.load(places, stream)
             if type(value) is FlatWeights:
                 self._layout = value.layout
-            return Answer(kind, value)
+            return Reply(kind, value)
         if kind == BY_CALL:
-            return Answer(kind, _NUMBER.unpack(stream)[0])
-        return Answer(kind, stream.decode())
+            return Reply(kind, _NUMBER.unpack(stream)[0])
+        return Reply(kind, stream.decode())
 
     def discard(self) -> None:
         """Drop the last answer, if nobody has taken it."""
@@ -218,7 +206,7 @@ class Lanes:
 
     def command(
         self, method: str, args: Any, kwargs: Any, pickle_other: Dumps, *, wants_window: bool
-    ) -> Command | None:
+    ) -> Message | None:
         """Return a command for workers; None if it has to go through Ray.
 
         Args:
@@ -229,10 +217,8 @@ class Lanes:
             wants_window: Whether the result is to lie in a window of the worker, to be read
                 in place; else it is small, or goes through Ray.
         """
-        message = make_message(
-            int(wants_window), [(method, args, kwargs)], self.windows, pickle_other, frozen=True
-        )
-        return None if message is None else Command(*message)
+        call = [(method, args, kwargs)]
+        return make_message(int(wants_window), call, self.windows, pickle_other, frozen=True)
 
     def wait(self, lanes: Sequence[DriverLane], seconds: float | None, enough: int = 1) -> None:
         """Sleep until something has happened, or the time is up; maybe for nothing.

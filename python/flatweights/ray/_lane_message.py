@@ -8,7 +8,7 @@ or names objects of Ray, makes no message: it goes through Ray.
 import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,18 @@ _LEAVES = {int, float, complex, bool, str, bytes, type(None), FlatWeights}
 
 Keep = Callable[[pickle.PickleBuffer], Any]
 Dumps = Callable[[Any, Keep], bytes]
+
+
+class Message(NamedTuple):
+    """A value that is ready for mailboxes.
+
+    Attributes:
+        content: What goes into a mailbox.
+        places: The buffers that it mentions.
+    """
+
+    content: bytes
+    places: list[Place]
 
 
 def pickled(value: Any, pickle_other: Dumps) -> tuple[bytes, list[memoryview]]:
@@ -67,25 +79,25 @@ def fits(stream: bytes, count: int) -> bool:
 
 
 def join_message(kind: int, stream: bytes, places: Sequence[Place] = ()) -> bytes:
-    """Return a message."""
+    """Return the content of a message."""
     table = [_PLACE.pack(*place) for place in places]
     return b"".join([_HEADER.pack(kind, len(places)), *table, stream])
 
 
-def split_message(message: bytes) -> tuple[int, list[Place], bytes]:
-    """Return kind, places and stream of a message."""
-    kind, count = _HEADER.unpack_from(message)
+def split_message(content: bytes) -> tuple[int, list[Place], bytes]:
+    """Return kind, places and stream of a message's content."""
+    kind, count = _HEADER.unpack_from(content)
     if not count:
-        return kind, [], message[_HEADER.size :]
+        return kind, [], content[_HEADER.size :]
     end = _HEADER.size + count * _PLACE.size
-    places = [*map(Place._make, _PLACE.iter_unpack(message[_HEADER.size : end]))]
-    return kind, places, message[end:]
+    places = [*map(Place._make, _PLACE.iter_unpack(content[_HEADER.size : end]))]
+    return kind, places, content[end:]
 
 
 def make_message(
     kind: int, box: list[Any], windows: Windows | None, pickle_other: Dumps, *, frozen: bool
-) -> tuple[bytes, list[Place]] | None:
-    """Return a message with the value in ``box``, and the places that it mentions.
+) -> Message | None:
+    """Return a message with the value in ``box``.
 
     Buffers that lie in windows are not moved, unless somebody could still write to them;
     others are copied into a window, once.
@@ -112,7 +124,7 @@ def make_message(
         if buffers:
             return None
         box.clear()
-        return join_message(kind, stream), []
+        return Message(join_message(kind, stream), [])
     places = [windows.find(buffer) for buffer in buffers]
     if frozen:
         places = [p if b.readonly else None for p, b in zip(places, buffers, strict=True)]
@@ -130,7 +142,7 @@ def make_message(
             box.append(pickle.loads(stream, buffers=copies))
             return None
     whole = [place for place in places if place is not None]
-    return join_message(kind, stream, whole), whole
+    return Message(join_message(kind, stream, whole), whole)
 
 
 def _copy_in(

@@ -19,8 +19,8 @@ from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._failpoints import reach
 from flatweights.ray._lane import LaneEnd, LaneError
-from flatweights.ray._lane_message import Dumps, join_message, make_message, split_message
-from flatweights.ray._windows import Place, Windows
+from flatweights.ray._lane_message import Dumps, Message, join_message, make_message, split_message
+from flatweights.ray._windows import Windows
 
 LINGER = 0.01
 """Seconds for which a worker waits for the next command."""
@@ -170,7 +170,7 @@ class WorkerLane(LaneEnd):
         reach("gathered")
         return answer
 
-    def _weights_message(self, box: list[Any]) -> tuple[bytes, list[Place]] | None:
+    def _weights_message(self, box: list[Any]) -> Message | None:
         """As `make_message`, of weights that lie in a window, of a layout that the driver knows.
 
         Returns:
@@ -190,7 +190,7 @@ class WorkerLane(LaneEnd):
                 box.append(FlatWeights.wrap(self._windows.copy_of(place), self._layout))
                 return None
             (place,) = copied
-        return join_message(WEIGHTS, self._layout.digest.encode(), [place]), [place]
+        return Message(join_message(WEIGHTS, self._layout.digest.encode(), [place]), [place])
 
 
 class WorkerLanes:
