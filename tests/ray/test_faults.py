@@ -111,12 +111,13 @@ def fill_the_store() -> None:
         print(error)
     assert same_bits(out.buffer, kept.buffer)
     assert group.healthy_actor_ids() == [0, 1, 2, 3]
-    time.sleep(1)  # the results are gone soon after
-    group.broadcast(start)
+    wait_for_one_buffer(start.layout.nbytes)
+    group.broadcast(start)  # workers answer once their results, too, are made or given up
+    wait_for_one_buffer(start.layout.nbytes)
     found = group.average("train", min_results=1)
     assert found.used
     check(found.weights, start, found.used)
-    time.sleep(1)
+    wait_for_one_buffer(start.layout.nbytes)
     pins = [ray.put(np.zeros(size)) for _ in range(1)]
     views = []
     try:
@@ -158,6 +159,12 @@ def store_in_use() -> tuple[int, int]:
     address = global_worker.gcs_client.address
     stats = get_memory_info_reply(get_state_from_address(address)).store_stats
     return stats.object_store_bytes_used, stats.spilled_bytes_total
+
+
+def wait_for_one_buffer(nbytes: int) -> None:
+    """Wait until the store holds no more than what was broadcast: Ray frees when it comes to it."""
+    while store_in_use()[0] > 1.5 * nbytes:
+        time.sleep(0.05)
 
 
 def settled_use() -> int:
