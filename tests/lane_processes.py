@@ -1,5 +1,6 @@
 """Workers of lanes in processes of their own, without Ray: a pipe makes Ray's calls."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import flatweights as fw
@@ -154,14 +156,17 @@ def _start_server() -> None:
 
 
 class LaneWorker:
-    """A process, and the driver's end of the lane to it."""
+    """A process, and the driver's end of the lane to it.
 
-    def __init__(self, rank: int, size: int) -> None:
-        _start_server()
-        self.pipe, theirs = _processes.Pipe()
-        self.process = _processes.Process(target=_work, args=(theirs, rank, size), daemon=True)
-        self.process.start()
-        theirs.close()
+    Args:
+        pid: The process.
+        pipe: The driver's end of the pipe to it: the process ends with it.
+    """
+
+    def __init__(self, pid: int, pipe: Connection) -> None:
+        self.process = psutil.Process(pid)
+        self.pipe = pipe
+        self.called = 0
         self.lane: DriverLane
         self.token = b""
 
@@ -178,7 +183,11 @@ class LaneWorker:
             self.serve()
 
     def serve(self) -> None:
-        self.lane.serve(lambda number: self.pipe.send(("serve", self.token, number)))
+        self.lane.serve(self._call)
+
+    def _call(self, number: int) -> None:
+        self.called += 1
+        self.pipe.send(("serve", self.token, number))
 
     @property
     def calls(self) -> int:
@@ -190,21 +199,36 @@ class LaneWorker:
         return [self.pipe.recv() for _ in range(count)]
 
     def signal(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        self.process.send_signal(number)
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.join()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.process.kill()
+            self.process.wait(60)
         self.pipe.close()
+
+
+def start_worker(rank: int, size: int) -> tuple[int, Connection]:
+    """Start what a `LaneWorker` is made of."""
+    _start_server()
+    ours, theirs = _processes.Pipe()
+    process = _processes.Process(target=_work, args=(theirs, rank, size), daemon=True)
+    process.start()
+    theirs.close()
+    assert process.pid is not None
+    return process.pid, ours
 
 
 class Driver:
     """Lanes to some workers, and calls over them."""
 
-    def __init__(self, count: int, size: int = LARGE) -> None:
+    def __init__(
+        self, count: int, size: int = LARGE, *, workers: Sequence[LaneWorker] | None = None
+    ) -> None:
         self.lanes = Lanes()
-        self.workers = [LaneWorker(rank, size) for rank in range(count)]
+        self.workers = [
+            *(workers or (LaneWorker(*start_worker(rank, size)) for rank in range(count)))
+        ]
         for worker in self.workers:
             worker.attach(self.lanes)
 
@@ -254,9 +278,8 @@ def weights_of(value: float) -> fw.FlatWeights:
     return sealed(fw.FlatWeights({"w": np.full(LARGE, value), "n": np.int64(0)}))
 
 
-def _drive(point: str, action: str, pipe: Connection) -> None:
-    driver = Driver(1)
-    pipe.send([worker.process.pid for worker in driver.workers])
+def _drive(point: str, action: str, pipe: Connection, worker: tuple[int, Connection]) -> None:
+    driver = Driver(1, workers=[LaneWorker(*worker)])
     mean = weights_of(1.0)
     left = [3]
 
@@ -282,11 +305,13 @@ def _drive(point: str, action: str, pipe: Connection) -> None:
     driver.close()
 
 
-def start_driver(point: str, action: str) -> tuple[Any, Connection]:
-    """Start a driver that fails at ``point``; it first says which processes its workers are."""
-    _start_server()
+def start_driver(point: str, action: str) -> tuple[Any, Connection, int]:
+    """Start a driver that fails at ``point``; return it, a pipe to it, and its worker's process."""
+    # Made here: in the driver it would need another server, which imports everything again.
+    worker = start_worker(0, LARGE)
     ours, theirs = _processes.Pipe()
-    program = _processes.Process(target=_drive, args=(point, action, theirs))
+    program = _processes.Process(target=_drive, args=(point, action, theirs, worker))
     program.start()
     theirs.close()
-    return program, ours
+    worker[1].close()
+    return program, ours, worker[0]

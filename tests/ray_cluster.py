@@ -11,8 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray_forks
 
 ROOT = Path(__file__).parents[1]
+
+LEAN: dict[str, Any] = {
+    "include_dashboard": False,
+    "dashboard_port": None,  # another Ray of these tests may have the usual one
+    "include_log_monitor": False,  # it reads the files of all workers ten times a second
+    "no_monitor": True,  # nothing adds nodes to these clusters
+    "setup_worker_path": ray_forks.__file__,
+}
+"""Options of a node without what no test uses."""
 
 _STORE = 1 << 30  # bytes
 
@@ -47,6 +57,10 @@ def shared_ray(ray_folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as inherited:
         inherited.setenv("PYTHONPATH", os.pathsep.join(folders))
         inherited.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+        inherited.setenv("REPORTER_UPDATE_INTERVAL_MS", "3600000")  # nobody reads its reports
+        forks = ray_forks.RayForks(ray_folder)
+        for name, value in forks.environment.items():
+            inherited.setenv(name, value)
         node = _start()
     # Ray waits a second for each of its processes, and then leaves it to itself.
     processes = [info.process for infos in node.all_processes.values() for info in infos]
@@ -55,6 +69,7 @@ def shared_ray(ray_folder: Path) -> Iterator[None]:
     node.kill_all_processes(check_alive=False)
     for process in processes:
         process.wait(60)
+    forks.stop()
 
 
 def _start() -> Any:
@@ -62,13 +77,7 @@ def _start() -> Any:
     import ray
     from ray.cluster_utils import Cluster
 
-    options = {
-        "num_cpus": 2,
-        "object_store_memory": _STORE,
-        "include_dashboard": False,
-        "dashboard_port": None,  # another Ray of these tests may have the usual one
-        "include_log_monitor": False,  # it reads the files of all workers ten times a second
-    }
+    options = LEAN | {"num_cpus": 2, "object_store_memory": _STORE}
     attempts_left = 2
     while True:
         try:

@@ -61,6 +61,13 @@ class Actors:
         finally:
             self._take_back(lent)
 
+    def stop(self) -> None:
+        """End all that are not lent: a process of Ray's that waits computes, too."""
+        for actors in self._idle.values():
+            for actor in actors:
+                ray.kill(actor)
+        self._idle.clear()
+
     def _take(self, kind: _Kind, options: dict[str, Any]) -> Any:
         if self._idle[kind]:
             return self._idle[kind].pop()

@@ -31,10 +31,12 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture(scope="session")
-def all_actors() -> Actors:
+@pytest.fixture(scope="module")
+def all_actors() -> Iterator[Actors]:
     """The actors that tests lend one after the other."""
-    return Actors()
+    actors = Actors()
+    yield actors
+    actors.stop()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import ray
 from bench.exchange_cost import exchange_cost
+from ray_cluster import LEAN
 from ray_programs import output_of
 from ray_workers import PlainWorker, weights_of
 from reference import same_bits
@@ -96,10 +97,10 @@ def count_bytes() -> None:
     os.environ["FLATWEIGHTS_RAY"] = "store"  # whose bytes are counted
     from ray.cluster_utils import Cluster
 
-    store = {"object_store_memory": 200 * 2**20, "num_cpus": 1}
-    cluster = Cluster(initialize_head=True, head_node_args={"resources": {"node0": 1}, **store})
+    node = LEAN | {"object_store_memory": 200 * 2**20, "num_cpus": 1}
+    cluster = Cluster(initialize_head=True, head_node_args={"resources": {"node0": 1}, **node})
     for k in range(1, NODES):
-        cluster.add_node(resources={f"node{k}": 1}, **store)
+        cluster.add_node(resources={f"node{k}": 1}, **node)
     ray.init(cluster.address, log_to_driver=False)
     cluster.wait_for_nodes()
     actor = ray.remote(num_cpus=0)(PlainWorker)

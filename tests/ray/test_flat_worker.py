@@ -26,7 +26,8 @@ ANOTHER = np.linspace(-1, 1, 8, dtype=np.float32)
 NAMES = {"eager": ["dense/kernel", "dense/bias"], "graph": ["kernel", "bias"]}
 
 
-@ray.remote
+# An environment of its own: a process that has imported no TensorFlow yet.
+@ray.remote(runtime_env={"env_vars": {"FLATWEIGHTS_TESTS_ALONE": "1"}})
 class EagerWorker(FlatWorker):
     """A Keras model; `build` returns it."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray_cluster import LEAN
 from ray_programs import output_of
 from ray_workers import PlainWorker, merged, trained, weights_of
 from reference import same_bits
@@ -22,7 +23,7 @@ from flatweights.ray import ShardedAverage, WorkerError, WorkerGroup
 pytestmark = pytest.mark.starts_actors
 
 LARGE = 200_000  # elements; beyond 100 KiB shards lie in shared memory
-STORE = {"object_store_memory": 75 * 2**20, "num_cpus": 1}
+NODE = LEAN | {"object_store_memory": 75 * 2**20, "num_cpus": 1}
 
 
 def start_cluster() -> Any:
@@ -35,14 +36,14 @@ def start_cluster() -> Any:
         "health_check_timeout_ms": 5000,
         "health_check_failure_threshold": 4,
     }
-    head = {"resources": {"home": 1}, "_system_config": health, **STORE}
+    head = {"resources": {"home": 1}, "_system_config": health, **NODE}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     ray.init(cluster.address, log_to_driver=False)
     return cluster
 
 
 def add_nodes(cluster: Any, *places: str) -> list[Any]:
-    nodes = [cluster.add_node(resources={place: 1}, **STORE) for place in places]
+    nodes = [cluster.add_node(resources={place: 1}, **NODE) for place in places]
     cluster.wait_for_nodes()
     return nodes
 

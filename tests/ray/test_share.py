@@ -22,13 +22,12 @@ SHAPES = {
 COPY = 4 * sum(int(np.prod(shape)) for shape in SHAPES.values())  # bytes of one model
 
 
-@ray.remote(num_cpus=0)
+# TensorFlow keeps what it freed, otherwise.
+@ray.remote(num_cpus=0, runtime_env={"env_vars": {"TF_ENABLE_ONEDNN_OPTS": "0"}})
 class Inference:
     """A model that is built once it is asked for; measures its own process."""
 
     def __init__(self) -> None:
-        # TensorFlow keeps what it freed, otherwise.
-        os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
         os.environ.pop("FLATWEIGHTS_TENSORFLOW", None)
         import tensorflow as tf
 

@@ -3,9 +3,6 @@
 import gc
 import os
 import pickle
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import tensorflow as tf
+from tf_forks import Forks
 from tf_kinds import KINDS
 
 from flatweights import FlatWeights
@@ -341,16 +339,12 @@ print("received")
 
 
 @pytest.mark.parametrize("path", ["bound"], indirect=True)  # Processes take seconds.
-def test_classes_functions_and_weights_of_main_arrive_in_another_process(tmp_path: Path) -> None:
+def test_classes_functions_and_weights_of_main_arrive_in_another_process(
+    tmp_path: Path, forks: Forks
+) -> None:
     out = ""
     for program in (SENDER, RECEIVER):
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "sent")],
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = forks.run(program, tmp_path / "sent")
         assert done.returncode == 0, done.stderr[-3000:]
         out = done.stdout
     assert "received" in out

@@ -1,0 +1,148 @@
+"""Ray's workers as copies of one process that has imported Ray, NumPy and TensorFlow for all.
+
+A node whose ``setup_worker_path`` is this file starts it where it would start a worker. It passes
+arguments, environment and output on to that process, which forks: the copy becomes the worker.
+Without such a process, on another node, or with a ``runtime_env``, a worker starts as usual.
+
+The process only imports: TensorFlow's and Ray's threads would not live on in a copy.
+"""
+
+import contextlib
+import gc
+import os
+import pickle
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+_ADDRESS = "FLATWEIGHTS_TESTS_FORKS"  # the variable that says where the process listens
+_NODE = "RAY_RAYLET_PID"
+_NO_JOB = "ff" * 4  # as in workers that Ray starts before there is a job
+
+
+class RayForks:
+    """The process, which ends with the one that started it.
+
+    Attributes:
+        environment: What Ray must be started with to find it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        address = str(folder / "forks")
+        self.environment = {_ADDRESS: address}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(address)
+            listener.listen(128)  # workers that start meanwhile wait for the imports
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, "--serve", str(listener.fileno())],
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.PIPE,
+            )
+
+    def stop(self) -> None:
+        self._process.communicate()
+
+
+def start_worker() -> None:
+    """Have a copy made that becomes the worker; or become it here."""
+    (program,) = [k for k, text in enumerate(sys.argv) if text.endswith("default_worker.py")]
+    if any(argument.startswith("--serialized-runtime-env-context") for argument in sys.argv):
+        setup = str(Path(sys.argv[program]).with_name("setup_worker.py"))
+        os.execv(sys.executable, [sys.executable, setup, *sys.argv[1:]])
+    # What Ray's own setup does for other workers; it imports all of Ray for that.
+    arguments = [a for a in sys.argv[program:] if not a.startswith("--language")]
+    if not have_copied(arguments):
+        os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def have_copied(arguments: list[str]) -> bool:
+    """Have the worker started as a copy; return False if there is nothing to copy."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as there:
+            there.connect(os.environ[_ADDRESS])
+            blocked = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])}
+            message = pickle.dumps((arguments, dict(os.environ), blocked))
+            socket.send_fds(there, [message], [0, 1, 2])
+            return there.recv(1) == b"1"
+    except (KeyError, OSError):
+        return False
+
+
+def serve(listener: socket.socket) -> None:
+    """Fork for each worker of one node, until the process that started this one has ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # copies that end are forgotten
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # as in Ray's own processes
+    import_tensorflow()
+    node: str | None = None
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            return
+        with listener.accept()[0] as there, contextlib.suppress(OSError):  # Ray has killed it
+            message, files, _, _ = socket.recv_fds(there, 1 << 20, 3)
+            if not message:
+                continue
+            arguments, environment, blocked = pickle.loads(message)
+            if node is None:
+                node = environment.get(_NODE)
+                import_ray(environment)
+            is_ours = environment.get(_NODE) == node
+            if is_ours and not os.fork():
+                break
+            for file in files:
+                os.close(file)
+            there.send(b"1" if is_ours else b"0")
+    listener.close()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    become_worker(arguments, environment, blocked)
+
+
+def import_tensorflow() -> None:
+    errors = os.dup(2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # TensorFlow greets, whatever it is told
+    try:
+        import_module("tensorflow")
+        import_module("keras")
+    finally:
+        os.dup2(errors, 2)
+        os.close(errors)
+
+
+def import_ray(environment: dict[str, str]) -> None:
+    """Import it in a worker's environment: it keeps what it then finds there."""
+    os.environ.clear()
+    os.environ.update(environment | {"RAY_JOB_ID": _NO_JOB})
+    import_module("ray._private.workers.default_worker")
+    import_module("flatweights.ray")
+    gc.collect()
+    gc.freeze()
+
+
+def become_worker(arguments: list[str], environment: dict[str, str], blocked: set[int]) -> None:
+    """Run Ray's program of a worker in this copy."""
+    import numpy as np
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    random.seed()
+    np.random.seed()
+    sys.argv = arguments
+    sys.path[0] = str(Path(arguments[0]).parent)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        serve(socket.socket(fileno=int(sys.argv[2])))
+    else:
+        start_worker()
