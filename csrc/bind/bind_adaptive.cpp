@@ -13,16 +13,16 @@ namespace {
 
 // `object` as a contiguous and aligned vector of the dtype and length of `like`.
 py::array vector_like(py::handle object, const py::array& like, const char* what, Access access) {
-  py::array found = as_array(object, what);
-  if (found.ndim() != 1 || !is_contiguous(found) || found.size() != like.size() ||
-      !same_dtype(found.dtype(), like.dtype()))
+  py::array vector = as_array(object, what);
+  if (vector.ndim() != 1 || !is_contiguous(vector) || vector.size() != like.size() ||
+      !same_dtype(vector.dtype(), like.dtype()))
     throw py::value_error(std::string(what) + ": expected a contiguous vector, " + describe(like) +
-                          ", got " + describe(found));
-  if ((found.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) == 0)
+                          ", got " + describe(vector));
+  if ((vector.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) == 0)
     throw py::value_error(std::string(what) + ": expected an aligned array");
-  if (access == Access::kWrite && !found.writeable())
+  if (access == Access::kWrite && !vector.writeable())
     throw py::value_error(std::string(what) + ": expected a writable array, got a read-only one");
-  return found;
+  return vector;
 }
 
 SecondMoment read_kind(const std::string& name) {

@@ -85,7 +85,7 @@ bool average_arrays_into(const BoundLayout& bound, bool packed, const py::list& 
   return run(bound, out_slots, table, weights, total);
 }
 
-// Whether `object` is an array, of no subclass, without strides.
+// Whether `object` is a contiguous array, and of no subclass.
 bool is_plain(py::handle object) {
   return Py_TYPE(object.ptr()) == py::detail::npy_api::get().PyArray_Type_ &&
          is_contiguous(py::reinterpret_borrow<py::array>(object));
@@ -147,7 +147,7 @@ bool widens(DType from, DType to) {
          (to == DType::kFloat32 || to == DType::kFloat64);
 }
 
-// As average_arrays_into, of packed buffers, into one whose slots may be wider.
+// Like average_arrays_into, but from packed buffers into one whose slots may be wider.
 void average_widened_into(const BoundLayout& wide, const py::object& out_object,
                           const BoundLayout& narrow, const py::list& sources,
                           const std::vector<double>& weights, double total) {

@@ -42,9 +42,9 @@ std::byte* optional_packed(const py::object& object, const BoundLayout& bound, c
   return object.is_none() ? nullptr : check_packed(as_array(object, name), bound, name, access);
 }
 
-// Writes the difference of a model from `reference`, and `residual`, to the packed `difference`,
-// and what rounding took to `next_residual`; without these, from zeros. Returns the index of the
-// first slot whose difference holds NaN or infinity, or None.
+// Writes `model - reference + residual` to the packed `difference`, and its rounding errors to
+// `next_residual`. None counts as zeros. Returns the index of the first slot whose difference
+// holds NaN or infinity, or None.
 py::object encode_difference_(const BoundLayout& bound, bool packed, const py::list& model,
                               const BoundLayout& narrow, const py::object& difference,
                               const py::object& reference, const py::object& residual,
@@ -90,7 +90,7 @@ py::object encode_difference_(const BoundLayout& bound, bool packed, const py::l
 
 // Adds a difference to the packed `model`, unless it is None; copies other packed buffers, pairs
 // of to and from; and puts `version` into the list `held`. It raises before it changes anything,
-// or does all: nothing that interrupts Python comes in between.
+// or does everything: no interrupt of Python can come in between.
 void advance(const BoundLayout& bound, const py::object& model, const BoundLayout& narrow,
              const py::object& difference, const py::list& copied, const py::list& held,
              const py::object& version) {

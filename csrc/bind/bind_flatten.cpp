@@ -33,7 +33,7 @@ py::array vector_argument(py::handle object, const char* what, Access access) {
   return flat;
 }
 
-// `total + size`, or the largest number where there is none: broadcast arrays may
+// `total + size`, or the largest number if that overflows: broadcast arrays may
 // have more elements than memory.
 py::ssize_t saturating_sum(py::ssize_t total, py::ssize_t size) {
   return size > PTRDIFF_MAX - total ? PTRDIFF_MAX : total + size;
@@ -46,7 +46,7 @@ py::ssize_t saturating_sum(py::ssize_t total, py::ssize_t size) {
 
 std::string part_text(std::size_t i) { return "part " + std::to_string(i); }
 
-// The array at `parts[i]`; the text that names it is made for the error alone.
+// The array at `parts[i]`; its name is built only for the error.
 py::array part_at(const py::list& parts, std::size_t i) {
   return py::isinstance<py::array>(parts[i]) ? py::reinterpret_borrow<py::array>(parts[i])
                                              : as_array(parts[i], part_text(i));
@@ -61,7 +61,7 @@ bool plan_dtypes(Copy& copy, const py::dtype& to, const py::dtype& from) {
   return can_convert(copy.to_dtype, copy.from_dtype);
 }
 
-// The bytes that `array`'s elements lie in, strided as they may be.
+// The memory that the elements of `array` lie in, whatever its strides.
 std::pair<const std::byte*, std::size_t> extent(const py::array& array) {
   const auto* low = static_cast<const std::byte*>(array.data());
   if (array.size() == 0) return {low, 0};
@@ -73,9 +73,9 @@ std::pair<const std::byte*, std::size_t> extent(const py::array& array) {
   return {low, static_cast<std::size_t>(high - low)};
 }
 
-// The elements of all parts together, if they are arrays of one dtype that promotes to
-// itself; else -1. Asked first: looking at each part from Python takes
-// longer than copying it.
+// The total number of elements if all parts are arrays of one dtype that promotes to
+// itself; else -1. Called first, because looking at each part from Python takes longer
+// than copying it.
 py::ssize_t uniform_size(const py::list& parts) {
   if (parts.empty() || !py::isinstance<py::array>(parts[0])) return -1;
   const py::dtype first = py::reinterpret_borrow<py::array>(parts[0]).dtype();
@@ -90,8 +90,8 @@ py::ssize_t uniform_size(const py::list& parts) {
   return total;
 }
 
-// Moves the parts that are free of strides, converting real numbers where the vector's
-// dtype is another; returns the indices of the others, for NumPy to convert.
+// Moves the contiguous parts, converting real numbers to the vector's dtype; returns the
+// indices of the other parts, for NumPy to convert.
 py::list flatten_into(const py::object& out_object, const py::list& parts) {
   const py::array out = vector_argument(out_object, "out", Access::kWrite);
   const py::dtype dtype = out.dtype();
@@ -101,12 +101,12 @@ py::list flatten_into(const py::object& out_object, const py::list& parts) {
   py::ssize_t total = 0;
   std::vector<Copy> copies;
   copies.reserve(parts.size());
-  py::list left;
+  py::list remaining;
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const py::array part = part_at(parts, i);
     const py::ssize_t start = total;
     total = saturating_sum(total, part.size());
-    if (total > out.size()) continue;  // refused below, with the whole length
+    if (total > out.size()) continue;  // raises below, with the total length
     const auto size = static_cast<std::size_t>(part.size());
     Copy copy{begin + static_cast<std::size_t>(start) * itemsize,
               static_cast<const std::byte*>(part.data()), size, itemsize};
@@ -118,11 +118,11 @@ py::list flatten_into(const py::object& out_object, const py::list& parts) {
     if (planned)
       copies.push_back(copy);
     else
-      left.append(i);
+      remaining.append(i);
   }
   if (total != out.size()) throw_length("out", total, out);
   copy_without_gil(copies);
-  return left;
+  return remaining;
 }
 
 // Raises if two of `copies` write to the same memory: threads would decide which one comes last.
@@ -163,7 +163,7 @@ void unflatten_into(const py::list& parts, const py::object& flat_object) {
       throw py::value_error(part_text(i) + ": expected a writable array, got a read-only one");
     const py::ssize_t start = total;
     total = saturating_sum(total, part.size());
-    if (total > flat.size()) continue;  // refused below, with the whole length
+    if (total > flat.size()) continue;  // raises below, with the total length
     auto* const to = static_cast<std::byte*>(const_cast<void*>(part.data()));
     const std::byte* const from = begin + static_cast<std::size_t>(start) * itemsize;
     const auto size = static_cast<std::size_t>(part.size());
@@ -178,16 +178,16 @@ void unflatten_into(const py::list& parts, const py::object& flat_object) {
   copy_without_gil(copies);
 }
 
-// Moves `sources[i]` to `targets[i]` where both have one number of elements and no
-// strides or common memory, converting real numbers; returns the indices of the
-// others. Targets are disjoint from the sources of other pairs.
+// Moves `sources[i]` to `targets[i]` if both have equally many elements, are contiguous
+// and do not overlap, converting real numbers; returns the indices of the other pairs.
+// Targets are disjoint from the sources of other pairs.
 py::list copy_parts(const py::list& targets, const py::list& sources) {
   if (targets.size() != sources.size())
     throw py::value_error("expected " + std::to_string(targets.size()) + " sources, got " +
                           std::to_string(sources.size()));
   std::vector<Copy> copies;
   copies.reserve(targets.size());
-  py::list left;
+  py::list remaining;
   for (std::size_t i = 0; i < targets.size(); ++i) {
     const py::array target = part_at(targets, i);
     const py::array source = part_at(sources, i);
@@ -203,10 +203,10 @@ py::list copy_parts(const py::list& targets, const py::list& sources) {
     if (planned)
       copies.push_back(copy);
     else
-      left.append(i);
+      remaining.append(i);
   }
   copy_without_gil(copies);
-  return left;
+  return remaining;
 }
 
 // Buffers that other objects export, until the end of a scope.
@@ -244,8 +244,8 @@ bool has_shape(const Py_buffer& view, const std::vector<std::size_t>& shape) {
 
 // Moves one object per slot of `bound` to the vector `out`: eager tensors of TensorFlow, and others
 // that export their memory, in the shape of the slot and the dtype of `out`; None becomes zeros.
-// Returns false, and nothing has been moved, if there is anything else. An array made of each
-// tensor would take longer than the rest.
+// Returns false, without moving anything, if there is any other object. Making an array of each
+// tensor would take longer than everything else.
 bool gather(const BoundLayout& bound, const py::list& objects, const py::array& out) {
   struct Part {
     Copy copy;

@@ -55,8 +55,8 @@ py::array view(const py::array& owner, const py::dtype& dtype, const Slot& slot,
                const std::byte* at) {
   std::vector<py::ssize_t> shape(slot.shape.begin(), slot.shape.end());
   if (slot.size > 0) return py::array(dtype, std::move(shape), at, owner);
-  // An array without elements may have dimensions whose strides overflow where
-  // `dtype` is wider than the slot's own: its strides are never used.
+  // The strides of an array without elements may overflow if `dtype` is wider than the
+  // slot's own. They are never used.
   std::vector<py::ssize_t> strides(shape.size(), dtype.itemsize());
   return py::array(dtype, std::move(shape), std::move(strides), at, owner);
 }

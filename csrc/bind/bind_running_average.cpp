@@ -15,8 +15,8 @@
 namespace flatweights::bind {
 namespace {
 
-// A sum with the layout that it was made for, and the weights that it was made with. Sum and
-// weights change together: once numbers are added, nothing raises until the weights are there.
+// A sum with its layout and the weights of its sources. Sum and weights change together: after
+// numbers are added, nothing raises until the weights are set.
 // Calls for one object are not synchronised: RunningAverage holds a lock.
 class BoundSum {
  public:
@@ -25,7 +25,7 @@ class BoundSum {
     sum_.use(static_cast<double*>(memory_.mutable_data()), false);
   }
 
-  // A sum that is in `memory` already.
+  // A sum that already exists in `memory`.
   BoundSum(py::object layout, py::array memory, py::object weights)
       : layout_(std::move(layout)),
         memory_(std::move(memory)),

@@ -13,11 +13,11 @@
 namespace flatweights::bind {
 namespace {
 
-// Whatever may be aliased, so that it lives as long as a variable aliases any of it.
+// The object that must live as long as a variable aliases its memory; None if none will.
 py::object owner_if(bool share, const py::object& owner) { return share ? owner : py::none(); }
 
-// Calls `body`; a null pointer, with Python's error set, for an exception. As pybind11 does for
-// its own functions.
+// Calls `body`. Turns an exception into a null pointer with Python's error set, as pybind11 does
+// for its own functions.
 template <class F>
 PyObject* with_python_errors(F&& body) noexcept {
   try {
@@ -216,8 +216,8 @@ std::size_t BoundVariables::variable_of(std::size_t position) const {
   return variable;
 }
 
-// Whether the op library finds what TensorFlow's attribute `is_eager` says, tried with both
-// values: it takes a declaration of TensorFlow's for granted that no header promises.
+// Whether the op library reads the same as TensorFlow's attribute `is_eager`, tried with both
+// values: it relies on a declaration that no public header promises.
 bool BoundVariables::tells_eager_mode() const {
   if (api_.eager_mode == nullptr) return false;
   const py::object before = thread_.attr("is_eager");
@@ -239,8 +239,8 @@ bool BoundVariables::is_eager() const {
   return eager == Py_True;
 }
 
-// Whether values may be moved now: within a function that is being traced, nothing is to
-// be moved at once; and operations that were dispatched to run later must have run.
+// Whether values may be moved now: not while a function is traced, and not before operations
+// that were dispatched asynchronously have run.
 bool BoundVariables::is_ready() const {
   if (!thread_) return true;
   return is_eager() && api_.is_async != nullptr && !api_.is_async(context_);
@@ -252,7 +252,7 @@ void BoundVariables::check_ready(bool guard) const {
     throw UnreadyError("eager execution is tracing a function, or asynchronous");
 }
 
-// Whether `object` is a vector of the only dtype there is.
+// Whether `object` is a vector of the model's only dtype.
 bool BoundVariables::is_uniform_vector(const py::object& object) const {
   if (!py::isinstance<py::array>(object)) return false;
   const auto array = py::reinterpret_borrow<py::array>(object);
@@ -305,7 +305,7 @@ std::byte* BoundVariables::vector_begin(const py::array& flat, Access access) co
   return static_cast<std::byte*>(const_cast<void*>(flat.data()));
 }
 
-// The bound slots of a vector; those at the positions `left` have arrays of their own instead.
+// The bound slots of a vector; those at the positions `left` use `arrays` instead.
 std::vector<BoundVariables::Outside> BoundVariables::vector_sides(
     const py::array& flat, const std::vector<std::size_t>& left, const py::list& arrays,
     Access access) const {
@@ -329,7 +329,7 @@ std::vector<BoundVariables::Outside> BoundVariables::vector_sides(
   return sides;
 }
 
-// The slots of a vector that an update reads; integers, which it leaves, have no memory here.
+// The slots of a vector that an update reads; integers, which it does not change, have no memory.
 std::vector<BoundVariables::Outside> BoundVariables::averaged_sides(const py::array& x) const {
   const std::byte* const begin = vector_begin(x, Access::kRead);
   const py::dtype dtype = x.dtype();

@@ -15,7 +15,7 @@
 
 namespace flatweights::bind {
 
-// The variables cannot be moved now: the layer above has to bind again, or wait, first.
+// The variables cannot be moved now: the caller has to bind them again, or wait, first.
 struct UnreadyError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -34,20 +34,20 @@ class BoundVariables {
   BoundVariables& operator=(const BoundVariables&) = delete;
   ~BoundVariables();
 
-  // The shortest way, for hot loops over a model of one dtype: reads into `out`, or into a new
+  // The fast path, for hot loops over a model of one dtype: reads into `out`, or into a new
   // vector if it is None. Returns None, and does nothing, if that takes more than moving bytes.
   py::object try_get(const py::object& out);
 
   // The same for writing; returns false if that takes more than moving bytes.
   bool try_set(const py::object& flat);
 
-  // Python functions that call them for `self`, the object that holds this. With
+  // Python functions that call try_get and try_set for `self`, the object that holds this. With
   // cold caches, a call through a pybind11 class takes longer than reading a small model.
   static py::object getter(const py::object& self);
   static py::object setter(const py::object& self);
 
-  // Slots at the positions `left` are not moved from or to the vector, but from or to `arrays`,
-  // which the caller converts.
+  // Slots at the positions `left` are moved from or to `arrays`, which the caller converts,
+  // instead of the vector.
   void get_vector(const py::array& out, const std::vector<std::size_t>& left,
                   const py::list& arrays, bool guard);
   void set_vector(const py::array& flat, const std::vector<std::size_t>& left,
@@ -61,7 +61,7 @@ class BoundVariables {
   void set_parts(const std::vector<std::size_t>& positions, const py::list& sources, bool share,
                  bool guard);
 
-  // For each bound slot, whether its variable aliases what a set with `share` gave it.
+  // For each bound slot, whether its variable aliases memory that was shared with it.
   [[nodiscard]] std::vector<bool> get_shared() const;
 
   // Changes the averaged variables by `operation`, `axpy` or `lerp`, with `x` in their dtypes: a
@@ -117,7 +117,7 @@ class BoundVariables {
   py::object thread_;
   py::object handle_;  // keeps `context_` alive
   void* context_ = nullptr;
-  bool tells_eager_mode_ = false;  // the op library does, without Python
+  bool tells_eager_mode_ = false;  // whether the op library does, without Python
 };
 
 }  // namespace flatweights::bind

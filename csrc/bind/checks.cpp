@@ -48,7 +48,7 @@ bool has_shape(const py::array& array, const std::vector<std::size_t>& shape) {
                     [](std::size_t a, py::ssize_t b) { return static_cast<py::ssize_t>(a) == b; });
 }
 
-// How messages call a model; "" for the only one.
+// The name of a model in messages; "" if it is the only one.
 std::string model_text(std::ptrdiff_t source) {
   switch (source) {
     case Place::kNoSource:
@@ -128,7 +128,7 @@ py::array as_array(py::handle object, const std::string& what) {
 std::byte* check_part(py::handle object, const Place& place, Access access) {
   const Slot& slot = place.bound.layout.slots()[place.slot];
   const py::dtype& dtype = place.bound.dtypes[place.slot];
-  // The text of a place is built for errors alone: this runs once per part.
+  // This runs once per part, so the text of the place is built only for errors.
   if (!py::isinstance<py::array>(object)) throw_no_array(object, place.text());
   const auto array = py::reinterpret_borrow<py::array>(object);
   const bool dtype_agrees = same_dtype(array.dtype(), dtype);

@@ -1,8 +1,8 @@
-// Reads the memory of TensorFlow's eager tensors by TensorFlow's C API.
+// Reads the memory of TensorFlow's eager tensors through TensorFlow's C API.
 //
-// An export by the buffer protocol makes a NumPy array of each tensor first, which takes longer
-// than moving the bytes of most. The functions are looked up in what TensorFlow has loaded, and
-// nothing is read where one is missing. No header of TensorFlow is needed: handles are opaque.
+// The buffer protocol would first make a NumPy array of each tensor, which usually takes longer
+// than moving its bytes. The functions are looked up in the libraries that TensorFlow has loaded;
+// if one is missing, nothing is read. Handles are opaque, so no TensorFlow header is needed.
 #pragma once
 
 #include <Python.h>
@@ -18,13 +18,12 @@ namespace flatweights::bind {
 
 class EagerTensors {
  public:
-  // Looks the functions up in a library that is loaded, and in those that it needs; returns
-  // whether all are there.
+  // Looks up the functions in a loaded library and its dependencies; returns whether all exist.
   static bool find(const std::string& library);
   // Null until they are found.
   static const EagerTensors* found() noexcept;
 
-  // The handle of `object`, which lives as long; null if it is no eager tensor. With the GIL.
+  // The handle of `object`, which lives as long; null if it is not an eager tensor. Needs the GIL.
   [[nodiscard]] void* handle_of(PyObject* object) const noexcept {
     return is_tensor_(object) ? handle_(object) : nullptr;
   }
@@ -47,7 +46,7 @@ class EagerTensors {
   void* (*pointer_)(void*, void*) = nullptr;
 };
 
-// Reads some tensors, one after the other. Without the GIL: what computes a tensor may take it.
+// Reads tensors, one after the other, without the GIL: computing a tensor may need it.
 class EagerReader {
  public:
   explicit EagerReader(const EagerTensors& tensors)

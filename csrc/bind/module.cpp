@@ -3,12 +3,12 @@
 
 #include "bindings.hpp"
 
-// _core, under another name until PyInit__core has looked where it is imported.
+// _core, under another name until PyInit__core has checked which interpreter imports it.
 PYBIND11_MODULE(_core_of_main_interpreter, m) {
   m.doc() = "Kernels of flatweights.";
   m.attr("__version__") = FLATWEIGHTS_VERSION;
-  // Looked up in NumPy here, under the lock of imports, and not at the first use: a fork could
-  // leave the thread behind that looks it up.
+  // Look up NumPy's API here, under the import lock. At the first use, a fork could interrupt
+  // the thread that looks it up.
   (void)pybind11::detail::npy_api::get();
   flatweights::bind::bind_buffer_pool(m);
   flatweights::bind::bind_layout(m);

@@ -4,9 +4,9 @@
 // of Python would have to wait until the main thread runs Python again: in actors that
 // work in other threads it never does.)
 //
-// The thread may wait for the GIL only while Python lives: as Python ends, threads that ask for
-// it are ended wherever they are. So it asks in the state kDropping alone, and
-// atexit waits for the end of that before it moves on to kEnded.
+// The thread may wait for the GIL only while Python lives: when Python ends, it terminates threads
+// that ask for the GIL, wherever they are. So the thread asks only in the state kDropping, and
+// atexit waits until that state is left before it sets kEnded.
 //
 // A forked child has no such thread; the next owner that it holds starts its own.
 #include "released_owners.hpp"
@@ -103,7 +103,7 @@ void start() {
   if (pthread_create(&thread, nullptr, &run, nullptr) == 0)
     pthread_detach(thread);
   else
-    state.store(State::kNoThread);  // the next one tries again; drop_released does meanwhile
+    state.store(State::kNoThread);  // the next owner tries again; until then drop_released works
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
@@ -128,7 +128,7 @@ void release_owner(void* owner) {
   while (!released.compare_exchange_weak(node->next, node, std::memory_order_release,
                                          std::memory_order_relaxed)) {
   }
-  // From here on another thread may have let `node` go.
+  // From here on another thread may have freed `node`.
   wake_sweep();
 }
 

@@ -12,15 +12,15 @@ void bind_released_owners();
 [[nodiscard]] void* hold_owner(pybind11::handle object);
 
 // Gives back what hold_owner returned, from any thread, with or without the GIL, under any
-// locks. The object is let go soon, by a thread for that; not any more once Python ends.
+// locks. A dedicated thread drops the object soon, unless Python has ended.
 void release_owner(void* owner);
 
-// Has the thread call `sweep` every now and then, while it returns true. It takes no GIL; it is
-// the same function each time.
+// Makes that thread call `sweep` now and then, as long as it returns true. `sweep` needs no GIL
+// and is the same function each time.
 void sweep_owners(bool (*sweep)());
 void wake_sweep();  // from any thread: `sweep` would return true
 
-// Lets go of all objects that were released. The GIL is held.
+// Drops all objects that were released. The GIL is held.
 void drop_released();
 
 }  // namespace flatweights::bind

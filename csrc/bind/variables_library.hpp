@@ -11,7 +11,7 @@ namespace flatweights::bind {
 // The op library that TensorFlow has loaded from a path.
 class VariablesLibrary {
  public:
-  // Raises ImportError where nothing is loaded from there, or not a library of this version.
+  // Raises ImportError if no library of this version is loaded from that path.
   explicit VariablesLibrary(const std::string& path);
 
   [[nodiscard]] const VariablesApi& api() const noexcept { return *api_; }
@@ -38,7 +38,7 @@ class VariablesLock {
 
   explicit operator bool() const noexcept { return locked_ != nullptr; }
 
-  // Makes the written values those of the variables when the scope ends.
+  // The variables get the written values when the scope ends.
   void commit() noexcept { commit_ = true; }
 
  private:

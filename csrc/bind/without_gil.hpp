@@ -1,4 +1,4 @@
-// Work that other Python threads run beside.
+// Work during which other Python threads run.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,12 +10,12 @@
 
 namespace flatweights::bind {
 
-// Lets go of the GIL from here to the end of the scope, as py::gil_scoped_release.
+// Releases the GIL from here to the end of the scope, like py::gil_scoped_release.
 //
-// A daemon thread whose call ends after the interpreter has must not go on: until Python 3.13,
-// taking the GIL then ends the thread by unwinding its stack. That would end the process at
-// the first frame that is noexcept, and would drop Python objects without the GIL on its
-// way. The thread sleeps instead until the process ends, as Python 3.14 has it do.
+// A daemon thread whose call ends after the interpreter must not continue. Until Python 3.13,
+// taking the GIL then unwinds the thread's stack. That would end the process at the first
+// noexcept frame, and would drop Python objects without the GIL. The thread sleeps instead until
+// the process ends, as in Python 3.14.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}

@@ -12,7 +12,7 @@ enum class SecondMoment {
   kSign,  // Yogi: v - d^2 * share * sign(v - d^2)
 };
 
-// Vectors of one length, of float32 or float64, aligned as these are. `average` and `before`
+// Vectors of one length, of float32 or float64, aligned for that type. `average` and `before`
 // may be `weights` or each other; otherwise none overlap.
 struct AdaptiveRange {
   bool wide;  // float64
@@ -33,7 +33,7 @@ struct AdaptiveRates {
 
 // With d = average - before: first += (d - first) * first_share; the second moment changes by
 // `kind`; weights += first / (sqrt(second) + tau) * learning_rate. Each operation is rounded
-// to the vectors' type, without contraction, so the bits depend on nothing else.
+// to the vectors' type, without contraction, so the bits depend only on the inputs.
 void adapt(const AdaptiveRange& range, SecondMoment kind, const AdaptiveRates& rates);
 
 }  // namespace flatweights

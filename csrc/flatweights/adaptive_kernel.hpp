@@ -1,4 +1,4 @@
-// Adagrad, Adam and Yogi steps, number by number. Included by kernels.cpp alone.
+// Adagrad, Adam and Yogi steps, number by number. Included only by kernels.cpp.
 #pragma once
 
 #include <cstddef>
@@ -41,8 +41,7 @@ inline void adapt_numbers(const AdaptiveRange& range, const AdaptiveRates& rates
   const T second_share = static_cast<T>(rates.second_share);
   const T learning_rate = static_cast<T>(rates.learning_rate);
   const T tau = static_cast<T>(rates.tau);
-  // An input may be `weights` itself, but element i is read before element i is written, and no
-  // other element is.
+  // An input may be `weights`, but iteration i reads and then writes only element i.
 #pragma GCC ivdep
   for (std::size_t i = begin; i < end; ++i) {
     const T delta = average[i] - before[i];
@@ -66,7 +65,7 @@ inline void adapt_moments(const AdaptiveRange& range, const AdaptiveRates& rates
     adapt_numbers<T, Kind, false>(range, rates, begin, end);
 }
 
-// As `adapt` of Kernels.
+// Implements `adapt` of Kernels.
 template <class T>
 void adapt_range(const AdaptiveRange& range, SecondMoment kind, const AdaptiveRates& rates,
                  std::size_t begin, std::size_t end) noexcept {

@@ -14,7 +14,7 @@
 namespace flatweights {
 namespace {
 
-// Scratch memory for the loops, from the pool. Without any, where memory is short, they are slower.
+// Scratch memory for the loops, from the pool; null if memory is short. They are slower then.
 class Room {
  public:
   explicit Room(bool wanted) noexcept {

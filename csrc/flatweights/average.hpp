@@ -13,7 +13,7 @@ struct AveragePart {
   std::size_t size;    // elements
   std::size_t nbytes;  // of `out`
   std::byte* out;
-  // Of `out`: as `dtype`, or float32 or float64 where that is float16 or bfloat16.
+  // Of `out`: the same as `dtype`; or float32 or float64 if `dtype` is float16 or bfloat16.
   DType out_dtype;
 };
 
@@ -24,8 +24,8 @@ struct AveragePart {
 // A part's `out` may be one of its own sources and overlaps nothing else. Sources
 // are added in order, so the result does not depend on threads or alignment.
 //
-// Returns whether all sums are finite: if so, all sources are; if not, float64 may
-// merely have overflowed.
+// Returns whether all sums are finite. If so, all sources are; if not, a sum may merely
+// have overflowed.
 bool average_into(std::span<const AveragePart> parts, std::span<const std::byte* const> sources,
                   std::span<const double> weights, double total);
 

@@ -1,4 +1,4 @@
-// Weighted sums and means of ranges. Included by kernels.cpp alone.
+// Weighted sums and means of ranges. Included only by kernels.cpp.
 #pragma once
 
 #include <cstddef>
@@ -12,9 +12,9 @@
 namespace flatweights {
 namespace {
 
-inline constexpr std::size_t kBlock = 1024;  // a block's sums stay in the first cache
+inline constexpr std::size_t kBlock = 1024;  // a block's sums stay in L1
 // With many sources, larger blocks pay: the prefetcher follows each source for longer, which gains
-// more than is lost when the sums spill to the second cache.
+// more than is lost when the sums spill to L2.
 inline constexpr std::size_t kMostBlock = 4 * kBlock;
 inline constexpr std::size_t kManySources = 8;
 inline constexpr std::size_t kGroup = 4;  // sources whose sum is kept in a register
@@ -25,7 +25,7 @@ struct Sum {
   double lost;  // to rounding; used for float64 only
 };
 
-// Adds `weight[k] * source[k][i]` for k < Count, in order; where not Weighted, all
+// Adds `weight[k] * source[k][i]` for k < Count, in order; unless Weighted, all
 // weights are 1.
 //
 // float16, bfloat16 and float32 are summed in float64; sums of float64 keep what each addition
@@ -58,7 +58,7 @@ template <class T, bool First>
 }
 
 // Adds `weights[k] * sources[k][begin, begin + count)` for k < Count to the sums in
-// `total` and `lost`, which count as 0 where First.
+// `total` and `lost`, which count as 0 if First.
 template <class T, std::size_t Count, bool First>
 inline void add_sources(double* __restrict total, double* __restrict lost,
                         const std::byte* const* sources, const double* weights, std::size_t begin,
@@ -79,7 +79,7 @@ inline void add_sources(double* __restrict total, double* __restrict lost,
 }
 
 // Division by the sum of the weights. The inverse of a power of two is exact, and
-// multiplying by it gives what dividing would.
+// multiplying by it gives the same as dividing.
 struct Divisor {
   double factor;
   bool multiply;
@@ -90,7 +90,7 @@ struct Divisor {
   }
 };
 
-// Returns the mean that belongs to `sum`, and sets `nonfinite` if the sum is not finite.
+// Returns the mean of `sum`, and sets `nonfinite` if the sum is not finite.
 template <class T, bool Multiply>
 [[gnu::always_inline]] inline double divide(Sum sum, double factor,
                                             std::uint64_t& nonfinite) noexcept {
@@ -123,7 +123,7 @@ inline std::uint64_t round_block(std::byte* __restrict out, std::size_t begin, s
 
 // Adds the last Count sources to the sums, divides, and writes the means, rounded to Out,
 // to `out[to, to + count)`. Returns whether all sums are finite. The sources are of
-// type Loaded: float where they had 16 bits.
+// type Loaded: float if they had 16 bits.
 template <class Out, class Loaded, std::size_t Count, bool First, bool Weighted, bool Multiply>
 inline bool finish_sources(std::byte* out, std::size_t to, const double* __restrict total,
                            const double* __restrict lost, const std::byte* const* sources,
@@ -142,8 +142,8 @@ inline bool finish_sources(std::byte* out, std::size_t to, const double* __restr
          }) == 0;
 }
 
-// At most kGroup sources of one block, to be averaged as Out. Those of 16 bits are widened
-// first: to float32, or to float64, whose sums are compensated, where Out is that.
+// At most kGroup sources of one block, to be averaged as Out. 16-bit sources are widened
+// first: to float64, with compensated sums, if Out is float64; else to float32.
 template <class T, class Out>
 class Group {
  public:
@@ -242,7 +242,7 @@ inline bool average_block(std::byte* out, std::size_t to, const std::byte* const
                               divisor);
 }
 
-// As `average` of Kernels; as `average_widened` where Out is not T.
+// Implements `average` of Kernels, and `average_widened` if Out is not T.
 template <class T, class Out = T>
 bool average_range(std::byte* out, const std::byte* const* sources, const double* weights,
                    std::size_t count, double total, std::size_t begin, std::size_t end, bool stream,
@@ -250,15 +250,15 @@ bool average_range(std::byte* out, const std::byte* const* sources, const double
   const Divisor divisor(total);
   alignas(kLine) std::byte lines[kMostBlock * sizeof(Out)];
   bool finite = true;
-  // The first block ends where a line of `out` does, so that whole ones follow.
+  // The first block ends where a cache line of `out` does, so that whole lines follow.
   const std::size_t head = bytes_to_line(out + begin * sizeof(Out));
   if (head % sizeof(Out) != 0) stream = false;  // lines begin within elements
   const std::size_t block = count > kManySources ? kMostBlock : kBlock;
   std::size_t most = stream && head > 0 ? head / sizeof(Out) : block;
   for (; begin < end; most = block) {
     const std::size_t size = end - begin < most ? end - begin : most;
-    // Into `lines` first, since `out` may be a source: so the compiler knows that the loops read
-    // nothing that they write.
+    // `out` may be a source. Writing to `lines` first tells the compiler that the loops do not
+    // read what they write.
     finite &= average_block<T, Out>(lines, 0, sources, weights, count, divisor, begin, size);
     if (stream && size == block)
       stream_lines(out + begin * sizeof(Out), lines, size * sizeof(Out));
@@ -277,7 +277,7 @@ inline void for_each_block(std::size_t count, Body body) noexcept {
     body(done, count - done < kBlock ? count - done : kBlock);
 }
 
-// As `add` of Kernels.
+// Implements `add` of Kernels.
 template <class T>
 void add_range(double* sum, double* compensation, const std::byte* source, double weight,
                std::size_t begin, std::size_t end) noexcept {
@@ -287,7 +287,7 @@ void add_range(double* sum, double* compensation, const std::byte* source, doubl
   });
 }
 
-// As `divide` of Kernels.
+// Implements `divide` of Kernels.
 template <class T>
 void divide_range(std::byte* out, const double* sum, const double* compensation, double total,
                   std::size_t begin, std::size_t end) noexcept {

@@ -1,5 +1,5 @@
-// The mean of ranges with sums in registers, for AVX2 and AVX-512. The same bits as
-// average_range, which is their oracle. Included by kernels.cpp alone.
+// The mean of ranges with sums in registers; see registers.hpp. It gives the same bits as
+// average_range, its oracle. Included only by kernels.cpp.
 #pragma once
 
 #include "flatweights/average_kernel.hpp"
@@ -11,14 +11,14 @@
 namespace flatweights {
 namespace {
 
-inline constexpr std::size_t kPairs = 2;  // sums at once hide how long one addition takes
+inline constexpr std::size_t kPairs = 2;  // several sums hide the latency of an addition
 inline constexpr std::size_t kStep = kPairs * kPair;
 
 // Not std::min: see real.hpp.
 inline std::size_t lesser(std::size_t a, std::size_t b) noexcept { return a < b ? a : b; }
 
-// Sums of kStep elements, in order of Pair. Those that are rounded to float64 carry along
-// what they have lost.
+// Sums of kStep elements, in the order of Pair. Sums that are rounded to float64 also carry
+// their rounding errors.
 template <class Out>
 struct Sums {
   Pair total[kPairs];
@@ -29,7 +29,7 @@ struct Sums<double> {
   Pair lost[kPairs];
 };
 
-// As add_terms, for one term.
+// Like add_terms, for one term.
 template <class Out>
 [[gnu::always_inline]] inline void add_term(Sums<Out>& sums, std::size_t j, Pair term) noexcept {
   if constexpr (std::is_same_v<Out, double>) {
@@ -47,7 +47,7 @@ template <class Out>
   if constexpr (std::is_same_v<Out, double>) settle(sums.lost[j]);
 }
 
-// As divide of a Sum; `spoiled` becomes NaN where the sums are not finite.
+// Like divide of a Sum; `spoiled` becomes NaN if a sum is not finite.
 template <bool Multiply, class Out>
 [[gnu::always_inline]] inline Pair divide(const Sums<Out>& sums, std::size_t j, Doubles factor,
                                           Doubles& spoiled) noexcept {
@@ -61,8 +61,8 @@ template <bool Multiply, class Out>
   return {total.a / factor, total.b / factor};
 }
 
-// Sources that are read side by side: Count of them, their addresses and weights in registers as
-// far as there are.
+// Count sources that are read side by side, with addresses and weights in registers as far as
+// these suffice.
 template <bool Weighted, std::size_t Count>
 struct Row {
   static constexpr std::size_t count = Count;
@@ -94,8 +94,8 @@ struct Row<Weighted, 0> {
 template <class T, class Out, bool Weighted, std::size_t Count>
 [[gnu::always_inline]] inline void add_row(Sums<Out>& sums, const Row<Weighted, Count>& row,
                                            std::size_t i) noexcept {
-  // A load of its own for each source: processors foresee streams by the address of the
-  // instruction that reads them. In a loop, many sources take twice as long.
+  // One load instruction per source: processors recognise a stream by the address of the
+  // instruction that reads it. In a loop, many sources take twice as long.
 #pragma GCC unroll 16
   for (std::size_t k = 0; k < row.count; ++k) {
     const std::byte* const source = row.source[k];
@@ -118,9 +118,9 @@ template <class T, class Out, bool Weighted, std::size_t Count>
   }
 }
 
-// Sources above the caches that are read side by side; more take turns. Processors foresee some
-// 16 streams. Anything else that a step reads counts too, be it a table of sources or a number
-// that found no register: 17 take a third longer than 16.
+// Sources, larger than the caches, that are read side by side; more of them take turns.
+// Processors prefetch some 16 streams. Everything else that a step reads counts, too, even a
+// table of sources or a spilled number: 17 streams take a third longer than 16.
 inline constexpr std::size_t kTurn = 8;
 
 // The sums of a block, between one turn of its sources and the next.
@@ -131,7 +131,7 @@ struct Waiting {
 };
 static_assert(sizeof(Waiting<double>) <= kRoom && sizeof(Waiting<float>) <= kRoom);
 
-// Adds kTurn sources to `waiting`, which counts as 0 where First.
+// Adds kTurn sources to `waiting`, which counts as 0 if First.
 template <class T, class Out, bool Weighted, bool First>
 inline void add_turn(Waiting<Out>& waiting, const std::byte* const* sources, const double* weights,
                      std::size_t begin, std::size_t size) noexcept {
@@ -144,9 +144,9 @@ inline void add_turn(Waiting<Out>& waiting, const std::byte* const* sources, con
   }
 }
 
-// Writes the means of [begin, begin + size), past the caches where Stream, adding a row of Count
-// sources (any number where 0) to what is in `waiting`, which counts as 0 where First. False
-// where one is not finite.
+// Writes the means of [begin, begin + size), past the caches if Stream. Adds a row of Count
+// sources (any number if 0) to `waiting`, which counts as 0 if First. Returns false if a sum is
+// not finite.
 template <class T, class Out, bool Weighted, bool Multiply, bool Stream, std::size_t Count,
           bool First>
 inline bool write_means(std::byte* out, const Waiting<Out>* waiting,
@@ -166,7 +166,7 @@ inline bool write_means(std::byte* out, const Waiting<Out>* waiting,
   return !any_nonzero_or_nan(spoiled);
 }
 
-// As average_steps, of more sources than kMostStreams.
+// Like average_steps, for more sources than kMostStreams.
 template <class T, class Out, bool Weighted, bool Multiply>
 bool stream_in_turns(std::byte* out, Waiting<Out>& waiting, const std::byte* const* sources,
                      const double* weights, std::size_t count, double factor, std::size_t begin,
@@ -185,8 +185,8 @@ bool stream_in_turns(std::byte* out, Waiting<Out>& waiting, const std::byte* con
   return finite;
 }
 
-// The means of [begin, begin + size), whole steps. `out` may be a source unless Stream: what is
-// read of it is read before it is written.
+// Writes the means of [begin, begin + size), whole steps. `out` may be a source unless Stream:
+// each element is read before it is written.
 template <class T, class Out, bool Weighted, bool Multiply, bool Stream>
 bool average_steps(std::byte* out, const std::byte* const* sources, const double* weights,
                    std::size_t count, double factor, std::size_t begin, std::size_t size,
@@ -205,7 +205,7 @@ bool average_steps(std::byte* out, const std::byte* const* sources, const double
                                                                   count, factor, begin, size);
 }
 
-// The instance of average_steps for these.
+// The instance of average_steps for these arguments.
 template <class T, class Out, bool Weighted>
 auto choose_steps(bool multiply, bool stream) noexcept {
   if (multiply)
@@ -215,7 +215,7 @@ auto choose_steps(bool multiply, bool stream) noexcept {
                 : average_steps<T, Out, Weighted, false, false>;
 }
 
-// As `average` of Kernels; as `average_widened` where Out is not T.
+// Implements `average` of Kernels, and `average_widened` if Out is not T.
 template <class T, class Out = T>
 bool average_in_registers(std::byte* out, const std::byte* const* sources, const double* weights,
                           std::size_t count, double total, std::size_t begin, std::size_t end,
@@ -223,14 +223,14 @@ bool average_in_registers(std::byte* out, const std::byte* const* sources, const
   const Divisor divisor(total);
   const std::size_t first = begin;
   bool finite = true;
-  // A part of a line or of a step.
+  // For part of a line or of a step.
   const auto singly = [&](std::size_t size) {
     alignas(kLine) std::byte few[kStep * sizeof(Out) > kLine ? kStep * sizeof(Out) : kLine];
     finite &= average_block<T, Out>(few, 0, sources, weights, count, divisor, begin, size);
     std::memcpy(out + begin * sizeof(Out), few, size * sizeof(Out));
     begin += size;
   };
-  // Lines that are streamed begin within no element, and the first where a line does.
+  // Streaming needs lines that begin with an element, and starts at the beginning of a line.
   const std::size_t head = bytes_to_line(out + begin * sizeof(Out));
   if (head % sizeof(Out) != 0) stream = false;
   if (stream && head > 0) singly(lesser(end - begin, head / sizeof(Out)));

@@ -24,7 +24,7 @@ constexpr std::size_t kPage = std::size_t{4} << 10;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kUsuallyKept = std::size_t{1} << 30;
-constexpr std::size_t kShare = 32;  // of the memory
+constexpr std::size_t kShare = 32;  // 1/32 of the memory
 
 // Bytes that this process and others of its control groups may use.
 std::size_t memory_limit() {
@@ -37,9 +37,9 @@ std::size_t memory_limit() {
     if (line.rfind("0::/", 0) == 0 && line.size() > 4)
       files.push_back("/sys/fs/cgroup" + line.substr(3) + "/memory.max");
   for (const std::string& file : files) {
-    std::size_t found = 0;
-    // An unlimited group says "max", which is no number.
-    if (std::ifstream(file) >> found) limit = std::min(limit, found);
+    std::size_t bytes = 0;
+    // An unlimited group says "max", which is not a number.
+    if (std::ifstream(file) >> bytes) limit = std::min(limit, bytes);
   }
   return limit;
 }
@@ -72,10 +72,10 @@ void release(Buffer buffer) noexcept {
 }
 
 std::byte* allocate(std::size_t capacity) noexcept {
-  // Sanitizers end the process where the form that throws finds no memory.
+  // Under sanitizers, the form that throws ends the process if memory is short.
   void* const memory = ::operator new(capacity, alignment_of(capacity), std::nothrow);
 #ifdef __linux__
-  // Only advice: where it is not taken, pages are small.
+  // Only a hint: if it is ignored, pages are small.
   if (memory != nullptr && in_huge_pages(capacity)) madvise(memory, capacity, MADV_HUGEPAGE);
 #endif
   return static_cast<std::byte*>(memory);
@@ -97,11 +97,11 @@ std::size_t most_kept() {
 Buffer take_buffer(std::size_t nbytes) {
   const std::size_t capacity = capacity_for(nbytes);
   if (capacity >= kLeastKept) {
-    // May throw, which give_buffer must not: that gets what was taken here.
+    // This may throw, which give_buffer must not, so it is called here first.
     static_cast<void>(most_kept());
     const std::lock_guard<std::mutex> lock(mutex);
     std::vector<Buffer>& buffers = kept();
-    // The one kept last is the likeliest to be in a cache.
+    // The newest buffer is the most likely to be in a cache.
     for (std::size_t i = buffers.size(); i-- > 0;) {
       if (buffers[i].capacity != capacity) continue;
       const Buffer found = buffers[i];

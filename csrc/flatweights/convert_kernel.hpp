@@ -1,4 +1,4 @@
-// Converts ranges between real types. Included by kernels.cpp alone.
+// Converts ranges between real types. Included only by kernels.cpp.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 namespace flatweights {
 namespace {
 
-// As `convert` of Kernels.
+// Implements `convert` of Kernels.
 template <class From, class To>
 void convert_range(std::byte* to, const std::byte* from, std::size_t begin,
                    std::size_t end) noexcept {

@@ -1,4 +1,4 @@
-// Copies memory, within the caches or past them. Included by kernels.cpp alone.
+// Copies memory, within the caches or past them. Included only by kernels.cpp.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace {
 
 inline constexpr std::size_t kLine = 64;
 
-// Copies whole lines to `to`, a line's beginning, past the caches: the lines are not
+// Copies whole lines to `to`, the beginning of a line, past the caches. The lines are not
 // read before they are written, which saves a third of a copy's traffic.
 inline void stream_lines(std::byte* to, const std::byte* from, std::size_t nbytes) noexcept {
 #if defined(FLATWEIGHTS_STREAMS)
@@ -28,7 +28,7 @@ inline std::size_t bytes_to_line(const std::byte* to) noexcept {
   return (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine;
 }
 
-// As `copy` of Kernels.
+// Implements `copy` of Kernels.
 inline void copy_range(std::byte* to, const std::byte* from, std::size_t nbytes,
                        bool stream) noexcept {
   const std::size_t head = bytes_to_line(to);

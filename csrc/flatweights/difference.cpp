@@ -37,7 +37,7 @@ void add_difference(std::span<const DifferencePart> parts) {
   for (const DifferencePart& part : parts)  // counters, mostly
     if (part.is_copied && part.nbytes > 0) std::memcpy(part.model, part.difference, part.nbytes);
   const std::vector<std::size_t> starts = rounded_starts(parts);
-  // A number of float32, read and written, and one of 16 bits, mostly.
+  // Usually one float32, read and written, and one 16-bit number.
   parallel_for_parts(
       starts, 10 * starts.back(),
       [&](std::size_t i, std::size_t from, std::size_t to) { add_range(parts[i], from, to); });
@@ -60,7 +60,7 @@ std::size_t encode_difference(std::span<const DifferencePart> parts) {
     if (!kernels().encode[is_float64 ? 1 : 0][real_of(part.narrow_dtype)](part, from, to))
       first.lower_to(i);
   };
-  // Four numbers of float32 and one of 16 bits, mostly.
+  // Usually four float32 and one 16-bit number.
   parallel_for_parts(starts, 18 * starts.back(), encode);
   return first.get();
 }

@@ -8,8 +8,8 @@
 
 namespace flatweights {
 
-// Part of a model and of a difference. Either numbers of two real types that are averaged, the
-// difference's the narrower one, or the same bytes, which are then copied.
+// Part of a model and of its difference: numbers of two averaged real types, of which the
+// difference has the narrower one; or equal bytes, which are copied.
 struct DifferencePart {
   DType dtype;         // of the model
   DType narrow_dtype;  // of the difference
@@ -18,7 +18,8 @@ struct DifferencePart {
   bool is_copied;
   std::byte* model;
   std::byte* difference;
-  // For encode_difference, in the dtype of the model; null for zeros, and for nothing to keep.
+  // For encode_difference, in the dtype of the model. Null inputs count as zeros; a null output
+  // is not written.
   const std::byte* reference = nullptr;
   const std::byte* residual = nullptr;
   std::byte* next_residual = nullptr;
@@ -27,8 +28,8 @@ struct DifferencePart {
 // Adds the difference, widened, to the model; each sum is rounded once.
 void add_difference(std::span<const DifferencePart> parts);
 
-// Writes `model - reference + residual`, rounded to 16 bits, to the difference, and what that
-// rounding took to `next_residual`, if there is a residual. Each operation is rounded to the type
+// Writes `model - reference + residual`, rounded to 16 bits, to the difference, and the error of
+// that rounding to `next_residual`, if there is a residual. Each operation is rounded to the type
 // of the model, float32 or float64. Nothing overlaps. Returns the index of the first part
 // whose difference holds NaN or infinity, or `parts.size()`.
 [[nodiscard]] std::size_t encode_difference(std::span<const DifferencePart> parts);

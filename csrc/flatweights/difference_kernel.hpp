@@ -1,4 +1,4 @@
-// Rounds differences to 16 bits and keeps the rounding errors. Included by kernels.cpp alone.
+// Rounds differences to 16 bits and keeps the rounding errors. Included only by kernels.cpp.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +20,8 @@ namespace {
   return round_to_odd(value);
 }
 
-// Encodes numbers [begin, begin + count), count <= kBlock, in loops that stay in the first cache:
-// as one loop, the compiler vectorises few of its instances.
+// Encodes numbers [begin, begin + count), count <= kBlock, in several loops that stay in L1: the
+// compiler would vectorise few instances of a single loop.
 template <class T, class Narrow, bool HasReference, bool HasResidual>
 inline bool encode_block(const DifferencePart& part, std::size_t begin,
                          std::size_t count) noexcept {
@@ -30,7 +30,7 @@ inline bool encode_block(const DifferencePart& part, std::size_t begin,
   if (count > kBlock) __builtin_unreachable();
   for (std::size_t i = 0; i < count; ++i) {
     T value = load<T>(part.model, begin + i);
-    // In this order: added to the weight, a small residual would be rounded away.
+    // In this order: a small residual would be rounded away if it were added to the weight.
     if constexpr (HasReference) value -= load<T>(part.reference, begin + i);
     if constexpr (HasResidual) value += load<T>(part.residual, begin + i);
     wanted[i] = value;
@@ -57,7 +57,7 @@ inline bool encode_numbers(const DifferencePart& part, std::size_t begin,
   return finite;
 }
 
-// As `encode` of Kernels.
+// Implements `encode` of Kernels.
 template <class T, class Narrow>
 bool encode_range(const DifferencePart& part, std::size_t begin, std::size_t end) noexcept {
   if (part.reference == nullptr)

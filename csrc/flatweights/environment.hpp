@@ -11,8 +11,8 @@
 
 namespace flatweights {
 
-// Returns what the variable says; nothing if it is not set, or empty. Throws
-// std::invalid_argument where it is no number.
+// Returns the variable's value; nothing if it is not set, or empty. Throws
+// std::invalid_argument if it is not a number.
 [[nodiscard]] inline std::optional<std::size_t> bytes_from_environment(const char* name) {
   const char* const text = std::getenv(name);
   if (text == nullptr || *text == 0) return std::nullopt;

@@ -8,9 +8,9 @@
 
 namespace flatweights {
 
-// One piece: `size` elements from `from` to `to`. Where both are real types that are
-// averaged and not the same, values are converted, rounded once; else bytes are copied,
-// and the dtypes do not matter.
+// One piece: `size` elements from `from` to `to`. Between two different averaged real types,
+// values are converted and rounded once; otherwise bytes are copied, and the dtypes do not
+// matter.
 struct Copy {
   std::byte* to;
   const std::byte* from;

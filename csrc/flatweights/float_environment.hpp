@@ -1,4 +1,4 @@
-// Floating-point arithmetic as the standard has it, whatever the calling thread has set.
+// Standard floating-point arithmetic, whatever mode the calling thread has set.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace flatweights {
 
 // While it lives, this thread rounds to nearest and keeps subnormal numbers. Numerical
-// libraries set threads to flush those to zero, and results must not depend on it.
+// libraries make threads flush those to zero, and results must not depend on that.
 class DefaultFloatEnvironment {
  public:
   DefaultFloatEnvironment() noexcept : before_(read()) { write(kDefault); }
@@ -32,7 +32,7 @@ class DefaultFloatEnvironment {
     asm volatile("mrs %0, fpcr" : "=r"(control));
     return control;
   }
-  // A barrier for the compiler: no computation moves across it by memory.
+  // A compiler barrier: no access to memory moves across it.
   static void write(Control control) noexcept {
     asm volatile("msr fpcr, %0" : : "r"(control) : "memory");
   }

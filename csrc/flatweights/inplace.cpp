@@ -11,8 +11,7 @@
 namespace flatweights {
 namespace {
 
-// Real numbers whose squares are summed on their own; parallel_for's borders are
-// multiples of it.
+// Real numbers whose squares have one sum; parallel_for's borders are multiples of it.
 constexpr std::size_t kBlock = 4096;
 
 // Calls `body(part, from, to)` for ranges of reals that cover all averaged parts, on several
@@ -35,8 +34,8 @@ struct Sum {
   }
 };
 
-// The sum of the squares of `factor` times all reals. Each block is summed on its own, the
-// sums are added up in the order of the blocks.
+// The sum of the squares of `factor` times all reals. Each block has its own sum; these are
+// added in the order of the blocks.
 double sum_squares(std::span<const ReadPart> parts, double factor) {
   const Kernels& loops = kernels();
   const std::vector<std::size_t> starts = starts_of(parts);
@@ -86,14 +85,14 @@ void lerp(std::span<const InPlacePart> parts, double a) {
 double norm(std::span<const ReadPart> parts) {
   constexpr double kUp = 0x1p600;
   constexpr double kDown = 0x1p-600;
-  // Below, squares that have underflowed may count.
+  // Below this, squares that have underflowed may matter.
   constexpr double kLeast = 0x1p-960;
   const bool wide = std::any_of(parts.begin(), parts.end(),
                                 [](const ReadPart& part) { return is_compensated(part.dtype); });
   double squares = sum_squares(parts, 1.0);
   double factor = 1.0;
   // The squares of the narrower types are far from the ends of float64's range. If the sum
-  // is infinite, reals that vanish when scaled down do not count beside the largest; if it
+  // is infinite, reals that vanish when scaled down do not matter beside the largest; if it
   // is tiny, none is too large to be scaled up.
   if (wide && (std::isinf(squares) || squares < kLeast)) {
     factor = squares < kLeast ? kUp : kDown;

@@ -8,8 +8,8 @@
 
 namespace flatweights {
 
-// Part of a model `y`, and of a model `x` of the same layout where there is one. A part's
-// `x` may be its own `y`; otherwise nothing overlaps.
+// Part of a model `y`, and of a model `x` of the same layout if there is one. A part's `x` may
+// be its own `y`; otherwise nothing overlaps.
 struct InPlacePart {
   DType dtype;
   std::size_t size;  // elements
@@ -30,11 +30,11 @@ void axpy(std::span<const InPlacePart> parts, double a);
 void lerp(std::span<const InPlacePart> parts, double a);
 
 // The square root of the sum of all squares of real and imaginary parts. Sums of float64
-// are compensated; squares beyond the range of float64 do not spoil it.
+// are compensated; squares beyond the range of float64 do no harm.
 [[nodiscard]] double norm(std::span<const ReadPart> parts);
 
-// Scales by `most / norm` where the norm exceeds `most`, which is not negative. Returns the
-// norm before; where that is NaN or infinite, nothing has been changed.
+// Scales by `most / norm` if the norm exceeds `most`, which is not negative. Returns the old
+// norm; if that is NaN or infinite, nothing has been changed.
 double clip_by_norm(std::span<const InPlacePart> parts, double most);
 
 }  // namespace flatweights

@@ -1,5 +1,5 @@
-// Scaling, adding and interpolating in place, and sums of squares. Included by
-// kernels.cpp alone.
+// Scaling, adding and interpolating in place, and sums of squares. Included only by
+// kernels.cpp.
 #pragma once
 
 #include <cstddef>
@@ -47,7 +47,7 @@ inline void change_range(std::byte* y, const std::byte* x, std::size_t begin, st
       });
     }
   } else {
-    // Element i is read before element i is written, and no other element is.
+    // `x` may be `y`, but iteration i reads and then writes only element i.
 #pragma GCC ivdep
     for (std::size_t i = begin; i < end; ++i) {
       const T rounded = static_cast<T>(
@@ -57,20 +57,20 @@ inline void change_range(std::byte* y, const std::byte* x, std::size_t begin, st
   }
 }
 
-// As `scale` of Kernels.
+// Implements `scale` of Kernels.
 template <class T>
 void scale_range(std::byte* y, double a, std::size_t begin, std::size_t end) noexcept {
   change_range<T>(y, y, begin, end, [=](auto old, auto) { return a * old; });
 }
 
-// As `axpy` of Kernels.
+// Implements `axpy` of Kernels.
 template <class T>
 void axpy_range(std::byte* y, double a, const std::byte* x, std::size_t begin,
                 std::size_t end) noexcept {
   change_range<T>(y, x, begin, end, [=](auto old, auto other) { return old + a * other; });
 }
 
-// As `lerp` of Kernels.
+// Implements `lerp` of Kernels.
 template <class T>
 void lerp_range(std::byte* y, const std::byte* x, double a, std::size_t begin,
                 std::size_t end) noexcept {
@@ -88,12 +88,12 @@ void lerp_range(std::byte* y, const std::byte* x, double a, std::size_t begin,
 // Squares are added up in columns: column c of a block takes elements c, c + kColumns and so
 // on, in this order, so that registers of any width give the same bits.
 inline constexpr std::size_t kColumns = 32;
-static_assert((kColumns & (kColumns - 1)) == 0, "they are added by halves");
+static_assert((kColumns & (kColumns - 1)) == 0, "columns are added by halves");
 
 // Rows whose squares are summed plainly before they are added to the sums of their columns.
 inline constexpr std::size_t kRows = 4;
 
-// Adds what rows have summed up to the sums of their columns: with compensation for float64, where
+// Adds the sums of some rows to the sums of their columns: with compensation for float64, where
 // the plain sum of kRows rows rounds no more often than squaring does. Squares of shorter numbers
 // are exact in float64, and summed plainly, at most kMostBlock / kColumns in a row.
 template <class T, class V>
@@ -125,7 +125,7 @@ struct Columns {
         const Pair values = load_pair<T>(data, row + v * kPair);
         const Pair square = {values.a * values.a, values.b * values.b};
         squares[v] = r == 0 ? square : Pair{squares[v].a + square.a, squares[v].b + square.b};
-        // Without this the compiler reads down the columns, and memory out of order.
+        // Without this the compiler reads column by column, and so memory out of order.
         settle(squares[v]);
       }
     }
@@ -136,7 +136,7 @@ struct Columns {
     }
   }
 
-  // Writes the sums and what they have lost, in the order of the columns.
+  // Writes the sums and their rounding errors, in the order of the columns.
   void spread(double* sum, double* rest) const noexcept {
     for (std::size_t v = 0; v < kPairs; ++v) {
       spread_pair<T>(sum + v * kPair, sums[v]);
@@ -166,8 +166,8 @@ struct Columns {
 #endif
 };
 
-// Adds up columns [0, 2 * half) by halves: one after the other would take as long as a third of a
-// block.
+// Adds up columns [0, 2 * half) by halves: adding them one after the other would take a third of
+// a block's time.
 template <std::size_t half>
 [[gnu::always_inline]] inline void fold(double* sum, double* rest) noexcept {
   for (std::size_t c = 0; c < half; ++c) {
@@ -198,7 +198,7 @@ inline void add_squares(double& total, double& lost, const std::byte* data, std:
   lost += rest[0];
 }
 
-// As `squares` of Kernels.
+// Implements `squares` of Kernels.
 template <class T>
 void squares_range(double* total, double* lost, const std::byte* data, double scale,
                    std::size_t begin, std::size_t end) noexcept {

@@ -1,4 +1,4 @@
-// Compiled once per instruction set, with FLATWEIGHTS_ISA its name.
+// Compiled once per instruction set; FLATWEIGHTS_ISA is its name.
 #include "flatweights/kernels.hpp"
 
 #include "flatweights/adaptive_kernel.hpp"

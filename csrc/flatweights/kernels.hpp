@@ -13,28 +13,28 @@ inline constexpr std::size_t kRoom = std::size_t{128} << 10;
 inline constexpr std::size_t kMostStreams = 16;
 
 // One instruction set's loops. Positions are elements of the real type that the index
-// stands for; memory may be aligned to nothing. All sets give the same bits.
+// stands for; memory need not be aligned. All sets give the same bits.
 struct Kernels {
   const char* name;
 
   // Writes the mean of `sources[k][begin, end)` over k < count, with `weights[k]` (null
   // for weights of 1) and their sum `total`, to `out[begin, end)`. `out` may be one of the sources
-  // unless `stream`, which writes past the caches. Returns whether all sums are finite: if so, all
-  // sources are; if not, float64 may merely have overflowed. `room` is kRoom bytes at a 64-byte
-  // boundary, or null; only streams of more than kMostStreams sources use it, and are faster then.
+  // unless `stream`, which writes past the caches. Returns whether all sums are finite. If so, all
+  // sources are; if not, a sum may merely have overflowed. `room` is kRoom bytes at a 64-byte
+  // boundary, or null; it only makes streams of more than kMostStreams sources faster.
   bool (*average[kReals])(std::byte* out, const std::byte* const* sources, const double* weights,
                           std::size_t count, double total, std::size_t begin, std::size_t end,
                           bool stream, std::byte* room) noexcept;
 
-  // As `average`, of Float16 or BFloat16 by the first index, in float or double by the second;
+  // Like `average`, but from Float16 or BFloat16 (first index) to float or double (second index);
   // `out` is none of the sources.
   bool (*average_widened[2][2])(std::byte* out, const std::byte* const* sources,
                                 const double* weights, std::size_t count, double total,
                                 std::size_t begin, std::size_t end, bool stream,
                                 std::byte* room) noexcept;
 
-  // Adds `weight * source[begin, end)` to `sum[0, end - begin)`; what is rounded away
-  // goes to `compensation`, for float64 alone.
+  // Adds `weight * source[begin, end)` to `sum[0, end - begin)`; for float64 only, rounding
+  // errors go to `compensation`.
   void (*add[kReals])(double* sum, double* compensation, const std::byte* source, double weight,
                       std::size_t begin, std::size_t end) noexcept;
 
@@ -54,7 +54,7 @@ struct Kernels {
                        std::size_t end) noexcept;
 
   // Adds the squares of `scale * data[begin, end)` to `total + lost`, in an order that
-  // `begin` and `end` alone decide.
+  // depends only on `begin` and `end`.
   void (*squares[kReals])(double* total, double* lost, const std::byte* data, double scale,
                           std::size_t begin, std::size_t end) noexcept;
 
@@ -63,8 +63,8 @@ struct Kernels {
   void (*convert[kReals][kReals])(std::byte* to, const std::byte* from, std::size_t begin,
                                   std::size_t end) noexcept;
 
-  // Makes the difference of numbers [begin, end), of float32 or float64 by the first index, in
-  // Float16 or BFloat16 by the second; see encode_difference. Returns whether all are finite.
+  // Encodes the difference of numbers [begin, end), from float32 or float64 (first index) to
+  // Float16 or BFloat16 (second index); see encode_difference. Returns whether all are finite.
   bool (*encode[2][2])(const DifferencePart& part, std::size_t begin, std::size_t end) noexcept;
 
   // Takes steps with numbers [begin, end) of float32, and of float64; see adaptive.hpp.
@@ -76,9 +76,9 @@ struct Kernels {
   void (*copy)(std::byte* to, const std::byte* from, std::size_t nbytes, bool stream) noexcept;
 };
 
-// The loops in use. Decided at the first call: the best that this processor runs, or
-// the one that the environment variable FLATWEIGHTS_ISA names. Throws
-// std::invalid_argument if that is not one that this processor runs.
+// The loops in use. Decided at the first call: the set that the environment variable
+// FLATWEIGHTS_ISA names, else the best that this processor runs. Throws std::invalid_argument
+// if this processor does not run the named set.
 [[nodiscard]] const Kernels& kernels();
 
 }  // namespace flatweights

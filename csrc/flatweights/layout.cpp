@@ -28,7 +28,7 @@ std::size_t checked_product(std::size_t a, std::size_t b, std::size_t index, con
 Layout::Layout(std::vector<Slot> slots) : slots_(std::move(slots)) {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
-    // Strides are computed from every dimension, also where one of them is 0.
+    // Strides are computed from every dimension, even if one of them is 0.
     std::size_t extent = slot.itemsize;
     bool empty = false;
     for (const std::size_t dimension : slot.shape) {

@@ -26,8 +26,8 @@ struct Slot {
 
 class Layout {
  public:
-  // Places `slots` in order. Throws std::overflow_error where a part, or the
-  // whole, has more bytes than memory can be addressed with.
+  // Places `slots` in order. Throws std::overflow_error if a part, or the whole,
+  // has more bytes than can be addressed.
   explicit Layout(std::vector<Slot> slots);
 
   [[nodiscard]] const std::vector<Slot>& slots() const noexcept { return slots_; }

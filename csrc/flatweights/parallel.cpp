@@ -56,7 +56,7 @@ unsigned cgroup_limit() {
   for (const std::string& folder : folders) {
     std::ifstream file(folder + "/cpu.max");
     double quota = 0, period = 0;
-    // An unlimited group says "max", which is no number.
+    // An unlimited group says "max", which is not a number.
     if (file >> quota >> period) consider(processors_of_quota(quota, period));
   }
   std::ifstream quota_file("/sys/fs/cgroup/cpu/cpu.cfs_quota_us");
@@ -100,7 +100,7 @@ unsigned num_threads() {
   if (count == 0) {
     unsigned undecided = 0;
     count = decide();
-    // A set_num_threads that came in between wins.
+    // A concurrent set_num_threads wins.
     if (!chosen.compare_exchange_strong(undecided, count)) count = undecided;
   }
   return count;

@@ -7,11 +7,11 @@
 
 namespace flatweights {
 
-// The number of threads that kernels use at most. Decided at the first call:
+// The largest number of threads that kernels use. Decided at the first call:
 // set_num_threads, else FLATWEIGHTS_NUM_THREADS, else OMP_NUM_THREADS, else the
-// processors that affinity and the cgroup's quota leave. (Ray sets
+// processors that affinity and the cgroup's quota allow. (Ray sets
 // OMP_NUM_THREADS after a worker has started, so an import is too early.)
-// Throws std::invalid_argument where FLATWEIGHTS_NUM_THREADS is no positive number.
+// Throws std::invalid_argument if FLATWEIGHTS_NUM_THREADS is not a positive number.
 [[nodiscard]] unsigned num_threads();
 
 // `count` is at least 1.
@@ -22,8 +22,8 @@ using Body = void (*)(void* context, std::size_t begin, std::size_t end);
 void run(std::size_t size, std::size_t grain, Body body, void* context);
 }  // namespace detail
 
-// Calls `body(begin, end)` for consecutive ranges that cover `[0, size)`, at
-// once on several threads where each gets at least `grain`. Inner borders are
+// Calls `body(begin, end)` for consecutive ranges that cover `[0, size)`,
+// concurrently on several threads if each gets at least `grain`. Inner borders are
 // multiples of 4096, so that kernels work on whole blocks. `body` must not throw.
 template <class F>
 void parallel_for(std::size_t size, std::size_t grain, F&& body) {

@@ -1,4 +1,4 @@
-// Ranges of numbers that are worked on as one, though they lie in several parts.
+// Treats the numbers of several parts as one range.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct ReadPart {
 };
 
 // Where each part begins if all lie back to back, and where the last one ends. `size_of(part)`
-// is the size of one, in units of the caller's.
+// is the size of a part, in the caller's units.
 template <class Part, class SizeOf>
 [[nodiscard]] std::vector<std::size_t> starts_of(std::span<const Part> parts, SizeOf&& size_of) {
   std::vector<std::size_t> starts;
@@ -38,7 +38,7 @@ template <class Part>
                    [](const Part& part) { return part.size * reals_per_element(part.dtype); });
 }
 
-// Splits `[begin, end)` of what `starts` describes at the borders between parts: calls
+// Splits `[begin, end)` at the borders between the parts that begin at `starts`: calls
 // `body(i, from, to)` with offsets within part `i`, skipping empty ranges.
 template <class F>
 void for_each_part(std::span<const std::size_t> starts, std::size_t begin, std::size_t end,
@@ -61,7 +61,7 @@ void parallel_for_parts(std::span<const std::size_t> starts, std::size_t traffic
       [&](std::size_t begin, std::size_t end) { for_each_part(starts, begin, end, body); });
 }
 
-// The least of the indices that several threads find.
+// The smallest of the indices that several threads find.
 class FirstIndex {
  public:
   explicit FirstIndex(std::size_t none) noexcept : first_(none) {}

@@ -1,6 +1,6 @@
 // Real numbers of 16 to 64 bits: how each is widened to float64 and rounded back.
 //
-// Included by kernels.cpp alone, which is compiled once per instruction set. The
+// Included only by kernels.cpp, which is compiled once per instruction set. The
 // anonymous namespace keeps the linker from replacing one set's code by another's.
 #pragma once
 
@@ -42,7 +42,7 @@ inline float widen_float16(std::uint16_t bits) noexcept {
   const std::uint32_t magnitude = (bits & 0x7fffu) << 13;
   const std::uint32_t sign = (bits & 0x8000u) << 16;
   const std::uint32_t exponent = magnitude & kExponent;
-  // Infinity and NaN take the rest of the way to the largest exponent.
+  // Infinity and NaN get the largest exponent.
   const std::uint32_t normal =
       magnitude + kRebias + (exponent == kExponent ? (128u - 16u) << 23 : 0u);
   // A subnormal has no hidden bit: build it with one, then subtract that.
@@ -81,9 +81,9 @@ inline void widen_block(const std::byte* source, std::size_t begin, std::size_t 
 
 inline bool is_nan(double value) noexcept { return value != value; }
 
-// Rounds to float so that a second rounding, to 16 bits, gives what one
-// rounding of `value` would have given: the last bit is set where anything was
-// lost ("round to odd": Boldo and Melquiond, "Emulation of FMA and correctly
+// Rounds to float so that a second rounding, to 16 bits, gives the same result
+// as one rounding of `value`: the last bit is set if anything was lost
+// ("round to odd": Boldo and Melquiond, "Emulation of FMA and correctly
 // rounded sums", IEEE Transactions on Computers 57(4), 2008).
 inline std::uint32_t round_to_odd(double value) noexcept {
   const float nearest = static_cast<float>(value);

@@ -1,5 +1,5 @@
-// Numbers of any real type, widened to float64 in registers and rounded back. Included by
-// kernels.cpp alone.
+// Numbers of any real type, widened to float64 in registers and rounded back. Included only by
+// kernels.cpp.
 #pragma once
 
 #include "flatweights/real.hpp"
@@ -62,7 +62,7 @@ inline void spread_pair(double* to, Pair value) noexcept {
   return odd + 0x7fffu + (odd >> 16 & 1);
 }
 
-// Writes elements [i, i + kPair), rounded once. A NaN stays a NaN, but not the same one. With
+// Writes elements [i, i + kPair), rounded once. A NaN stays a NaN, but its bits may change. With
 // Stream, writes past the caches, to memory that is aligned to the size of a register.
 template <class T, bool Stream = false>
 [[gnu::always_inline]] inline void store_pair(std::byte* memory, std::size_t i,
@@ -85,7 +85,7 @@ template <class T, bool Stream = false>
   }
 }
 
-// Makes every NaN of `out[begin, end)` the same one.
+// Gives every NaN of `out[begin, end)` the same bits.
 template <class T>
 void unify_nan(std::byte* out, std::size_t begin, std::size_t end) noexcept {
   for (std::size_t i = begin; i < end; ++i) {

@@ -1,8 +1,8 @@
-// Registers that hold several numbers, in the vector types of GCC and clang: one text for AVX-512,
-// AVX2 and NEON. Only what these types cannot express is written once per instruction set.
+// Registers that hold several numbers, in the vector types of GCC and clang: one source for
+// AVX-512, AVX2 and NEON. Only what these types cannot express is written per instruction set.
 //
-// Included by code that is compiled once per instruction set. Defines FLATWEIGHTS_REGISTERS where
-// the loops are to be written with these, and FLATWEIGHTS_STREAMS where stores can pass the caches.
+// Included by code that is compiled once per instruction set. Defines FLATWEIGHTS_REGISTERS if
+// the loops use registers, and FLATWEIGHTS_STREAMS if stores can bypass the caches.
 #pragma once
 
 #include <cstddef>
@@ -63,11 +63,11 @@ template <bool Stream = false, class V>
   *static_cast<Anywhere*>(to) = value;
 }
 
-// How far ahead of a loop memory is fetched: over the border of a page, at which processors stop to
-// fetch ahead by themselves.
+// How far ahead of a loop memory is prefetched: beyond the border of a page, where processors'
+// own prefetching stops.
 inline constexpr std::size_t kAhead = 4096;
 
-// Fetches what a loop that reads `size` bytes at `from` will read kAhead bytes later.
+// Prefetches for a loop that reads `size` bytes at `from`, kAhead bytes later.
 template <std::size_t size>
 [[gnu::always_inline]] inline void read_ahead(const void* from) noexcept {
   for (std::size_t line = 0; line < size; line += 64)
@@ -106,13 +106,13 @@ using Words = std::uint32_t __attribute__((vector_size(kRegister / 2)));
   return value - value == 0 ? value : Doubles{};
 }
 
-// The rest is written for each instruction set, since GCC 12 makes two or more instructions of what
-// is one (`__builtin_convertvector`), or has no vector type for it (float16):
+// The rest is written per instruction set, because GCC 12 emits several instructions instead of
+// one (`__builtin_convertvector`), or has no vector type for it (float16):
 //
 // widen and narrow convert between float32 and float64. round_to_odd is that of real.hpp.
 // widen_halves reads kLanes numbers of float16, narrow_to_halves makes them of two registers,
-// load_half_words reads kLanes words of 16 bits. settle has the compiler hold a value in a
-// register, whatever it would rather compute first. widen_eight reads eight numbers of float16.
+// load_half_words reads kLanes words of 16 bits. settle makes the compiler hold a value in a
+// register before it goes on. widen_eight reads eight numbers of float16.
 
 #if defined(__AVX512F__)
 
@@ -126,7 +126,7 @@ using Words = std::uint32_t __attribute__((vector_size(kRegister / 2)));
 [[gnu::always_inline]] inline Floats narrow(Doubles value) noexcept {
   return _mm512_maskz_cvtpd_ps(0xff, value);
 }
-// Cut off, and the last bit set where anything was lost.
+// Truncates, and sets the last bit if anything was lost.
 [[gnu::always_inline]] inline Words round_to_odd(Doubles value) noexcept {
   const Floats cut =
       _mm512_maskz_cvt_roundpd_ps(0xff, value, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);

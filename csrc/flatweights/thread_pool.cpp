@@ -17,15 +17,15 @@ namespace {
 
 std::atomic<ThreadPool*> current{nullptr};
 
-// In a forked child the old pool's locks may be held by threads that are not there: it is
-// left behind as it is. Registered when the library is loaded: the guard of a local static would be
-// a lock, too.
+// In a forked child, threads that do not exist there may hold the old pool's locks, so the child
+// abandons that pool. Registered when the library is loaded: the guard of a local static would
+// be a lock, too.
 [[maybe_unused]] const int registered =
     pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); });
 
-// To wake a sleeping thread takes longer than averaging a model that fits the caches. A
-// loop asks for the next job within microseconds: so long a helper stays awake, as does a
-// caller that waits for a helper's last chunk.
+// Waking a thread takes longer than averaging a model that fits the caches, and a loop asks for
+// its next job within microseconds. So a helper stays awake for this long, and so does a caller
+// that waits for a helper's last chunk.
 constexpr std::chrono::microseconds kAwake{50};
 
 // Returns once `done` returns true, or after a while.
@@ -50,9 +50,9 @@ int current_processor() noexcept {
 #endif
 }
 
-// Moves the calling thread to another processor, if it may use another. A new thread starts on its
-// creator's, and shares that for tens of milliseconds, until the system balances its load: all
-// that time, two threads take longer than one.
+// Moves the calling thread to another processor, if it may use another. A new thread starts on
+// its creator's processor and shares it for tens of milliseconds, until the system balances its
+// load. During that time, two threads take longer than one.
 void leave_processor([[maybe_unused]] int processor) noexcept {
 #ifdef __linux__
   cpu_set_t allowed;
@@ -129,7 +129,7 @@ void ThreadPool::start_helpers(unsigned count) {
         help();
       }).detach();
     } catch (const std::system_error&) {
-      return;  // no more threads to be had: those that there are do the work
+      return;  // no more threads are available: the existing ones do the work
     }
     ++started_;
   }

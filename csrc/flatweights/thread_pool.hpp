@@ -8,14 +8,14 @@
 
 namespace flatweights {
 
-// One job at a time, its chunks taken in turn by the calling thread and the helpers
-// that wake up in time. Helpers are started when first wanted and never end.
+// Runs one job at a time. The calling thread and the helpers that wake up in time take its
+// chunks in turn. Helpers are started when first needed and never end.
 class ThreadPool {
  public:
   using Body = void (*)(void* context, std::size_t begin, std::size_t end);
 
-  // The pool of this process. A fork starts a new one in the child, whose parent's
-  // threads do not exist there.
+  // The pool of this process. A forked child gets a new one, since its parent's threads do
+  // not exist there.
   static ThreadPool& instance();
 
   // Calls `body` for chunks that cover `[0, size)` and returns when all have been done.
@@ -43,9 +43,9 @@ class ThreadPool {
   std::condition_variable idle_;
   Job* job_ = nullptr;                // null once no helper may join
   unsigned wanted_ = 0;               // helpers that may still join
-  std::atomic<unsigned> working_{0};  // looked at without the mutex, too
+  std::atomic<unsigned> working_{0};  // also read without the mutex
   unsigned started_ = 0;
-  unsigned awake_ = 0;  // helpers that look out for a job and need not be woken
+  unsigned awake_ = 0;  // helpers that spin for a job and need not be woken
 };
 
 }  // namespace flatweights

@@ -4,9 +4,9 @@
 namespace flatweights {
 namespace {
 
-// Adds `term` to `total`, and to `lost` exactly what that rounded away: Knuth's TwoSum, which
-// makes of `total + lost` the compensated sum of Neumaier (ZAMM 54, 1974). Of numbers, or of
-// registers of them.
+// Adds `term` to `total`, and the exact rounding error to `lost` (Knuth's TwoSum). So
+// `total + lost` is the compensated sum of Neumaier (ZAMM 54, 1974). For numbers, or registers
+// of numbers.
 template <class V>
 [[gnu::always_inline]] inline void add_exactly(V& total, V& lost, V term) noexcept {
   const V next = total + term;

@@ -3,15 +3,15 @@
 // TensorFlow computes in place where Tensor::RefCountIsOne holds: the counts of the tensor's
 // buffer and of that buffer's root are one, and the buffer owns its memory. A value that aliases
 // foreign memory says it does not. But Tensor::Slice (v[:n], unstack, split, datasets) makes
-// a buffer that refers to the root alone and says that it owns its memory, whatever the root
-// says. So the root is an object of its own that also counts itself: a slice is never the only
-// one to refer to it, and is copied before it is written to, too.
+// a buffer that refers only to the root and says that it owns its memory, whatever the root
+// says. So the root is a separate object that also counts itself: a slice is never its only
+// reference, so slices, too, are copied before they are written to.
 //
 //   value's tensors -> AliasBuffer -> AliasRoot <- slices
 //
-// The count of a root that nothing but itself refers to is one. No slice is made any more then,
-// once the AliasBuffer is gone: whichever of the two sees that deletes the root. Slices do not
-// see it, so roots whose slices outlive the AliasBuffer linger until a sweep finds them.
+// A root whose count is one has no other references. Without its AliasBuffer it gets no new slices
+// either, so the end of the AliasBuffer or a later sweep deletes such a root. The end of a slice
+// does not, so roots whose slices outlive the AliasBuffer linger until a sweep.
 #pragma once
 
 #include <atomic>
@@ -82,7 +82,7 @@ class LingeringRoots {
     linger();
   }
 
-  // Deletes the roots that no slice refers to any more; whether there are others.
+  // Deletes the roots that no slice refers to any more; returns whether others remain.
   bool sweep() noexcept {
     AliasRoot* root = first_.exchange(nullptr);
     while (root != nullptr) {

@@ -109,7 +109,7 @@ REGISTER_OP("FlatweightsBindVariable")
     })
     .Doc(R"(Makes a variable known to flatweights: its id, the process, and a status.)");
 
-// For any device, so that the op pulls no variable to another: it touches host memory alone.
+// For any device, so that the op moves no variable to another one: it only uses host memory.
 REGISTER_KERNEL_BUILDER(Name("FlatweightsBindVariable")
                             .Device(tensorflow::DEVICE_DEFAULT)
                             .HostMemory("resource")

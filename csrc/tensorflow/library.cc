@@ -14,7 +14,7 @@ namespace flatweights {
 namespace {
 
 // TensorFlow's C interface to eager execution is in a library that wheels do not offer for
-// linking, but that is in the process.
+// linking, but that the process has loaded.
 struct ExecutorFunctions {
   void* (*executor_of_thread)(void* context);
   bool (*is_async)(void* executor);

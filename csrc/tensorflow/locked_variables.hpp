@@ -28,8 +28,8 @@ struct BoundVariable {
   tensorflow::TensorShape shape;
 };
 
-// Where a variable and its value were when they were last seen: to be fetched ahead, never to
-// be read, since they may be gone.
+// Where a variable and its value were when they were last seen: only for prefetching, never for
+// reading, since they may be gone.
 class LastSeen {
  public:
   // Remembers a variable and its weak pointer, which is one to an object of TensorFlow's.
@@ -77,9 +77,9 @@ class LastSeen {
 
 // In the order of their mutexes' addresses; `index` is the position that the caller knows.
 //
-// Between two calls of a training loop the caches are overwritten. The pointers from a weak one
-// over variable and buffer to the data would then be followed at the price of a miss for each,
-// so all are fetched ahead, side by side.
+// Between two calls of a training loop the caches are overwritten. Following the pointers from
+// the weak pointer to the variable, its buffer and its data would then cost a miss each, so all
+// are prefetched side by side.
 class Variables {
  public:
   struct Entry {
@@ -192,7 +192,7 @@ class LockedVariables {
 };
 
 // Sparse updates write in place while they hold the lock shared, so reading such
-// a variable wants it alone.
+// a variable needs the lock exclusively.
 inline bool lock_for(tensorflow::Var& variable, VariableAccess access) {
   if (access == VariableAccess::kRead) {
     if (!variable.copy_on_read_mode.load()) {
@@ -206,8 +206,8 @@ inline bool lock_for(tensorflow::Var& variable, VariableAccess access) {
   return true;
 }
 
-// Whether nothing else sees the memory of `value`. RefCountIsOne takes a slice for the owner of its
-// memory; where it is one of an array that was fed, say, the root knows that it is the caller's.
+// Whether nothing else sees the memory of `value`. RefCountIsOne counts a slice as the owner of its
+// memory; the root knows if the memory is someone else's, such as an array that was fed.
 inline bool is_exclusive(tensorflow::Tensor& value) {
   return value.RefCountIsOne() &&
          tensorflow::DMAHelper::buffer(&value)->root_buffer()->OwnsMemory();
