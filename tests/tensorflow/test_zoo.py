@@ -69,7 +69,8 @@ def test_an_architecture_goes_round_and_to_another_process(
 
 
 @pytest.mark.parametrize(
-    "name", ["MobileNetV2", "ResNet50", pytest.param("VGG16", marks=pytest.mark.slow)]
+    "name",
+    ["MobileNetV2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ResNet50", "VGG16"))],
 )
 def test_keras_3_and_tf_keras_exchange_an_architecture(name: Any) -> None:
     new, old = (TensorFlowVariables(application(m, name)) for m in ("keras", "tf_keras"))
