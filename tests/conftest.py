@@ -1,5 +1,6 @@
 """How many processes share the tests, and what all of them use."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -54,6 +55,12 @@ def pytest_configure() -> None:
     os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "."
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of later garbage collections: TensorFlow is a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
