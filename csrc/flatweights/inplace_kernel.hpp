@@ -24,8 +24,6 @@ inline void change_range(std::byte* y, const std::byte* x, std::size_t begin, st
   const std::size_t first = begin;
   Doubles spoiled = broadcast(0);
   for (; end - begin >= kPair; begin += kPair) {
-    read_ahead<kPair * sizeof(T)>(y + begin * sizeof(T));
-    if (x != y) read_ahead<kPair * sizeof(T)>(x + begin * sizeof(T));
     const Pair old = load_pair<T>(y, begin);
     const Pair other = load_pair<T>(x, begin);
     const Pair changed = {value(old.a, other.a), value(old.b, other.b)};
