@@ -84,7 +84,7 @@ class Model:
         os._exit(1)
 
     def limit_memory(self, nbytes: int) -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes() + nbytes, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (_mapped() + nbytes, resource.RLIM_INFINITY))
 
     def fail_at(self, point: str, action: str) -> None:
         """Die, stop or sleep when the next command has come to ``point``."""
@@ -118,7 +118,7 @@ def act(action: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL if action == "die" else signal.SIGSTOP)
 
 
-def mapped_bytes() -> int:
+def _mapped() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lane_processes import LARGE, Driver, mapped_bytes, sealed
+from lane_processes import LARGE, Driver, sealed
 
 import flatweights as fw
 from flatweights import _core
@@ -46,24 +46,6 @@ def test_a_peer_sees_what_the_owner_writes() -> None:
     assert view.tobytes() == (np.arange(10_000) % 251).astype(np.uint8)[100:].tobytes()
     assert not view.flags.writeable
     assert view.ctypes.data % 4 == 0
-
-
-@pytest.mark.parametrize("nbytes", [-1, 0, 1, 2 << 20, (6 << 20) + 12_345])
-def test_a_large_window_is_whole_and_takes_its_size(nbytes: int) -> None:
-    """From 2 MiB on, header included, it may consist of huge pages."""
-    nbytes += (2 << 20) - 4096
-    pages = -(-(nbytes + 4096) // 4096) * 4096
-    expected = np.arange(nbytes, dtype=np.uint32).view(np.uint8)[:nbytes]
-    mailbox, before = _core.Mailbox(), mapped_bytes()
-    window = _core.Window(nbytes)
-    assert mapped_bytes() == before + pages
-    assert not window.memory().any()
-    window.memory()[:] = expected
-    peer = _core.PeerWindow(window.descriptor, window.nonce)
-    np.testing.assert_array_equal(peer.view(mailbox, False, 0, 0, nbytes), expected)
-    before = mapped_bytes()
-    del peer, window
-    assert mapped_bytes() == before - 2 * pages
 
 
 def test_a_window_that_is_another_is_refused(tmp_path: Path) -> None:

@@ -27,9 +27,7 @@ struct Header {
 };
 
 constexpr std::uint64_t kMagic = 0x31656e616c2d7766;  // "fw-lane1"
-constexpr std::size_t kPage = 4096;
-constexpr std::size_t kHeader = kPage;  // data begins at a page
-constexpr std::size_t kHugePage = std::size_t{2} << 20;
+constexpr std::size_t kHeader = 4096;                 // data begins at a page
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 constexpr unsigned kNotExecutable = 8;  // MFD_NOEXEC_SEAL, of Linux 6.3
@@ -42,45 +40,6 @@ int new_descriptor(unsigned flags) {
 
 [[noreturn]] void fail(const char* what) {
   throw std::system_error(errno, std::generic_category(), what);
-}
-
-// Maps a file: a large one at the boundary of a huge page, so that such can be mapped.
-std::byte* map_file(int descriptor, std::size_t length, int protection, int flags) {
-  std::byte* place = nullptr;
-  std::size_t before = 0, reserved = 0;
-  if (length >= kHugePage) {
-    reserved = (length + kPage - 1) / kPage * kPage + kHugePage;
-    void* const room = mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (room == MAP_FAILED) fail("address space of a memory file");
-    place = static_cast<std::byte*>(room);
-    before = kHugePage - reinterpret_cast<std::uintptr_t>(place) % kHugePage;
-    flags |= MAP_FIXED;  // replaces what was just reserved
-  }
-  void* const memory = mmap(place + before, length, protection, MAP_SHARED | flags, descriptor, 0);
-  const int error = errno;
-  if (reserved != 0) {  // before and behind
-    munmap(place, memory == MAP_FAILED ? reserved : before);
-    if (memory != MAP_FAILED && before < kHugePage)
-      munmap(place + before + reserved - kHugePage, kHugePage - before);
-  }
-  errno = error;
-  if (memory == MAP_FAILED) fail("mapping a memory file");
-  return static_cast<std::byte*>(memory);
-}
-
-// Fills a new file with huge pages as far as the system has such; without them it stays as it is.
-// A system that is asked for no huge pages of shared memory (shmem_enabled: never, the default)
-// makes them of pages that are there. One in each is enough, and what follows is ten times as fast
-// as single pages.
-void fill_with_huge_pages(int descriptor, std::size_t length) {
-  constexpr int kCollapse = 25;  // MADV_COLLAPSE, of Linux 6.1
-  const std::size_t whole = length / kHugePage * kHugePage;
-  if (whole == 0) return;
-  std::byte* const memory = map_file(descriptor, whole, PROT_READ | PROT_WRITE, 0);
-  std::size_t at = 0;
-  while (at < whole && pwrite(descriptor, "", 1, static_cast<off_t>(at)) == 1) at += kHugePage;
-  madvise(memory, at, kCollapse);
-  munmap(memory, whole);
 }
 
 }  // namespace
@@ -96,7 +55,6 @@ std::shared_ptr<MemoryFile> MemoryFile::create(std::size_t nbytes) {
   if (file->descriptor_ < 0 && errno == EINVAL) file->descriptor_ = new_descriptor(0);
   if (file->descriptor_ < 0) fail("memfd_create");
   if (ftruncate(file->descriptor_, static_cast<off_t>(kHeader + nbytes)) != 0) fail("ftruncate");
-  fill_with_huge_pages(file->descriptor_, kHeader + nbytes);
   file->map(file->descriptor_, nbytes, Access::kWrite);
   auto* const header = reinterpret_cast<Header*>(file->mapping_);
   header->magic = kMagic;
@@ -132,7 +90,10 @@ std::shared_ptr<MemoryFile> MemoryFile::open(int descriptor, const Nonce& nonce,
 
 void MemoryFile::map(int descriptor, std::size_t nbytes, Access access) {
   const int protection = access == Access::kWrite ? PROT_READ | PROT_WRITE : PROT_READ;
-  mapping_ = map_file(descriptor, kHeader + nbytes, protection, MAP_POPULATE);
+  void* const memory =
+      mmap(nullptr, kHeader + nbytes, protection, MAP_SHARED | MAP_POPULATE, descriptor, 0);
+  if (memory == MAP_FAILED) fail("mapping a memory file");
+  mapping_ = static_cast<std::byte*>(memory);
   data_ = mapping_ + kHeader;
   size_ = nbytes;
 }

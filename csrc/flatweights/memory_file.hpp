@@ -5,9 +5,8 @@
 // only if the seals forbid any change of size (else a read could end in SIGBUS), the header
 // is one of this version, the size is what the header says, and the nonce is the one that it
 // was told. Mapping proves that both are on one machine. Pages exist from the start: a first
-// write to a fresh page takes ten times as long as one to a page that is there. They are huge
-// pages where the system makes such: 100 MB are there in 8 ms instead of 65. Nothing is left
-// behind when the last process that maps the file is gone, however it ended.
+// write to a fresh page takes ten times as long as one to a page that is there. Nothing is
+// left behind when the last process that maps the file is gone, however it ended.
 #pragma once
 
 #include <array>
