@@ -4,7 +4,6 @@ TensorFlow gets one tensor per dtype. Functions and operations are built once pe
 """
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._gradients import trained_positions
 from flatweights.tensorflow._groups import Group
 from flatweights.tensorflow._kinds import inner_variable, is_of_keras_3
-from flatweights.tensorflow._session import SessionOperations
+from flatweights.tensorflow._session import SessionOperations, isolated, uninitialized
 
 tf1 = tf.compat.v1
 
@@ -44,10 +43,11 @@ class Steps:
         self._wrappers = list(variables.values())
         self._layout = layout
         self._session = session
-        self._steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Any, _EagerStep | _SessionStep]
+        self._steps = weakref.WeakKeyDictionary()
         self._lock = TurnLock()
 
-    def prepare(self, optimizer: Any) -> "_Step":
+    def prepare(self, optimizer: Any) -> "_EagerStep | _SessionStep":
         """Return the step of ``optimizer``, built at the first call."""
         if self._session is None and tf.inside_function():
             raise RuntimeError(
@@ -64,61 +64,41 @@ class Steps:
 
     def apply(self, optimizer: Any, flat: NDArray[Any]) -> None:
         """Take one step along the contiguous vector ``flat``."""
-        views = self._layout.vector_views(flat)
         if self._session is not None:
             self._session.check()
         step = self.prepare(optimizer)
-        step.run({i: settable_at(self._layout, i, views[i]) for i in step.positions})
+        views = self._layout.vector_views(flat)
+        vectors = []
+        for group in step.groups:
+            values = [settable_at(self._layout, i, views[i]) for i in group.slots]
+            # An optimizer may keep an alias of its gradient, so it gets a copy.
+            vectors.append(new_vector(group.layout.size, group.layout.dtype))
+            move_parts(group.layout.vector_views(vectors[-1]), values)
+        step.run(vectors)
 
-    def _new(self, optimizer: Any) -> "_Step":
-        groups = self._groups()
-        if not groups:
+    def _new(self, optimizer: Any) -> "_EagerStep | _SessionStep":
+        slots: dict[np.dtype[Any], list[int]] = {}
+        for i in trained_positions(self._wrappers):
+            slots.setdefault(self._layout.slots[i].dtype, []).append(i)
+        if not slots:
             raise ValueError("expected trainable variables, found none")
+        inner = [inner_variable(wrapper) for wrapper in self._wrappers]
+        groups = [Group(inner, members, self._layout) for members in slots.values()]
         if self._session is not None:
             return _SessionStep(optimizer, groups, self._session)
         return _EagerStep(optimizer, groups, self._wrappers)
 
-    def _groups(self) -> list[Group]:
-        """Return the trainable variables by dtype."""
-        slots: dict[np.dtype[Any], list[int]] = {}
-        for i in trained_positions(self._wrappers):
-            slots.setdefault(self._layout.slots[i].dtype, []).append(i)
-        inner = [inner_variable(wrapper) for wrapper in self._wrappers]
-        return [Group(inner, members, self._layout) for members in slots.values()]
 
-
-class _Step(ABC):
-    """The step of one optimizer.
+class _EagerStep:
+    """The step of one optimizer: a `tf.function`, traced once.
 
     Attributes:
-        positions: Slots of the variables that it changes.
+        groups: The trainable variables by dtype.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups = groups
-        self.positions = [i for group in groups for i in group.slots]
-
-    def run(self, values: Mapping[int, NDArray[Any]]) -> None:
-        """Take the step along ``values``, gradients by position as returned by `settable`."""
-        vectors = []
-        for group in self._groups:
-            # An optimizer may keep an alias of its gradient, so it gets a copy.
-            vector = new_vector(group.layout.size, np.dtype(group.dtype.as_numpy_dtype))
-            move_parts(group.layout.vector_views(vector), [values[i] for i in group.slots])
-            vectors.append(vector)
-        self._run(vectors)
-
-    @abstractmethod
-    def _run(self, vectors: Sequence[NDArray[Any]]) -> None:
-        """Take the step along one vector per group, which TensorFlow may keep."""
-
-
-class _EagerStep(_Step):
-    """A `tf.function`, traced once."""
-
-    def __init__(self, optimizer: Any, groups: Sequence[Group], wrappers: Sequence[Any]) -> None:
-        super().__init__(groups)
-        variables = [_as_known_to(optimizer, wrappers[i]) for i in self.positions]
+    def __init__(self, optimizer: Any, groups: list[Group], wrappers: Sequence[Any]) -> None:
+        self.groups = groups
+        variables = [_as_known_to(optimizer, wrappers[i]) for group in groups for i in group.slots]
         with eagerly():
             if is_of_keras_3(optimizer, "Optimizer") and not optimizer.built:
                 # Unlike other optimizers, it cannot create its variables inside the function.
@@ -135,43 +115,33 @@ class _EagerStep(_Step):
         signature = [tf.TensorSpec([group.layout.size], group.dtype) for group in groups]
         self._function = tf.function(step, input_signature=signature)
 
-    def _run(self, vectors: Sequence[NDArray[Any]]) -> None:
+    def run(self, vectors: Sequence[NDArray[Any]]) -> None:
+        """Take the step along one vector per group, which TensorFlow may keep."""
         with eagerly():
-            self._function(*(tf.convert_to_tensor(vector) for vector in vectors))
+            self._function(*map(tf.convert_to_tensor, vectors))
 
 
-class _SessionStep(_Step):
-    """Operations of a graph, which are fed through one placeholder per group."""
+class _SessionStep:
+    """The same as operations of a graph, which are fed through one placeholder per group."""
 
-    def __init__(self, optimizer: Any, groups: Sequence[Group], session: SessionOperations) -> None:
-        super().__init__(groups)
+    def __init__(self, optimizer: Any, groups: list[Group], session: SessionOperations) -> None:
+        self.groups = groups
         # Other optimizers return before the step is taken, or return no operation.
         if not isinstance(optimizer, tf1.train.Optimizer):
             raise TypeError(
                 "in a graph, expected an optimizer of tf.compat.v1.train, got "
                 f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             )
-        if session.graph.finalized:
-            raise RuntimeError(
-                "the graph is finalized: call prepare_gradients(optimizer) before that (before "
-                "tf.compat.v1.train.MonitoredTrainingSession), because it adds operations"
-            )
         self._session = session
         self._lock = TurnLock()
         self._checked: weakref.ref[Any] | None = None
-        # Do not inherit the caller's device, name scope or control dependencies.
-        with (
-            session.graph.as_default(),
-            tf1.name_scope(None),
-            tf.device(None),
-            tf.control_dependencies(None),
-        ):
+        with isolated(session.graph, "call prepare_gradients(optimizer)"):
             self._add_nodes(optimizer)
 
     def _add_nodes(self, optimizer: Any) -> None:
-        self._fed = [tf1.placeholder(g.dtype, [g.layout.size]) for g in self._groups]
+        self._fed = [tf1.placeholder(group.dtype, [group.layout.size]) for group in self.groups]
         pairs: list[tuple[tf.Tensor, tf.Variable]] = []
-        for group, fed in zip(self._groups, self._fed, strict=True):
+        for group, fed in zip(self.groups, self._fed, strict=True):
             pairs += zip(group.split(fed), group.variables, strict=True)
         before = {id(variable) for variable in tf1.global_variables()}
         self._train = optimizer.apply_gradients(pairs)
@@ -181,7 +151,8 @@ class _SessionStep(_Step):
         distinct = {variable.op.name: variable for variable in (*used, *own)}
         self._uninitialized = tf1.report_uninitialized_variables(list(distinct.values()))
 
-    def _run(self, vectors: Sequence[NDArray[Any]]) -> None:
+    def run(self, vectors: Sequence[NDArray[Any]]) -> None:
+        """Take the step along one vector per group, which TensorFlow may keep."""
         session = self._session.session
         with self._lock.ready():
             self._initialize(session)
@@ -199,10 +170,7 @@ class _SessionStep(_Step):
         names = [name.decode() for name in session.run(self._uninitialized)]
         others = [name for name in names if name not in self._initializers]
         if others:
-            raise RuntimeError(
-                f"expected initialized variables, got uninitialized: {', '.join(others)}; run "
-                "tf.compat.v1.global_variables_initializer() first"
-            )
+            raise uninitialized(others)
         session.run([self._initializers[name] for name in names])
         self._checked = weakref.ref(place)
 

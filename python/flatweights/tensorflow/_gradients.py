@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tensorflow.python.framework.indexed_slices import IndexedSlicesValue
 
 from flatweights import _core
-from flatweights._cast import is_settable, move_parts
+from flatweights._cast import is_settable, move_parts, settable
 from flatweights._dtypes import is_averaged, promote
 from flatweights._flatten import new_vector
 from flatweights._inplace import clip_by_norm_, finite
@@ -19,6 +19,7 @@ from flatweights._trees import as_array
 from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._graph_search import is_symbolic
 from flatweights.tensorflow._kinds import inner_variable, is_variable, own_name
+from flatweights.tensorflow._session import check_unfinished
 
 # The library with the C API of eager tensors, since TensorFlow 2.21 and before. Without it,
 # tensors are read through the buffer protocol.
@@ -44,7 +45,6 @@ class Gradients:
         """Take the ``variables`` at the slots of ``layout``, in the form that the user passed."""
         self._wrappers = list(variables.values())
         self._layout = layout
-        self._count = len(layout)
         self._inner = [inner_variable(wrapper) for wrapper in self._wrappers]
         self._positions: dict[int, int] = {}
         for i, variable in enumerate(self._inner):
@@ -62,9 +62,12 @@ class Gradients:
     ) -> Any:
         """Return ``gradients`` as one vector, or as one tensor if they are of a graph."""
         most = None if clip_norm is None else _checked_norm(clip_norm, dtype)
-        is_list = type(gradients) is list and len(gradients) == self._count
+        is_list = type(gradients) is list and len(gradients) == len(self._wrappers)
         arranged = gradients if is_list else self._arranged(gradients)
-        if tf.executing_eagerly() or not (tf.inside_function() or _begins_in_graph(arranged)):
+        if tf.executing_eagerly() or not (
+            tf.inside_function()
+            or _is_of_graph(next((one for one in arranged if one is not None), None))
+        ):
             vector = new_vector(self._layout.size, dtype) if out is None else out
             if _core.gather(self._layout.core, arranged, vector):
                 if most is not None:
@@ -90,16 +93,16 @@ class Gradients:
         listed = list(gradients)
         if any(_is_pair(item) for item in listed):
             return self._by_variable(listed)
-        if len(listed) == self._count:
+        if len(listed) == len(self._wrappers):
             return listed
         trained = trained_positions(self._wrappers)
         if len(listed) != len(trained):
             raise ValueError(
-                f"expected {self._count} gradients, one per variable, or {len(trained)}, one "
-                f"per trainable variable, got {len(listed)}; pairs (gradient, variable) may be "
+                f"expected {len(self._wrappers)} gradients, one per variable, or {len(trained)}, "
+                f"one per trainable variable, got {len(listed)}; pairs (gradient, variable) may be "
                 "fewer"
             )
-        arranged: list[Any] = [None] * self._count
+        arranged: list[Any] = [None] * len(self._wrappers)
         for i, gradient in zip(trained, listed, strict=True):
             arranged[i] = gradient
         return arranged
@@ -111,7 +114,7 @@ class Gradients:
         return [gradients.get(name) for name in self._layout.names]
 
     def _by_variable(self, pairs: Sequence[Any]) -> list[Any]:
-        arranged: list[Any] = [None] * self._count
+        arranged: list[Any] = [None] * len(self._wrappers)
         seen = set()
         for n, pair in enumerate(pairs):
             if not _is_pair(pair):
@@ -147,7 +150,7 @@ class Gradients:
             if isinstance(gradient, _SLICES):
                 rows[i] = _checked_rows(gradient, slot, dtype, i)
             elif gradient is not None:
-                dense[i] = _checked(as_array(gradient), slot, dtype, i)
+                dense[i] = settable(gradient, slot._replace(dtype=dtype), self._where(i))
         if out is None:
             out = new_vector(self._layout.size, dtype)
         else:
@@ -182,11 +185,7 @@ class Gradients:
         key = (graph, names, dtype, most)
         built = self._built.get(key) if None not in names else None
         if built is None:
-            if graph.finalized:
-                raise RuntimeError(
-                    "the graph is finalized: flatten its gradients before that (before "
-                    "tf.compat.v1.train.MonitoredTrainingSession), because it adds operations"
-                )
+            check_unfinished(graph, "flatten its gradients")
             with graph.as_default():
                 built = self._tensor(gradients, dtype, most)
             if None not in names:
@@ -237,15 +236,6 @@ def _dense(gradient: Any, slot: Slot, i: int) -> tf.Tensor:
         )
     wide = _dtype_of_sums(np.dtype(values.dtype.as_numpy_dtype))
     return tf.math.unsorted_segment_sum(tf.cast(values, wide), gradient.indices, slot.shape[0])
-
-
-def _checked(array: NDArray[Any], slot: Slot, dtype: np.dtype[Any], i: int) -> NDArray[Any]:
-    if array.shape != slot.shape or not is_settable(array.dtype, dtype):
-        message = (
-            f"{place_of(i, slot)}: expected {dtype} {slot.shape}, got {array.dtype} {array.shape}"
-        )
-        raise (ValueError if array.shape != slot.shape else TypeError)(message)
-    return array
 
 
 def _checked_rows(slices: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> Rows:
@@ -329,10 +319,6 @@ def _is_of_graph(gradient: Any) -> bool:
     if gradient is None or type(gradient) in _IN_MEMORY:
         return False
     return any(is_symbolic(part) for part in _parts(gradient))
-
-
-def _begins_in_graph(gradients: Sequence[Any]) -> bool:
-    return _is_of_graph(next((one for one in gradients if one is not None), None))
 
 
 def _names(gradient: Any) -> tuple[str, ...] | None:

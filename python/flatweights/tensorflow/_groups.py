@@ -27,12 +27,7 @@ class Group:
         """Take those of ``variables`` that are at ``slots``."""
         self.slots = list(slots)
         self.variables = [variables[i] for i in slots]
-        members = [layout.slots[i] for i in slots]
-        self.layout = Layout(
-            [slot.name for slot in members],
-            [slot.shape for slot in members],
-            [slot.dtype for slot in members],
-        )
+        self.layout = layout_at(layout, slots)
         self.dtype: tf.DType = self.variables[0].dtype.base_dtype
         self.packed_size = self.layout.nbytes // self.dtype.size
         self.device: str = self.variables[0].device
@@ -95,6 +90,16 @@ def is_synchronized_on_reading(variable: tf.Variable) -> bool:
     return (
         isinstance(variable, tf.distribute.DistributedValues)
         and variable.synchronization == tf.VariableSynchronization.ON_READ
+    )
+
+
+def layout_at(layout: Layout, positions: Sequence[int]) -> Layout:
+    """Return the layout of the slots at ``positions`` alone."""
+    slots = [layout.slots[i] for i in positions]
+    return Layout(
+        [slot.name for slot in slots],
+        [slot.shape for slot in slots],
+        [slot.dtype for slot in slots],
     )
 
 

@@ -1,7 +1,8 @@
 """Operations on the variables of a TF1 graph, built once and run in a session."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -39,11 +40,6 @@ class SessionOperations(Operations):
         Raises:
             RuntimeError: If the graph is finalized.
         """
-        if graph.finalized:
-            raise RuntimeError(
-                "the graph is finalized: construct TensorFlowVariables before that "
-                "(before tf.compat.v1.train.MonitoredTrainingSession), because it adds operations"
-            )
         self.graph = graph
         self.lock = _locks.setdefault(graph, TurnLock())
         self.groups = groups
@@ -51,23 +47,14 @@ class SessionOperations(Operations):
         self._names = list(variables)
         self.placeholders: dict[str, tf.Tensor] = {}
         self.assignment_nodes: dict[str, Any] = {}
-        # Do not inherit the caller's device, name scope or control dependencies.
-        with (
-            self.graph.as_default(),
-            tf.compat.v1.name_scope(None),
-            tf.device(None),
-            tf.control_dependencies(None),
-        ):
-            self._add_nodes_per_variable(variables)
+        with isolated(graph, "construct TensorFlowVariables"):
+            for name, variable in variables.items():
+                placeholder = tf.compat.v1.placeholder(
+                    variable.dtype.base_dtype, variable.shape, name=f"Placeholder_{name}"
+                )
+                self.placeholders[name] = placeholder
+                self.assignment_nodes[name] = variable.assign(placeholder)
             self._nodes = {id(group): _Nodes(group, library) for group in groups}
-
-    def _add_nodes_per_variable(self, variables: Mapping[str, tf.Variable]) -> None:
-        for name, variable in variables.items():
-            placeholder = tf.compat.v1.placeholder(
-                variable.dtype.base_dtype, variable.shape, name=f"Placeholder_{name}"
-            )
-            self.placeholders[name] = placeholder
-            self.assignment_nodes[name] = variable.assign(placeholder)
 
     def set_session(self, session: Any) -> None:
         """Run in ``session`` from now on.
@@ -105,10 +92,7 @@ class SessionOperations(Operations):
         try:
             vectors = self._run([self._nodes[id(group)].read for group in groups])
         except tf.errors.FailedPreconditionError as error:
-            raise RuntimeError(
-                f"expected initialized variables, got uninitialized: {self._uninitialized()}; "
-                "run tf.compat.v1.global_variables_initializer() first"
-            ) from error
+            raise uninitialized(self._uninitialized()) from error
         values: dict[int, NDArray[Any]] = {}
         for group, vector in zip(groups, vectors, strict=True):
             pieces = group.layout.vector_views(np.asarray(vector))
@@ -142,7 +126,7 @@ class SessionOperations(Operations):
         # The raw session: hooks of a monitored one must count only training steps.
         return self.place().run(fetches, feed)
 
-    def _uninitialized(self) -> str:
+    def _uninitialized(self) -> list[str]:
         names = []
         for group in self.groups:
             # Each input of the concat reads one variable; the last one is the axis.
@@ -151,8 +135,8 @@ class SessionOperations(Operations):
                 try:
                     self._run(read)
                 except tf.errors.FailedPreconditionError:
-                    names.append(repr(slot.name))
-        return ", ".join(names)
+                    names.append(slot.name)
+        return names
 
 
 class _Nodes:
@@ -178,3 +162,36 @@ class _Nodes:
 def _operation(assignment: Any) -> tf.Operation:
     # Fetching the operation, unlike its output, returns no value.
     return assignment if isinstance(assignment, tf.Operation) else assignment.op
+
+
+def check_unfinished(graph: tf.Graph, call: str) -> None:
+    """Raise `RuntimeError` if no operations can be added to ``graph``; ``call`` adds them."""
+    if graph.finalized:
+        raise RuntimeError(
+            f"the graph is finalized: {call} before that (before "
+            "tf.compat.v1.train.MonitoredTrainingSession), because it adds operations"
+        )
+
+
+@contextmanager
+def isolated(graph: tf.Graph, call: str) -> Iterator[None]:
+    """Add operations to ``graph`` as if at top level, after `check_unfinished`.
+
+    They do not inherit the caller's device, name scope or control dependencies.
+    """
+    check_unfinished(graph, call)
+    with (
+        graph.as_default(),
+        tf.compat.v1.name_scope(None),
+        tf.device(None),
+        tf.control_dependencies(None),
+    ):
+        yield
+
+
+def uninitialized(names: Sequence[str]) -> RuntimeError:
+    """Return the error that says which variables are not initialized."""
+    return RuntimeError(
+        f"expected initialized variables, got uninitialized: {', '.join(map(repr, names))}; run "
+        "tf.compat.v1.global_variables_initializer() first"
+    )

@@ -30,7 +30,7 @@ from flatweights.tensorflow._groups import make_groups
 from flatweights.tensorflow._library import load_library
 from flatweights.tensorflow._match import match_slots
 from flatweights.tensorflow._mover import ADD, LERP, Mover, Update
-from flatweights.tensorflow._objective import EagerObjective, SessionObjective
+from flatweights.tensorflow._objective import Objective
 from flatweights.tensorflow._replicas import Replicas
 from flatweights.tensorflow._session import SessionOperations
 
@@ -710,10 +710,10 @@ class TensorFlowVariables:
                 trainable variables.
             RuntimeError: If the graph is finalized; if called inside a `tf.function`.
         """
-        model = (self._variables, self._layout, self.set_flat, dtype)
+        objective = Objective(self._variables, self._layout, self.set_flat, dtype)
         if self._session is not None:
-            return SessionObjective(loss_fn, self._session, *model)
-        return EagerObjective(loss_fn, *model)
+            return objective.in_session(loss_fn, self._session)
+        return objective.eager(loss_fn)
 
     @functools.cached_property
     def _gradients(self) -> Gradients:
