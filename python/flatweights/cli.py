@@ -88,7 +88,8 @@ def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
             file=sys.stderr,
         )
         return 2
-    from flatweights.tensorflow._library import LibraryError, build_library
+    from flatweights.tensorflow._compile import LibraryError
+    from flatweights.tensorflow._library import build_library
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # so that it can clean up
     try:

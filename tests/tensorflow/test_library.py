@@ -23,8 +23,9 @@ from tf_forks import Fork, Forks
 
 import flatweights as fw
 from flatweights.tensorflow import TensorFlowVariables, _cache, _compile, _library
-from flatweights.tensorflow._cache import CacheError, locked, private_folder
-from flatweights.tensorflow._library import LibraryError, build_library, load_library, status
+from flatweights.tensorflow._cache import locked, private_folder
+from flatweights.tensorflow._compile import LibraryError
+from flatweights.tensorflow._library import build_library, load_library, status
 
 # Moves weights, in as many processes as are given, each of which tells how.
 USE = """
@@ -675,7 +676,7 @@ def test_cache_in_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -
     around.mkdir()
     around.chmod(0o777)
     for make in (False, True):
-        with pytest.raises(CacheError, match=f"{around} can be written to by another user"):
+        with pytest.raises(LibraryError, match=f"{around} can be written to by another user"):
             private_folder(around / "cache", make=make)
     assert not list(around.iterdir())
     around.chmod(0o1777)  # as /tmp: none but its owner can put something else in its place
@@ -693,9 +694,9 @@ def test_folder_around_may_be_of_a_group_of_one(
     monkeypatch.setattr("grp.getgrgid", lambda _: SimpleNamespace(gr_name=name, gr_mem=members))
     (tmp_path / "around").mkdir()
     (tmp_path / "around").chmod(0o775)
-    with pytest.raises(CacheError) if is_refused else contextlib.nullcontext():
+    with pytest.raises(LibraryError) if is_refused else contextlib.nullcontext():
         private_folder(tmp_path / "around" / "cache", make=True)
-    with pytest.raises(CacheError):  # what is loaded lies in nothing of a group
+    with pytest.raises(LibraryError):  # what is loaded lies in nothing of a group
         private_folder(tmp_path / "around", make=True)
 
 
@@ -704,9 +705,9 @@ def test_folder_of_another_user_is_refused(tmp_path: Path) -> None:
         pytest.skip("takes root, to give a folder away")
     (tmp_path / "theirs" / "cache").mkdir(parents=True)
     os.chown(tmp_path / "theirs", 12345, -1)
-    with pytest.raises(CacheError, match=f"{tmp_path}/theirs belongs to another user: set FLATW"):
+    with pytest.raises(LibraryError, match=f"{tmp_path}/theirs belongs to another user: set FLATW"):
         private_folder(tmp_path / "theirs", make=True)
-    with pytest.raises(CacheError, match=f"{tmp_path}/theirs belongs to another user"):
+    with pytest.raises(LibraryError, match=f"{tmp_path}/theirs belongs to another user"):
         private_folder(tmp_path / "theirs" / "cache", make=False)
 
 
@@ -722,10 +723,10 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("real")
     assert private_folder(tmp_path / "link" / "a", make=True) == tmp_path / "real" / "a"
     (tmp_path / "real").chmod(0o777)
-    with pytest.raises(CacheError, match=f"{tmp_path}/real can be written to"):
+    with pytest.raises(LibraryError, match=f"{tmp_path}/real can be written to"):
         private_folder(tmp_path / "link" / "a", make=False)
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(CacheError, match="loop"):
+    with pytest.raises(LibraryError, match="loop"):
         private_folder(tmp_path / "loop", make=True)
 
 

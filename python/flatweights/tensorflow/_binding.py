@@ -1,7 +1,7 @@
 """Bound variables: the core moves them without a TensorFlow operation."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._layout import Layout
-from flatweights.tensorflow._groups import Group
+from flatweights.tensorflow._groups import Group, Operations
 from flatweights.tensorflow._library import Library
-from flatweights.tensorflow._operations import Operations
 
 # The op's status of a variable.
 _BOUND, _UNINITIALIZED, _NOT_ON_HOST = range(3)
+
+_NOT_INITIALIZED = "it is not initialized"
 
 
 class Binding(NamedTuple):
@@ -53,64 +54,44 @@ def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
         layout: Slots of the variables.
         library: The op library.
     """
-    groups = [group for group in operations.groups if not group.obstacle]
+    place = operations.place()
     try:
-        results = operations.bind(groups)
+        results = operations.bind([group for group in operations.groups if not group.obstacle])
     except tf.errors.OpError as error:  # a remote server lacks the op
-        failure = f"binding failed: {error.message}"
-        return unbound(operations.groups, failure, place=operations.place())
+        return unbound(operations.groups, f"binding failed: {error.message}", place=place)
     rows = iter(results)
-    chosen: list[tuple[int, tf.Variable, NDArray[np.int64]]] = []
+    chosen: list[tuple[int, int, int]] = []  # position, id and dtype
     others: list[Group] = []
     reasons: dict[str, str] = {}
-    may_improve = False
     for group in operations.groups:
         answers = [] if group.obstacle else [next(rows) for _ in group.slots]
-        reason, later = _obstacle(group, answers, library)
-        if reason is None:
-            chosen += zip(group.slots, group.variables, answers, strict=True)
-        else:
+        reason = group.obstacle or _obstacle(answers, library)
+        if reason:
             others.append(group)
             reasons |= {slot.name: reason for slot in group.layout.slots}
-            may_improve |= later
-    chosen.sort(key=lambda item: item[0])
+            continue
+        dtype = group.dtype.as_datatype_enum
+        ids = [int(answer[0]) for answer in answers]
+        chosen += [(i, one, dtype) for i, one in zip(group.slots, ids, strict=True)]
+    chosen.sort()
     bound = None
     if chosen:
+        positions, all_ids, dtypes = map(list, zip(*chosen, strict=True))
         try:
-            bound = _bound(chosen, layout, library, operations.context)
+            bound = _core.BoundVariables(
+                library.core, layout.core, positions, all_ids, dtypes, operations.context
+            )
         except ValueError as error:  # two variables share memory
-            return unbound(operations.groups, str(error), place=operations.place())
-    positions = [position for position, _, _ in chosen]
-    return Binding(bound, positions, others, reasons, operations.place(), may_improve)
+            return unbound(operations.groups, str(error), place=place)
+    may_improve = _NOT_INITIALIZED in reasons.values()
+    return Binding(bound, [i for i, _, _ in chosen], others, reasons, place, may_improve)
 
 
-def _obstacle(
-    group: Group, answers: Sequence[NDArray[np.int64]], library: Library
-) -> tuple[str | None, bool]:
-    """Return why ``group`` cannot be bound, or None, and whether that may change."""
-    if group.obstacle:
-        return group.obstacle, False
-    if any(result[1] != library.core.nonce for result in answers):
-        return "its session runs in another process", False
-    statuses = {int(result[2]) for result in answers}
+def _obstacle(answers: Sequence[NDArray[np.int64]], library: Library) -> str:
+    """Return why variables whose op gave these ``answers`` cannot be bound; empty if they can."""
+    if any(answer[1] != library.core.nonce for answer in answers):
+        return "its session runs in another process"
+    statuses = {int(answer[2]) for answer in answers}
     if _NOT_ON_HOST in statuses:
-        return "it is not in host memory", False
-    if _UNINITIALIZED in statuses:
-        return "it is not initialized", True
-    return None, False
-
-
-def _bound(
-    chosen: Sequence[tuple[int, tf.Variable, NDArray[np.int64]]],
-    layout: Layout,
-    library: Library,
-    context: Any,
-) -> _core.BoundVariables:
-    return _core.BoundVariables(
-        library.core,
-        layout.core,
-        [position for position, _, _ in chosen],
-        [int(result[0]) for _, _, result in chosen],
-        [variable.dtype.base_dtype.as_datatype_enum for _, variable, _ in chosen],
-        context,
-    )
+        return "it is not in host memory"
+    return _NOT_INITIALIZED if _UNINITIALIZED in statuses else ""

@@ -9,11 +9,9 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from flatweights.tensorflow._compile import LibraryError
+
 _REMEDY = "set FLATWEIGHTS_CACHE_DIR to a folder of your own"
-
-
-class CacheError(Exception):
-    """There is no folder that can be trusted and written to; the message says why."""
 
 
 def cache_folder() -> Path:
@@ -22,7 +20,7 @@ def cache_folder() -> Path:
     It is FLATWEIGHTS_CACHE_DIR, else ``flatweights`` in XDG_CACHE_HOME or ``~/.cache``.
 
     Raises:
-        CacheError: If there is no home folder.
+        LibraryError: If there is no home folder.
     """
     chosen = os.environ.get("FLATWEIGHTS_CACHE_DIR")
     if chosen:
@@ -31,7 +29,7 @@ def cache_folder() -> Path:
     try:
         return (Path(base) if base else Path.home() / ".cache") / "flatweights"
     except RuntimeError as error:
-        raise CacheError(f"there is no home folder: {error}") from error
+        raise LibraryError(f"there is no home folder: {error}") from error
 
 
 def private_folder(folder: Path, *, make: bool) -> Path:
@@ -49,7 +47,7 @@ def private_folder(folder: Path, *, make: bool) -> Path:
         The folder with symbolic links resolved, since they could change later.
 
     Raises:
-        CacheError: If another user could change the folder, or it cannot be created.
+        LibraryError: If another user could change the folder, or it cannot be created.
     """
     try:
         folder = folder.resolve()
@@ -60,16 +58,16 @@ def private_folder(folder: Path, *, make: bool) -> Path:
                 path.mkdir(mode=0o700, exist_ok=True)
             _check(path, path.lstat(), is_around=path != folder)
     except (OSError, RuntimeError) as error:
-        raise CacheError(f"{folder} cannot be used: {error}") from error
+        raise LibraryError(f"{folder} cannot be used: {error}") from error
     return folder
 
 
 def _check(path: Path, status: os.stat_result, *, is_around: bool) -> None:
     if not stat.S_ISDIR(status.st_mode):
-        raise CacheError(f"{path} is not a folder: {_REMEDY}")
+        raise LibraryError(f"{path} is not a folder: {_REMEDY}")
     # In some containers root has another id.
     if status.st_uid not in (os.getuid(), 0, Path("/").stat().st_uid):
-        raise CacheError(f"{path} belongs to another user: {_REMEDY}")
+        raise LibraryError(f"{path} belongs to another user: {_REMEDY}")
     others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if is_around and (
         status.st_mode & stat.S_ISVTX  # like /tmp: only the owner of an entry can replace it
@@ -77,7 +75,7 @@ def _check(path: Path, status: os.stat_result, *, is_around: bool) -> None:
     ):
         return
     if others:
-        raise CacheError(
+        raise LibraryError(
             f"{path} can be written to by another user: {_REMEDY}, or remove that permission "
             "(chmod go-w)"
         )
@@ -98,12 +96,12 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of ``folder`` among all processes; a process that dies releases it.
 
     Raises:
-        CacheError: If the folder cannot be written to.
+        LibraryError: If the folder cannot be written to.
     """
     try:
         file = (folder / "lock").open("w")
     except OSError as error:
-        raise CacheError(f"{folder} cannot be written to: {error.strerror}") from error
+        raise LibraryError(f"{folder} cannot be written to: {error.strerror}") from error
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:

@@ -26,8 +26,8 @@ _FLAGS = ("-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
 _TIMEOUT = 600  # seconds
 
 
-class CompileError(Exception):
-    """The op library cannot be compiled here; the message says why."""
+class LibraryError(Exception):
+    """The op library is not available; the message says why."""
 
 
 class Target(NamedTuple):
@@ -100,21 +100,21 @@ def find_compiler() -> str:
     """Return the compiler's command: that of the environment variable CXX, or a usual one.
 
     Raises:
-        CompileError: If there is none.
+        LibraryError: If there is none.
     """
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
         try:
             compiler = shutil.which(shlex.split(chosen)[0])
         except ValueError as error:
-            raise CompileError(f"CXX is not a command, {chosen!r}: {error}") from error
+            raise LibraryError(f"CXX is not a command, {chosen!r}: {error}") from error
         if compiler is None:
-            raise CompileError(f"the C++ compiler of CXX, {chosen!r}, was not found")
+            raise LibraryError(f"the C++ compiler of CXX, {chosen!r}, was not found")
         return chosen
     for name in _COMPILERS:
         if shutil.which(name) is not None:
             return name
-    raise CompileError("there is no C++ compiler (install g++ or clang++, or set CXX)")
+    raise LibraryError("there is no C++ compiler (install g++ or clang++, or set CXX)")
 
 
 def compile_library(sources: Path, folder: Path, target: Target | None = None) -> Path:
@@ -131,12 +131,12 @@ def compile_library(sources: Path, folder: Path, target: Target | None = None) -
         Path of the library.
 
     Raises:
-        CompileError: If the compiler or the headers are missing, or compiling fails.
+        LibraryError: If the compiler or the headers are missing, or compiling fails.
     """
     target = target or installed()
     compiler = find_compiler()
     if not (target.headers / "tensorflow/core/framework/resource_var.h").is_file():
-        raise CompileError(f"TensorFlow's headers are not in {target.headers}")
+        raise LibraryError(f"TensorFlow's headers are not in {target.headers}")
     with tempfile.TemporaryDirectory(dir=folder, prefix=WORK_PREFIX) as work:
         library = Path(work, LIBRARY)
         command = [
@@ -154,11 +154,11 @@ def compile_library(sources: Path, folder: Path, target: Target | None = None) -
                 command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise CompileError(f"{compiler} did not run: {error}") from error
+            raise LibraryError(f"{compiler} did not run: {error}") from error
         if done.returncode != 0:
             lines = done.stderr.strip().splitlines()
             errors = [line for line in lines if "error" in line] or lines[-1:] or ["no message"]
-            raise CompileError(f"{compiler} failed: {errors[0].strip()}")
+            raise LibraryError(f"{compiler} failed: {errors[0].strip()}")
         record = Path(work, RECORD)
         record.write_text(json.dumps(identity(sources, target) | _bytes_of(library), indent=1))
         library.replace(folder / LIBRARY)
@@ -197,7 +197,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         compile_library(sources, folder)
-    except CompileError as error:
+    except LibraryError as error:
         print(f"the op library for TensorFlow: {error}", file=sys.stderr)
         return 1
     return 0

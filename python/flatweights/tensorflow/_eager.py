@@ -14,9 +14,8 @@ from flatweights._cast import move_parts
 from flatweights._flatten import new_vector
 from flatweights._locks import TurnLock
 from flatweights._trees import as_array
-from flatweights.tensorflow._groups import Group, is_synchronized_on_reading
+from flatweights.tensorflow._groups import Group, Operations, is_synchronized_on_reading
 from flatweights.tensorflow._library import Library
-from flatweights.tensorflow._operations import Operations
 
 # Tracing this many variables takes a second or more.
 _MANY = 100
@@ -28,10 +27,8 @@ _log = logging.getLogger("flatweights")
 class EagerOperations(Operations):
     """Reads and writes eager variables."""
 
-    def __init__(
-        self, variables: Sequence[tf.Variable], groups: list[Group], library: Library | None
-    ) -> None:
-        """Take ``variables`` in the order of their layout's slots, and also in ``groups``."""
+    def __init__(self, groups: list[Group], library: Library | None) -> None:
+        """Take the variables of ``groups``."""
         self.groups = groups
         self.context = eager_context.context()
         self.lock = _lock

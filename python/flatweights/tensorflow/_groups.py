@@ -1,13 +1,20 @@
-"""The variables of a model, grouped by how they are moved."""
+"""The variables of a model, grouped by how they are moved, and the operations that move them.
 
+Dispatching one op per variable makes reading a model slow, so one operation per group reads
+all of its variables.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
 from flatweights._cast import move_parts
 from flatweights._layout import Layout
+from flatweights._locks import TurnLock
 
 
 class Group:
@@ -110,3 +117,46 @@ def make_groups(variables: Sequence[tf.Variable], layout: Layout) -> list[Group]
         key = (variable.device, variable.dtype.base_dtype, obstacle(variable))
         slots.setdefault(key, []).append(i)
     return [Group(variables, members, layout) for members in slots.values()]
+
+
+class Operations(ABC):
+    """The operations on the variables of one model.
+
+    Attributes:
+        groups: The variables.
+        lock: Held from the first to the last operation of a call, and shared by all models that
+            may have variables in common: so calls are atomic to each other.
+        context: The context of eager TensorFlow; None for the variables of a session.
+    """
+
+    groups: list[Group]
+    lock: TurnLock
+    context: Any = None
+
+    @abstractmethod
+    def check(self) -> None:
+        """Wait for operations that were dispatched earlier.
+
+        Raises:
+            RuntimeError: If nothing can be moved now.
+        """
+
+    @abstractmethod
+    def place(self) -> object:
+        """Return where the variables are: a binding is valid only in the place it was made."""
+
+    @abstractmethod
+    def bind(self, groups: Sequence[Group]) -> list[NDArray[np.int64]]:
+        """Run the binding op for each variable of ``groups``; return its results."""
+
+    @abstractmethod
+    def read(self, groups: Sequence[Group]) -> dict[int, NDArray[Any]]:
+        """Return the values by position. Do not write to them: they may alias variables.
+
+        Raises:
+            RuntimeError: If a variable is not initialized; the message names it.
+        """
+
+    @abstractmethod
+    def write(self, values: Mapping[int, NDArray[Any]]) -> None:
+        """Set the variables at these positions to copies of arrays that `settable` returned."""

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from flatweights import _core
-from flatweights.tensorflow._cache import CacheError, cache_folder, locked, private_folder
+from flatweights.tensorflow._cache import cache_folder, locked, private_folder
 from flatweights.tensorflow._compile import (
     LIBRARY,
     WORK_PREFIX,
-    CompileError,
+    LibraryError,
     compile_library,
     find_compiler,
     folder_name,
@@ -55,10 +55,6 @@ class Library(NamedTuple):
     path: Path
     bind: Any
     core: _core.VariablesLibrary
-
-
-class LibraryError(Exception):
-    """The library is not available; the message says why."""
 
 
 _lock = threading.Lock()
@@ -118,7 +114,7 @@ def status() -> str:
         if folder is None:
             _raise_earlier_failure(_cached(wanted) / _FAILED, find_compiler())
             return "bound variables, once the first use has compiled the op library"
-    except (CacheError, CompileError, OSError) as error:
+    except (LibraryError, OSError) as error:
         return f"TensorFlow's operations, since its op library cannot be compiled: {error}"
     return f"bound variables, by {folder / LIBRARY}"
 
@@ -135,7 +131,7 @@ def build_library() -> Path:
         wanted = identity(PACKAGED)
         folder = _folder_of_library(wanted)
         return (_compile_into_cache(wanted, again=True) if folder is None else folder) / LIBRARY
-    except (CacheError, CompileError, OSError) as error:
+    except OSError as error:
         raise LibraryError(str(error)) from error
 
 
@@ -163,7 +159,7 @@ def _load() -> Library:
     try:
         wanted = identity(PACKAGED)
         folder = _folder_of_library(wanted) or _compile_into_cache(wanted)
-    except (CacheError, CompileError, OSError) as error:
+    except (LibraryError, OSError) as error:
         raise LibraryError(f"its op library cannot be compiled: {error}") from error
     path = folder / LIBRARY
     try:
@@ -208,7 +204,7 @@ def _compile_into_cache(wanted: dict[str, str], *, again: bool = False) -> Path:
             shutil.rmtree(leftover, ignore_errors=True)
         try:
             compile_library(PACKAGED, folder)
-        except CompileError as error:
+        except LibraryError as error:
             failed.write_text(json.dumps({"compiler": compiler, "reason": str(error)}))
             raise
         failed.unlink(missing_ok=True)
@@ -223,4 +219,4 @@ def _raise_earlier_failure(failed: Path, compiler: str) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         return
     if known:
-        raise CompileError(reason)
+        raise LibraryError(reason)

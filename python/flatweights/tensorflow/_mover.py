@@ -1,10 +1,14 @@
-"""Moves all variables of a model: bound ones by the core, others by TensorFlow's operations."""
+"""Moves all variables of a model: bound ones by the core, others by TensorFlow's operations.
+
+Mirrored variables are read from their first replica, and all replicas are set.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 from numpy.typing import NDArray
 
 from flatweights import _core
@@ -12,14 +16,19 @@ from flatweights._cast import copy_cast, move_parts, settable_at
 from flatweights._dtypes import is_averaged
 from flatweights._inplace import axpy_, lerp_
 from flatweights._layout import Layout
+from flatweights._locks import TurnLock
 from flatweights.tensorflow._binding import Binding, bind, unbound
+from flatweights.tensorflow._eager import EagerOperations
+from flatweights.tensorflow._groups import Operations, layout_at, make_groups
 from flatweights.tensorflow._library import Library
-from flatweights.tensorflow._operations import Operations
 
 _Bound = _core.BoundVariables
 
 # A variable may be destroyed and recreated while it is being bound, but not forever.
 _MOST_ATTEMPTS = 3
+
+_replicas_lock = TurnLock()
+"""Held while replicas follow, so that the last call sets all to the value of the first."""
 
 
 class Update(NamedTuple):
@@ -132,18 +141,27 @@ class Mover:
             return
         values = dict(enumerate(self._layout.vector_views(flat)))
         values.update(zip(converted, own, strict=True))
-        self._scatter(values, share=share)
+        self.set_parts(values, share=share)
 
     def set_packed(self, buffer: NDArray[np.uint8], *, share: bool = False) -> None:
         """Write all variables from the packed ``buffer``."""
         if self._try_bound(_Bound.set_packed, buffer, share, self._guard):
             return
-        values = dict(enumerate(self._layout.packed_views(buffer)))
-        self._scatter(values, share=share)
+        self.set_parts(dict(enumerate(self._layout.packed_views(buffer))), share=share)
 
     def set_parts(self, values: Mapping[int, NDArray[Any]], *, share: bool = False) -> None:
         """Write the variables at these positions, from arrays that `settable` returned."""
-        self._scatter(values, share=share)
+
+        def move(binding: Binding) -> None:
+            positions = [i for i in binding.positions if i in values]
+            if binding.bound is not None and positions:
+                arrays = [self._direct(i, values[i]) for i in positions]
+                binding.bound.set_parts(positions, arrays, share, False)
+            others = {i: values[i] for group in binding.others for i in group.slots if i in values}
+            if others:
+                self._operations.write(others)
+
+        self._with_binding(move)
 
     def update(self, update: Update, flat: NDArray[Any], a: float) -> None:
         """Change all variables of a floating dtype by the contiguous vector ``flat``."""
@@ -156,7 +174,23 @@ class Mover:
         views = self._layout.vector_views(flat)
         values = [settable_at(self._layout, i, views[i]) for i in self._averaged]
         move_parts([parts[i] for i in self._averaged], values)
-        self._update(update, packed, parts, a)
+
+        def move(binding: Binding) -> None:
+            groups = [group for group in binding.others if is_averaged(group.layout.slots[0].dtype)]
+            values = self._operations.read(groups) if groups else {}
+            for group in groups:
+                y, x = (np.empty(group.layout.size, group.layout.dtype) for _ in range(2))
+                changed = group.layout.vector_views(y)
+                move_parts(changed, [values[i] for i in group.slots])
+                move_parts(group.layout.vector_views(x), [parts[i] for i in group.slots])
+                update.in_place(y, x, a)
+                values.update(zip(group.slots, changed, strict=True))
+            if binding.bound is not None:
+                update.bound(binding.bound, packed, True, a, False)
+            if values:
+                self._operations.write(values)
+
+        self._with_binding(move)
 
     def _try_bound(self, move: Callable[..., None], *args: Any) -> bool:
         """Call ``move`` with all variables; return False, without a call, unless all are bound."""
@@ -239,20 +273,6 @@ class Mover:
 
         self._with_binding(move)
 
-    def _scatter(self, values: Mapping[int, NDArray[Any]], *, share: bool) -> None:
-        """Write the variables at these positions, from arrays that `settable` returned."""
-
-        def move(binding: Binding) -> None:
-            positions = [i for i in binding.positions if i in values]
-            if binding.bound is not None and positions:
-                arrays = [self._direct(i, values[i]) for i in positions]
-                binding.bound.set_parts(positions, arrays, share, False)
-            others = {i: values[i] for group in binding.others for i in group.slots if i in values}
-            if others:
-                self._operations.write(others)
-
-        self._with_binding(move)
-
     def _direct(self, i: int, value: NDArray[Any]) -> NDArray[Any]:
         """Return ``value`` in a form that the core can move: contiguous, of a convertible dtype."""
         slot = self._layout.slots[i]
@@ -262,22 +282,37 @@ class Mover:
         copy_cast(array, value)
         return array
 
-    def _update(
-        self, update: Update, packed: NDArray[np.uint8], parts: Sequence[NDArray[Any]], a: float
-    ) -> None:
-        def move(binding: Binding) -> None:
-            groups = [group for group in binding.others if is_averaged(group.layout.slots[0].dtype)]
-            values = self._operations.read(groups) if groups else {}
-            for group in groups:
-                y, x = (np.empty(group.layout.size, group.layout.dtype) for _ in range(2))
-                changed = group.layout.vector_views(y)
-                move_parts(changed, [values[i] for i in group.slots])
-                move_parts(group.layout.vector_views(x), [parts[i] for i in group.slots])
-                update.in_place(y, x, a)
-                values.update(zip(group.slots, changed, strict=True))
-            if binding.bound is not None:
-                update.bound(binding.bound, packed, True, a, False)
-            if values:
-                self._operations.write(values)
 
-        self._with_binding(move)
+class Replicas:
+    """The other replicas of the variables that a mover moves; usually there are none."""
+
+    def __init__(
+        self,
+        first: Mover,
+        layout: Layout,
+        replicas: Mapping[str, Sequence[tf.Variable]],
+        library: Library | None,
+    ) -> None:
+        """Take the ``replicas`` of some variables of ``layout``, which ``first`` moves."""
+        self._first = first
+        self._layout = layout
+        self._movers: list[tuple[list[int], Mover]] = []
+        # Variables of different strategies may differ in their number of replicas.
+        for k in range(max(map(len, replicas.values()), default=0)):
+            names = [name for name, others in replicas.items() if len(others) > k]
+            variables = [replicas[name][k] for name in names]
+            positions = [layout.index(name) for name in names]
+            own = layout_at(layout, positions)
+            operations = EagerOperations(make_groups(variables, own), library)
+            self._movers.append((positions, Mover(operations, own, library)))
+
+    def follow(self) -> None:
+        """Give all replicas the values of the first."""
+        if not self._movers:
+            return
+        with _replicas_lock.ready():
+            packed = self._layout.new_buffer()
+            self._first.get_packed(packed)
+            parts = self._layout.packed_views(packed)
+            for positions, mover in self._movers:
+                mover.set_parts({j: parts[i] for j, i in enumerate(positions)})

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from flatweights._cast import move_parts
 from flatweights._locks import TurnLock
-from flatweights.tensorflow._groups import Group
+from flatweights.tensorflow._groups import Group, Operations
 from flatweights.tensorflow._library import Library
-from flatweights.tensorflow._operations import Operations
 
 _locks: weakref.WeakKeyDictionary[tf.Graph, TurnLock] = weakref.WeakKeyDictionary()
 

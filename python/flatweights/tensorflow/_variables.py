@@ -26,12 +26,11 @@ from flatweights.tensorflow._discover import discover
 from flatweights.tensorflow._eager import EagerOperations
 from flatweights.tensorflow._frozen import check_frozen
 from flatweights.tensorflow._gradients import Gradients
-from flatweights.tensorflow._groups import make_groups
+from flatweights.tensorflow._groups import Operations, make_groups
 from flatweights.tensorflow._library import load_library
 from flatweights.tensorflow._match import match_slots
-from flatweights.tensorflow._mover import ADD, LERP, Mover, Update
+from flatweights.tensorflow._mover import ADD, LERP, Mover, Replicas, Update
 from flatweights.tensorflow._objective import Objective
-from flatweights.tensorflow._replicas import Replicas
 from flatweights.tensorflow._session import SessionOperations
 
 
@@ -123,25 +122,24 @@ class TensorFlowVariables:
             for slot in self._layout.slots
             if is_floating(slot.dtype) and not is_averaged(slot.dtype)
         ]
-        library = None if _runs_elsewhere(sess) else load_library()
-        variables = list(discovered.variables.values())
-        groups = make_groups(variables, self._layout)
+        # A server elsewhere that does not have the op rejects the whole graph.
+        library = None if getattr(sess, "sess_str", "") else load_library()
+        groups = make_groups(list(discovered.variables.values()), self._layout)
+        operations: Operations
         self._session: SessionOperations | None = None
         if discovered.graph is None:
-            eager = EagerOperations(variables, groups, library)
-            self._mover = Mover(eager, self._layout, library)
-            if tf.executing_eagerly():
-                self._mover.bind()
-            self._replicas = Replicas(self._mover, self._layout, discovered.replicas, library)
+            operations = EagerOperations(groups, library)
+            is_usable = tf.executing_eagerly()
         else:
-            self._session = SessionOperations(
+            operations = self._session = SessionOperations(
                 discovered.variables, discovered.graph, groups, library
             )
             self._session.set_session(sess)
-            self._mover = Mover(self._session, self._layout, library)
-            if sess is not None and self._session.place() is not None:
-                self._mover.bind()
-            self._replicas = Replicas(self._mover, self._layout, {}, library)
+            is_usable = self._session.place() is not None
+        self._mover = Mover(operations, self._layout, library)
+        if is_usable:
+            self._mover.bind()
+        self._replicas = Replicas(self._mover, self._layout, discovered.replicas, library)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -740,9 +738,3 @@ def _holds_integers(values: NDArray[Any]) -> bool:
     """Whether ``values`` are integers that were converted without rounding."""
     largest = 2.0 ** _bits_of_integers(values.dtype)
     return bool((np.abs(values.astype(np.float64)) < largest).all())
-
-
-def _runs_elsewhere(session: Any) -> bool:
-    # A server that does not have the op rejects the whole graph.
-    target = getattr(session, "sess_str", "")
-    return bool(target)
