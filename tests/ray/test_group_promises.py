@@ -430,8 +430,10 @@ def test_a_piece_that_is_gone_is_a_rank_that_is_lost() -> None:
     """If a node dies, Ray cuts its results again elsewhere, and may have nothing to cut."""
     layout = fw.Layout.of({"0": np.zeros(8)})
     refs = {4: ray.put(np.zeros(64, np.uint8)), 7: ray.put(None)}
-    for method in (ShardOwner().average, ShardOwner().merge):
-        outcome, shard = method(layout, refs, [1.0, 1.0], 2, 10.0)
+    for merges in (False, True):
+        outcome, shard = ShardOwner().average(
+            layout, refs, dict.fromkeys(refs, 1.0), 2, 10.0, merges=merges
+        )
         assert shard is None
         assert list(outcome.lost) == [7]
         assert isinstance(outcome.lost[7], ray.exceptions.ObjectLostError)

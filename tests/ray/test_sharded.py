@@ -194,17 +194,17 @@ def test_sums_of_nodes_are_merged_as_running_averages_are(
     groups = [[0, 3], [2], [1, 4, 5], [6]]
     model, containers = canonical(values[0])
     template = Template.of(model)
-    rows, sums = [], []
+    rows = []
     for group in groups:
-        given = [weights[k] for k in group]
-        outcome, *row = add_up_node({k: ray.put(values[k]) for k in group}, given, 3, 10.0)
+        refs = {k: ray.put(values[k]) for k in group}
+        outcome, *row = add_up_node(refs, dict(enumerate(weights)), 3, 10.0)
         assert outcome.lost == {}
         rows.append([ray.put(value) for value in row])
-        sums.append(given[0])
     shards = []
     for k, r in enumerate(shards_of(template.layout, 3)):
         refs = {i: row[k] for i, row in enumerate(rows)}
-        outcome, shard = ShardOwner().merge(r.layout, refs, sums, 2, 10.0)
+        of_groups = {i: weights[group[0]] for i, group in enumerate(groups)}
+        outcome, shard = ShardOwner().average(r.layout, refs, of_groups, 2, 10.0, merges=True)
         assert outcome.lost == {}
         shards.append(ray.put(shard))
     assert_same(ShardedWeights(template, containers, shards).get(), merged(values, groups, weights))

@@ -1,7 +1,6 @@
 """What runs on the nodes of a `ShardedAverage`: cutting results, adding shards up."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ray
@@ -55,17 +54,15 @@ class Reading(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a call.
+    """The outcome of a task or of a call of an owner.
 
     Attributes:
-        lost: What could not be fetched, by rank or node, and why; the call has no result then.
+        lost: By rank or group, why a source could not be fetched; there is no result then.
         node: The node that it ran on.
-        seconds: How long it took.
     """
 
     lost: dict[Any, Exception]
     node: str
-    seconds: float
 
 
 def read_result(result: Any, rank: int, reading: Reading) -> Any:
@@ -104,7 +101,7 @@ def read_result(result: Any, rank: int, reading: Reading) -> Any:
 
 
 def add_up_node(
-    refs: Mapping[int, Any], weights: Sequence[float], num_shards: int, patience: float
+    refs: Mapping[int, Any], weights: Mapping[int, float], num_shards: int, patience: float
 ) -> Any:
     """Add up the results of one node: return an `Outcome`, and the sum of each shard.
 
@@ -112,32 +109,36 @@ def add_up_node(
         refs: The results, by rank, in the order in which they are added.
         weights: One for each.
         num_shards: Into how many shards to cut the sum.
-        patience: Seconds to wait for a result.
+        patience: Seconds to wait for the results.
 
     Returns:
-        One object for the outcome and one for each shard: a `RunningAverage`; the shard itself, if
-        it is of one rank: half as many bytes. None for what is not.
+        One object for the outcome and one for each shard: a `RunningAverage`; of one rank, the
+        shard itself, which has half as many bytes. None for each shard that there is not.
     """
-    begin = time.monotonic()
-    models: list[Any] = []
     lost: dict[int, Exception] = {}
-    for rank, ref in refs.items():
-        values = _fetch({rank: ref}, patience, lost)
-        if values:
-            models.append(canonical(widen(split(values.pop(rank))[0]))[0])
+    results = _fetch(refs, patience, lost)
     sums: list[Any] = []
     if not lost:
+        models = [canonical(widen(split(result)[0]))[0] for result in results.values()]
         template = Template.of(models[0])
         rows = [cut(template, model, num_shards) for model in models]
-        for r, *shards in zip(shards_of(template.layout, num_shards), *rows, strict=True):
-            sums.append(shards[0] if len(shards) == 1 else _sum_of(shards, r.layout, weights))
-    sums += [None] * (num_shards - len(sums))
-    return (Outcome(lost, _node(), time.monotonic() - begin), *sums)
+        for r, *row in zip(shards_of(template.layout, num_shards), *rows, strict=True):
+            sources = dict(zip(results, row, strict=True))
+            sums.append(
+                row[0] if len(row) == 1 else _added(RunningAverage(), sources, r.layout, weights)
+            )
+    return (Outcome(lost, _node()), *sums, *[None] * (num_shards - len(sums)))
 
 
-def _sum_of(shards: Sequence[Bytes], layout: Layout, weights: Sequence[float]) -> RunningAverage:
-    total = RunningAverage()
-    total.add_all([model_of(shard, layout) for shard in shards], weights)
+def _added(
+    total: RunningAverage,
+    shards: Mapping[Any, Bytes],
+    layout: Layout,
+    weights: Mapping[Any, float],
+) -> RunningAverage:
+    """Return ``total``, to which ``shards`` were added in one pass."""
+    models = [model_of(shard, layout) for shard in shards.values()]
+    total.add_all(models, [weights[key] for key in shards])
     return total
 
 
@@ -147,68 +148,45 @@ class ShardOwner:
     def average(
         self,
         layout: Layout,
-        refs: Mapping[int, Any],
-        weights: Sequence[float],
+        refs: Mapping[Any, Any],
+        weights: Mapping[Any, float],
         max_inflight: int,
         patience: float,
+        *,
+        merges: bool = False,
     ) -> tuple[Outcome, Bytes | None]:
-        """Average a shard of all ranks, with the bits that `flatweights.average` gives.
+        """Average a shard, with the bits that `flatweights.average` gives.
 
         Args:
             layout: Of the shard.
-            refs: It, by rank, in the order in which they are added.
-            weights: One for each.
+            refs: Its sources, by rank or group, in the order in which they are added.
+            weights: One for each; of a group that is one rank, that of the rank.
             max_inflight: How many are mapped at once.
-            patience: Seconds to wait for a shard.
+            patience: Seconds to wait for a source.
+            merges: Whether the sources are of `add_up_node`, to be merged: the bits are those
+                of their `RunningAverage` then.
         """
-        begin = time.monotonic()
-        lost: dict[int, Exception] = {}
-        running = RunningAverage()
-        at = 0
+        lost: dict[Any, Exception] = {}
+        total = RunningAverage()
         mean: Any = None
         for run in _runs(refs, max_inflight, patience, lost):
             if lost:
                 continue  # to tell of all that are lost
-            models = [model_of(shard, layout) for shard in run.values()]
-            if len(models) == len(refs):
-                mean = average(models, weights)
+            if merges:
+                for key, value in run.items():
+                    total.merge(
+                        value
+                        if isinstance(value, RunningAverage)
+                        else _added(RunningAverage(), {key: value}, layout, weights)
+                    )
+            elif len(run) == len(refs):
+                models = [model_of(shard, layout) for shard in run.values()]
+                mean = average(models, [weights[key] for key in run])
             else:
-                running.add_all(models, weights[at : at + len(models)])
-            at += len(models)
-        if not lost and mean is None:
-            mean = running.mean()
-        outcome = Outcome(lost, _node(), time.monotonic() - begin)
-        return outcome, None if lost else bytes_of(mean)
-
-    def merge(
-        self,
-        layout: Layout,
-        refs: Mapping[Any, Any],
-        weights: Sequence[float],
-        max_inflight: int,
-        patience: float,
-    ) -> tuple[Outcome, Bytes | None]:
-        """Merge the sums that nodes have of a shard, and divide by the sum of all weights.
-
-        Args:
-            layout: Of the shard.
-            refs: What `add_up_node` gave, by node, in the order in which they are merged.
-            weights: Of each node's first rank: that of a shard which is of one rank alone.
-            max_inflight: How many are mapped at once.
-            patience: Seconds to wait for one.
-        """
-        begin = time.monotonic()
-        lost: dict[Any, Exception] = {}
-        weight_of = dict(zip(refs, weights, strict=True))
-        total = RunningAverage()
-        for run in _runs(refs, max_inflight, patience, lost):
-            if lost:
-                continue  # to tell of all that are lost
-            for node, value in run.items():
-                is_sum = isinstance(value, RunningAverage)
-                total.merge(value if is_sum else _sum_of([value], layout, [weight_of[node]]))
-        outcome = Outcome(lost, _node(), time.monotonic() - begin)
-        return outcome, None if lost else bytes_of(total.mean())
+                _added(total, run, layout, weights)
+        if lost:
+            return Outcome(lost, _node()), None
+        return Outcome(lost, _node()), bytes_of(total.mean() if mean is None else mean)
 
 
 def _runs(

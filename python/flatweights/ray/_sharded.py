@@ -48,6 +48,7 @@ _MOST_INLINE = 100 * 1024  # bytes of a result that travels with the reply, as R
 _MOST_OWNERS = 4  # that are tried for one shard, before something else must be wrong
 
 Key = TypeVar("Key")
+Group = tuple[int, ...]  # ranks whose sum is one source of the shards
 
 
 class ShardedAverage:
@@ -273,15 +274,16 @@ class ShardedPlan:
         self._owners = owners
         self._new_owner = new_owner
         self._patience = patience
+        self._per_node = not reading.num_shards
         self._are_cut = shards is not None
-        self._shards = {rank: list(row) for rank, row in (shards or {}).items()}
+        # By the ranks that it is of, the shards of a result, or of a sum that a node has made.
+        self._sources: dict[Group, list[Any]] = {(k,): [*row] for k, row in (shards or {}).items()}
         self._headers: dict[int, Header] = {}
         self._nodes: dict[int, str] = {}  # of the results; empty, if one travelled inline
         self._unknown: set[int] = set()  # where their results lie
         self._being_read: dict[int, RayAnswer] = {}
         self._readers: Counter[str] = Counter()  # by node
         self._queues: dict[str, deque[int]] = {}  # of the ranks on a node that are read later
-        self._sums: dict[tuple[int, ...], list[Any]] = {}  # by the ranks of a node
 
     def run(self) -> ShardedRound:
         """Wait, read, average; nothing is held afterwards but the references to the shards."""
@@ -290,11 +292,10 @@ class ShardedPlan:
 
     def let_go(self) -> None:
         """Hold no reference any longer."""
-        self._shards.clear()
+        self._sources.clear()
         self._being_read.clear()
         self._queues.clear()
         self._headers.clear()
-        self._sums.clear()
 
     def _run(self) -> ShardedRound:
         arrivals = self._arrivals
@@ -310,17 +311,13 @@ class ShardedPlan:
         shards: list[Any] | None = None
         while shards is None:  # once more without them, if ranks were lost
             used, weights, template = self._settle()
-            groups = [] if self._reading.num_shards else self._groups(used)
-            shards = (
-                self._average_sums(groups, weights, template)
-                if groups
-                else self._average(used, weights, template)
-            )
+            groups = self._groups(used)
+            shards = self._average(groups, weights, template)
         headers = self._headers
         return ShardedRound(
             ShardedWeights(template, headers[used[0]].containers, shards),
             used,
-            groups=groups,
+            groups=groups if self._per_node else (),
             failed=dict(sorted(arrivals.failed.items())),
             quarantined=sorted(arrivals.quarantined),
             late=arrivals.late,
@@ -347,7 +344,7 @@ class ShardedPlan:
             self._headers[rank] = answer.take()
         except ray.exceptions.RayError as error:
             self._arrivals.lose({rank: error.with_traceback(None)})
-            self._shards.pop(rank, None)
+            self._sources.pop((rank,), None)
             return
         if rank in self._unknown:
             self._nodes[rank] = self._headers[rank].node  # Ray has read it where it lies
@@ -377,7 +374,9 @@ class ShardedPlan:
             ref: Any = self._arrivals.answers[rank].ref  # type: ignore[attr-defined]
             task = READ_RESULT.options(num_returns=1 + self._reading.num_shards, **_at(node))
             refs = task.remote(ref, rank, self._reading)
-            header, *self._shards[rank] = refs if self._reading.num_shards else [refs]
+            header, *shards = [refs] if self._per_node else refs
+            if shards:
+                self._sources[rank,] = shards
             self._being_read[rank] = RayAnswer(header, fetch=False)
             self._arrivals.follow(rank, self._being_read[rank])
             self._readers[node] += 1
@@ -411,78 +410,61 @@ class ShardedPlan:
         weights = dict(zip(ranks, read_weights(values, len(ranks)), strict=True))
         return ranks, weights, template
 
-    def _groups(self, used: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the ranks by node, nodes in the order of their lowest ranks."""
-        groups: dict[str, list[int]] = {}
+    def _groups(self, used: Sequence[int]) -> list[Group]:
+        """Return the ranks by node, nodes in the order of their lowest ranks; else each alone."""
+        groups: dict[Any, list[int]] = {}
         for rank in used:
-            groups.setdefault(self._nodes[rank], []).append(rank)
+            groups.setdefault(self._nodes[rank] if self._per_node else rank, []).append(rank)
         return list(map(tuple, groups.values()))
 
     def _average(
-        self, used: Sequence[int], weights: Mapping[int, float], template: Template
+        self, groups: Sequence[Group], weights: Mapping[int, float], template: Template
     ) -> list[Any] | None:
         """Return references to the shards; None if ranks were lost, which have failed now."""
-        shards, lost = self._from_owners(
-            template,
-            "average",
-            lambda k: {rank: self._shards[rank][k] for rank in used},
-            [weights[rank] for rank in used],
-        )
-        self._arrivals.lose(lost)
-        return None if lost else shards
-
-    def _average_sums(
-        self, groups: Sequence[tuple[int, ...]], weights: Mapping[int, float], template: Template
-    ) -> list[Any] | None:
-        """As `_average`, by the sums of each node."""
-        num_shards = len(self._owners)
-        calls: dict[Answer, tuple[int, ...]] = {}
-        sums: dict[tuple[int, ...], list[Any]] = {}
-        for group in groups:
-            if group in self._sums:
-                sums[group] = self._sums[group]
-                continue
-            refs = {rank: self._arrivals.answers[rank].ref for rank in group}  # type: ignore[attr-defined]
-            values = [weights[rank] for rank in group]
-            task = ADD_UP_NODE.options(num_returns=1 + num_shards, **_at(self._nodes[group[0]]))
-            outcome, *sums[group] = task.remote(refs, values, num_shards, self._patience)
-            calls[RayAnswer(outcome, fetch=False)] = group
-        lost: dict[int, Exception] = {}
-        for group, outcome in _outcomes(calls, self._patience):
-            if isinstance(outcome, Exception):
-                lost |= dict.fromkeys(group, outcome)
-            else:
-                lost |= outcome.lost
-        self._sums = {group: refs for group, refs in sums.items() if not lost.keys() & group}
         shards: list[Any] = []
+        lost = self._add_up_nodes(groups, weights)
         if not lost:
-            shards, without = self._from_owners(
-                template,
-                "merge",
-                lambda k: {group: row[k] for group, row in sums.items()},
-                [weights[group[0]] for group in sums],
-            )
+            shards, without = self._from_owners(template, groups, weights)
             lost = {rank: error for group, error in without.items() for rank in group}
         self._arrivals.lose(lost)
         return None if lost else shards
 
+    def _add_up_nodes(
+        self, groups: Sequence[Group], weights: Mapping[int, float]
+    ) -> dict[int, Exception]:
+        """Have nodes add up groups that are no source yet; return what was lost, by rank."""
+        calls: dict[Answer, Group] = {}
+        for group in groups:
+            if group not in self._sources:
+                refs = {rank: self._arrivals.answers[rank].ref for rank in group}  # type: ignore[attr-defined]
+                options = _at(self._nodes[group[0]])
+                task = ADD_UP_NODE.options(num_returns=1 + len(self._owners), **options)
+                outcome, *self._sources[group] = task.remote(
+                    refs, weights, len(self._owners), self._patience
+                )
+                calls[RayAnswer(outcome, fetch=False)] = group
+        lost: dict[int, Exception] = {}
+        for group, outcome in _outcomes(calls, self._patience):
+            without = (
+                outcome.lost if isinstance(outcome, Outcome) else dict.fromkeys(group, outcome)
+            )
+            if without:
+                del self._sources[group]
+            lost |= without
+        return lost
+
     def _from_owners(
-        self,
-        template: Template,
-        method: str,
-        sources_of: Callable[[int], Mapping[Any, Any]],
-        weights: Sequence[float],
-    ) -> tuple[list[Any], dict[Any, Exception]]:
+        self, template: Template, groups: Sequence[Group], weights: Mapping[int, float]
+    ) -> tuple[list[Any], dict[Group, Exception]]:
         """Have each shard averaged by its owner, by another if that fails.
 
         Args:
             template: Of the whole model.
-            method: The owner's method.
-            sources_of: Gives references to what is added for a shard, in order.
-            weights: One for each source.
+            groups: Those whose sums are averaged, in order.
+            weights: By rank.
 
         Returns:
-            References to the shards, and what could not be fetched.
+            References to the shards, and what could not be fetched; one of the two is empty.
 
         Raises:
             RuntimeError: If several owners of a shard have failed.
@@ -494,9 +476,14 @@ class ShardedPlan:
         tries = [0] * len(layouts)
 
         def start(k: int) -> None:
-            call = getattr(self._owners[k], method).options(num_returns=2)
+            call = self._owners[k].average.options(num_returns=2)
             outcome, shards[k] = call.remote(
-                layouts[k], sources_of(k), weights, self._request.max_inflight, self._patience
+                layouts[k],
+                {group: self._sources[group][k] for group in groups},
+                {group: weights[group[0]] for group in groups},
+                self._request.max_inflight,
+                self._patience,
+                merges=self._per_node,
             )
             calls[RayAnswer(outcome, fetch=False)] = k
             tries[k] += 1
