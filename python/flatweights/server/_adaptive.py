@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from numpy.typing import NDArray
@@ -10,9 +9,8 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._inplace import Model
 from flatweights.server._optimizer import AveragedOptimizer, Hyperparameter, fraction, positive
-from flatweights.server._state import MASTER, Run
+from flatweights.server._state import MOMENTUM, Run
 
-_FIRST = "momentum"
 _SECOND = "second"
 
 # The square of a smaller tau would be lost in float32, and steps would come close to 0 / 0.
@@ -28,9 +26,7 @@ class _Adaptive(AveragedOptimizer[Model]):
         f"a number from {_LEAST_TAU} to 1e6", lambda value: _LEAST_TAU <= value <= 1e6, fixed=True
     )
 
-    @classmethod
-    def _kept(cls, numbers: Mapping[str, float]) -> tuple[str, ...]:
-        return (MASTER, _FIRST, _SECOND) if numbers["beta1"] else (MASTER, _SECOND)
+    _vectors: ClassVar = {MOMENTUM: "beta1", _SECOND: None}
 
     def _first(self, name: str) -> float:
         return self.tau**2 if name == _SECOND else 0.0
@@ -43,30 +39,21 @@ class _Adaptive(AveragedOptimizer[Model]):
 
     def _advance(self, pairs: list[tuple[Run, NDArray[Any]]]) -> None:
         for run, average in pairs:
-            if not run.has_master:
-                aligned = average if average.flags.aligned else average.copy()
-                self._adapt(run, slice(None), aligned, run.weights)
-                continue
-            scratch, other = run.scratch(), run.scratch()
-            for block in run.blocks():  # of 16 bits: the converted numbers stay in the cache
-                before = run.widen(run.weights, block, other)
-                self._adapt(run, block, run.widen(average, block, scratch), before)
-                run.publish(block)
-
-    def _adapt(self, run: Run, block: slice, average: NDArray[Any], before: NDArray[Any]) -> None:
-        first = run.kept.get(_FIRST)
-        _core.adapt_(
-            self._moment,
-            run.wide[block],
-            None if first is None else first[block],
-            run.kept[_SECOND][block],
-            average,
-            before,
-            self.learning_rate,
-            1 - self.beta1,
-            self._second_share(),
-            self.tau,
-        )
+            aligned = average if average.flags.aligned else average.copy()
+            first = run.kept.get(MOMENTUM)
+            for block, numbers, before in run.blocks(aligned, run.weights):
+                _core.adapt_(
+                    self._moment,
+                    run.wide[block],
+                    None if first is None else first[block],
+                    run.kept[_SECOND][block],
+                    numbers,
+                    before,
+                    self.learning_rate,
+                    1 - self.beta1,
+                    self._second_share(),
+                    self.tau,
+                )
 
 
 class FedAdagrad(_Adaptive[Model]):

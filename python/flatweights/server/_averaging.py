@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 from flatweights._cast import move_parts
 from flatweights._inplace import Model, axpy_, lerp_
 from flatweights.server._optimizer import AveragedOptimizer, Hyperparameter, fraction, positive
-from flatweights.server._state import MASTER, Run
-
-_VELOCITY = "momentum"
+from flatweights.server._state import MOMENTUM, Run
 
 
 class FedAvg(AveragedOptimizer[Model]):
@@ -71,6 +69,7 @@ class FedAvgM(AveragedOptimizer[Model]):
 
     learning_rate = positive()
     momentum = fraction(fixed=True)
+    _vectors: ClassVar = {MOMENTUM: "momentum"}
 
     def __init__(
         self, initial: Model, *, momentum: float = 0.9, learning_rate: float = 1.0
@@ -89,10 +88,6 @@ class FedAvgM(AveragedOptimizer[Model]):
         """
         self._begin(initial, {"momentum": momentum, "learning_rate": learning_rate})
 
-    @classmethod
-    def _kept(cls, numbers: Mapping[str, float]) -> tuple[str, ...]:
-        return (MASTER, _VELOCITY) if numbers["momentum"] else (MASTER,)
-
     def _advance(self, pairs: list[tuple[Run, NDArray[Any]]]) -> None:
         momentum, rate = self.momentum, self.learning_rate
         for run, average in pairs:
@@ -102,7 +97,9 @@ class FedAvgM(AveragedOptimizer[Model]):
                 targets = [run.weights, run.wide] if run.has_master else [run.weights]
                 move_parts(targets, [average] * len(targets))
             elif run.has_master:
-                _add_delta(run, average, rate)
+                for block, numbers, before in run.blocks(average, run.weights):
+                    np.subtract(numbers, before, out=numbers)
+                    axpy_(run.wide[block], rate, numbers)
             else:
                 lerp_(run.weights, average, rate)
 
@@ -148,31 +145,18 @@ class ExponentialMovingAverage(AveragedOptimizer[Model]):
     def _advance(self, pairs: list[tuple[Run, NDArray[Any]]]) -> None:
         share = 1 - self.decay
         for run, average in pairs:
-            if not run.has_master:
-                lerp_(run.weights, average, share)
-                continue
-            scratch = run.scratch()
-            for block in run.blocks():
-                lerp_(run.wide[block], run.widen(average, block, scratch), share)
-                run.publish(block)
+            for block, numbers in run.blocks(average):
+                lerp_(run.wide[block], numbers, share)
 
 
 def _follow(run: Run, average: NDArray[Any], momentum: float, rate: float) -> None:
     """Take a step with momentum."""
-    first, second = run.scratch(), run.scratch()
-    for block in run.blocks():
-        velocity, weights = run.kept[_VELOCITY][block], run.wide[block]
-        delta = run.subtract(first, average, block, second)
-        np.multiply(velocity, momentum, out=velocity)
-        np.add(velocity, delta, out=velocity)
-        np.multiply(velocity, rate, out=delta)
-        np.add(weights, delta, out=weights)
-        run.publish(block)
-
-
-def _add_delta(run: Run, average: NDArray[Any], rate: float) -> None:
-    """Take a step without momentum."""
-    first, second = run.scratch(), run.scratch()
-    for block in run.blocks():
-        axpy_(run.wide[block], rate, run.subtract(first, average, block, second))
-        run.publish(block)
+    scratch = run.scratch()
+    with np.errstate(all="ignore"):
+        for block, numbers, before in run.blocks(average, run.weights, whole=False):
+            velocity, weights = run.kept[MOMENTUM][block], run.wide[block]
+            delta = np.subtract(numbers, before, out=scratch[: weights.size])
+            np.multiply(velocity, momentum, out=velocity)
+            np.add(velocity, delta, out=velocity)
+            np.multiply(velocity, rate, out=delta)
+            np.add(weights, delta, out=weights)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
-
-from numpy.typing import NDArray
+from typing import ClassVar
 
 from flatweights._inplace import Model, axpy_, norm, scale_
 from flatweights.server._optimizer import Hyperparameter, ServerOptimizer, fraction, positive
-from flatweights.server._state import MASTER, Run
-
-_VELOCITY = "momentum"
+from flatweights.server._state import MOMENTUM
 
 
 class GradientDescent(ServerOptimizer[Model]):
@@ -43,6 +38,7 @@ class GradientDescent(ServerOptimizer[Model]):
     max_norm = Hyperparameter("a positive number", lambda value: value > 0)
     momentum = fraction(fixed=True)
     gradient_norm = math.nan
+    _vectors: ClassVar = {MOMENTUM: "momentum"}
 
     def __init__(
         self,
@@ -94,36 +90,14 @@ class GradientDescent(ServerOptimizer[Model]):
         factor = 1.0 if length <= most else most / length
         with self._stepping():
             for run in self._runs:
-                self._advance(run, run.read(memory), factor)
+                velocity = run.kept.get(MOMENTUM)
+                for block, numbers in run.blocks(run.read(memory)):
+                    if velocity is None:
+                        axpy_(run.wide[block], -self.learning_rate * factor, numbers)
+                        continue
+                    change = velocity[block]
+                    scale_(change, self.momentum)
+                    axpy_(change, factor, numbers)
+                    axpy_(run.wide[block], -self.learning_rate, change)
             self.gradient_norm = length
         return self.weights
-
-    @classmethod
-    def _kept(cls, numbers: Mapping[str, float]) -> tuple[str, ...]:
-        return (MASTER, _VELOCITY) if numbers["momentum"] else (MASTER,)
-
-    def _advance(self, run: Run, gradient: NDArray[Any], factor: float) -> None:
-        # The kernels split a whole run over their threads; converted numbers go by blocks.
-        if not run.has_master:
-            self._descend(run.weights, run.kept.get(_VELOCITY), gradient, factor)
-            return
-        scratch, velocity = run.scratch(), run.kept.get(_VELOCITY)
-        for block in run.blocks():
-            wide = run.widen(gradient, block, scratch)
-            kept = None if velocity is None else velocity[block]
-            self._descend(run.wide[block], kept, wide, factor)
-            run.publish(block)
-
-    def _descend(
-        self,
-        weights: NDArray[Any],
-        velocity: NDArray[Any] | None,
-        gradient: NDArray[Any],
-        factor: float,
-    ) -> None:
-        if velocity is None:
-            axpy_(weights, -self.learning_rate * factor, gradient)
-            return
-        scale_(velocity, self.momentum)
-        axpy_(velocity, factor, gradient)
-        axpy_(weights, -self.learning_rate, velocity)

@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,12 +66,12 @@ class Hyperparameter:
     ) -> float | Hyperparameter:
         if optimizer is None:
             return self
-        return float(optimizer._number(self._name))
+        return float(optimizer._numbers[self._name])
 
     def __set__(self, optimizer: ServerOptimizer[Any], value: float) -> None:
         if self._fixed:
             raise AttributeError(f"{self._name}: fixed when the optimizer is created")
-        optimizer._number(self._name)[...] = self.read(value)
+        optimizer._numbers[self._name][...] = self.read(value)
 
     def read(self, value: Any) -> float:
         """Return ``value`` as a checked float."""
@@ -112,6 +112,7 @@ class ServerOptimizer(ABC, Generic[Model]):
     _weights: Any
     _memory: NDArray[np.uint8]
     _runs: list[Run]
+    _numbers: dict[str, NDArray[Any]]
     _integers: dict[str, NDArray[Any]]
     _is_whole = True  # no step was interrupted
 
@@ -131,8 +132,8 @@ class ServerOptimizer(ABC, Generic[Model]):
         self._adopt(template, FlatWeights.empty(cls._layout(template, kept)), kept)
         move_parts([self._memory], [memory])
         for name, value in checked.items():
-            self._number(name)[...] = value
-        self._number(_STEPS)[...] = 0
+            self._numbers[name][...] = value
+        self._numbers[_STEPS][...] = 0
         for run in self._runs:
             if run.has_master:
                 move_parts([run.wide], [run.weights])
@@ -144,6 +145,8 @@ class ServerOptimizer(ABC, Generic[Model]):
         self._memory = model_memory(template, state)
         self._weights = model_view(template, _read_only(self._memory))
         self._runs = runs_of(template, state, kept)
+        names = (_STEPS, *self._hyperparameters())
+        self._numbers = {name: state[self._number_name(name)] for name in names}
         writable = model_view(template, self._memory)
         self._integers = (
             {n: part for n, part in writable.items() if not is_averaged(part.dtype)}
@@ -168,7 +171,7 @@ class ServerOptimizer(ABC, Generic[Model]):
     @property
     def steps(self) -> int:
         """The number of steps so far."""
-        return int(self._number(_STEPS))
+        return int(self._numbers[_STEPS])
 
     @property
     def state(self) -> FlatWeights:
@@ -259,10 +262,13 @@ class ServerOptimizer(ABC, Generic[Model]):
 
     # Defined by each class.
 
+    _vectors: ClassVar[Mapping[str, str | None]] = {}
+    """By name, the vectors kept beside the model; with a hyperparameter, not where that is 0."""
+
     @classmethod
     def _kept(cls, numbers: Mapping[str, float]) -> tuple[str, ...]:
-        """Return the names of the arrays of the model's size that these hyperparameters need."""
-        return (MASTER,)
+        """Return the names of the vectors that are kept with these hyperparameters."""
+        return (MASTER, *(name for name, by in cls._vectors.items() if by is None or numbers[by]))
 
     def _first(self, name: str) -> float:
         """Return the value of the kept array ``name`` before the first step."""
@@ -277,9 +283,6 @@ class ServerOptimizer(ABC, Generic[Model]):
     @classmethod
     def _number_name(cls, name: str) -> str:
         return f"{cls.__name__}.{name}"
-
-    def _number(self, name: str) -> NDArray[Any]:
-        return self._state[self._number_name(name)]
 
     @classmethod
     def _layout(cls, template: Template, kept: Sequence[str]) -> Any:
@@ -309,10 +312,6 @@ class ServerOptimizer(ABC, Generic[Model]):
                     f"{where}: expected a norm of at most {largest:.2g}, got {length:.3g}"
                 )
 
-    def _take_integers(self, average: Any) -> None:
-        if self._integers:
-            move_parts(list(self._integers.values()), [average[name] for name in self._integers])
-
     def _check_whole(self) -> None:
         if not self._is_whole:
             raise RuntimeError(
@@ -325,7 +324,7 @@ class ServerOptimizer(ABC, Generic[Model]):
         """Enclose a change of the state; if it is interrupted, all later calls raise."""
         self._is_whole = False
         yield
-        self._number(_STEPS)[...] += 1
+        self._numbers[_STEPS][...] += 1
         self._is_whole = True
 
 
@@ -352,9 +351,10 @@ class AveragedOptimizer(ServerOptimizer[Model]):
         """
         memory = self._read(average, "average")
         self._check(average)
-        with self._stepping(), np.errstate(all="ignore"):
+        with self._stepping():
             self._advance([(run, run.read(memory)) for run in self._runs])
-            self._take_integers(average)
+            if self._integers:
+                move_parts([*self._integers.values()], [average[name] for name in self._integers])
         return self.weights
 
     def _check(self, average: Any) -> None:

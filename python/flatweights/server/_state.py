@@ -1,6 +1,6 @@
 """The state of a server optimizer, in one packed buffer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from flatweights._weights import FlatWeights
 
 WEIGHTS = "weights"
 MASTER = "master"
+MOMENTUM = "momentum"
 
 # Numbers of a block, so that the vectors of a step stay in the L2 cache from pass to pass. Each
 # number is computed independently, so results do not depend on it.
@@ -50,43 +51,36 @@ class Run:
         """Whether ``wide`` is a master copy."""
         return self.wide is not self.weights
 
-    def blocks(self) -> list[slice]:
-        """Return consecutive ranges of `BLOCK` numbers that cover the vector."""
-        size = self.weights.size
-        return [slice(begin, min(begin + BLOCK, size)) for begin in range(0, size, BLOCK)]
-
     def scratch(self) -> NDArray[Any]:
         """Return memory for one block, in the dtype of ``wide``."""
         return np.empty(min(BLOCK, self.weights.size), self.wide.dtype)
 
-    def publish(self, block: slice) -> None:
-        """Round the master copy, if there is one, to the weights."""
-        if self.has_master:
-            move_parts([self.weights[block]], [self.wide[block]])
+    def blocks(self, *models: NDArray[Any], whole: bool = True) -> Iterator[tuple[Any, ...]]:
+        """Yield slices that cover the vector, each with the numbers of ``models`` in it.
 
-    def widen(self, numbers: NDArray[Any], block: slice, scratch: NDArray[Any]) -> NDArray[Any]:
-        """Return ``numbers[block]`` in the dtype of ``wide``: converted into ``scratch``."""
-        if not self.has_master:
-            return numbers[block]
-        converted = scratch[: block.stop - block.start]
-        move_parts([converted], [numbers[block]])
-        return converted
+        Where there is a master copy, numbers are converted to its dtype, and the weights are
+        rounded from it once the caller is done with a block. Elsewhere the whole vector is one
+        block, which kernels split over their threads.
 
-    def subtract(
-        self,
-        delta: NDArray[Any],
-        average: NDArray[Any],
-        block: slice,
-        scratch: NDArray[Any],
-    ) -> NDArray[Any]:
-        """Write ``average - weights`` of one block to ``delta``; return the written part.
-
-        Both are converted first where they have 16 bits.
+        Args:
+            *models: Vectors as long as this one, in the dtype of ``weights``.
+            whole: If not, blocks have `BLOCK` numbers in any case: for NumPy's operations.
         """
-        result = delta[: block.stop - block.start]
-        before = self.widen(self.weights, block, scratch)
-        np.subtract(self.widen(average, block, delta), before, out=result)
-        return result
+        if whole and not self.has_master:
+            yield slice(None), *models
+            return
+        size = self.weights.size
+        scratch = [self.scratch() for _ in models] if self.has_master else []
+        for begin in range(0, size, BLOCK):
+            block = slice(begin, min(begin + BLOCK, size))
+            numbers = [model[block] for model in models]
+            if self.has_master:
+                converted = [memory[: block.stop - begin] for memory in scratch]
+                move_parts(converted, numbers)
+                numbers = converted
+            yield block, *numbers
+            if self.has_master:
+                move_parts([self.weights[block]], [self.wide[block]])
 
 
 def new_layout(template: Template, kept: Sequence[str], numbers: Sequence[str]) -> Layout:
