@@ -1,14 +1,14 @@
 """Finds and names the variables in the objects that a user passes."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from flatweights.tensorflow._graph_search import find_dependencies, graph_of, is_symbolic
 from flatweights.tensorflow._groups import is_synchronized_on_reading
+from flatweights.tensorflow._kinds import is_symbolic, unique_names
 from flatweights.tensorflow._layers import leaves
-from flatweights.tensorflow._names import unique_names
 from flatweights.tensorflow._structure import Member, find_variables
 
 _MOVED = frozenset(
@@ -54,7 +54,7 @@ def discover(
     listed = find_variables(input_variables, beside=held)
     if trainable_only:
         held, listed = ([item for item in items if item.is_trained] for items in (held, listed))
-    if symbolic or any(graph_of(entry.variable) for entry in (*held, *listed)):
+    if symbolic or any(_graph_of(entry.variable) for entry in (*held, *listed)):
         discovered = _in_graph(symbolic, held, listed, trainable_only=trainable_only)
     else:
         discovered = _eager(held, listed)
@@ -91,18 +91,56 @@ def _in_graph(
     explicit = [item.variable for item in (*held, *listed)]
     if any(isinstance(variable, tf.distribute.DistributedValues) for variable in explicit):
         raise TypeError("distributed variables of a graph: expected those of one replica")
-    graphs = {graph_of(variable) for variable in explicit} | {leaf.graph for leaf in symbolic}
+    graphs = {_graph_of(variable) for variable in explicit} | {leaf.graph for leaf in symbolic}
     if None in graphs:
         raise ValueError("expected variables of a graph, got eager ones among them")
     if len(graphs) > 1:
         raise ValueError(f"expected variables of one graph, got some of {len(graphs)} graphs")
     graph = graphs.pop()
-    from_output = find_dependencies(symbolic, [item.variable for item in held], graph)
+    from_output = _find_dependencies(symbolic, [item.variable for item in held], graph)
     if trainable_only:
         from_output = [variable for variable in from_output if variable.trainable]
     ordered = {id(v): v for v in (*from_output, *explicit)}.values()
     variables = {variable.op.name: variable for variable in ordered}
     return Discovered(dict(variables), variables, {}, graph)
+
+
+def _graph_of(variable: tf.Variable) -> tf.Graph | None:
+    """Return the graph that ``variable`` is in; None if it is eager."""
+    if isinstance(variable, tf.distribute.DistributedValues):
+        variable = variable.values[0]  # within the scope of its strategy, it has no handle itself
+    handle = getattr(variable, "handle", None)  # ref-type variables have none
+    return None if handle is not None and not is_symbolic(handle) else variable.graph
+
+
+def _find_dependencies(
+    outputs: Iterable[Any], variables: Iterable[tf.Variable], graph: tf.Graph
+) -> list[tf.Variable]:
+    """Return the global variables that ``outputs`` depend on, in order of creation.
+
+    Breadth-first search over inputs and control inputs, as in Ray's `TensorFlowVariables`.
+
+    Args:
+        outputs: Operations and tensors of ``graph``.
+        variables: Variables of ``graph`` that are outputs themselves.
+        graph: The graph.
+    """
+    queue = deque(
+        [
+            *(out if isinstance(out, tf.Operation) else out.op for out in outputs),
+            *(variable.op for variable in variables),
+        ]
+    )
+    explored = set(queue)
+    while queue:
+        operation = queue.popleft()
+        for before in [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]:
+            if before not in explored:
+                explored.add(before)
+                queue.append(before)
+    with graph.as_default():
+        candidates = tf.compat.v1.global_variables()
+    return [variable for variable in candidates if variable.op in explored]
 
 
 def _check_movable(name: str, variable: tf.Variable) -> None:

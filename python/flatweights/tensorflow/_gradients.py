@@ -17,8 +17,7 @@ from flatweights._inplace import clip_by_norm_, finite
 from flatweights._layout import Layout, Slot, place_of
 from flatweights._trees import as_array
 from flatweights.tensorflow._eager import eagerly
-from flatweights.tensorflow._graph_search import is_symbolic
-from flatweights.tensorflow._kinds import inner_variable, is_variable, own_name
+from flatweights.tensorflow._kinds import inner_variable, is_symbolic, is_variable, own_name
 from flatweights.tensorflow._session import check_unfinished
 
 # The library with the C API of eager tensors, since TensorFlow 2.21 and before. Without it,

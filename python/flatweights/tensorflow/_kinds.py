@@ -1,7 +1,14 @@
-"""Tells apart models, layers, optimizers and variables of Keras 3, `tf_keras` and TensorFlow."""
+"""Tells apart models, layers, optimizers and variables of Keras 3, `tf_keras` and TensorFlow.
+
+Names of variables here depend only on the structure. TensorFlow and Keras repeat names (every
+layer has a ``kernel``) and number automatic ones by counters of the process (``dense_7`` in one,
+``dense`` in the other).
+"""
 
 import re
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -28,6 +35,13 @@ def is_variable(value: Any) -> bool:
     """Whether ``value`` is a `tf.Variable`, partitioned or not, or a Keras 3 variable."""
     return (
         isinstance(value, tf.Variable) or is_of_keras_3(value, "Variable") or is_partitioned(value)
+    )
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether ``value`` is an operation or a tensor of a graph."""
+    return isinstance(value, tf.Operation) or (
+        isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)
     )
 
 
@@ -98,3 +112,20 @@ def own_name(variable: Any) -> str:
 def last_name(variable: Any) -> str:
     """Return `own_name` without scopes, such as the layer name that `tf_keras` prepends."""
     return own_name(variable).rpartition("/")[2]
+
+
+def unique_names(names: Iterable[str]) -> list[str]:
+    """Return ``names`` with repeats numbered in order: ``w, w, w`` become ``w, w_1, w_2``."""
+    listed = list(names)
+    taken = set(listed)
+    repeats: Counter[str] = Counter()
+    seen: set[str] = set()
+    unique = []
+    for name in listed:
+        candidate = name
+        while candidate in seen or (candidate != name and candidate in taken):
+            repeats[name] += 1
+            candidate = f"{name}_{repeats[name]}"
+        seen.add(candidate)
+        unique.append(candidate)
+    return unique

@@ -1,6 +1,8 @@
 """The variables of a Keras model or layer, of Keras 3 or `tf_keras`, named by its structure."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from flatweights.tensorflow._kinds import (
@@ -10,31 +12,31 @@ from flatweights.tensorflow._kinds import (
     is_sequential_or_functional,
     last_name,
 )
-from flatweights.tensorflow._names import layer_names, snake_case
 
 
 def layer_variables(
-    layer: Any, path: Path, bare: Mapping[int, Path]
+    layer: Any, layers: Iterable[tuple[Path, Any]], bare: Mapping[int, Path]
 ) -> Iterator[tuple[Path, Any, bool]]:
     """Yield path, variable, and whether it is trained, in Keras's order.
 
     Args:
         layer: A model or layer that is built.
-        path: Path of ``layer``.
+        layers: Its `layers_by_path`, the first of which is ``layer``.
         bare: By identity, paths of bare variables in attributes and modules, which `tf_keras`
             treats as weights.
 
     Raises:
         ValueError: If ``layer``, or a layer in it, is not built.
     """
-    unbuilt = [sub.name for sub in all_layers(layer) if not _is_complete(sub)]
+    unbuilt = [sub.name for sub in layer._flatten_layers() if not _is_complete(sub)]
     if unbuilt:
         raise ValueError(
             f"{type(layer).__name__} {layer.name!r} is not built, so some of its variables do not "
             f"exist: call build() or call it on data first (unbuilt: {', '.join(unbuilt)})"
         )
     paths: dict[int, Path] = {}
-    for where, sub in layers_by_path(layer, path):
+    (path, _), *_ = layers
+    for where, sub in layers:
         for name, variable in _own_variables(sub):
             # A variable that several layers share keeps the first of its names.
             paths.setdefault(id(variable), (*where, *name))
@@ -43,11 +45,6 @@ def layer_variables(
     for variable in layer.variables:
         where = paths.get(id(variable)) or bare.get(id(variable), (*path, last_name(variable)))
         yield where, variable, id(inner_variable(variable)) in trained
-
-
-def all_layers(layer: Any) -> list[Any]:
-    """Return ``layer`` and all layers in it."""
-    return list(layer._flatten_layers())
 
 
 def _is_complete(layer: Any) -> bool:
@@ -60,9 +57,8 @@ def _is_complete(layer: Any) -> bool:
     return (
         kind.__module__.startswith(("keras.", "tf_keras."))
         and kind.build is base.build
-        and not hasattr(
-            layer, "_build_from_signature"
-        )  # attention of `tf_keras`, built when called
+        # Attention layers of `tf_keras` are built when they are called.
+        and not hasattr(layer, "_build_from_signature")
     )
 
 
@@ -115,17 +111,23 @@ def _sublayers(layer: Any) -> Iterator[tuple[Path, Any]]:
     """Yield path and layer for each direct sublayer of ``layer``.
 
     The path is class and count in Sequential and functional models, elsewhere the attribute.
+    Layers with a name of their own keep it; automatic numbers are counted anew.
     """
-    sublayers = list(layer._flatten_layers(recursive=False, include_self=False))
-    names = layer_names([(_automatic_name(sub), sub.name) for sub in sublayers])
     attributes = {} if is_sequential_or_functional(layer) else _attributes_of(layer)
-    for name, sublayer in zip(names, sublayers, strict=True):
+    counts: Counter[str] = Counter()
+    for sublayer in layer._flatten_layers(recursive=False, include_self=False):
+        automatic, name = _automatic_name(sublayer), sublayer.name
+        if re.fullmatch(rf"{re.escape(automatic)}(_\d+)?", name):
+            name = f"{automatic}_{counts[automatic]}" if counts[automatic] else automatic
+            counts[automatic] += 1
         yield attributes.get(id(sublayer), (name,)), sublayer
 
 
 def _automatic_name(layer: Any) -> str:
-    """Return Keras's automatic name for a layer of this class, without its number."""
-    name = snake_case(type(layer).__name__)
+    """Return Keras's automatic name for a layer of this class (``conv2d``), without its number."""
+    name = re.sub(r"\W+", "", type(layer).__name__)
+    name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
+    name = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
     if is_layer_of_keras_2(layer):
         if name == "functional":
             return "model"

@@ -12,8 +12,8 @@ from flatweights.tensorflow._kinds import (
     is_of_keras_3,
     is_variable,
     last_name,
+    unique_names,
 )
-from flatweights.tensorflow._names import unique_names
 
 
 def optimizer_variables(
@@ -84,15 +84,21 @@ def _is_built(optimizer: Any) -> bool:
 
 def _slot_paths(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]:
     """Return the path of each slot, by the slot variable's identity."""
-    if hasattr(optimizer, "_slots") and not hasattr(optimizer, "_variables"):
-        return _slots_by_key(optimizer, owners)
-    keys, names = _owners_of(optimizer)
-    paths = _owner_paths(keys, names, owners)
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return {}  # in graphs, which name slots well
+    by_owner = {} if hasattr(optimizer, "_variables") else getattr(optimizer, "_slots", {})
+    keys, names = _owners_of(optimizer, by_owner)
+    paths = [owners.get(key, (name,)) for key, name in zip(keys, unique_names(names), strict=True)]
     slot_paths: dict[int, Path] = {}
+    # Older optimizers keep a dict of slots for each variable.
+    if by_owner:
+        for owner, slots in zip(paths, by_owner.values(), strict=True):
+            slot_paths |= {id(slot): (*owner, kind) for kind, slot in slots.items()}
+        return slot_paths
     for attribute, held in vars(optimizer).items():
         if attribute in ("_variables", "_trainable_variables"):
             continue
-        # Slots of one kind are kept in a list, in the order of the variables they belong to.
+        # Others keep slots of one kind in a list, in the order of the variables they belong to.
         if isinstance(held, (list, tuple)) and len(held) == len(paths):
             for owner, slot in zip(paths, held, strict=True):
                 if is_variable(slot):
@@ -100,43 +106,12 @@ def _slot_paths(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]:
     return slot_paths
 
 
-def _owners_of(optimizer: Any) -> tuple[list[str], list[str]]:
+def _owners_of(optimizer: Any, by_owner: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return key and own name of each variable that has slots, in the order of the slots."""
     if is_of_keras_3(optimizer, "Optimizer"):
         variables = list(optimizer._trainable_variables)
         return [owner_key(inner_variable(v)) for v in variables], [last_name(v) for v in variables]
     index = getattr(optimizer, "_index_dict", {})
-    keys = sorted(index, key=index.__getitem__)
-    return keys, [_name_in_key(key) for key in keys]
-
-
-def _owner_paths(
-    keys: Sequence[str], names: Sequence[str], owners: Mapping[str, Path]
-) -> list[Path]:
-    return [owners.get(key, (name,)) for key, name in zip(keys, unique_names(names), strict=True)]
-
-
-def _slots_by_key(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]:
-    """Return the same for optimizers that keep a dict of slots per variable."""
-    keys = [_key_text(key) for key in optimizer._slots]
-    paths = _owner_paths(keys, [_name_in_key(key) for key in keys], owners)
-    slot_paths: dict[int, Path] = {}
-    for owner, (key, slots) in zip(paths, optimizer._slots.items(), strict=True):
-        if isinstance(key, str) and not _is_by_kind(optimizer):
-            for kind, slot in slots.items():
-                slot_paths[id(slot)] = (*owner, kind)
-    return slot_paths
-
-
-def _is_by_kind(optimizer: Any) -> bool:
-    # TF1's optimizers keep a dict of variables per kind of slot; graphs name them well.
-    return isinstance(optimizer, tf.compat.v1.train.Optimizer)
-
-
-def _key_text(key: Any) -> str:
-    return key if isinstance(key, str) else str(key)
-
-
-def _name_in_key(key: str) -> str:
-    """Return the variable's own name from its unique id, such as ``dense/kernel_333``."""
-    return re.sub(r"_\d+$", "", key).rpartition("/")[2]
+    keys = list(by_owner) or sorted(index, key=index.__getitem__)
+    # The key is a unique id such as ``dense/kernel_333``.
+    return keys, [re.sub(r"_\d+$", "", key).rpartition("/")[2] for key in keys]

@@ -27,6 +27,10 @@ _NO_HOLDERS = frozenset(
 )
 
 
+_Item = tuple[Path, Any, bool]
+"""A variable or an optimizer: its path, itself, and whether a variable is trained."""
+
+
 class Member(NamedTuple):
     """A variable of a model, and where the model holds it.
 
@@ -56,40 +60,38 @@ def find_variables(output: Any, beside: Iterable[Member] = ()) -> list[Member]:
         TypeError: If it holds anything else.
         ValueError: If a model, a layer or an optimizer in it is not built.
     """
-    # Slots are named after variables of models that may come after their optimizer, so
-    # optimizers are walked last.
-    without = _Walk(owners=None)
-    members = without.members(output)
-    if not without.passed_over:
-        return members
-    owners = {owner_key(item.variable): item.path for item in (*beside, *members)}
-    return _Walk(owners).members(output)
+    held = list(_Walk().walk(output, ()))
+    models = _members(item for item in held if not is_optimizer(item[1]))
+    # Slots are named after variables of models, which may come after their optimizer.
+    owners = {owner_key(item.variable): item.path for item in (*beside, *models)}
+
+    def expanded() -> Iterator[_Item]:
+        for path, value, is_trained in held:
+            if is_optimizer(value):
+                for where, variable in optimizer_variables(value, path, owners):
+                    yield where, variable, False
+            else:
+                yield path, value, is_trained
+
+    return _members(expanded())
+
+
+def _members(items: Iterable[_Item]) -> list[Member]:
+    members: dict[int, Member] = {}
+    for path, wrapper, is_trained in items:
+        variable = inner_variable(wrapper)
+        members.setdefault(id(variable), Member(path, wrapper, variable, is_trained))
+    return list(members.values())
 
 
 class _Walk:
-    """One walk through everything that the user passed.
+    """One walk through everything that the user passed; it enters each object once."""
 
-    Attributes:
-        owners: Path of each variable, by `owner_key`; None to pass over optimizers.
-        passed_over: Whether an optimizer was passed over.
-    """
-
-    def __init__(self, owners: Mapping[str, Path] | None) -> None:
-        self._owners = owners
-        self.passed_over = False
+    def __init__(self) -> None:
         self._entered: set[int] = set()
 
-    def members(self, output: Any) -> list[Member]:
-        seen: set[int] = set()
-        members = []
-        for path, wrapper, is_trained in self._walk(output, ()):
-            variable = inner_variable(wrapper)
-            if id(variable) not in seen:
-                seen.add(id(variable))
-                members.append(Member(path, wrapper, variable, is_trained))
-        return members
-
-    def _walk(self, value: Any, path: Path) -> Iterator[tuple[Path, Any, bool]]:
+    def walk(self, value: Any, path: Path) -> Iterator[_Item]:
+        """Yield each variable and optimizer that ``value`` holds, perhaps more than once."""
         if value is None:
             return
         if is_variable(value):
@@ -100,10 +102,10 @@ class _Walk:
                 if is_variable(item):
                     yield from self._variable((*path, str(key)), item)
                 else:
-                    yield from self._walk(item, (*path, str(key)))
+                    yield from self.walk(item, (*path, str(key)))
         elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
             for prefix, item in zip(_prefixes(value), value, strict=True):
-                yield from self._walk(item, (*path, *prefix))
+                yield from self.walk(item, (*path, *prefix))
         elif self._is_holder(value) or _is_plain(value):
             yield from self._holder(value, path)
         else:
@@ -115,7 +117,7 @@ class _Walk:
                 f"{type(value).__name__}{hint}"
             )
 
-    def _variable(self, path: Path, value: Any) -> Iterator[tuple[Path, Any, bool]]:
+    def _variable(self, path: Path, value: Any) -> Iterator[_Item]:
         if is_partitioned(value):
             for part in value:
                 yield (*path, own_name(part)), part, bool(part.trainable)
@@ -133,35 +135,35 @@ class _Walk:
             or (_is_plain(value) and type(value).__module__.partition(".")[0] not in _NO_HOLDERS)
         )
 
-    def _holder(self, value: Any, path: Path) -> Iterator[tuple[Path, Any, bool]]:
+    def _holder(self, value: Any, path: Path) -> Iterator[_Item]:
         if is_optimizer(value):
-            if self._owners is None:
-                self.passed_over = True
-                return
-            for where, variable in optimizer_variables(value, path, self._owners):
-                yield where, variable, False
+            yield path, value, False
         elif id(value) in self._entered:
             return
         elif is_layer(value):
             self._entered.add(id(value))
             layers = list(layers_by_path(value, path))
-            old = [(where, layer) for where, layer in layers if is_layer_of_keras_2(layer)]
             bare = {
-                id(variable): there
-                for where, layer in old
-                for there, variable, _ in _Walk(self._owners)._bare(layer, where)
+                id(variable): where
+                for layer_path, layer in layers
+                if is_layer_of_keras_2(layer)
+                for where, variable, _ in _Walk()._bare(layer, layer_path)
             }
-            yield from layer_variables(value, path, bare)
-            for where, layer in layers:
+            yield from layer_variables(value, layers, bare)
+            for layer_path, layer in layers:
                 # Keras 3, unlike `tf_keras`, does not track these.
                 if not is_layer_of_keras_2(layer):
-                    yield from self._bare(layer, where)
+                    yield from self._bare(layer, layer_path)
         else:
             self._entered.add(id(value))
             for attribute, held in _attributes(value):
-                yield from self._held(held, (*path, attribute.lstrip("_")))
+                for where, item in leaves(held, (*path, attribute.lstrip("_"))):
+                    if is_variable(item):
+                        yield from self._variable(where, item)
+                    elif self._is_holder(item):
+                        yield from self._holder(item, where)
 
-    def _bare(self, layer: Any, path: Path) -> Iterator[tuple[Path, Any, bool]]:
+    def _bare(self, layer: Any, path: Path) -> Iterator[_Item]:
         """Walk the bare variables and the modules in the attributes of one layer."""
         for attribute, held in _by_name(layer):
             if attribute.startswith(("_self_", "_obj_")) or attribute in _OF_KERAS:
@@ -171,14 +173,6 @@ class _Walk:
                     yield from self._variable(item_path, item)
                 elif isinstance(item, tf.Module) and not is_layer(item):
                     yield from self._holder(item, item_path)
-
-    def _held(self, held: Any, path: Path) -> Iterator[tuple[Path, Any, bool]]:
-        """Walk the items of an attribute, passing over objects without variables."""
-        for item_path, item in leaves(held, path):
-            if is_variable(item):
-                yield from self._variable(item_path, item)
-            elif self._is_holder(item):
-                yield from self._holder(item, item_path)
 
 
 # Attributes of a layer or model that Keras sets itself.
