@@ -31,7 +31,6 @@ MODULES = [
     "_inplace",
     "_layout",
     "_locks",
-    "_resources",
     "_running_average",
     "_safetensors",
     "_sources",

@@ -10,12 +10,11 @@ active code paths. The repository's ``docs/`` explain the rest, including warnin
 """
 
 from flatweights._average import average, average_into
-from flatweights._config import show_config
+from flatweights._config import clear_pool, get_num_threads, set_num_threads, show_config
 from flatweights._core import __version__
 from flatweights._flatten import flatten, unflatten, unflatten_into
 from flatweights._inplace import axpy_, clip_by_norm_, isfinite, lerp_, norm, scale_
 from flatweights._layout import Layout, Slot
-from flatweights._resources import clear_pool, get_num_threads, set_num_threads
 from flatweights._running_average import RunningAverage
 from flatweights._weights import FlatWeights
 

@@ -4,53 +4,42 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+Number = TypeVar("Number", int, float)
+
+
+def _number(
+    read: Callable[[str], Number], accepts: Callable[[Number], bool], expected: str
+) -> Callable[[str], Number]:
+    def parse(text: str) -> Number:
+        try:
+            value = read(text)
+        except ValueError:
+            value = None
+        if value is None or not accepts(value):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return parse
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
     """Return a type for integers from ``least`` to ``most``, both included."""
     expected = f"at least {least}" if most is None else f"an integer from {least} to {most}"
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-        return value
-
-    return parse
-
-
-def fraction(text: str) -> float:
-    """Return a number that is at least 0 and below 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value < 1.0:
-        raise argparse.ArgumentTypeError(
-            f"expected a number of at least 0 and below 1, got {text!r}"
-        )
-    return value
+    return _number(int, lambda n: n >= least and (most is None or n <= most), expected)
 
 
 def positive(most: float = math.inf) -> Callable[[str], float]:
     """Return a type for finite numbers above 0 and at most ``most``."""
     expected = "a number above 0" if most == math.inf else f"a number above 0, at most {most:g}"
+    return _number(float, lambda x: 0.0 < x <= most and x < math.inf, expected)
 
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (0.0 < value <= most and value < math.inf):
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-        return value
 
-    return parse
+fraction = _number(float, lambda x: 0.0 <= x < 1.0, "a number of at least 0 and below 1")
+"""The type for numbers of at least 0 and below 1."""
 
 
 def plot_file(text: str) -> Path:

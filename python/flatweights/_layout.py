@@ -217,18 +217,20 @@ class Layout:
     def digest(self) -> str:
         """SHA-256, in hexadecimal, of names, order, shapes and dtypes."""
         if self._digest is None:
-            self._digest = _sha256(list(zip(self._names, *self._described(), strict=True)))
+            self._digest = self._sha256(self._names)
         return self._digest
 
     @property
     def signature(self) -> str:
         """SHA-256, in hexadecimal, of order, shapes and dtypes, without names."""
         if self._signature is None:
-            self._signature = _sha256(list(zip(*self._described(), strict=True)))
+            self._signature = self._sha256()
         return self._signature
 
-    def _described(self) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-        return self._shapes, tuple(encode_dtype(dtype) for dtype in self._dtypes)
+    def _sha256(self, *columns: Sequence[str]) -> str:
+        codes = map(encode_dtype, self._dtypes)
+        rows = list(zip(*columns, self._shapes, codes, strict=True))
+        return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
     def astype(self, dtype: DTypeLike) -> Layout:
         """Return this layout with its real floating slots changed to ``dtype``.
@@ -288,23 +290,13 @@ class Layout:
 
     def to_json(self) -> str:
         """Return a JSON text that `from_json` reads back, here or on another machine."""
-        slots = [
-            {
-                "name": slot.name,
-                "shape": list(slot.shape),
-                "dtype": encode_dtype(slot.dtype),
-                "start": slot.start,
-                "offset": slot.offset,
-            }
-            for slot in self.slots
-        ]
         record = {
             "format": _FORMAT,
             "named": self._named,
             "size": self.size,
             "nbytes": self.nbytes,
             "digest": self.digest,
-            "slots": slots,
+            "slots": [s._asdict() | {"dtype": encode_dtype(s.dtype)} for s in self.slots],
         }
         return json.dumps(record, separators=(",", ":"))
 
@@ -505,7 +497,3 @@ def _check_places(layout: Layout, records: list[dict[str, Any]]) -> None:
                 why = "leaves a gap or lies beyond the end"
             raise ValueError(f"{place_of(i, slot)}: expected {key} {expected}, got {got} ({why})")
         ends = {"start": slot.start + slot.size, "offset": slot.offset + slot.nbytes}
-
-
-def _sha256(description: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(description, separators=(",", ":")).encode()).hexdigest()

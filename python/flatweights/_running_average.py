@@ -103,7 +103,7 @@ class RunningAverage:
             TypeError: If kind or dtype differ, or a dtype has no mean.
             ValueError: If keys, shapes or digests differ, or the weight is not as above.
         """
-        self._add([source], [read_weight(weight, "weight")])
+        self._add([source], [read_weight(weight, "weight")], ["source"])
 
     def add_all(self, sources: Iterable[Any], weights: Iterable[float] | None = None) -> None:
         """Add several models, as `add` does one after the other, in one pass over the sum.
@@ -126,18 +126,14 @@ class RunningAverage:
         if len(factors) != len(models):
             raise ValueError(f"expected {len(models)} weights, one per source, got {len(factors)}")
         if models:
-            self._add(models, [read_weight(w, f"weight {k}") for k, w in enumerate(factors)])
+            checked = [read_weight(weight, f"weight {k}") for k, weight in enumerate(factors)]
+            self._add(models, checked, [f"source {k}" for k in range(len(models))])
 
-    def _add(self, models: list[Any], values: list[float]) -> None:
+    def _add(self, models: list[Any], values: list[float], names: list[str]) -> None:
         with self._turns.ready():
             state = self._state
-            template = (
-                state.template
-                if state
-                else Template.of(models[0], "source" if len(models) == 1 else "source 0")
-            )
-            names = ["source"] if len(models) == 1 else [f"source {k}" for k in range(len(models))]
-            parts = [template.read(*named) for named in zip(models, names, strict=True)]
+            template = state.template if state else Template.of(models[0], names[0])
+            parts = list(map(template.read, models, names))
             before = state.weights if state else _Weights()
             # Weights of 0 before the first positive one have no ratio yet, and need none.
             base = before.base if before.base is not None else next(filter(None, values), None)

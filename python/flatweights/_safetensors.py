@@ -182,7 +182,10 @@ def _replace(
     finally:
         with suppress(OSError):
             temporary.unlink()
-    _synchronise_directory(target.parent)
+    with suppress(OSError):
+        # Some file systems do not support this, and some directories cannot be read. The new
+        # file is complete; after a loss of power the file system may show the old one.
+        _synchronise(target.parent)
 
 
 def _synchronise(path: Path) -> None:
@@ -191,13 +194,6 @@ def _synchronise(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _synchronise_directory(path: Path) -> None:
-    with suppress(OSError):
-        # Some file systems do not support this, and some directories cannot be read. The new
-        # file is complete; after a loss of power the file system may show the old one.
-        _synchronise(path)
 
 
 def _read(file: io.FileIO) -> Saved:

@@ -13,10 +13,8 @@ from flatweights import _core
 from flatweights._dtypes import is_averaged, is_integer
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout
-from flatweights._trees import Tree, as_array, is_tree, part
+from flatweights._trees import ARRAY_PROTOCOLS, Tree, as_array, is_tree, part
 from flatweights._weights import FlatWeights
-
-_ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__dlpack__")
 
 
 class Kind(Enum):
@@ -77,22 +75,19 @@ class Template:
     @classmethod
     def _checked(cls, where: str, *fields: Any) -> "Template":
         template = cls(*fields)
-        template._check_means(where)
+        for i, slot in enumerate(template.layout.slots):
+            is_kept = is_integer(slot.dtype) and template.kind is not Kind.ARRAY
+            if not is_kept and not is_averaged(slot.dtype):
+                raise TypeError(
+                    f"{where}{template.place(i)}: expected float16, bfloat16, float32, float64 "
+                    f"or complex numbers in native byte order, got {slot.dtype}"
+                )
         return template
 
     @property
     def packed(self) -> bool:
         """Whether models are read and written as one packed buffer."""
         return self.kind is Kind.FLAT_WEIGHTS
-
-    def _check_means(self, where: str) -> None:
-        for i, slot in enumerate(self.layout.slots):
-            kept = is_integer(slot.dtype) and self.kind is not Kind.ARRAY
-            if not kept and not is_averaged(slot.dtype):
-                raise TypeError(
-                    f"{where}{self.place(i)}: expected float16, bfloat16, float32, float64 "
-                    f"or complex numbers in native byte order, got {slot.dtype}"
-                )
 
     def place(self, i: int) -> str:
         """Return how errors name slot ``i``, to be appended to the name of the source."""
@@ -147,8 +142,6 @@ class Template:
         arrays = self._arrays(source, where)
         if self.packed:
             return
-        if len(arrays) != len(self.layout):
-            raise ValueError(f"{where}: expected {len(self.layout)} parts, got {len(arrays)}")
         for i, (array, slot) in enumerate(zip(arrays, self.layout.slots, strict=True)):
             if array.dtype != slot.dtype or array.shape != slot.shape:
                 kind = ValueError if array.dtype == slot.dtype else TypeError
@@ -159,20 +152,11 @@ class Template:
 
     def read_out(self, out: Any) -> list[NDArray[Any]]:
         """Return the parts of ``out``, to be written to; raises as `read` does."""
-        arrays = self._arrays(out, "out")
-        targets: list[Any] = arrays
-        if self.kind is Kind.ARRAY:
-            targets = [out]
-        elif self.tree is not None:
-            targets = self.tree.leaves(out, "out")
-        elif self.kind is Kind.MAPPING:
-            targets = [out[key] for key in self.keys]
-        elif self.kind is Kind.SEQUENCE:
-            targets = list(out)
+        targets = self._values(out, "out")
         for target in targets:
             if not isinstance(target, np.ndarray):  # a converted copy would be written and lost
                 raise TypeError(f"out: expected NumPy arrays, got {type(target).__name__}")
-        return arrays
+        return targets
 
     def first_nonfinite(self, parts: list[NDArray[Any]]) -> int | None:
         """Return the first slot of ``parts``, a result of `read`, that holds NaN or infinity."""
@@ -198,8 +182,15 @@ class Template:
         return list(source.values()) if self.packed else self._arrays(source, "source")
 
     def _arrays(self, source: Any, where: str) -> list[NDArray[Any]]:
+        values = self._values(source, where)
+        if self.packed:
+            return values
+        return [as_array(source)] if self.kind is Kind.ARRAY else _parts(self.keys, values, where)
+
+    def _values(self, source: Any, where: str) -> list[Any]:
+        """Return the parts of ``source`` as they are, or its packed buffer."""
         if self.tree is not None:
-            return _parts(self.keys, self.tree.leaves(source, where), where)
+            return self.tree.leaves(source, where)
         kind = _kind_of(source, where)
         if kind is not self.kind:
             raise TypeError(f"{where}: expected {self.kind.value}, got {kind.value}")
@@ -207,16 +198,18 @@ class Template:
             self.check_layout(source.layout, where)
             return [source.buffer]
         if kind is Kind.ARRAY:
-            return [as_array(source)]
+            return [source]
         if kind is Kind.SEQUENCE:
-            return _parts(range(len(source)), list(source), where)
+            if len(source) != len(self.keys):
+                raise ValueError(f"{where}: expected {len(self.keys)} parts, got {len(source)}")
+            return list(source)
         if len(source) != len(self.keys) or any(key not in source for key in self.keys):
             missing = [key for key in self.keys if key not in source]
             unknown = [key for key in source if key not in self.keys]
             raise ValueError(
                 f"{where}: expected the keys of the first; missing {missing}, unknown {unknown}"
             )
-        return _parts(self.keys, [source[key] for key in self.keys], where)
+        return [source[key] for key in self.keys]
 
     def check_layout(self, layout: Layout, where: str) -> None:
         """Raise `ValueError`, naming the first difference, unless the digests agree."""
@@ -292,7 +285,7 @@ def _kind_of(source: Any, where: str) -> Kind:
         return Kind.MAPPING
     if isinstance(source, (list, tuple)):
         return Kind.SEQUENCE
-    if any(hasattr(source, name) for name in _ARRAY_PROTOCOLS) or _has_buffer(source):
+    if any(hasattr(source, name) for name in ARRAY_PROTOCOLS) or _has_buffer(source):
         return Kind.ARRAY
     if isinstance(source, Sequence) and not isinstance(source, (str, bytes, bytearray)):
         return Kind.SEQUENCE

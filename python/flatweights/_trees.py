@@ -1,13 +1,13 @@
 """Arrays in nested dicts, lists and tuples, as in models of Flax and other JAX libraries."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-_ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__dlpack__")
+ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__dlpack__")
 _MOST_LEVELS = 64
 
 
@@ -70,7 +70,7 @@ def _is_array(value: Any) -> bool:
         return True
     if isinstance(value, (int, float, complex, np.generic, str, bytes, list, tuple)):
         return False
-    return any(hasattr(value, name) for name in _ARRAY_PROTOCOLS)
+    return any(hasattr(value, name) for name in ARRAY_PROTOCOLS)
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,12 @@ class Tree:
     branches: "tuple[Tree | None, ...]"
 
     @classmethod
-    def of(cls, source: Any, where: str) -> "Tree":
-        """Return the tree of ``source``; errors name it ``where``.
+    def of(cls, source: Any, where: str, level: int = 0) -> "Tree":
+        """Return the tree of ``source``, which errors name ``where``, inside ``level`` others.
 
         Raises:
             ValueError: If it has too many levels: most likely, it contains itself.
         """
-        return cls._of(source, where, 0)
-
-    @classmethod
-    def _of(cls, source: Any, where: str, level: int) -> "Tree":
         if level > _MOST_LEVELS:
             raise ValueError(
                 f"{where}: expected at most {_MOST_LEVELS} levels of containers, got more; "
@@ -107,7 +103,7 @@ class Tree:
         kind: type = dict if is_mapping else type(source) if isinstance(source, tuple) else list
         keys: tuple[Any, ...] = tuple(source) if is_mapping else tuple(range(len(source)))
         branches = [
-            cls._of(source[key], where, level + 1) if _is_branch(source[key], 0) else None
+            cls.of(source[key], where, level + 1) if _is_branch(source[key], 0) else None
             for key in keys
         ]
         return cls(kind, keys, tuple(branches))
@@ -122,27 +118,20 @@ class Tree:
 
     def paths(self) -> list[str]:
         """Return the names of the arrays, in order: ``"encoder/layers/0/kernel"``."""
-        return ["/".join(map(str, path)) for path in self._paths()]
-
-    def _paths(self) -> Iterator[tuple[Hashable, ...]]:
+        paths = []
         for key, branch in zip(self.keys, self.branches, strict=True):
-            for rest in branch._paths() if branch is not None else ((),):
-                yield (key, *rest)
+            paths += [str(key)] if branch is None else [f"{key}/{path}" for path in branch.paths()]
+        return paths
 
-    def leaves(self, source: Any, where: str) -> list[Any]:
+    def leaves(self, source: Any, where: str, path: tuple[Hashable, ...] = ()) -> list[Any]:
         """Return the values that ``source`` has where this tree has arrays, in order.
+
+        Errors name it ``where``, and the ``path`` that leads to it.
 
         Raises:
             TypeError: If a container is of another kind.
             ValueError: If its keys or its length differ.
         """
-        arrays: list[Any] = []
-        self._gather(source, where, (), arrays)
-        return arrays
-
-    def _gather(
-        self, source: Any, where: str, path: tuple[Hashable, ...], arrays: list[Any]
-    ) -> None:
         place = f"{where}, {'/'.join(map(str, path))!r}" if path else where
         is_mapping = isinstance(source, Mapping)
         if is_mapping != (self.kind is dict) or not isinstance(source, (Mapping, list, tuple)):
@@ -155,18 +144,18 @@ class Tree:
                 f"{[key for key in self.keys if key not in keys]}, "
                 f"unknown {[key for key in keys if key not in self.keys]}"
             )
+        arrays: list[Any] = []
         for key, branch in zip(self.keys, self.branches, strict=True):
             if branch is None:
                 arrays.append(source[key])
             else:
-                branch._gather(source[key], where, (*path, key), arrays)
+                arrays += branch.leaves(source[key], where, (*path, key))
+        return arrays
 
     def build(self, leaves: Iterable[Any]) -> Any:
         """Return new containers that hold ``leaves``, in order."""
-        return self._build(iter(leaves))
-
-    def _build(self, leaves: Iterator[Any]) -> Any:
-        values = [next(leaves) if b is None else b._build(leaves) for b in self.branches]
+        rest = iter(leaves)
+        values = [next(rest) if b is None else b.build(rest) for b in self.branches]
         if self.kind is dict:
             return dict(zip(self.keys, values, strict=True))
         return self.kind(*values) if hasattr(self.kind, "_fields") else self.kind(values)

@@ -264,27 +264,14 @@ class FlatWeights(dict[str, NDArray[Any]]):
             "dict(weights) is a plain dict over the same arrays"
         )
 
-    def _refuse_deletion(self) -> NoReturn:
+    def _refuse_deletion(self, *args: Any) -> NoReturn:
+        """Raise `TypeError`: the keys are fixed."""
         raise TypeError(
             "the keys of FlatWeights are fixed; dict(weights) is a plain dict over the same "
             "arrays, from which items can be deleted"
         )
 
-    def __delitem__(self, name: str) -> NoReturn:
-        """Raise `TypeError`: the keys are fixed."""
-        self._refuse_deletion()
-
-    def pop(self, *args: Any) -> NoReturn:
-        """Raise `TypeError`: the keys are fixed."""
-        self._refuse_deletion()
-
-    def popitem(self) -> NoReturn:
-        """Raise `TypeError`: the keys are fixed."""
-        self._refuse_deletion()
-
-    def clear(self) -> NoReturn:
-        """Raise `TypeError`: the keys are fixed."""
-        self._refuse_deletion()
+    __delitem__ = pop = popitem = clear = _refuse_deletion
 
     @classmethod
     def fromkeys(cls, *args: Any) -> NoReturn:
