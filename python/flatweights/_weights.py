@@ -6,7 +6,7 @@ import html
 import os
 import pickle
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -301,3 +301,23 @@ class FlatWeights(dict[str, NDArray[Any]]):
 
 def _unpickle(cls: type[FlatWeights], layout: Layout, buffer: Any) -> FlatWeights:
     return cls.wrap(np.frombuffer(buffer, np.uint8), layout)
+
+
+@overload
+def sealed(model: FlatWeights) -> FlatWeights: ...
+@overload
+def sealed(model: Any) -> Any: ...
+def sealed(model: Any) -> Any:
+    """Return a view of ``model`` that cannot be written to; new dicts, lists, tuples of such."""
+    if isinstance(model, FlatWeights):
+        if not model.buffer.flags.writeable:
+            return model
+        return FlatWeights.wrap(sealed(model.buffer), model.layout)
+    if isinstance(model, dict):
+        return {key: sealed(part) for key, part in model.items()}
+    if isinstance(model, (list, tuple)):
+        parts = map(sealed, model)
+        return type(model)(*parts) if hasattr(model, "_fields") else type(model)(parts)
+    view = model.view()
+    view.flags.writeable = False
+    return view

@@ -12,14 +12,14 @@ from flatweights import _core
 from flatweights._average import Nonfinite, add_up, average_used, relative_weights
 from flatweights._running_average import RunningAverage
 from flatweights._sources import Template, check_flat_weights
-from flatweights._weights import FlatWeights
+from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._calls import Answer
 from flatweights.ray._engine import Arrivals, LettingGo, Request, Weights
 from flatweights.ray._failpoints import reach
 from flatweights.ray._ray_calls import RayAnswer
 from flatweights.ray._report import report
 from flatweights.ray._result import own, split
-from flatweights.ray._round import Round, sealed
+from flatweights.ray._round import Round
 from flatweights.ray._wire import nbytes_of, widen
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import ray
 
 from flatweights import _core
-from flatweights._weights import FlatWeights
+from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._calls import Answer, Call, Head, Packed, Payload, Worker, plain
 from flatweights.ray._errors import put
 from flatweights.ray._lane import LaneError
@@ -28,7 +28,6 @@ from flatweights.ray._lane_driver import DriverLane, Lanes
 from flatweights.ray._lane_message import Keep, Message
 from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS
 from flatweights.ray._ray_calls import RayAnswer, RayWorker
-from flatweights.ray._round import sealed
 
 _VARIABLE = "FLATWEIGHTS_RAY"
 _MOST_OFFERED = 3  # of the windows, those whose averages the user keeps

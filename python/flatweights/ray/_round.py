@@ -13,7 +13,7 @@ import ray
 from flatweights._layout import Layout
 from flatweights._sources import Kind, Template
 from flatweights._trees import Tree
-from flatweights._weights import FlatWeights
+from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._errors import put, reason_in_a_line
 from flatweights.ray._shards import as_kind, assemble, in_place
 
@@ -161,22 +161,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"({', '.join(shown)})"
 
 
-def sealed(model: Any) -> Any:
-    """Return a view of ``model`` that cannot be written to; new dicts, lists, tuples of such."""
-    if isinstance(model, FlatWeights):
-        if not model.buffer.flags.writeable:
-            return model
-        return FlatWeights.wrap(sealed(model.buffer), model.layout)
-    if isinstance(model, dict):
-        return {key: sealed(part) for key, part in model.items()}
-    if isinstance(model, (list, tuple)):
-        parts = map(sealed, model)
-        return type(model)(*parts) if hasattr(model, "_fields") else type(model)(parts)
-    view = model.view()
-    view.flags.writeable = False
-    return view
-
-
 def _parts_of(model: Any) -> list[Any]:
     """Return the arrays that ``model`` consists of: the same objects each time."""
     if isinstance(model, FlatWeights):
@@ -229,9 +213,7 @@ class ShardedWeights:
             ray.exceptions.RayError: As `get`.
         """
         parts = in_place(self._template, ray.get(list(self.refs)))
-        for part in parts:
-            part.flags.writeable = False
-        return self._ordered(as_kind(self._template, parts))
+        return sealed(self._ordered(as_kind(self._template, parts)))
 
     def _ordered(self, model: Any) -> Any:
         if self._containers is None or self._template.kind not in (Kind.MAPPING, Kind.TREE):

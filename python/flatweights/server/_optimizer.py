@@ -17,7 +17,7 @@ from flatweights._dtypes import is_averaged
 from flatweights._inplace import Model, norm
 from flatweights._inplace import _number as number
 from flatweights._sources import Kind, Template
-from flatweights._weights import FlatWeights
+from flatweights._weights import FlatWeights, sealed
 from flatweights.server._state import (
     MASTER,
     Run,
@@ -143,7 +143,7 @@ class ServerOptimizer(ABC, Generic[Model]):
     def _adopt(self, template: Template, state: FlatWeights, kept: Sequence[str]) -> None:
         self._template, self._state = template, state
         self._memory = model_memory(template, state)
-        self._weights = model_view(template, _read_only(self._memory))
+        self._weights = model_view(template, sealed(self._memory))
         self._runs = runs_of(template, state, kept)
         names = (_STEPS, *self._hyperparameters())
         self._numbers = {name: state[self._number_name(name)] for name in names}
@@ -182,7 +182,7 @@ class ServerOptimizer(ABC, Generic[Model]):
         of single numbers begin with that of the class: ``FedAdam.steps``.
         """
         self._check_whole()
-        return FlatWeights.wrap(_read_only(self._state.buffer), self._state.layout)
+        return sealed(self._state)
 
     @classmethod
     def from_state(cls: type[Optimizer], state: FlatWeights) -> Optimizer:
@@ -369,12 +369,6 @@ def _bytes_of(template: Template, model: Any, where: str) -> NDArray[np.uint8]:
     (array,) = template.read(model, where)
     memory: NDArray[np.uint8] = array.reshape(-1).view(np.uint8)
     return memory
-
-
-def _read_only(array: NDArray[Any]) -> NDArray[Any]:
-    view: NDArray[Any] = array.view()
-    view.flags.writeable = False
-    return view
 
 
 def _check_finite(template: Template, model: Any, where: str) -> None:

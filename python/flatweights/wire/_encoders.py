@@ -6,7 +6,7 @@ import copy
 import functools
 import secrets
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._sources import Kind, Template
-from flatweights._weights import FlatWeights
+from flatweights._weights import FlatWeights, sealed
 from flatweights.wire._messages import (
     Difference,
     Snapshot,
@@ -34,6 +34,8 @@ from flatweights.wire._plan import (
     nonfinite_error,
     plan_for,
 )
+
+Side = TypeVar("Side", bound="_Side")
 
 _VECTOR = "vector"  # the name of a gradient that is a bare array
 
@@ -74,7 +76,49 @@ class _Residual:
         return values
 
 
-class DeltaEncoder:
+class _Side:
+    """One side of an exchange of differences: it has the weights of both sides, the reference."""
+
+    def __init__(self, weights: FlatWeights, wire_dtype: WireDType, version: int) -> None:
+        self._plan = plan_for(weights.layout, dtype_on_wire(wire_dtype))
+        self._reference = weights.copy()
+        self._held = [version]  # a list: the core changes it, with the reference
+
+    @property
+    def reference(self) -> FlatWeights:
+        """The weights of all workers, read-only: a view, which the next message changes."""
+        return sealed(self._reference)
+
+    @property
+    def version(self) -> int:
+        """The version of `reference`."""
+        return self._held[0]
+
+    def _copy(self: Side) -> Side:
+        """Return the same with a reference of its own."""
+        other = copy.copy(self)
+        other._reference, other._held = self._reference.copy(), list(self._held)
+        return other
+
+    def _advance(
+        self,
+        version: int,
+        difference: NDArray[np.uint8] | None,
+        *copied: tuple[FlatWeights, FlatWeights],
+    ) -> None:
+        """Add ``difference`` to the reference, copy, and set the version, in one call.
+
+        Args:
+            version: The version of the changed reference.
+            difference: The bytes of a difference, if any.
+            *copied: Pairs of weights and what to copy into them.
+        """
+        core, wire = self._plan.layout.core, self._plan.wire.core
+        pairs = [(target.buffer, source.buffer) for target, source in copied]
+        _core.advance(core, self._reference.buffer, wire, difference, pairs, self._held, version)
+
+
+class DeltaEncoder(_Side):
     """A worker's side: its weights go out, and those of all come in, as 16-bit differences.
 
     It keeps the reference (the weights that were received last: bit for bit those of the
@@ -89,6 +133,10 @@ class DeltaEncoder:
     >>> mean = driver.average([worker.encode(trained)])
     >>> worker.receive(driver.encode(mean))["w"].round(5)
     array([1.001, 2.001], dtype=float32)
+
+    Attributes:
+        reference: The weights received last, read-only: a view, which the next message changes.
+        version: Their version.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -104,25 +152,13 @@ class DeltaEncoder:
         check_kind(snapshot, Snapshot, "snapshot")
         check_kind(snapshot.weights, FlatWeights, "snapshot, weights")
         check_kind(snapshot.version, int, "snapshot, version")
-        self._plan = plan_for(snapshot.weights.layout, dtype_on_wire(snapshot.wire_dtype))
-        self._reference = snapshot.weights.copy()
-        self._held = [snapshot.version]  # a list: the core changes it, with the reference
+        super().__init__(snapshot.weights, snapshot.wire_dtype, snapshot.version)
         self._residual = _Residual(self._plan)
-
-    @property
-    def reference(self) -> FlatWeights:
-        """The weights received last, read-only: a view, which the next message changes."""
-        return _read_only(self._reference)
-
-    @property
-    def version(self) -> int:
-        """Their version."""
-        return self._held[0]
 
     @property
     def residual(self) -> FlatWeights:
         """The rounding errors that are not sent yet, read-only: a view, which `encode` changes."""
-        return _read_only(self._residual.now)
+        return sealed(self._residual.now)
 
     def fits(self, message: Difference | Snapshot) -> bool:
         """Whether ``message`` is of the layout and the wire dtype of this encoder.
@@ -184,15 +220,13 @@ class DeltaEncoder:
             check_kind(message.version, int, "snapshot, version")
             plan = plan_for(message.weights.layout, dtype_on_wire(message.wire_dtype))
             check_layout(self._plan.wire, plan.wire, "snapshot, wire_dtype")
-            copied = [(self._reference.buffer, message.weights.buffer)]
-            _advance(plan, self._reference, None, copied, self._held, message.version)
+            self._advance(message.version, None, (self._reference, message.weights))
             return self.reference
         check_difference(message, self._plan, "difference")
         check_base(message, self.version, "difference")
         if message.version is None:
             raise ValueError("difference: expected one from a driver, got one from a worker")
-        values = message.values.buffer
-        _advance(self._plan, self._reference, values, [], self._held, message.version)
+        self._advance(message.version, message.values.buffer)
         return self.reference
 
     def after(self, message: Difference | Snapshot) -> DeltaEncoder:
@@ -209,13 +243,12 @@ class DeltaEncoder:
             ValueError: As `receive`.
             TypeError: As `receive`.
         """
-        other = copy.copy(self)
-        other._reference, other._held = self._reference.copy(), list(self._held)
+        other = self._copy()
         other.receive(message)
         return other
 
 
-class DeltaBroadcaster:
+class DeltaBroadcaster(_Side):
     """A driver's side: it sends weights, and averages results, as 16-bit differences.
 
     It keeps the reference, bit for bit the weights of all workers, and the exact weights that were
@@ -232,6 +265,10 @@ class DeltaBroadcaster:
     >>> update = driver.encode(FlatWeights({"w": np.float32([1.001, 2])}))
     >>> update.values["w"].dtype, driver.reference["w"].round(5)
     (dtype(bfloat16), array([1.001, 2.   ], dtype=float32))
+
+    Attributes:
+        reference: The weights of all workers, read-only: a view, which the next `encode` changes.
+        version: Their version.
     """
 
     def __init__(self, weights: FlatWeights, wire_dtype: WireDType) -> None:
@@ -247,29 +284,17 @@ class DeltaBroadcaster:
             ValueError: If ``wire_dtype`` is another one, or ``weights`` hold NaN or infinity.
         """
         check_kind(weights, FlatWeights, "weights")
-        self._plan = plan_for(weights.layout, dtype_on_wire(wire_dtype))
+        super().__init__(weights, wire_dtype, secrets.randbits(62))
         self._wire_dtype = wire_dtype
         i = Template(Kind.FLAT_WEIGHTS, weights.layout).first_nonfinite([weights.buffer])
         if i is not None:
             raise nonfinite_error(i, weights, list(weights.values())[i], "weights")
-        self._reference = weights.copy()
         self._weights = weights.copy()
-        self._held = [secrets.randbits(62)]  # a list: the core changes it, with the weights
-
-    @property
-    def reference(self) -> FlatWeights:
-        """The weights of all workers, read-only: a view, which the next `encode` changes."""
-        return _read_only(self._reference)
 
     @property
     def weights(self) -> FlatWeights:
         """The exact weights given last, read-only: a view, which the next `encode` changes."""
-        return _read_only(self._weights)
-
-    @property
-    def version(self) -> int:
-        """Version of `reference`."""
-        return self._held[0]
+        return sealed(self._weights)
 
     def snapshot(self) -> Snapshot:
         """Return a copy of `reference`, for workers that have none or missed an update."""
@@ -305,8 +330,7 @@ class DeltaBroadcaster:
             TypeError: As `encode`.
             ValueError: As `encode`.
         """
-        other = copy.copy(self)
-        other._reference, other._held = self._reference.copy(), list(self._held)
+        other = self._copy()
         other._weights = FlatWeights.empty(self._plan.layout)
         # If this one goes on instead, its next difference has another version.
         return other._encode(weights, self.version + 1 + secrets.randbelow(1 << 20)), other
@@ -316,8 +340,7 @@ class DeltaBroadcaster:
         check_weights(weights, plan.layout, "weights")
         values = _encode(plan, list(weights.values()), self._reference, "weights")
         update = Difference(values, plan.layout, self.version, version)
-        copied = [(self._weights.buffer, weights.buffer)]
-        _advance(plan, self._reference, values.buffer, copied, self._held, version)
+        self._advance(version, values.buffer, (self._weights, weights))
         return update
 
     def average(
@@ -419,7 +442,7 @@ class GradientEncoder:
         """
         if self._residual is None:
             raise ValueError("expected a gradient first, got none")
-        return _read_only(self._residual.now)
+        return sealed(self._residual.now)
 
     def encode(self, gradient: FlatWeights | NDArray[Any]) -> Difference:
         """Return ``gradient + residual`` in 16 bits.
@@ -488,35 +511,6 @@ def _encode(
     if nonfinite is not None:
         raise nonfinite_error(nonfinite, values, parts[nonfinite], where)
     return values
-
-
-def _advance(
-    plan: Plan,
-    reference: FlatWeights,
-    difference: NDArray[np.uint8] | None,
-    copied: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]],
-    held: list[int],
-    version: int,
-) -> None:
-    """Add ``difference`` to ``reference``, copy buffers, and set the ``held`` version, in one call.
-
-    Args:
-        plan: The plan that the difference was made by.
-        reference: Weights that both sides have.
-        difference: The bytes of a difference, if any.
-        copied: Pairs of a buffer and the bytes to copy into it.
-        held: A list of one version.
-        version: The version of the changed reference.
-    """
-    core = plan.layout.core
-    _core.advance(core, reference.buffer, plan.wire.core, difference, copied, held, version)
-
-
-def _read_only(weights: FlatWeights) -> FlatWeights:
-    """Return a read-only view of ``weights``."""
-    buffer = weights.buffer.view()
-    buffer.flags.writeable = False
-    return FlatWeights.wrap(buffer, weights.layout)
 
 
 def _zeros(layout: Layout) -> FlatWeights:
