@@ -31,7 +31,7 @@ from flatweights.ray._ray_calls import BY_VALUE, RayAnswer, argument_of
 from flatweights.ray._report import RoundsBar, report
 from flatweights.ray._round import Round, ShardedRound, ShardedWeights
 from flatweights.ray._shard_tasks import Reading
-from flatweights.ray._sharded import ShardedAverage
+from flatweights.ray._sharded import ShardedAverage, ShardedPlan
 from flatweights.ray._wire import GroupWire, Travels, nbytes_of
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray._workers import Workers
@@ -214,7 +214,7 @@ class WorkerGroup:
         ranks = self._workers.settle(timeout, deadline)
         arrivals = Arrivals({}, timeout, deadline=deadline)
         with self._bringing(broadcast, ranks, arrivals) as payload:
-            self._call(arrivals, ranks, method, args, kwargs, payload=payload)
+            self._send_out(self._call(method, args, kwargs, payload), arrivals, ranks)
             results = arrivals.collect()
         by_methods = _raised(arrivals.failed)
         if by_methods or not results:
@@ -275,33 +275,18 @@ class WorkerGroup:
             TypeError: As `flatweights.ray.average`.
             ValueError: As `flatweights.ray.average`.
         """
-        request = self._request(weights, timeout, min_results, nonfinite, sharded)
+        request = self._request(
+            weights, sharded, timeout=timeout, min_results=min_results, nonfinite=nonfinite
+        )
         result = self._average(method, args, kwargs, request, broadcast, out, travels, sharded)
         report(result, already_named=self._workers.unhealthy)
         return result
 
-    def _request(
-        self,
-        weights: Weights,
-        timeout: float | None,
-        min_results: int | None,
-        nonfinite: Nonfinite,
-        sharded: ShardedAverage | None,
-    ) -> Request:
+    def _request(self, weights: Weights, sharded: ShardedAverage | None, **options: Any) -> Request:
         """Return what a round asks for, checked for all ranks of the group."""
-        ranks = len(self._workers)
         if sharded is not None:
-            return sharded.request(
-                ranks, weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite
-            )
-        return Request.of(
-            ranks,
-            weights,
-            timeout=timeout,
-            min_results=min_results,
-            nonfinite=nonfinite,
-            max_inflight=self._max_inflight,
-        )
+            return sharded.request(len(self._workers), weights, **options)
+        return Request.of(len(self._workers), weights, max_inflight=self._max_inflight, **options)
 
     def _average(
         self,
@@ -327,18 +312,18 @@ class WorkerGroup:
         try:
             with self._bringing(broadcast, ranks, arrivals) as payload:
                 wire = self._sent.wire
-                plan: Any
+                call = self._call(method, args, kwargs, payload)
+                plan: ShardedPlan | DriverAverage
                 if sharded is not None:
-                    reading = sharded.reading(request)
-                    shards = self._call_cut(arrivals, ranks, reading, method, args, kwargs, payload)
+                    shards = self._send_out_cut(call, arrivals, ranks, sharded.reading(request))
                     plan = sharded.plan(arrivals, request, shards)
                 elif wire is not None and (travels == "gradients" or wire.has_sent):
-                    how = wire.wire_dtype, travels
-                    self._call(arrivals, ranks, method, args, kwargs, how, payload)
+                    head = call.head._replace(wire=(wire.wire_dtype, travels))
+                    self._send_out(call._replace(head=head), arrivals, ranks)
                     finish = functools.partial(wire.decode, travels=travels)
                     plan = DriverAverage(arrivals, request, out, widen=wire.widen, finish=finish)
                 else:
-                    self._call(arrivals, ranks, method, args, kwargs, payload=payload)
+                    self._send_out(call, arrivals, ranks)
                     plan = DriverAverage(arrivals, request, out)
                 self._workers.lanes.offer()
                 result: Round = plan.run()
@@ -346,7 +331,8 @@ class WorkerGroup:
                     self._workers.lanes.made(result.weights)
         except WorkerError as error:
             raise WorkerError(before | error.failed) from error.__cause__
-        result.failed = dict(sorted((before | result.failed).items()))
+        if before:
+            result.failed = dict(sorted((before | result.failed).items()))
         result.ways = {rank: self._workers[rank].way for rank in ranks}
         return result
 
@@ -403,11 +389,9 @@ class WorkerGroup:
         if self._sent.version is None:
             # No weights were broadcast yet, so a worker is healthy if it was never restarted.
             arrivals = Arrivals({}, timeout)
-            try:
-                self._call(arrivals, ranks, "ping", (), {})
+            with self._bringing(None, ranks, arrivals):
+                self._send_out(self._call("ping"), arrivals, ranks)
                 arrivals.collect()
-            finally:
-                self._workers.close(arrivals)
         else:
             arrivals = self._send_in_full(ranks, timeout)
         self._workers.unhealthy |= arrivals.failed
@@ -455,21 +439,20 @@ class WorkerGroup:
             rounds = operator.index(rounds)
         except TypeError:
             raise TypeError(f"rounds: expected an integer, got {rounds!r}") from None
-        request = self._request(weights, timeout, min_results, nonfinite, sharded)
-        return self._rounds(rounds, method, args, kwargs, request, sharded, progress)
+        request = self._request(
+            weights, sharded, timeout=timeout, min_results=min_results, nonfinite=nonfinite
+        )
+        average = functools.partial(self._average, method, args, kwargs, request, sharded=sharded)
+        return self._rounds(rounds, average, request.timeout, progress)
 
     def _rounds(
         self,
         rounds: int,
-        method: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        request: Request,
-        sharded: ShardedAverage | None,
+        average: Callable[[], Round],
+        timeout: float | None,
         progress: bool,
     ) -> Iterator[Round]:
         """Yield what `run` promises."""
-        timeout = request.timeout
         with RoundsBar(rounds) if progress else contextlib.nullcontext() as bar:
             for number in range(1, rounds + 1):
                 begin = time.monotonic()
@@ -479,7 +462,7 @@ class WorkerGroup:
                 if self._workers.unhealthy:
                     self.restore(timeout=_PROBE if timeout is None else min(_PROBE, timeout))
                 self._in_round = True
-                result = self._average(method, args, kwargs, request, sharded=sharded)
+                result = average()
                 self.broadcast(result, timeout=timeout)
                 self._in_round = False
                 result.seconds["round"] = time.monotonic() - begin
@@ -498,35 +481,28 @@ class WorkerGroup:
 
     def _call(
         self,
-        arrivals: Arrivals,
-        ranks: Sequence[int],
         method: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        wire: tuple[WireDType, Travels] | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = {},
         payload: Payload | None = None,
-    ) -> None:
-        """Call ``method`` of ``ranks``; their answers are to arrive in ``arrivals``."""
-        head = Head(self._stamps.next(), self._sent.version, wire)
-        call = Call(head, method, args, kwargs, payload)
+    ) -> Call:
+        """Return the next call, on the latest weights, which ``payload`` brings if it is given."""
+        head = Head(self._stamps.next(), self._sent.version)
+        return Call(head, method, args, kwargs, payload)
+
+    def _send_out(self, call: Call, arrivals: Arrivals, ranks: Sequence[int]) -> None:
+        """Call ``ranks``; their answers are to arrive in ``arrivals``."""
         for rank in ranks:
             arrivals.expect(rank, self._workers[rank].call(call))
 
-    def _call_cut(
-        self,
-        arrivals: Arrivals,
-        ranks: Sequence[int],
-        reading: Reading,
-        method: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        payload: Payload | None,
+    def _send_out_cut(
+        self, call: Call, arrivals: Arrivals, ranks: Sequence[int], reading: Reading
     ) -> dict[int, list[Any]] | None:
-        """As `_call`, of workers that cut the result themselves; return references to the shards.
+        """As `_send_out`, to workers that cut the result; return references to the shards.
 
         If nodes add up first, nothing is cut, and there are none.
         """
-        head = Head(self._stamps.next(), self._sent.version)
+        head, method, args, kwargs, payload = call
         weights = argument_of(payload)
         shards: dict[int, list[Any]] = {}
         for rank in ranks:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._metrics import METRICS
-from flatweights.ray._round import Round
+from flatweights.ray._round import Round, ranks_left_out
 
 _log = logging.getLogger("flatweights")
 
@@ -22,13 +22,9 @@ def report(result: Round, *, already_named: Collection[int] = ()) -> None:
         result: Of the round.
         already_named: Ranks that a warning has named.
     """
-    left_out = {
-        "late": result.late,
-        "quarantined": result.quarantined,
-        "failed": [rank for rank in result.failed if rank not in result.quarantined],
-    }
-    ways = {rank: way.split(":")[0] for rank, way in result.ways.items()}
-    METRICS.count_round(len(result.used), left_out, result.nbytes, ways.values())
+    left_out = ranks_left_out(result)
+    ways = [way.split(":")[0] for way in result.ways.values()]
+    METRICS.count_round(len(result.used), left_out, result.nbytes, ways)
     METRICS.observe({step: result.seconds[step] for step in _OWN if step in result.seconds})
     lost = {*result.late, *result.failed}
     level = logging.WARNING if lost.difference(already_named) else logging.INFO

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -90,9 +91,7 @@ class Round:
 
     def ref_to_what_it_is_now(self) -> Any:
         """Return `ref`; put anew if `weights` may have been changed since it was made."""
-        parts = _parts_of(self.weights) if self._ref is not None else []
-        same = len(parts) == len(self._in_store)
-        if not (same and all(a is b for a, b in zip(parts, self._in_store, strict=True))):
+        if self._ref is not None and not _consists_of(self.weights, self._in_store):
             self._ref = None
         return self.ref
 
@@ -134,11 +133,10 @@ class Round:
         <Round: 2 of 3 ranks (0, 2), late (1), 0.250 s>
         """
         name = type(self).__name__ + ("" if self.number is None else f" {self.number}")
-        lost = {*self.late, *self.failed}
-        failed = [rank for rank in self.failed if rank not in self.quarantined]
-        counts = [f"{len(self.used)} of {len(self.used) + len(lost)} ranks {_ranks(self.used)}"]
-        named = {"late": self.late, "quarantined": self.quarantined, "failed": failed}
-        counts += [f"{word} {_ranks(ranks)}" for word, ranks in named.items() if ranks]
+        left_out = ranks_left_out(self)
+        total = len(self.used) + sum(map(len, left_out.values()))
+        counts = [f"{len(self.used)} of {total} ranks {_ranks(self.used)}"]
+        counts += [f"{reason} {_ranks(ranks)}" for reason, ranks in left_out.items() if ranks]
         return f"<{name}: {', '.join(counts)}, {self.total_seconds:.3f} s>"
 
     def _repr_html_(self) -> str:
@@ -156,6 +154,12 @@ class Round:
         return f"<table>{''.join(rows)}</table>"
 
 
+def ranks_left_out(result: Round) -> dict[str, list[int]]:
+    """Return the ranks that the average is not of, by the reason."""
+    failed = [rank for rank in result.failed if rank not in result.quarantined]
+    return {"late": [*result.late], "quarantined": [*result.quarantined], "failed": failed}
+
+
 def _ranks(ranks: Sequence[int]) -> str:
     shown = [*map(str, ranks[:16]), *(["..."] if len(ranks) > 16 else [])]
     return f"({', '.join(shown)})"
@@ -169,6 +173,12 @@ def _parts_of(model: Any) -> list[Any]:
         values = model.values() if isinstance(model, Mapping) else model
         return [part for value in values for part in _parts_of(value)]
     return [model if isinstance(model, np.ndarray) else np.asarray(model)]
+
+
+def _consists_of(model: Any, arrays: Sequence[Any]) -> bool:
+    """Whether the arrays of ``model`` are these very objects."""
+    parts = _parts_of(model)
+    return len(parts) == len(arrays) and all(map(operator.is_, parts, arrays))
 
 
 class ShardedWeights:
@@ -266,9 +276,4 @@ class ShardedRound(Round):
     @property
     def is_changed(self) -> bool:
         """Whether somebody has put other arrays into the dict or list that `weights` is."""
-        if self._weights is None:
-            return False
-        parts = _parts_of(self._weights)
-        return len(parts) != len(self._fetched) or any(
-            a is not b for a, b in zip(parts, self._fetched, strict=True)
-        )
+        return self._weights is not None and not _consists_of(self._weights, self._fetched)

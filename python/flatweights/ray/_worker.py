@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,48 @@ from flatweights.ray._wire import Message, WorkerWire
 from flatweights.wire import MissedUpdateError
 
 _MOST_GROUPS = 64  # whose last calls a worker remembers
+
+
+class _GroupState:
+    """What an actor keeps of the groups that call it.
+
+    Attributes:
+        turn: The lock by which their calls take turns. Actors may run several calls at a time
+            (``max_concurrency``), and a call that was broken off would go on training on weights
+            that were sent meanwhile.
+        version: The stamp of the weights that a `WorkerGroup` has sent; None if none has.
+        wire: The weights and rounding errors, if these travel in 16 bits.
+        lanes: Those to groups that share this machine.
+    """
+
+    def __init__(self) -> None:
+        self.turn = threading.RLock()
+        self.version: Stamp | None = None
+        self.wire = WorkerWire()
+        self.lanes = WorkerLanes()
+        self._last_calls: dict[str, int] = {}  # the number of each group's last call
+
+    def admit(self, stamp: Stamp) -> None:
+        """Raise unless ``stamp`` is above all that its group has sent; remember it."""
+        last = self._last_calls.pop(stamp.group, -1)
+        self._last_calls[stamp.group] = max(last, stamp.number)  # the last of the dict
+        if len(self._last_calls) > _MOST_GROUPS:
+            del self._last_calls[next(iter(self._last_calls))]
+        if stamp.number <= last:
+            raise StaleWorkerError(
+                f"call {stamp.number} came again or too late, after call {last}: it is not run"
+            )
+
+    def check(self, version: Stamp | None) -> None:
+        """Raise unless the actor has the weights of ``version``; None: any, if not restarted."""
+        if version is None and self.version is None and _was_restarted():
+            raise StaleWorkerError("restarted, and not sent any weights since")
+        if version is not None and version != self.version:
+            got = None if self.version is None else self.version.number
+            raise StaleWorkerError(
+                f"expected weights of version {version.number}, got {got}: restarted since, or "
+                "sent others"
+            )
 
 
 class FlatWorker:
@@ -52,12 +93,6 @@ class FlatWorker:
     Attributes:
         variables: The `TensorFlowVariables` of what `build` returned.
     """
-
-    # Set on first use: subclasses need not call this constructor.
-    _version: Stamp | None = None  # of the weights that a WorkerGroup has sent
-    _wire: WorkerWire | None = None  # if these travel in 16 bits
-    _last_calls: dict[str, int] | None = None  # the number of each group's last call
-    _lanes: WorkerLanes | None = None  # to groups that share this machine
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build the model; arguments go to `build`.
@@ -133,23 +168,23 @@ class FlatWorker:
                 the actor was sent others since.
         """
         head = Head.of(head)
-        with self._turn():
-            self._admit(head.stamp)
+        state = self._group_state
+        with state.turn:
+            state.admit(head.stamp)
             self._receive(head.version, new_weights)
 
     def _receive(self, version: Stamp | None, new_weights: Any) -> None:
+        state = self._group_state
         if isinstance(new_weights, Message):
-            if self._wire is None:
-                self._wire = WorkerWire()
             try:
-                self._wire.receive(new_weights, self._set)
+                state.wire.receive(new_weights, self._set)
             except MissedUpdateError as error:
                 raise StaleWorkerError(str(error)) from error
         elif isinstance(new_weights, ShardedWeights):
             self.set_shards(new_weights)
         else:
             self._set(new_weights)
-        self._version = version
+        state.version = version
 
     def _set(self, new_weights: Mapping[str, ArrayLike] | NDArray[Any]) -> None:
         if isinstance(new_weights, np.ndarray):
@@ -179,45 +214,26 @@ class FlatWorker:
             StaleWorkerError: If this actor has other weights, or had this call or a later one.
             RefusedWeightsError: If ``new_weights`` could not be set; the method was not called.
         """
-        with self._turn():
-            return self._run_call(head, new_weights, method, args, kwargs)
-
-    def _run_call(
-        self,
-        head: Head,
-        new_weights: Any,
-        method: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
         head = Head.of(head)
-        self._admit(head.stamp)
-        if new_weights is not None:
+        state = self._group_state
+        with state.turn:
+            state.admit(head.stamp)
+            if new_weights is not None:
+                try:
+                    self._receive(head.version, new_weights)
+                except StaleWorkerError:
+                    raise
+                except Exception as error:
+                    raise RefusedWeightsError(f"{type(error).__name__}: {error}") from error
+            state.check(head.version)
+            result = getattr(self, method)(*args, **kwargs)
+            if head.wire is None:
+                return result
+            wire_dtype, travels = head.wire
             try:
-                self._receive(head.version, new_weights)
-            except StaleWorkerError:
-                raise
-            except Exception as error:
-                raise RefusedWeightsError(f"{type(error).__name__}: {error}") from error
-        version = head.version
-        if version is None and self._version is None and _was_restarted():
-            raise StaleWorkerError("restarted, and not sent any weights since")
-        if version is not None and version != self._version:
-            got = None if self._version is None else self._version.number
-            raise StaleWorkerError(
-                f"expected weights of version {version.number}, got {got}: restarted since, or "
-                "sent others"
-            )
-        result = getattr(self, method)(*args, **kwargs)
-        if head.wire is None:
-            return result
-        wire_dtype, travels = head.wire
-        if self._wire is None:
-            self._wire = WorkerWire()
-        try:
-            return self._wire.encode(result, travels, wire_dtype)
-        except MissedUpdateError as error:
-            raise StaleWorkerError(str(error)) from error
+                return state.wire.encode(result, travels, wire_dtype)
+            except MissedUpdateError as error:
+                raise StaleWorkerError(str(error)) from error
 
     def call_cut(
         self,
@@ -236,22 +252,16 @@ class FlatWorker:
         result = self.call_version(head, new_weights, method, *args, **kwargs)
         return read_result(result, rank, reading)
 
-    def _turn(self) -> AbstractContextManager[Any]:
-        """Return the lock by which calls and weights of groups take turns.
-
-        Actors may run several calls at a time (``max_concurrency``), and a call that was broken
-        off would go on training on weights that were sent meanwhile.
-        """
-        turn: AbstractContextManager[Any] | None = self.__dict__.get("_turns")
-        if turn is None:
-            turn = self.__dict__.setdefault("_turns", threading.RLock())
-        return turn
+    @property
+    def _group_state(self) -> _GroupState:
+        """Made on first use, once: subclasses need not call this constructor."""
+        kept = self.__dict__
+        state: _GroupState = kept.get("_of_groups") or kept.setdefault("_of_groups", _GroupState())
+        return state
 
     def attach_lane(self, address: bytes, token: bytes) -> bytes | str:
         """Make a lane to a `WorkerGroup` on this machine; groups call it."""
-        if self._lanes is None:
-            self._lanes = WorkerLanes()
-        return self._lanes.attach(address, token)
+        return self._group_state.lanes.attach(address, token)
 
     def serve_lane(self, token: bytes, number: int) -> Any:
         """Run commands of a lane until none comes; return what is to go through Ray.
@@ -263,23 +273,10 @@ class FlatWorker:
         from flatweights.ray._lane_calls import cloud_dumps
 
         try:
-            lane = (self._lanes or WorkerLanes())[token]
+            lane = self._group_state.lanes[token]
         except KeyError:
             raise StaleWorkerError("restarted since: it has not attached again") from None
         return lane.serve(self, number, cloud_dumps)
-
-    def _admit(self, stamp: Stamp) -> None:
-        """Raise unless ``stamp`` is above all that its group has sent; remember it."""
-        if self._last_calls is None:
-            self._last_calls = {}
-        last = self._last_calls.pop(stamp.group, -1)
-        self._last_calls[stamp.group] = max(last, stamp.number)  # the last of the dict
-        if len(self._last_calls) > _MOST_GROUPS:
-            del self._last_calls[next(iter(self._last_calls))]
-        if stamp.number <= last:
-            raise StaleWorkerError(
-                f"call {stamp.number} came again or too late, after call {last}: it is not run"
-            )
 
 
 @functools.cache
