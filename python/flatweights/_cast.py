@@ -92,5 +92,5 @@ def _to_integers(array: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArr
 def _integer_range(dtype: np.dtype[Any]) -> tuple[int, int]:
     if dtype.kind == "b":
         return 0, 1
-    info = ml_dtypes.iinfo(dtype) if is_ml_dtype(dtype) else np.iinfo(dtype)
+    info = ml_dtypes.iinfo(dtype)
     return int(info.min), int(info.max)

@@ -4,15 +4,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  registers its dtypes with NumPy, by name
 import numpy as np
-
-_ML_DTYPES = frozenset(
-    name
-    for name in dir(ml_dtypes)
-    if isinstance(getattr(ml_dtypes, name), type)
-    and issubclass(getattr(ml_dtypes, name), np.generic)
-)
 
 
 def is_ml_dtype(dtype: np.dtype[Any]) -> bool:
@@ -63,11 +56,8 @@ def decode_dtype(code: str) -> np.dtype[Any]:
         ValueError: If ``code`` is not such a string.
     """
     try:
-        dtype: np.dtype[Any]
-        if code in _ML_DTYPES:
-            dtype = np.dtype(getattr(ml_dtypes, code))
-            return dtype
-        dtype = _from_structure(json.loads(code)) if code.startswith("{") else np.dtype(code)
+        is_structure = code.startswith("{")
+        dtype = _from_structure(json.loads(code)) if is_structure else np.dtype(code)
         canonical = encode_dtype(dtype) == code
     except Exception as error:  # NumPy raises many kinds for malformed descriptions
         raise ValueError(f"expected the name of a dtype, got {code!r}") from error

@@ -1,5 +1,6 @@
 """Checks that memory is read-only before it is shared."""
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def check_frozen(array: NDArray[Any], where: str) -> None:
     """
     link: Any = array
     while link is not None:
-        obstacle = _obstacle(link)
+        obstacle, beneath = _look_at(link)
         if obstacle:
             got = obstacle if link is array else f"a view of {obstacle}"
             raise ValueError(
@@ -34,38 +35,25 @@ def check_frozen(array: NDArray[Any], where: str) -> None:
                 f"{got}: its owner could change the model unnoticed. "
                 "array.setflags(write=False) freezes an array"
             )
-        link = _beneath(link)
+        link = beneath
 
 
-def _obstacle(link: Any) -> str | None:
-    kind = type(link).__name__
+def _look_at(link: Any) -> tuple[str | None, Any]:
+    """Return why ``link`` may be writable, or None, and the object it is a view of, or None."""
+    writable = f"a writable {type(link).__name__}"
+    base = getattr(link, "base", None)
     if isinstance(link, np.ndarray):
-        return f"a writable {kind}" if link.flags.writeable else None
-    view = _view(link)
-    if view is not None:
-        return None if view.readonly else f"a writable {kind}"
+        return writable if link.flags.writeable else None, base
+    with suppress(TypeError, ValueError, BufferError):
+        view = memoryview(link)
+        return None if view.readonly else writable, None if view.obj is link else view.obj
     if _core.is_pooled(link):  # the array over it counts as the owner
-        return None
+        return None, base
     interface = getattr(link, "__array_interface__", None)
     data = interface.get("data") if isinstance(interface, dict) else None
     if isinstance(data, tuple) and not data[1]:
-        return f"a writable {kind}"
+        return writable, base
     # as_strided puts an object between a view and its array; its base is checked next.
-    if getattr(link, "base", None) is not None:
-        return None
-    return f"a {kind}, which does not say whether it is writable"
-
-
-def _beneath(link: Any) -> Any:
-    """Return the object that ``link`` is a view of; None if it is not a view."""
-    view = None if isinstance(link, np.ndarray) else _view(link)
-    if view is None:
-        return getattr(link, "base", None)
-    return None if view.obj is link else view.obj
-
-
-def _view(link: Any) -> memoryview | None:
-    try:
-        return memoryview(link)
-    except (TypeError, ValueError, BufferError):
-        return None
+    if base is not None:
+        return None, base
+    return f"a {type(link).__name__}, which does not say whether it is writable", None

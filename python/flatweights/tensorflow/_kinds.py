@@ -18,17 +18,12 @@ Path = tuple[str, ...]
 """Attribute names, keys and positions that lead to a variable."""
 
 
-def keras_type(name: str) -> tuple[type, ...]:
-    """Return Keras 3's class of this name for `isinstance`; an empty tuple without Keras."""
+def is_of_keras_3(value: Any, name: str) -> bool:
+    """Whether ``value`` is an instance of Keras 3's class of this name; False without Keras."""
     kind: Any = sys.modules.get("keras")
     for part in name.split("."):
         kind = getattr(kind, part, None)
-    return (kind,) if isinstance(kind, type) else ()
-
-
-def is_of_keras_3(value: Any, name: str) -> bool:
-    """Whether ``value`` is an instance of Keras 3's class of this name."""
-    return isinstance(value, keras_type(name))
+    return isinstance(kind, type) and isinstance(value, kind)
 
 
 def is_variable(value: Any) -> bool:

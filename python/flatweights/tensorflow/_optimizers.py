@@ -33,11 +33,19 @@ def optimizer_variables(
     Raises:
         ValueError: If it has no slots yet.
     """
-    _check_built(optimizer)
+    parts = _innermost(optimizer)
+    if not all(map(_is_built, parts)):
+        raise ValueError(
+            f"{type(optimizer).__name__} is not built, so some of its variables do not exist: call "
+            "build(model.trainable_variables), or apply gradients once, first"
+        )
     slots: dict[int, Path] = {}
-    for part in _innermost(optimizer):
-        slots.update(_slot_paths(part, owners))
-    for variable in _all_variables(optimizer):
+    for part in parts:
+        slots |= _slot_paths(part, owners)
+    variables = optimizer.variables
+    if callable(variables) and not isinstance(variables, Sequence):
+        variables = variables()
+    for variable in variables:
         step = slots.get(id(variable), (last_name(variable),))
         yield (*path, *step), variable
     loss_scale = getattr(optimizer, "_loss_scale", None)  # of `tf_keras`, which does not list it
@@ -55,22 +63,6 @@ def _innermost(optimizer: Any) -> list[Any]:
     wrapped = getattr(optimizer, "inner_optimizer", None)
     several = [wrapped] if wrapped is not None else getattr(optimizer, "_inner_optimizers", [])
     return [part for inner in several for part in _innermost(inner)] or [optimizer]
-
-
-def _all_variables(optimizer: Any) -> list[Any]:
-    variables = optimizer.variables
-    if callable(variables) and not isinstance(variables, Sequence):
-        variables = variables()
-    return list(variables)
-
-
-def _check_built(optimizer: Any) -> None:
-    if all(_is_built(part) for part in _innermost(optimizer)):
-        return
-    raise ValueError(
-        f"{type(optimizer).__name__} is not built, so some of its variables do not exist: call "
-        "build(model.trainable_variables), or apply gradients once, first"
-    )
 
 
 def _is_built(optimizer: Any) -> bool:

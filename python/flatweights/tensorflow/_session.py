@@ -43,7 +43,6 @@ class SessionOperations(Operations):
         self.lock = _locks.setdefault(graph, TurnLock())
         self.groups = groups
         self.session: Any = None
-        self._names = list(variables)
         self.placeholders: dict[str, tf.Tensor] = {}
         self.assignment_nodes: dict[str, Any] = {}
         with isolated(graph, "construct TensorFlowVariables"):
@@ -114,7 +113,7 @@ class SessionOperations(Operations):
                 feed[nodes.fed] = group.copy_packed(own)
                 continue
             for j, value in own.items():
-                name = self._names[group.slots[j]]
+                name = group.layout.names[j]
                 fetches.append(_operation(self.assignment_nodes[name]))
                 copy = np.empty(value.shape, group.layout.slots[j].dtype)
                 move_parts([copy], [value])

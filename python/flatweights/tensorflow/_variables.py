@@ -270,7 +270,14 @@ class TensorFlowVariables:
 
     def _warn_of_loss(self, flat: NDArray[Any]) -> None:
         """Warn once, of the first slot whose value `set_flat` cannot restore from ``flat``."""
-        for i in self._may_lose(flat.dtype):
+        if self._has_warned:
+            return
+        lossy = self._lossy.get(flat.dtype)
+        if lossy is None:
+            slots = enumerate(self._layout.slots)
+            lossy = [i for i, slot in slots if self._may_lose(slot.dtype, flat.dtype)]
+            self._lossy[flat.dtype] = lossy
+        for i in lossy:
             slot = self._layout.slots[i]
             values = flat[slot.start : slot.start + slot.size]
             if flat.dtype.kind == "c" or not _holds_integers(values):
@@ -283,21 +290,12 @@ class TensorFlowVariables:
                 )
                 return
 
-    def _may_lose(self, dtype: np.dtype[Any]) -> list[int]:
-        """Return positions whose values ``dtype`` may not hold; none after a warning."""
-        if self._has_warned:
-            return []
-        if dtype not in self._lossy:
-            slots = list(enumerate(self._layout.slots))
-            if dtype.kind == "c":
-                # A caller who passes a complex dtype for real weights intends this.
-                is_mixed = self._dtype.kind == "c"
-                lossy = [i for i, slot in slots if is_mixed and slot.dtype.kind != "c"]
-            else:
-                bits = _bits_of_integers(dtype)
-                lossy = [i for i, s in slots if is_integer(s.dtype) and 8 * s.dtype.itemsize > bits]
-            self._lossy[dtype] = lossy
-        return self._lossy[dtype]
+    def _may_lose(self, own: np.dtype[Any], vector: np.dtype[Any]) -> bool:
+        """Whether a ``vector`` dtype may not hold the values of a variable of dtype ``own``."""
+        if vector.kind == "c":
+            # A caller who passes a complex dtype for real weights intends this.
+            return self._dtype.kind == "c" and own.kind != "c"
+        return is_integer(own) and 8 * own.itemsize > _bits_of_integers(vector)
 
     def _check_out(self, out: NDArray[Any], dtype: np.dtype[Any]) -> None:
         if not isinstance(out, np.ndarray):
