@@ -40,14 +40,14 @@ def average(
     `flatweights.average` over the ranks in `Round.used`. It replaces, in a driver,
     ``{k: sum(w[k] for w in ray.get(refs)) / n for k in ...}``.
 
-    Up to ``max_inflight`` ranks are averaged in one pass when all have answered, and any number
-    whose results a `WorkerGroup` reads in windows instead of in the object store. More
-    are added to a running sum, by runs of consecutive ranks, while others still work:
+    Up to ``max_inflight`` ranks are averaged in one pass once all have answered; so is any
+    number of ranks whose results a `WorkerGroup` reads in windows instead of in the object store.
+    More ranks are added to a running sum, by runs of consecutive ranks, while others still work:
     the sum takes 8 bytes for each number, and no more than ``max_inflight`` results are
     mapped at once; those that arrive before their turn wait in the object store.
 
-    What was encoded in 16 bits (a `flatweights.wire.Difference`) is averaged in the dtypes that
-    it was encoded from: float32.
+    Results that were encoded in 16 bits (a `flatweights.wire.Difference`) are averaged in the
+    dtypes before encoding: float32.
 
     A worker may return ``(weights, extras)``, a tuple of two: the extras come back by rank,
     arrays in them as copies, so that they hold nothing in the object store.
@@ -71,12 +71,12 @@ def average(
             time is up, or when the others have failed, they are averaged, their weights
             renormalised; `Round` names the others. All ranks, if None.
         nonfinite: What to do about NaN and infinity; see `flatweights.average`. Errors
-            name the rank. What ``"skip"`` leaves out counts as failed, and ``min_results``
-            have to be left; one, if None.
+            name the rank. Ranks that ``"skip"`` leaves out count as failed, and ``min_results``
+            ranks have to be left; one, if None.
         max_inflight: How many results are mapped at once.
 
     Returns:
-        The average, which ranks it is of, and what became of the others.
+        The average, the ranks that it is of, and why others are not in it.
 
     Raises:
         WorkerError: If fewer than ``min_results`` ranks can give a result: as soon as too
@@ -124,7 +124,7 @@ class DriverAverage:
     """One average that the driver adds up.
 
     A value holds its object in the object store mapped, and keeps the store from dropping it.
-    So at most ``max_inflight`` of them are held at once; what arrives out of turn is
+    So at most ``max_inflight`` of them are held at once; a value that arrives out of turn is
     taken again when its turn comes.
     """
 
@@ -137,14 +137,14 @@ class DriverAverage:
         widen: Callable[[Any], Any] = widen,
         finish: Callable[[Any], Any] = lambda mean: mean,
     ) -> None:
-        """Say what is averaged.
+        """Prepare the average.
 
         Args:
-            arrivals: The answers that are waited for.
-            request: What is asked for.
+            arrivals: The answers to wait for.
+            request: The arguments of the round.
             out: Where to write.
-            widen: Gives the model that a worker's weights stand for.
-            finish: Gives the result that the mean stands for; it may change the mean.
+            widen: Decodes what a worker returned to a model.
+            finish: Turns the mean of these models into the average; it may change the mean.
         """
         self._arrivals = arrivals
         self._request = request
@@ -233,9 +233,9 @@ class DriverAverage:
         return mean
 
     def _mean_in_place(self) -> FlatWeights | None:
-        """Return the mean of weights over one layout that all lie in windows; it is read-only.
+        """Return the mean, read-only, of weights of one layout that all lie in windows.
 
-        What the general way does, without a view for each part of each of them.
+        It has the bits of the general way, but takes no view of each part of each rank's weights.
 
         Returns:
             None for anything else, and for NaN and infinity unless they are to be averaged.
@@ -268,7 +268,7 @@ class DriverAverage:
         return FlatWeights.wrap(sealed(mean), layout)
 
     def _streamed(self) -> Any:
-        """Add runs to a running sum while others are waited for."""
+        """Add runs of ranks to a running sum while waiting for others."""
         total = RunningAverage()
         while (came := self._arrivals.wait()) is not None:
             self._hold(came)
@@ -301,10 +301,9 @@ class DriverAverage:
         return mean if self._out is None else self._mean(total, self._out)
 
     def _hold(self, came: Iterable[int]) -> None:
-        """Take what came, to be told of failures at once; hold it if its turn is near.
+        """Take the values that came, which shows failures at once; hold those that are near.
 
-        What is out of turn comes first: the rank whose turn it is, and so one value, is not
-        held then.
+        Later ranks come first: their values are dropped before those to be held are taken.
         """
         near = set(self._order[self._next : self._next + self._request.max_inflight])
         for rank in sorted(came, reverse=True):

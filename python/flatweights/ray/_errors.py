@@ -1,4 +1,4 @@
-"""What goes wrong in workers and in Ray's object store, and how it is said."""
+"""The errors of workers and of Ray's object store, and their texts."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def is_refusal(error: Exception) -> bool:
 
 
 def late_error(timeout: float | None) -> TimeoutError:
-    """Return what stands for the result of a rank that did not answer."""
+    """Return the error of a rank that did not answer in time."""
     return TimeoutError(f"no result after {timeout} s")
 
 
 def reason_of(error: Exception) -> str:
-    """Return what a worker raised, rather than what Ray has wrapped around it."""
+    """Return the type and text of what a worker raised, without Ray's error around it."""
     shown = _shown(error)
     return f"{type(shown).__name__}: {shown}"
 

@@ -1,12 +1,12 @@
 """Named points of a round at which tests kill, stop, delay or interrupt the process.
 
-Nothing but tests sets `hook`. What they do at a point is what any machine may do there.
+Only tests set `hook`. Whatever they do at a point may happen there on any machine.
 """
 
 from collections.abc import Callable
 
 WORKER = ("called", "taken", "read", "run", "gathered", "answered", "rung", "waited")
-"""Points of `WorkerLane.serve`: in the call of Ray's, with a command, with its arguments, with its
+"""Points of `WorkerLane.serve`: in the Ray call, with a command, with its arguments, with its
 result, with an answer in the window, after the answer, after the bell, with its time up."""
 
 DRIVER = ("announced", "posted", "calling", "called", "waiting", "averaging", "sending")

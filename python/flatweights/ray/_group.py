@@ -46,8 +46,8 @@ class _Sent(NamedTuple):
     Attributes:
         version: Their stamp; None before the first broadcast.
         payload: What was sent.
-        wire: What the wire keeps of them, if there is one.
-        full: The same in full, for workers that missed others before; once it is needed.
+        wire: The wire after them, if there is one.
+        full: The same weights in full, for workers that missed earlier ones; None until needed.
     """
 
     version: Stamp | None = None
@@ -102,8 +102,9 @@ class WorkerGroup:
             wire_dtype: ``"bfloat16"`` or ``"float16"``: after the first `broadcast`, weights
                 travel as differences of 16 bits, half the bytes of float32 both ways.
                 What rounding takes from one is added to the next, and averages are float32.
-                Workers have what was broadcast but for the rounding of one difference,
-                and all the same. Weights have to be by name, with the same layout both ways.
+                All workers have the same weights: those that were broadcast, except for the
+                rounding of one difference. Weights have to be by name, with the same layout
+                both ways.
 
         Raises:
             ValueError: If there is no actor, or ``wire_dtype`` is another one.
@@ -283,7 +284,7 @@ class WorkerGroup:
         return result
 
     def _request(self, weights: Weights, sharded: ShardedAverage | None, **options: Any) -> Request:
-        """Return what a round asks for, checked for all ranks of the group."""
+        """Return the checked arguments of a round, for all ranks of the group."""
         if sharded is not None:
             return sharded.request(len(self._workers), weights, **options)
         return Request.of(len(self._workers), weights, max_inflight=self._max_inflight, **options)
@@ -518,9 +519,9 @@ class WorkerGroup:
         return shards if reading.num_shards else None
 
     def _make_latest(self, weights: Any, ranks: Sequence[int]) -> Payload:
-        """Have ``weights`` ready for ``ranks``; from then on they are the latest.
+        """Make ``weights`` ready for ``ranks``; from then on they are the latest.
 
-        What raises before changes nothing; workers that do not answer afterwards miss them.
+        An error before that changes nothing; workers that do not answer afterwards miss them.
         """
         begin = time.monotonic()
         payload, wire = self._to_send(weights)
@@ -555,7 +556,7 @@ class WorkerGroup:
                     arrivals.take(rank)
             raise WorkerError(error.failed | _refusals(arrivals)) from error.__cause__
         finally:
-            # Also if it was not for a rank's failure that the round has no result.
+            # Also if something other than a rank's failure has broken the round off.
             self._workers.lanes.done()
             self._workers.close(arrivals)
             if payload is not None:
@@ -570,8 +571,7 @@ class WorkerGroup:
 
     def _to_send(self, weights: Any) -> tuple[Payload, GroupWire | None]:
         """Return what is sent for ``weights``, and the wire once it is."""
-        ranks, wire = len(self._workers), self._sent.wire
-        value = weights
+        value, wire = weights, self._sent.wire
         if isinstance(weights, ShardedRound) and wire is None and not weights.is_changed:
             value = weights.shards
         elif isinstance(weights, Round):
@@ -579,27 +579,28 @@ class WorkerGroup:
         if wire is not None:
             model = ray.get(value) if isinstance(value, ray.ObjectRef) else value
             message, wire = wire.message(model)
-            return Payload(message, nbytes_of(message) or 0, lambda: put(message, ranks)), wire
-        if isinstance(value, ray.ObjectRef):
-            return Payload(value, 0, lambda: value), None
-        if isinstance(value, ShardedWeights):
-            return Payload(value, value.layout.nbytes, lambda: put(value, ranks)), None
-        nbytes = size_of(value) or 0
-        if isinstance(value, FlatWeights) and nbytes <= BY_VALUE and value.buffer.flags.writeable:
-            value = value.copy()  # the caller's may change before a restart wants it
+            return self._payload(message), wire
+        if isinstance(value, FlatWeights) and value.buffer.nbytes <= BY_VALUE:
+            # The caller's may change before a restart wants it.
+            value = value.copy() if value.buffer.flags.writeable else value
+        payload = self._payload(value)
         if isinstance(weights, Round):
-            return Payload(value, nbytes, weights.ref_to_what_it_is_now), None
-        return Payload(value, nbytes, lambda: put(value, ranks)), None
+            payload.put = weights.ref_to_what_it_is_now  # of shards, nothing is put
+        return payload, None
+
+    def _payload(self, value: Any) -> Payload:
+        """Return ``value`` as a payload: weights that nobody changes any more."""
+        is_sharded = isinstance(value, ShardedWeights)
+        nbytes = value.layout.nbytes if is_sharded else nbytes_of(value) or size_of(value) or 0
+        return Payload(value, nbytes, lambda: put(value, len(self._workers)))
 
     def _send_in_full(self, ranks: Sequence[int], timeout: float | None) -> Arrivals:
-        """Send the latest weights to ``ranks``, which may have missed others before."""
+        """Send the latest weights to ``ranks``, which may have missed earlier ones."""
         sent = self._sent
         payload = sent.payload
         if sent.wire is not None:
             if sent.full is None:
-                snapshot, count = sent.wire.snapshot(), len(self._workers)
-                full = Payload(snapshot, nbytes_of(snapshot) or 0, lambda: put(snapshot, count))
-                self._sent = sent = sent._replace(full=full)
+                self._sent = sent = sent._replace(full=self._payload(sent.wire.snapshot()))
             payload = sent.full
         assert payload is not None
         return self._send(ranks, payload, timeout, deadline_of(timeout))
@@ -607,7 +608,7 @@ class WorkerGroup:
     def _send(
         self, ranks: Sequence[int], payload: Payload, timeout: float | None, deadline: float | None
     ) -> Arrivals:
-        """Send the weights of the latest version; return who has answered, and errors."""
+        """Send the weights of the latest version; return the answers and errors."""
         for rank in ranks:
             self._workers[rank].prepare(payload)
         assert self._sent.version is not None
@@ -643,7 +644,7 @@ def _took(arrivals: Arrivals) -> set[int]:
 
 
 def _raised(failed: Mapping[int, Exception]) -> dict[int, Exception]:
-    """Return what methods raised, of what has failed."""
+    """Return those of the errors that methods raised."""
     return {rank: error for rank, error in failed.items() if not is_lost(error)}
 
 

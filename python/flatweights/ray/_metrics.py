@@ -18,7 +18,7 @@ _SECONDS = [factor * 10.0**power for power in range(-4, 4) for factor in (1, 2, 
 
 
 class _Instruments:
-    """What Ray counts with; it puts ``ray_`` before the names, ``_total`` behind a counter's."""
+    """Ray's instruments; Ray puts ``ray_`` before the names, ``_total`` behind a counter's."""
 
     def __init__(self) -> None:
         self.rounds = Counter("flatweights_rounds", "Rounds that gave an average.")
@@ -38,7 +38,7 @@ class _Instruments:
         self.seconds = Histogram(
             "flatweights_round_seconds", "Seconds of each step of a round.", _SECONDS, ("step",)
         )
-        # Ray takes the sum of a histogram over the middles of its buckets.
+        # Ray computes the sum of a histogram from the middles of its buckets.
         self.seconds_in_all = Counter(
             "flatweights_step_seconds", "Seconds of each step, added up.", ("step",)
         )
@@ -54,7 +54,7 @@ class Metrics:
     nowhere.
 
     Attributes:
-        works: Whether there has been no error yet: one ends the metrics, and never a round.
+        works: Whether no error has occurred yet: an error ends the metrics, never a round.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Metrics:
             used: How many ranks the average is of.
             left_out: Ranks by the reason why they are not in it.
             nbytes: Bytes that were read.
-            ways: How ranks were reached, a lane or the store, for each.
+            ways: For each rank that was called, ``"lane"`` or ``"store"``.
         """
         with self._lock:
             self._used = used

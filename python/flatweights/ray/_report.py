@@ -15,11 +15,11 @@ _log = logging.getLogger("flatweights")
 def report(result: Round, *, already_named: Collection[int] = ()) -> None:
     """Count a round, and log a line about it.
 
-    The line is a warning that names the reasons if the average lacks ranks that nobody has been
-    warned of, else for information.
+    If the average lacks ranks that no warning has named, the line is a warning with the reasons;
+    else it is for information.
 
     Args:
-        result: Of the round.
+        result: The round.
         already_named: Ranks that a warning has named.
     """
     left_out = ranks_left_out(result)
@@ -66,7 +66,7 @@ def _in_bytes(result: Round) -> str:
 
 
 def _by_ways(result: Round) -> str:
-    """Return how ranks were reached, and why some not by lanes, if any was."""
+    """Return how ranks were reached, and why some not by lanes; nothing, if none was by a lane."""
     ranks: dict[str, list[str]] = {}
     for rank, way in result.ways.items():
         ranks.setdefault(way, []).append(str(rank))
@@ -89,9 +89,9 @@ def readable_bytes(nbytes: int) -> str:
 
 
 class RoundsBar:
-    """How many rounds are done, and which ranks the last average is not of.
+    """A progress bar: how many rounds are done, and which ranks the last average is not of.
 
-    Drawn on a terminal or in a notebook, and nowhere else: a file would get its remains.
+    Drawn only on a terminal or in a notebook: a file would get fragments of it.
     """
 
     def __init__(self, rounds: int) -> None:

@@ -25,7 +25,7 @@ def with_weights(result: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def own(extras: Any) -> Any:
-    """Return ``extras`` with copies of the arrays in it, which are views of a worker's memory."""
+    """Return ``extras`` with copies of its arrays, which are views of shared memory."""
     if isinstance(extras, (np.ndarray, FlatWeights)):
         return extras.copy()
     if type(extras) is dict:

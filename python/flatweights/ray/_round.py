@@ -1,4 +1,4 @@
-"""The outcome of a round: the average, in the driver or in shards, and what became of ranks."""
+"""The outcome of a round: the average, in the driver or in shards, and which ranks it is of."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Round:
             the whole ``"round"``. Where the next call brought the average (``broadcast=``), the
             time until workers had it is in that call's ``"wait"``.
         nbytes: Bytes of weights that were read.
-        nbytes_sent: Bytes of weights that a `WorkerGroup` sent to those who took the average.
+        nbytes_sent: Bytes of weights that a `WorkerGroup` sent to workers that took the average.
         number: Which round of `WorkerGroup.run` it was, from 1.
         ways: By rank, how a `WorkerGroup` reached its worker: ``"lane"``, through memory that both
             map, or ``"store"``, through Ray, and why.
@@ -184,15 +184,15 @@ def _consists_of(model: Any, arrays: Sequence[Any]) -> bool:
 class ShardedWeights:
     """A model whose shards are objects of their own, on the nodes that averaged them.
 
-    It is small, and can be sent to any process as it is: the references travel in it. Whoever
-    wants the model asks for it, and Ray moves the shards from node to node.
+    It is small, and can be sent to any process as it is: the references travel in it. When a
+    process asks for the model, Ray moves the shards to its node.
     """
 
     def __init__(self, template: Template, containers: Tree | None, refs: Sequence[Any]) -> None:
         """Take one reference per shard.
 
         Args:
-            template: What it is a model of; private to the package.
+            template: Describes the model; private to the package.
             containers: Those of a dict, a list or a tree, in their own order.
             refs: References to the shards.
         """
@@ -216,8 +216,8 @@ class ShardedWeights:
     def get_in_place(self) -> Any:
         """Return the model as views of the object store, read-only: a dict for `FlatWeights`.
 
-        Of a dict or a list only those parts are copied that a shard ends in; an array is
-        one part, and put together.
+        Of a dict or a list, only parts that lie in several shards are copied; an array is one
+        part.
 
         Raises:
             ray.exceptions.RayError: As `get`.

@@ -1,4 +1,4 @@
-"""What runs on the nodes of a `ShardedAverage`: cutting results, adding shards up."""
+"""The tasks and actors that cut results and add up shards on the nodes of a `ShardedAverage`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,17 +16,17 @@ from flatweights.ray._wire import nbytes_of, widen
 
 
 class Header(NamedTuple):
-    """What the driver is told of a rank's result.
+    """The description of a rank's result, which the driver gets in its place.
 
     Attributes:
-        template: What it is; dicts by sorted keys.
+        template: That of the weights; dicts by sorted keys.
         containers: Those of a dict, a list or a tree, in their own order.
         weight: Its weight, if a function of the result gives that.
         extras: What was returned beside the weights.
-        spoiled: The error about NaN and infinity, if it was looked for them and has any.
+        spoiled: The error about NaN or infinity, if the weights were screened and hold any.
         nbytes: Bytes of the weights as they were returned.
-        error: Why it cannot be averaged: the caller's mistake.
-        node: Where it was read.
+        error: Why it cannot be averaged, if it cannot: the caller's mistake.
+        node: The node that it was read on.
     """
 
     template: Template | None = None
@@ -44,7 +44,7 @@ class Reading(NamedTuple):
 
     Attributes:
         num_shards: Into how many shards to cut one; 0: not at all.
-        screen: Whether to look for NaN and infinity.
+        screen: Whether to look for NaN and infinity in it.
         weigh: A function of a result that gives its weight.
     """
 
@@ -93,7 +93,7 @@ def read_result(result: Any, rank: int, reading: Reading) -> Any:
         )
         if reading.num_shards and not spoiled:
             shards = cut(template, model, reading.num_shards)
-    except Exception as error:  # of a kind that the caller is to see as it is
+    except Exception as error:  # the driver raises it
         header = Header(error=error.with_traceback(None))
     if not reading.num_shards:
         return header
@@ -192,7 +192,7 @@ class ShardOwner:
 def _runs(
     refs: Mapping[Any, Any], size: int, patience: float, lost: dict[Any, Exception]
 ) -> Iterator[dict[Any, Any]]:
-    """Yield values by runs of ``size``, the next one on its way; note in ``lost`` what is not."""
+    """Yield values by runs of ``size`` while the next is fetched; note in ``lost`` what is lost."""
     items = list(refs.items())
     for at in range(0, len(items), size):
         coming = [ref for _, ref in items[at : at + 2 * size]]
@@ -203,7 +203,7 @@ def _runs(
 
 
 def _fetch(refs: Mapping[Any, Any], patience: float, lost: dict[Any, Exception]) -> dict[Any, Any]:
-    """Return the values; note in ``lost`` what cannot be had, and why."""
+    """Return the values; note in ``lost`` why others cannot be fetched."""
     values: dict[Any, Any] = {}
     try:
         values = dict(zip(refs, ray.get(list(refs.values()), timeout=patience), strict=True))
@@ -213,8 +213,8 @@ def _fetch(refs: Mapping[Any, Any], patience: float, lost: dict[Any, Exception])
                 values[key] = ray.get(ref, timeout=patience)
             except ray.exceptions.RayError as error:
                 lost[key] = error.with_traceback(None)
-    # A shard was there when its rank was counted in. If its node died since, Ray cuts the result
-    # again elsewhere; where that is gone, too, there is nothing instead of a shard.
+    # A shard was there when its rank was counted in. If its node has died since, Ray cuts the
+    # result again elsewhere; if the result is gone, too, None comes in place of the shard.
     for key in [key for key, value in values.items() if value is None]:
         del values[key]
         lost[key] = ray.exceptions.ObjectLostError(refs[key].hex(), None, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,9 +43,9 @@ from flatweights.ray._shards import as_kind, shards_of
 # Results that are read at once on one node: each takes a process of its own, which Ray starts.
 _READERS = 2
 
-_MOST_INLINE = 100 * 1024  # bytes of a result that travels with the reply, as Ray has it
+_MOST_INLINE = 100 * 1024  # bytes of the largest result that Ray sends with the reply
 
-_MOST_OWNERS = 4  # that are tried for one shard, before something else must be wrong
+_MOST_OWNERS = 4  # owners that are tried for one shard before the round raises
 
 Key = TypeVar("Key")
 Group = tuple[int, ...]  # ranks whose sum is one source of the shards
@@ -60,8 +60,8 @@ class ShardedAverage:
     workers returned, where one driver would take in all. What comes back is a `ShardedRound`, of
     which every worker fetches the shards by itself.
 
-    Who is averaged is settled before anything is: all shards are of the same ranks, added in their
-    order, and have the bits that `flatweights.average` gives over `ShardedRound.used`.
+    The ranks are settled before any shard is averaged: all shards are of the same ranks, added in
+    their order, and have the bits that `flatweights.average` gives over `ShardedRound.used`.
 
     With ``per_node``, each node adds up its own results first, and sends the sums: once, instead of
     each result. They are sums and weights, never means, with the float64 (and compensation) of
@@ -104,11 +104,11 @@ class ShardedAverage:
             nodes: Ids of the nodes to place owners on, in turn. All that are alive at the first
                 round, the driver's own last, if None. An owner whose node is gone is placed
                 where Ray finds room.
-            num_cpus: What an owner is given. Ray lets it use so many threads, one at least,
-                and waits where there are none left.
+            num_cpus: CPUs that Ray reserves for each owner; it waits where none are left. An
+                owner uses so many threads, one at least.
             max_inflight: How many shards an owner maps at once.
-            patience: Seconds without any progress in reading or averaging after which those that
-                are waited for count as failed. Not for the workers: see `average`.
+            patience: Seconds without any progress in reading or averaging after which the results
+                that are still to come count as failed. Workers may take longer: see `average`.
 
         Raises:
             TypeError: If ``num_shards`` is no integer.
@@ -175,7 +175,7 @@ class ShardedAverage:
         return result
 
     def request(self, ranks: int, weights: Weights, **options: Any) -> Request:
-        """Return what a round of so many ranks asks for, checked."""
+        """Return the checked arguments of a round of so many ranks."""
         request = Request.of(ranks, weights, max_inflight=self._max_inflight, **options)
         if self._ended:
             raise RuntimeError("this ShardedAverage was shut down")
@@ -200,20 +200,11 @@ class ShardedAverage:
         """Return one average, to be run.
 
         Args:
-            arrivals: The results; if ranks have cut them themselves, the headers of these.
-            request: What is asked for.
-            shards: If they have: references to the shards by rank.
+            arrivals: The results; or their headers, if the ranks have cut them themselves.
+            request: The arguments of the round.
+            shards: By rank, references to the shards, if the ranks have cut them.
         """
-        reading = self.reading(request)
-        return ShardedPlan(
-            arrivals,
-            request,
-            reading,
-            shards,
-            owners=self._owners,
-            new_owner=self._new_owner,
-            patience=self.patience,
-        )
+        return ShardedPlan(self, arrivals, request, shards)
 
     def shutdown(self) -> None:
         """End the owners. Rounds that there were keep their shards."""
@@ -258,23 +249,19 @@ class ShardedPlan:
 
     def __init__(
         self,
+        sharded: ShardedAverage,
         arrivals: Arrivals,
         request: Request,
-        reading: Reading,
         shards: Mapping[int, Sequence[Any]] | None,
-        *,
-        owners: list[Any],
-        new_owner: Callable[[], Any],
-        patience: float,
     ) -> None:
         """Take what was checked; see `ShardedAverage.plan`. Owners that fail are replaced."""
+        self._reading = sharded.reading(request)
+        self._per_node = not self._reading.num_shards
+        self._patience = sharded.patience
+        self._owners = sharded._owners
+        self._new_owner = sharded._new_owner
         self._arrivals = arrivals
         self._request = request
-        self._reading = reading
-        self._owners = owners
-        self._new_owner = new_owner
-        self._patience = patience
-        self._per_node = not reading.num_shards
         self._are_cut = shards is not None
         # By the ranks that it is of, the shards of a result, or of a sum that a node has made.
         self._sources: dict[Group, list[Any]] = {(k,): [*row] for k, row in (shards or {}).items()}
@@ -303,7 +290,7 @@ class ShardedPlan:
             for rank in came:
                 self._receive(rank)
             for rank in [rank for rank in self._being_read if rank in arrivals.failed]:
-                del self._being_read[rank]  # nothing was read any more
+                del self._being_read[rank]  # reading has made no progress
                 arrivals.lose({k: arrivals.failed[rank] for q in self._queues.values() for k in q})
                 self._queues.clear()
             arrivals.check(self._request)
@@ -382,7 +369,7 @@ class ShardedPlan:
             self._readers[node] += 1
 
     def _settle(self) -> tuple[list[int], dict[int, float], Template]:
-        """Return who is averaged, their weights, and what they have in common."""
+        """Return the ranks that are averaged, their weights, and their template."""
         arrivals, request = self._arrivals, self._request
         arrivals.check(request)
         template: Template | None = None
@@ -513,7 +500,7 @@ class ShardedPlan:
 
 
 def _match(template: Template, other: Template, rank: int, first: int) -> None:
-    """Raise unless a rank's result is such a model as the first one's."""
+    """Raise unless the result of ``rank`` is a model like that of rank ``first``."""
     if template == other:
         return
     where = f"rank {rank}"
@@ -534,9 +521,9 @@ def _match(template: Template, other: Template, rank: int, first: int) -> None:
 def _outcomes(
     calls: dict[Answer, Key], patience: float
 ) -> Iterator[tuple[Key, Outcome | Exception]]:
-    """Yield what became of each of ``calls``, which may grow meanwhile, until it is empty.
+    """Yield the outcome of each of ``calls``, which may grow meanwhile, until there is none left.
 
-    If nothing has happened for ``patience`` seconds, the rest have failed.
+    If none has come for ``patience`` seconds, the rest have failed.
     """
     while calls:
         there = wait_any(calls, deadline_of(patience))

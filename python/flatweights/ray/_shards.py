@@ -103,7 +103,7 @@ def _packed(template: Template, model: Any) -> Bytes:
 
 
 def model_of(shard: Bytes, layout: Layout) -> Any:
-    """Return what `flatweights.average` takes for the bytes of a shard of this ``layout``."""
+    """Return the bytes of a shard of this ``layout`` as a model for `flatweights.average`."""
     if len(layout) == 1 and shard.size != layout.nbytes:  # the last of an array
         return shard.view(layout.slots[0].dtype)
     return FlatWeights.wrap(shard, layout)

@@ -19,14 +19,14 @@ from flatweights.wire import (
 )
 
 Message = Difference | Snapshot
-"""What a group sends."""
+"""A message of a group to its workers."""
 
 Travels = Literal["weights", "gradients"]
-"""What a method returns: weights, that travel as differences, or gradients, that are ones."""
+"""What a method returns: weights, of which differences travel, or gradients, which are encoded."""
 
 
 class WorkerWire:
-    """What a worker keeps: the weights that all have, and what rounding has taken."""
+    """A worker's encoders: they keep the weights of all workers, and the rounding errors."""
 
     def __init__(self) -> None:
         """Begin with nothing: the first message has to be a snapshot."""
@@ -34,7 +34,7 @@ class WorkerWire:
         self._gradients: GradientEncoder | None = None
 
     def receive(self, message: Message, take: Callable[[FlatWeights], Any]) -> None:
-        """Give ``take`` the weights that ``message`` stands for, read-only; keep them if it does.
+        """Pass the weights of ``message`` to ``take``, read-only; keep them unless it raises.
 
         Raises:
             MissedUpdateError: If it is a difference from weights that this worker does not have.
@@ -49,10 +49,10 @@ class WorkerWire:
         self._weights = received
 
     def encode(self, result: Any, travels: Travels, wire_dtype: WireDType) -> Any:
-        """Return what a method returned, its weights or gradients in 16 bits; extras stay.
+        """Return ``result`` with its weights or gradients in 16 bits; the extras stay.
 
         Raises:
-            TypeError: If these are no `FlatWeights`, dict, or, for gradients, vector.
+            TypeError: If they are neither `FlatWeights` nor a dict nor, for gradients, a vector.
             ValueError: If they hold NaN or infinity, or do not fit; see `DeltaEncoder.encode`.
             MissedUpdateError: If no weights have been received yet.
         """
@@ -75,13 +75,13 @@ class WorkerWire:
 
 
 class GroupWire:
-    """What a group keeps: the weights that all workers have, and those that they should have.
+    """A group's encoder: it keeps the weights of all workers, and the exact ones.
 
-    It does not change: `message` gives the next one, to be kept once the message is sent.
+    It does not change: `message` also returns the next one, to be kept once the message is sent.
     """
 
     def __init__(self, wire_dtype: WireDType, driver: DeltaBroadcaster | None = None) -> None:
-        """Begin with what was sent before; if that is nothing, the first message is a snapshot.
+        """Begin with what was sent before; if nothing was, the first message is a snapshot.
 
         Raises:
             ValueError: If ``wire_dtype`` is no dtype of the wire.
@@ -127,25 +127,25 @@ class GroupWire:
         return self._driver.snapshot()
 
     def widen(self, model: Any) -> Any:
-        """Return a worker's difference in float32, checked to be from what all have."""
+        """Return a worker's difference in float32, checked to be from the weights of all."""
         if isinstance(model, Difference) and model.base is not None and self._driver is not None:
             self._driver.check(model, "result")
         return widen(model)
 
     def decode(self, mean: Any, travels: Travels) -> Any:
-        """Return the average of models, of a mean of differences; it is changed in place."""
+        """Return the average of the models from the mean of differences, which it changes."""
         if travels == "gradients" or self._driver is None:
             return mean
         return self._driver.add_to(mean)
 
 
 def widen(model: Any) -> Any:
-    """Return what ``model`` stands for: a `Difference` in float32, others as they are."""
+    """Return ``model``; a `Difference` in float32."""
     return model.widen() if isinstance(model, Difference) else model
 
 
 def nbytes_of(message: Any) -> int | None:
-    """Return the bytes of the buffer that ``message`` travels as, if it is one."""
+    """Return the bytes of ``message`` if it travels as one buffer, else None."""
     if isinstance(message, Difference):
         return message.values.buffer.nbytes
     if isinstance(message, Snapshot):

@@ -200,7 +200,7 @@ class FlatWorker:
         Ray repeats calls on a restarted actor, which has the weights that it was built with, or
         newer ones: such an answer must not be averaged into the others, and such a call must
         not train. So each call says its number and its weights; if none were ever sent, the
-        actor may have any except those of a restart.
+        actor may have any, unless it was restarted.
 
         Args:
             head: Which call it is, which weights it means, and whether to encode the result.
@@ -245,9 +245,9 @@ class FlatWorker:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As `call_version`; what the method returns, cut for a `ShardedAverage`.
+        """As `call_version`, but return the result cut for a `ShardedAverage`.
 
-        The shards are the only copy then that goes into the object store.
+        So only the shards go into the object store.
         """
         result = self.call_version(head, new_weights, method, *args, **kwargs)
         return read_result(result, rank, reading)
@@ -264,7 +264,7 @@ class FlatWorker:
         return self._group_state.lanes.attach(address, token)
 
     def serve_lane(self, token: bytes, number: int) -> Any:
-        """Run commands of a lane until none comes; return what is to go through Ray.
+        """Run commands of a lane until none comes; return a result that goes through Ray.
 
         Raises:
             StaleWorkerError: If there is no such lane.

@@ -1,4 +1,4 @@
-"""The workers of a group by rank: which are called, which are not and why, and what they owe."""
+"""The workers of a group by rank: which are healthy, why others are not, and missing answers."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,7 +64,7 @@ class Workers:
         return [rank for rank in range(len(self)) if rank not in self.unhealthy]
 
     def settle(self, timeout: float | None, deadline: float | None) -> list[int]:
-        """Wait for what healthy ranks owe of a call that was broken off; return who is healthy.
+        """Wait for answers that healthy ranks owe to broken-off calls; return the healthy ranks.
 
         Ranks that have not answered by then are late, and unhealthy.
 
@@ -84,7 +84,7 @@ class Workers:
         return self.healthy()
 
     def close(self, arrivals: Arrivals) -> None:
-        """Take over what is to be known of ranks once their round is over, or broken off."""
+        """Note the failed, late and missing answers of a round that is over, or was broken off."""
         for rank, answer in arrivals.unanswered.items():
             rest = answer if rank in arrivals.late else answer.abandon()
             if rest is not None:
@@ -108,7 +108,7 @@ class Workers:
             _log.warning("flatweights: rank %d is back", rank)
 
     def to_probe(self) -> list[int]:
-        """Return the unhealthy ranks that owe nothing: what late ones have answered is dropped."""
+        """Return the unhealthy ranks that owe nothing; late answers that have come are dropped."""
         owing = {answer: rank for rank, answer in self.owed.items() if rank in self.unhealthy}
         for answer in wait_any(owing, 0.0) if owing else ():
             del self.owed[owing[answer]]

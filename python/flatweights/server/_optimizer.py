@@ -126,8 +126,9 @@ class ServerOptimizer(ABC, Generic[Model]):
                 f"initial: expected an array or FlatWeights, got {template.kind.value}; "
                 "FlatWeights(parts) copies one"
             )
-        memory = _bytes_of(template, initial, "initial")
-        _check_finite(template, initial, "initial")
+        self._template = template
+        memory = self._bytes_of(initial, "initial")
+        self._check_finite(initial, "initial")
         kept = cls._kept(checked)
         self._adopt(template, FlatWeights.empty(cls._layout(template, kept)), kept)
         move_parts([self._memory], [memory])
@@ -295,10 +296,17 @@ class ServerOptimizer(ABC, Generic[Model]):
         """Return the bytes of ``model``, after all checks except those of its values."""
         self._check_whole()
         self._template.match(model, where)
-        return _bytes_of(self._template, model, where)
+        return self._bytes_of(model, where)
+
+    def _bytes_of(self, model: Any, where: str) -> NDArray[np.uint8]:
+        (array,) = self._template.read(model, where)
+        memory: NDArray[np.uint8] = array.reshape(-1).view(np.uint8)
+        return memory
 
     def _check_finite(self, model: Any, where: str) -> None:
-        _check_finite(self._template, model, where)
+        error = self._template.find_nonfinite(self._template.read(model, where), where)
+        if error is not None:
+            raise error
 
     def _check_range(self, average: Any) -> None:
         """Check that squares of differences from the weights are finite, with room to spare."""
@@ -363,15 +371,3 @@ class AveragedOptimizer(ServerOptimizer[Model]):
     @abstractmethod
     def _advance(self, pairs: list[tuple[Run, NDArray[Any]]]) -> None:
         """Change each run by the same run of the average."""
-
-
-def _bytes_of(template: Template, model: Any, where: str) -> NDArray[np.uint8]:
-    (array,) = template.read(model, where)
-    memory: NDArray[np.uint8] = array.reshape(-1).view(np.uint8)
-    return memory
-
-
-def _check_finite(template: Template, model: Any, where: str) -> None:
-    error = template.find_nonfinite(template.read(model, where), where)
-    if error is not None:
-        raise error
