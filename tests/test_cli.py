@@ -128,11 +128,11 @@ def test_example_on_the_base_install_says_what_to_install() -> None:
 def test_example_is_run_with_its_options() -> None:
     run = in_fresh_interpreter(
         "from flatweights.cli import main\n"
-        "main(['examples', 'linear_weights', '--graph', '--workers', '0'])"
+        "main(['examples', 'linear', '--graph', '--workers', '0'])"
     )
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.endswith(
-        "linear_weights.py: error: argument --workers: expected at least 1, got '0'\n"
+        "linear.py: error: argument --workers: expected at least 1, got '0'\n"
     )
 
 
@@ -209,7 +209,7 @@ def test_reader_that_left_is_no_traceback() -> None:
     [
         ([], "the following arguments are required: command"),
         (["train"], "invalid choice: 'train'"),
-        (["examples", "linear"], "NAME: invalid choice: 'linear'"),
+        (["examples", "lines"], "NAME: invalid choice: 'lines'"),
         (["demo", "--workers", "0"], "--workers: expected an integer from 1 to 64, got '0'"),
         (["demo", "--workers", "65"], "--workers: expected an integer from 1 to 64, got '65'"),
         (["demo", "--rounds", "-1"], "--rounds: expected an integer from 1 to 100000, got '-1'"),

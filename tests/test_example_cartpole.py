@@ -1,18 +1,14 @@
 """The parts of the programs on CartPole, against loops in NumPy; no TensorFlow, no Ray."""
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from flatweights.examples import cartpole_async, cartpole_policy_gradient
 from flatweights.examples.cartpole_evolution import LEARNING_RATE, SIGMA, Trial, steps_of
 from flatweights.examples.cartpole_policy_gradient import (
-    DECAY,
     DISCOUNT,
     ENVIRONMENTS,
     STEPS,
@@ -66,21 +62,8 @@ def test_ranks_play_episodes_of_their_own(rollouts: list[Rollout]) -> None:
     assert not np.any(np.all(other.states[0] == rollouts[0].states[0], axis=1))
 
 
-def of_a_rollout(*arrays: NDArray[Any]) -> NDArray[Any]:
-    rewards, failed, over, values = arrays
-    rollout = Rollout(None, None, rewards, failed, over, None, [])
-    return cartpole_policy_gradient.advantages(rollout, values)
-
-
-@pytest.mark.parametrize(
-    ("advantages", "decay"),
-    [(of_a_rollout, DECAY), (cartpole_async.advantages, cartpole_async.DECAY)],
-    ids=["policy_gradient", "async"],
-)
-def test_advantages_are_sums_of_errors(
-    advantages: Callable[..., NDArray[Any]], decay: float, rng: np.random.Generator
-) -> None:
-    steps, count = 12, 3
+def test_advantages_are_sums_of_errors(rng: np.random.Generator) -> None:
+    steps, count, decay = 12, 3, 0.9
     failed = rng.random((steps, count)) < 0.2
     over = failed | (rng.random((steps, count)) < 0.2)
     rewards = rng.normal(size=(steps, count)).astype("f")
@@ -94,8 +77,24 @@ def test_advantages_are_sums_of_errors(
                 expected[begin, column] += (DISCOUNT * decay) ** (t - begin) * error
                 if over[t, column]:
                     break
-    found = advantages(rewards, failed, over, values)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    rollout = Rollout(None, None, rewards, failed, over, None, [])
+    advantages = rollout.advantages(values, decay)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_resets_give_no_rows_to_learn_from(rollouts: list[Rollout]) -> None:
+    def speed(states: NDArray[np.float32]) -> NDArray[np.float32]:
+        return states[:, 1:2]
+
+    rollout = rollouts[0]
+    counts = rollout.counts
+    assert not counts.all()
+    states, actions, advantages, targets = rollout.rows(speed, 0.9)
+    np.testing.assert_array_equal(states, rollout.states[:-1][counts])
+    np.testing.assert_array_equal(actions, rollout.actions[counts])
+    expected = rollout.advantages(rollout.states[..., 1], 0.9)[counts]
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+    np.testing.assert_allclose(targets, advantages + states[:, 1], rtol=1e-6)
 
 
 def test_a_step_is_that_of_the_ranks(rng: np.random.Generator) -> None:

@@ -43,13 +43,12 @@ def write(path: Path, name: str, images: int, seed: int = 0) -> NDArray[np.uint8
 def test_records_are_read_in_the_order_of_the_files(tmp_path: Path, name: str) -> None:
     written = {n: write(tmp_path / f"data_{n}.bin", name, n, seed=n) for n in (3, 1, 2)}
     (tmp_path / "readme.html").write_text("something else")
-    found = load(str(tmp_path / "data_*.bin"), name)
-    assert found.classes == LABELS[name][-1]
+    pixels, labels = load(str(tmp_path / "data_*.bin"), name)
     records, first = np.concatenate([written[n] for n in (1, 2, 3)]), len(LABELS[name])
-    assert found.labels.tolist() == records[:, first - 1].tolist()
+    assert labels.tolist() == records[:, first - 1].tolist()
     # Pixel by pixel, as the format is described: red, green, blue; row by row.
     for i, c, y, x in np.ndindex(6, 3, 32, 32):
-        assert found.pixels[i, y, x, c] == records[i, first + 1024 * c + 32 * y + x]
+        assert pixels[i, y, x, c] == records[i, first + 1024 * c + 32 * y + x]
 
 
 def refused(pattern: Path, name: str = "cifar10") -> str:
@@ -82,14 +81,14 @@ def test_labels_that_there_are_not_are_refused(tmp_path: Path, name: str, column
 def test_digits_are_enlarged_and_split() -> None:
     scans = load_digits()
     parts = [load(None, "digits", tests) for tests in (False, True)]
-    assert [len(part.labels) for part in parts] == [1438, 359]
+    assert [len(labels) for _, labels in parts] == [1438, 359]
     small = {
         image.tobytes(): label for image, label in zip(scans.images, scans.target, strict=False)
     }
     seen = []
-    for part in parts:
-        assert part.pixels.dtype == np.uint8
-        for image, label in zip(part.pixels, part.labels, strict=True):
+    for pixels, labels in parts:
+        assert pixels.dtype == np.uint8
+        for image, label in zip(pixels, labels, strict=True):
             scan = np.round(image[2::4, 2::4, 1] * (16 / 255))
             assert small[scan.tobytes()] == label
             seen.append(scan.tobytes())
@@ -99,7 +98,7 @@ def test_digits_are_enlarged_and_split() -> None:
 def columns() -> Images:
     """Images that get lighter from left to right."""
     pixels = np.tile(np.arange(100, 228, 4, dtype=np.uint8)[:, np.newaxis], (2, 32, 1, 3))
-    return Images(pixels, np.zeros(2, np.int32), 10)
+    return pixels, np.zeros(2, np.int32)
 
 
 def test_batches_are_shifted_and_mirrored() -> None:

@@ -1,5 +1,6 @@
 """What the programs of `flatweights.examples` share, and how they fail."""
 
+import ast
 import errno
 import re
 import subprocess
@@ -10,7 +11,10 @@ import numpy as np
 import pytest
 from reference import clean_environment, run_python
 
-from flatweights.examples import Panel, draw, draw_panel, explain, print_table
+from flatweights import examples
+from flatweights.examples import Panel, explain, print_table, report
+
+PROGRAMS = sorted(Path(examples.__file__).parent.glob("[!_]*.py"))
 
 ROWS = [
     {
@@ -30,6 +34,20 @@ ROWS = [
         "MB received": "7654321.9",
     },
 ]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_a_program_imports_public_names_alone(path: Path) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a copy elsewhere has no siblings"
+            imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+    ours = {name for name in imported if name.startswith("flatweights")}
+    assert ours
+    assert [name for name in ours if "._" in name] == []
 
 
 @pytest.mark.parametrize("width", [20, 60, 80, 120])
@@ -68,10 +86,10 @@ def test_curves_that_agree_are_both_seen(tmp_path: Path) -> None:
     x = list(range(50))
     panel = Panel("loss", "step", dict.fromkeys("abc", (x, x)))
     axes = Figure().subplots()
-    draw_panel(axes, panel)
+    panel.draw(axes)
     widths = [line.get_linewidth() for line in axes.lines]
     assert np.max(np.diff(widths)) <= -2, "what is drawn later is narrower"
-    draw(tmp_path / "plot.png", "Alike", panel)
+    report(ROWS, tmp_path / "plot.png", "Alike", panel)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -83,7 +101,7 @@ def test_a_full_disk_is_one_line_with_the_remedy(tmp_path: Path) -> None:
     plot = tmp_path / "plot.png"
     plot.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space") as caught:
-        draw(plot, "", Panel("", "", {"": ([1], [2])}))
+        report(ROWS, plot, "", Panel("", "", {"": ([1], [2])}))
     assert "free some space" in explain(caught.value)
 
 
@@ -95,7 +113,7 @@ def test_mistakes_of_the_program_keep_their_traceback() -> None:
 def test_a_ray_that_does_not_start_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = subprocess.run(
-        [sys.executable, "-m", "flatweights.cli", "examples", "linear_weights"],
+        [sys.executable, "-m", "flatweights.cli", "examples", "linear"],
         env=clean_environment(RAY_TMPDIR=str(tmp_path / "file"), RAY_ADDRESS="local"),
         capture_output=True,
         text=True,
@@ -125,7 +143,7 @@ def test_drivers_that_need_no_tensorflow_import_none() -> None:
         "import sys\n"
         "import flatweights.examples\n"
         "assert not {'ray', 'rich', 'matplotlib'} & set(sys.modules)\n"
-        "import flatweights.examples.linear_weights, flatweights.examples.resnet\n"
-        "import flatweights.examples.linear_gradients, flatweights.examples.keras_fit\n"
+        "import flatweights.examples.linear, flatweights.examples.resnet\n"
+        "import flatweights.examples.keras_fit, flatweights.examples.digits_lbfgs\n"
         "assert 'tensorflow' not in sys.modules\n"
     )

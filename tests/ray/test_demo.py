@@ -94,12 +94,11 @@ def test_both_ways_are_compared(run_demo: Demo) -> None:
     assert pixels.std() > 0
 
 
-@pytest.mark.slow
 def test_gradients_of_unequal_shares_are_compared(run_demo: Demo) -> None:
-    # Three shards of the digits differ in size.
-    found = run_demo("--size=small", "--mode=gradients", "--workers=3", "--rounds=60")
+    # Three shards of the digits differ in size; and there are more workers than CPUs.
+    found = run_demo("--size=small", "--mode=gradients", "--workers=3", "--rounds=10")
     check_exchange(found.output)
-    assert found.accuracy > 0.2
+    assert "479 or 480 per worker" in found.output
 
 
 @pytest.mark.slow

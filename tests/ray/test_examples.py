@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from flatweights import FlatWeights, examples
 from flatweights.examples import explain, federated
-from flatweights.ray import WorkerError
+from flatweights.ray import WorkerError, WorkerGroup
 from flatweights.server import FedAvg
 
 pytestmark = pytest.mark.starts_actors
@@ -63,16 +63,16 @@ def check_exchange(output: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    "options",
     [
-        ("linear_weights", ["--workers=1"]),
-        ("linear_gradients", ["--workers=1", "--graph"]),
-        pytest.param("linear_weights", ["--workers=2", "--graph"], marks=pytest.mark.slow),
-        pytest.param("linear_gradients", ["--workers=2"], marks=pytest.mark.slow),
+        ["--exchange=weights", "--workers=1"],
+        ["--exchange=gradients", "--workers=1", "--graph"],
+        pytest.param(["--exchange=weights", "--workers=2", "--graph"], marks=pytest.mark.slow),
+        pytest.param(["--exchange=gradients", "--workers=2"], marks=pytest.mark.slow),
     ],
 )
-def test_linear_regression_finds_the_line(program: Program, name: str, options: list[str]) -> None:
-    output = program(name, *options)
+def test_linear_regression_finds_the_line(program: Program, options: list[str]) -> None:
+    output = program("linear", *options)
     for parameter, value in (("slope", 0.1), ("intercept", 0.3)):
         assert float(cells(output, parameter)[1]) == pytest.approx(value, abs=1e-3)
     check_exchange(output)
@@ -80,8 +80,8 @@ def test_linear_regression_finds_the_line(program: Program, name: str, options: 
 
 @pytest.mark.slow
 def test_a_result_off_the_line_fails(program: Program) -> None:
-    with pytest.raises(SystemExit, match="more --iterations"):
-        program("linear_weights", "--workers=1", "--iterations=1")
+    with pytest.raises(SystemExit, match="more --steps"):
+        program("linear", "--workers=1", "--steps=1")
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_plain_and_flat_actors_learn_the_same(program: Program, workers: int, ro
 
 
 def test_actors_fit_the_digits_as_one_process_does(program: Program) -> None:
-    output = program("digits_lbfgs_actors", "--layers=3", "--width=32", "--iterations=80")
+    output = program("digits_lbfgs", "--actors=2", "--layers=3", "--iterations=80")
     found = re.search(r"the first 10 losses: the same within (\S+)", output)
     assert found
     assert float(found[1]) <= 1e-5
     check_exchange(output)
-    alone, together = (cells(output, row) for row in ("in this process", "2 actors"))
+    alone, together = (cells(output, row) for row in ("flatweights", "2 actors"))
     assert float(alone[4]) > 0.95
     for accuracy in (3, 4):  # what was rounded otherwise has grown since
         assert float(together[accuracy]) == pytest.approx(float(alone[accuracy]), abs=0.02)
@@ -233,30 +233,31 @@ def test_a_process_that_dies_takes_one_client_with_it(client: Any) -> None:
     assert "trains" in fates[: fates.index("dies")]
     assert "trains" in fates[fates.index("dies") :]
     server = FedAvg(start)
-    history = federated.run_server([client], server, OPTIONS)
-    assert (history.raised, history.died) == (3, 1)
-    assert history.nbytes == 6 * start.layout.nbytes
+    accuracies, counts = federated.run_server([client], server, OPTIONS)
+    assert len(accuracies) == 1
+    received = f"{6 * start.layout.nbytes / 1e6:.1f}"
+    assert list(counts.values()) == [3, 1, received]
     survivors = [one for one, fate in drawn if fate == "trains"]
     check_mean(client, start, survivors, server.weights)
+    check_exchange(examples.time_exchange(WorkerGroup([client])))
 
 
 @pytest.mark.slow
 def test_both_servers_learn(program: Program) -> None:
-    small = "--clients=10 --fraction=0.6 --failing=0.3 --deaths=0 --concentration=10 --rounds=20"
+    small = "--clients=10 --fraction=0.6 --failing=0.3 --deaths=20 --concentration=10 --rounds=20"
     output = program("federated", *small.split(), "--seed=1", "--workers=1")
     for server in ("FedAvg", "FedAdam"):
         accuracy, _, rounds, raised, died, _ = cells(output, server)
         assert float(accuracy) >= 0.9
-        assert (rounds, raised, died) == ("20", "40", "0")  # two of six in each round
+        assert (rounds, raised, died) == ("20", "39", "1")  # two of six in each round
     check_exchange(output)
 
 
-def test_servers_are_reported() -> None:
+def test_the_accuracy_is_that_of_the_last_five_rounds() -> None:
     tail = [0.9, 0.9, 0.9, 0.9]
-    row = federated.History([0.1, 0.91, *tail], raised=3, died=1, nbytes=0).row("FedAvg")
-    assert list(row.values()) == ["FedAvg", "0.902", 2, 6, 3, 1, "0.0"]
-    row = federated.History([0.95, 0.85, *tail], raised=3, died=1, nbytes=0).row("FedAdam")
-    assert list(row.values()) == ["FedAdam", "0.890", 1, 6, 3, 1, "0.0"]
+    assert list(federated.summarise([0.1, 0.91, *tail]).values()) == ["0.902", 2, 6]
+    assert list(federated.summarise([0.95, 0.85, *tail]).values()) == ["0.890", 1, 6]
+    assert list(federated.summarise([0.5]).values()) == ["0.500", "never", 1]
 
 
 # A residual network.

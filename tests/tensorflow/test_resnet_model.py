@@ -32,13 +32,13 @@ def standardised() -> Any:
 @cache
 def trained(mode: str, steps: int) -> tuple[Any, Any, list[float]]:
     """The weights before and after some steps, and the loss before each."""
-    one = build_network(mode, units=1, classes=4, seed=5)
-    before, (pixels, labels) = one.variables.get_weights(), images()
+    variables, train, _ = build_network(mode, units=1, classes=4, seed=5)
+    before, (pixels, labels) = variables.get_weights(), images()
     losses = []
     for step in range(steps):
         half = slice(0, 8) if step % 2 == 0 else slice(8, 16)
-        losses.append(float(np.mean(one.train(pixels[half], labels[half], RATE)[0])))
-    return before, one.variables.get_weights(), losses
+        losses.append(float(np.mean(train(pixels[half], labels[half], RATE)[0])))
+    return before, variables.get_weights(), losses
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -83,10 +83,10 @@ def test_both_modes_learn_alike() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_is_that_of_keras(mode: str) -> None:
     weights = trained("eager", 8)[1]
-    one = build_network(mode, units=1, classes=4, seed=6)
-    one.variables.set_weights(dict(zip(one.variables.layout.names, weights.values(), strict=True)))
+    variables, _, evaluate = build_network(mode, units=1, classes=4, seed=6)
+    variables.set_weights(dict(zip(variables.layout.names, weights.values(), strict=True)))
     own = [value for name, value in weights.items() if "momentum" not in name]
-    losses, right = map(np.asarray, one.evaluate(*images()))
+    losses, right = map(np.asarray, evaluate(*images()))
     model = build_model(1, 4, 5)
     assert len(own) == len(model.weights)
     model.set_weights(own)

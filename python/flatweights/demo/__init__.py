@@ -77,6 +77,6 @@ def run(options: argparse.Namespace) -> None:
         flatweights.ray.WorkerError: If a worker failed.
         OSError: If the plot could not be written.
     """
-    from flatweights.demo._training import compare, survive
+    from flatweights.demo._training import train
 
-    (survive if options.kill_worker else compare)(options)
+    train(options)

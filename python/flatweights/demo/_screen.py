@@ -8,23 +8,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import Progress
 
-from flatweights.examples import STYLE, Panel, draw_panel
+from flatweights.examples import STYLE, Panel
 
 if TYPE_CHECKING:
     from flatweights.demo._training import Exchange
 
 LINES = 10  # of progress, where there is no terminal to draw a bar on
 BLUE, RED = "#0b5fa5", "#d1495b"
-STEP_COLOURS = ("#8d96a3", RED, "#edae49", "#66a182")
 
 
 class Screen:
@@ -38,11 +30,7 @@ class Screen:
         self._rounds = rounds
         self._console = Console(file=sys.stdout, highlight=False)
         self.progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            *Progress.get_default_columns(),
             console=self._console,
             redirect_stdout=False,
             transient=True,
@@ -97,8 +85,7 @@ def figure_of(options: argparse.Namespace, extra: str, width: float) -> Iterator
 
 def draw_comparison(
     options: argparse.Namespace,
-    losses: Sequence[float],
-    accuracies: Sequence[float],
+    tests: Sequence[tuple[float, float]],
     costs: Mapping[str, "Exchange"],
     others: Mapping[str, Mapping[float, float]],
     steps: Mapping[str, str],
@@ -106,15 +93,14 @@ def draw_comparison(
     """Draw the training, the steps of its exchange, and exchanges of other sizes."""
     with figure_of(options, f", averaging {options.mode}", 11) as figure:
         exchange, sizes, loss, accuracy = figure.subplots(2, 2).flat
-        left = [0.0] * len(costs)
-        for (step, label), colour in zip(steps.items(), STEP_COLOURS, strict=True):
+        ends = [0.0] * len(costs)
+        for step, label in steps.items():
             widths = [1e3 * cost.seconds[step] for cost in costs.values()]
-            exchange.barh(list(costs), widths, 0.55, left, color=colour, label=label)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        for name, end in zip(costs, left, strict=True):
-            exchange.text(end, name, f"  {end:.3g} ms", va="center")
+            bars = exchange.barh(list(costs), widths, 0.55, ends, label=label)
+            ends = [a + b for a, b in zip(ends, widths, strict=True)]
+        exchange.bar_label(bars, [f"{end:.3g} ms" for end in ends], padding=6)
         exchange.invert_yaxis()
-        exchange.set_xlim(0, 1.2 * max(left))
+        exchange.set_xlim(0, 1.2 * max(ends))
         exchange.set(title="Exchange of one round, by step", xlabel="milliseconds, median")
         exchange.legend(loc="lower right")
         curves = {}
@@ -122,11 +108,12 @@ def draw_comparison(
             points = sorted({**others[name], cost.nbytes / 1e6: cost.total}.items())
             curves[name] = [x for x, _ in points], [1e3 * y for _, y in points]
         arrays = max(cost.arrays for cost in costs.values())
-        draw_panel(sizes, Panel("Exchange by size, ms", f"MB in {arrays} arrays", curves, "log"))
+        Panel("Exchange by size, ms", f"MB in {arrays} arrays", curves, "log").draw(sizes)
         sizes.set_xscale("log")
-        rounds = range(1, len(losses) + 1)
-        draw_panel(loss, Panel("Test loss", "round", {"": (rounds, losses)}, "log"))
-        draw_panel(accuracy, Panel("Test accuracy", "round", {"": (rounds, accuracies)}))
+        rounds = range(1, len(tests) + 1)
+        losses, accuracies = zip(*tests, strict=True)
+        Panel("Test loss", "round", {"": (rounds, losses)}, "log").draw(loss)
+        Panel("Test accuracy", "round", {"": (rounds, accuracies)}).draw(accuracy)
 
 
 def draw_survival(
@@ -136,18 +123,11 @@ def draw_survival(
     with figure_of(options, "; one worker killed", 9) as figure:
         accuracy, ranks = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
         rounds = range(1, len(used) + 1)
-        draw_panel(accuracy, Panel("Test accuracy", "", {"": (rounds, accuracies)}))
+        Panel("Test accuracy", "", {"": (rounds, accuracies)}).draw(accuracy)
         away = [n for n, count in zip(rounds, used, strict=True) if count < options.workers]
-        begin, end = away[0] - 0.5, away[-1] + 0.5
-        accuracy.axvspan(begin, end, color=RED, alpha=0.13, lw=0)
-        for x, text, side in (
-            (begin, f"rank {victim} killed ", "right"),
-            (end, f" rank {victim} is back", "left"),
-        ):
-            accuracy.axvline(x, color=RED, lw=1, ls="--")
-            accuracy.text(
-                x, 0.04, text, ha=side, color=RED, transform=accuracy.get_xaxis_transform()
-            )
+        label = f"without rank {victim}"
+        accuracy.axvspan(away[0] - 0.5, away[-1] + 0.5, color=RED, alpha=0.13, lw=0, label=label)
+        accuracy.legend(loc="lower right")
         ranks.bar(rounds, used, width=0.85, color=[RED if n in away else BLUE for n in rounds])
         ranks.set(title="Ranks averaged", xlabel="round", yticks=range(options.workers + 1))
         ranks.xaxis.get_major_locator().set_params(integer=True)

@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,10 +18,7 @@ from flatweights.demo import SIZES
 from flatweights.demo._screen import Screen, draw_comparison, draw_survival, milliseconds, plural
 from flatweights.demo._worker import DigitsWorker
 from flatweights.examples import print_table, start_ray
-from flatweights.ray import WorkerGroup, average
-
-Record = dict[str, Any]  # of a round
-Others = dict[str, dict[float, float]]  # seconds of exchanges, by way and megabytes
+from flatweights.ray import WorkerError, WorkerGroup, average
 
 RESTART_S = 300.0
 FLAT, STORE, GUIDE = "flatweights", "object store", "Ray's guide"
@@ -115,80 +112,133 @@ def medians(exchanges: Sequence[Exchange]) -> Exchange:
     return exchanges[0]._replace(seconds=seconds)
 
 
-def compare(options: argparse.Namespace) -> None:
-    """Train, and exchange in all ways after each round."""
-    with _screen(options) as screen:
-        group, sizes = _start(options, screen)
-        ways = list(WAYS)
-        exchanges: dict[str, list[Exchange]] = {name: [] for name in WAYS}
-        losses, accuracies, computing, gap = [], [], [], 0.0
-        for number in range(1, options.rounds + 1):
-            seconds = max(group.step("train").values())
-            one_round = {name: exchange_by(name, group, sizes) for name in ways}
-            ways.reverse()  # no way always follows the same one
-            computing.append(seconds + max(group.step("finish").values()))
-            mean = one_round[FLAT].mean
-            for name, exchanged in one_round.items():
-                gap = max(gap, *(float(np.abs(mean[k] - exchanged.mean[k]).max()) for k in mean))
-                exchanges[name].append(exchanged._replace(mean={}))
-            loss, accuracy = ray.get(group.actors()[0].evaluate.remote())
-            losses.append(loss)
-            accuracies.append(accuracy)
-            screen.advance(number, f"test accuracy {accuracy:.4f}")
-        digest = _digest(group)
-        screen.stage("exchanging bare arrays of other sizes")
-        others = _exchange_others(group, sizes, options.size)
+def train(options: argparse.Namespace) -> None:
+    """Train on the digits; see `flatweights.demo.run`."""
+    with _screen(options.rounds) as screen:
+        screen.stage("starting Ray")
+        start_ray(options.workers)
+        screen.stage("importing TensorFlow and building the networks")
+        group = WorkerGroup.create(
+            DigitsWorker,
+            options.workers,
+            options,
+            arguments=lambda rank: [rank],
+            max_restarts=int(options.kill_worker),
+        )
+        try:
+            sizes = list(group.step("size").values())
+            per_worker = " or ".join(map(str, sorted(set(sizes))))
+            screen.line(f"digits: {sum(sizes)} to train on, {per_worker} per worker")
+            rounds, steps = options.rounds, options.local_steps
+            schedule = f"{plural(rounds, 'round')} of {plural(steps, 'local step')}"
+            screen.stage(f"training: {schedule}, averaging {options.mode}")
+            follow = survive if options.kill_worker else compare
+            accuracy, show = follow(options, screen, group, sizes)
+            digests = set(group.step("digest").values())
+        except ray.exceptions.RayError:
+            group.step("ping")  # a call that passed the group by does not say which rank has died
+            if group.unhealthy:
+                raise WorkerError(group.unhealthy) from None
+            raise
         group.shutdown()
-    costs = {name: medians(some) for name, some in exchanges.items()}
-    _show(costs, others)
-    training = {
-        "rounds": options.rounds,
-        "computing, per round": milliseconds(median(computing[1:] or computing)),
-        "test loss": f"{losses[-1]:.4f}",
-        "test accuracy": f"{accuracies[-1]:.4f}",
-    }
-    print_table([{"training": title, "": cell} for title, cell in training.items()])
-    screen.line("Times: medians over rounds. All ways exchange the same weights, in turn.")
-    screen.line(f"Largest difference between the averages: {gap:.0e}")
+    show()
     if options.plot:
-        draw_comparison(options, losses, accuracies, costs, others, STEPS)
-    _finish(options, screen, accuracies[-1], digest)
+        screen.line(f"plot: {options.plot}")
+    if len(digests) != 1:
+        raise SystemExit(f"the workers ended with {len(digests)} different sets of weights")
+    screen.line(f"test accuracy {accuracy:.4f}, SHA-256 of the weights {digests.pop()}")
 
 
-def _show(costs: Mapping[str, Exchange], others: Others) -> None:
-    """Print the exchange: a column for each way."""
-    some = list(costs.values())
+@contextlib.contextmanager
+def _screen(rounds: int) -> Iterator[Screen]:
+    """Show progress; hide the messages of Ray and of the package about dead workers."""
+    screen, log, handler = Screen(rounds), logging.getLogger("flatweights"), logging.NullHandler()
+    with contextlib.ExitStack() as stack:
+        log.addHandler(handler)  # a warning that has a handler is not printed
+        stack.callback(log.removeHandler, handler)
+        stack.enter_context(screen.progress)
+        # Ray prints to the standard output, whatever its log level.
+        nowhere = stack.enter_context(Path(os.devnull).open("w"))
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        yield screen
+
+
+Outcome = tuple[float, Callable[[], None]]  # the accuracy; prints and draws the results
+
+
+def compare(
+    options: argparse.Namespace, screen: Screen, group: WorkerGroup, sizes: Sequence[int]
+) -> Outcome:
+    """Train, and exchange in all ways after each round; then exchange arrays of other sizes."""
+    ways = list(WAYS)
+    exchanges: dict[str, list[Exchange]] = {name: [] for name in WAYS}
+    tests, computing, gap = list[tuple[float, float]](), [], 0.0
+    for number in range(1, options.rounds + 1):
+        seconds = max(group.step("train").values())
+        one_round = {name: exchange_by(name, group, sizes) for name in ways}
+        ways.reverse()  # no way always follows the same one
+        computing.append(seconds + max(group.step("finish").values()))
+        mean = one_round[FLAT].mean
+        for name, exchanged in one_round.items():
+            gap = max(gap, *(float(np.abs(mean[k] - exchanged.mean[k]).max()) for k in mean))
+            exchanges[name].append(exchanged._replace(mean={}))
+        tests.append(ray.get(group.actors()[0].evaluate.remote()))
+        screen.advance(number, f"test accuracy {tests[-1][1]:.4f}")
+    screen.stage("exchanging bare arrays of other sizes")
+    costs = {name: medians(some) for name, some in exchanges.items()}
+    size = SIZES[options.size]
+    others: dict[str, dict[float, float]] = {name: {} for name in WAYS}
+    for megabytes in size.others:
+        group.step("exchange_others", 1e6 * megabytes)
+        for name in WAYS:
+            # If this kept the means, each exchange would need new memory for its own.
+            repeats = range(1 + size.repeats)
+            some = [exchange_by(name, group, sizes)._replace(mean={}) for _ in repeats]
+            others[name][megabytes] = medians(some).total
+
+    def show() -> None:
+        show_exchanges(costs, others)
+        (loss, accuracy), measured = tests[-1], computing[1:] or computing
+        training = {
+            "rounds": options.rounds,
+            "computing, per round": milliseconds(median(measured)),
+            "test loss": f"{loss:.4f}",
+            "test accuracy": f"{accuracy:.4f}",
+        }
+        print_table([{"training": title, "": cell} for title, cell in training.items()])
+        screen.line("Times: medians over rounds. All ways exchange the same weights, in turn.")
+        screen.line(f"Largest difference between the averages: {gap:.0e}")
+        if options.plot:
+            draw_comparison(options, tests, costs, others, STEPS)
+
+    return tests[-1][1], show
+
+
+def show_exchanges(
+    costs: Mapping[str, Exchange], others: Mapping[str, Mapping[float, float]]
+) -> None:
+    """Print a table of exchanges, with a column for each way."""
+    ours = costs[FLAT]
     rows: list[tuple[object, ...]] = []
 
     def add_times(title: str, seconds: Sequence[float]) -> None:
         rows.append((title, *map(milliseconds, seconds)))
         rows.append(("  times flatweights", *(f"{each / seconds[0]:.1f}x" for each in seconds)))
 
-    add_times(f"exchange of {some[0].nbytes / 1e6:.3g} MB", [cost.total for cost in some])
+    add_times(f"exchange of {ours.nbytes / 1e6:.3g} MB", [cost.total for cost in costs.values()])
     for step, title in STEPS.items():
-        rows.append((f"  {title}", *(milliseconds(cost.seconds[step]) for cost in some)))
+        times = (milliseconds(cost.seconds[step]) for cost in costs.values())
+        rows.append((f"  {title}", *times))
     for size in others[FLAT]:
         add_times(f"exchange of {size:g} MB", [others[name][size] for name in costs])
-    rows.append(("bytes sent, each", *(f"{cost.nbytes:,}" for cost in some)))
-    rows.append(("  in arrays", *(cost.arrays for cost in some)))
+    rows.append(("bytes sent, each", *(f"{cost.nbytes:,}" for cost in costs.values())))
+    rows.append(("  in arrays", *(cost.arrays for cost in costs.values())))
     print_table([dict(zip(["per round", *costs], row, strict=True)) for row in rows])
 
 
-def _exchange_others(group: WorkerGroup, sizes: Sequence[int], size: str) -> Others:
-    """Exchange arrays of other sizes, without a network."""
-    others: Others = {name: {} for name in WAYS}
-    for megabytes in SIZES[size].others:
-        group.step("exchange_others", 1e6 * megabytes)
-        for name in WAYS:
-            repeats = range(1 + SIZES[size].repeats)
-            others[name][megabytes] = medians(
-                # If this kept the means, each exchange would need new memory for its own.
-                [exchange_by(name, group, sizes)._replace(mean={}) for _ in repeats]
-            ).total
-    return others
-
-
-def survive(options: argparse.Namespace) -> None:
+def survive(
+    options: argparse.Namespace, screen: Screen, group: WorkerGroup, sizes: Sequence[int]
+) -> Outcome:
     """Train, and kill the process of the last rank half-way.
 
     Rounds include that rank again as soon as Ray has restarted its process. The restart takes
@@ -196,46 +246,57 @@ def survive(options: argparse.Namespace) -> None:
     rounds without it, they wait.
 
     Raises:
-        SystemExit: If the worker does not come back, or ends with other weights.
+        SystemExit: If the worker does not come back.
     """
-    victim, accuracies, loss = options.workers - 1, [], 0.0
-    rounds: list[Record] = []
-    dies_in = (options.rounds + 1) // 2
-    with _screen(options) as screen:
-        group, sizes = _start(options, screen, max_restarts=1)
-        screen.line("Ray's guide is left out: its loop ends with the first worker that dies")
-        group.broadcast(group.step("get_weights")[0])
-        if dies_in == 1:
-            ray.get(group.actors()[victim].die_in_next_round.remote())
-        was_there = True
-        for result in group.run(options.rounds, "train_on", weights=sizes, min_results=1):
-            loss, accuracy = ray.get(group.actors()[result.used[0]].evaluate.remote())
-            accuracies.append(accuracy)
-            rounds.append(result.record())
-            number, is_there = len(rounds), victim in result.used
-            if is_there != was_there:
-                reason = f"died: {rounds[-1]['failed'].get(str(victim), 'no answer')}"
-                share = f"averaged over {len(result.used)} of {options.workers}"
-                event = "is back" if is_there else reason
-                screen.line(f"round {number}: rank {victim} {event}; {share}")
-            was_there = is_there
-            screen.advance(number, f"test accuracy {accuracy:.4f}")
-            if number == dies_in - 1:
-                ray.get(group.actors()[victim].die_in_next_round.remote())
-            if number == dies_in + max(1, options.rounds // 4) - 1:
-                _wait_for(group, victim, screen)
-        digest = _digest(group)
-        group.shutdown()
-    _show_rounds(rounds, victim)
-    screen.line(f"test loss {loss:.4f}")
-    if options.plot:
-        draw_survival(options, accuracies, [len(one["used"]) for one in rounds], victim)
-    _finish(options, screen, accuracies[-1], digest)
+    screen.line("Ray's guide is left out: its loop ends with the first worker that dies")
+    victim, dies_in = options.workers - 1, (options.rounds + 1) // 2
+    waits_after = dies_in + max(1, options.rounds // 4) - 1
+    group.broadcast(group.step("get_weights")[0])
+    ray.get(group.actors()[victim].die_in.remote(dies_in))
+    tests, records, was_there = list[tuple[float, float]](), list[dict[str, Any]](), True
+    results = group.run(options.rounds, "train_on", weights=sizes, min_results=1)
+    for number, result in enumerate(results, 1):
+        tests.append(ray.get(group.actors()[result.used[0]].evaluate.remote()))
+        records.append(result.record())
+        is_there = victim in result.used
+        if is_there != was_there:
+            reason = records[-1]["failed"].get(str(victim), "no answer")
+            event = "is back" if is_there else f"died: {reason}"
+            share = f"averaged over {len(result.used)} of {options.workers}"
+            screen.line(f"round {number}: rank {victim} {event}; {share}")
+        was_there = is_there
+        screen.advance(number, f"test accuracy {tests[-1][1]:.4f}")
+        if number == waits_after:
+            _wait_for(group, victim, screen)
+
+    def show() -> None:
+        show_rounds(records, victim)
+        screen.line(f"test loss {tests[-1][0]:.4f}")
+        if options.plot:
+            used = [len(record["used"]) for record in records]
+            draw_survival(options, [accuracy for _, accuracy in tests], used, victim)
+
+    return tests[-1][1], show
 
 
-def _show_rounds(rounds: Sequence[Record], victim: int) -> None:
+def _wait_for(group: WorkerGroup, rank: int, screen: Screen) -> None:
+    """Wait until ``rank`` is there again; it gets the latest weights."""
+    if not group.is_actor_healthy(rank):
+        screen.stage(f"waiting for rank {rank}: Ray starts its process again")
+    end = time.monotonic() + RESTART_S
+    while not group.is_actor_healthy(rank):
+        if time.monotonic() > end:
+            raise SystemExit(f"rank {rank} did not come back in {RESTART_S:.0f} s")
+        time.sleep(0.1)
+        group.restore()
+
+
+def show_rounds(records: Sequence[Mapping[str, Any]], victim: int) -> None:
     """Print medians of rounds: a column for those of all workers, and one for the others."""
-    parts = [[one for one in rounds if (victim in one["used"]) is there] for there in (True, False)]
+    parts = [
+        [one for one in records if (victim in one["used"]) is is_there]
+        for is_there in (True, False)
+    ]
     rows: list[tuple[object, ...]] = [
         ("rounds", *map(len, parts)),
         ("results averaged", *(len(part[-1]["used"]) for part in parts)),
@@ -247,76 +308,3 @@ def _show_rounds(rounds: Sequence[Record], victim: int) -> None:
         rows.append((f"bytes {way}", *(f"{part[-1]['bytes'][way]:,}" for part in parts)))
     titles = "per round, median", "all workers", f"without rank {victim}"
     print_table([dict(zip(titles, row, strict=True)) for row in rows])
-
-
-def _finish(options: argparse.Namespace, screen: Screen, accuracy: float, digest: str) -> None:
-    if options.plot:
-        screen.line(f"plot: {options.plot}")
-    screen.line(f"test accuracy {accuracy:.4f}, SHA-256 of the weights {digest}")
-
-
-def _wait_for(group: WorkerGroup, rank: int, screen: Screen) -> None:
-    """Wait until ``rank`` is there again; it gets the latest weights."""
-    if group.is_actor_healthy(rank):
-        return
-    screen.stage(f"waiting for rank {rank}: Ray starts its process again")
-    end = time.monotonic() + RESTART_S
-    while not group.is_actor_healthy(rank):
-        if time.monotonic() > end:
-            raise SystemExit(f"rank {rank} did not come back in {RESTART_S:.0f} s")
-        time.sleep(0.1)
-        group.restore()
-
-
-def _digest(group: WorkerGroup) -> str:
-    """Return the digest of the weights, which all workers have to have."""
-    digests = set(group.step("digest").values())
-    if len(digests) != 1:
-        raise SystemExit(f"the workers ended with {len(digests)} different sets of weights")
-    return str(digests.pop())
-
-
-@contextlib.contextmanager
-def _screen(options: argparse.Namespace) -> Iterator[Screen]:
-    """Show progress; hide the messages of Ray and of the package about dead workers."""
-    screen, log, handler = (
-        Screen(options.rounds),
-        logging.getLogger("flatweights"),
-        logging.NullHandler(),
-    )
-    log.addHandler(handler)  # a warning that has a handler is not printed
-    try:
-        # Ray prints to the standard output, whatever its log level.
-        with (
-            screen.progress,
-            Path(os.devnull).open("w") as nowhere,
-            contextlib.redirect_stdout(nowhere),
-        ):
-            yield screen
-    finally:
-        log.removeHandler(handler)
-
-
-def _start(
-    options: argparse.Namespace, screen: Screen, **ray_options: Any
-) -> tuple[WorkerGroup, list[int]]:
-    """Start Ray and the workers; return them, and how many digits each has."""
-    screen.stage("starting Ray")
-    start_ray(options.workers)
-    screen.stage("importing TensorFlow and building the networks")
-    group = WorkerGroup.create(
-        DigitsWorker,
-        options.workers,
-        options,
-        arguments=lambda rank: (rank,),
-        num_cpus=1,
-        **ray_options,
-    )
-    sizes = list(group.step("size").values())
-    per_worker = " or ".join(map(str, sorted(set(sizes))))
-    screen.line(f"digits: {sum(sizes)} to train on, {per_worker} per worker")
-    screen.stage(
-        f"training: {plural(options.rounds, 'round')} of "
-        f"{plural(options.local_steps, 'local step')}, averaging {options.mode}"
-    )
-    return group, sizes

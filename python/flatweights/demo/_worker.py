@@ -56,9 +56,17 @@ class DigitsWorker(FlatWorker):
             self.gradients = [tf.Variable(tf.zeros(v.shape)) for v in self.trained]
             optimizer = self.model.optimizer
             optimizer.build(self.model.trainable_variables)
-            self.differentiate = tf.function(self._differentiate)
             self.apply = tf.function(optimizer.apply)
-        self.doomed = False
+
+            @tf.function  # type: ignore[untyped-decorator]
+            def differentiate(images: Any, labels: Any) -> Any:
+                with tf.GradientTape() as tape:
+                    loss = self.model.compute_loss(y=labels, y_pred=self.model(images))
+                return tape.gradient(loss, self.trained)
+
+            # No method: Ray adds a parameter to an actor's methods, which TensorFlow refuses.
+            self.differentiate = differentiate
+        self.fuse = 0
         paths = [v.path for v in self.model.trainable_variables]
         self.ours = dict(zip(paths, self.gradients or self.trained, strict=True))
         self.rival = {path: tf.Variable(v) for path, v in self.ours.items()}
@@ -88,13 +96,6 @@ class DigitsWorker(FlatWorker):
         for path, variable in self.rival.items():
             variable.assign(self.ours[path].numpy())  # not the tensor, which they would share
         return seconds
-
-    def _differentiate(self, images: Any, labels: Any) -> Any:
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            loss = self.model.compute_loss(y=labels, y_pred=self.model(images))
-        return tape.gradient(loss, self.trained)
 
     def finish(self) -> float:
         """Apply the mean gradient, if gradients travel; return the seconds."""
@@ -134,15 +135,16 @@ class DigitsWorker(FlatWorker):
         ours, self.rival = ({p: tf.Variable(tf.ones(length)) for p in paths} for _ in range(2))
         self.variables = TensorFlowVariables(ours)
 
-    # To be killed, once: the process that Ray starts in its place is not doomed.
+    # To be killed, once: the process that Ray starts in its place has no fuse.
 
-    def die_in_next_round(self) -> None:
-        """Have this process die in the next `train_on`."""
-        self.doomed = True
+    def die_in(self, rounds: int) -> None:
+        """Have this process die in the last of so many calls of `train_on`."""
+        self.fuse = rounds
 
     def train_on(self) -> FlatWeights:
         """Train, and return the weights, or die before that."""
         self.train()
-        if self.doomed:
+        self.fuse -= 1
+        if self.fuse == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return self.get_weights()

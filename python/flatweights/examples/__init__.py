@@ -13,43 +13,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights._arguments import (
-    PLOT_SUFFIXES,
-    fraction,
-    integer,
-    output_file,
-    plot_file,
-    positive,
-)
+from flatweights._arguments import PLOT_SUFFIXES, output_file, plot_file
+from flatweights._arguments import fraction as fraction
+from flatweights._arguments import integer as integer
+from flatweights._arguments import positive as positive
 from flatweights._supervise import supervise
 
 if TYPE_CHECKING:
     from flatweights.ray import WorkerGroup
-
-__all__ = [
-    "Digits",
-    "Panel",
-    "draw",
-    "explain",
-    "fraction",
-    "integer",
-    "load_digits",
-    "make_parser",
-    "output_file",
-    "positive",
-    "prepare_tensorflow",
-    "print_table",
-    "report",
-    "run",
-    "start_ray",
-    "time_exchange",
-]
 
 STYLE = {
     "axes.spines.right": False,
@@ -60,6 +37,8 @@ STYLE = {
     "legend.frameon": False,
 }
 """Matplotlib's settings for all plots."""
+EPISODES = 100
+"""The last ones of a policy, of which the mean return is taken."""
 _ENVIRONMENT = {  # actors inherit it
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns that this will be the default
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -85,6 +64,19 @@ def make_parser(
     seed = "of the data and the first weights"
     add("--seed", type=integer(0, 2**32 - 1), default=0, help=seed)
     add("--plot", type=plot_file, help=f"file to draw {plot} to ({', '.join(PLOT_SUFFIXES)})")
+    return parser
+
+
+def make_policy_parser(description: str | None, updates: int) -> argparse.ArgumentParser:
+    """Return a parser of the command line of a program in which a policy learns."""
+    parser = make_parser(
+        description,
+        "the returns",
+        workers=(2, "actors that play"),
+        updates=(updates, "at most"),
+        goal=(475, f"mean return of {EPISODES} episodes to stop at"),
+    )
+    parser.add_argument("--save", type=output_file, help="a file for the weights")
     return parser
 
 
@@ -149,30 +141,29 @@ def explain(error: Exception) -> str:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = ": free some space, or choose another folder" if is_full else ""
         return f"{file}{error.strerror or error}{remedy}"
-    if "ray" not in sys.modules:
-        raise error
-    import ray
+    if "ray" in sys.modules:
+        import ray
 
-    from flatweights.ray import WorkerError
+        from flatweights.ray import StoreTooSmallError, WorkerError
 
-    if isinstance(error, WorkerError):
-        return "; ".join(f"rank {rank}: {_in_a_line(e)}" for rank, e in error.failed.items())
-    if isinstance(error, ray.exceptions.RayError):
-        return _in_a_line(error)
+        if isinstance(error, WorkerError):
+            return "; ".join(f"rank {rank}: {_in_a_line(e)}" for rank, e in error.failed.items())
+        if isinstance(error, (ray.exceptions.RayError, StoreTooSmallError)):
+            return _in_a_line(error)
     raise error
 
 
 def _in_a_line(error: Exception) -> str:
     import ray
 
-    from flatweights.ray._errors import FULL, reason_in_a_line
+    from flatweights.ray import Round
 
-    remedy = ""
-    if isinstance(error, FULL):
-        remedy = " Free memory in /dev/shm, or space where Ray spills (RAY_TMPDIR)."
-    elif isinstance(error, ray.exceptions.ActorDiedError) and "creation task" not in str(error):
-        remedy = " Start again; if memory was short, with fewer workers."
-    return reason_in_a_line(error) + remedy
+    reason: str = Round(None, (), {0: error}).record()["failed"]["0"]
+    if isinstance(error, (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)):
+        return f"{reason} Free memory in /dev/shm, or space where Ray spills (RAY_TMPDIR)."
+    if isinstance(error, ray.exceptions.ActorDiedError) and "creation task" not in str(error):
+        return f"{reason} Start again; if memory was short, with fewer workers."
+    return reason
 
 
 def start_ray(cpus: int) -> None:
@@ -235,19 +226,21 @@ def time_exchange(group: "WorkerGroup", rounds: int = 7) -> str:
     """Return how long a round's exchange takes: get, average and set, without any computation.
 
     Medians: as one buffer by the `WorkerGroup`, and as a dict of arrays through Ray's object store.
-    Afterwards all workers have the average of their weights.
+    Afterwards all workers have the weights of the first one.
     """
     import ray
 
     actors = list(group.actors().values())
+    # A group that has sent no weights refuses a worker that was restarted.
+    group.broadcast(ray.get(actors[0].get_weights.remote()))
 
     def flat() -> None:
         group.broadcast(group.average())
 
     def dicts() -> None:
         replies = ray.get([actor.__ray_call__.remote(_get_dict) for actor in actors])
-        mean = {k: sum(reply[k] for reply in replies) / len(replies) for k in replies[0]}
-        ref = ray.put({k: v.astype(replies[0][k].dtype) for k, v in mean.items()})
+        average = {k: sum(reply[k] for reply in replies) / len(replies) for k in replies[0]}
+        ref = ray.put({k: v.astype(replies[0][k].dtype) for k, v in average.items()})
         ray.get([actor.set_weights.remote(ref) for actor in actors])
 
     def milliseconds(exchange: Callable[[], None]) -> float:
@@ -273,20 +266,20 @@ def print_table(rows: Sequence[Mapping[str, object]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    def table(lines: Sequence[Sequence[object]]) -> Table:
+    def table(titles: Sequence[object], *lines: Sequence[object]) -> Table:
         table = Table(box=box.SIMPLE_HEAD)
-        for i, title in enumerate(lines[0]):
+        for i, title in enumerate(titles):
             table.add_column(str(title), justify="right" if i else "left", overflow="fold")
-        for line in lines[1:]:
+        for line in lines:
             table.add_row(*map(str, line))
         return table
 
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 200  # a file has no edge to wrap at
-    whole = table([list(rows[0]), *(list(row.values()) for row in rows)])
+    whole = table(list(rows[0]), *(list(row.values()) for row in rows))
     needed = console.measure(whole, options=console.options.update(width=10_000)).maximum
-    for each in [whole] if needed <= console.width else [table([*row.items()]) for row in rows]:
+    for each in [whole] if needed <= console.width else [table(*row.items()) for row in rows]:
         console.print(each)
 
 
@@ -305,22 +298,31 @@ class Panel(NamedTuple):
     curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]
     scale: str = "linear"
 
+    def draw(self, axes: Any) -> None:
+        """Draw the curves: the first ones as bands, seen below others that agree."""
+        for above, (name, (x, y)) in zip(
+            reversed(range(len(self.curves))), self.curves.items(), strict=True
+        ):
+            marker = {"marker": "o", "ms": 3 + 2 * above} if len(x) <= 40 else {}
+            axes.plot(x, y, lw=1.5 + 2 * above, alpha=0.5 if above else 1, label=name, **marker)
+        axes.set(title=self.title, xlabel=self.xlabel, yscale=self.scale)
+        axes.grid(axis="y", color="#e6e8eb")
+        axes.set_axisbelow(True)
+        if len(self.curves) > 1:
+            axes.legend()
+
 
 def report(
     rows: Sequence[Mapping[str, object]], plot: Path | None, title: str, *panels: Panel
 ) -> None:
-    """Print ``rows`` as a table, and draw ``panels`` if a ``plot`` was asked for."""
-    print_table(rows)
-    if plot:
-        draw(plot, title, *panels)
-
-
-def draw(path: Path, title: str, *panels: Panel) -> None:
-    """Write a plot of ``panels``, from left to right, to ``path``.
+    """Print ``rows`` as a table, and draw ``panels`` from left to right if a ``plot`` is wanted.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If the plot cannot be written.
     """
+    print_table(rows)
+    if plot is None:
+        return
     import matplotlib as mpl  # takes a second
     from matplotlib.figure import Figure
 
@@ -329,19 +331,53 @@ def draw(path: Path, title: str, *panels: Panel) -> None:
         figure.suptitle(title, fontsize=12)
         row = figure.subplots(1, len(panels), squeeze=False).flat
         for axes, panel in zip(row, panels, strict=True):
-            draw_panel(axes, panel)
-        figure.savefig(path, dpi=150)
+            panel.draw(axes)
+        figure.savefig(plot, dpi=150)
 
 
-def draw_panel(axes: Any, panel: Panel) -> None:
-    """Draw the curves of ``panel``: the first ones as bands, seen below others that agree."""
-    for above, (name, (x, y)) in zip(
-        reversed(range(len(panel.curves))), panel.curves.items(), strict=True
-    ):
-        marker = {"marker": "o", "ms": 3 + 2 * above} if len(x) <= 40 else {}
-        axes.plot(x, y, lw=1.5 + 2 * above, alpha=0.5 if above else 1, label=name, **marker)
-    axes.set(title=panel.title, xlabel=panel.xlabel, yscale=panel.scale)
-    axes.grid(axis="y", color="#e6e8eb")
-    axes.set_axisbelow(True)
-    if len(panel.curves) > 1:
-        axes.legend()
+class Returns:
+    """The returns of a policy that learns, until the mean of the last episodes is the goal.
+
+    Attributes:
+        is_over: Whether the goal is reached, or all updates are made.
+    """
+
+    def __init__(self, options: argparse.Namespace, every: int) -> None:
+        """Print a line per ``every`` updates; ``options`` are those of a `make_policy_parser`."""
+        self._options, self._every = options, every
+        self._returns: list[float] = []
+        self._curve: list[tuple[float, float]] = []  # by update: thousands of steps, mean return
+        self._steps, self._mean = 0, 0.0
+        self._is_reached = self.is_over = False
+
+    def add(self, steps: int, returns: Sequence[float]) -> None:
+        """Add the steps of one update, and the returns of the episodes that ended with it."""
+        self._steps += steps
+        self._returns += returns
+        self._mean = mean(self._returns[-EPISODES:] or [0.0])
+        self._curve.append((1e-3 * self._steps, self._mean))
+        updates, has_enough = len(self._curve), len(self._returns) >= EPISODES
+        self._is_reached = has_enough and self._mean >= self._options.goal
+        self.is_over = self._is_reached or updates == self._options.updates
+        if updates % self._every == 0 or self._is_reached:
+            line = f"update {updates}: {self._steps} steps, mean return {self._mean:.1f}"
+            print(line, flush=True)
+
+    def report(self, title: str, cells: Mapping[str, object]) -> None:
+        """Print a table, with ``cells`` at its end, and draw the plot if one is wanted.
+
+        Raises:
+            SystemExit: If the goal is not reached.
+        """
+        row = {
+            "updates": len(self._curve),
+            "environment steps": f"{self._steps:,}",
+            f"last {EPISODES} episodes": f"{self._mean:.1f}",
+            **cells,
+        }
+        x, y = zip(*self._curve, strict=True)
+        panel = Panel("return", "thousand steps", {"": (x, y)})
+        report([row], self._options.plot, f"CartPole, {title}", panel)
+        if not self._is_reached:
+            goal = self._options.goal
+            raise SystemExit(f"mean return {self._mean:.1f}, not {goal}: it needs more --updates")

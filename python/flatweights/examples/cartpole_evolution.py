@@ -30,8 +30,6 @@ from flatweights import axpy_, examples
 from flatweights.ray import FlatWorker, WorkerGroup
 
 ENVIRONMENT, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
-GOAL = 475  # the mean return that counts as solved; 500 is the maximum
-EPISODES = 100  # that the mean is taken over, the last ones
 NOISE = 1_000_000  # 25 million in the paper, for a million weights; here a policy has 4,610
 PAIRS, EACH = 16, 4  # trials of a generation, and episodes with the same weights
 SIGMA, LEARNING_RATE = 0.1, 0.2
@@ -132,20 +130,12 @@ class Player(FlatWorker):
     def finish(self, trials: Sequence[Trial], seed: int) -> tuple[str, float]:
         """Take the last step; return the digest of the weights and their mean return."""
         self.move(trials)
-        return digest(self.get_flat()), float(play(self.policy, EPISODES, seed).mean())
+        return digest(self.get_flat()), float(play(self.policy, examples.EPISODES, seed).mean())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program; fail if weights differ in the end, or the goal is not reached."""
-    parser = examples.make_parser(
-        __doc__,
-        "the returns",
-        workers=(2, "actors that play"),
-        updates=(100, "at most"),
-        goal=(GOAL, f"mean return of {EPISODES} episodes to stop at"),
-    )
-    parser.add_argument("--save", type=examples.output_file, help="a file for the weights")
-    options = parser.parse_args(arguments)
+    options = examples.make_policy_parser(__doc__, updates=100).parse_args(arguments)
     examples.start_ray(options.workers)
     table = ray.put(np.random.default_rng(options.seed).standard_normal(NOISE, np.float32))
     noise = ray.get(table)  # a view of the object store
@@ -155,21 +145,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     weights = group.step("get_flat")[0].copy()
     group.broadcast(weights.copy())  # the last weights that travel
     pairs = [len(part) for part in np.array_split(range(PAIRS), options.workers)]
-    trials: list[Trial] = []
-    returns: list[float] = []
-    curve: list[tuple[float, float]] = []
-    mean, reached = 0.0, False
-    while not reached and len(curve) < options.updates:
-        seed = options.seed + len(curve)  # all trials of a generation start alike
+    returns, trials, seed = examples.Returns(options, every=1), list[Trial](), options.seed
+    while not returns.is_over:
         replies = list(group.step("generation", trials, pairs, seed).values())
+        seed += 1  # all trials of a generation start alike
         trials = [trial for tried, _ in replies for trial in tried]
         for place, scale in steps_of(trials):
             axpy_(weights, scale, noise[place : place + len(weights)])
-        returns += [value for _, some in replies for value in some]
-        steps, mean = int(sum(returns)), float(np.mean(returns[-EPISODES:]))
-        curve.append((1e-3 * steps, mean))
-        reached = len(returns) >= EPISODES and mean >= options.goal
-        print(f"update {len(curve)}: {steps} steps, mean return {mean:.1f}", flush=True)
+        ended = [value for _, values in replies for value in values]
+        returns.add(int(sum(ended)), ended)  # a step's reward is 1
     digests, played = zip(*group.step("finish", trials, options.seed).values(), strict=True)
     if set(digests) != {digest(weights)}:
         raise SystemExit("the players ended with other weights than the driver")
@@ -177,19 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.save:
         group.step("get_weights")[0].save(options.save)
     group.shutdown()
-    row = {
-        "updates": len(curve),
-        "environment steps": f"{int(sum(returns)):,}",
-        f"last {EPISODES} episodes": f"{mean:.1f}",
-        f"{EPISODES} more, greedy": f"{played[0]:.1f}",
+    cells = {
+        f"{examples.EPISODES} more, greedy": f"{played[0]:.1f}",
         "trials": f"{len(pickle.dumps(trials))} bytes",
         "weights": f"{weights.nbytes} bytes",
     }
-    x, y = zip(*curve, strict=True)
-    panel = examples.Panel("return", "thousand steps", {"": (x, y)})
-    examples.report([row], options.plot, "CartPole, evolution strategies", panel)
-    if not reached:
-        raise SystemExit(f"mean return {mean:.1f}, not {options.goal}: it needs more --updates")
+    returns.report("evolution strategies", cells)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ one copy.
     python -m flatweights.examples.cartpole_policy_gradient --workers 4 --plot returns.png
 
 For a task of your own, change `ENVIRONMENT` (any of Gymnasium's whose actions are numbered) and
-`build_network`; the loss is in `Learner`. A mean return of 475 takes some 90 updates.
+`build_network`; the loss is in `Learner`. A mean return of 475, of at most 500, takes some 90
+updates.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +27,6 @@ from flatweights import examples
 from flatweights.ray import FlatWorker, WorkerGroup
 
 ENVIRONMENT, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
-GOAL = 475  # the mean return that counts as solved; 500 is the maximum
-EPISODES = 100  # that the mean is taken over, the last ones
 ENVIRONMENTS, STEPS = 16, 32  # of each actor, and of each environment per update
 EPOCHS, BATCH, LEARNING_RATE, CLIP = 8, 256, 2e-3, 0.2
 DISCOUNT, DECAY = 0.98, 0.9
@@ -61,6 +60,32 @@ class Rollout(NamedTuple):
     over: NDArray[np.bool_]  # the step ended the episode, perhaps by the limit of its length
     counts: NDArray[np.bool_]  # it was a step; otherwise, the environment was reset
     returns: list[float]  # of the episodes that ended
+
+    def rows(self, value: Function, decay: float) -> list[NDArray[Any]]:
+        """Return states, actions, advantages and targets of values: one row for each step.
+
+        Args:
+            value: Of states, as a critic estimates it.
+            decay: Of the errors of later steps in an advantage.
+        """
+        values = value(self.states.reshape(-1, OBSERVATIONS)).reshape(self.states.shape[:2])
+        gains = self.advantages(values, decay)
+        columns = self.states[:-1], self.actions, gains, gains + values[:-1]
+        return [column[self.counts] for column in columns]
+
+    def advantages(self, values: NDArray[Any], decay: float) -> NDArray[np.float32]:
+        """Return the generalised advantage estimates of all steps (Schulman et al., ICLR 2016).
+
+        ``values`` are those of the states. An episode that ran into the limit of its length is
+        valued as if it went on.
+        """
+        onward = np.where(self.failed, 0.0, DISCOUNT)
+        errors = self.rewards + onward * values[1:] - values[:-1]
+        result, later = np.zeros(errors.shape, np.float32), np.zeros(errors.shape[1])
+        for t in reversed(range(len(errors))):
+            later = errors[t] + np.where(self.over[t], 0.0, DISCOUNT * decay * later)
+            result[t] = later
+        return result
 
 
 class Player(FlatWorker):
@@ -106,21 +131,6 @@ class Player(FlatWorker):
         return Rollout(np.stack(states), actions, rewards, failed, over, counts, returns)
 
 
-def advantages(rollout: Rollout, values: NDArray[Any]) -> NDArray[np.float32]:
-    """Return the generalised advantage estimates of all steps (Schulman et al., ICLR 2016).
-
-    ``values`` are those of the states. An episode that ran into the limit of its length is valued
-    as if it went on.
-    """
-    onward = np.where(rollout.failed, 0.0, DISCOUNT)
-    errors = rollout.rewards + onward * values[1:] - values[:-1]
-    result, later = np.zeros(errors.shape, np.float32), np.zeros(errors.shape[1])
-    for t in reversed(range(len(errors))):
-        later = errors[t] + np.where(rollout.over[t], 0.0, DISCOUNT * DECAY * later)
-        result[t] = later
-    return result
-
-
 class Learner:
     """Improves a policy by the steps that were played with it."""
 
@@ -142,13 +152,7 @@ class Learner:
 
     def learn(self, rollouts: Sequence[Rollout]) -> None:
         """Take some steps towards actions that were better than the critic expected."""
-        rows = []
-        for rollout in rollouts:
-            states = rollout.states
-            values = self.value(states.reshape(-1, OBSERVATIONS)).reshape(states.shape[:2])
-            gains = advantages(rollout, values)
-            of_steps = states[:-1], rollout.actions, gains, gains + values[:-1]
-            rows.append([column[rollout.counts] for column in of_steps])
+        rows = [rollout.rows(self.value, DECAY) for rollout in rollouts]
         states, actions, gains, targets = map(np.concatenate, zip(*rows, strict=True))
         before = log_softmax(self.policy(states), axis=1)[np.arange(len(actions)), actions]
         columns = states, actions, before, gains, targets
@@ -174,48 +178,23 @@ class Learner:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program; fail if the goal is not reached."""
-    parser = examples.make_parser(
-        __doc__,
-        "the returns",
-        workers=(2, "actors that play"),
-        updates=(400, "at most"),
-        goal=(GOAL, f"mean return of {EPISODES} episodes to stop at"),
-    )
-    parser.add_argument("--save", type=examples.output_file, help="a file for the weights")
-    options = parser.parse_args(arguments)
+    options = examples.make_policy_parser(__doc__, updates=400).parse_args(arguments)
     examples.start_ray(options.workers)
     group = WorkerGroup.create(Player, options.workers, options.seed, arguments=lambda rank: [rank])
     examples.prepare_tensorflow()
-    learner = Learner(options.seed)
-    returns: list[float] = []
-    curve: list[tuple[float, float]] = []
-    steps, mean, reached = 0, 0.0, False
-    while not reached and len(curve) < options.updates:
+    learner, returns = Learner(options.seed), examples.Returns(options, every=10)
+    while not returns.is_over:
         rollouts = list(group.step("play", broadcast=learner.variables.get_flat()).values())
         learner.learn(rollouts)
-        steps += sum(int(rollout.counts.sum()) for rollout in rollouts)
-        returns += [value for rollout in rollouts for value in rollout.returns]
-        mean = float(np.mean(returns[-EPISODES:] or [0.0]))
-        curve.append((1e-3 * steps, mean))
-        reached = len(returns) >= EPISODES and mean >= options.goal
-        if len(curve) % 10 == 0 or reached:
-            print(f"update {len(curve)}: {steps} steps, mean return {mean:.1f}", flush=True)
+        steps = sum(int(rollout.counts.sum()) for rollout in rollouts)
+        returns.add(steps, [value for rollout in rollouts for value in rollout.returns])
     shared, variables = min(group.step("shared").values()), len(learner.variables.layout)
     print(examples.time_exchange(group))
     group.shutdown()
     if options.save:
         learner.variables.save(options.save)
-    row = {
-        "updates": len(curve),
-        "environment steps": f"{steps:,}",
-        f"last {EPISODES} episodes": f"{mean:.1f}",
-        "variables in shared memory": f"{shared} of {variables}",
-    }
-    x, y = zip(*curve, strict=True)
-    panel = examples.Panel("return", "thousand steps", {"": (x, y)})
-    examples.report([row], options.plot, "CartPole, proximal policy optimisation", panel)
-    if not reached:
-        raise SystemExit(f"mean return {mean:.1f}, not {options.goal}: it needs more --updates")
+    in_memory = {"variables in shared memory": f"{shared} of {variables}"}
+    returns.report("proximal policy optimisation", in_memory)
 
 
 if __name__ == "__main__":

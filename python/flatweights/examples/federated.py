@@ -27,7 +27,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ray
@@ -55,24 +55,22 @@ def split_by_label(
     """Return the examples of each client: at least one, and each example once.
 
     As in Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated
-    Visual Classification", 2019, the mix of labels of each client is drawn from a Dirichlet
-    distribution around the mix of all: near a ``concentration`` of 0, each has few labels. A
-    client whose labels are used up takes from those that are left. Unlike there, the numbers of
-    examples differ too.
+    Visual Classification", 2019, a Dirichlet distribution around the mix of all labels gives the
+    mix of each client: near a ``concentration`` of 0, each has few labels. A client whose labels
+    are used up takes from those that are left. Unlike there, the numbers of examples differ too.
     """
     kinds, rng = np.asarray(labels), np.random.default_rng(seed)
     stacks = [list(rng.permutation(np.flatnonzero(kinds == kind))) for kind in np.unique(kinds)]
     overall = np.array([len(stack) / len(kinds) for stack in stacks])
     sizes = 1 + rng.multinomial(len(kinds) - clients, rng.dirichlet(np.full(clients, 2.0)))
-    parts = []
-    for size in sizes:
-        mix, part = rng.dirichlet(concentration * overall), []
-        for _ in range(size):
+    parts = [np.empty(size, np.intp) for size in sizes]
+    for part in parts:
+        mix = rng.dirichlet(concentration * overall)
+        for i in range(len(part)):
             left = np.array([len(stack) for stack in stacks])
             chances = np.where(left > 0, mix, 0.0)
             chances = chances if chances.sum() > 0 else left
-            part.append(stacks[rng.choice(len(stacks), p=chances / chances.sum())].pop())
-        parts.append(np.array(part, np.intp))
+            part[i] = stacks[rng.choice(len(stacks), p=chances / chances.sum())].pop()
     return parts
 
 
@@ -91,27 +89,17 @@ class Client(FlatWorker):
     """Plays one client after another; between calls it keeps the data alone."""
 
     def build(self, options: argparse.Namespace) -> Any:
-        """Build the model, and compile the step that trains it."""
+        """Build the model; the same for each client."""
         examples.prepare_tensorflow()
         import keras
-        import tensorflow as tf
 
         self.options = options
         self.digits, self.test = split_data(options)
         keras.utils.set_random_seed(options.seed)
         hidden = [keras.layers.Dense(width, activation="relu") for width in (64, 32)]
         self.model = keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(10)])
-        variables = self.model.trainable_variables
-        optimizer = keras.optimizers.SGD(LEARNING_RATE)
-        optimizer.build(variables)
-
-        def step(images: Any, labels: Any) -> None:
-            with tf.GradientTape() as tape:
-                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, self.model(images))
-                loss = tf.reduce_mean(losses)
-            optimizer.apply(tape.gradient(loss, [v.value for v in variables]), variables)
-
-        self.step = tf.function(step)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.model.compile(keras.optimizers.SGD(LEARNING_RATE), loss)
         return self.model
 
     def train(self, weights: FlatWeights, number: int, client: int, fate: str) -> Any:
@@ -126,7 +114,7 @@ class Client(FlatWorker):
             order = rng.permutation(len(labels))
             # Batches are of one size: the last one takes from the beginning again.
             for batch in np.resize(order, (-(-len(order) // BATCH), BATCH)):
-                self.step(images[batch], labels[batch])
+                self.model.train_on_batch(images[batch], labels[batch])
         if fate == "dies":
             os._exit(1)
         if fate == "raises":
@@ -165,47 +153,31 @@ def play_round(
     return average(refs, weights=lambda result: result[1], min_results=1)
 
 
-class History(NamedTuple):
-    """The training of one server: the accuracy after each round, failures, bytes received."""
-
-    accuracies: list[float]
-    raised: int
-    died: int
-    nbytes: int
-
-    @property
-    def accuracy(self) -> float:
-        """The mean accuracy of the last rounds."""
-        return float(np.mean(self.accuracies[-LAST:]))
-
-    def row(self, server: str) -> dict[str, object]:
-        """Return the row of the table."""
-        reached = [n for n, accuracy in enumerate(self.accuracies, 1) if accuracy >= ENOUGH]
-        return {
-            "server": server,
-            "accuracy": f"{self.accuracy:.3f}",
-            f"first {ENOUGH}": min(reached, default="never"),
-            "rounds": len(self.accuracies),
-            "raised": self.raised,
-            "died": self.died,
-            "MB received": f"{self.nbytes / 1e6:.1f}",
-        }
-
-
 def run_server(
     actors: Sequence[Any], optimizer: ServerOptimizer[FlatWeights], options: argparse.Namespace
-) -> History:
-    """Train for all rounds."""
+) -> tuple[list[float], dict[str, object]]:
+    """Train for all rounds; return the accuracy after each, and what becomes of clients."""
     weights, nbytes = ray.put(optimizer.weights), 0
-    accuracies, failures = [], list[Exception]()
+    refs, failures = [], list[Exception]()
     for number in range(options.rounds):
         result = play_round(actors, weights, number, draw_clients(number, options))
         weights = ray.put(optimizer.step(result.weights))
-        accuracies.append(actors[number % len(actors)].accuracy.remote(weights))
+        refs.append(actors[number % len(actors)].accuracy.remote(weights))
         failures += result.failed.values()
         nbytes += result.nbytes
     died = sum(isinstance(error, ray.exceptions.RayActorError) for error in failures)
-    return History(ray.get(accuracies), len(failures) - died, died, nbytes)
+    counts = {"raised": len(failures) - died, "died": died, "MB received": f"{nbytes / 1e6:.1f}"}
+    return ray.get(refs), counts
+
+
+def summarise(accuracies: Sequence[float]) -> dict[str, object]:
+    """Return the final accuracy, the first round that was good enough, and how many there are."""
+    enough = [number for number, accuracy in enumerate(accuracies, 1) if accuracy >= ENOUGH]
+    return {
+        "accuracy": f"{np.mean(accuracies[-LAST:]):.3f}",
+        f"first {ENOUGH}": min(enough, default="never"),
+        "rounds": len(accuracies),
+    }
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -245,17 +217,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         client = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(Client)
         actors = [client.remote(options) for _ in range(options.workers)]
         start = ray.get(actors[0].get_weights.remote())
-        histories = {
-            name: run_server(actors, SERVERS[name](start), options) for name in options.server
-        }
+        runs = {name: run_server(actors, SERVERS[name](start), options) for name in options.server}
         exchange = examples.time_exchange(WorkerGroup(actors))
     print(exchange)
-    rows = [history.row(name) for name, history in histories.items()]
+    rows = [
+        {"server": name, **summarise(accuracies), **counts}
+        for name, (accuracies, counts) in runs.items()
+    ]
     rounds = range(1, options.rounds + 1)
-    curves = {name: (rounds, history.accuracies) for name, history in histories.items()}
+    curves = {name: (rounds, accuracies) for name, (accuracies, _) in runs.items()}
     panel = examples.Panel("accuracy on digits that no client has", "round", curves)
     examples.report(rows, options.plot, "Digits of clients, some of which fail", panel)
-    if min(history.accuracy for history in histories.values()) < ENOUGH:
+    if min(float(str(row["accuracy"])) for row in rows) < ENOUGH:
         raise SystemExit(f"accuracy below {ENOUGH}: it needs more --rounds")
 
 

@@ -31,12 +31,14 @@ import glob
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from flatweights import FlatWeights, examples
@@ -50,12 +52,8 @@ SIDE, PADDING = 32, 4
 LABELS = {"digits": (10,), "cifar10": (10,), "cifar100": (20, 100)}  # the last one is learned
 
 
-class Images(NamedTuple):
-    """Images of 32x32x3 bytes, and their labels, which are below ``classes``."""
-
-    pixels: NDArray[np.uint8]
-    labels: NDArray[np.int32]
-    classes: int
+Images = tuple[NDArray[np.uint8], NDArray[np.int32]]  # 32x32x3 bytes each, and the labels
+History = dict[int, dict[str, float]]  # by round and name
 
 
 def load_images(options: argparse.Namespace, tests: bool) -> Images:
@@ -72,49 +70,47 @@ def load_images(options: argparse.Namespace, tests: bool) -> Images:
         digits = examples.load_digits(options.seed)[tests]
         small = (255 * digits.images).round().astype(np.uint8).reshape(-1, 8, 8, 1)
         large = small.repeat(4, axis=1).repeat(4, axis=2).repeat(3, axis=3)
-        return Images(large, digits.labels.astype(np.int32), 10)
-    dataset, parts = options.dataset, []
-    limits = LABELS[dataset]
-    first, size = len(limits), len(limits) + 3 * SIDE * SIDE
+        return large, digits.labels.astype(np.int32)
+    limits, parts = LABELS[options.dataset], []
+    pixels = ("pixels", np.uint8, (3, SIDE, SIDE))
+    record = np.dtype([("labels", np.uint8, len(limits)), pixels])
     for file in sorted(glob.glob(pattern)):  # noqa: PTH207 (which takes no absolute pattern)
         data = np.fromfile(file, np.uint8)
-        if data.size == 0 or data.size % size:
-            expected = f"expected records of {size} bytes ({dataset})"
+        if data.size == 0 or data.size % record.itemsize:
+            expected = f"expected records of {record.itemsize} bytes ({options.dataset})"
             raise SystemExit(f"{file}: {expected}, got {data.size} bytes")
-        parts.append(data.reshape(-1, size))
-        if np.any(parts[-1][:, :first] >= limits):
-            raise SystemExit(f"{file}: expected labels of {dataset}, below {limits[-1]}")
+        parts.append(data.view(record))
+        if np.any(parts[-1]["labels"] >= limits):
+            raise SystemExit(f"{file}: expected labels of {options.dataset}, below {limits[-1]}")
     if not parts:
         raise SystemExit(f"{pattern}: expected at least one file, found none")
     records = np.concatenate(parts)
-    pixels = records[:, first:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
-    return Images(pixels, records[:, first - 1].astype(np.int32), limits[-1])
+    return records["pixels"].transpose(0, 2, 3, 1), records["labels"][:, -1].astype(np.int32)
 
 
-def draw_batch(images: Images, size: int, mirror: bool, rng: np.random.Generator) -> Any:
+def draw_batch(images: Images, size: int, mirror: bool, rng: np.random.Generator) -> Images:
     """Return some images, shifted and, if ``mirror``, mirrored at random, and their labels."""
-    chosen = rng.integers(len(images.labels), size=size)
+    pixels, labels = images
+    chosen = rng.integers(len(labels), size=size)
     border = [(0, 0), (PADDING, PADDING), (PADDING, PADDING), (0, 0)]
-    padded = np.pad(images.pixels[chosen], border)
-    batch = np.empty((size, SIDE, SIDE, 3), np.uint8)
-    for i, (y, x) in enumerate(rng.integers(2 * PADDING + 1, size=(size, 2))):
-        batch[i] = padded[i, y : y + SIDE, x : x + SIDE]
+    shifted = sliding_window_view(np.pad(pixels[chosen], border), (SIDE, SIDE), axis=(1, 2))
+    y, x = rng.integers(2 * PADDING + 1, size=(2, size))
+    batch = shifted[np.arange(size), y, x].transpose(0, 2, 3, 1)
     if mirror:
-        mirrored = rng.random(size) < 0.5
-        batch[mirrored] = batch[mirrored, :, ::-1]
-    return batch, images.labels[chosen]
+        batch = np.where(rng.random((size, 1, 1, 1)) < 0.5, batch[:, :, ::-1], batch)
+    return batch, labels[chosen]
 
 
 def build_model(units: int, classes: int, seed: int) -> Any:
     """Return a network of ``6 * units + 2`` layers, in the mode that TensorFlow is in."""
     import keras
 
-    layers = keras.layers
+    layers, decay = keras.layers, keras.regularizers.L2(WEIGHT_DECAY / 2)
     keras.utils.set_random_seed(seed)
+    options = {"padding": "same", "use_bias": False, "kernel_initializer": "he_normal"}
 
     def convolution(x: Any, channels: int, stride: int = 1) -> Any:
-        options = {"padding": "same", "use_bias": False, "kernel_initializer": "he_normal"}
-        return layers.Conv2D(channels, 3, stride, **options)(x)
+        return layers.Conv2D(channels, 3, stride, kernel_regularizer=decay, **options)(x)
 
     def normalised(x: Any) -> Any:
         # A round has few steps: with Keras's 0.99, statistics would follow too slowly.
@@ -132,100 +128,76 @@ def build_model(units: int, classes: int, seed: int) -> Any:
                 x = keras.ops.pad(layers.AveragePooling2D(stride)(x), [[0, 0]] * 3 + [[border] * 2])
             x = layers.Add()([x, inside])
     x = layers.GlobalAveragePooling2D()(normalised(x))
-    return keras.Model(images, layers.Dense(classes)(x))
+    return keras.Model(images, layers.Dense(classes, kernel_regularizer=decay)(x))
 
 
-def score(outputs: Any, labels: Any) -> Any:
-    """Return the loss of each image, and whether it was recognised."""
-    import tensorflow as tf
+def run_step(model: Any, momenta: Any, pixels: Any, labels: Any, rate: Any = None) -> Any:
+    """Return the loss of each image, and whether it was recognised; with a rate, take a step.
 
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, outputs)
-    return losses, tf.equal(tf.argmax(outputs, axis=1, output_type=labels.dtype), labels)
-
-
-def evaluate_step(model: Any, pixels: Any, labels: Any) -> Any:
-    """Return the scores of some images."""
-    import tensorflow as tf
-
-    return score(model(tf.image.per_image_standardization(pixels), training=False), labels)
-
-
-def train_step(model: Any, momenta: Sequence[Any], pixels: Any, labels: Any, rate: Any) -> Any:
-    """Take a step of gradient descent with momentum; return the scores before it, and updates.
-
-    A TF1 graph runs no assignment that nothing depends on, and so none of those that
-    Keras's layers make to their moving statistics; in both modes, these are assigned here.
+    A TF1 graph runs no assignment that nothing depends on, and so none of those that Keras's
+    layers make to their moving statistics; in both modes, these are assigned here.
     """
     import tensorflow as tf
 
     images = tf.image.per_image_standardization(pixels)
     trained = [v.value for v in model.trainable_variables]
     statistics = [v.value for v in model.non_trainable_variables]
-    kernels = [v.value for v in model.trainable_variables if v.name == "kernel"]
     with tf.GradientTape() as tape:
-        outputs, moved = model.stateless_call(trained, statistics, images, training=True)
-        scores = score(outputs, labels)
-        decay = WEIGHT_DECAY * tf.add_n([tf.nn.l2_loss(kernel) for kernel in kernels])
-        loss = tf.reduce_mean(scores[0]) + decay
-    updates = [v.assign(value) for v, value in zip(statistics, moved, strict=True)]
-    for v, momentum, gradient in zip(trained, momenta, tape.gradient(loss, trained), strict=True):
-        velocity = MOMENTUM * momentum + gradient
-        updates += [momentum.assign(velocity), v.assign_sub(rate * velocity)]
-    return scores, updates
+        outputs, moved, penalties = model.stateless_call(
+            trained, statistics, images, training=rate is not None, return_losses=True
+        )
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, outputs)
+        loss = tf.reduce_mean(losses) + tf.add_n(penalties)
+    updates = []
+    if rate is not None:
+        gradients = tape.gradient(loss, trained)
+        updates += [v.assign(value) for v, value in zip(statistics, moved, strict=True)]
+        for v, momentum, gradient in zip(trained, momenta, gradients, strict=True):
+            velocity = MOMENTUM * momentum + gradient
+            updates += [momentum.assign(velocity), v.assign_sub(rate * velocity)]
+    with tf.control_dependencies(updates):
+        is_right = tf.equal(tf.argmax(outputs, axis=1, output_type=labels.dtype), labels)
+        return tf.identity(losses), is_right
 
 
-class Network(NamedTuple):
-    """A network that runs in one mode of TensorFlow.
+def build_network(mode: str, units: int, classes: int, seed: int) -> tuple[Any, ...]:
+    """Build a network for a mode of TensorFlow; the same seed gives the same weights.
 
-    Attributes:
-        variables: The weights, moving statistics included, and the momenta.
-        train: Takes a step on images and labels at a rate; returns the scores before it.
-        evaluate: Returns the scores of images and labels.
+    Returns:
+        The variables: weights, moving statistics included, and momenta. Then `run_step` as a
+        function of images, labels and a rate, and as one of images and labels.
     """
-
-    variables: Any
-    train: Callable[[Any, Any, Any], Any]
-    evaluate: Callable[[Any, Any], Any]
-
-
-def build_network(mode: str, units: int, classes: int, seed: int) -> Network:
-    """Build a network for a mode; the same seed gives the same weights."""
     import tensorflow as tf
 
     from flatweights.tensorflow import TensorFlowVariables
 
-    def build() -> tuple[Any, list[Any]]:
+    def build() -> tuple[Any, Any, Callable[..., Any]]:
         model = build_model(units, classes, seed)
         zeros = [tf.zeros(v.shape) for v in model.trainable_variables]
-        return model, [tf.Variable(z, trainable=False, name="momentum") for z in zeros]
+        momenta = [tf.Variable(z, trainable=False, name="momentum") for z in zeros]
+        return model, momenta, partial(run_step, model, momenta)
 
+    pixels = tf.TensorSpec([None, SIDE, SIDE, 3], tf.uint8)
+    specs = [pixels, tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.float32)]
     if mode == "eager":
-        model, momenta = build()
+        model, momenta, step = build()
         variables = TensorFlowVariables(model, input_variables=momenta)
-        step = tf.function(lambda x, y, rate: train_step(model, momenta, x, y, rate)[0])
-        evaluate = tf.function(lambda x, y: evaluate_step(model, x, y), reduce_retracing=True)
-        return Network(variables, lambda x, y, rate: step(x, y, tf.constant(rate)), evaluate)
+        return variables, *(tf.function(step, input_signature=specs[:n]) for n in (3, 2))
     tf1 = tf.compat.v1
     with tf.Graph().as_default():
-        pixels = tf1.placeholder(tf.uint8, [None, SIDE, SIDE, 3])
-        labels, rate = tf1.placeholder(tf.int32, [None]), tf1.placeholder(tf.float32, [])
-        model, momenta = build()
-        evaluated = evaluate_step(model, pixels, labels)
-        trained = train_step(model, momenta, pixels, labels, rate)
+        model, momenta, step = build()
+        feeds = [tf1.placeholder(spec.dtype, spec.shape) for spec in specs]
+        results = [(step(*feeds[:n]), feeds[:n]) for n in (3, 2)]
         session = tf1.Session()
         session.run(tf1.global_variables_initializer())
         variables = TensorFlowVariables(model, session, momenta)
-    return Network(
-        variables,
-        lambda x, y, r: session.run(trained, {pixels: x, labels: y, rate: r})[0],
-        lambda x, y: session.run(evaluated, {pixels: x, labels: y}),
-    )
+        return variables, *(session.make_callable(*result) for result in results)
 
 
 def means(scores: Sequence[Any]) -> tuple[float, float]:
     """Return the mean loss and the share of images that were recognised."""
-    losses, right = zip(*scores, strict=True)
-    return float(np.concatenate(losses).mean()), float(np.concatenate(right).mean())
+    losses, is_right = (np.concatenate(column) for column in zip(*scores, strict=True))
+    return float(losses.mean()), float(is_right.mean())
 
 
 class Worker(FlatWorker):
@@ -247,31 +219,33 @@ class Worker(FlatWorker):
 
         self.options = options
         share = slice(None) if tests else slice(rank, None, options.workers)
-        self.images = Images(images.pixels[share], images.labels[share], images.classes)
+        self.images = images[0][share], images[1][share]
         # Not the seed alone, or a run that is resumed would see the same batches again.
         self.rng = np.random.default_rng([options.seed, first_round, rank])
         folder = options.log_dir if tests else None
         self.writer = tf.summary.create_file_writer(folder) if folder else None
-        units = options.num_residual_units
-        self.network = build_network(options.mode, units, images.classes, options.seed)
-        return self.network.variables
+        variables, self.train_step, self.evaluate_step = build_network(
+            options.mode, options.num_residual_units, LABELS[options.dataset][-1], options.seed
+        )
+        return variables
 
     def train(self, rate: float) -> tuple[FlatWeights, tuple[float, float]]:
         """Take some steps; return the weights after them, with loss and accuracy."""
         scores, mirror = [], self.options.dataset != "digits"
         for _ in range(self.options.steps):
-            pixels, labels = draw_batch(self.images, self.options.batch_size, mirror, self.rng)
-            scores.append(self.network.train(pixels, labels, rate))
+            batch = draw_batch(self.images, self.options.batch_size, mirror, self.rng)
+            scores.append(self.train_step(*batch, rate))
         return self.get_weights(), means(scores)
 
-    def evaluate(self, number: int, weights: FlatWeights) -> tuple[float, float]:
+    def evaluate(self, number: int, weights: FlatWeights) -> dict[str, float]:
         """Return loss and accuracy of the weights after a round."""
         self.set_weights(weights)
-        cuts = range(100, len(self.images.labels), 100)
-        batches = zip(*(np.split(part, cuts) for part in self.images[:2]), strict=True)
-        loss, accuracy = means([self.network.evaluate(*batch) for batch in batches])
-        self.write(number, {"evaluation/loss": loss, "evaluation/accuracy": accuracy})
-        return loss, accuracy
+        cuts = range(100, len(self.images[1]), 100)
+        batches = zip(*(np.split(part, cuts) for part in self.images), strict=True)
+        loss, accuracy = means([self.evaluate_step(*batch) for batch in batches])
+        scalars = {"evaluation/loss": loss, "evaluation/accuracy": accuracy}
+        self.write(number, scalars)
+        return scalars
 
     def write(self, number: int, scalars: dict[str, float]) -> None:
         """Write numbers of a round for TensorBoard, if there is a folder for them."""
@@ -334,28 +308,14 @@ def learning_rate(first: float, number: int, rounds: int) -> float:
     return float(first * 0.1 ** ((2 * done >= rounds) + (4 * done >= 3 * rounds)))
 
 
-class History(NamedTuple):
-    """By round: loss, accuracy and images per second of the training; loss and accuracy of tests.
-
-    ``pending`` are evaluations that run beside the training.
-    """
-
-    training: dict[int, Any]
-    tests: dict[int, Any]
-    pending: dict[int, Any]
-
-    def collect(self) -> None:
-        """Wait for evaluations, and print their results."""
-        for number, ref in self.pending.items():
-            self.tests[number] = loss, accuracy = ray.get(ref)
-            print(f"after round {number}: loss {loss:.3f}, accuracy {accuracy:.3f}", flush=True)
-        self.pending.clear()
-
-
 def train(
     options: argparse.Namespace, checkpoint: Checkpoint, save: Callable[[Checkpoint], str]
-) -> History:
-    """Run the remaining rounds, and save checkpoints; print the time of an exchange."""
+) -> tuple[History, History]:
+    """Run the remaining rounds, and save checkpoints; print the time of an exchange.
+
+    Returns:
+        Numbers of the training and of evaluations, by round and name.
+    """
     group = WorkerGroup.create(
         Worker,
         options.workers,
@@ -363,35 +323,47 @@ def train(
         checkpoint.number,
         arguments=lambda rank: [rank],
         num_cpus=1,
-        num_gpus=0 if options.num_gpus is None else 1,
+        num_gpus=int(options.num_gpus is not None),
         max_restarts=RESTARTS,
     )
     lasting: Any = ray.remote(num_cpus=0, max_restarts=RESTARTS, max_task_retries=RESTARTS)
     evaluator = lasting(Worker).remote(options, 0, options.workers)
-    history, rounds = History({}, {}, {}), options.rounds
+    training, evaluation, pending = History(), History(), dict[int, Any]()
+
+    def collect() -> None:
+        """Wait for the evaluations that run beside the training, and print their results."""
+        for number, ref in pending.items():
+            evaluation[number] = ray.get(ref)
+            loss, accuracy = evaluation[number].values()
+            print(f"after round {number}: loss {loss:.3f}, accuracy {accuracy:.3f}", flush=True)
+        pending.clear()
+
     try:
         # From now on, a restarted worker gets the weights of the others.
         group.broadcast(checkpoint.weights or next(iter(group.step("get_weights").values())))
-        for number in range(checkpoint.number + 1, rounds + 1):
-            rate = learning_rate(options.learning_rate, number, rounds)
+        for number in range(checkpoint.number + 1, options.rounds + 1):
+            rate = learning_rate(options.learning_rate, number, options.rounds)
             half = -(-options.workers // 2)
             (result,) = group.run(1, "train", rate, min_results=half, nonfinite="skip")
             # A copy: Ctrl-C saves it, and the next round may use its memory.
             checkpoint = Checkpoint(number, result.weights.copy())
-            if number % options.save_every == 0 or number == rounds:
+            is_last = number == options.rounds
+            if number % options.save_every == 0 or is_last:
                 save(checkpoint)
             loss, accuracy = np.mean([result.extras[rank] for rank in result.used], axis=0).tolist()
             images = len(result.used) * options.steps * options.batch_size
-            history.training[number] = loss, accuracy, images / result.seconds["round"]
-            names = "training/loss", "training/accuracy", "images per second"
-            scalars = dict(zip(names, history.training[number], strict=True))
-            evaluator.write.remote(number, {**scalars, "learning rate": rate})
+            training[number] = {
+                "training/loss": loss,
+                "training/accuracy": accuracy,
+                "images per second": images / result.seconds["round"],
+            }
+            evaluator.write.remote(number, {**training[number], "learning rate": rate})
             share = f"{len(result.used)} of {options.workers} workers"
-            print(f"round {number} of {rounds}: loss {loss:.3f}, {share}", flush=True)
-            if number % options.eval_every == 0 or number == rounds:
-                history.collect()
-                history.pending[number] = evaluator.evaluate.remote(number, result.ref)
-        history.collect()
+            print(f"round {number} of {options.rounds}: loss {loss:.3f}, {share}", flush=True)
+            if number % options.eval_every == 0 or is_last:
+                collect()
+                pending[number] = evaluator.evaluate.remote(number, result.ref)
+        collect()
     except (KeyboardInterrupt, RuntimeError, ray.exceptions.RayError):
         print(save(checkpoint), file=sys.stderr)
         raise
@@ -399,25 +371,7 @@ def train(
     print(examples.time_exchange(WorkerGroup(alive)))
     ray.kill(evaluator)
     group.shutdown()
-    return history
-
-
-def report(history: History, plot: Path | None) -> None:
-    """Print a row about the run, and draw it if asked to."""
-    losses, _, speeds = zip(*history.training.values(), strict=True)
-    _, accuracy = list(history.tests.values())[-1]
-    row = {
-        "rounds": f"{min(history.training)} to {max(history.training)}",
-        "images/s, median": f"{median(speeds):.0f}",
-        "loss": f"{losses[-1]:.4f}",
-        "accuracy": f"{accuracy:.4f}",
-    }
-    panels = []
-    for i, title in enumerate(("loss", "accuracy")):
-        rows = {"training": history.training, "test": history.tests}
-        curves = {name: (list(m), [row[i] for row in m.values()]) for name, m in rows.items()}
-        panels.append(examples.Panel(title, "round", curves))
-    examples.report([row], plot, "A residual network, data-parallel", *panels)
+    return training, evaluation
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -463,13 +417,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program; fail if files are wrong, Ray has too little, or too little is learned."""
     options = parse_options(arguments)
-    images = load_images(options, tests=False)
+    count = len(load_images(options, tests=False)[1])
     load_images(options, tests=True)  # fails now, not at the first evaluation
-    if len(images.labels) < options.workers:
-        expected = f"expected an image for each of {options.workers} workers"
-        raise SystemExit(f"{expected}, got {len(images.labels)}")
+    if count < options.workers:
+        raise SystemExit(f"expected an image for each of {options.workers} workers, got {count}")
     settings = (
-        f"{len(images.labels)} images of {options.dataset}, {options.num_residual_units} units, "
+        f"{count} images of {options.dataset}, {options.num_residual_units} units, "
         f"{options.rounds} rounds of {options.steps} steps, batches of {options.batch_size}, "
         f"learning rate {options.learning_rate}, seed {options.seed}"
     )
@@ -477,16 +430,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     checkpoint = open_checkpoint(path, settings, options.rounds, options.resume)
     path.parent.mkdir(parents=True, exist_ok=True)
     examples.start_ray(options.workers)
-    resources = ray.cluster_resources()
     for resource in ("CPU",) if options.num_gpus is None else ("CPU", "GPU"):
-        if resources.get(resource, 0) < options.workers:  # Ray would wait for ever
+        there = ray.cluster_resources().get(resource, 0)
+        if there < options.workers:  # Ray would wait for ever
             expected = f"expected a {resource} for each of {options.workers} workers"
-            raise SystemExit(
-                f"{expected}, got {resources.get(resource, 0):g}: that is what Ray has"
-            )
-    history = train(options, checkpoint, lambda last: last.save(path, settings))
-    report(history, options.plot)
-    if history.tests[options.rounds][1] < options.enough:
+            raise SystemExit(f"{expected}, got {there:g}: that is what Ray has")
+    training, evaluation = train(options, checkpoint, lambda last: last.save(path, settings))
+    speeds = [values["images per second"] for values in training.values()]
+    accuracy = evaluation[options.rounds]["evaluation/accuracy"]
+    row = {
+        "rounds": f"{min(training)} to {max(training)}",
+        "images/s, median": f"{median(speeds):.0f}",
+        "loss": f"{training[options.rounds]['training/loss']:.4f}",
+        "accuracy": f"{accuracy:.4f}",
+    }
+    panels = []
+    for title in ("loss", "accuracy"):
+        curves = {}
+        for name, history in (("training", training), ("evaluation", evaluation)):
+            values = [numbers[f"{name}/{title}"] for numbers in history.values()]
+            curves[name] = list(history), values
+        panels.append(examples.Panel(title, "round", curves))
+    examples.report([row], options.plot, "A residual network, data-parallel", *panels)
+    if accuracy < options.enough:
         raise SystemExit(f"accuracy below {options.enough}: it needs more --rounds")
 
 

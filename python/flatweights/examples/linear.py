@@ -1,26 +1,31 @@
-"""Linear regression by workers that compute gradients for one model in the driver.
+"""Linear regression, the two programs of Ray's guide: workers exchange weights or gradients.
 
-Every step, the driver sends its weights, and each worker returns the gradient of one batch of its
-own as one vector. The driver averages the vectors and applies the mean to its model.
+With ``--exchange weights``, each worker starts from the averaged weights and takes a few steps on
+data of its own; `WorkerGroup.run` averages what the workers return and sends the average to all.
+The driver needs no TensorFlow.
 
-    python -m flatweights.examples.linear_gradients
-    python -m flatweights.examples.linear_gradients --graph --plot line.png
+With ``--exchange gradients``, the driver has a model, too. Every step, it sends its weights, and
+each worker returns the gradient of one batch of its own as one vector. The driver averages the
+vectors and applies the mean to its model.
 
-For a model of your own, change `EagerModel`, which workers and driver share.
+    python -m flatweights.examples.linear
+    python -m flatweights.examples.linear --exchange gradients --graph --plot line.png
+
+For a model of your own, change `EagerModel`, or `GraphModel` with its session.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights import examples
+from flatweights import FlatWeights, examples
 from flatweights.ray import FlatWorker, WorkerGroup
 
 TRUTH = {"slope": 0.1, "intercept": 0.3}
 TOLERANCE = 1e-3
-BATCH, LEARNING_RATE = 100, 0.5
+LOCAL_STEPS, BATCH, LEARNING_RATE = 10, 100, 0.5
 
 
 class EagerModel:
@@ -89,7 +94,7 @@ MODELS: dict[bool, type[Any]] = {False: EagerModel, True: GraphModel}
 
 
 class Worker(FlatWorker):
-    """Computes gradients on its own data, at the weights that the driver sends."""
+    """Computes gradients on its own data, or trains its own copy of the model on it."""
 
     def build(self, seed: int, graph: bool, rank: int) -> Any:
         """Build the model in this process."""
@@ -103,25 +108,48 @@ class Worker(FlatWorker):
         x = self.rng.random((BATCH, 1), np.float32)
         return self.model.gradient(x, TRUTH["slope"] * x + TRUTH["intercept"])
 
+    def train(self) -> FlatWeights:
+        """Take a few steps; return the weights."""
+        for _ in range(LOCAL_STEPS):
+            self.model.apply(self.gradient())
+        return self.get_weights()
+
+
+def average_weights(group: WorkerGroup, steps: int) -> Iterator[list[float]]:
+    """Yield the weights after each average."""
+    for mean in group.run(max(1, steps // LOCAL_STEPS), "train"):
+        yield [value.item() for value in mean.weights.values()]
+
+
+def average_gradients(group: WorkerGroup, steps: int, model: Any) -> Iterator[list[float]]:
+    """Yield the weights of ``model`` after each step that it takes."""
+    for _ in range(steps):
+        mean = group.average("gradient", broadcast=model.variables.get_flat())
+        model.apply(mean.weights)
+        yield model.variables.get_flat().tolist()
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program; fail if the learned line is not the true one."""
     parser = examples.make_parser(
-        __doc__, "the way to the line", workers=(3, "actors"), iterations=(200, "steps to take")
+        __doc__,
+        "the way to the line",
+        workers=(3, "actors"),
+        steps=(200, f"to take; of weights, every {LOCAL_STEPS} are averaged"),
     )
-    parser.add_argument("--graph", action="store_true", help="a TF1 graph, not eager TensorFlow")
+    add, exchanges = parser.add_argument, ("weights", "gradients")
+    add("--exchange", choices=exchanges, default="weights", help="what is averaged")
+    add("--graph", action="store_true", help="a TF1 graph, not eager TensorFlow")
     options = parser.parse_args(arguments)
     examples.start_ray(options.workers)
-    group = WorkerGroup.create(
-        Worker, options.workers, options.seed, options.graph, arguments=lambda rank: [rank]
-    )
-    examples.prepare_tensorflow()
-    model = MODELS[options.graph](options.seed)
-    learned = []
-    for _ in range(options.iterations):
-        mean = group.average("gradient", broadcast=model.variables.get_flat())
-        model.apply(mean.weights)
-        learned.append(model.variables.get_flat().tolist())
+    settings = options.seed, options.graph
+    group = WorkerGroup.create(Worker, options.workers, *settings, arguments=lambda rank: [rank])
+    if options.exchange == "weights":
+        learned = list(average_weights(group, options.steps))
+    else:
+        examples.prepare_tensorflow()
+        model = MODELS[options.graph](options.seed)
+        learned = list(average_gradients(group, options.steps, model))
     print(examples.time_exchange(group))
     group.shutdown()
 
@@ -130,12 +158,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for (name, true), value in zip(TRUTH.items(), learned[-1], strict=True)
     ]
     gaps = np.abs(np.subtract(learned, list(TRUTH.values())))
-    steps = range(1, len(gaps) + 1)
-    curves = {name: (steps, gaps[:, i].tolist()) for i, name in enumerate(TRUTH)}
-    panel = examples.Panel("distance to the truth", "step", curves, "log")
-    examples.report(rows, options.plot, "Linear regression: averages of gradients", panel)
+    averages = range(1, len(gaps) + 1)
+    curves = {name: (averages, gaps[:, i].tolist()) for i, name in enumerate(TRUTH)}
+    panel = examples.Panel("distance to the truth", "average", curves, "log")
+    title = f"Linear regression: averages of {options.exchange}"
+    examples.report(rows, options.plot, title, panel)
     if gaps[-1].max() > TOLERANCE:
-        raise SystemExit(f"not within {TOLERANCE} of the truth: it needs more --iterations")
+        raise SystemExit(f"not within {TOLERANCE} of the truth: it needs more --steps")
 
 
 if __name__ == "__main__":
