@@ -1,4 +1,4 @@
-"""Linear regression, the two programs of Ray's guide: workers exchange weights or gradients.
+"""The two programs of Ray's guide: a line, learned by exchanging weights or gradients.
 
 With ``--exchange weights``, each worker starts from the averaged weights and takes a few steps on
 data of its own; `WorkerGroup.run` averages what the workers return and sends the average to all.
