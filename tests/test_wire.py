@@ -289,7 +289,7 @@ def test_what_is_no_model_or_message_is_refused() -> None:
         ("out", lambda: update.widen(wrong)),
         ("out", lambda: average_differences([update], out=wrong)),
         ("snapshot, weights", lambda: DeltaEncoder(Snapshot(wrong, 0, "bfloat16"))),
-        ("snapshot", lambda: worker.receive(Snapshot(wrong, 0, "bfloat16"))),
+        ("snapshot, weights", lambda: worker.receive(Snapshot(wrong, 0, "bfloat16"))),
         ("source 0, values", lambda: average_differences([Difference(wrong, start.layout)])),
     ]
     for where, refused in refusals:

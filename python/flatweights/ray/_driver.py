@@ -193,21 +193,13 @@ class DriverAverage:
         while (came := self._arrivals.wait(all_at_once=True)) is not None:
             self._hold(came)
             self._check()
-        self._check()
         mean = self._mean_in_place()
         if mean is not None:
             return mean
         if not self._may_hold_all():  # large results came through the store after all
             return self._streamed()
-        models: list[Any] = []
-        weights: list[float] = []
-        for rank in sorted(self._arrivals.arrived):
-            value = self._held.pop(rank, None)
-            value = self._arrivals.take(rank) if value is None else value
-            if rank not in self._arrivals.failed:
-                models.append(self._read(rank, value))
-                weights.append(self._request.weight_of(rank, value))
-        value = None
+        run = next(self._runs(to_the_end=True, most=len(self._order)), {})
+        models, weights = self._read_run(run)
         self._check()
         reach("averaging")
         begin = time.monotonic()
@@ -314,17 +306,18 @@ class DriverAverage:
                 self._held[rank] = value.pop()
             value.clear()
 
-    def _runs(self, *, to_the_end: bool) -> Iterator[dict[int, Any]]:
-        """Yield values by runs of consecutive ranks, at most ``max_inflight`` long.
+    def _runs(self, *, to_the_end: bool, most: int) -> Iterator[dict[int, Any]]:
+        """Yield values by runs of consecutive ranks.
 
         Failed ranks are passed over. The caller clears each run before it asks for the next.
 
         Args:
             to_the_end: Pass over ranks that have not answered, too.
+            most: The most ranks of a run.
         """
         while True:
             run: dict[int, Any] = {}
-            while self._next < len(self._order) and len(run) < self._request.max_inflight:
+            while self._next < len(self._order) and len(run) < most:
                 rank = self._order[self._next]
                 arrived = rank in self._arrivals.arrived
                 if not (arrived or to_the_end or rank in self._arrivals.failed):
@@ -342,13 +335,11 @@ class DriverAverage:
             yield run
 
     def _add(self, total: RunningAverage, *, to_the_end: bool) -> None:
-        for run in self._runs(to_the_end=to_the_end):
+        for run in self._runs(to_the_end=to_the_end, most=self._request.max_inflight):
             begin = time.monotonic()
-            models = [self._read(rank, value) for rank, value in run.items()]
-            weights = [self._request.weight_of(rank, value) for rank, value in run.items()]
+            models, weights = self._read_run(run)
             total.add_all(models, weights)
             models.clear()
-            run.clear()
             self._seconds += time.monotonic() - begin
 
     def _mean(self, total: RunningAverage, out: Any = None) -> Any:
@@ -356,6 +347,13 @@ class DriverAverage:
         mean = total.mean(out=out)
         self._seconds += time.monotonic() - begin
         return mean
+
+    def _read_run(self, run: dict[int, Any]) -> tuple[list[Any], list[float]]:
+        """Return the models of a run, checked, and their weights; the run is empty then."""
+        models = [self._read(rank, value) for rank, value in run.items()]
+        weights = [self._request.weight_of(rank, value) for rank, value in run.items()]
+        run.clear()
+        return models, weights
 
     def _read(self, rank: int, value: Any) -> Any:
         """Return the model in ``value``, checked; keep the extras."""

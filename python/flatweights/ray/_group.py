@@ -317,7 +317,7 @@ class WorkerGroup:
                 plan: ShardedPlan | DriverAverage
                 if sharded is not None:
                     shards = self._send_out_cut(call, arrivals, ranks, sharded.reading(request))
-                    plan = sharded.plan(arrivals, request, shards)
+                    plan = ShardedPlan(sharded, arrivals, request, shards)
                 elif wire is not None and (travels == "gradients" or wire.has_sent):
                     head = call.head._replace(wire=(wire.wire_dtype, travels))
                     self._send_out(call._replace(head=head), arrivals, ranks)
@@ -585,7 +585,7 @@ class WorkerGroup:
             value = value.copy() if value.buffer.flags.writeable else value
         payload = self._payload(value)
         if isinstance(weights, Round):
-            payload.put = weights.ref_to_what_it_is_now  # of shards, nothing is put
+            payload.put = weights.ref_to_what_it_is_now  # not called for shards
         return payload, None
 
     def _payload(self, value: Any) -> Payload:

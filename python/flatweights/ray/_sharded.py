@@ -170,7 +170,7 @@ class ShardedAverage:
             nonfinite=nonfinite,
         )
         arrivals = Arrivals(answers, request.timeout, patience=self.patience)
-        result = self.plan(arrivals, request).run()
+        result = ShardedPlan(self, arrivals, request).run()
         report(result)
         return result
 
@@ -190,21 +190,6 @@ class ShardedAverage:
             screen=request.nonfinite != "propagate",
             weigh=request.weights if callable(request.weights) else None,
         )
-
-    def plan(
-        self,
-        arrivals: Arrivals,
-        request: Request,
-        shards: Mapping[int, Sequence[Any]] | None = None,
-    ) -> ShardedPlan:
-        """Return one average, to be run.
-
-        Args:
-            arrivals: The results; or their headers, if the ranks have cut them themselves.
-            request: The arguments of the round.
-            shards: By rank, references to the shards, if the ranks have cut them.
-        """
-        return ShardedPlan(self, arrivals, request, shards)
 
     def shutdown(self) -> None:
         """End the owners. Rounds that there were keep their shards."""
@@ -252,9 +237,16 @@ class ShardedPlan:
         sharded: ShardedAverage,
         arrivals: Arrivals,
         request: Request,
-        shards: Mapping[int, Sequence[Any]] | None,
+        shards: Mapping[int, Sequence[Any]] | None = None,
     ) -> None:
-        """Take what was checked; see `ShardedAverage.plan`. Owners that fail are replaced."""
+        """Prepare the average.
+
+        Args:
+            sharded: Has the owners; those that fail are replaced.
+            arrivals: The results; or their headers, if the ranks have cut them themselves.
+            request: The arguments of the round.
+            shards: By rank, references to the shards, if the ranks have cut them.
+        """
         self._reading = sharded.reading(request)
         self._per_node = not self._reading.num_shards
         self._patience = sharded.patience

@@ -22,6 +22,7 @@ from flatweights.wire._messages import (
     check_base,
     check_difference,
     check_fields,
+    plan_of_snapshot,
 )
 from flatweights.wire._plan import (
     Plan,
@@ -79,8 +80,8 @@ class _Residual:
 class _Side:
     """One side of an exchange of differences: it has the weights of both sides, the reference."""
 
-    def __init__(self, weights: FlatWeights, wire_dtype: WireDType, version: int) -> None:
-        self._plan = plan_for(weights.layout, dtype_on_wire(wire_dtype))
+    def __init__(self, plan: Plan, weights: FlatWeights, version: int) -> None:
+        self._plan = plan
         self._reference = weights.copy()
         self._held = [version]  # a list: the core changes it, with the reference
 
@@ -149,10 +150,8 @@ class DeltaEncoder(_Side):
             TypeError: If it is no `Snapshot`.
             ValueError: If its wire dtype is unknown.
         """
-        check_kind(snapshot, Snapshot, "snapshot")
-        check_kind(snapshot.weights, FlatWeights, "snapshot, weights")
-        check_kind(snapshot.version, int, "snapshot, version")
-        super().__init__(snapshot.weights, snapshot.wire_dtype, snapshot.version)
+        plan = plan_of_snapshot(snapshot, "snapshot")
+        super().__init__(plan, snapshot.weights, snapshot.version)
         self._residual = _Residual(self._plan)
 
     @property
@@ -175,10 +174,8 @@ class DeltaEncoder(_Side):
             check_fields(message, "message")
             layout, wire = message.layout, message.values.layout
         else:
-            check_kind(message, Snapshot, "message")
-            check_kind(message.weights, FlatWeights, "message, weights")
-            layout = message.weights.layout
-            wire = plan_for(layout, dtype_on_wire(message.wire_dtype)).wire
+            plan = plan_of_snapshot(message, "message")
+            layout, wire = plan.layout, plan.wire
         expected = self._plan.layout.digest, self._plan.wire.digest
         return (layout.digest, wire.digest) == expected
 
@@ -216,9 +213,8 @@ class DeltaEncoder(_Side):
             TypeError: If it is no such message.
         """
         if isinstance(message, Snapshot):
-            check_weights(message.weights, self._plan.layout, "snapshot")
-            check_kind(message.version, int, "snapshot, version")
-            plan = plan_for(message.weights.layout, dtype_on_wire(message.wire_dtype))
+            plan = plan_of_snapshot(message, "snapshot")
+            check_layout(self._plan.layout, plan.layout, "snapshot")
             check_layout(self._plan.wire, plan.wire, "snapshot, wire_dtype")
             self._advance(message.version, None, (self._reference, message.weights))
             return self.reference
@@ -284,7 +280,8 @@ class DeltaBroadcaster(_Side):
             ValueError: If ``wire_dtype`` is another one, or ``weights`` hold NaN or infinity.
         """
         check_kind(weights, FlatWeights, "weights")
-        super().__init__(weights, wire_dtype, secrets.randbits(62))
+        plan = plan_for(weights.layout, dtype_on_wire(wire_dtype))
+        super().__init__(plan, weights, secrets.randbits(62))
         self._wire_dtype = wire_dtype
         i = Template(Kind.FLAT_WEIGHTS, weights.layout).first_nonfinite([weights.buffer])
         if i is not None:

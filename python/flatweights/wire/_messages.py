@@ -18,6 +18,7 @@ from flatweights.wire._plan import (
     check_kind,
     check_layout,
     check_writable,
+    dtype_on_wire,
     plan_for,
 )
 
@@ -174,6 +175,14 @@ def plan_of(difference: Any, where: str) -> Plan:
         if plan.wire == difference.values.layout:
             return plan
     raise ValueError(f"{where}: expected values of 16 bits in the layout that was encoded")
+
+
+def plan_of_snapshot(snapshot: Any, where: str) -> Plan:
+    """Return the plan for differences from ``snapshot``; errors name it ``where``."""
+    check_kind(snapshot, Snapshot, where)
+    check_kind(snapshot.weights, FlatWeights, f"{where}, weights")
+    check_kind(snapshot.version, int, f"{where}, version")
+    return plan_for(snapshot.weights.layout, dtype_on_wire(snapshot.wire_dtype))
 
 
 def check_difference(message: Any, plan: Plan, where: str) -> None:
