@@ -194,14 +194,16 @@ def check_nonfinite(nonfinite: str) -> None:
         raise ValueError(f"nonfinite: expected 'propagate', 'raise' or 'skip', got {nonfinite!r}")
 
 
-def read_weights(weights: Iterable[float] | None, count: int) -> list[float]:
+def read_weights(
+    weights: Iterable[float] | None, count: int, *, all_may_be_zero: bool = False
+) -> list[float]:
     """Return ``count`` checked weights."""
     if weights is None:
         return [1.0] * count
     factors = [read_weight(weight, f"weight {k}") for k, weight in enumerate(weights)]
     if len(factors) != count:
         raise ValueError(f"expected {count} weights, one per source, got {len(factors)}")
-    if not any(factors):
+    if not any(factors) and not all_may_be_zero:
         raise ValueError("expected a positive weight, got only zeros")
     return factors
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._average import ratio, read_weight
+from flatweights._average import ratio, read_weight, read_weights
 from flatweights._cast import move_parts
 from flatweights._dtypes import is_averaged
 from flatweights._flatten import new_vector
@@ -122,12 +122,9 @@ class RunningAverage:
             ValueError: As `add`, or if there is not one weight per source.
         """
         models = list(sources)
-        factors = [1.0] * len(models) if weights is None else list(weights)
-        if len(factors) != len(models):
-            raise ValueError(f"expected {len(models)} weights, one per source, got {len(factors)}")
+        factors = read_weights(weights, len(models), all_may_be_zero=True)
         if models:
-            checked = [read_weight(weight, f"weight {k}") for k, weight in enumerate(factors)]
-            self._add(models, checked, [f"source {k}" for k in range(len(models))])
+            self._add(models, factors, [f"source {k}" for k in range(len(models))])
 
     def _add(self, models: list[Any], values: list[float], names: list[str]) -> None:
         with self._turns.ready():

@@ -143,35 +143,34 @@ class Gradients:
         out: NDArray[Any] | None,
         most: float | None,
     ) -> NDArray[Any]:
-        dense: dict[int, NDArray[Any]] = {}
-        rows: dict[int, Rows] = {}
-        for i, (gradient, slot) in enumerate(zip(gradients, self._layout.slots, strict=True)):
-            if isinstance(gradient, _SLICES):
-                rows[i] = _checked_rows(gradient, slot, dtype, i)
-            elif gradient is not None:
-                dense[i] = settable(gradient, slot._replace(dtype=dtype), self._where(i))
+        pieces = [self._piece(i, gradient, dtype) for i, gradient in enumerate(gradients)]
         if out is None:
             out = new_vector(self._layout.size, dtype)
         else:
-            self._check_apart(out, dense, rows)
+            for i, piece in enumerate(pieces):
+                array = piece.values if isinstance(piece, Rows) else piece
+                if array is not None and np.may_share_memory(out, array):
+                    raise ValueError(f"out: expected memory of its own, overlaps {self._where(i)}")
         views = self._layout.vector_views(out)
+        dense = {i: piece for i, piece in enumerate(pieces) if isinstance(piece, np.ndarray)}
         move_parts([views[i] for i in dense], list(dense.values()))
-        for i, gradient in enumerate(gradients):
-            if gradient is None:
-                views[i].fill(0)
-        for i, some in rows.items():
-            _write_rows(views[i], some)
+        for view, piece in zip(views, pieces, strict=True):
+            if piece is None:
+                view.fill(0)
+            elif isinstance(piece, Rows):
+                _write_rows(view, piece)
         if most is not None:
             _clip(out, most)
         return out
 
-    def _check_apart(
-        self, out: NDArray[Any], dense: Mapping[int, NDArray[Any]], rows: Mapping[int, Rows]
-    ) -> None:
-        read = [*dense.items(), *((i, some.values) for i, some in rows.items())]
-        for i, array in read:
-            if np.may_share_memory(out, array):
-                raise ValueError(f"out: expected memory of its own, overlaps {self._where(i)}")
+    def _piece(self, i: int, gradient: Any, dtype: np.dtype[Any]) -> NDArray[Any] | Rows | None:
+        """Return the gradient of slot ``i`` after checking that a vector of ``dtype`` holds it."""
+        slot = self._layout.slots[i]._replace(dtype=dtype)
+        if gradient is None:
+            return None
+        if isinstance(gradient, _SLICES):
+            return _checked_rows(gradient, slot, self._where(i))
+        return settable(gradient, slot, self._where(i))
 
     def _in_graph(
         self, gradients: Sequence[Any], dtype: np.dtype[Any], most: float | None
@@ -237,22 +236,20 @@ def _dense(gradient: Any, slot: Slot, i: int) -> tf.Tensor:
     return tf.math.unsorted_segment_sum(tf.cast(values, wide), gradient.indices, slot.shape[0])
 
 
-def _checked_rows(slices: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> Rows:
+def _checked_rows(slices: Any, slot: Slot, where: str) -> Rows:
     rows = Rows(as_array(slices.values), as_array(slices.indices))
     expected = (len(rows.indices), *slot.shape[1:]) if rows.indices.ndim == 1 else None
     dense_shape = () if slices.dense_shape is None else tuple(as_array(slices.dense_shape).tolist())
     if not slot.shape or rows.values.shape != expected or dense_shape not in ((), slot.shape):
         raise ValueError(
-            f"{place_of(i, slot)}: expected rows of {dtype} {slot.shape}, got {rows.values.dtype} "
+            f"{where}: expected rows of {slot.dtype} {slot.shape}, got {rows.values.dtype} "
             f"{rows.values.shape} at indices {rows.indices.shape} of {dense_shape or 'unknown'}"
         )
-    if not is_settable(rows.values.dtype, dtype):
-        raise TypeError(
-            f"{place_of(i, slot)}: expected {dtype} {slot.shape}, got {rows.values.dtype}"
-        )
+    if not is_settable(rows.values.dtype, slot.dtype):
+        raise TypeError(f"{where}: expected {slot.dtype} {slot.shape}, got {rows.values.dtype}")
     if rows.indices.size and not (rows.indices.min() >= 0 and rows.indices.max() < slot.shape[0]):
         raise ValueError(
-            f"{place_of(i, slot)}: expected indices from 0 to {slot.shape[0] - 1}, got some from "
+            f"{where}: expected indices from 0 to {slot.shape[0] - 1}, got some from "
             f"{rows.indices.min()} to {rows.indices.max()}"
         )
     return rows

@@ -119,18 +119,18 @@ def status() -> str:
     return f"bound variables, by {folder / LIBRARY}"
 
 
-def build_library() -> Path:
-    """Compile the library ahead of its first use; return where it is.
+def build_library(*, again: bool = True) -> Path:
+    """Compile the library unless it exists; return where it is.
 
-    Does nothing if it exists. An earlier failure does not prevent another attempt.
+    Args:
+        again: Try to compile it even if that failed earlier with the same compiler.
 
     Raises:
         LibraryError: If it cannot be compiled.
     """
     try:
         wanted = identity(PACKAGED)
-        folder = _folder_of_library(wanted)
-        return (_compile_into_cache(wanted, again=True) if folder is None else folder) / LIBRARY
+        return (_folder_of_library(wanted) or _compile_into_cache(wanted, again=again)) / LIBRARY
     except OSError as error:
         raise LibraryError(str(error)) from error
 
@@ -157,11 +157,9 @@ def _load_once() -> tuple[Library | LibraryError, bool]:
 
 def _load() -> Library:
     try:
-        wanted = identity(PACKAGED)
-        folder = _folder_of_library(wanted) or _compile_into_cache(wanted)
-    except (LibraryError, OSError) as error:
+        path = build_library(again=False)
+    except LibraryError as error:
         raise LibraryError(f"its op library cannot be compiled: {error}") from error
-    path = folder / LIBRARY
     try:
         module = tf.load_op_library(str(path))
         return Library(path, module.flatweights_bind_variable, _core.VariablesLibrary(str(path)))

@@ -128,9 +128,8 @@ class Mover:
 
     def get_packed(self, buffer: NDArray[np.uint8]) -> None:
         """Read all variables into the packed ``buffer``."""
-        if self._try_bound(_Bound.get_packed, buffer, self._guard):
-            return
-        self._gather(self._layout.packed_views(buffer))
+        if not self._try_bound(_Bound.get_packed, buffer, self._guard):
+            self._gather(self._layout.packed_views(buffer))
 
     def set_vector(self, flat: NDArray[Any], *, share: bool = False) -> None:
         """Write all variables from the contiguous vector ``flat``, cast as by `settable`."""
@@ -145,9 +144,8 @@ class Mover:
 
     def set_packed(self, buffer: NDArray[np.uint8], *, share: bool = False) -> None:
         """Write all variables from the packed ``buffer``."""
-        if self._try_bound(_Bound.set_packed, buffer, share, self._guard):
-            return
-        self.set_parts(dict(enumerate(self._layout.packed_views(buffer))), share=share)
+        if not self._try_bound(_Bound.set_packed, buffer, share, self._guard):
+            self.set_parts(dict(enumerate(self._layout.packed_views(buffer))), share=share)
 
     def set_parts(self, values: Mapping[int, NDArray[Any]], *, share: bool = False) -> None:
         """Write the variables at these positions, from arrays that `settable` returned."""
@@ -176,7 +174,7 @@ class Mover:
         move_parts([parts[i] for i in self._averaged], values)
 
         def move(binding: Binding) -> None:
-            groups = [group for group in binding.others if is_averaged(group.layout.slots[0].dtype)]
+            groups = [group for group in binding.others if is_averaged(group.layout.dtype)]
             values = self._operations.read(groups) if groups else {}
             for group in groups:
                 y, x = (np.empty(group.layout.size, group.layout.dtype) for _ in range(2))
@@ -256,20 +254,17 @@ class Mover:
         """Read every variable into its target, one array per slot, cast to its dtype."""
 
         def move(binding: Binding) -> None:
-            pairs: list[tuple[NDArray[Any], NDArray[Any]]] = []
+            values = {
+                i: self._empty(i)
+                for i in binding.positions
+                if not _core.can_convert(self._layout.slots[i].dtype, targets[i].dtype)
+            }
             if binding.bound is not None:
-                own = {
-                    i: self._empty(i)
-                    for i in binding.positions
-                    if not _core.can_convert(self._layout.slots[i].dtype, targets[i].dtype)
-                }
-                direct = [own.get(i, targets[i]) for i in binding.positions]
+                direct = [values.get(i, targets[i]) for i in binding.positions]
                 binding.bound.get_parts(direct, False)
-                pairs += [(targets[i], array) for i, array in own.items()]
             if binding.others:
-                read = self._operations.read(binding.others)
-                pairs += [(targets[i], array) for i, array in read.items()]
-            move_parts([target for target, _ in pairs], [piece for _, piece in pairs])
+                values |= self._operations.read(binding.others)
+            move_parts([targets[i] for i in values], list(values.values()))
 
         self._with_binding(move)
 

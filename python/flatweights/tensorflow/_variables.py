@@ -467,11 +467,13 @@ class TensorFlowVariables:
             raise TypeError(
                 f"expected a mapping from name to array, got {type(new_weights).__name__}"
             )
-        if isinstance(new_weights, FlatWeights) and not rename and self._fits(new_weights):
-            if share:
-                self._check_frozen(dict(enumerate(new_weights.values())))
-            self._mover.set_packed(new_weights.buffer, share=share)
-            return self._replicas.follow()
+        if isinstance(new_weights, FlatWeights) and not rename:
+            layout = new_weights.layout
+            if layout is self._layout or layout == self._layout:
+                if share:
+                    self._check_frozen(dict(enumerate(new_weights.values())))
+                self._mover.set_packed(new_weights.buffer, share=share)
+                return self._replicas.follow()
         keys = match_slots(new_weights, self._layout, strict=strict, rename=rename)
         if share:
             self._check_frozen({i: new_weights[key] for i, key in keys.items()})
@@ -482,9 +484,6 @@ class TensorFlowVariables:
     def _check_frozen(self, values: Mapping[int, ArrayLike]) -> None:
         for i, value in values.items():
             check_frozen(np.asarray(value), place_of(i, self._layout.slots[i]))
-
-    def _fits(self, weights: FlatWeights) -> bool:
-        return weights.layout is self._layout or weights.layout == self._layout
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the weights to a safetensors file; an existing file is replaced atomically.
