@@ -2,6 +2,7 @@ import copy
 import hashlib
 import json
 import pickle
+import weakref
 import zlib
 from typing import Any
 
@@ -138,6 +139,12 @@ def test_astype_changes_real_floating_slots_alone() -> None:
     assert not Layout.of([np.zeros(1)]).astype("f2").named
 
 
+def forget_layouts() -> None:
+    """Forget what was pickled and unpickled, as if this were a new process."""
+    layout_module._pickled_here.clear()
+    layout_module._rebuild.cache_clear()
+
+
 @each(dtype=MOVED)
 def test_json_and_pickles_keep_every_dtype(dtype: np.dtype[Any]) -> None:
     layout = Layout.of([np.zeros((2, 3), dtype), np.zeros(0, dtype), np.zeros((), dtype)])
@@ -145,7 +152,7 @@ def test_json_and_pickles_keep_every_dtype(dtype: np.dtype[Any]) -> None:
     assert Layout.from_json(layout.to_json().encode()) == layout
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         pickled = pickle.dumps(layout, protocol)
-        layout_module._seen._layouts.clear()
+        forget_layouts()
         copied = pickle.loads(pickled)
         assert copied is not layout
         assert copied == layout
@@ -157,7 +164,7 @@ def test_pickles_are_small_and_not_rebuilt() -> None:
     pickled = pickle.dumps(layout)
     assert len(pickled) < 6_000
     assert pickle.loads(pickled) is layout
-    layout_module._seen._layouts.clear()
+    forget_layouts()
     rebuilt = pickle.loads(pickled)
     assert rebuilt is not layout
     assert pickle.loads(pickled) is rebuilt
@@ -166,9 +173,17 @@ def test_pickles_are_small_and_not_rebuilt() -> None:
 
 
 def test_the_number_of_remembered_layouts_is_bounded() -> None:
-    for i in range(200):
-        pickle.dumps(Layout.of([np.zeros(i)]))
-    assert len(layout_module._seen._layouts) == 64
+    pickles = [pickle.dumps(Layout.of([np.zeros(i)])) for i in range(200)]
+    rebuilt = [weakref.ref(pickle.loads(pickled)) for pickled in pickles]
+    assert sum(layout() is not None for layout in rebuilt) == 64
+
+
+def test_a_pickled_layout_is_not_kept_alive() -> None:
+    layout = Layout.of([np.zeros(7)])
+    pickle.dumps(layout)
+    kept = weakref.ref(layout)
+    del layout
+    assert kept() is None
 
 
 def test_names_may_be_any_unicode() -> None:

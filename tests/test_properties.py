@@ -111,11 +111,17 @@ def test_flat_weights_hold_and_pickle_any_model(model: Any, protocol: int) -> No
             assert same_bits(in_c_order(part), view)
 
 
+def forget_layouts() -> None:
+    """Forget what was pickled and unpickled, as if this were a new process."""
+    layout_module._pickled_here.clear()
+    layout_module._rebuild.cache_clear()
+
+
 @given(models)
 def test_layouts_survive_json_and_pickles(model: Any) -> None:
     layout = Layout.of(model)
     pickled = pickle.dumps(layout)
-    layout_module._seen._layouts.clear()
+    forget_layouts()
     for other in (Layout.from_json(layout.to_json()), pickle.loads(pickled)):
         assert other == layout
         assert hash(other) == hash(layout)
@@ -211,7 +217,7 @@ def test_flipped_bits_of_a_pickled_layout_raise(data: st.DataObject, model: Any)
     flipped = bytearray(pickled)
     for _ in range(data.draw(st.integers(1, 3))):
         flipped[data.draw(st.integers(0, len(flipped) - 1))] ^= data.draw(st.integers(0, 255))
-    layout_module._seen._layouts.clear()
+    forget_layouts()
     try:
         other = rebuild(bytes(flipped))
     except ValueError:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import operator
-import os
 import sys
-import threading
+import weakref
 import zlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ Parts = Mapping[str, Any] | Sequence[Any]
 
 ALIGNMENT = 64
 _FORMAT = "flatweights.layout/1"
-_KEPT_LAYOUTS = 64
 _MOST_PICKLED_BYTES = 1 << 28
 
 
@@ -358,52 +356,25 @@ class Layout:
         """Pickle as compressed JSON; unpickling reuses a layout that the process has seen."""
         if self._pickled is None:
             self._pickled = zlib.compress(self.to_json().encode())
-            _seen.add(self._pickled, self)
+            _pickled_here[self._pickled] = self
         return _unpickle, (self._pickled,)
 
 
-class _SeenLayouts:
-    """The most recently pickled or unpickled layouts, by pickled form.
-
-    Data-parallel training sends one layout with every message; each process rebuilds it once.
-    """
-
-    def __init__(self, kept: int) -> None:
-        self._kept = kept
-        self._lock = threading.Lock()
-        self._layouts: OrderedDict[bytes, Layout] = OrderedDict()
-
-    def get(self, pickled: bytes) -> Layout | None:
-        with self._lock:
-            layout = self._layouts.get(pickled)
-            if layout is not None:
-                self._layouts.move_to_end(pickled)
-            return layout
-
-    def add(self, pickled: bytes, layout: Layout) -> None:
-        with self._lock:
-            self._layouts[pickled] = layout
-            self._layouts.move_to_end(pickled)
-            while len(self._layouts) > self._kept:
-                self._layouts.popitem(last=False)
-
-    def unlock(self) -> None:
-        """Replace the lock: its holder does not exist in a forked child. The layouts are intact."""
-        self._lock = threading.Lock()
-
-
-_seen = _SeenLayouts(_KEPT_LAYOUTS)
-os.register_at_fork(after_in_child=_seen.unlock)
+# Data-parallel training sends one layout with every message; a process builds it once.
+_pickled_here: weakref.WeakValueDictionary[bytes, Layout] = weakref.WeakValueDictionary()
 
 
 def _unpickle(pickled: bytes) -> Layout:
     if not isinstance(pickled, bytes):
         raise ValueError(f"not a layout: expected bytes, got {type(pickled).__name__}")
-    layout = _seen.get(pickled)
-    if layout is None:
-        layout = Layout.from_json(_decompress(pickled))
-        layout._pickled = pickled
-        _seen.add(pickled, layout)
+    layout = _pickled_here.get(pickled)
+    return _rebuild(pickled) if layout is None else layout
+
+
+@functools.lru_cache(maxsize=64)
+def _rebuild(pickled: bytes) -> Layout:
+    layout = Layout.from_json(_decompress(pickled))
+    layout._pickled = pickled
     return layout
 
 

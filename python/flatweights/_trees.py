@@ -89,7 +89,7 @@ class Tree:
 
     @classmethod
     def of(cls, source: Any, where: str, level: int = 0) -> "Tree":
-        """Return the tree of ``source``, which errors name ``where``, inside ``level`` others.
+        """Return the tree of ``source``, inside ``level`` others; errors name it ``where``.
 
         Raises:
             ValueError: If it has too many levels: most likely, it contains itself.

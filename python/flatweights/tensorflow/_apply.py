@@ -122,7 +122,11 @@ class _EagerStep:
 
 
 class _SessionStep:
-    """The same as operations of a graph, which are fed through one placeholder per group."""
+    """The step of one optimizer: operations of a graph, with one placeholder per group.
+
+    Attributes:
+        groups: The trainable variables by dtype.
+    """
 
     def __init__(self, optimizer: Any, groups: list[Group], session: SessionOperations) -> None:
         self.groups = groups

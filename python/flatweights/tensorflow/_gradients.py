@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tensorflow.python.framework.indexed_slices import IndexedSlicesValue
 
 from flatweights import _core
-from flatweights._cast import is_settable, move_parts, settable
+from flatweights._cast import is_settable, move_parts
 from flatweights._dtypes import is_averaged, promote
 from flatweights._flatten import new_vector
 from flatweights._inplace import clip_by_norm_, finite
@@ -45,7 +45,7 @@ class Gradients:
         self._wrappers = list(variables.values())
         self._layout = layout
         self._inner = [inner_variable(wrapper) for wrapper in self._wrappers]
-        self._positions: dict[int, int] = {}
+        self._positions: dict[int, int] = {}  # by identity, which `_inner` keeps valid
         for i, variable in enumerate(self._inner):
             replicas: Iterable[Any] = getattr(variable, "values", ())
             for one in (variable, *replicas):
@@ -88,7 +88,10 @@ class Gradients:
     def _arranged(self, gradients: Any) -> list[Any]:
         """Return one gradient, or None, per slot."""
         if isinstance(gradients, Mapping):
-            return self._by_name(gradients)
+            unknown = [name for name in gradients if name not in self._layout]
+            if unknown:
+                raise ValueError(f"expected names of variables, got {unknown}")
+            return [gradients.get(name) for name in self._layout.names]
         listed = list(gradients)
         if any(_is_pair(item) for item in listed):
             return self._by_variable(listed)
@@ -105,12 +108,6 @@ class Gradients:
         for i, gradient in zip(trained, listed, strict=True):
             arranged[i] = gradient
         return arranged
-
-    def _by_name(self, gradients: Mapping[str, Any]) -> list[Any]:
-        unknown = [name for name in gradients if name not in self._layout]
-        if unknown:
-            raise ValueError(f"expected names of variables, got {unknown}")
-        return [gradients.get(name) for name in self._layout.names]
 
     def _by_variable(self, pairs: Sequence[Any]) -> list[Any]:
         arranged: list[Any] = [None] * len(self._wrappers)
@@ -165,12 +162,17 @@ class Gradients:
 
     def _piece(self, i: int, gradient: Any, dtype: np.dtype[Any]) -> NDArray[Any] | Rows | None:
         """Return the gradient of slot ``i`` after checking that a vector of ``dtype`` holds it."""
-        slot = self._layout.slots[i]._replace(dtype=dtype)
         if gradient is None:
             return None
+        slot = self._layout.slots[i]._replace(dtype=dtype)
         if isinstance(gradient, _SLICES):
             return _checked_rows(gradient, slot, self._where(i))
-        return settable(gradient, slot, self._where(i))
+        array = as_array(gradient)
+        if array.shape != slot.shape or not is_settable(array.dtype, dtype):
+            raise (ValueError if array.shape != slot.shape else TypeError)(
+                f"{self._where(i)}: expected {dtype} {slot.shape}, got {array.dtype} {array.shape}"
+            )
+        return array
 
     def _in_graph(
         self, gradients: Sequence[Any], dtype: np.dtype[Any], most: float | None

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flatweights.tensorflow._kinds import (
@@ -15,7 +15,7 @@ from flatweights.tensorflow._kinds import (
 
 
 def layer_variables(
-    layer: Any, layers: Iterable[tuple[Path, Any]], bare: Mapping[int, Path]
+    layer: Any, layers: Sequence[tuple[Path, Any]], bare: Mapping[int, Path]
 ) -> Iterator[tuple[Path, Any, bool]]:
     """Yield path, variable, and whether it is trained, in Keras's order.
 
@@ -35,7 +35,7 @@ def layer_variables(
             f"exist: call build() or call it on data first (unbuilt: {', '.join(unbuilt)})"
         )
     paths: dict[int, Path] = {}
-    (path, _), *_ = layers
+    path, _ = layers[0]
     for where, sub in layers:
         for name, variable in _own_variables(sub):
             # A variable that several layers share keeps the first of its names.

@@ -47,7 +47,7 @@ class Objective:
     def eager(
         self, loss_fn: Callable[[], Any]
     ) -> Callable[[ArrayLike], tuple[float, NDArray[Any]]]:
-        """Return a function of the weights. A `tf.function` calls ``loss_fn`` once, now."""
+        """Return a function of the weights; ``loss_fn`` is called once, to trace it."""
         if tf.inside_function():
             raise RuntimeError("expected to be called outside of any tf.function, got inside one")
         # Trace it with autograph, as its author expects, unless it is a tf.function already.
@@ -75,7 +75,7 @@ class Objective:
     def in_session(
         self, loss_fn: Callable[[], Any], session: SessionOperations
     ) -> Callable[..., tuple[float, NDArray[Any]]]:
-        """Return a function of the weights and a feed. It runs operations that are added now."""
+        """Return a function of the weights and a feed; ``loss_fn`` is called once, to add ops."""
         check_unfinished(session.graph, "call value_and_gradient")
         with session.graph.as_default():
             loss = tf.convert_to_tensor(loss_fn())

@@ -163,7 +163,7 @@ def _operation(assignment: Any) -> tf.Operation:
 
 
 def check_unfinished(graph: tf.Graph, call: str) -> None:
-    """Raise `RuntimeError` if no operations can be added to ``graph``; ``call`` adds them."""
+    """Raise `RuntimeError` if ``graph`` is finalized; ``call`` says what would add operations."""
     if graph.finalized:
         raise RuntimeError(
             f"the graph is finalized: {call} before that (before "
@@ -173,7 +173,7 @@ def check_unfinished(graph: tf.Graph, call: str) -> None:
 
 @contextmanager
 def isolated(graph: tf.Graph, call: str) -> Iterator[None]:
-    """Add operations to ``graph`` as if at top level, after `check_unfinished`.
+    """Return a context that adds operations to ``graph``; raises as `check_unfinished` does.
 
     They do not inherit the caller's device, name scope or control dependencies.
     """

@@ -28,7 +28,7 @@ _NO_HOLDERS = frozenset(
 
 
 _Item = tuple[Path, Any, bool]
-"""A variable or an optimizer: its path, itself, and whether a variable is trained."""
+"""The path of a variable or optimizer, the object, and whether it is a trained variable."""
 
 
 class Member(NamedTuple):
