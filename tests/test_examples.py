@@ -12,7 +12,14 @@ import pytest
 from reference import clean_environment, run_python
 
 from flatweights import examples
-from flatweights.examples import Panel, explain, print_table, report
+from flatweights.examples import (
+    Panel,
+    Returns,
+    explain,
+    make_policy_parser,
+    print_table,
+    report,
+)
 
 PROGRAMS = sorted(Path(examples.__file__).parent.glob("[!_]*.py"))
 
@@ -91,6 +98,34 @@ def test_curves_that_agree_are_both_seen(tmp_path: Path) -> None:
     assert np.max(np.diff(widths)) <= -2, "what is drawn later is narrower"
     report(ROWS, tmp_path / "plot.png", "Alike", panel)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_policy_has_learned_once_its_last_hundred_episodes_reach_the_goal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    returns = Returns(make_policy_parser(None, updates=9).parse_args(["--goal=10"]), every=2)
+    is_over = []
+    for steps, ended in ((700, [5.0, *[10.0] * 98]), (20, []), (13, [10.0, 20.0])):
+        returns.add(steps, ended)
+        is_over.append(returns.is_over)
+    assert is_over == [False, False, True], "there were 99 episodes before"
+    returns.report("a test", {"one more": 7})
+    first, second, *_, titles, _, row = capsys.readouterr().out.rstrip().splitlines()
+    assert first == "update 2: 720 steps, mean return 9.9"
+    assert second == "update 3: 733 steps, mean return 10.1"
+    assert re.split(r"\s{2,}", titles.strip())[2:] == ["last 100 episodes", "one more"]
+    assert row.split() == ["3", "733", "10.1", "7"]
+
+
+def test_a_policy_that_has_not_learned_ends_the_program_after_all_updates() -> None:
+    returns = Returns(make_policy_parser(None, updates=2).parse_args(["--goal=10"]), every=9)
+    is_over = []
+    for ended in ([9.0] * 100, []):
+        returns.add(900, ended)
+        is_over.append(returns.is_over)
+    assert is_over == [False, True]
+    with pytest.raises(SystemExit, match=r"^mean return 9\.0, not 10: it needs more --updates$"):
+        returns.report("a test", {})
 
 
 def test_a_full_disk_is_one_line_with_the_remedy(tmp_path: Path) -> None:

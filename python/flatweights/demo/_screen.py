@@ -102,7 +102,7 @@ def draw_comparison(
         exchange.invert_yaxis()
         exchange.set_xlim(0, 1.2 * max(ends))
         exchange.set(title="Exchange of one round, by step", xlabel="milliseconds, median")
-        exchange.legend(loc="lower right")
+        exchange.legend(loc="upper right")
         curves = {}
         for name, cost in costs.items():
             points = sorted({**others[name], cost.nbytes / 1e6: cost.total}.items())

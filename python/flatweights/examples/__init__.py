@@ -1,7 +1,7 @@
 """Programs to run, to read and to copy: ``flatweights examples`` lists them.
 
 Each program is one file. This module holds what they share: options, the handwritten digits, the
-start of Ray and TensorFlow, the table and the plot at the end.
+start of Ray and TensorFlow, the returns of a policy, the table and the plot at the end.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import sys
-import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
@@ -178,8 +178,7 @@ def start_ray(cpus: int) -> None:
 
     if ray.is_initialized():
         return
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(_ENVIRONMENT | dict(os.environ))
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     remedy = "is the cluster there? Without RAY_ADDRESS, one is started here"
     if os.environ.get("RAY_ADDRESS", "local") == "local":
@@ -204,8 +203,7 @@ def prepare_tensorflow(*, threads: int = 1, deterministic: bool = True, gpus: bo
         deterministic: Whether every run gives the same bits.
         gpus: Whether to use the GPUs. A process takes the memory of all GPUs that it sees.
     """
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(_ENVIRONMENT | dict(os.environ))
     sys.stderr.flush()
     with contextlib.ExitStack() as stack, Path(os.devnull).open("w") as nowhere:
         stderr = os.dup(2)  # no setting stops the first lines of TensorFlow's C++
@@ -243,15 +241,10 @@ def time_exchange(group: "WorkerGroup", rounds: int = 7) -> str:
         ref = ray.put({k: v.astype(replies[0][k].dtype) for k, v in average.items()})
         ray.get([actor.set_weights.remote(ref) for actor in actors])
 
-    def milliseconds(exchange: Callable[[], None]) -> float:
-        times = []
-        for _ in range(rounds + 1):
-            begin = time.perf_counter()
-            exchange()
-            times.append(time.perf_counter() - begin)
-        return 1e3 * median(times[1:])
-
-    ours, theirs = milliseconds(flat), milliseconds(dicts)
+    ours, theirs = (
+        1e3 * median(timeit.repeat(exchange, number=1, repeat=rounds + 1)[1:])
+        for exchange in (flat, dicts)
+    )
     ratio = f"{theirs:.1f} ms as a dict of arrays ({theirs / ours:.1f} times)"
     return f"exchange per round: {ours:.1f} ms as one buffer, {ratio}"
 
