@@ -24,16 +24,14 @@ class Binding(NamedTuple):
     Attributes:
         bound: The bound variables, for the core; None if there are none.
         positions: Positions of the bound variables in the layout, ascending.
-        others: Groups that TensorFlow's operations have to move.
-        reasons: By name, why each variable of ``others`` is not bound.
+        others: Groups that TensorFlow's operations have to move, and why they are not bound.
         place: Where the variables are bound; the binding is invalid elsewhere.
         may_improve: Whether more may be bound later: some are not initialized yet.
     """
 
     bound: _core.BoundVariables | None
     positions: list[int]
-    others: list[Group]
-    reasons: dict[str, str]
+    others: dict[Group, str]
     place: object = None
     may_improve: bool = True
 
@@ -42,8 +40,7 @@ def unbound(
     groups: Sequence[Group], reason: str, *, place: object = None, may_improve: bool = False
 ) -> Binding:
     """Return a binding of nothing."""
-    reasons = {slot.name: reason for group in groups for slot in group.layout.slots}
-    return Binding(None, [], list(groups), reasons, place, may_improve)
+    return Binding(None, [], dict.fromkeys(groups, reason), place, may_improve)
 
 
 def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
@@ -61,30 +58,28 @@ def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
         return unbound(operations.groups, f"binding failed: {error.message}", place=place)
     rows = iter(results)
     chosen: list[tuple[int, int, int]] = []  # position, id and dtype
-    others: list[Group] = []
-    reasons: dict[str, str] = {}
+    others: dict[Group, str] = {}
     for group in operations.groups:
         answers = [] if group.obstacle else [next(rows) for _ in group.slots]
         reason = group.obstacle or _obstacle(answers, library)
         if reason:
-            others.append(group)
-            reasons |= {slot.name: reason for slot in group.layout.slots}
+            others[group] = reason
             continue
         dtype = group.dtype.as_datatype_enum
-        ids = [int(answer[0]) for answer in answers]
-        chosen += [(i, one, dtype) for i, one in zip(group.slots, ids, strict=True)]
+        pairs = zip(group.slots, answers, strict=True)
+        chosen += [(i, int(answer[0]), dtype) for i, answer in pairs]
     chosen.sort()
     bound = None
     if chosen:
-        positions, all_ids, dtypes = map(list, zip(*chosen, strict=True))
+        positions, ids, dtypes = map(list, zip(*chosen, strict=True))
         try:
             bound = _core.BoundVariables(
-                library.core, layout.core, positions, all_ids, dtypes, operations.context
+                library.core, layout.core, positions, ids, dtypes, operations.context
             )
         except ValueError as error:  # two variables share memory
             return unbound(operations.groups, str(error), place=place)
-    may_improve = _NOT_INITIALIZED in reasons.values()
-    return Binding(bound, [i for i, _, _ in chosen], others, reasons, place, may_improve)
+    may_improve = _NOT_INITIALIZED in others.values()
+    return Binding(bound, [i for i, _, _ in chosen], others, place, may_improve)
 
 
 def _obstacle(answers: Sequence[NDArray[np.int64]], library: Library) -> str:

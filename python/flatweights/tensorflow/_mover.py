@@ -77,9 +77,10 @@ class Mover:
         )
 
     @property
-    def reasons(self) -> Mapping[str, str]:
+    def reasons(self) -> dict[str, str]:
         """By name, why operations move a variable."""
-        return self._binding.reasons
+        others = self._binding.others.items()
+        return {name: reason for group, reason in others for name in group.layout.names}
 
     def shared(self) -> list[bool]:
         """Return, per slot, whether its variable aliases memory that was shared with it."""
@@ -263,7 +264,7 @@ class Mover:
                 direct = [values.get(i, targets[i]) for i in binding.positions]
                 binding.bound.get_parts(direct, False)
             if binding.others:
-                values |= self._operations.read(binding.others)
+                values |= self._operations.read(list(binding.others))
             move_parts([targets[i] for i in values], list(values.values()))
 
         self._with_binding(move)

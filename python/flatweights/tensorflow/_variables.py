@@ -158,7 +158,7 @@ class TensorFlowVariables:
         All others are bound: read and written in place, at the speed of memory. This is
         decided at construction or at the first get or set, and again in another session.
         """
-        return dict(self._mover.reasons)
+        return self._mover.reasons
 
     @property
     def shared(self) -> dict[str, bool]:
