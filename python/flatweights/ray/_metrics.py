@@ -78,7 +78,8 @@ class Metrics:
         used: int,
         left_out: Mapping[str, Collection[int]],
         nbytes: int,
-        ways: Iterable[str] = (),
+        ways: Iterable[str],
+        seconds: Mapping[str, float],
     ) -> None:
         """Count a round.
 
@@ -87,9 +88,11 @@ class Metrics:
             left_out: Ranks by the reason why they are not in it.
             nbytes: Bytes that were read.
             ways: For each rank that was called, ``"lane"`` or ``"store"``.
+            seconds: How long each step took.
         """
         with self._lock:
             self._used = used
+            self._seconds += seconds.items()
             self._counts["rounds", "", ""] += 1
             self._counts["bytes", "direction", "in"] += nbytes
             for way in ways:

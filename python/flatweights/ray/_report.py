@@ -24,8 +24,8 @@ def report(result: Round, *, already_named: Collection[int] = ()) -> None:
     """
     left_out = ranks_left_out(result)
     ways = [way.split(":")[0] for way in result.ways.values()]
-    METRICS.count_round(len(result.used), left_out, result.nbytes, ways)
-    METRICS.observe({step: result.seconds[step] for step in _OWN if step in result.seconds})
+    seconds = {step: result.seconds[step] for step in _OWN if step in result.seconds}
+    METRICS.count_round(len(result.used), left_out, result.nbytes, ways, seconds)
     lost = {*result.late, *result.failed}
     level = logging.WARNING if lost.difference(already_named) else logging.INFO
     if not _log.isEnabledFor(level):

@@ -305,6 +305,9 @@ class ShardedPlan:
             nbytes=sum(headers[rank].nbytes for rank in used),
         )
 
+    def _ref(self, rank: int) -> Any:
+        return self._arrivals.answers[rank].ref  # type: ignore[attr-defined]
+
     def _receive(self, rank: int) -> None:
         """Take a header that came; have a result read on its node."""
         if rank in self._being_read:
@@ -329,7 +332,7 @@ class ShardedPlan:
             self._nodes[rank] = self._headers[rank].node  # Ray has read it where it lies
 
     def _read(self, rank: int) -> None:
-        ref: Any = self._arrivals.answers[rank].ref  # type: ignore[attr-defined]
+        ref = self._ref(rank)
         location = get_local_object_locations([ref]).get(ref, {})
         nodes, size = location.get("node_ids"), location.get("object_size")
         if nodes == []:
@@ -350,9 +353,8 @@ class ShardedPlan:
         queue = self._queues.get(node, deque())
         while queue and self._readers[node] < _READERS:
             rank = queue.popleft()
-            ref: Any = self._arrivals.answers[rank].ref  # type: ignore[attr-defined]
             task = READ_RESULT.options(num_returns=1 + self._reading.num_shards, **_at(node))
-            refs = task.remote(ref, rank, self._reading)
+            refs = task.remote(self._ref(rank), rank, self._reading)
             header, *shards = [refs] if self._per_node else refs
             if shards:
                 self._sources[rank,] = shards
@@ -415,7 +417,7 @@ class ShardedPlan:
         calls: dict[Answer, Group] = {}
         for group in groups:
             if group not in self._sources:
-                refs = {rank: self._arrivals.answers[rank].ref for rank in group}  # type: ignore[attr-defined]
+                refs = {rank: self._ref(rank) for rank in group}
                 options = _at(self._nodes[group[0]])
                 task = ADD_UP_NODE.options(num_returns=1 + len(self._owners), **options)
                 outcome, *self._sources[group] = task.remote(
