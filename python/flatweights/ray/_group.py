@@ -27,10 +27,9 @@ from flatweights.ray._engine import (
 from flatweights.ray._errors import WorkerError, is_lost, is_refusal, put, size_of
 from flatweights.ray._failpoints import reach
 from flatweights.ray._metrics import METRICS
-from flatweights.ray._ray_calls import BY_VALUE, RayAnswer, argument_of
-from flatweights.ray._report import RoundsBar, report
+from flatweights.ray._ray_calls import BY_VALUE, argument_of
+from flatweights.ray._report import report, rounds_bar
 from flatweights.ray._round import Round, ShardedRound, ShardedWeights
-from flatweights.ray._shard_tasks import Reading
 from flatweights.ray._sharded import ShardedAverage, ShardedPlan
 from flatweights.ray._wire import GroupWire, Travels, nbytes_of
 from flatweights.ray._worker import FlatWorker
@@ -316,8 +315,8 @@ class WorkerGroup:
                 call = self._call(method, args, kwargs, payload)
                 plan: ShardedPlan | DriverAverage
                 if sharded is not None:
-                    shards = self._send_out_cut(call, arrivals, ranks, sharded.reading(request))
-                    plan = ShardedPlan(sharded, arrivals, request, shards)
+                    plan = ShardedPlan(sharded, arrivals, request)
+                    self._send_out_cut(call, plan, ranks)
                 elif wire is not None and (travels == "gradients" or wire.has_sent):
                     head = call.head._replace(wire=(wire.wire_dtype, travels))
                     self._send_out(call._replace(head=head), arrivals, ranks)
@@ -454,7 +453,7 @@ class WorkerGroup:
         progress: bool,
     ) -> Iterator[Round]:
         """Yield what `run` promises."""
-        with RoundsBar(rounds) if progress else contextlib.nullcontext() as bar:
+        with rounds_bar(rounds) if progress else contextlib.nullcontext() as show:
             for number in range(1, rounds + 1):
                 begin = time.monotonic()
                 if self._in_round and self._sent.version is not None:
@@ -469,8 +468,8 @@ class WorkerGroup:
                 result.seconds["round"] = time.monotonic() - begin
                 result.number = number
                 report(result, already_named=self._workers.unhealthy)
-                if bar is not None:
-                    bar.advance(result)
+                if show is not None:
+                    show(result)
                 yield result
                 del result  # while the next one is made
 
@@ -496,27 +495,19 @@ class WorkerGroup:
         for rank in ranks:
             arrivals.expect(rank, self._workers[rank].call(call))
 
-    def _send_out_cut(
-        self, call: Call, arrivals: Arrivals, ranks: Sequence[int], reading: Reading
-    ) -> dict[int, list[Any]] | None:
-        """As `_send_out`, to workers that cut the result; return references to the shards.
-
-        If nodes add up first, nothing is cut, and there are none.
-        """
+    def _send_out_cut(self, call: Call, plan: ShardedPlan, ranks: Sequence[int]) -> None:
+        """As `_send_out`, for a plan over shards; workers cut the result unless nodes add up."""
         head, method, args, kwargs, payload = call
         weights = argument_of(payload)
-        shards: dict[int, list[Any]] = {}
+        num_shards = plan.reading.num_shards
         for rank in ranks:
             handle = self._workers[rank].handle
-            if reading.num_shards:
-                run = handle.call_cut.options(num_returns=1 + reading.num_shards)
-                ref, *shards[rank] = run.remote(
-                    head, weights, reading, rank, method, *args, **kwargs
-                )
+            if num_shards:
+                run = handle.call_cut.options(num_returns=1 + num_shards)
+                refs = run.remote(head, weights, plan.reading, rank, method, *args, **kwargs)
             else:
-                ref = handle.call_version.remote(head, weights, method, *args, **kwargs)
-            arrivals.expect(rank, RayAnswer(ref, fetch=False))
-        return shards if reading.num_shards else None
+                refs = [handle.call_version.remote(head, weights, method, *args, **kwargs)]
+            plan.expect(rank, *refs)
 
     def _make_latest(self, weights: Any, ranks: Sequence[int]) -> Payload:
         """Make ``weights`` ready for ``ranks``; from then on they are the latest.

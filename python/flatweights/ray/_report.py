@@ -1,9 +1,8 @@
 """A round in the log, in the metrics, and on a progress bar."""
 
+import contextlib
 import logging
-from collections.abc import Collection
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
 
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._metrics import METRICS
@@ -88,53 +87,34 @@ def readable_bytes(nbytes: int) -> str:
     return f"{value:,.0f} TB"
 
 
-class RoundsBar:
-    """A progress bar: how many rounds are done, and which ranks the last average is not of.
+@contextlib.contextmanager
+def rounds_bar(rounds: int) -> Iterator[Callable[[Round], None]]:
+    """Show a progress bar of ``rounds``; give what is to be called after each of them.
 
-    Drawn only on a terminal or in a notebook: a file would get fragments of it.
+    It shows how many are done, and which ranks the last average is not of. It is drawn only on a
+    terminal or in a notebook: a file would get fragments of it.
+
+    Raises:
+        ImportError: If ``rich`` is not installed.
     """
-
-    def __init__(self, rounds: int) -> None:
-        """Show nothing yet.
-
-        Raises:
-            ImportError: If ``rich`` is not installed.
-        """
-        try:
-            from rich import progress
-            from rich.console import Console
-        except ImportError as error:
-            raise ImportError("progress=True needs rich: pip install rich") from error
-        console = Console()
-        self._bar: Any = progress.Progress(
-            progress.TextColumn("rounds"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.description}"),
-            console=console,
-            disable=not (console.is_terminal or console.is_jupyter),
-        )
-        self._task = self._bar.add_task("", total=rounds)
-
-    def __enter__(self) -> "RoundsBar":
-        """Begin to draw."""
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Leave the bar as it is."""
-        self._bar.stop()
-
-    def advance(self, result: Round) -> None:
-        """Show that one more round is done."""
-        self._bar.update(self._task, advance=1, description=_ranks(result))
+    try:
+        from rich import progress
+        from rich.console import Console
+    except ImportError as error:
+        raise ImportError("progress=True needs rich: pip install rich") from error
+    console = Console()
+    columns = (
+        progress.TextColumn("rounds"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.description}"),
+    )
+    is_drawn = console.is_terminal or console.is_jupyter
+    with progress.Progress(*columns, console=console, disable=not is_drawn) as bar:
+        task = bar.add_task("", total=rounds)
+        yield lambda result: bar.update(task, advance=1, description=_ranks(result))
 
 
 def _ranks(result: Round) -> str:

@@ -181,16 +181,6 @@ class ShardedAverage:
             raise RuntimeError("this ShardedAverage was shut down")
         return request
 
-    def reading(self, request: Request) -> Reading:
-        """Say how results are read where they lie; start the owners."""
-        if not self._owners:
-            self._start()
-        return Reading(
-            num_shards=0 if self._per_node else len(self._owners),
-            screen=request.nonfinite != "propagate",
-            weigh=request.weights if callable(request.weights) else None,
-        )
-
     def shutdown(self) -> None:
         """End the owners. Rounds that there were keep their shards."""
         self._ended = True
@@ -206,10 +196,13 @@ class ShardedAverage:
         """Shut down."""
         self.shutdown()
 
-    def _start(self) -> None:
-        nodes = _nodes() if self._nodes is None else self._nodes
-        num_shards = len(nodes) if self._num_shards is None else self._num_shards
-        self._owners = [self._new_owner(nodes[k % len(nodes)]) for k in range(num_shards)]
+    def _start(self) -> list[Any]:
+        """Return the owners, which the first round starts."""
+        if not self._owners:
+            nodes = _nodes() if self._nodes is None else self._nodes
+            num_shards = len(nodes) if self._num_shards is None else self._num_shards
+            self._owners = [self._new_owner(nodes[k % len(nodes)]) for k in range(num_shards)]
+        return self._owners
 
     def _new_owner(self, node: str = "") -> Any:
         # Firmly: Ray places actors that need nothing at random, if a node is only preferred.
@@ -230,39 +223,50 @@ class ShardedPlan:
     """One average: who reads and cuts which result, and who adds up which shard.
 
     The driver fetches no result; of each it gets a header. So nothing is mapped here.
+
+    Attributes:
+        reading: How results are read.
     """
 
-    def __init__(
-        self,
-        sharded: ShardedAverage,
-        arrivals: Arrivals,
-        request: Request,
-        shards: Mapping[int, Sequence[Any]] | None = None,
-    ) -> None:
-        """Prepare the average.
+    def __init__(self, sharded: ShardedAverage, arrivals: Arrivals, request: Request) -> None:
+        """Prepare the average; start the owners.
 
         Args:
             sharded: Has the owners; those that fail are replaced.
-            arrivals: The results; or their headers, if the ranks have cut them themselves.
+            arrivals: The results, and the headers of those that `expect` adds.
             request: The arguments of the round.
-            shards: By rank, references to the shards, if the ranks have cut them.
         """
-        self._reading = sharded.reading(request)
-        self._per_node = not self._reading.num_shards
-        self._patience = sharded.patience
-        self._owners = sharded._owners
+        self._owners = sharded._start()
         self._new_owner = sharded._new_owner
+        self._per_node = sharded._per_node
+        self._patience = sharded.patience
         self._arrivals = arrivals
         self._request = request
-        self._are_cut = shards is not None
+        self.reading = Reading(
+            num_shards=0 if self._per_node else len(self._owners),
+            screen=request.nonfinite != "propagate",
+            weigh=request.weights if callable(request.weights) else None,
+        )
         # By the ranks that it is of, the shards of a result, or of a sum that a node has made.
-        self._sources: dict[Group, list[Any]] = {(k,): [*row] for k, row in (shards or {}).items()}
+        self._sources: dict[Group, list[Any]] = {}
         self._headers: dict[int, Header] = {}
         self._nodes: dict[int, str] = {}  # of the results; empty, if one travelled inline
         self._unknown: set[int] = set()  # where their results lie
         self._being_read: dict[int, RayAnswer] = {}
         self._readers: Counter[str] = Counter()  # by node
         self._queues: dict[str, deque[int]] = {}  # of the ranks on a node that are read later
+
+    def expect(self, rank: int, ref: Any, *shards: Any) -> None:
+        """Wait for a result, too; if there are ``shards``, the rank has cut it itself.
+
+        Args:
+            rank: The rank.
+            ref: A reference to the result, or to its header.
+            *shards: References to the shards.
+        """
+        self._arrivals.expect(rank, RayAnswer(ref, fetch=False))
+        if shards:
+            self._sources[rank,] = list(shards)
 
     def run(self) -> ShardedRound:
         """Wait, read, average; nothing is held afterwards but the references to the shards."""
@@ -316,7 +320,7 @@ class ShardedPlan:
             self._readers[node] -= 1
             self._take_header(rank, answer)
             self._read_more(node)
-        elif self._are_cut:
+        elif (rank,) in self._sources:  # the rank has cut it
             self._take_header(rank, self._arrivals.answers[rank])
         else:
             self._read(rank)
@@ -353,8 +357,8 @@ class ShardedPlan:
         queue = self._queues.get(node, deque())
         while queue and self._readers[node] < _READERS:
             rank = queue.popleft()
-            task = READ_RESULT.options(num_returns=1 + self._reading.num_shards, **_at(node))
-            refs = task.remote(self._ref(rank), rank, self._reading)
+            task = READ_RESULT.options(num_returns=1 + self.reading.num_shards, **_at(node))
+            refs = task.remote(self._ref(rank), rank, self.reading)
             header, *shards = [refs] if self._per_node else refs
             if shards:
                 self._sources[rank,] = shards
