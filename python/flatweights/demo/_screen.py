@@ -3,14 +3,13 @@
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress
 
-from flatweights.examples import STYLE, Panel
+from flatweights.examples import Panel, open_figure
 
 if TYPE_CHECKING:
     from flatweights.demo._training import Exchange
@@ -68,19 +67,10 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(value))) if value else 0}f} ms"
 
 
-@contextmanager
-def figure_of(options: argparse.Namespace, extra: str, width: float) -> Iterator[Any]:
-    """Yield an empty figure, and write it to ``--plot`` in the end."""
-    import matplotlib as mpl  # takes a second
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width, 7.2), layout="constrained")
-        rounds = plural(options.rounds, "round"), plural(options.local_steps, "local step")
-        title = f"Handwritten digits, {plural(options.workers, 'worker')}: {' of '.join(rounds)}"
-        figure.suptitle(title + extra, fontsize=13)
-        yield figure
-        figure.savefig(options.plot, dpi=150)
+def summary(options: argparse.Namespace) -> str:
+    """Return how many workers there are, and for how long they train."""
+    rounds, steps = plural(options.rounds, "round"), plural(options.local_steps, "local step")
+    return f"on {plural(options.workers, 'worker')}: {rounds} of {steps}"
 
 
 def draw_comparison(
@@ -91,7 +81,8 @@ def draw_comparison(
     steps: Mapping[str, str],
 ) -> None:
     """Draw the training, the steps of its exchange, and exchanges of other sizes."""
-    with figure_of(options, f", averaging {options.mode}", 11) as figure:
+    title = f"Handwritten digits {summary(options)}, averaging {options.mode}"
+    with open_figure(options.plot, title, 11.0, 7.2) as figure:
         exchange, sizes, loss, accuracy = figure.subplots(2, 2).flat
         ends = [0.0] * len(costs)
         for step, label in steps.items():
@@ -120,7 +111,8 @@ def draw_survival(
     options: argparse.Namespace, accuracies: Sequence[float], used: Sequence[int], victim: int
 ) -> None:
     """Draw the accuracy, and how many ranks each average was of."""
-    with figure_of(options, "; one worker killed", 9) as figure:
+    title = f"Handwritten digits {summary(options)}; one worker killed"
+    with open_figure(options.plot, title, 9.0, 7.2) as figure:
         accuracy, ranks = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
         rounds = range(1, len(used) + 1)
         Panel("Test accuracy", "", {"": (rounds, accuracies)}).draw(accuracy)

@@ -15,7 +15,7 @@ import numpy as np
 import ray
 
 from flatweights.demo import SIZES
-from flatweights.demo._screen import Screen, draw_comparison, draw_survival, milliseconds, plural
+from flatweights.demo._screen import Screen, draw_comparison, draw_survival, milliseconds, summary
 from flatweights.demo._worker import DigitsWorker
 from flatweights.examples import print_table, start_ray
 from flatweights.ray import WorkerError, WorkerGroup, average
@@ -129,9 +129,7 @@ def train(options: argparse.Namespace) -> None:
             sizes = list(group.step("size").values())
             per_worker = " or ".join(map(str, sorted(set(sizes))))
             screen.line(f"digits: {sum(sizes)} to train on, {per_worker} per worker")
-            rounds, steps = options.rounds, options.local_steps
-            schedule = f"{plural(rounds, 'round')} of {plural(steps, 'local step')}"
-            screen.stage(f"training: {schedule}, averaging {options.mode}")
+            screen.stage(f"training {summary(options)}, averaging {options.mode}")
             follow = survive if options.kill_worker else compare
             accuracy, show = follow(options, screen, group, sizes)
             digests = set(group.step("digest").values())

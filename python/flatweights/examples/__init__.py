@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -314,18 +314,24 @@ def report(
         OSError: If the plot cannot be written.
     """
     print_table(rows)
-    if plot is None:
-        return
+    if plot is not None:
+        with open_figure(plot, title, width=1.0 + 5.0 * len(panels), height=4.0) as figure:
+            row = figure.subplots(1, len(panels), squeeze=False).flat
+            for axes, panel in zip(row, panels, strict=True):
+                panel.draw(axes)
+
+
+@contextlib.contextmanager
+def open_figure(path: Path, title: str, width: float, height: float) -> Iterator[Any]:
+    """Yield an empty figure of a size in inches, and write it to ``path`` at the end."""
     import matplotlib as mpl  # takes a second
     from matplotlib.figure import Figure
 
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(1.0 + 5.0 * len(panels), 4.0), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         figure.suptitle(title, fontsize=12)
-        row = figure.subplots(1, len(panels), squeeze=False).flat
-        for axes, panel in zip(row, panels, strict=True):
-            panel.draw(axes)
-        figure.savefig(plot, dpi=150)
+        yield figure
+        figure.savefig(path, dpi=150)
 
 
 class Returns:
