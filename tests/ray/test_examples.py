@@ -245,7 +245,7 @@ def test_a_process_that_dies_takes_one_client_with_it(client: Any) -> None:
 @pytest.mark.slow
 def test_both_servers_learn(program: Program) -> None:
     small = "--clients=10 --fraction=0.6 --failing=0.3 --deaths=20 --concentration=10 --rounds=20"
-    output = program("federated", *small.split(), "--seed=1", "--workers=1")
+    output = program("federated", *small.split(), "--seed=1", "--workers=3")
     for server in ("FedAvg", "FedAdam"):
         accuracy, _, rounds, raised, died, _ = cells(output, server)
         assert float(accuracy) >= 0.9

@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     examples.start_ray(options.workers)
     # Whatever its log level, Ray prints the reason of each death.
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-        client = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(Client)
+        client = ray.remote(max_restarts=-1, max_task_retries=-1)(Client)
         actors = [client.remote(options) for _ in range(options.workers)]
         start = ray.get(actors[0].get_weights.remote())
         runs = {name: run_server(actors, SERVERS[name](start), options) for name in options.server}
