@@ -4,9 +4,11 @@ A program is a function of this file, run in a process of its own. It checks wha
 against an oracle, bit for bit, and prints what the test asks for.
 """
 
+import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,31 +113,26 @@ def fill_the_store() -> None:
         print(error)
     assert same_bits(out.buffer, kept.buffer)
     assert group.healthy_actor_ids() == [0, 1, 2, 3]
-    wait_for_one_buffer(start.layout.nbytes)
-    group.broadcast(start)  # workers answer once their results, too, are made or given up
-    wait_for_one_buffer(start.layout.nbytes)
-    found = group.average("train", min_results=1)
+    group.step("ping")  # workers answer once their results, too, are made or given up
+    once_there_is_room(lambda: group.broadcast(start))
+    found = once_there_is_room(lambda: group.average("train", min_results=1))
     assert found.used
     check(found.weights, start, found.used)
-    wait_for_one_buffer(start.layout.nbytes)
-    pins = [ray.put(np.zeros(size)) for _ in range(1)]
-    views = []
-    try:
-        for _ in range(4):
-            pins.append(ray.put(np.zeros(size)))
-            views.append(ray.get(pins[-1]))
-    except ray.exceptions.OutOfDiskError:
-        pass
+    pins = []
     for send in (lambda: group.broadcast(weights_of(2.0, size)), lambda: group.broadcast(found)):
-        try:
-            send()
-        except StoreTooSmallError as error:
-            print(error)
-    views.clear()
+        while True:
+            with contextlib.suppress(ray.exceptions.OutOfDiskError):
+                while True:
+                    ref = ray.put(np.zeros(size))
+                    pins.append((ref, ray.get(ref)))
+            try:
+                send()
+            except StoreTooSmallError as error:
+                print(error)
+                break
     pins.clear()
-    time.sleep(1)
-    group.broadcast(start)
-    found = group.average("train", min_results=1)
+    once_there_is_room(lambda: group.broadcast(start))
+    found = once_there_is_room(lambda: group.average("train", min_results=1))
     check(found.weights, start, found.used)
 
 
@@ -161,9 +158,16 @@ def store_in_use() -> tuple[int, int]:
     return stats.object_store_bytes_used, stats.spilled_bytes_total
 
 
-def wait_for_one_buffer(nbytes: int) -> None:
-    """Wait until the store holds no more than what was broadcast: Ray frees when it comes to it."""
-    while store_in_use()[0] > 1.5 * nbytes:
+def once_there_is_room(call: Callable[[], Any]) -> Any:
+    """Call until the store has room for it: Ray frees what was dropped when it comes to it."""
+    while True:
+        try:
+            return call()
+        except StoreTooSmallError:
+            pass
+        except WorkerError as error:
+            if not all(isinstance(one, StoreTooSmallError) for one in error.failed.values()):
+                raise
         time.sleep(0.05)
 
 
