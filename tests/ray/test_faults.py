@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights import FlatWeights
-from flatweights.ray import StoreTooSmallError, WorkerError, WorkerGroup
+from flatweights.ray import Round, StoreTooSmallError, WorkerError, WorkerGroup
 
 pytestmark = pytest.mark.starts_actors
 
@@ -114,26 +113,36 @@ def fill_the_store() -> None:
     assert same_bits(out.buffer, kept.buffer)
     assert group.healthy_actor_ids() == [0, 1, 2, 3]
     group.step("ping")  # workers answer once their results, too, are made or given up
-    once_there_is_room(lambda: group.broadcast(start))
-    found = once_there_is_room(lambda: group.average("train", min_results=1))
-    assert found.used
-    check(found.weights, start, found.used)
+    found = check_once_there_is_room(group, start)
     pins = []
-    for send in (lambda: group.broadcast(weights_of(2.0, size)), lambda: group.broadcast(found)):
+    for weights in (weights_of(2.0, size), found):
         while True:
             with contextlib.suppress(ray.exceptions.OutOfDiskError):
                 while True:
-                    ref = ray.put(np.zeros(size))
-                    pins.append((ref, ray.get(ref)))
+                    pins.append(ray.get(ray.put(np.zeros(size))))
             try:
-                send()
+                group.broadcast(weights)
             except StoreTooSmallError as error:
                 print(error)
                 break
     pins.clear()
-    once_there_is_room(lambda: group.broadcast(start))
-    found = once_there_is_room(lambda: group.average("train", min_results=1))
-    check(found.weights, start, found.used)
+    check_once_there_is_room(group, start)
+
+
+def check_once_there_is_room(group: WorkerGroup, start: FlatWeights) -> Round:
+    """Check a round from ``start``; Ray frees what was dropped when it comes to it."""
+    while True:
+        try:
+            found = group.average("train", broadcast=start, min_results=1)
+        except StoreTooSmallError:
+            continue
+        except WorkerError as error:
+            if not all(isinstance(one, StoreTooSmallError) for one in error.failed.values()):
+                raise
+            continue
+        assert found.used
+        check(found.weights, start, found.used)
+        return found
 
 
 def test_a_full_store_says_how_large_it_must_be() -> None:
@@ -156,19 +165,6 @@ def store_in_use() -> tuple[int, int]:
     address = global_worker.gcs_client.address
     stats = get_memory_info_reply(get_state_from_address(address)).store_stats
     return stats.object_store_bytes_used, stats.spilled_bytes_total
-
-
-def once_there_is_room(call: Callable[[], Any]) -> Any:
-    """Call until the store has room for it: Ray frees what was dropped when it comes to it."""
-    while True:
-        try:
-            return call()
-        except StoreTooSmallError:
-            pass
-        except WorkerError as error:
-            if not all(isinstance(one, StoreTooSmallError) for one in error.failed.values()):
-                raise
-        time.sleep(0.05)
 
 
 def settled_use() -> int:
