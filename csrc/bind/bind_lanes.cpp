@@ -246,10 +246,78 @@ struct PeerWindow {
     py::array array(py::dtype::of<std::uint8_t>(), {static_cast<py::ssize_t>(nbytes)},
                     {py::ssize_t{1}}, reinterpret_cast<const std::uint8_t*>(file->data()) + offset,
                     owner);
-    array.attr("flags").attr("writeable") = false;
+    py::detail::array_proxy(array.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
     return array;
   }
 };
+
+// What a message in a mailbox begins with: its kind, and where its buffers lie in windows of the
+// sender. _lane_message.py writes it; a stream of bytes follows.
+struct MessageHeader {
+  std::uint32_t kind, count;
+};
+struct Place {
+  std::uint32_t window, generation;
+  std::uint64_t offset, nbytes;
+};
+
+// The message that the other side than `reader` has put into a mailbox.
+struct ReceivedMessage {
+  MessageHeader header{};
+  std::vector<Place> places;
+  std::span<const std::byte> stream;
+
+  ReceivedMessage(const Mailbox& box, Side reader)
+      : stream(reader == Side::kWorker ? box.command() : box.answer()) {
+    read_into(std::span(&header, 1));
+    if (header.count > stream.size() / sizeof(Place))
+      throw py::value_error("message: expected " + std::to_string(header.count) + " places in " +
+                            std::to_string(stream.size()) + " bytes");
+    places.resize(header.count);
+    read_into(std::span(places));
+    for (const Place& place : places) check_index(place.window);
+  }
+
+ private:
+  template <class T>
+  void read_into(std::span<T> parts) {
+    if (stream.size() < parts.size_bytes())
+      throw py::value_error("message: expected a header, got " + std::to_string(stream.size()) +
+                            " bytes");
+    std::copy_n(stream.begin(), parts.size_bytes(), std::as_writable_bytes(parts).begin());
+    stream = stream.subspan(parts.size_bytes());
+  }
+};
+
+void release(const BoundMailbox& mailbox, Side holder, std::span<const Place> places) {
+  for (const Place& place : places) mailbox.box().drop_hold(holder, place.window);
+}
+
+// Its kind, views of its buffers, and its stream; None if a window is not in `windows`, which has
+// generation and `PeerWindow` by index. If a view cannot be made, nothing is held.
+py::object read_message(const BoundMailbox& mailbox, bool of_worker, const py::dict& windows) {
+  const Side reader = side_of(of_worker);
+  const ReceivedMessage message(mailbox.box(), reader);
+  std::vector<const PeerWindow*> memory;
+  for (const Place& place : message.places) {
+    const py::int_ index(place.window);
+    if (!windows.contains(index)) return py::none();
+    const auto known = py::cast<std::pair<std::uint32_t, py::object>>(windows[index]);
+    if (known.first != place.generation) return py::none();
+    memory.push_back(&py::cast<const PeerWindow&>(known.second));  // the dict keeps it
+  }
+  py::list views(message.places.size());
+  for (std::size_t k = 0; k < message.places.size(); ++k) {
+    const Place& place = message.places[k];
+    try {
+      views[k] = memory[k]->view(mailbox, of_worker, place.window, place.offset, place.nbytes);
+    } catch (...) {
+      release(mailbox, reader, std::span(message.places).subspan(k));
+      throw;
+    }
+  }
+  return py::make_tuple(message.header.kind, views, as_bytes(message.stream));
+}
 
 // Where `buffer` begins in the window, -1 if it is elsewhere.
 py::ssize_t offset_of(const Window& window, const py::buffer& buffer) {
@@ -287,6 +355,13 @@ void bind_lanes(py::module_& m) {
       .def("enter", [](const BoundMailbox& s) { s.box().enter(); })
       .def("wait", &BoundMailbox::await, py::arg("seconds"), py::arg("call"))
       .def("command", [](const BoundMailbox& s) { return as_bytes(s.box().command()); })
+      .def("read_message", &read_message, py::arg("of_worker"), py::arg("windows"))
+      .def("release_message",
+           [](const BoundMailbox& s, bool of_worker) {
+             const Side reader = side_of(of_worker);
+             release(s, reader, ReceivedMessage(s.box(), reader).places);
+           },
+           py::arg("of_worker"))
       .def("answer_with", &BoundMailbox::answer_with, py::arg("answer"), py::arg("ends"))
       .def(
           "holds",

@@ -8,7 +8,6 @@ that the peer is dead. Both check that the peer belongs to the same user.
 
 import contextlib
 import os
-import pickle
 import socket
 import struct
 from typing import Any
@@ -90,36 +89,23 @@ class LaneEnd:
         for place in places:
             self.mailbox.drop_hold(not self._is_worker, place.window)
 
-    def load(self, places: list[Place], stream: bytes) -> Any:
-        """Return the value of a message of the peer; its arrays are views of the peer's windows.
+    def read(self) -> tuple[int, list[Any], bytes]:
+        """Return kind, buffers and stream of the peer's message.
+
+        The buffers are read-only views of the peer's windows; each is counted as held until it is
+        gone.
 
         Raises:
             LaneError: If a window is not there, or not as announced.
         """
-        return pickle.loads(stream, buffers=self.views(places) if places else None)
-
-    def views(self, places: list[Place]) -> list[Any]:
-        """Return read-only views; each is counted as held until it is gone."""
         assert self.mailbox is not None
-        views: list[Any] = []
-        try:
-            for place in places:
-                known = self._of_peer.get(place.window)
-                if known is None or known[0] != place.generation:
-                    self.receive()
-                    known = self._of_peer.get(place.window)
-                if known is None or known[0] != place.generation:
-                    raise LaneError(f"window {place.window} was not announced")
-                views.append(
-                    known[1].view(
-                        self.mailbox, self._is_worker, place.window, place.offset, place.nbytes
-                    )
-                )
-        except BaseException:
-            for place in places[len(views) :]:
-                self.mailbox.drop_hold(self._is_worker, place.window)
-            raise
-        return views
+        for _ in range(2):
+            message = self.mailbox.read_message(self._is_worker, self._of_peer)
+            if message is not None:
+                return message
+            self.receive()
+        self.mailbox.release_message(self._is_worker)
+        raise LaneError("a window was not announced")
 
     def receive(self) -> None:
         """Take all packets that have come."""

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import pickle
 import secrets
 import select
 import socket
@@ -16,7 +17,7 @@ from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Packed
 from flatweights.ray._failpoints import reach
 from flatweights.ray._lane import LaneEnd, LaneError
-from flatweights.ray._lane_message import Dumps, Message, make_message, split_message
+from flatweights.ray._lane_message import Dumps, Message, make_message
 from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS, check_user
 from flatweights.ray._windows import Place, Windows
 
@@ -114,14 +115,14 @@ class DriverLane(LaneEnd):
         A view that lives longer keeps its window from being written, and nothing else.
         """
         self._is_read = True
-        kind, places, stream = split_message(self.mailbox.answer())
+        kind, buffers, stream = self.read()
         if kind == WEIGHTS:
-            (buffer,) = self.views(places)
+            (buffer,) = buffers
             if self._layout is None or self._layout.digest != stream.decode():
                 raise LaneError("the layout of the weights is not known")
             return Reply(kind, Packed(buffer, self._layout))
         if kind == VALUE:
-            value = self.load(places, stream)
+            value = pickle.loads(stream, buffers=buffers)
             if type(value) is FlatWeights:
                 self._layout = value.layout
             return Reply(kind, value)

@@ -84,16 +84,6 @@ def join_message(kind: int, stream: bytes, places: Sequence[Place] = ()) -> byte
     return b"".join([_HEADER.pack(kind, len(places)), *table, stream])
 
 
-def split_message(content: bytes) -> tuple[int, list[Place], bytes]:
-    """Return kind, places and stream of a message's content."""
-    kind, count = _HEADER.unpack_from(content)
-    if not count:
-        return kind, [], content[_HEADER.size :]
-    end = _HEADER.size + count * _PLACE.size
-    places = [*map(Place._make, _PLACE.iter_unpack(content[_HEADER.size : end]))]
-    return kind, places, content[end:]
-
-
 def make_message(
     kind: int, box: list[Any], windows: Windows | None, pickle_other: Dumps, *, frozen: bool
 ) -> Message | None:

@@ -8,6 +8,7 @@ others on the actor's handle get their turn. The next command then comes with a 
 
 import functools
 import os
+import pickle
 import socket
 import struct
 import threading
@@ -19,7 +20,7 @@ from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._failpoints import reach
 from flatweights.ray._lane import LaneEnd, LaneError
-from flatweights.ray._lane_message import Dumps, Message, join_message, make_message, split_message
+from flatweights.ray._lane_message import Dumps, Message, join_message, make_message
 from flatweights.ray._windows import Windows
 
 LINGER = 0.01
@@ -133,8 +134,9 @@ class WorkerLane(LaneEnd):
         try:
             if self._doorbell is None:
                 self.receive()
-            kind, places, stream = split_message(self.mailbox.command())
-            method, args, kwargs = self.load(places, stream)
+            kind, buffers, stream = self.read()
+            method, args, kwargs = pickle.loads(stream, buffers=buffers)
+            del buffers
         except Exception as error:
             return join_message(REFUSED, f"{type(error).__name__}: {error}".encode())
         reach("read")

@@ -134,7 +134,7 @@ class FlatWorker:
         The shards are read in place: calls `set_weights` with a dict, or `set_flat` with a vector
         if vectors were averaged.
         """
-        self._set(shards.get_in_place())
+        _set(self, shards.get_in_place())
 
     def get_flat(self) -> NDArray[Any]:
         """Return the weights as one vector; see `TensorFlowVariables.get_flat`."""
@@ -171,26 +171,7 @@ class FlatWorker:
         state = self._group_state
         with state.turn:
             state.admit(head.stamp)
-            self._receive(head.version, new_weights)
-
-    def _receive(self, version: Stamp | None, new_weights: Any) -> None:
-        state = self._group_state
-        if isinstance(new_weights, Message):
-            try:
-                state.wire.receive(new_weights, self._set)
-            except MissedUpdateError as error:
-                raise StaleWorkerError(str(error)) from error
-        elif isinstance(new_weights, ShardedWeights):
-            self.set_shards(new_weights)
-        else:
-            self._set(new_weights)
-        state.version = version
-
-    def _set(self, new_weights: Mapping[str, ArrayLike] | NDArray[Any]) -> None:
-        if isinstance(new_weights, np.ndarray):
-            self.set_flat(new_weights)
-        else:
-            self.set_weights(new_weights)
+            _receive(self, state, head.version, new_weights)
 
     def call_version(
         self, head: Head, new_weights: Any, method: str, *args: Any, **kwargs: Any
@@ -220,7 +201,7 @@ class FlatWorker:
             state.admit(head.stamp)
             if new_weights is not None:
                 try:
-                    self._receive(head.version, new_weights)
+                    _receive(self, state, head.version, new_weights)
                 except StaleWorkerError:
                     raise
                 except Exception as error:
@@ -277,6 +258,31 @@ class FlatWorker:
         except KeyError:
             raise StaleWorkerError("restarted since: it has not attached again") from None
         return lane.serve(self, number, cloud_dumps)
+
+
+# Functions, not methods: Ray wraps every method of an actor's class to trace its calls.
+
+
+def _receive(
+    worker: FlatWorker, state: _GroupState, version: Stamp | None, new_weights: Any
+) -> None:
+    if isinstance(new_weights, Message):
+        try:
+            state.wire.receive(new_weights, functools.partial(_set, worker))
+        except MissedUpdateError as error:
+            raise StaleWorkerError(str(error)) from error
+    elif isinstance(new_weights, ShardedWeights):
+        worker.set_shards(new_weights)
+    else:
+        _set(worker, new_weights)
+    state.version = version
+
+
+def _set(worker: FlatWorker, new_weights: Mapping[str, ArrayLike] | NDArray[Any]) -> None:
+    if isinstance(new_weights, np.ndarray):
+        worker.set_flat(new_weights)
+    else:
+        worker.set_weights(new_weights)
 
 
 @functools.cache
