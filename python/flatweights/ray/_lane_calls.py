@@ -192,7 +192,8 @@ class LaneAnswer(Answer):
             if end is not None:
                 patience = min(patience, end - now)
             lanes = [answer._lane for answer in missing if answer._by_ray is None]
-            answers[0]._worker.wait(lanes, patience, enough - len(there))
+            # All but the last are read while that worker still runs.
+            answers[0]._worker.wait(lanes, patience, max(1, enough - len(there) - 1))
             if not by_ray and time.monotonic() - now >= _SLICE:
                 for answer in missing:
                     answer.look_at_call()

@@ -62,15 +62,15 @@ def pickled(value: Any, pickle_other: Dumps) -> tuple[bytes, list[memoryview]]:
 def _is_plain(value: Any) -> bool:
     """Whether `pickle` alone gives what another process reads: nothing of ``__main__``."""
     kind = type(value)
-    if kind in _LEAVES or isinstance(value, np.generic):
+    if kind in _LEAVES:
         return True
+    if kind is dict:
+        return {str}.issuperset(map(type, value)) and _is_plain([*value.values()])
+    if kind is tuple or kind is list:
+        return _LEAVES.issuperset(map(type, value)) or all(map(_is_plain, value))
     if kind is np.ndarray:
         return not value.dtype.hasobject
-    if kind is dict:
-        return all(type(key) is str for key in value) and _is_plain([*value.values()])
-    if kind is tuple or kind is list:
-        return all(type(one) in _LEAVES or _is_plain(one) for one in value)
-    return False
+    return isinstance(value, np.generic)
 
 
 def fits(stream: bytes, count: int) -> bool:
