@@ -59,7 +59,7 @@ MemoryFile::Nonce nonce_of(const py::bytes& bytes) {
   return nonce;
 }
 
-// Python code as OSError, with its number.
+// Calls `make`; raises a std::system_error as Python's OSError, with its number.
 template <class F>
 auto with_os_errors(F&& make) {
   try {
@@ -104,7 +104,7 @@ std::shared_ptr<MemoryFile> open_shared(int descriptor, const py::bytes& nonce, 
   return file;
 }
 
-// A file descriptor that is closed with its owner.
+// A file descriptor that its destructor closes.
 class Descriptor {
  public:
   explicit Descriptor(int number) : number_(number) {
@@ -143,13 +143,13 @@ struct BoundDoorbell {
             Descriptor(fcntl(bell, F_DUPFD_CLOEXEC, 0))};
   }
 
-  // It fails only where the driver is gone, or has been rung for often enough.
+  // A write fails only if the driver is gone, or the eventfd is full: then the bell has rung.
   void ring() const {
     const std::uint64_t one = 1;
     if (write(bell.number(), &one, sizeof one) < 0) return;
   }
 
-  // Returns whether it has rung since the last look.
+  // Returns whether it has rung since the last `hear`.
   [[nodiscard]] bool hear() const {
     std::uint64_t count = 0;
     return read(bell.number(), &count, sizeof count) > 0;
@@ -184,7 +184,7 @@ struct BoundMailbox {
     std::vector<const Mailbox*> boxes;
     for (const py::handle mailbox : mailboxes)
       boxes.push_back(&py::cast<const BoundMailbox&>(mailbox).box());
-    const WithoutGil nogil;  // the list is the caller's, and keeps them
+    const WithoutGil nogil;  // the caller's list keeps the mailboxes alive
     return Mailbox::watch(boxes, enough, static_cast<std::int64_t>(seconds * 1e9));
   }
 
@@ -319,7 +319,7 @@ py::object read_message(const BoundMailbox& mailbox, bool of_worker, const py::d
   return py::make_tuple(message.header.kind, views, as_bytes(message.stream));
 }
 
-// Where `buffer` begins in the window, -1 if it is elsewhere.
+// The offset of `buffer` in the window; -1 if it lies elsewhere.
 py::ssize_t offset_of(const Window& window, const py::buffer& buffer) {
   const py::buffer_info info = buffer.request();
   const auto begin = reinterpret_cast<std::uintptr_t>(window.file().data());
@@ -356,12 +356,13 @@ void bind_lanes(py::module_& m) {
       .def("wait", &BoundMailbox::await, py::arg("seconds"), py::arg("call"))
       .def("command", [](const BoundMailbox& s) { return as_bytes(s.box().command()); })
       .def("read_message", &read_message, py::arg("of_worker"), py::arg("windows"))
-      .def("release_message",
-           [](const BoundMailbox& s, bool of_worker) {
-             const Side reader = side_of(of_worker);
-             release(s, reader, ReceivedMessage(s.box(), reader).places);
-           },
-           py::arg("of_worker"))
+      .def(
+          "release_message",
+          [](const BoundMailbox& s, bool of_worker) {
+            const Side reader = side_of(of_worker);
+            release(s, reader, ReceivedMessage(s.box(), reader).places);
+          },
+          py::arg("of_worker"))
       .def("answer_with", &BoundMailbox::answer_with, py::arg("answer"), py::arg("ends"))
       .def(
           "holds",
@@ -427,7 +428,7 @@ void bind_lanes(py::module_& m) {
             offer_window(self, nbytes);
           },
           py::arg("nbytes"))
-      // Not counted as taken: for copies into a window that is free, and out of one that is not.
+      // Leaves the window free: for copies into a free window, and out of one that is taken.
       .def("memory",
            [](const std::shared_ptr<Window>& self) {
              auto* const kept = new std::shared_ptr<Window>(self);

@@ -18,7 +18,7 @@
 namespace flatweights {
 namespace {
 
-// Sleeps while `word` is `value`, at most so long; returns whether a signal ended it.
+// Sleeps while `word` is `value`, for at most `nanoseconds`; returns whether a signal ended it.
 bool sleep_on(std::atomic<std::uint32_t>& word, std::uint32_t value, std::int64_t nanoseconds) {
 #ifdef __linux__
   const timespec span{static_cast<time_t>(nanoseconds / 1'000'000'000),
@@ -46,7 +46,7 @@ Mailbox::Posted Mailbox::post(std::span<const std::byte> command, std::uint32_t 
   std::copy(command.begin(), command.end(), command_);
   command_size_ = static_cast<std::uint32_t>(command.size());
   std::uint32_t word = word_.load();
-  // It fails only where the worker has come or gone meanwhile.
+  // It fails only if the worker has begun or ceased to wait meanwhile.
   while (!word_.compare_exchange_weak(word, word_of((word >> 2) + 1, State::kCommand))) {
   }
   if (state_of(word) == State::kAway)
@@ -88,7 +88,7 @@ void Mailbox::enter() noexcept {
 }
 
 void Mailbox::note_end(std::uint32_t call) noexcept {
-  // Ray may repeat an older call.
+  // The number never falls: Ray may repeat an older call.
   std::uint32_t last = ended_.load();
   while (last < call && !ended_.compare_exchange_weak(last, call)) {
   }

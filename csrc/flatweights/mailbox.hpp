@@ -2,7 +2,7 @@
 //
 // One atomic word says whose turn it is: a sequence number and a state.
 //
-//   AWAY n      command n was answered; the worker is in no loop: a post needs a call of Ray's
+//   AWAY n      command n was answered; the worker does not wait: a post may need a Ray call
 //   WAITING n   command n was answered; the worker sleeps on the word
 //   COMMAND n   the driver has posted command n; the worker has not taken it
 //   BUSY n      the worker runs command n
@@ -12,20 +12,22 @@
 // Worker:  AWAY n -> WAITING n (enter);  COMMAND n -> BUSY n (take);  WAITING n -> AWAY n (its
 //          time is up);  BUSY n -> WAITING n or AWAY n (answer).
 //
-// A worker runs commands inside calls of Ray's, which the driver numbers and queues: the next one
-// may be on its way while the worker is still in the last. A worker says which call it is about to
-// end before it leaves WAITING or BUSY for AWAY. One that was dismissed says so too, then looks at
-// the word again. A driver that has posted to an AWAY worker looks afterwards at the last call that
-// ended: if that was the last one it made, nobody would take the command, and it makes another.
+// A worker runs commands inside Ray calls, which the driver numbers and queues: the next call may
+// be on its way while the worker is still in the last one. Before the worker leaves WAITING or BUSY
+// for AWAY, it notes the number of the call that it is about to end. A worker that was dismissed
+// does so too, and then reads the word again. A driver that has posted to an AWAY worker reads that
+// number afterwards: if it is that of the last call that the driver made, no call would take the
+// command, and the driver makes another.
 //
-// Every arrow is one compare-and-swap, and every look at the word acquires at least.
-// The driver writes the command, and reads the answer, only in AWAY and WAITING; the worker
-// reads and writes only in BUSY. So neither reads what the other writes. The answer to command
-// n is there once the word says AWAY n or WAITING n. Whoever dies leaves the word as it is: the
-// other learns of it by the end of their socket.
+// Every arrow is one atomic change: a compare-and-swap, except that an answer is a store, since
+// only the worker leaves BUSY. Every read of the word acquires at least. The driver writes the
+// command, and reads the answer, only in AWAY and WAITING; the worker reads and writes only in
+// BUSY. So neither reads memory that the other is writing. The answer to command n is there once
+// the word says AWAY n or WAITING n. A process that dies leaves the word as it is: the other side
+// learns of the death by the end of file of their socket.
 //
-// Beside the word, each side counts the views that the other holds of its windows: the owner
-// adds before it mentions a window, the holder subtracts when a view is gone.
+// Beside the word, each side has a count of the views that the other holds of its windows: the
+// owner adds before it mentions a window, the holder subtracts when a view is gone.
 #pragma once
 
 #include <atomic>
@@ -41,7 +43,7 @@ class Mailbox {
   static constexpr std::size_t kWindows = 64;                   // of each side
 
   enum class State : std::uint32_t { kAway = 0, kWaiting = 1, kCommand = 2, kBusy = 3 };
-  // kExpected: the worker is there, or in a call that has not ended.
+  // kExpected: the worker is waiting, or a call that has not ended will take the command.
   enum class Posted { kExpected, kNeedsCall, kRefused };
   enum class Awaited { kTaken, kLeft, kInterrupted };
   enum class Side { kDriver = 0, kWorker = 1 };
@@ -49,8 +51,8 @@ class Mailbox {
   // Zeros, as in a new memory file, are a mailbox: AWAY 0.
 
   [[nodiscard]] State state() const noexcept { return state_of(word_.load()); }
-  // Whether every command that was posted has been answered. In one order with the doorbell's
-  // count: a driver arms it, then looks here.
+  // Whether every command that was posted has been answered. Sequentially consistent with the
+  // doorbell's count: a driver arms the bell, then calls this.
   [[nodiscard]] bool is_settled() const noexcept {
     const std::uint32_t word = word_.load();
     return state_of(word) == State::kAway || state_of(word) == State::kWaiting;
@@ -59,22 +61,21 @@ class Mailbox {
   // Driver. `post` refuses unless settled; `command` is at most kRoom long. `calls`: how many
   // calls of Ray's were made; where all of them have ended, the command needs another.
   Posted post(std::span<const std::byte> command, std::uint32_t calls) noexcept;
-  // Looks until `enough` of `boxes` are settled, for at most `nanoseconds`, and lets others run
-  // between two looks; returns whether they are. A processor that has gone idle takes longer to
-  // come back than a small command takes.
+  // Polls until `enough` of `boxes` are settled, for at most `nanoseconds`, and yields in between;
+  // returns whether they are. An idle processor takes longer to wake than a small command to run.
   static bool watch(std::span<const Mailbox* const> boxes, std::size_t enough,
                     std::int64_t nanoseconds) noexcept;
   bool withdraw() noexcept;
-  void dismiss(std::uint32_t calls) noexcept;  // and calls up to `calls` do not wait any more
+  void dismiss(std::uint32_t calls) noexcept;  // the calls up to number `calls` wait no more
   [[nodiscard]] std::span<const std::byte> answer() const noexcept;
 
-  // Worker, in the call of Ray's number `call`, from 1. `enter` is called before each series of
-  // `await`, which sleeps until a command was taken, the driver has dismissed the worker,
-  // `nanoseconds` have passed, or a signal came.
+  // Worker, in the Ray call with the number `call`, from 1. `enter` comes before each series of
+  // `await`. `await` sleeps until it has taken a command, the driver has dismissed the worker or
+  // `nanoseconds` have passed (kLeft), or a signal came.
   void enter() noexcept;
   Awaited await(std::int64_t nanoseconds, std::uint32_t call) noexcept;
   [[nodiscard]] std::span<const std::byte> command() const noexcept;
-  // Only while BUSY. An answer is at most kRoom long. The first goes on waiting.
+  // Only while BUSY. An answer is at most kRoom long. After the first, the worker waits on.
   void answer_and_stay(std::span<const std::byte> answer) noexcept;
   void answer_and_leave(std::span<const std::byte> answer, std::uint32_t call) noexcept;
 

@@ -32,7 +32,7 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 constexpr unsigned kNotExecutable = 8;  // MFD_NOEXEC_SEAL, of Linux 6.3
 
-// By number: the C library of manylinux2014 has no function for it.
+// By number: the C library has a function for it only since glibc 2.27.
 int new_descriptor(unsigned flags) {
   return static_cast<int>(
       syscall(SYS_memfd_create, "flatweights", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags));
@@ -50,7 +50,7 @@ std::shared_ptr<MemoryFile> MemoryFile::create(std::size_t nbytes) {
     errno = ENOMEM;
     fail("memory file");
   }
-  // Hardened systems refuse files that could be executed, older ones do not know the flag.
+  // Hardened kernels refuse files that could be executed; kernels before 6.3 reject the flag.
   file->descriptor_ = new_descriptor(kNotExecutable);
   if (file->descriptor_ < 0 && errno == EINVAL) file->descriptor_ = new_descriptor(0);
   if (file->descriptor_ < 0) fail("memfd_create");

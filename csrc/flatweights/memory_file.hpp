@@ -1,12 +1,12 @@
 // Memory that several processes of a machine map, in a file without a name.
 //
-// The creator makes a file of a fixed size, fills in a header with a random nonce, seals the
-// file and hands its descriptor to a peer, with the nonce by another way. The peer maps it
-// only if the seals forbid any change of size (else a read could end in SIGBUS), the header
-// is one of this version, the size is what the header says, and the nonce is the one that it
-// was told. Mapping proves that both are on one machine. Pages exist from the start: a first
-// write to a fresh page takes ten times as long as one to a page that is there. Nothing is
-// left behind when the last process that maps the file is gone, however it ended.
+// The creator makes a file of a fixed size, writes a header with a random nonce, seals the file,
+// and gives a peer its descriptor and, on another channel, the nonce. The peer accepts the file
+// only if the seals forbid any change of size (else a read could end in SIGBUS), the header is of
+// this version, and size and nonce agree. That the peer can map it proves that both are on one
+// machine. All pages are allocated at once: a first write to a fresh page takes ten times as long
+// as a later one. Nothing is left behind when the last process that maps the file is gone, however
+// it ended.
 #pragma once
 
 #include <array>

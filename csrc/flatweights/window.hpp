@@ -1,9 +1,9 @@
-// A memory file that one process writes and others read: what travels lies in it.
+// A memory file that one process writes and others read: it holds the buffers of messages.
 //
-// The owner writes only while the window is free: no array of its own process over the memory
-// is alive (`take` and `give`), and no peer holds a view (the counts in their mailboxes). A
-// result that is gathered straight into the window is not moved again; one that its maker
-// keeps after handing it out would change under the readers, so such a one is copied.
+// The owner writes only while the window is free: no array over the memory is alive in its own
+// process (`take` and `give`), and no peer holds a view (counted in the mailboxes). A result that
+// was gathered straight into the window is sent without a copy, unless an array over it is still
+// alive: through that the result could change while others read it, so it is copied.
 #pragma once
 
 #include <atomic>

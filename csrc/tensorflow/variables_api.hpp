@@ -7,7 +7,7 @@
 
 namespace flatweights {
 
-// Raised with every change to this file; libraries of another version are not used.
+// Raised with every change of the declarations below; libraries of another version are not used.
 inline constexpr std::uint32_t kVariablesApiVersion = 3;
 
 // The exported function, `const VariablesApi*()`.
@@ -55,7 +55,7 @@ struct VariableAlias {
   const void* const* data;       // for each variable; null where it is to be copied
   void* owner;                   // keeps all of `data` alive
   void (*release)(void* owner);  // called once, on any thread, when none aliases it
-  void (*linger)();              // called, on any thread, when it is up to `sweep` to find that
+  void (*linger)();              // called, on any thread, when only `sweep` can find that out
 };
 
 struct VariablesApi {
@@ -72,14 +72,15 @@ struct VariablesApi {
   // in the caches. It changes nothing and may be called at any time.
   void (*prefetch)(const Variables* variables);
 
-  // Locks the variables at the `count` positions `chosen` (all where that is null), checks
-  // that each is what it was bound as, and writes where it is to `memory`, one for each of
-  // all variables. Null after a failure: then nothing is locked and nothing has changed.
+  // Locks the variables at the `count` positions `chosen` (all if that is null), checks that each
+  // still has the dtype, shape and kind of memory that it was bound with, and writes its address
+  // to `memory`, which has an entry for every bound variable. Null after a failure: then nothing
+  // is locked and nothing has changed.
   //
-  // For writing, nothing else sees `memory`: if the value is visible elsewhere, it is a new buffer,
-  // which becomes the variable's when unlock commits. With `alias`, variables alias the given
-  // memory, except those that TensorFlow writes to in place. The owner is always released, after
-  // a failure at once.
+  // For writing, nothing else sees the memory: where the value is visible elsewhere, the address is
+  // that of a new buffer, which becomes the variable's when `unlock` commits. With `alias`,
+  // variables alias the given memory, except those that TensorFlow writes to in place. The owner is
+  // released in any case, after a failure at once.
   LockedVariables* (*lock)(Variables* variables, VariableAccess access, const std::size_t* chosen,
                            std::size_t count, const VariableAlias* alias, VariableMemory* memory,
                            VariableFailure* failure);
@@ -89,17 +90,17 @@ struct VariablesApi {
   // alias.
   void (*find_aliased)(Variables* variables, bool* aliased);
 
-  // Releases the owners of memory that only slices of former values aliased, and nothing does
-  // any more. True while other slices keep theirs. From any thread, at any time.
+  // Releases the owners of memory that was aliased last by slices of former values, once no slice
+  // is left. Returns whether slices still keep other owners. From any thread, at any time.
   bool (*sweep)();
 
-  // Whether operations that this thread dispatches run later; `context` is a TFE_Context.
+  // Whether operations that this thread dispatches run asynchronously; `context`: a TFE_Context.
   // Null where this TensorFlow does not tell.
   bool (*is_async)(void* context);
 
-  // Where this thread's "is_eager" of `context`, TensorFlow's Python object, is: what reading
-  // the attribute looks up, without Python's and pybind11's part. To be called, and read at
-  // once, with the GIL. Null where this TensorFlow does not tell.
+  // The address of this thread's `is_eager` in `context`, TensorFlow's Python object: the value
+  // that reading the attribute gives, without the cost of Python and pybind11. Call it, and read
+  // the value at once, with the GIL held. Null where this TensorFlow does not tell.
   const bool* (*eager_mode)(void* context);
 };
 

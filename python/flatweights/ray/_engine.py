@@ -1,4 +1,4 @@
-"""What a round asks for, the wait for its ranks, and the check of how many are left."""
+"""The request of a round, the wait for its answers, and the check that enough ranks are left."""
 
 import math
 import operator
@@ -20,7 +20,7 @@ Weights = Iterable[float] | Callable[[Any], float] | None
 
 @dataclass(frozen=True)
 class Request:
-    """What a round asks for, checked.
+    """The checked arguments of a round.
 
     Attributes:
         weights: One weight for each rank, or a function of what a worker returned.
@@ -47,11 +47,11 @@ class Request:
         nonfinite: Nonfinite,
         max_inflight: int,
     ) -> "Request":
-        """Check what an average of so many ``ranks`` was given.
+        """Check the arguments of an average over so many ``ranks``.
 
         Raises:
-            ValueError: If something is out of range.
-            TypeError: If something is no number that should be one.
+            ValueError: If one is out of range.
+            TypeError: If one should be a number and is none.
         """
         check_nonfinite(nonfinite)
         return cls(
@@ -105,7 +105,7 @@ class Arrivals:
     """The one wait for answers by rank: who has answered, who failed, who is late.
 
     Attributes:
-        answers: The answers by rank, as long as they are not let go of.
+        answers: The answers by rank, until they are let go of.
         arrived: The ranks whose answers are there, without those that failed.
         failed: By rank, what workers raised, so far; and why ranks are in quarantine.
         quarantined: Those of the failed ranks that hold NaN or infinity, and are to be skipped.
@@ -127,7 +127,7 @@ class Arrivals:
             answers: The answers.
             timeout: Seconds until ranks are late, as errors say it; never, if None.
             deadline: When that is, by `time.monotonic`; ``timeout`` from now, if None.
-            patience: Seconds without progress after which what `follow` waits for has failed.
+            patience: Seconds without progress after which answers of `follow` have failed.
         """
         self.answers: dict[int, Answer] = {}
         self.arrived: set[int] = set()
@@ -156,14 +156,14 @@ class Arrivals:
         return {rank: answer for rank, answer in self.answers.items() if rank in owing}
 
     def follow(self, rank: int, answer: Answer) -> None:
-        """Wait for ``answer``, too, which is to say something about a rank that has answered."""
+        """Wait for ``answer``, too: a second one, about the result of a rank that has answered."""
         self._following[answer] = rank
 
     def wait(self, *, all_at_once: bool = False) -> list[int] | None:
         """Wait for something to happen; return the ranks of answers that came.
 
         Args:
-            all_at_once: Whether results are of no use before all are there; failures are.
+            all_at_once: Whether to return only when all results are there, or one has failed.
 
         Returns:
             The ranks, maybe none; None if there is nothing left to wait for.
@@ -225,15 +225,15 @@ class Arrivals:
     def check(self, request: Request, sample: Callable[[], Any] = lambda: None) -> None:
         """Raise if too few ranks can give a result.
 
-        All that are called, or ``min_results``, must give one. Those in quarantine have; but
-        ``min_results`` must be left, or one.
+        All ranks that were called, or ``min_results``, must give one. Ranks in quarantine have
+        given one; but without them ``min_results`` ranks must be left, or one.
 
         Args:
-            request: Says how many it takes.
+            request: Gives ``min_results``.
             sample: Gives some model of the round, to say how large the object store must be.
 
         Raises:
-            WorkerError: Naming all that failed, are late or in quarantine.
+            WorkerError: Naming all ranks that failed, are late or in quarantine.
         """
         left = len(self.answers) - len(self.failed) - len(self.late)
         need = len(self.answers) if request.min_results is None else request.min_results

@@ -1,9 +1,9 @@
-"""What both ends of a lane have: a mailbox, a socket, and windows of the peer.
+"""The parts that both ends of a lane share: the mailbox, the socket, the peer's windows.
 
 A lane leads from a driver to one worker on the same machine. The worker connects to an
 abstract Unix socket of the driver and hands over its mailbox; windows follow over the socket
-as they are made, before a message mentions them. The socket stays open: its end of file says
-that the peer is dead. Both check that the peer belongs to the same user.
+as they are made, before a message mentions them. The socket stays open, and its end of file
+tells each side that the other is dead. Both check that the peer belongs to the same user.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _MOST = 256  # bytes of a packet
 
 
 class LaneError(RuntimeError):
-    """What was to pass through a lane cannot."""
+    """There can be no lane, or a message cannot pass through it."""
 
 
 class LaneEnd:
@@ -62,10 +62,10 @@ class LaneEnd:
         return self.mailbox.holds(not self._is_worker, index) > 0
 
     def announce(self, windows: Windows, places: list[Place]) -> None:
-        """Hand the windows of ``places`` over, unless the peer has them.
+        """Send the peer those windows of ``places`` that it does not have yet.
 
         Raises:
-            OSError: If the peer is dead, or does not read.
+            OSError: If the peer is dead, or its socket is full.
         """
         for index, generation, _, _ in places:
             if self._announced.get(index) == generation:
@@ -74,17 +74,17 @@ class LaneEnd:
             packet = _WINDOW.pack(index, generation, window.nbytes, window.nonce)
             socket.send_fds(self.connection, [b"W" + packet], [window.descriptor])
             self._announced[index] = generation
-            if self._is_worker:  # nobody else is to have it
+            if self._is_worker:  # its windows have one reader
                 window.close_descriptor()
 
     def hold(self, places: list[Place]) -> None:
-        """Count ``places``, of windows of this side, as held by the peer."""
+        """Count the windows of ``places``, which are this side's, as held by the peer."""
         assert self.mailbox is not None
         for place in places:
             self.mailbox.add_hold(not self._is_worker, place.window)
 
     def release(self, places: list[Place]) -> None:
-        """Undo `hold`, for what the peer will never read."""
+        """Undo `hold` for ``places`` that the peer will never read."""
         assert self.mailbox is not None
         for place in places:
             self.mailbox.drop_hold(not self._is_worker, place.window)
@@ -96,7 +96,7 @@ class LaneEnd:
         gone.
 
         Raises:
-            LaneError: If a window is not there, or not as announced.
+            LaneError: If the peer has not sent a window, or not the one that it announced.
         """
         assert self.mailbox is not None
         for _ in range(2):
@@ -108,7 +108,7 @@ class LaneEnd:
         raise LaneError("a window was not announced")
 
     def receive(self) -> None:
-        """Take all packets that have come."""
+        """Read all packets that have arrived."""
         while not self.is_closed:
             try:
                 packet, descriptors, _, _ = socket.recv_fds(self.connection, _MOST, 4)

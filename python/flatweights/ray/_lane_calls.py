@@ -1,11 +1,11 @@
-"""Calls of workers through lanes, where driver and worker share a machine; else through Ray.
+"""Calls to workers: through lanes where driver and worker share a machine, else through Ray.
 
-A worker is asked to attach by the first call of its group, which itself goes through Ray. From
-the next on, commands go into its mailbox. A call of Ray's, `FlatWorker.serve_lane`, is made for
-a command to a worker that is in no such call; it also brings errors, and results that are too large
-or name objects of Ray. What cannot go through the lane at all goes through
-`flatweights.ray._ray_calls`: references, messages of the wire, shards, large arguments. A worker
-that died has answered: its call of Ray's says how it died.
+The first call of a group goes through Ray, and asks the worker to attach. From then on, commands
+go into the worker's mailbox. If the worker is in no call of `FlatWorker.serve_lane`, the driver
+makes one, through Ray, so that the command is taken. That call also returns errors, and results
+that are too large for the lane or refer to objects of Ray. References, messages of the wire,
+shards and large arguments go through `flatweights.ray._ray_calls` from the start. A worker that
+died counts as having answered: its Ray call raises the error that says how it died.
 """
 
 import io
@@ -30,9 +30,9 @@ from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS
 from flatweights.ray._ray_calls import RayAnswer, RayWorker
 
 _VARIABLE = "FLATWEIGHTS_RAY"
-_MOST_OFFERED = 3  # of the windows, those whose averages the user keeps
-_INSIST = 120.0  # seconds that a worker is given to attach where lanes are insisted on
-_SLICE = 1.0  # seconds after which calls of Ray's are looked at, too
+_MOST_OFFERED = 3  # windows that may hold averages which the user keeps
+_INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=lanes
+_SLICE = 1.0  # seconds between two checks of the Ray calls that serve lanes
 _MISSING: Any = object()  # in place of a value
 
 _log = logging.getLogger("flatweights")
@@ -55,7 +55,7 @@ class LostResultError(ray.exceptions.RayError):  # type: ignore[misc]
 
 
 class NotForLanesError(TypeError):
-    """An object of Ray's: it travels by Ray, which counts who refers to it."""
+    """An object of Ray has to travel through Ray, which counts the references to it."""
 
 
 class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
@@ -67,7 +67,7 @@ class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
 
 
 def cloud_dumps(value: Any, keep: Keep) -> bytes:
-    """Pickle what `pickle` does not, as Ray does, but for objects of Ray's."""
+    """Pickle as Ray does, which takes more than `pickle`; refuse objects of Ray."""
     with io.BytesIO() as stream:
         _Pickler(stream, protocol=5, buffer_callback=keep).dump(value)
         return stream.getvalue()
@@ -77,8 +77,8 @@ class GroupLanes:
     """The lanes of a group; a pickled copy begins anew.
 
     Attributes:
-        why_not: Why there are none; empty, if there may be.
-        nbytes: Of the last average: the next is likely to have as many.
+        why_not: Why the group has no lanes; empty if it may have some.
+        nbytes: Bytes of the last average; the next one is likely to be as large.
         ranks: How many workers the group has.
     """
 
@@ -101,7 +101,7 @@ class GroupLanes:
 
     @property
     def lanes(self) -> Lanes | None:
-        """The lanes of this process, made when they are first wanted; None if there are none."""
+        """The lanes of this process, made on first use; None if there can be none."""
         if self._lanes is None and not self.why_not:
             try:
                 self._lanes = Lanes()
@@ -112,7 +112,7 @@ class GroupLanes:
         return self._lanes
 
     def command(self, call: Call) -> Message | None:
-        """Return the command that ``call`` is for all workers; None if it is to go through Ray."""
+        """Return the command for ``call``, one for all workers; None if it goes through Ray."""
         if self._last is None or self._last[0] is not call:
             weights = None if call.payload is None else call.payload.value
             args = plain(call.head), weights, call.method, *call.args
@@ -120,7 +120,7 @@ class GroupLanes:
         return self._last[1]
 
     def weights_command(self, head: Head, weights: Any) -> Message | None:
-        """Return the command that sends ``weights`` to all workers; None if it cannot."""
+        """Return the command that sends ``weights`` to all workers; None if they go through Ray."""
         if self._last is None or self._last[0] is not head:
             args = plain(head), weights
             self._last = head, self._made("receive_version", args, {}, wants_window=False)
@@ -136,12 +136,12 @@ class GroupLanes:
             self._lanes.windows.offer(self.nbytes, most_taken=_MOST_OFFERED)
 
     def done(self) -> None:
-        """Offer nothing and keep no command any longer."""
+        """Withdraw the offer, and forget the last command."""
         _core.withdraw_offer()
         self._last = None
 
     def made(self, weights: Any) -> None:
-        """Take note of an average that was made."""
+        """Note the size of an average, for the next `offer`."""
         if isinstance(weights, FlatWeights):
             self.nbytes = weights.buffer.nbytes
         elif isinstance(weights, np.ndarray):
@@ -168,7 +168,7 @@ class LaneAnswer(Answer):
         self._error: Exception | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the call of Ray's."""
+        """Pickle as the answer of the Ray call."""
         return RayAnswer, ((self._by_ray or RayAnswer(self._lane.latest_call())).ref,)
 
     @classmethod
@@ -186,7 +186,7 @@ class LaneAnswer(Answer):
             missing = [answer for answer in answers if answer._value is _MISSING]
             if len(there) + len(missing) > len(answers):  # some failed, or came through Ray
                 return there
-            # Answers through Ray ring no bell: they are asked for, ever less often.
+            # No bell rings for answers through Ray: they are polled, ever less often.
             by_ray = any(answer._by_ray is not None for answer in missing)
             patience = min(_SLICE, max(5e-4, (now - begin) / 8)) if by_ray else _SLICE
             if end is not None:
@@ -213,7 +213,7 @@ class LaneAnswer(Answer):
         return there
 
     def _is_there(self) -> bool:
-        """Whether the answer has come through the lane; see to it that it comes through Ray."""
+        """Whether the answer has come through the lane; if it cannot, wait for the Ray call."""
         if self._error is not None:
             return True
         if self._by_ray is not None:
@@ -244,7 +244,7 @@ class LaneAnswer(Answer):
         self._by_ray, self.is_in_store = answer, True
 
     def look_at_call(self) -> None:
-        """Have the answer be that of the call of Ray's, if that has failed without the lane."""
+        """Wait for the Ray call instead, if it has ended without an answer in the mailbox."""
         ref = self._lane.latest_call()
         if self._by_ray is not None or not ray.wait([ref], timeout=0)[0]:
             return
@@ -312,7 +312,7 @@ class LaneWorker(Worker):
         return self._post(lane, command, lambda: self._ray.call(call)) or self._ray.call(call)
 
     def prepare(self, payload: Payload) -> None:
-        """Have weights that nobody changes, so that they go into a window as they are."""
+        """Make sure that the weights cannot change, so that workers can read them in place."""
         lane = self._ready()
         if lane is not None and LaneWorker in payload.ready:
             return
@@ -348,7 +348,7 @@ class LaneWorker(Worker):
         self._group.lanes.wait(lanes, seconds, enough)
 
     def lose(self, lane: DriverLane, why: str) -> None:
-        """Use ``lane`` no more; the next call has the worker attach anew."""
+        """Stop using ``lane``; the next call asks the worker to attach anew."""
         if self._lane is lane:
             self._lane = None
             self.way = f"store: {why}"
@@ -358,7 +358,7 @@ class LaneWorker(Worker):
         return self._ray.send(head, payload)
 
     def _by_ray(self, why: str) -> RayWorker:
-        """Return the worker as an actor; if it waits at its mailbox, it is to take the call."""
+        """Return the way through Ray; a worker that waits at its mailbox is told to leave it."""
         self.way = f"store: {why}"
         if self._lane is not None:
             self._lane.dismiss()
@@ -381,7 +381,7 @@ class LaneWorker(Worker):
         return self.handle.serve_lane.remote(self._token, number)
 
     def _ready(self) -> DriverLane | None:
-        """Return the lane if the worker has attached; have it attach if it has not."""
+        """Return the lane if the worker has attached; ask it to attach if it has not."""
         if self._lane is not None and not self._lane.is_closed:
             return self._lane
         lanes = self._group.lanes
@@ -425,7 +425,7 @@ class LaneWorker(Worker):
             )
 
     def _frozen(self, payload: Payload) -> Any:
-        """Return a copy of the weights that nobody changes, in a window if there is one."""
+        """Return a read-only copy of the weights, in a window if one is free."""
         assert self._group.lanes is not None
         value = payload.value
         if isinstance(value, FlatWeights):

@@ -22,19 +22,19 @@ from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS, check_user
 from flatweights.ray._windows import Place, Windows
 
 _MOST_WINDOWS = 16
-_CALLS_KEPT = 4  # of a worker: the present one, and those that have brought results
+_CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
 _TOKEN = 16
-_WATCH = 150e-6  # seconds for which a driver looks at mailboxes before it sleeps
+_WATCH = 150e-6  # seconds that a driver polls mailboxes before it sleeps
 _NUMBER = struct.Struct("<Q")
 
 
 class Reply(NamedTuple):
-    """What became of a command.
+    """The outcome of a command.
 
     Attributes:
         kind: ``VALUE``, ``WEIGHTS``, ``BY_CALL`` or ``REFUSED`` of `flatweights.ray._lane_worker`.
-        content: The result, which is `Packed` for ``WEIGHTS``; the number of the call of Ray's that
-            gives it; or a reason.
+        content: Of these, in turn: the result; the result, as `Packed`; the number of the Ray call
+            that returns it; the reason.
     """
 
     kind: int
@@ -50,7 +50,7 @@ class DriverLane(LaneEnd):
     """The lane to one worker.
 
     Attributes:
-        calls: What the last calls of `FlatWorker.serve_lane` give, by number.
+        calls: References to the results of the last `FlatWorker.serve_lane` calls, by number.
     """
 
     def __init__(self, connection: socket.socket, mailbox: _core.Mailbox) -> None:
@@ -59,7 +59,7 @@ class DriverLane(LaneEnd):
         self.mailbox: _core.Mailbox = mailbox
         self.calls: dict[int, Any] = {}
         self._count = 0  # of calls that were made
-        self._sent: list[Place] = []  # in the command that is in the mailbox
+        self._sent: list[Place] = []  # of the command in the mailbox
         self._is_read = True
         self._layout: Layout | None = None  # of the last weights that came as a message
 
@@ -69,7 +69,7 @@ class DriverLane(LaneEnd):
         return self.mailbox.is_settled
 
     def post(self, command: Message, windows: Windows) -> bool:
-        """Post a command; return whether a call of the worker is to take it, else make one.
+        """Post a command; return whether a Ray call that takes it was made already: else `serve`.
 
         Raises:
             LaneError: If the worker has not answered the last one.
@@ -88,31 +88,31 @@ class DriverLane(LaneEnd):
         return is_expected
 
     def serve(self, call: Callable[[int], Any]) -> None:
-        """Have the worker serve once more: ``call`` takes the number of the call."""
+        """Make another Ray call that serves commands, by ``call``, which takes its number."""
         self._count += 1
         try:
             reach("calling")
             self.calls[self._count] = call(self._count)
             reach("called")
         except BaseException:
-            # Nobody knows whether the call went out, and so whether a command would be taken: the
-            # worker attaches anew. Its windows stay counted until it is dead.
+            # Whether the call went out is unknown, and so is whether it would take a command. So
+            # the worker has to attach anew. What it may read stays held until it is dead.
             self.is_closed = True
             raise
         self.calls.pop(self._count - _CALLS_KEPT, None)
 
     def latest_call(self) -> Any:
-        """Return what the last call gives."""
+        """Return the reference to the result of the last call."""
         return self.calls[max(self.calls)]
 
     def dismiss(self) -> None:
-        """Have the worker wait no longer for commands, in any call that was made."""
+        """Tell the worker to stop waiting for commands, in all calls that were made."""
         self.mailbox.dismiss(self._count)
 
     def take(self) -> Reply:
-        """Return the answer. Arrays in it are views, until the next command at the longest.
+        """Return the answer. Arrays in it are views, valid until the next command.
 
-        A view that lives longer keeps its window from being written, and nothing else.
+        A view that is kept longer does no harm: its window is not written meanwhile.
         """
         self._is_read = True
         kind, buffers, stream = self.read()
@@ -136,7 +136,7 @@ class DriverLane(LaneEnd):
             self.take()
 
     def withdraw(self) -> bool:
-        """Take back a command that the worker has not taken; return whether it was so."""
+        """Take a command back unless the worker has taken it; return whether this worked."""
         if not self.mailbox.withdraw():
             return False
         self._is_read = True
@@ -153,10 +153,10 @@ class Lanes:
     """
 
     def __init__(self) -> None:
-        """Listen; nobody knows the address yet.
+        """Listen on a new address.
 
         Raises:
-            OSError: If sockets or memory files are not to be had.
+            OSError: If such sockets or memory files cannot be made here.
         """
         _core.Mailbox()  # raises where there are no memory files
         self.address = b"\0flatweights-" + secrets.token_hex(16).encode()
@@ -168,24 +168,24 @@ class Lanes:
         self._poll = select.epoll()
         self._poll.register(self._doorbell.fileno(), select.EPOLLIN)
         self._lanes: dict[int, DriverLane] = {}  # by descriptor
-        self._strangers: list[socket.socket] = []  # connected, and have not said who they are
+        self._strangers: list[socket.socket] = []  # connections that have sent no token yet
         self._new: dict[bytes, DriverLane] = {}  # by token
-        # Not by a method of this object: its memory goes with its last reference.
+        # A bound method would be a cycle, and keep the windows until the next collection.
         self.windows = Windows(_MOST_WINDOWS, functools.partial(_is_held, self._lanes))
 
     def new_token(self) -> bytes:
-        """Return what a worker names itself by."""
+        """Return a token by which the driver recognises a worker."""
         return secrets.token_bytes(_TOKEN)
 
     def connect(self, token: bytes, nonce: bytes) -> DriverLane:
-        """Return the lane to the worker that has attached.
+        """Return the lane to a worker that has attached.
 
         Args:
-            token: What it was told.
-            nonce: What it said, by another way, is in its mailbox.
+            token: The token that the worker was given.
+            nonce: The nonce of its mailbox, which it has returned through Ray.
 
         Raises:
-            LaneError: If it has not connected, or the mailbox is another.
+            LaneError: If it has not connected, or its mailbox has another nonce.
             OSError: If it has died since.
         """
         self._accept()
@@ -197,7 +197,7 @@ class Lanes:
             if lane.mailbox.nonce != nonce:
                 raise LaneError("the mailbox is not that of the worker")
             socket.send_fds(lane.connection, [b"D" + bell.nonce], [bell.descriptor, bell.fileno()])
-        except (OSError, LaneError):  # it is dead already, or another
+        except (OSError, LaneError):  # it is dead already, or another process
             lane.close()
             raise
         descriptor = lane.connection.fileno()
@@ -212,23 +212,23 @@ class Lanes:
 
         Args:
             method: Of the worker.
-            args: Its arguments; read-only arrays in windows go out as they lie there.
+            args: Its arguments; read-only arrays that lie in windows are not copied.
             kwargs: Its keyword arguments.
             pickle_other: See `flatweights.ray._lane_message.pickled`.
-            wants_window: Whether the result is to lie in a window of the worker, to be read
-                in place; else it is small, or goes through Ray.
+            wants_window: Whether a large result is to lie in a window of the worker, to be read
+                in place; if not, it goes through Ray.
         """
         call = [(method, args, kwargs)]
         return make_message(int(wants_window), call, self.windows, pickle_other, frozen=True)
 
     def wait(self, lanes: Sequence[DriverLane], seconds: float | None, enough: int = 1) -> None:
-        """Sleep until something has happened, or the time is up; maybe for nothing.
+        """Sleep until there are answers, a worker has died or the time is up; or wake early.
 
         Args:
             lanes: Those whose answers are missing.
             seconds: How long; for ever, if None.
-            enough: How many answers it takes to be woken. What is no result wakes at once, as a
-                death does.
+            enough: How many answers end the sleep. An answer without a result ends it at once, as
+                a death does.
         """
         boxes = [lane.mailbox for lane in lanes]
         span = _WATCH if seconds is None else min(seconds, _WATCH)
@@ -248,7 +248,7 @@ class Lanes:
                 self.drop(lane)
 
     def drop(self, lane: DriverLane) -> None:
-        """Close a lane, of a worker that is dead: it reads and writes nothing any more."""
+        """Close the lane of a worker that is dead, and so reads and writes nothing any more."""
         descriptor = next((d for d, known in self._lanes.items() if known is lane), None)
         if descriptor is not None:
             del self._lanes[descriptor]
@@ -269,7 +269,7 @@ class Lanes:
         return _is_held(self._lanes, index)
 
     def _accept(self) -> None:
-        """Greet all workers that have connected and said who they are."""
+        """Make lanes to all workers that have connected and sent their token."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 connection, _ = self._listener.accept()
@@ -279,7 +279,7 @@ class Lanes:
         for connection in strangers:
             try:
                 made = self._greet(connection)
-            except BlockingIOError:  # it is about to
+            except BlockingIOError:  # the token is still to come
                 self._strangers.append(connection)
                 continue
             if made is None:
@@ -288,10 +288,10 @@ class Lanes:
                 self._new[made[0]] = made[1]
 
     def _greet(self, connection: socket.socket) -> tuple[bytes, DriverLane] | None:
-        """Return token and lane of a worker; None if it is none.
+        """Return the token and the lane of a connection; None if it is not a worker's.
 
         Raises:
-            BlockingIOError: If it has not said yet who it is.
+            BlockingIOError: If the token has not arrived yet.
         """
         descriptors: list[int] = []
         try:

@@ -1,8 +1,8 @@
-"""Messages in a mailbox, commands and answers: a pickle, whose large buffers lie in windows.
+"""The messages in mailboxes, commands and answers: pickles whose large buffers lie in windows.
 
-A message is a header, a table of buffers, and a stream of pickle's protocol 5. A buffer is
-named by window, generation of that window, offset and size. What is larger than a mailbox,
-or names objects of Ray, makes no message: it goes through Ray.
+A message is a header, a table of buffers, and a stream of pickle's protocol 5. The table gives
+the window, its generation, the offset and the size of each buffer. A value that is too large for
+a mailbox, or refers to objects of Ray, cannot be a message: it goes through Ray.
 """
 
 import pickle
@@ -16,9 +16,9 @@ from flatweights import _core
 from flatweights._weights import FlatWeights
 from flatweights.ray._windows import Place, Windows
 
-_HEADER = struct.Struct("<II")  # what it is, how many buffers
+_HEADER = struct.Struct("<II")  # kind, number of buffers
 _PLACE = struct.Struct("<IIQQ")
-_IN_BAND = 1024  # bytes up to which a buffer travels in the stream
+_IN_BAND = 1024  # bytes of the largest buffer that travels in the stream
 
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), FlatWeights}
 
@@ -43,7 +43,7 @@ def pickled(value: Any, pickle_other: Dumps) -> tuple[bytes, list[memoryview]]:
 
     Args:
         value: Anything.
-        pickle_other: Pickles what is not made of numbers, texts, arrays and containers of these.
+        pickle_other: Pickles values other than numbers, texts, arrays and containers of these.
     """
     buffers: list[memoryview] = []
 
@@ -60,7 +60,7 @@ def pickled(value: Any, pickle_other: Dumps) -> tuple[bytes, list[memoryview]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `pickle` alone gives what another process reads: nothing of ``__main__``."""
+    """Whether `pickle` is enough: nothing in ``value`` is defined in ``__main__``."""
     kind = type(value)
     if kind in _LEAVES:
         return True
@@ -94,15 +94,15 @@ def make_message(
 
     Args:
         kind: What kind of message.
-        box: A list of the value alone. It is emptied, so that this function sees whether
-            anybody else keeps the value; where there is no message, it is full again.
-        windows: Those of this process; None for a value that is no message if it has buffers.
+        box: A list that holds only the value. It is emptied, so that this function can tell
+            whether anything else refers to the value; without a message, the value is put back.
+        windows: Those of this process. If None, a value with large buffers makes no message.
         pickle_other: See `flatweights.ray._lane_message.pickled`.
-        frozen: Whether nobody writes to what is read-only here. If not, a buffer in a window is
-            copied where somebody keeps an array over it.
+        frozen: Whether read-only buffers are never written to. If not, a buffer that lies in a
+            window is copied if an array over it is still alive.
 
     Returns:
-        None if the value is too large, or finds no window, or cannot be pickled for this way.
+        None if the value is too large, no window is free, or it cannot be pickled for a lane.
     """
     try:
         stream, buffers = pickled(box[0], pickle_other)
@@ -138,7 +138,7 @@ def make_message(
 def _copy_in(
     windows: Windows, places: list[Place | None], sources: Mapping[int, memoryview | Place]
 ) -> bool:
-    """Copy those of ``sources`` in that have no place yet; return whether there was room."""
+    """Copy the ``sources`` that have no place yet into a window; return whether one was free."""
     missing = [i for i, place in enumerate(places) if place is None]
     if not missing:
         return True

@@ -2,8 +2,8 @@
 
 A worker serves inside a call of Ray's, in the actor's own main thread: `serve` takes the
 command in the mailbox, runs it, answers, and sleeps on the mailbox for the next one. It returns
-`LINGER` seconds after its last answer, and after `STAY` seconds in any case, so that calls of
-others on the actor's handle get their turn. The next command then comes with a call of its own.
+`LINGER` seconds after its last answer, and after `STAY` seconds in any case, so that other calls
+on the actor's handle get their turn. For the next command, the driver then makes another call.
 """
 
 import functools
@@ -28,16 +28,16 @@ LINGER = 0.01
 STAY = 0.05
 """Seconds after which `serve` returns even if commands keep coming.
 
-A call of Ray's costs both processes some 2 ms of computing together, so with 20 ms a worker would
-spend a tenth of its time on being called. A raw call on the actor's handle waits so long at most,
-and for the command that runs then.
+A Ray call costs some 2 ms of processor time, driver and worker together: with 20 ms, a tenth of
+the worker's time. A raw call on the actor's handle waits so long at most, and then for the
+running command.
 """
 
 # Kinds of answers.
-VALUE = 0  # a message
-BY_CALL = 1  # what the call of Ray's gives: a number says which call
-REFUSED = 2  # the command was not run; a text says why
-WEIGHTS = 3  # one buffer of `FlatWeights`, with the layout of those that came last as a message
+VALUE = 0  # a pickled result
+BY_CALL = 1  # the result is that of a Ray call; holds its number
+REFUSED = 2  # the command was not run; holds the reason
+WEIGHTS = 3  # the buffer of `FlatWeights`, whose layout is that of the last ones sent as a VALUE
 
 _MOST_WINDOWS = 4
 _NUMBER = struct.Struct("<Q")
@@ -45,7 +45,7 @@ _PEER = struct.Struct("3i")  # process, user, group
 
 
 class WorkerLane(LaneEnd):
-    """A lane of this worker's, to one driver."""
+    """This worker's end of the lane to one driver."""
 
     def __init__(self, address: bytes, token: bytes) -> None:
         """Connect to a driver and hand over a mailbox.
@@ -71,11 +71,11 @@ class WorkerLane(LaneEnd):
             connection.close()
             raise
         self.mailbox.close_descriptor()
-        # Not by a method of this lane: its memory goes with its last reference, not with a cycle.
+        # A bound method would be a cycle, and keep the windows until the next collection.
         self._windows = Windows(_MOST_WINDOWS, functools.partial(_is_held, self.mailbox))
         self._doorbell: _core.Doorbell | None = None
         self._last_nbytes = 0  # of the last result
-        self._layout: Layout | None = None  # of the last weights that went as a message
+        self._layout: Layout | None = None  # of the last weights that were sent as a VALUE
         self._answered = 0.0  # when, by `time.monotonic`
 
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
@@ -86,12 +86,15 @@ class WorkerLane(LaneEnd):
             super()._take(kind, body, descriptors)
 
     def serve(self, worker: Any, call: int, pickle_other: Dumps) -> Any:
-        """Run commands on ``worker`` until none comes; return what is to go through Ray.
+        """Run commands on ``worker`` until none comes; return a result that goes through Ray.
 
         Args:
-            worker: Whose methods are called.
-            call: The number of this call of Ray's.
-            pickle_other: Pickles what `pickle` does not.
+            worker: The object whose methods are called.
+            call: The number of this Ray call.
+            pickle_other: See `flatweights.ray._lane_message.pickled`.
+
+        Returns:
+            The result, after which the call has ended; None if no result goes through Ray.
         """
         mailbox = self.mailbox
         assert mailbox is not None
@@ -107,7 +110,7 @@ class WorkerLane(LaneEnd):
             try:
                 answer = self._run(worker, box, pickle_other)
             finally:
-                if answer is None:  # by this call: a value that is no message, or what was raised
+                if answer is None:  # this Ray call returns the result, or raises the error
                     mailbox.answer_with(join_message(BY_CALL, _NUMBER.pack(call)), call)
                     self._ring()
             if answer is None:
@@ -124,7 +127,7 @@ class WorkerLane(LaneEnd):
         return None
 
     def _ring(self) -> None:
-        """Wake the driver, whatever it waits for."""
+        """Wake the driver, however many answers it waits for."""
         if self._doorbell is not None:
             self._doorbell.ring()
 
@@ -147,7 +150,7 @@ class WorkerLane(LaneEnd):
             box.append(getattr(worker, method)(*args, **kwargs))
         finally:
             _core.withdraw_offer()
-            # Views of the driver's windows go before it hears of the answer.
+            # The driver must not see the answer while views of its windows are alive.
             del args, kwargs, stream
         reach("run")
         message = self._weights_message(box) if wants_window else None
@@ -163,7 +166,7 @@ class WorkerLane(LaneEnd):
         try:
             self.announce(self._windows, places)
         except OSError:
-            box.append(None)  # nobody is there to read it
+            box.append(None)  # the driver is gone
             return None
         self.hold(places)
         self._layout = layout
@@ -173,7 +176,7 @@ class WorkerLane(LaneEnd):
         return answer
 
     def _weights_message(self, box: list[Any]) -> Message | None:
-        """As `make_message`, of weights that lie in a window, of a layout that the driver knows.
+        """Return a message with weights that lie in a window, in a layout that the driver knows.
 
         Returns:
             None for anything else, or if no window is free.
@@ -186,7 +189,7 @@ class WorkerLane(LaneEnd):
             return None
         box.clear()
         del weights
-        if self._windows.is_taken(place):  # somebody keeps them, and may write to them
+        if self._windows.is_taken(place):  # an array over them is alive, and may be written to
             copied = self._windows.copy_in([place])
             if copied is None:
                 box.append(FlatWeights.wrap(self._windows.copy_of(place), self._layout))
@@ -196,10 +199,10 @@ class WorkerLane(LaneEnd):
 
 
 class WorkerLanes:
-    """The lanes of one worker, by token: one for each group that has it."""
+    """The lanes of one worker, by token: one for each group that it belongs to."""
 
     def __init__(self) -> None:
-        """Have none."""
+        """Start without lanes."""
         self._lanes: dict[bytes, WorkerLane] = {}
 
     def attach(self, address: bytes, token: bytes) -> bytes | str:

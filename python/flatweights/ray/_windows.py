@@ -1,4 +1,4 @@
-"""The windows that this process writes and its peers read, and the memory there is for them."""
+"""The windows that this process writes and its peers read, and whether memory is left for more."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -12,19 +12,19 @@ from flatweights import _core
 from flatweights._cast import move_parts
 
 _LINE = 64
-_SPARE = 0.05  # of a limit of memory: below that, other allocations would be the ones that fail
+_SPARE = 0.05  # share of the memory that windows leave free: other allocations need some
 
 _log = logging.getLogger("flatweights")
 
 
 class Place(NamedTuple):
-    """Where a buffer lies: in which window, and where there.
+    """Where a buffer lies: the window, and the position in it.
 
     Attributes:
         window: Index of the window.
-        generation: Which file is meant by the index.
-        offset: In bytes.
-        nbytes: How many.
+        generation: Counts the memory files that this index has stood for.
+        offset: Of the first byte.
+        nbytes: Bytes of the buffer.
     """
 
     window: int
@@ -34,13 +34,13 @@ class Place(NamedTuple):
 
 
 class Windows:
-    """Windows by index, made when they are needed, and made anew when they are too small.
+    """Windows by index: made when they are needed, replaced when their size does not fit.
 
     A window is free while no array of this process is over it and no peer holds a view.
     """
 
     def __init__(self, most: int, is_held: Callable[[int], bool]) -> None:
-        """Have none yet.
+        """Start without windows.
 
         Args:
             most: How many there may be.
@@ -68,8 +68,8 @@ class Windows:
         """Offer a free window to the next array of ``nbytes`` that this thread makes.
 
         Args:
-            nbytes: How many; too few for a window of their own are not offered one.
-            most_taken: Offer none while so many are taken.
+            nbytes: Its bytes; nothing is offered for none.
+            most_taken: Offer nothing if at least so many windows are taken.
         """
         if most_taken is not None and [w.is_taken for w in self._windows].count(True) >= most_taken:
             return
@@ -78,7 +78,7 @@ class Windows:
             self._windows[index].offer(nbytes)
 
     def find(self, buffer: memoryview | NDArray[np.uint8]) -> Place | None:
-        """Return where ``buffer`` lies, if that is in a window."""
+        """Return the place of ``buffer``; None if it lies in no window."""
         for index, window in enumerate(self._windows):
             offset = window.offset_of(buffer)
             if offset >= 0:
@@ -93,7 +93,7 @@ class Windows:
         """Copy ``buffers`` into a free window; None if there is none.
 
         Args:
-            buffers: Memory; or places in other windows.
+            buffers: Memory of this process, or places in other windows.
         """
         ends = np.cumsum([-(-buffer.nbytes // _LINE) * _LINE for buffer in buffers]).tolist()
         index = self._free(ends[-1])
@@ -133,7 +133,7 @@ class Windows:
                 return index
         if not free and len(self._windows) >= self._most:
             return None
-        if free:  # its memory goes back before there is more
+        if free:  # its memory is given back before more is taken
             index = free[0]
             self._windows[index] = _core.Window(0)
             self._generations[index] += 1
@@ -160,8 +160,8 @@ class NoSharedMemoryError(MemoryError):
 def check_free_memory(nbytes: int) -> None:
     """Raise `NoSharedMemoryError` unless ``nbytes`` more fit into memory.
 
-    A memory file is charged to the control group of the process that fills it, and a group
-    beyond its limit has a process killed. So the limit is asked before.
+    A memory file counts towards the control group of the process that fills it, and beyond the
+    limit of a group the kernel kills one of its processes. So the limit is checked before.
     """
     free = _free_of_machine()
     for group, limit in _limited_groups():
@@ -201,7 +201,7 @@ def _limited_groups() -> list[tuple[Path, int]]:
 
 
 def _used_by(group: Path) -> float:
-    """Return the bytes in use of ``group``, without the file pages that are given up when asked."""
+    """Return the bytes that ``group`` uses, without file pages that the kernel can reclaim."""
     used = _number_in(group / "memory.current") or _number_in(group / "memory.usage_in_bytes") or 0
     try:
         for line in (group / "memory.stat").read_text().splitlines():
