@@ -151,10 +151,13 @@ class Metrics:
                 getattr(to, name).inc(count, {tag: value} if tag else None)
         if used is not None:
             to.ranks_used.set(used)
+        in_all: collections.defaultdict[str, float] = collections.defaultdict(float)
         for step, duration in seconds:
             to.seconds.observe(duration, {"step": step})
-            if duration > 0:
-                to.seconds_in_all.inc(duration, {"step": step})
+            in_all[step] += duration
+        for step, total in in_all.items():
+            if total > 0:
+                to.seconds_in_all.inc(total, {"step": step})
 
 
 METRICS = Metrics()
