@@ -1,7 +1,7 @@
 """Variables of sessions that are bound: whatever happens to them is seen, or is a clear error."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from flatweights.tensorflow import TensorFlowVariables
+from flatweights.tensorflow._session import SessionOperations
 
 tf1 = tf.compat.v1
 
@@ -325,6 +326,70 @@ def test_a_session_that_recovers_has_its_new_values() -> None:
             assert weights.get_flat().tolist() == [11, 12]
             weights.add_flat([1, 1])
             assert session.run(v).tolist() == [12, 13]
+
+
+@pytest.fixture
+def after_binding(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What is called once, as if by another thread, between the binding op and its use."""
+    calls: list[Callable[[], object]] = []
+    bind = SessionOperations.bind
+
+    def bind_and_call(self: Any, groups: Any) -> Any:
+        results = bind(self, groups)
+        while calls:
+            calls.pop()()
+        return results
+
+    monkeypatch.setattr(SessionOperations, "bind", bind_and_call)
+    return calls
+
+
+@bound_alone
+def test_a_session_that_recovers_while_it_is_bound_is_bound_again(
+    path: Any, after_binding: list[Callable[[], object]]
+) -> None:
+    v = variable("v", [1, 2])
+    bump = tf1.assign_add(v, [10.0, 10.0])
+    weights = TensorFlowVariables(v)
+    hook = AbortOnce()
+    with tf1.train.MonitoredSession(hooks=[hook]) as session:
+        weights.set_session(session)
+        hook.armed = True
+        after_binding.append(lambda: session.run(bump.op))
+        for _ in range(2):
+            assert weights.get_flat().tolist() == [11, 12], "recovered, initialized, bumped"
+        assert not hook.armed
+        assert weights.unbound == {}
+
+
+@bound_alone
+def test_a_session_that_is_set_while_another_is_bound_has_its_own_values(
+    path: Any, after_binding: list[Callable[[], object]]
+) -> None:
+    v = variable("v", [1, 2])
+    first, second = initialized(), initialized()
+    second.run(tf1.assign(v, [3, 4]))
+    weights = TensorFlowVariables(v)
+    weights.set_session(first)
+    after_binding.append(lambda: weights.set_session(second))
+    weights.get_flat()
+    assert weights.get_flat().tolist() == [3, 4]
+    weights.set_flat([5, 6])
+    assert [session.run(v).tolist() for session in (first, second)] == [[1, 2], [5, 6]]
+
+
+@bound_alone
+def test_a_variable_that_is_destroyed_at_construction_is_bound_later(
+    path: Any, after_binding: list[Callable[[], object]]
+) -> None:
+    v = variable("v", [1, 2])
+    destroy, session = destruction(v), initialized()
+    after_binding.append(lambda: session.run([destroy]))
+    weights = TensorFlowVariables(v, session)
+    assert list(weights.unbound) == ["v"]
+    session.run(v.initializer)
+    assert weights.get_flat().tolist() == [1, 2]
+    assert weights.unbound == {}
 
 
 def test_no_call_adds_to_a_graph_not_even_to_a_finalized_one(graph: Any) -> None:

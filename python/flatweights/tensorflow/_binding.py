@@ -76,6 +76,9 @@ def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
             bound = _core.BoundVariables(
                 library.core, layout.core, positions, ids, dtypes, operations.context
             )
+        except _core.UnreadyError:  # another thread destroyed a variable, or its session
+            reason = "it, or one beside it, was destroyed while it was being bound"
+            return unbound(operations.groups, reason, place=place, may_improve=True)
         except ValueError as error:  # two variables share memory
             return unbound(operations.groups, str(error), place=place)
     may_improve = _NOT_INITIALIZED in others.values()
