@@ -298,19 +298,19 @@ void release(const BoundMailbox& mailbox, Side holder, std::span<const Place> pl
 py::object read_message(const BoundMailbox& mailbox, bool of_worker, const py::dict& windows) {
   const Side reader = side_of(of_worker);
   const ReceivedMessage message(mailbox.box(), reader);
-  std::vector<const PeerWindow*> memory;
+  std::vector<PeerWindow> memory;
   for (const Place& place : message.places) {
     const py::int_ index(place.window);
     if (!windows.contains(index)) return py::none();
     const auto known = py::cast<std::pair<std::uint32_t, py::object>>(windows[index]);
     if (known.first != place.generation) return py::none();
-    memory.push_back(&py::cast<const PeerWindow&>(known.second));  // the dict keeps it
+    memory.push_back(py::cast<const PeerWindow&>(known.second));
   }
   py::list views(message.places.size());
   for (std::size_t k = 0; k < message.places.size(); ++k) {
     const Place& place = message.places[k];
     try {
-      views[k] = memory[k]->view(mailbox, of_worker, place.window, place.offset, place.nbytes);
+      views[k] = memory[k].view(mailbox, of_worker, place.window, place.offset, place.nbytes);
     } catch (...) {
       release(mailbox, reader, std::span(message.places).subspan(k));
       throw;
@@ -351,7 +351,6 @@ void bind_lanes(py::module_& m) {
       .def(
           "dismiss", [](const BoundMailbox& s, std::uint32_t calls) { s.box().dismiss(calls); },
           py::arg("calls"))
-      .def("answer", [](const BoundMailbox& s) { return as_bytes(s.box().answer()); })
       .def("enter", [](const BoundMailbox& s) { s.box().enter(); })
       .def("wait", &BoundMailbox::await, py::arg("seconds"), py::arg("call"))
       .def("command", [](const BoundMailbox& s) { return as_bytes(s.box().command()); })

@@ -97,15 +97,21 @@ class LaneEnd:
 
         Raises:
             LaneError: If the peer has not sent a window, or not the one that it announced.
+            OSError: If a window cannot be mapped.
         """
         assert self.mailbox is not None
-        for _ in range(2):
+        message = self.mailbox.read_message(self._is_worker, self._of_peer)
+        if message is None:
+            try:
+                self.receive()
+            except BaseException:
+                self.mailbox.release_message(self._is_worker)
+                raise
             message = self.mailbox.read_message(self._is_worker, self._of_peer)
-            if message is not None:
-                return message
-            self.receive()
-        self.mailbox.release_message(self._is_worker)
-        raise LaneError("a window was not announced")
+        if message is None:
+            self.mailbox.release_message(self._is_worker)
+            raise LaneError("a window was not announced")
+        return message
 
     def receive(self) -> None:
         """Read all packets that have arrived."""
