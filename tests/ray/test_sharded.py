@@ -1,6 +1,7 @@
 """`ShardedAverage`: on one node, and on clusters of several, one of which dies."""
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -392,6 +393,11 @@ def test_a_group_trains_without_a_whole_buffer_in_the_driver(
             assert found.extras[2]["samples"] == 3
             for weights in group.step("get_weights").values():
                 assert same_bits(weights.buffer, expected.buffer)
+    assert same_bits(found.weights.buffer, expected.buffer)
+    group.broadcast(found)
+    kept = weakref.ref(found)
+    del found
+    assert kept() is None, "what a user has put together is not kept for the workers"
     for flat in group.step("get_flat").values():
         assert flat[-1] == 3
     with pytest.raises(ValueError, match="sharded: expected neither out nor"):

@@ -575,8 +575,8 @@ class WorkerGroup:
             # The caller's may change before a restart wants it.
             value = value.copy() if value.buffer.flags.writeable else value
         payload = self._payload(value)
-        if isinstance(weights, Round):
-            payload.put = weights.ref_to_what_it_is_now  # not called for shards
+        if isinstance(weights, Round) and not isinstance(value, ShardedWeights):
+            payload.put = weights.ref_to_what_it_is_now
         return payload, None
 
     def _payload(self, value: Any) -> Payload:
