@@ -100,6 +100,16 @@ def test_curves_that_agree_are_both_seen(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_rounds_have_whole_numbers_and_seconds_have_fractions() -> None:
+    from matplotlib.figure import Figure
+
+    rounds, seconds = Figure().subplots(), Figure().subplots()
+    Panel("loss", "round", {"": (range(1, 5), [4, 3, 2, 1])}).draw(rounds)
+    assert set(range(1, 5)) <= set(rounds.get_xticks()) <= set(range(6))
+    Panel("loss", "seconds", {"": ([0.1, 0.9], [2, 1])}).draw(seconds)
+    assert len(seconds.get_xticks()) > 3
+
+
 def test_a_policy_has_learned_once_its_last_hundred_episodes_reach_the_goal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -99,6 +99,7 @@ def test_gradients_of_unequal_shares_are_compared(run_demo: Demo) -> None:
     found = run_demo("--size=small", "--mode=gradients", "--workers=3", "--rounds=10")
     check_exchange(found.output)
     assert "479 or 480 per worker" in found.output
+    assert "All ways exchange the same gradients, in turn" in found.output
 
 
 @pytest.mark.slow

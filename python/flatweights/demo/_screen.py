@@ -122,4 +122,3 @@ def draw_survival(
         accuracy.legend(loc="lower right")
         ranks.bar(rounds, used, width=0.85, color=[RED if n in away else BLUE for n in rounds])
         ranks.set(title="Ranks averaged", xlabel="round", yticks=range(options.workers + 1))
-        ranks.xaxis.get_major_locator().set_params(integer=True)

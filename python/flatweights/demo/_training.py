@@ -161,7 +161,7 @@ def _screen(rounds: int) -> Iterator[Screen]:
         yield screen
 
 
-Outcome = tuple[float, Callable[[], None]]  # the accuracy; prints and draws the results
+Outcome = tuple[float, Callable[[], None]]  # the accuracy, and a function that shows the results
 
 
 def compare(
@@ -204,8 +204,10 @@ def compare(
             "test accuracy": f"{accuracy:.4f}",
         }
         print_table([{"training": title, "": cell} for title, cell in training.items()])
-        screen.line("Times: medians over rounds. All ways exchange the same weights, in turn.")
-        screen.line(f"Largest difference between the averages: {gap:.0e}")
+        screen.line(f"All ways exchange the same {options.mode}, in turn; times are medians.")
+        screen.line(f"{STORE}: flatweights through Ray's object store, as between machines")
+        screen.line(f"{GUIDE}: a loop over dicts of arrays")
+        screen.line(f"Largest difference between the averages: {gap:.1g}")
         if options.plot:
             draw_comparison(options, tests, costs, others, STEPS)
 

@@ -38,7 +38,7 @@ STYLE = {
 }
 """Matplotlib's settings for all plots."""
 EPISODES = 100
-"""The last ones of a policy, of which the mean return is taken."""
+"""The number of a policy's last episodes whose mean return counts."""
 _ENVIRONMENT = {  # actors inherit it
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns that this will be the default
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -92,8 +92,7 @@ class Digits(NamedTuple):
 
     def shard(self, rank: int, workers: int) -> "Digits":
         """Return the digits of one worker out of ``workers``."""
-        chosen = np.array_split(np.arange(len(self.labels)), workers)[rank]
-        return Digits(self.images[chosen], self.labels[chosen])
+        return Digits._make(np.array_split(part, workers)[rank] for part in self)
 
 
 def load_digits(seed: int) -> tuple[Digits, Digits]:
@@ -298,6 +297,7 @@ class Panel(NamedTuple):
         ):
             marker = {"marker": "o", "ms": 3 + 2 * above} if len(x) <= 40 else {}
             axes.plot(x, y, lw=1.5 + 2 * above, alpha=0.5 if above else 1, label=name, **marker)
+            axes.xaxis.get_major_locator().set_params(integer=np.asarray(x).dtype.kind == "i")
         axes.set(title=self.title, xlabel=self.xlabel, yscale=self.scale)
         axes.grid(axis="y", color="#e6e8eb")
         axes.set_axisbelow(True)
@@ -335,7 +335,7 @@ def open_figure(path: Path, title: str, width: float, height: float) -> Iterator
 
 
 class Returns:
-    """The returns of a policy that learns, until the mean of the last episodes is the goal.
+    """The returns of a policy that learns, until the mean of the last episodes reaches the goal.
 
     Attributes:
         is_over: Whether the goal is reached, or all updates are made.
