@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -657,8 +658,11 @@ def test_shutdown_ends_the_processes_and_lets_go(make: Make, tmp_path: Path) -> 
 
 def test_a_group_that_is_dropped_takes_its_processes_along() -> None:
     group = WorkerGroup.create(PlainWorker, 2, num_cpus=0)
+    group.broadcast(weights_of(1.0))
     processes = [psutil.Process(pid) for pid in group.step("pid").values()]
+    dropped = weakref.ref(group)
     del group
+    assert dropped() is None, "at once: it is in no cycle"
     gc.collect()
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert alive == []

@@ -583,7 +583,8 @@ class WorkerGroup:
         """Return ``value`` as a payload: weights that nobody changes any more."""
         is_sharded = isinstance(value, ShardedWeights)
         nbytes = value.layout.nbytes if is_sharded else nbytes_of(value) or size_of(value) or 0
-        return Payload(value, nbytes, lambda: put(value, len(self._workers)))
+        ranks = len(self._workers)  # not the group: a cycle would keep its actors
+        return Payload(value, nbytes, lambda: put(value, ranks))
 
     def _send_in_full(self, ranks: Sequence[int], timeout: float | None) -> Arrivals:
         """Send the latest weights to ``ranks``, which may have missed earlier ones."""
