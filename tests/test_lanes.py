@@ -15,8 +15,9 @@ import flatweights as fw
 from flatweights import _core
 from flatweights.ray._lane import LaneError
 from flatweights.ray._lane_driver import Lanes
+from flatweights.ray._lane_message import join_message
 from flatweights.ray._lane_worker import BY_CALL, REFUSED, VALUE, WEIGHTS, WorkerLane
-from flatweights.ray._windows import Windows
+from flatweights.ray._windows import Place, Windows
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="lanes are Linux's")
 
@@ -96,6 +97,42 @@ def test_views_are_within_their_window() -> None:
             peer.view(mailbox, False, 0, offset, nbytes)
     with pytest.raises(ValueError, match="window: expected less than 64"):
         peer.view(mailbox, False, 64, 0, 1)
+
+
+def test_a_message_that_cannot_be_read_holds_nothing() -> None:
+    window, mailbox = _core.Window(100), _core.Mailbox()
+    windows = {2: (7, _core.PeerWindow(window.descriptor, window.nonce))}
+
+    def post(*places: Place) -> None:
+        mailbox.withdraw()
+        mailbox.post(join_message(5, b"stream", places), 1)
+        for place in places:
+            mailbox.add_hold(True, place.window)
+
+    good = Place(2, 7, 10, 20)
+    post(good, Place(2, 7, 90, 10))
+    kind, views, stream = mailbox.read_message(True, windows) or (0, [], b"")
+    assert (kind, [view.nbytes for view in views], stream) == (5, [20, 10], b"stream")
+    assert mailbox.holds(True, 2) == 2
+    views.clear()
+    for unknown in (Place(3, 7, 0, 1), Place(2, 6, 0, 1)):
+        post(good, unknown)
+        assert mailbox.read_message(True, windows) is None
+        assert mailbox.holds(True, unknown.window) >= 1, "it may be announced meanwhile"
+        mailbox.release_message(True)
+    post(good, Place(2, 7, 90, 11), good)
+    with pytest.raises(ValueError, match=r"expected at most 100 bytes, got 90 \+ 11"):
+        mailbox.read_message(True, windows)
+    assert [mailbox.holds(True, index) for index in (2, 3)] == [0, 0]
+    for content, error in (
+        (b"short", "expected a header, got 5 bytes"),
+        (join_message(5, b"", [good])[:-1], "expected 1 places in 23 bytes"),
+        (join_message(5, b"", [good._replace(window=64)]), "window: expected less than 64"),
+    ):
+        mailbox.withdraw()
+        mailbox.post(content, 1)
+        with pytest.raises(ValueError, match=error):
+            mailbox.read_message(True, windows)
 
 
 # Windows that are offered
