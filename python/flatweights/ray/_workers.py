@@ -90,8 +90,9 @@ class Workers:
             if rest is not None:
                 self.owed[rank] = rest
         arrivals.let_go()
-        late = dict.fromkeys(arrivals.late, late_error(arrivals.timeout))
-        self.note({**arrivals.failed, **late})
+        self.note(arrivals.failed)
+        if arrivals.late:
+            self.note(dict.fromkeys(arrivals.late, late_error(arrivals.timeout)))
 
     def note(self, failed: Mapping[int, Exception]) -> None:
         """Count ranks as unhealthy that failed for a reason of Ray's."""
