@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         __doc__,
         "the way to the line",
         workers=(3, "actors"),
-        steps=(200, f"to take; of weights, every {LOCAL_STEPS} are averaged"),
+        steps=(200, f"to take; weights are averaged after every {LOCAL_STEPS} of them"),
     )
     add, exchanges = parser.add_argument, ("weights", "gradients")
     add("--exchange", choices=exchanges, default="weights", help="what is averaged")
