@@ -61,14 +61,31 @@ py::array view(const py::array& owner, const py::dtype& dtype, const Slot& slot,
   return py::array(dtype, std::move(shape), std::move(strides), at, owner);
 }
 
-py::list packed_views(const BoundLayout& self, const py::object& object) {
+// Calls `take` with the index of each slot and a view of it in the packed buffer `object`.
+template <class Take>
+void for_each_packed_view(const BoundLayout& self, const py::object& object, Take take) {
   const py::array buffer = as_array(object, "buffer");
   const std::byte* packed = check_packed(buffer, self, "buffer", Access::kRead);
   const std::vector<Slot>& slots = self.layout.slots();
-  py::list views(slots.size());
   for (std::size_t i = 0; i < slots.size(); ++i)
-    views[i] = view(buffer, self.dtypes[i], slots[i], packed + slots[i].offset);
+    take(i, view(buffer, self.dtypes[i], slots[i], packed + slots[i].offset));
+}
+
+py::list packed_views(const BoundLayout& self, const py::object& object) {
+  py::list views(self.dtypes.size());
+  for_each_packed_view(self, object, [&](std::size_t i, py::array part) { views[i] = part; });
   return views;
+}
+
+// As `packed_views`, put into a dict (or a subclass of it, past its methods) under `names`.
+void put_packed_views(const BoundLayout& self, const py::object& object, const py::tuple& names,
+                      const py::dict& into) {
+  if (names.size() != self.dtypes.size())
+    throw py::value_error("names: expected " + std::to_string(self.dtypes.size()) + ", got " +
+                          std::to_string(names.size()));
+  for_each_packed_view(self, object, [&](std::size_t i, const py::array& part) {
+    if (PyDict_SetItem(into.ptr(), names[i].ptr(), part.ptr()) != 0) throw py::error_already_set();
+  });
 }
 
 py::list vector_views(const BoundLayout& self, const py::object& object) {
@@ -113,6 +130,8 @@ void bind_layout(py::module_& m) {
              return buffer;
            })
       .def("packed_views", &packed_views, py::arg("buffer"))
+      .def("put_packed_views", &put_packed_views, py::arg("buffer"), py::arg("names"),
+           py::arg("into"))
       .def("vector_views", &vector_views, py::arg("flat"));
 }
 

@@ -148,10 +148,9 @@ class FlatWeights(dict[str, NDArray[Any]]):
         return cls.wrap(parts.buffer, parts.layout)
 
     def _view(self, buffer: NDArray[np.uint8], layout: Layout) -> None:
-        views = layout.packed_views(buffer)
+        layout.core.put_packed_views(buffer, layout.names, self)
         self._buffer = buffer
         self._layout = layout
-        super().update(zip(layout.names, views, strict=True))
 
     @property
     def layout(self) -> Layout:
