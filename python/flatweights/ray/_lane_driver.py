@@ -227,8 +227,8 @@ class Lanes:
         Args:
             lanes: Those whose answers are missing.
             seconds: How long; for ever, if None.
-            enough: How many answers end the sleep. An answer without a result ends it at once, as
-                a death does.
+            enough: How many answers end the sleep. An answer whose result a Ray call returns ends
+                it at once, as a death does.
         """
         boxes = [lane.mailbox for lane in lanes]
         span = _WATCH if seconds is None else min(seconds, _WATCH)

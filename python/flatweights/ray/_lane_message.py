@@ -16,8 +16,9 @@ from flatweights import _core
 from flatweights._weights import FlatWeights
 from flatweights.ray._windows import Place, Windows
 
-_HEADER = struct.Struct("<II")  # kind, number of buffers
-_PLACE = struct.Struct("<IIQQ")
+# The core reads them; both ends are on one machine, so the byte order is its own.
+_HEADER = struct.Struct("=II")  # kind, number of buffers
+_PLACE = struct.Struct("=IIQQ")
 _IN_BAND = 1024  # bytes of the largest buffer that travels in the stream
 
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), FlatWeights}

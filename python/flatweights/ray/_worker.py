@@ -235,7 +235,7 @@ class FlatWorker:
 
     @property
     def _group_state(self) -> _GroupState:
-        """Made on first use, once: subclasses need not call this constructor."""
+        """The state, made on first use: subclasses need not call this constructor."""
         kept = self.__dict__
         state: _GroupState = kept.get("_of_groups") or kept.setdefault("_of_groups", _GroupState())
         return state

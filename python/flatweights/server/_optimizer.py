@@ -264,7 +264,7 @@ class ServerOptimizer(ABC, Generic[Model]):
     # Defined by each class.
 
     _vectors: ClassVar[Mapping[str, str | None]] = {}
-    """By name, the vectors kept beside the model; with a hyperparameter, not where that is 0."""
+    """The vectors beside the model, each with the hyperparameter that removes it at 0, or None."""
 
     @classmethod
     def _kept(cls, numbers: Mapping[str, float]) -> tuple[str, ...]:
