@@ -140,7 +140,8 @@ class Gradients:
         out: NDArray[Any] | None,
         most: float | None,
     ) -> NDArray[Any]:
-        pieces = [self._piece(i, gradient, dtype) for i, gradient in enumerate(gradients)]
+        pairs = enumerate(zip(gradients, self._layout.slots, strict=True))
+        pieces = [_piece(gradient, slot, dtype, i) for i, (gradient, slot) in pairs]
         if out is None:
             out = new_vector(self._layout.size, dtype)
         else:
@@ -148,31 +149,19 @@ class Gradients:
                 array = piece.values if isinstance(piece, Rows) else piece
                 if array is not None and np.may_share_memory(out, array):
                     raise ValueError(f"out: expected memory of its own, overlaps {self._where(i)}")
-        views = self._layout.vector_views(out)
-        dense = {i: piece for i, piece in enumerate(pieces) if isinstance(piece, np.ndarray)}
-        move_parts([views[i] for i in dense], list(dense.values()))
-        for view, piece in zip(views, pieces, strict=True):
+        targets, dense = [], []
+        for view, piece in zip(self._layout.vector_views(out), pieces, strict=True):
             if piece is None:
                 view.fill(0)
             elif isinstance(piece, Rows):
                 _write_rows(view, piece)
+            else:
+                targets.append(view)
+                dense.append(piece)
+        move_parts(targets, dense)
         if most is not None:
             _clip(out, most)
         return out
-
-    def _piece(self, i: int, gradient: Any, dtype: np.dtype[Any]) -> NDArray[Any] | Rows | None:
-        """Return the gradient of slot ``i`` after checking that a vector of ``dtype`` holds it."""
-        if gradient is None:
-            return None
-        slot = self._layout.slots[i]._replace(dtype=dtype)
-        if isinstance(gradient, _SLICES):
-            return _checked_rows(gradient, slot, self._where(i))
-        array = as_array(gradient)
-        if array.shape != slot.shape or not is_settable(array.dtype, dtype):
-            raise (ValueError if array.shape != slot.shape else TypeError)(
-                f"{self._where(i)}: expected {dtype} {slot.shape}, got {array.dtype} {array.shape}"
-            )
-        return array
 
     def _in_graph(
         self, gradients: Sequence[Any], dtype: np.dtype[Any], most: float | None
@@ -238,20 +227,35 @@ def _dense(gradient: Any, slot: Slot, i: int) -> tf.Tensor:
     return tf.math.unsorted_segment_sum(tf.cast(values, wide), gradient.indices, slot.shape[0])
 
 
-def _checked_rows(slices: Any, slot: Slot, where: str) -> Rows:
+def _piece(gradient: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> NDArray[Any] | Rows | None:
+    """Return the ``gradient`` of slot ``i`` after checking that a vector of ``dtype`` holds it."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, _SLICES):
+        return _checked_rows(gradient, slot, dtype, i)
+    array = as_array(gradient)
+    if array.shape != slot.shape or not is_settable(array.dtype, dtype):
+        raise (ValueError if array.shape != slot.shape else TypeError)(
+            f"{place_of(i, slot)}: expected {dtype} {slot.shape}, got {array.dtype} {array.shape}"
+        )
+    return array
+
+
+def _checked_rows(slices: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> Rows:
+    shape, where = slot.shape, place_of(i, slot)
     rows = Rows(as_array(slices.values), as_array(slices.indices))
-    expected = (len(rows.indices), *slot.shape[1:]) if rows.indices.ndim == 1 else None
+    expected = (len(rows.indices), *shape[1:]) if rows.indices.ndim == 1 else None
     dense_shape = () if slices.dense_shape is None else tuple(as_array(slices.dense_shape).tolist())
-    if not slot.shape or rows.values.shape != expected or dense_shape not in ((), slot.shape):
+    if not shape or rows.values.shape != expected or dense_shape not in ((), shape):
         raise ValueError(
-            f"{where}: expected rows of {slot.dtype} {slot.shape}, got {rows.values.dtype} "
+            f"{where}: expected rows of {dtype} {shape}, got {rows.values.dtype} "
             f"{rows.values.shape} at indices {rows.indices.shape} of {dense_shape or 'unknown'}"
         )
-    if not is_settable(rows.values.dtype, slot.dtype):
-        raise TypeError(f"{where}: expected {slot.dtype} {slot.shape}, got {rows.values.dtype}")
-    if rows.indices.size and not (rows.indices.min() >= 0 and rows.indices.max() < slot.shape[0]):
+    if not is_settable(rows.values.dtype, dtype):
+        raise TypeError(f"{where}: expected {dtype} {shape}, got {rows.values.dtype}")
+    if rows.indices.size and not (rows.indices.min() >= 0 and rows.indices.max() < shape[0]):
         raise ValueError(
-            f"{where}: expected indices from 0 to {slot.shape[0] - 1}, got some from "
+            f"{where}: expected indices from 0 to {shape[0] - 1}, got some from "
             f"{rows.indices.min()} to {rows.indices.max()}"
         )
     return rows

@@ -27,8 +27,8 @@ _NO_HOLDERS = frozenset(
 )
 
 
-_Item = tuple[Path, Any, bool]
-"""The path of a variable or optimizer, the object, and whether it is a trained variable."""
+_Item = tuple[Path, Any, bool | None]
+"""Path, variable, and whether it is trained; or path, optimizer, and None."""
 
 
 class Member(NamedTuple):
@@ -61,26 +61,28 @@ def find_variables(output: Any, beside: Iterable[Member] = ()) -> list[Member]:
         ValueError: If a model, a layer or an optimizer in it is not built.
     """
     held = list(_Walk().walk(output, ()))
-    models = _members(item for item in held if not is_optimizer(item[1]))
+    models = _members(held)
     # Slots are named after variables of models, which may come after their optimizer.
     owners = {owner_key(item.variable): item.path for item in (*beside, *models)}
 
     def expanded() -> Iterator[_Item]:
         for path, value, is_trained in held:
-            if is_optimizer(value):
-                for where, variable in optimizer_variables(value, path, owners):
-                    yield where, variable, False
-            else:
+            if is_trained is not None:
                 yield path, value, is_trained
+                continue
+            for where, variable in optimizer_variables(value, path, owners):
+                yield where, variable, False
 
     return _members(expanded())
 
 
 def _members(items: Iterable[_Item]) -> list[Member]:
+    """Return the variables of ``items``, once each, without the optimizers."""
     members: dict[int, Member] = {}
     for path, wrapper, is_trained in items:
-        variable = inner_variable(wrapper)
-        members.setdefault(id(variable), Member(path, wrapper, variable, is_trained))
+        if is_trained is not None:
+            variable = inner_variable(wrapper)
+            members.setdefault(id(variable), Member(path, wrapper, variable, is_trained))
     return list(members.values())
 
 
@@ -137,7 +139,7 @@ class _Walk:
 
     def _holder(self, value: Any, path: Path) -> Iterator[_Item]:
         if is_optimizer(value):
-            yield path, value, False
+            yield path, value, None
         elif id(value) in self._entered:
             return
         elif is_layer(value):
