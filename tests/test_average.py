@@ -771,11 +771,13 @@ def test_a_bad_out_is_refused(case: str) -> None:
             fw.average([{"a": np.ones(1), "b": np.ones(3)}], out={"a": np.zeros(1), "b": out})
 
 
-def test_a_scalar_cannot_be_out() -> None:
-    with pytest.raises(TypeError, match="out: expected NumPy arrays, got float64"):
+def test_out_consists_of_numpy_arrays() -> None:
+    with pytest.raises(TypeError, match="out: expected a NumPy array, got float64"):
         fw.average([np.float64(1)], out=np.float64(0))
-    with pytest.raises(TypeError, match="out: expected NumPy arrays, got list"):
+    with pytest.raises(TypeError, match="out, slot 0 '0': expected a NumPy array, got list"):
         fw.average([[np.ones(2)]], out=[[0.0, 0.0]])
+    with pytest.raises(TypeError, match="out, slot 1 'b': expected a NumPy array, got NoneType"):
+        fw.average([{"a": np.ones(1), "b": np.ones(1)}], out={"a": np.zeros(1), "b": None})
 
 
 def test_an_out_of_other_parts_is_refused() -> None:

@@ -450,7 +450,7 @@ BAD_OUT = {
     "read-only": (ValueError, "slot 1 'b': expected a writable", {"b": read_only(np.zeros(2))}),
     "integers": (TypeError, "out, slot 2 'n': expected int64", {"n": np.zeros(2)}),
     "key": (ValueError, r"out: expected the keys of the first; .* unknown \['c'\]", {"c": 0}),
-    "no array": (TypeError, "out: expected NumPy arrays, got list", {"b": [0.0, 0.0]}),
+    "no array": (TypeError, "out, slot 1 'b': expected a NumPy array, got list", {"b": [0.0, 0.0]}),
 }
 
 

@@ -153,9 +153,10 @@ class Template:
     def read_out(self, out: Any) -> list[NDArray[Any]]:
         """Return the parts of ``out``, to be written to; raises as `read` does."""
         targets = self._values(out, "out")
-        for target in targets:
+        for i, target in enumerate(targets):
             if not isinstance(target, np.ndarray):  # a converted copy would be written and lost
-                raise TypeError(f"out: expected NumPy arrays, got {type(target).__name__}")
+                got = type(target).__name__
+                raise TypeError(f"out{self.place(i)}: expected a NumPy array, got {got}")
         return targets
 
     def first_nonfinite(self, parts: list[NDArray[Any]]) -> int | None:
