@@ -352,19 +352,25 @@ class Layout:
         """This layout in the form that functions of the core take; private to the package."""
         return self._core
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as compressed JSON; unpickling reuses a layout that the process has seen."""
+    @property
+    def pickled(self) -> bytes:
+        """This layout as compressed JSON; see `unpickle_layout`. Private to the package."""
         if self._pickled is None:
             self._pickled = zlib.compress(self.to_json().encode())
             _pickled_here[self._pickled] = self
-        return _unpickle, (self._pickled,)
+        return self._pickled
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as compressed JSON; unpickling reuses a layout that the process has seen."""
+        return unpickle_layout, (self.pickled,)
 
 
 # Data-parallel training sends one layout with every message; a process builds it once.
 _pickled_here: weakref.WeakValueDictionary[bytes, Layout] = weakref.WeakValueDictionary()
 
 
-def _unpickle(pickled: bytes) -> Layout:
+def unpickle_layout(pickled: bytes) -> Layout:
+    """Return the layout of `Layout.pickled`: one that this process has, if it knows it."""
     if not isinstance(pickled, bytes):
         raise ValueError(f"not a layout: expected bytes, got {type(pickled).__name__}")
     layout = _pickled_here.get(pickled)

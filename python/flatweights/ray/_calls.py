@@ -29,6 +29,7 @@ store. Another way implements `Worker` and `Answer`; one round may mix several. 
 """
 
 import itertools
+import pickle
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -38,7 +39,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights._layout import Layout
+from flatweights._layout import Layout, unpickle_layout
+from flatweights._weights import FlatWeights
 from flatweights.ray._wire import Travels
 from flatweights.wire import WireDType
 
@@ -98,6 +100,21 @@ def plain(head: Head) -> tuple[Any, ...]:
     """Return ``head`` as plain tuples, which pickle faster; see `Head.of`."""
     version = None if head.version is None else tuple(head.version)
     return tuple(head.stamp), version, head.wire
+
+
+def plain_weights(value: Any) -> Any:
+    """Return `FlatWeights` as a plain tuple, which pickles faster; other weights as they are."""
+    if type(value) is FlatWeights:
+        return value.layout.pickled, pickle.PickleBuffer(value.buffer.data)
+    return value
+
+
+def weights_of(value: Any) -> Any:
+    """Return the weights that `plain_weights` was given."""
+    if type(value) is tuple and len(value) == 2 and type(value[0]) is bytes:
+        layout, buffer = value
+        return FlatWeights.wrap(np.frombuffer(buffer, np.uint8), unpickle_layout(layout))
+    return value
 
 
 class Packed(NamedTuple):

@@ -21,7 +21,7 @@ import ray
 
 from flatweights import _core
 from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._calls import Answer, Call, Head, Packed, Payload, Worker, plain
+from flatweights.ray._calls import Answer, Call, Head, Packed, Payload, Worker, plain, plain_weights
 from flatweights.ray._errors import put
 from flatweights.ray._lane import LaneError
 from flatweights.ray._lane_driver import DriverLane, Lanes
@@ -115,14 +115,14 @@ class GroupLanes:
         """Return the command for ``call``, one for all workers; None if it goes through Ray."""
         if self._last is None or self._last[0] is not call:
             weights = None if call.payload is None else call.payload.value
-            args = plain(call.head), weights, call.method, *call.args
+            args = plain(call.head), plain_weights(weights), call.method, *call.args
             self._last = call, self._made("call_version", args, call.kwargs, wants_window=True)
         return self._last[1]
 
     def weights_command(self, head: Head, weights: Any) -> Message | None:
         """Return the command that sends ``weights`` to all workers; None if they go through Ray."""
         if self._last is None or self._last[0] is not head:
-            args = plain(head), weights
+            args = plain(head), plain_weights(weights)
             self._last = head, self._made("receive_version", args, {}, wants_window=False)
         return self._last[1]
 

@@ -21,7 +21,7 @@ _HEADER = struct.Struct("=II")  # kind, number of buffers
 _PLACE = struct.Struct("=IIQQ")
 _IN_BAND = 1024  # bytes of the largest buffer that travels in the stream
 
-_LEAVES = {int, float, complex, bool, str, bytes, type(None), FlatWeights}
+_LEAVES = {int, float, complex, bool, str, bytes, type(None), pickle.PickleBuffer, FlatWeights}
 
 Keep = Callable[[pickle.PickleBuffer], Any]
 Dumps = Callable[[Any, Keep], bytes]

@@ -13,7 +13,7 @@ import ray
 from numpy.typing import ArrayLike, NDArray
 
 from flatweights._weights import FlatWeights
-from flatweights.ray._calls import Head, Stamp
+from flatweights.ray._calls import Head, Stamp, weights_of
 from flatweights.ray._errors import RefusedWeightsError, StaleWorkerError
 from flatweights.ray._lane_worker import WorkerLanes
 from flatweights.ray._round import ShardedWeights
@@ -266,6 +266,7 @@ class FlatWorker:
 def _receive(
     worker: FlatWorker, state: _GroupState, version: Stamp | None, new_weights: Any
 ) -> None:
+    new_weights = weights_of(new_weights)
     if isinstance(new_weights, Message):
         try:
             state.wire.receive(new_weights, functools.partial(_set, worker))
