@@ -186,6 +186,14 @@ def test_a_pickled_layout_is_not_kept_alive() -> None:
     assert kept() is None
 
 
+def test_a_pickled_layout_is_found_after_an_equal_one_is_gone() -> None:
+    layout, equal = (Layout.of({"w": np.zeros(11)}) for _ in range(2))
+    pickled = pickle.dumps(layout)
+    assert pickle.dumps(equal) == pickled
+    del equal
+    assert pickle.loads(pickled) is layout
+
+
 def test_names_may_be_any_unicode() -> None:
     names = ["", "ü/κ", "a\0b", '"quoted"', "日本\n"]
     layout = Layout.of({name: np.zeros(1) for name in names})

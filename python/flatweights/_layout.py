@@ -357,7 +357,7 @@ class Layout:
         """This layout as compressed JSON; see `unpickle_layout`. Private to the package."""
         if self._pickled is None:
             self._pickled = zlib.compress(self.to_json().encode())
-            _pickled_here[self._pickled] = self
+            _pickled_here.setdefault(self._pickled, self)
         return self._pickled
 
     def __reduce__(self) -> tuple[Any, ...]:
