@@ -103,7 +103,7 @@ def test_without_a_word_a_small_share_of_the_memory_is_kept_at_most() -> None:
     limit = run_python(LIMIT).split()
     assert limit[1] == "MiB"
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
-    assert 0 < float(limit[0]) * 2**20 <= min(2**30, pages / 32)
+    assert 0 < int(limit[0]) * 2**20 <= min(2**30, pages / 32), "in whole MiB"
 
 
 @pytest.mark.parametrize(("nbytes", "kept"), [("0", 0), (str(3 * SIZE), 3), (str(1 << 40), 4)])

@@ -44,6 +44,9 @@ std::size_t memory_limit() {
   return limit;
 }
 
+// A share of the memory, in whole MiB.
+std::size_t usually_kept() { return std::min(kUsuallyKept, memory_limit() / kShare) >> 20 << 20; }
+
 std::mutex mutex;
 
 // Oldest first. Never destroyed: arrays may outlive static objects.
@@ -89,8 +92,8 @@ std::byte* allocate(std::size_t capacity) noexcept {
 }  // namespace
 
 std::size_t most_kept() {
-  static const std::size_t nbytes = bytes_from_environment("FLATWEIGHTS_POOL_BYTES")
-                                        .value_or(std::min(kUsuallyKept, memory_limit() / kShare));
+  static const std::size_t nbytes =
+      bytes_from_environment("FLATWEIGHTS_POOL_BYTES").value_or(usually_kept());
   return nbytes;
 }
 
