@@ -483,11 +483,14 @@ def test_where_there_is_no_memory_results_go_through_the_call(one: Driver) -> No
 def test_weights_that_a_worker_cannot_map_are_refused_and_not_held(one: Driver) -> None:
     one.values("limit_memory", 100_000, wants_window=False)
     weights = fw.FlatWeights({"w": np.ones(LARGE)})
-    for _ in range(2):  # the second time, the window counts as announced
+    for _ in range(2):
         (answer,) = one.answers("set_and_keep", weights, wants_window=False)
         assert answer.kind == REFUSED
         assert not one.lanes.is_held(0)
     assert one.values("echo", 1) == [1]
+    one.values("limit_memory", 1 << 40, wants_window=False)
+    (answer,) = one.answers("set_and_keep", weights, wants_window=False)
+    assert answer.kind == VALUE, "the window is announced again"
 
 
 def test_descriptors_and_windows_stay_few(one: Driver) -> None:

@@ -128,6 +128,7 @@ class DriverLane(LaneEnd):
             return Reply(kind, value)
         if kind == BY_CALL:
             return Reply(kind, _NUMBER.unpack(stream)[0])
+        self._announced.clear()  # the worker may lack windows: it could not map them, say
         return Reply(kind, stream.decode())
 
     def discard(self) -> None:
