@@ -1,5 +1,6 @@
 """Variables of sessions that are bound: whatever happens to them is seen, or is a clear error."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -311,17 +312,24 @@ class AbortOnce(SessionRunHook):
             raise tf.errors.AbortedError(None, None, "preempted")
 
 
-def test_a_session_that_recovers_has_its_new_values() -> None:
+@contextlib.contextmanager
+def recovering() -> Iterator[tuple[Any, Any, TensorFlowVariables, AbortOnce, Any]]:
+    """A variable of [1, 2], an operation that adds 10, the weights, a hook, and their session."""
     v = variable("v", [1, 2])
     bump = tf1.assign_add(v, [10.0, 10.0])
     weights = TensorFlowVariables(v)
     hook = AbortOnce()
     with tf1.train.MonitoredSession(hooks=[hook]) as session:
         weights.set_session(session)
+        yield v, bump.op, weights, hook, session
+
+
+def test_a_session_that_recovers_has_its_new_values() -> None:
+    with recovering() as (v, bump, weights, hook, session):
         for _ in range(2):
             weights.set_flat([3, 4])
             hook.armed = True
-            session.run(bump.op)
+            session.run(bump)
             assert session.run(v).tolist() == [11, 12], "recovered, initialized, bumped"
             assert weights.get_flat().tolist() == [11, 12]
             weights.add_flat([1, 1])
@@ -348,14 +356,9 @@ def after_binding(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]
 def test_a_session_that_recovers_while_it_is_bound_is_bound_again(
     path: Any, after_binding: list[Callable[[], object]]
 ) -> None:
-    v = variable("v", [1, 2])
-    bump = tf1.assign_add(v, [10.0, 10.0])
-    weights = TensorFlowVariables(v)
-    hook = AbortOnce()
-    with tf1.train.MonitoredSession(hooks=[hook]) as session:
-        weights.set_session(session)
+    with recovering() as (_, bump, weights, hook, session):
         hook.armed = True
-        after_binding.append(lambda: session.run(bump.op))
+        after_binding.append(lambda: session.run(bump))
         for _ in range(2):
             assert weights.get_flat().tolist() == [11, 12], "recovered, initialized, bumped"
         assert not hook.armed

@@ -153,8 +153,6 @@ class Arrivals:
     def unanswered(self) -> dict[int, Answer]:
         """The answers that workers still owe: those of late ranks, and those not waited for."""
         owing = {*self.late, *self._pending.values()}
-        if not owing:
-            return {}
         return {rank: answer for rank, answer in self.answers.items() if rank in owing}
 
     def follow(self, rank: int, answer: Answer) -> None:

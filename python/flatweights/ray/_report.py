@@ -89,7 +89,7 @@ def readable_bytes(nbytes: int) -> str:
 
 @contextlib.contextmanager
 def rounds_bar(rounds: int) -> Iterator[Callable[[Round], None]]:
-    """Show a progress bar of ``rounds``; give what is to be called after each of them.
+    """Show a progress bar of ``rounds``; yield the function to call after each round.
 
     It shows how many are done, and which ranks the last average is not of. It is drawn only on a
     terminal or in a notebook: a file would get fragments of it.
