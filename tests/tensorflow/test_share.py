@@ -1104,6 +1104,8 @@ print(int(weights.get_flat()[-1]), int(in_session.get_flat()[-1]))
         "sys.exit(0)",
         "sys.modules['kept'] = [weights, in_session, variables, session, variables[1][:500]]\n"
         "variables[1].assign(tf.zeros(1000))",
+        # Flushed: else the child has a copy of what is still to be written.
+        "sys.stdout.flush()\n"
         "if os.fork() > 0: os.wait(); sys.exit(0)\nvariables.clear(); del weights",
     ],
     ids=["falls off", "exits", "kept", "forked"],
