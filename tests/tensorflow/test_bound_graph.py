@@ -265,6 +265,61 @@ def test_a_closed_session_is_an_error_and_the_next_has_its_own_values(call: Any)
     assert weights.get_flat().tolist() == [1, 2, 3]
 
 
+Session: Any = tf1.Session
+
+
+class ClosedLater(Session):
+    """A session that is closed, as another thread could, when it has been looked at so often."""
+
+    looks = 0
+    is_closed = False
+
+    @property
+    def _closed(self) -> bool:
+        self.looks -= 1
+        if self.looks == 0:
+            self.close()
+        return self.is_closed
+
+    @_closed.setter
+    def _closed(self, closed: bool) -> None:
+        self.is_closed = closed
+
+
+TRAINING = {
+    "apply_flat_gradients": lambda w: w.apply_flat_gradients(
+        tf1.train.AdamOptimizer(), np.ones(w.get_flat_size(), np.float32)
+    ),
+    "value_and_gradient": lambda w: w.value_and_gradient(
+        lambda: tf.reduce_sum([tf.reduce_sum(v) for v in w.variables.values()]), dtype=np.float32
+    )(np.ones(w.get_flat_size(), np.float32)),
+}
+
+
+@pytest.mark.parametrize("call", (CALLS | TRAINING).values(), ids=CALLS | TRAINING)
+@pytest.mark.parametrize("resource", [True, False])
+def test_a_session_that_is_closed_during_a_call_is_the_error_of_a_closed_session(
+    path: Any, call: Any, resource: Any
+) -> None:
+    a, b = variable("a", [1, 2]), variable("b", [3], use_resource=resource)
+    weights = TensorFlowVariables([a, b])
+    endings = []
+    for looks in range(1, 12):
+        session = ClosedLater()
+        session.run([a.initializer, b.initializer])
+        session.looks = looks
+        weights.set_session(session)
+        try:
+            call(weights)
+        except RuntimeError as error:
+            assert "losed" in str(error), error
+            endings.append("error")
+        else:
+            endings.append("value")
+        session.close()
+    assert "error" in endings
+
+
 def test_without_a_session_nothing_of_the_last_one_is_seen() -> None:
     weights = TensorFlowVariables(variable("v", [1, 2]), initialized())
     weights.get_flat()

@@ -1002,3 +1002,49 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_fork_while_another_thread_prepares_a_step_does_not_hang(forks: Forks) -> None:
     done = forks.run(FORKED)
     assert done.stdout.strip() == "0", done.stderr
+
+
+INSIDE = """
+import os, signal, sys, threading
+import numpy as np
+import tensorflow as tf
+from flatweights.tensorflow import TensorFlowVariables
+
+weights = TensorFlowVariables(tf.Variable(tf.zeros(3)))
+gradient, optimizer = np.float32([1, 2, 3]), tf.compat.v1.train.GradientDescentOptimizer(1.0)
+inside, go_on = threading.Event(), threading.Event()
+
+def pause(frame, event, argument):  # at the first function that is called in the file
+    if frame.f_code.co_filename.endswith(sys.argv[1]):
+        sys.settrace(None)
+        inside.set()
+        go_on.wait()
+
+def use():
+    sys.settrace(pause)
+    call()
+
+call = {
+    "_gradients.py": lambda: weights.flatten_gradients([gradient]),
+    "_apply.py": lambda: weights.prepare_gradients(optimizer),
+}[sys.argv[1]]
+thread = threading.Thread(target=use)
+thread.start()
+inside.wait()
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    call()
+    os._exit(0)
+go_on.set()
+thread.join()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("file", ["_gradients.py", "_apply.py"])
+def test_a_fork_while_another_thread_begins_to_use_gradients_does_not_hang(
+    forks: Forks, file: str
+) -> None:
+    done = forks.run(INSIDE, file)
+    assert done.stdout.strip() == "0", done.stderr

@@ -157,26 +157,25 @@ class _SessionStep:
 
     def run(self, vectors: Sequence[NDArray[Any]]) -> None:
         """Take the step along one vector per group, which TensorFlow may keep."""
-        session = self._session.session
+        session, raw = self._session.opened()
         with self._lock.ready():
-            self._initialize(session)
+            self._initialize(session, raw)
         session.run(self._train, dict(zip(self._fed, vectors, strict=True)))
 
-    def _initialize(self, session: Any) -> None:
+    def _initialize(self, session: Any, raw: Any) -> None:
         """Initialize the slots that this step created, because nothing else does.
 
         Raises:
             RuntimeError: If other variables are not initialized.
         """
-        place = self._session.place()
-        if self._checked is not None and self._checked() is place:
+        if self._checked is not None and self._checked() is raw:
             return
         names = [name.decode() for name in session.run(self._uninitialized)]
         others = [name for name in names if name not in self._initializers]
         if others:
             raise uninitialized(others)
         session.run([self._initializers[name] for name in names])
-        self._checked = weakref.ref(place)
+        self._checked = weakref.ref(raw)
 
 
 def _as_known_to(optimizer: Any, variable: Any) -> Any:

@@ -85,7 +85,7 @@ class Objective:
             x: ArrayLike, feed_dict: Mapping[Any, Any] | None = None
         ) -> tuple[float, NDArray[Any]]:
             self._set_flat(x)
-            loss, gradient = session.session.run(fetches, feed_dict)
+            loss, gradient = session.opened()[0].run(fetches, feed_dict)
             return self._result(loss, np.asarray(gradient))
 
         return evaluate

@@ -67,19 +67,27 @@ class SessionOperations(Operations):
 
     def check(self) -> None:
         """Check that a session is set and open."""
-        if self.session is None:
+        self.opened()
+
+    def opened(self) -> tuple[Any, Any]:
+        """Return the session and its raw one; another thread may set or close it afterwards.
+
+        Raises:
+            RuntimeError: If none is set, or it is closed.
+        """
+        session = self.session
+        if session is None:
             raise RuntimeError(
                 "the session is not set: pass it to the constructor, or call set_session(sess)"
             )
-        if self.place() is None:
+        raw = _raw(session)
+        if raw is None:
             raise RuntimeError("the session is closed: call set_session(sess) with an open one")
+        return session, raw
 
     def place(self) -> Any:
         """Return the raw session, which a monitored one may recreate; None if it is closed."""
-        session = self.session
-        if hasattr(session, "_tf_sess"):
-            session = None if session._is_closed() else session._tf_sess()
-        return None if session is None or session._closed else session
+        return _raw(self.session)
 
     def bind(self, groups: Sequence[Group]) -> list[NDArray[np.int64]]:
         """Run the op for each variable of ``groups``, all in one run."""
@@ -122,7 +130,7 @@ class SessionOperations(Operations):
 
     def _run(self, fetches: Any, feed: dict[tf.Tensor, NDArray[Any]] | None = None) -> Any:
         # The raw session: hooks of a monitored one must count only training steps.
-        return self.place().run(fetches, feed)
+        return self.opened()[1].run(fetches, feed)
 
     def _uninitialized(self) -> list[str]:
         names = []
@@ -135,6 +143,13 @@ class SessionOperations(Operations):
                 except tf.errors.FailedPreconditionError:
                     names.append(slot.name)
         return names
+
+
+def _raw(session: Any) -> Any:
+    """Return the raw session in ``session``; None if there is none, or it is closed."""
+    if hasattr(session, "_tf_sess"):  # a monitored one
+        session = None if session._is_closed() else session._tf_sess()
+    return None if session is None or session._closed else session
 
 
 class _Nodes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -140,6 +139,8 @@ class TensorFlowVariables:
         if is_usable:
             self._mover.bind()
         self._replicas = Replicas(self._mover, self._layout, discovered.replicas, library)
+        self._gradients = Gradients(self._variables, self._layout)
+        self._steps = Steps(self._variables, self._layout, self._session)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -709,14 +710,6 @@ class TensorFlowVariables:
         if self._session is not None:
             return objective.in_session(loss_fn, self._session)
         return objective.eager(loss_fn)
-
-    @functools.cached_property
-    def _gradients(self) -> Gradients:
-        return Gradients(self._variables, self._layout)
-
-    @functools.cached_property
-    def _steps(self) -> Steps:
-        return Steps(self._variables, self._layout, self._session)
 
     def __reduce__(self) -> NoReturn:
         """Raise `TypeError`: variables belong to the process that built them."""
