@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 from reference import clean_environment
 
+from flatweights import FlatWeights
 from flatweights.demo import SIZES
 
 COMMAND = [sys.executable, "-m", "flatweights.cli"]
@@ -120,13 +121,16 @@ def test_interrupt_while_a_worker_comes_back_stops_everything(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_interrupt_of_an_example_stops_everything(tmp_path: Path) -> None:
-    options = ("examples", "resnet", "--num-residual-units=1", "--rounds=1000", "--enough=0")
+def test_an_example_that_was_interrupted_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    program = "examples resnet --num-residual-units=1 --enough=0 --checkpoint=weights.safetensors"
+    options = [*program.split(), "--rounds=1000"]
     with running("round 2 of", *options, cwd=tmp_path) as process:
-        *_, saved, last = interrupt(process, os.killpg).splitlines()
-    assert re.fullmatch(r"round \d+ is saved: resnet-checkpoints/checkpoint\.safetensors", saved)
-    assert last == "interrupted"
-    with running("round ", *options, "--resume", "--mode=graph", cwd=tmp_path) as process:
+        assert interrupt(process, os.killpg) == "interrupted\n"
+    done = int(FlatWeights.load(tmp_path / "weights.safetensors")["sgd/iteration"]) // 10
+    said = f"weights.safetensors: {done} of 1000 rounds are done"
+    with running(said, *options, "--mode=graph", cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(f"round {done + 1} of 1000: loss")
         interrupt(process, os.kill)
 
 

@@ -15,14 +15,14 @@ WAIT_S = 120
 
 
 @contextmanager
-def supervised(body: str, options: str = "") -> Iterator[subprocess.Popen[str]]:
+def supervised(body: str) -> Iterator[subprocess.Popen[str]]:
     """Run ``body`` as the supervised function of a program."""
     code = f"""
 import ctypes, os, subprocess, sys, time
 from flatweights._supervise import supervise
 def main():
     {body}
-sys.exit(supervise(main{options}))
+sys.exit(supervise(main))
 """
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -94,57 +94,6 @@ def test_a_signal_ends_all_with_one_line(received: signal.Signals) -> None:
         _, err = process.communicate(timeout=WAIT_S)
         assert (process.returncode, err) == (128 + received, "interrupted\n")
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-# A signal that arrives just before a sleep begins is noticed at its end: so sleeps are short.
-TIDY = """
-    try:
-        print('ready', flush=True)
-        while True: time.sleep(0.05)
-    except KeyboardInterrupt:
-        print('tidied', flush=True); raise
-"""
-
-
-def test_a_program_may_tidy_up() -> None:
-    with supervised(TIDY, ", grace=60") as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=WAIT_S) == ("tidied\n", "interrupted\n")
-        assert process.returncode == 130
-
-
-SWALLOWS = """
-    class Handle:
-        def __del__(self):
-            print('ready', flush=True)
-            while True: time.sleep(0.05)
-    try:
-        Handle()
-        while True: time.sleep(0.05)
-    except KeyboardInterrupt:
-        print('tidied', flush=True); raise
-"""
-
-
-def test_an_interrupt_that_a_finalizer_swallows_comes_again() -> None:
-    with supervised(SWALLOWS, ", grace=60") as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=WAIT_S) == ("tidied\n", "interrupted\n")
-
-
-def test_who_tidies_up_for_ever_is_ended_by_the_second_signal() -> None:
-    with supervised(TIDY.replace("raise", "time.sleep(600)"), ", grace=600") as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.readline() == "tidied\n"
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=WAIT_S) == ("", "interrupted\n")
-        assert process.returncode == 130
 
 
 def test_the_program_dies_with_its_supervisor() -> None:

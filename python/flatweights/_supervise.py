@@ -11,12 +11,10 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WAITED_FOR = {*_ENDING, signal.SIGCHLD}
@@ -24,15 +22,13 @@ _UNKILLABLE_S = 10.0  # after this time, processes in uninterruptible sleep are 
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
-def supervise(main: Callable[[], object], *, grace: float = 0.0) -> int:
+def supervise(main: Callable[[], object]) -> int:
     """Call ``main`` in a child process, and let none of the processes that it starts outlive it.
 
     On SIGINT, SIGTERM or SIGHUP all of them are killed at once, and one line is printed.
 
     Args:
         main: The program; its result or exception determines the exit code, as in `sys.exit`.
-        grace: Seconds for ``main`` to handle a `KeyboardInterrupt` before it is killed. With
-            0 it is killed at once.
 
     Returns:
         The exit code of ``main``, or 128 plus the number of the signal.
@@ -47,11 +43,10 @@ def supervise(main: Callable[[], object], *, grace: float = 0.0) -> int:
         libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-        signal.signal(signal.SIGINT, _raise_once if grace else signal.SIG_IGN)
-        sys.unraisablehook = _raise_again
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the child, too
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os._exit(_call(main))
-    ended_by, code = _wait(child, grace)
+    ended_by, code = _wait(child)
     _kill_descendants()
     if ended_by:
         if sys.stderr.isatty():  # erase a progress bar and show the cursor that it hid
@@ -65,26 +60,17 @@ def supervise(main: Callable[[], object], *, grace: float = 0.0) -> int:
     return code
 
 
-def _wait(child: int, grace: float) -> tuple[int, int]:
+def _wait(child: int) -> tuple[int, int]:
     """Wait until ``child`` ends or a signal asks for its end.
 
     Returns:
         The number of that signal, or 0; and the exit code of the child, as in `subprocess`.
     """
-    ended_by, deadline = 0, float("inf")
-    while (remaining := min(deadline - time.monotonic(), 3600.0)) > 0:
-        received = signal.sigtimedwait(_WAITED_FOR, remaining)
-        if received is None:
-            continue
-        if received.si_signo != signal.SIGCHLD:
-            if ended_by or not grace:
-                return received.si_signo, 0
-            ended_by, deadline = received.si_signo, time.monotonic() + grace
-            os.kill(child, signal.SIGINT)
+    while (received := signal.sigwaitinfo(_WAITED_FOR).si_signo) == signal.SIGCHLD:
         for pid, status in _ended_children():
             if pid == child:
-                return ended_by, os.waitstatus_to_exitcode(status)
-    return ended_by, 0
+                return 0, os.waitstatus_to_exitcode(status)
+    return received, 0
 
 
 def _ended_children() -> list[tuple[int, int]]:
@@ -129,8 +115,6 @@ def _call(main: Callable[[], object]) -> int:
         if end.code is not None:
             print(end.code, file=sys.stderr)
         return 0 if end.code is None else 1
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # the reader of the output has closed it
         return 1
     except BaseException:
@@ -140,27 +124,3 @@ def _call(main: Callable[[], object]) -> int:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-
-
-def _raise_once(signum: int, frame: FrameType | None) -> None:
-    while frame is not None:
-        if frame.f_code is _raise_again.__code__:  # which cannot raise either
-            _interrupt_later()
-            return
-        frame = frame.f_back
-    # The terminal and the parent may both send the signal; only the first one counts.
-    signal.signal(signum, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def _raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Repeat a `KeyboardInterrupt` that a finalizer raised, where Python only reports errors."""
-    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
-        sys.__unraisablehook__(unraisable)
-        return
-    signal.signal(signal.SIGINT, _raise_once)
-    _interrupt_later()
-
-
-def _interrupt_later() -> None:
-    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()

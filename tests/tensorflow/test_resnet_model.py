@@ -1,17 +1,18 @@
 """The network of the example `resnet`, in both modes of TensorFlow."""
 
+from argparse import Namespace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flatweights.examples.resnet import build_model, build_network
+from flatweights.examples.resnet import build_model, build_network, load_images
 
 pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 MODES = ("eager", "graph")
-RATE = 0.05
+RATE, DECAY = 0.05, 1e-4
 
 
 @cache
@@ -29,65 +30,84 @@ def standardised() -> Any:
     return values / values.std(axis=(1, 2, 3), keepdims=True)
 
 
+def build(mode: str, seed: int = 5) -> tuple[Any, Any, Any]:
+    options = Namespace(
+        mode=mode, seed=seed, num_residual_units=1, dataset="digits",
+        learning_rate=RATE, rounds=4, steps=4,
+    )  # fmt: skip
+    return build_network(options)
+
+
 @cache
-def trained(mode: str, steps: int) -> tuple[Any, Any, list[float]]:
-    """The weights before and after some steps, and the loss before each."""
-    variables, train, _ = build_network(mode, units=1, classes=4, seed=5)
-    before, (pixels, labels) = variables.get_weights(), images()
-    losses = []
+def trained(mode: str, steps: int) -> tuple[list[Any], list[float]]:
+    """The weights before the first and after each step, and the loss before each."""
+    variables, train, _ = build(mode)
+    weights, losses, (pixels, labels) = [variables.get_weights()], [], images()
     for step in range(steps):
         half = slice(0, 8) if step % 2 == 0 else slice(8, 16)
-        losses.append(float(np.mean(train(pixels[half], labels[half], RATE)[0])))
-    return before, variables.get_weights(), losses
+        losses.append(float(np.mean(train(pixels[half], labels[half])[0])))
+        weights.append(variables.get_weights())
+    return weights, losses
+
+
+def parts(weights: Any, end: str) -> list[Any]:
+    return [array.astype(np.float64) for name, array in weights.items() if name.endswith(end)]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_moving_statistics_follow_what_is_normalised(mode: str) -> None:
-    before, after, _ = trained(mode, 1)
-    first, mean, variance = (
-        next(name for name in before if name.endswith(end))
-        for end in ("kernel", "moving_mean", "moving_variance")
-    )
-    kernel = before[first].astype(np.float64)
+    before, after = trained(mode, 1)[0]
     padded = np.pad(standardised()[:8], [(0, 0), (1, 1), (1, 1), (0, 0)])
     windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
-    x = np.einsum("bhwcij,ijco->bhwo", windows, kernel)
-    np.testing.assert_allclose(after[mean], 0.1 * x.mean(axis=(0, 1, 2)), rtol=1e-3, atol=1e-5)
-    wanted = 0.9 + 0.1 * x.var(axis=(0, 1, 2))
-    np.testing.assert_allclose(after[variance], wanted, rtol=1e-3)
+    x = np.einsum("bhwcij,ijco->bhwo", windows, parts(before, "kernel")[0])
+    mean, variance = parts(after, "moving_mean")[0], parts(after, "moving_variance")[0]
+    np.testing.assert_allclose(mean, 0.1 * x.mean(axis=(0, 1, 2)), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(variance, 0.9 + 0.1 * x.var(axis=(0, 1, 2)), rtol=1e-3)
+
+
+def trainable(weights: Any) -> dict[str, Any]:
+    ends = ("kernel", "bias", "gamma", "beta")
+    return {
+        name: array.astype(np.float64) for name, array in weights.items() if name.endswith(ends)
+    }
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_goes_where_the_momenta_point(mode: str) -> None:
-    before, after, _ = trained(mode, 1)
-    names = list(before)
-    trained_names = [n for n in names if "moving" not in n and "momentum" not in n]
-    momenta = [name for name in names if "momentum" in name]
-    for name, momentum in zip(trained_names, momenta, strict=True):
-        assert np.any(after[momentum]), momentum
-        np.testing.assert_allclose(
-            after[name], before[name] - RATE * after[momentum], rtol=1e-5, atol=1e-6
-        )
+def test_steps_go_where_the_momenta_point_at_a_rate_that_falls(mode: str) -> None:
+    weights, _ = trained(mode, 16)
+    for step, rate in ((1, RATE), (8, RATE), (11, 0.1 * RATE), (16, 0.01 * RATE)):
+        before, after = (trainable(weights[i]) for i in (step - 1, step))
+        old, new = (parts(weights[i], "momentum") for i in (step - 1, step))
+        assert weights[step]["sgd/iteration"] == step
+        for (name, start), end, last, momentum in zip(
+            before.items(), after.values(), old, new, strict=True
+        ):
+            moved = momentum - rate * DECAY * start
+            np.testing.assert_allclose(end, start + moved, rtol=1e-5, atol=1e-6, err_msg=name)
+            gradient = (0.9 * last - momentum) / rate
+            assert 0 < np.abs(gradient).max() < 20, "what was added is a gradient times the rate"
 
 
 def test_both_modes_learn_alike() -> None:
-    (start, eager, losses), (other_start, graph, other_losses) = (trained(m, 8) for m in MODES)
+    (eager, losses), (graph, other_losses) = (trained(mode, 16) for mode in MODES)
     assert losses[-1] < 0.7 * losses[0]
     np.testing.assert_allclose(losses, other_losses, rtol=1e-3)
-    np.testing.assert_array_equal(start.buffer, other_start.buffer)
-    for name, x, y in zip(eager, eager.values(), graph.values(), strict=True):
-        assert not np.array_equal(x, start[name]), name
+    np.testing.assert_array_equal(eager[0].buffer, graph[0].buffer)
+    # `w`, the kernel of one convolution of many in this process, may be `w_1` there.
+    assert len(eager[0]) == len(graph[0])
+    for name, x, y in zip(eager[-1], eager[-1].values(), graph[-1].values(), strict=True):
+        assert not np.array_equal(x, eager[0][name]), name
         np.testing.assert_allclose(x, y, rtol=1e-2, atol=2e-3, err_msg=name)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_is_that_of_keras(mode: str) -> None:
-    weights = trained("eager", 8)[1]
-    variables, _, evaluate = build_network(mode, units=1, classes=4, seed=6)
+    weights = trained("eager", 16)[0][-1]
+    variables, _, evaluate = build(mode, seed=6)
     variables.set_weights(dict(zip(variables.layout.names, weights.values(), strict=True)))
-    own = [value for name, value in weights.items() if "momentum" not in name]
+    own = [value for name, value in weights.items() if not name.startswith("sgd")]
     losses, right = map(np.asarray, evaluate(*images()))
-    model = build_model(1, 4, 5)
+    model = build_model(1, 10)
     assert len(own) == len(model.weights)
     model.set_weights(own)
     model.compile(loss="sparse_categorical_crossentropy")
@@ -98,6 +118,20 @@ def test_evaluation_is_that_of_keras(mode: str) -> None:
 
 
 def test_layers_are_counted_as_in_the_paper() -> None:
-    model = build_model(5, 10, 0)
+    model = build_model(5, 10)
     assert sum(v.name == "kernel" for v in model.trainable_variables) == 32
     assert model.count_params() == pytest.approx(0.46e6, rel=0.02)
+
+
+def test_images_of_cifar_are_those_that_keras_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from keras.datasets import cifar100
+
+    rng = np.random.default_rng(0)
+    parts = [
+        (rng.integers(256, size=(n, 32, 32, 3)), rng.integers(100, size=(n, 1))) for n in (5, 2)
+    ]
+    monkeypatch.setattr(cifar100, "load_data", lambda: parts)
+    for (pixels, labels), (given, column) in zip(load_images("cifar100", 0), parts, strict=True):
+        assert [str(part.dtype) for part in (pixels, labels)] == ["uint8", "int32"]
+        np.testing.assert_array_equal(pixels, given)
+        assert labels.tolist() == column[:, 0].tolist()

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights._arguments import PLOT_SUFFIXES, output_file, plot_file
+from flatweights._arguments import PLOT_SUFFIXES, plot_file
 from flatweights._arguments import fraction as fraction
 from flatweights._arguments import integer as integer
+from flatweights._arguments import output_file as output_file
 from flatweights._arguments import positive as positive
 from flatweights._supervise import supervise
 
@@ -81,7 +82,11 @@ def make_policy_parser(description: str | None, updates: int) -> argparse.Argume
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the lines of the description, and says the default of each option."""
+    """Keeps the lines of the description, and says the default of each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_none = action.default is None or action.default is False
+        return action.help if has_none else super()._get_help_string(action)
 
 
 class Digits(NamedTuple):
@@ -108,13 +113,8 @@ def load_digits(seed: int) -> tuple[Digits, Digits]:
     return Digits(images[train], labels[train]), Digits(images[test], labels[test])
 
 
-def run(main: Callable[[], None], *, grace: float = 0.0) -> NoReturn:
+def run(main: Callable[[], None]) -> NoReturn:
     """Run a program; none of its processes outlives it, and Ctrl-C ends it with one line.
-
-    Args:
-        main: The program.
-        grace: Seconds that it has to deal with the `KeyboardInterrupt` of Ctrl-C; with 0 it is
-            ended at once.
 
     Raises:
         SystemExit: At the end.
@@ -126,7 +126,7 @@ def run(main: Callable[[], None], *, grace: float = 0.0) -> NoReturn:
         except Exception as error:
             raise SystemExit(explain(error)) from error
 
-    sys.exit(supervise(explained, grace=grace))
+    sys.exit(supervise(explained))
 
 
 def explain(error: Exception) -> str:
@@ -165,18 +165,27 @@ def _in_a_line(error: Exception) -> str:
     return reason
 
 
-def start_ray(cpus: int) -> None:
-    """Start Ray for actors that want ``cpus`` in all, however few cores there are.
+def start_ray(cpus: int, gpus: int = 0) -> None:
+    """Start Ray for actors that want ``cpus`` and ``gpus`` in all, however few cores there are.
 
     A Ray that runs in this process is used, and with ``RAY_ADDRESS`` set that cluster.
 
     Raises:
-        SystemExit: If it does not start.
+        SystemExit: If it does not start, or has too few of them: actors would wait for ever.
     """
     import ray
 
-    if ray.is_initialized():
-        return
+    if not ray.is_initialized():
+        _init_ray(cpus)
+    for name, wanted in (("CPU", cpus), ("GPU", gpus)):
+        there = ray.cluster_resources().get(name, 0)
+        if there < wanted:
+            raise SystemExit(f"{name}s of Ray: expected at least {wanted}, got {there:g}")
+
+
+def _init_ray(cpus: int) -> None:
+    import ray
+
     os.environ.update(_ENVIRONMENT | dict(os.environ))
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     remedy = "is the cluster there? Without RAY_ADDRESS, one is started here"
