@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from flatweights.examples.federated import draw_clients, parse_options, split_by_label
+from flatweights.examples.federated import draw_clients, main, split_by_label
 
 # The partition.
 
@@ -56,7 +56,7 @@ def test_concentration_makes_clients_alike() -> None:
 
 def test_sizes_differ_and_seeds_matter() -> None:
     kinds = np.arange(1437) % 10
-    parts, others = (split_by_label(kinds, 100, 1.0, seed) for seed in (0, 1))
+    parts, others = (split_by_label(kinds, 100, 0.1, seed) for seed in (0, 1))
     sizes = [len(part) for part in parts]
     assert min(sizes) <= 4
     assert max(sizes) >= 40
@@ -121,5 +121,5 @@ def test_options_are_checked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        parse_options([option, value])
+        main([option, value])
     assert f"argument {option}: {message}" in capsys.readouterr().err

@@ -35,14 +35,12 @@ SCHEDULES = {"weights": (20, 20), "gradients": (200, 1)}
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the demo."""
     add = parser.add_argument
-    rounds, steps = (
-        ", ".join(f"{schedule[i]} for {mode}" for mode, schedule in SCHEDULES.items())
-        for i in range(2)
-    )
-    many = integer(1, 100_000)
+    many, weights, gradients = integer(1, 100_000), SCHEDULES["weights"], SCHEDULES["gradients"]
     add("--workers", type=integer(1, 64), default=2, help="Ray actors; default: %(default)s")
-    add("--rounds", type=many, help=f"averages to take; default: {rounds}")
-    add("--local-steps", type=many, help=f"batches of a worker in a round; default: {steps}")
+    rounds = f"averages to take; default: {weights[0]}, with gradients {gradients[0]}"
+    add("--rounds", type=many, help=rounds)
+    steps = f"batches of a worker in a round; default: {weights[1]}, with gradients {gradients[1]}"
+    add("--local-steps", type=many, help=steps)
     seed = "of the data's split, the batches and the weights"
     add("--seed", type=integer(0, 2**32 - 1), default=0, help=seed)
     mode = "what is averaged; default: %(default)s"

@@ -2,55 +2,47 @@
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import pickle
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ray
 
 from flatweights.demo import SIZES
-from flatweights.demo._screen import Screen, draw_comparison, draw_survival, milliseconds, summary
+from flatweights.demo._results import (
+    FLAT,
+    GUIDE,
+    STEPS,
+    STORE,
+    Cost,
+    Screen,
+    show_comparison,
+    show_survival,
+    summary,
+)
 from flatweights.demo._worker import DigitsWorker
-from flatweights.examples import print_table, start_ray
+from flatweights.examples import start_ray
 from flatweights.ray import WorkerError, WorkerGroup, average
 
 RESTART_S = 300.0
-FLAT, STORE, GUIDE = "flatweights", "object store", "Ray's guide"
-STEPS = {
-    "wait": "collect results",
-    "average": "average",
-    "put": "put",
-    "broadcast": "set variables",
-}
-"""The titles of the steps of an exchange, by the names in `Round.seconds`."""
 
-
-class Exchange(NamedTuple):
-    """The average, the seconds of each of the `STEPS`, and bytes and arrays of one message."""
-
-    mean: Mapping[str, Any]
-    seconds: dict[str, float]
-    nbytes: int
-    arrays: int
-
-    @property
-    def total(self) -> float:
-        """The seconds of all steps."""
-        return sum(self.seconds.values())
+Exchange = tuple[Mapping[str, Any], Mapping[str, float]]  # the average; seconds by step
+Outcome = tuple[float, Callable[[], None]]  # the accuracy, and a function that shows the results
 
 
 def exchange_flat(group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
     """Exchange through `flatweights`: two lines."""
     result = group.average(weights=sizes)
     group.broadcast(result)
-    seconds = {step: result.seconds.get(step, 0.0) for step in STEPS}
-    return Exchange(result.weights, seconds, pickled_size(result.weights), 1)
+    return result.weights, result.seconds
 
 
 def exchange_through_store(group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
@@ -60,8 +52,7 @@ def exchange_through_store(group: WorkerGroup, sizes: Sequence[int]) -> Exchange
     ref = result.ref
     begin = time.perf_counter()
     ray.get([actor.set_weights.remote(ref) for actor in actors])
-    seconds = {**result.seconds, "broadcast": time.perf_counter() - begin}
-    return Exchange(result.weights, seconds, pickled_size(result.weights), 1)
+    return result.weights, {**result.seconds, "broadcast": time.perf_counter() - begin}
 
 
 def exchange_dicts(group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
@@ -80,15 +71,7 @@ def exchange_dicts(group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
     times.append(time.perf_counter())
     ray.get([actor.set_dict.remote(ref) for actor in actors])
     times.append(time.perf_counter())
-    seconds = dict(zip(STEPS, np.diff(times).tolist(), strict=True))
-    return Exchange(mean, seconds, pickled_size(mean), len(mean))
-
-
-def pickled_size(message: Any) -> int:
-    """Return the bytes that Ray sends for ``message``: buffers, and the pickle beside them."""
-    buffers: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    return len(head) + sum(buffer.raw().nbytes for buffer in buffers)
+    return mean, dict(zip(STEPS, np.diff(times).tolist(), strict=True))
 
 
 WAYS = {FLAT: exchange_flat, STORE: exchange_through_store, GUIDE: exchange_dicts}
@@ -105,16 +88,23 @@ def exchange_by(name: str, group: WorkerGroup, sizes: Sequence[int]) -> Exchange
     return WAYS[name](group, sizes)
 
 
-def medians(exchanges: Sequence[Exchange]) -> Exchange:
-    """Return the medians of some exchanges, except the first, in which memory is new."""
-    measured = exchanges[1:] or exchanges
-    seconds = {step: median(one.seconds[step] for one in measured) for step in STEPS}
-    return exchanges[0]._replace(seconds=seconds)
+def measure(message: Any, times: Sequence[Mapping[str, float]]) -> Cost:
+    """Return the medians of some exchanges, and what Ray sends for a message of them.
+
+    The first exchange does not count: memory is new in it.
+    """
+    seconds = {step: median(one.get(step, 0.0) for one in times[1:] or times) for step in STEPS}
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+    return Cost(seconds, len(head) + sum(b.raw().nbytes for b in buffers), len(buffers))
 
 
 def train(options: argparse.Namespace) -> None:
     """Train on the digits; see `flatweights.demo.run`."""
-    with _screen(options.rounds) as screen:
+    logging.getLogger("flatweights").addHandler(logging.NullHandler())  # else warnings are printed
+    screen = Screen(options.rounds)
+    # Ray prints to the standard output why a worker died, whatever its log level.
+    with screen, contextlib.redirect_stdout(io.StringIO()):
         screen.stage("starting Ray")
         start_ray(options.workers)
         screen.stage("importing TensorFlow and building the networks")
@@ -129,7 +119,7 @@ def train(options: argparse.Namespace) -> None:
             sizes = list(group.step("size").values())
             per_worker = " or ".join(map(str, sorted(set(sizes))))
             screen.line(f"digits: {sum(sizes)} to train on, {per_worker} per worker")
-            screen.stage(f"training {summary(options)}, averaging {options.mode}")
+            screen.stage(f"training, averaging {options.mode} ({summary(options)})")
             follow = survive if options.kill_worker else compare
             accuracy, show = follow(options, screen, group, sizes)
             digests = set(group.step("digest").values())
@@ -141,99 +131,40 @@ def train(options: argparse.Namespace) -> None:
         group.shutdown()
     show()
     if options.plot:
-        screen.line(f"plot: {options.plot}")
+        print(f"plot: {options.plot}")
     if len(digests) != 1:
         raise SystemExit(f"the workers ended with {len(digests)} different sets of weights")
-    screen.line(f"test accuracy {accuracy:.4f}, SHA-256 of the weights {digests.pop()}")
-
-
-@contextlib.contextmanager
-def _screen(rounds: int) -> Iterator[Screen]:
-    """Show progress; hide the messages of Ray and of the package about dead workers."""
-    screen, log, handler = Screen(rounds), logging.getLogger("flatweights"), logging.NullHandler()
-    with contextlib.ExitStack() as stack:
-        log.addHandler(handler)  # a warning that has a handler is not printed
-        stack.callback(log.removeHandler, handler)
-        stack.enter_context(screen.progress)
-        # Ray prints to the standard output, whatever its log level.
-        nowhere = stack.enter_context(Path(os.devnull).open("w"))
-        stack.enter_context(contextlib.redirect_stdout(nowhere))
-        yield screen
-
-
-Outcome = tuple[float, Callable[[], None]]  # the accuracy, and a function that shows the results
+    print(f"test accuracy {accuracy:.4f}, SHA-256 of the weights {digests.pop()}")
 
 
 def compare(
     options: argparse.Namespace, screen: Screen, group: WorkerGroup, sizes: Sequence[int]
 ) -> Outcome:
     """Train, and exchange in all ways after each round; then exchange arrays of other sizes."""
-    ways = list(WAYS)
-    exchanges: dict[str, list[Exchange]] = {name: [] for name in WAYS}
-    tests, computing, gap = list[tuple[float, float]](), [], 0.0
+    ways, tests, computing, gap = list(WAYS), list[tuple[float, float]](), list[float](), 0.0
+    times: dict[str, list[Mapping[str, float]]] = {name: [] for name in WAYS}
     for number in range(1, options.rounds + 1):
         seconds = max(group.step("train").values())
-        one_round = {name: exchange_by(name, group, sizes) for name in ways}
+        results = {name: exchange_by(name, group, sizes) for name in ways}
         ways.reverse()  # no way always follows the same one
         computing.append(seconds + max(group.step("finish").values()))
-        mean = one_round[FLAT].mean
-        for name, exchanged in one_round.items():
-            gap = max(gap, *(float(np.abs(mean[k] - exchanged.mean[k]).max()) for k in mean))
-            exchanges[name].append(exchanged._replace(mean={}))
+        ours, _ = results[FLAT]
+        for name, (mean, steps) in results.items():
+            gap = max(gap, *(float(np.abs(mean[k] - ours[k]).max()) for k in ours))
+            times[name].append(steps)
         tests.append(ray.get(group.actors()[0].evaluate.remote()))
-        screen.advance(number, f"test accuracy {tests[-1][1]:.4f}")
+        screen.round(number, f"test accuracy {tests[-1][1]:.4f}")
+    costs = {name: measure(results[name][0], times[name]) for name in WAYS}
     screen.stage("exchanging bare arrays of other sizes")
-    costs = {name: medians(some) for name, some in exchanges.items()}
-    size = SIZES[options.size]
-    others: dict[str, dict[float, float]] = {name: {} for name in WAYS}
+    size, others = SIZES[options.size], {name: dict[float, float]() for name in WAYS}
     for megabytes in size.others:
         group.step("exchange_others", 1e6 * megabytes)
         for name in WAYS:
             # If this kept the means, each exchange would need new memory for its own.
-            repeats = range(1 + size.repeats)
-            some = [exchange_by(name, group, sizes)._replace(mean={}) for _ in repeats]
-            others[name][megabytes] = medians(some).total
-
-    def show() -> None:
-        show_exchanges(costs, others)
-        (loss, accuracy), measured = tests[-1], computing[1:] or computing
-        training = {
-            "rounds": options.rounds,
-            "computing, per round": milliseconds(median(measured)),
-            "test loss": f"{loss:.4f}",
-            "test accuracy": f"{accuracy:.4f}",
-        }
-        print_table([{"training": title, "": cell} for title, cell in training.items()])
-        screen.line(f"All ways exchange the same {options.mode}, in turn; times are medians.")
-        screen.line(f"{STORE}: flatweights through Ray's object store, as between machines")
-        screen.line(f"{GUIDE}: a loop over dicts of arrays")
-        screen.line(f"Largest difference between the averages: {gap:.1g}")
-        if options.plot:
-            draw_comparison(options, tests, costs, others, STEPS)
-
-    return tests[-1][1], show
-
-
-def show_exchanges(
-    costs: Mapping[str, Exchange], others: Mapping[str, Mapping[float, float]]
-) -> None:
-    """Print a table of exchanges, with a column for each way."""
-    ours = costs[FLAT]
-    rows: list[tuple[object, ...]] = []
-
-    def add_times(title: str, seconds: Sequence[float]) -> None:
-        rows.append((title, *map(milliseconds, seconds)))
-        rows.append(("  times flatweights", *(f"{each / seconds[0]:.1f}x" for each in seconds)))
-
-    add_times(f"exchange of {ours.nbytes / 1e6:.3g} MB", [cost.total for cost in costs.values()])
-    for step, title in STEPS.items():
-        times = (milliseconds(cost.seconds[step]) for cost in costs.values())
-        rows.append((f"  {title}", *times))
-    for size in others[FLAT]:
-        add_times(f"exchange of {size:g} MB", [others[name][size] for name in costs])
-    rows.append(("bytes sent, each", *(f"{cost.nbytes:,}" for cost in costs.values())))
-    rows.append(("  in arrays", *(cost.arrays for cost in costs.values())))
-    print_table([dict(zip(["per round", *costs], row, strict=True)) for row in rows])
+            some = [exchange_by(name, group, sizes)[1] for _ in range(1 + size.repeats)]
+            others[name][megabytes] = measure(None, some).total
+    screen.line(f"largest difference between the averages: {gap:.1g}")
+    return tests[-1][1], partial(show_comparison, options, tests, computing, costs, others)
 
 
 def survive(
@@ -251,11 +182,12 @@ def survive(
     screen.line("Ray's guide is left out: its loop ends with the first worker that dies")
     victim, dies_in = options.workers - 1, (options.rounds + 1) // 2
     waits_after = dies_in + max(1, options.rounds // 4) - 1
-    group.broadcast(group.step("get_weights")[0])
-    ray.get(group.actors()[victim].die_in.remote(dies_in))
+    process = group.actors()[victim].__ray_call__.remote(lambda worker: os.getpid())
     tests, records, was_there = list[tuple[float, float]](), list[dict[str, Any]](), True
-    results = group.run(options.rounds, "train_on", weights=sizes, min_results=1)
-    for number, result in enumerate(results, 1):
+    for number in range(1, options.rounds + 1):
+        if number == dies_in:
+            os.kill(ray.get(process), signal.SIGKILL)
+        (result,) = group.run(1, "train_on", weights=sizes, min_results=1)
         tests.append(ray.get(group.actors()[result.used[0]].evaluate.remote()))
         records.append(result.record())
         is_there = victim in result.used
@@ -265,21 +197,13 @@ def survive(
             share = f"averaged over {len(result.used)} of {options.workers}"
             screen.line(f"round {number}: rank {victim} {event}; {share}")
         was_there = is_there
-        screen.advance(number, f"test accuracy {tests[-1][1]:.4f}")
+        screen.round(number, f"test accuracy {tests[-1][1]:.4f}")
         if number == waits_after:
-            _wait_for(group, victim, screen)
-
-    def show() -> None:
-        show_rounds(records, victim)
-        screen.line(f"test loss {tests[-1][0]:.4f}")
-        if options.plot:
-            used = [len(record["used"]) for record in records]
-            draw_survival(options, [accuracy for _, accuracy in tests], used, victim)
-
-    return tests[-1][1], show
+            wait_for(group, victim, screen)
+    return tests[-1][1], partial(show_survival, options, tests, records, victim)
 
 
-def _wait_for(group: WorkerGroup, rank: int, screen: Screen) -> None:
+def wait_for(group: WorkerGroup, rank: int, screen: Screen) -> None:
     """Wait until ``rank`` is there again; it gets the latest weights."""
     if not group.is_actor_healthy(rank):
         screen.stage(f"waiting for rank {rank}: Ray starts its process again")
@@ -289,22 +213,3 @@ def _wait_for(group: WorkerGroup, rank: int, screen: Screen) -> None:
             raise SystemExit(f"rank {rank} did not come back in {RESTART_S:.0f} s")
         time.sleep(0.1)
         group.restore()
-
-
-def show_rounds(records: Sequence[Mapping[str, Any]], victim: int) -> None:
-    """Print medians of rounds: a column for those of all workers, and one for the others."""
-    parts = [
-        [one for one in records if (victim in one["used"]) is is_there]
-        for is_there in (True, False)
-    ]
-    rows: list[tuple[object, ...]] = [
-        ("rounds", *map(len, parts)),
-        ("results averaged", *(len(part[-1]["used"]) for part in parts)),
-    ]
-    for step, title in {**STEPS, "wait": "train, collect", "round": "all of it"}.items():
-        seconds = [median(one["seconds"].get(step, 0.0) for one in part) for part in parts]
-        rows.append((title, *map(milliseconds, seconds)))
-    for way in ("in", "out"):
-        rows.append((f"bytes {way}", *(f"{part[-1]['bytes'][way]:,}" for part in parts)))
-    titles = "per round, median", "all workers", f"without rank {victim}"
-    print_table([dict(zip(titles, row, strict=True)) for row in rows])

@@ -27,9 +27,9 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights import axpy_, examples
+from flatweights.examples.cartpole_policy_gradient import ACTIONS, ENVIRONMENT, build_network
 from flatweights.ray import FlatWorker, WorkerGroup
 
-ENVIRONMENT, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
 NOISE = 1_000_000  # 25 million in the paper, for a million weights; here a policy has 4,610
 PAIRS, EACH = 16, 4  # trials of a generation, and episodes with the same weights
 SIGMA, LEARNING_RATE = 0.1, 0.2
@@ -77,18 +77,9 @@ class Player(FlatWorker):
     def build(self, seed: int, noise: NDArray[np.float32], rank: int) -> Any:
         """Build the policy in this process; ``noise`` stays in the object store."""
         examples.prepare_tensorflow()
-        import keras
-        import tensorflow as tf
-
         self.noise, self.rank = noise, rank
         self.rng = np.random.default_rng([seed, rank])
-        keras.utils.set_random_seed(seed)
-        hidden = [keras.layers.Dense(64, "tanh", kernel_initializer="orthogonal") for _ in range(2)]
-        last = keras.layers.Dense(ACTIONS, kernel_initializer=keras.initializers.Orthogonal(0.01))
-        network = keras.Sequential([keras.Input((OBSERVATIONS,)), *hidden, last])
-        # Traced once: a plain call of the network takes ten times as long.
-        call = tf.function(network).get_concrete_function(tf.TensorSpec([None, OBSERVATIONS]))
-        self.policy = lambda states: np.asarray(call(tf.constant(states)))
+        network, self.policy = build_network(ACTIONS, seed)
         return network
 
     def generation(

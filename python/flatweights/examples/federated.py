@@ -1,7 +1,7 @@
 """Federated averaging: 100 clients of unequal data, some of which fail in every round.
 
 Every image of handwritten digits belongs to one client. A few labels make up most of a client's
-images, and some clients have two images, others 55. Each round, the server sends its weights to
+images, and some clients have one image, others 80. Each round, the server sends its weights to
 clients that it draws; each takes some epochs of gradient descent on its own images; the server
 averages their weights by the number of images, and takes a step of its optimizer: FedAvg (McMahan
 et al., AISTATS 2017) takes the average, FedAdam (Reddi et al., ICLR 2021) goes towards it as Adam
@@ -22,11 +22,12 @@ For a model and data of your own, change `Client.build` and `split_data`.
 
 import argparse
 import contextlib
+import io
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from flatweights.server import FedAdam, FedAvg, FedAvgM, FedYogi, ServerOptimize
 BATCH, LEARNING_RATE = 8, 0.2  # of the clients
 ENOUGH = 0.9
 LAST = 5  # rounds whose mean accuracy is the final one, since single rounds jump
+LINES = 10  # of progress, for each server
 
 SERVERS: dict[str, Callable[[FlatWeights], ServerOptimizer[FlatWeights]]] = {
     "FedAvg": FedAvg,
@@ -54,24 +56,18 @@ def split_by_label(
 ) -> list[NDArray[np.intp]]:
     """Return the examples of each client: at least one, and each example once.
 
-    As in Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated
-    Visual Classification", 2019, a Dirichlet distribution around the mix of all labels gives the
-    mix of each client: near a ``concentration`` of 0, each has few labels. A client whose labels
-    are used up takes from those that are left. Unlike there, the numbers of examples differ too.
+    A Dirichlet distribution gives the clients' shares of a label (Yurochkin et al., "Bayesian
+    Nonparametric Federated Learning of Neural Networks", ICML 2019): near a ``concentration`` of
+    0, a label has one client.
     """
     kinds, rng = np.asarray(labels), np.random.default_rng(seed)
-    stacks = [list(rng.permutation(np.flatnonzero(kinds == kind))) for kind in np.unique(kinds)]
-    overall = np.array([len(stack) / len(kinds) for stack in stacks])
-    sizes = 1 + rng.multinomial(len(kinds) - clients, rng.dirichlet(np.full(clients, 2.0)))
-    parts = [np.empty(size, np.intp) for size in sizes]
-    for part in parts:
-        mix = rng.dirichlet(concentration * overall)
-        for i in range(len(part)):
-            left = np.array([len(stack) for stack in stacks])
-            chances = np.where(left > 0, mix, 0.0)
-            chances = chances if chances.sum() > 0 else left
-            part[i] = stacks[rng.choice(len(stacks), p=chances / chances.sum())].pop()
-    return parts
+    owners = np.empty(len(kinds), np.intp)
+    for kind in np.unique(kinds):
+        shares = rng.dirichlet(np.full(clients, concentration))
+        chosen = kinds == kind
+        owners[chosen] = rng.choice(clients, np.sum(chosen), p=shares)
+    owners[rng.choice(len(kinds), clients, replace=False)] = range(clients)  # one for each
+    return [np.flatnonzero(owners == client) for client in range(clients)]
 
 
 def split_data(options: argparse.Namespace) -> tuple[list[examples.Digits], examples.Digits]:
@@ -79,10 +75,6 @@ def split_data(options: argparse.Namespace) -> tuple[list[examples.Digits], exam
     (images, labels), test = examples.load_digits(options.seed)
     parts = split_by_label(labels, options.clients, options.concentration, options.seed)
     return [examples.Digits(images[part], labels[part]) for part in parts], test
-
-
-class DropoutError(RuntimeError):
-    """A client went away before it could send its weights."""
 
 
 class Client(FlatWorker):
@@ -118,7 +110,7 @@ class Client(FlatWorker):
         if fate == "dies":
             os._exit(1)
         if fate == "raises":
-            raise DropoutError(f"client {client} is off line")
+            raise ConnectionError(f"client {client} is off line")
         return self.get_weights(), len(labels)
 
     def accuracy(self, weights: FlatWeights) -> float:
@@ -154,20 +146,24 @@ def play_round(
 
 
 def run_server(
-    actors: Sequence[Any], optimizer: ServerOptimizer[FlatWeights], options: argparse.Namespace
+    actors: Sequence[Any],
+    optimizer: ServerOptimizer[FlatWeights],
+    options: argparse.Namespace,
+    show: Callable[[str], object] = print,
 ) -> tuple[list[float], dict[str, object]]:
     """Train for all rounds; return the accuracy after each, and counts for the table."""
-    weights, nbytes = ray.put(optimizer.weights), 0
-    refs, failures = [], list[Exception]()
+    weights, accuracies, failures, nbytes = ray.put(optimizer.weights), [], list[Exception](), 0
     for number in range(options.rounds):
         result = play_round(actors, weights, number, draw_clients(number, options))
         weights = ray.put(optimizer.step(result.weights))
-        refs.append(actors[number % len(actors)].accuracy.remote(weights))
+        accuracies.append(ray.get(actors[number % len(actors)].accuracy.remote(weights)))
         failures += result.failed.values()
         nbytes += result.nbytes
+        if (number + 1) % max(1, options.rounds // LINES) == 0:
+            show(f"round {number + 1} of {options.rounds}: accuracy {accuracies[-1]:.3f}")
     died = sum(isinstance(error, ray.exceptions.RayActorError) for error in failures)
     counts = {"raised": len(failures) - died, "died": died, "MB received": f"{nbytes / 1e6:.1f}"}
-    return ray.get(refs), counts
+    return accuracies, counts
 
 
 def summarise(accuracies: Sequence[float]) -> dict[str, object]:
@@ -180,8 +176,8 @@ def summarise(accuracies: Sequence[float]) -> dict[str, object]:
     }
 
 
-def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program; fail if too little is learned."""
     parser = examples.make_parser(
         __doc__,
         "accuracy over rounds",
@@ -194,41 +190,32 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--fraction", type=positive(1), default=0.2, help="of the clients, drawn for a round")
     add("--failing", type=examples.fraction, default=0.2, help="share of those drawn that fails")
     add("--deaths", type=integer(0), default=20, help="rounds per death of a process; 0: none")
-    add("--concentration", type=positive(), default=1.0, help="how alike the mixes of labels are")
+    add("--concentration", type=positive(), default=0.1, help="how alike the mixes of labels are")
     add("--server", nargs="+", choices=SERVERS, default=["FedAvg", "FedAdam"], help="to compare")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program; fail if too little is learned."""
-    options = parse_options(arguments)
+    options = parser.parse_args(arguments)
     # Clients fail on purpose, in every round: the table counts them.
     logging.getLogger("flatweights").setLevel(logging.ERROR)
+    show, results = partial(print, file=sys.stdout, flush=True), {}
     sizes = [len(digits.labels) for digits in split_data(options)[0]]
-    fates = [fate for _, fate in draw_clients(0, options)]
-    print(
-        f"{options.clients} clients with {min(sizes)} to {max(sizes)} images each; "
-        f"{len(fates)} take part in a round, {len(fates) - fates.count('trains')} of them fail",
-        flush=True,
-    )
+    show(f"{options.clients} clients with {min(sizes)} to {max(sizes)} images each")
     examples.start_ray(options.workers)
-    # Whatever its log level, Ray prints the reason of each death.
-    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with contextlib.redirect_stdout(io.StringIO()):  # Ray prints the reason of each death
         client = ray.remote(max_restarts=-1, max_task_retries=-1)(Client)
         actors = [client.remote(options) for _ in range(options.workers)]
         start = ray.get(actors[0].get_weights.remote())
-        runs = {name: run_server(actors, SERVERS[name](start), options) for name in options.server}
-        exchange = examples.time_exchange(WorkerGroup(actors))
-    print(exchange)
+        for name in options.server:
+            show(f"{name}:")
+            results[name] = run_server(actors, SERVERS[name](start), options, show)
+        show(examples.time_exchange(WorkerGroup(actors)))
     rows = [
         {"server": name, **summarise(accuracies), **counts}
-        for name, (accuracies, counts) in runs.items()
+        for name, (accuracies, counts) in results.items()
     ]
     rounds = range(1, options.rounds + 1)
-    curves = {name: (rounds, accuracies) for name, (accuracies, _) in runs.items()}
+    curves = {name: (rounds, accuracies) for name, (accuracies, _) in results.items()}
     panel = examples.Panel("accuracy on digits that no client has", "round", curves)
     examples.report(rows, options.plot, "Digits of clients, some of which fail", panel)
-    if min(np.mean(accuracies[-LAST:]) for accuracies, _ in runs.values()) < ENOUGH:
+    if min(np.mean(accuracies[-LAST:]) for accuracies, _ in results.values()) < ENOUGH:
         raise SystemExit(f"accuracy below {ENOUGH}: it needs more --rounds")
 
 

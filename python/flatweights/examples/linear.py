@@ -11,11 +11,11 @@ vectors and applies the mean to its model.
     python -m flatweights.examples.linear
     python -m flatweights.examples.linear --exchange gradients --graph --plot line.png
 
-For a model of your own, change `EagerModel`, or `GraphModel` with its session.
+For a model of your own, change `eager`, or `graph`, which makes the same model of TF1.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,106 +26,96 @@ from flatweights.ray import FlatWorker, WorkerGroup
 TRUTH = {"slope": 0.1, "intercept": 0.3}
 TOLERANCE = 1e-3
 LOCAL_STEPS, BATCH, LEARNING_RATE = 10, 100, 0.5
+LINES = 10  # of progress
 
 
-class EagerModel:
-    """The model in Keras, run eagerly; ``variables`` are its weights."""
+class Model(NamedTuple):
+    """A model in one mode of TensorFlow.
 
-    def __init__(self, seed: int) -> None:
-        """Build the model; the same seed gives the same weights."""
-        import keras
+    Attributes:
+        variables: The weights.
+        optimizer: For `TensorFlowVariables.apply_flat_gradients`.
+        differentiate: Returns the gradients of one batch, an array for each weight.
+    """
 
-        from flatweights.tensorflow import TensorFlowVariables
+    variables: Any
+    optimizer: Any
+    differentiate: Callable[[NDArray[Any], NDArray[Any]], Any]
 
-        keras.utils.set_random_seed(seed)
-        self.model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        self.optimizer = keras.optimizers.SGD(LEARNING_RATE)
-        self.variables = TensorFlowVariables(self.model, trainable_only=True)
 
-    def gradient(self, x: NDArray[Any], y: NDArray[Any]) -> Any:
-        """Return the gradient of one batch as one vector."""
-        import tensorflow as tf
+def eager(seed: int) -> Model:
+    """Return the model in Keras, run eagerly; the same seed gives the same weights."""
+    import keras
+    import tensorflow as tf
 
+    from flatweights.tensorflow import TensorFlowVariables
+
+    keras.utils.set_random_seed(seed)
+    line = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    weights = [v.value for v in line.trainable_variables]
+
+    def differentiate(x: NDArray[Any], y: NDArray[Any]) -> Any:
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(self.model(x) - y))
-        gradients = tape.gradient(loss, [v.value for v in self.model.trainable_variables])
-        return self.variables.flatten_gradients(gradients)
+            loss = tf.reduce_mean(tf.square(line(x) - y))
+        return tape.gradient(loss, weights)
 
-    def apply(self, gradient: NDArray[Any]) -> None:
-        """Take a step along ``gradient``."""
-        self.variables.apply_flat_gradients(self.optimizer, gradient)
+    return Model(TensorFlowVariables(line), keras.optimizers.SGD(LEARNING_RATE), differentiate)
 
 
-class GraphModel:
-    """The model as a TF1 graph, run in a session; ``variables`` are its weights."""
+def graph(seed: int) -> Model:
+    """Return the model as a TF1 graph, run in a session; the same seed gives the same weights."""
+    import tensorflow.compat.v1 as tf
 
-    def __init__(self, seed: int) -> None:
-        """Build the model; the same seed gives the same weights."""
-        import tensorflow.compat.v1 as tf
+    from flatweights.tensorflow import TensorFlowVariables
 
-        from flatweights.tensorflow import TensorFlowVariables
-
-        with tf.Graph().as_default():
-            tf.set_random_seed(seed)
-            self.x, self.y = (tf.placeholder(tf.float32, [None, 1]) for _ in range(2))
-            slope = tf.get_variable("slope", initializer=tf.random_uniform([1], -1.0, 1.0))
-            intercept = tf.get_variable("intercept", initializer=tf.zeros([1]))
-            loss = tf.reduce_mean(tf.square(slope * self.x + intercept - self.y))
-            optimizer = tf.train.GradientDescentOptimizer(LEARNING_RATE)
-            pairs = optimizer.compute_gradients(loss)
-            self.gradients = [gradient for gradient, _ in pairs]
-            self.step = optimizer.apply_gradients(pairs)
-            self.session = tf.Session()
-            self.session.run(tf.global_variables_initializer())
-            self.variables = TensorFlowVariables(loss, self.session)
-
-    def gradient(self, x: NDArray[Any], y: NDArray[Any]) -> Any:
-        """Return the gradient of one batch as one vector."""
-        gradients = self.session.run(self.gradients, {self.x: x, self.y: y})
-        return self.variables.flatten_gradients(gradients)
-
-    def apply(self, gradient: NDArray[Any]) -> None:
-        """Take a step along ``gradient``, fed in place of the gradient of a batch."""
-        parts = self.variables.layout.vector_views(gradient)
-        self.session.run(self.step, dict(zip(self.gradients, parts, strict=True)))
-
-
-MODELS: dict[bool, type[Any]] = {False: EagerModel, True: GraphModel}
+    with tf.Graph().as_default():
+        tf.set_random_seed(seed)
+        x, y = (tf.placeholder(tf.float32, [None, 1]) for _ in range(2))
+        slope = tf.get_variable("slope", initializer=tf.random_uniform([1], -1.0, 1.0))
+        intercept = tf.get_variable("intercept", initializer=tf.zeros([1]))
+        loss = tf.reduce_mean(tf.square(slope * x + intercept - y))
+        gradients = tf.gradients(loss, [slope, intercept])
+        session = tf.Session()
+        session.run(tf.global_variables_initializer())
+        variables = TensorFlowVariables(loss, session)
+    optimizer = tf.train.GradientDescentOptimizer(LEARNING_RATE)
+    return Model(variables, optimizer, session.make_callable(gradients, [x, y]))
 
 
 class Worker(FlatWorker):
     """Computes gradients on its own data, or trains its own copy of the model on it."""
 
-    def build(self, seed: int, graph: bool, rank: int) -> Any:
+    def build(self, seed: int, build_model: Callable[[int], Model], rank: int) -> Any:
         """Build the model in this process."""
         examples.prepare_tensorflow()
         self.rng = np.random.default_rng([seed, rank])
-        self.model = MODELS[graph](seed)
+        self.model = build_model(seed)
         return self.model.variables
 
     def gradient(self) -> Any:
         """Return the gradient of the next batch as one vector."""
         x = self.rng.random((BATCH, 1), np.float32)
-        return self.model.gradient(x, TRUTH["slope"] * x + TRUTH["intercept"])
+        gradients = self.model.differentiate(x, TRUTH["slope"] * x + TRUTH["intercept"])
+        return self.variables.flatten_gradients(gradients)
 
     def train(self) -> FlatWeights:
         """Take a few steps; return the weights."""
         for _ in range(LOCAL_STEPS):
-            self.model.apply(self.gradient())
+            self.variables.apply_flat_gradients(self.model.optimizer, self.gradient())
         return self.get_weights()
 
 
-def average_weights(group: WorkerGroup, steps: int) -> Iterator[list[float]]:
+def average_weights(group: WorkerGroup, rounds: int) -> Iterator[list[float]]:
     """Yield the weights after each average."""
-    for mean in group.run(max(1, steps // LOCAL_STEPS), "train"):
+    for mean in group.run(rounds, "train"):
         yield [value.item() for value in mean.weights.values()]
 
 
-def average_gradients(group: WorkerGroup, steps: int, model: Any) -> Iterator[list[float]]:
+def average_gradients(group: WorkerGroup, rounds: int, model: Model) -> Iterator[list[float]]:
     """Yield the weights of ``model`` after each step that it takes."""
-    for _ in range(steps):
+    for _ in range(rounds):
         mean = group.average("gradient", broadcast=model.variables.get_flat())
-        model.apply(mean.weights)
+        model.variables.apply_flat_gradients(model.optimizer, mean.weights)
         yield model.variables.get_flat().tolist()
 
 
@@ -142,14 +132,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--graph", action="store_true", help="a TF1 graph, not eager TensorFlow")
     options = parser.parse_args(arguments)
     examples.start_ray(options.workers)
-    settings = options.seed, options.graph
+    settings = options.seed, graph if options.graph else eager
     group = WorkerGroup.create(Worker, options.workers, *settings, arguments=lambda rank: [rank])
     if options.exchange == "weights":
-        learned = list(average_weights(group, options.steps))
+        rounds = max(1, options.steps // LOCAL_STEPS)
+        results = average_weights(group, rounds)
     else:
+        rounds = options.steps
         examples.prepare_tensorflow()
-        model = MODELS[options.graph](options.seed)
-        learned = list(average_gradients(group, options.steps, model))
+        results = average_gradients(group, rounds, settings[1](options.seed))
+    learned = []
+    for number, weights in enumerate(results, 1):
+        learned.append(weights)
+        if number % max(1, rounds // LINES) == 0:
+            slope, intercept = weights
+            line = f"slope {slope:.4f}, intercept {intercept:.4f}"
+            print(f"round {number} of {rounds}: {line}", flush=True)
     print(examples.time_exchange(group))
     group.shutdown()
 
@@ -158,8 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for (name, true), value in zip(TRUTH.items(), learned[-1], strict=True)
     ]
     gaps = np.abs(np.subtract(learned, list(TRUTH.values())))
-    averages = range(1, len(gaps) + 1)
-    curves = {name: (averages, gaps[:, i].tolist()) for i, name in enumerate(TRUTH)}
+    curves = {name: (range(1, rounds + 1), gaps[:, i].tolist()) for i, name in enumerate(TRUTH)}
     panel = examples.Panel("distance to the truth", "average", curves, "log")
     title = f"Linear regression: averages of {options.exchange}"
     examples.report(rows, options.plot, title, panel)

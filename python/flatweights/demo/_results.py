@@ -1,0 +1,206 @@
+"""What the demo shows: progress while it runs, then tables and a plot."""
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from flatweights.examples import Panel, open_figure, print_table
+
+LINES = 10  # of progress, where there is no terminal to draw a bar on
+PALE_RED = "#f9e8ea"
+FLAT, STORE, GUIDE = "flatweights", "object store", "Ray's guide"
+STEPS = {
+    "wait": "collect results",
+    "average": "average",
+    "put": "put",
+    "broadcast": "set variables",
+}
+"""The titles of the steps of an exchange, by the names in `Round.seconds`."""
+
+
+class Screen(Progress):
+    """A progress bar on a terminal, a few plain lines elsewhere.
+
+    It goes on writing to the `sys.stdout` that it was created with.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        """Show nothing before it is entered."""
+        console = Console(file=sys.stdout, highlight=False)
+        is_plain = not console.is_terminal
+        super().__init__(console=console, redirect_stdout=False, transient=True, disable=is_plain)
+        self._rounds, self._bar = rounds, self.add_task("", total=rounds)
+
+    def line(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def stage(self, text: str) -> None:
+        """Name the current stage."""
+        self.update(self._bar, description=text)
+        if self.disable:
+            self.line(text)
+
+    def round(self, number: int, text: str) -> None:
+        """Show that a round is done, and its result."""
+        self.update(self._bar, completed=number, description=text)
+        is_printed = number in (1, self._rounds) or number % max(1, self._rounds // LINES) == 0
+        if self.disable and is_printed:
+            self.line(f"round {number} of {self._rounds}: {text}")
+
+
+def milliseconds(seconds: float) -> str:
+    """Return three digits, or more before the point, and the unit."""
+    value = 1e3 * seconds
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value))) if value else 0}f} ms"
+
+
+def summary(options: argparse.Namespace) -> str:
+    """Return how many workers there are, and for how long they train."""
+    rounds = f"rounds: {options.rounds}, local steps: {options.local_steps}"
+    return f"workers: {options.workers}, {rounds}"
+
+
+class Cost(NamedTuple):
+    """What one way to exchange costs: seconds by step, and bytes and arrays of one message."""
+
+    seconds: Mapping[str, float]
+    nbytes: int
+    arrays: int
+
+    @property
+    def total(self) -> float:
+        """The seconds of all steps."""
+        return sum(self.seconds.values())
+
+
+def show_comparison(
+    options: argparse.Namespace,
+    tests: Sequence[tuple[float, float]],
+    computing: Sequence[float],
+    costs: Mapping[str, Cost],
+    others: Mapping[str, Mapping[float, float]],
+) -> None:
+    """Print tables of exchanges and of the training, and draw the plot if one is wanted.
+
+    Args:
+        options: Of the command.
+        tests: By round, test loss and accuracy.
+        computing: By round, the seconds without the exchanges.
+        costs: By way.
+        others: By way and megabytes, the seconds of an exchange of other sizes.
+    """
+    ours, rows = costs[FLAT], list[tuple[object, ...]]()
+
+    def add_times(title: str, seconds: Sequence[float]) -> None:
+        rows.append((title, *map(milliseconds, seconds)))
+        rows.append(("  times flatweights", *(f"{each / seconds[0]:.1f}x" for each in seconds)))
+
+    add_times(f"exchange of {ours.nbytes / 1e6:.3g} MB", [cost.total for cost in costs.values()])
+    for step, title in STEPS.items():
+        times = (milliseconds(cost.seconds[step]) for cost in costs.values())
+        rows.append((f"  {title}", *times))
+    for size in others[FLAT]:
+        add_times(f"exchange of {size:g} MB", [others[name][size] for name in costs])
+    rows.append(("bytes sent, each", *(f"{cost.nbytes:,}" for cost in costs.values())))
+    rows.append(("  in arrays", *(cost.arrays for cost in costs.values())))
+    print_rows(["per round", *costs], rows)
+    loss, accuracy = tests[-1]
+    training = [
+        ("rounds", options.rounds),
+        ("computing, per round", milliseconds(median(computing[1:] or computing))),
+        ("test loss", f"{loss:.4f}"),
+        ("test accuracy", f"{accuracy:.4f}"),
+    ]
+    print_rows(["training", ""], training)
+    print(f"All ways exchange the same {options.mode}, in turn; times are medians.")
+    print(f"{STORE}: flatweights through Ray's object store, as between machines")
+    print(f"{GUIDE}: a loop over dicts of arrays")
+    if options.plot:
+        draw_comparison(options, tests, costs, others)
+
+
+def draw_comparison(
+    options: argparse.Namespace,
+    tests: Sequence[tuple[float, float]],
+    costs: Mapping[str, Cost],
+    others: Mapping[str, Mapping[float, float]],
+) -> None:
+    """Draw the training, the steps of its exchange, and exchanges of other sizes."""
+    title = f"Handwritten digits, averaging {options.mode} ({summary(options)})"
+    with open_figure(options.plot, title, 11.0, 7.2) as figure:
+        exchange, sizes, loss, accuracy = figure.subplots(2, 2).flat
+        widths = [[1e3 * cost.seconds[step] for cost in costs.values()] for step in STEPS]
+        ends = np.cumsum(widths, axis=0)
+        for label, width, end in zip(STEPS.values(), widths, ends, strict=True):
+            bars = exchange.barh(list(costs), width, 0.55, end - width, label=label)
+        exchange.bar_label(bars, [f"{end:.3g} ms" for end in ends[-1]], padding=6)
+        exchange.invert_yaxis()
+        exchange.set_xlim(0, 1.2 * ends.max())
+        exchange.set(title="Exchange of one round, by step", xlabel="milliseconds, median")
+        exchange.legend(loc="upper right")
+        curves = {}
+        for name, cost in costs.items():
+            points = sorted({**others[name], cost.nbytes / 1e6: cost.total}.items())
+            curves[name] = [x for x, _ in points], [1e3 * y for _, y in points]
+        across = f"MB in {costs[GUIDE].arrays} arrays"
+        Panel("Exchange by size, ms", across, curves, "log").draw(sizes)
+        sizes.set_xscale("log")
+        rounds = range(1, len(tests) + 1)
+        losses, accuracies = zip(*tests, strict=True)
+        Panel("Test loss", "round", {"": (rounds, losses)}, "log").draw(loss)
+        Panel("Test accuracy", "round", {"": (rounds, accuracies)}).draw(accuracy)
+
+
+def show_survival(
+    options: argparse.Namespace,
+    tests: Sequence[tuple[float, float]],
+    records: Sequence[Mapping[str, Any]],
+    victim: int,
+) -> None:
+    """Print medians of rounds: a column for those of all workers, and one for the others.
+
+    Args:
+        options: Of the command; a plot is drawn if one is wanted.
+        tests: By round, test loss and accuracy.
+        records: By round, `Round.record`.
+        victim: The rank of the worker that was killed.
+    """
+    both = [
+        [one for one in records if (victim in one["used"]) is is_there]
+        for is_there in (True, False)
+    ]
+    rows: list[tuple[object, ...]] = [
+        ("rounds", *map(len, both)),
+        ("results averaged", *(len(part[-1]["used"]) for part in both)),
+    ]
+    for step, title in {**STEPS, "wait": "train, collect", "round": "all of it"}.items():
+        seconds = [median(one["seconds"].get(step, 0.0) for one in part) for part in both]
+        rows.append((title, *map(milliseconds, seconds)))
+    for way in ("in", "out"):
+        rows.append((f"bytes {way}", *(f"{part[-1]['bytes'][way]:,}" for part in both)))
+    without = f"without rank {victim}"
+    print_rows(["per round, median", "all workers", without], rows)
+    print(f"test loss {tests[-1][0]:.4f}")
+    if not options.plot:
+        return
+    title = f"Handwritten digits, one worker killed ({summary(options)})"
+    with open_figure(options.plot, title, 9.0, 5.0) as figure:
+        axes = figure.subplots()
+        curve = range(1, len(tests) + 1), [accuracy for _, accuracy in tests]
+        Panel("Test accuracy", "round", {"": curve}).draw(axes)
+        away = [n for n, one in enumerate(records, 1) if victim not in one["used"]]
+        axes.axvspan(away[0] - 0.5, away[-1] + 0.5, color=PALE_RED, label=without)
+        axes.legend(loc="lower right")
+
+
+def print_rows(titles: Sequence[str], rows: Sequence[tuple[object, ...]]) -> None:
+    """Print a table."""
+    print_table([dict(zip(titles, row, strict=True)) for row in rows])
