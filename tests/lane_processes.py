@@ -22,7 +22,7 @@ import flatweights as fw
 from flatweights.ray import _failpoints
 from flatweights.ray._lane_driver import DriverLane, Lanes, Reply
 from flatweights.ray._lane_message import Message
-from flatweights.ray._lane_worker import WorkerLanes
+from flatweights.ray._lane_worker import WEIGHTS, WorkerLanes
 
 # A worker is a fork of a server that has imported everything, once.
 _processes = multiprocessing.get_context("forkserver")
@@ -259,12 +259,21 @@ class Driver:
         return [worker.lane.take() for worker in self.workers]
 
     def values(self, method: str, *args: Any, wants_window: bool = True) -> list[Any]:
-        return [answer.value for answer in self.answers(method, *args, wants_window=wants_window)]
+        return [value_of(one) for one in self.answers(method, *args, wants_window=wants_window)]
+
+    def is_held(self, index: int) -> bool:
+        """Whether a worker holds a view of the driver's window ``index``."""
+        return any(worker.lane.is_holding(index) for worker in self.workers)
 
     def close(self) -> None:
         for worker in self.workers:
             worker.end()
         self.lanes.close()
+
+
+def value_of(reply: Reply) -> Any:
+    """Return the value that a worker has answered with."""
+    return fw.FlatWeights.wrap(*reply.content) if reply.kind == WEIGHTS else reply.content
 
 
 def sealed(weights: fw.FlatWeights) -> fw.FlatWeights:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from lane_processes import Driver, LaneWorker, start_driver, weights_of
+from lane_processes import Driver, LaneWorker, start_driver, value_of, weights_of
 
 from flatweights.ray._failpoints import DRIVER, WORKER
 
@@ -36,17 +36,17 @@ def check_late(driver: Driver, late: LaneWorker, other: LaneWorker) -> None:
         assert time.monotonic() < end
         time.sleep(0.001)
     is_answered = late.lane.is_answered
-    kept = late.lane.take().value if is_answered else None
+    kept = value_of(late.lane.take()) if is_answered else None
     for value in (7.0, 8.0):
         other.post(driver.command("get", value), driver.lanes)
         assert driver.wait([other])
-        assert (other.lane.take().value["w"] == value).all()
+        assert (value_of(other.lane.take())["w"] == value).all()
     if kept is not None:
         assert (kept["w"] == 2.0).all()
     late.signal(signal.SIGCONT)
     assert driver.wait([late])
     if kept is None:
-        assert (late.lane.take().value["w"] == 2.0).all()
+        assert (value_of(late.lane.take())["w"] == 2.0).all()
 
 
 def come_to_wait(driver: Driver, worker: LaneWorker) -> None:
@@ -61,7 +61,7 @@ def come_to_wait(driver: Driver, worker: LaneWorker) -> None:
                 worker.outcomes(1)
                 outcomes += 1
                 if outcomes == worker.called:
-                    assert (worker.lane.take().value["w"] == 2.0).all()
+                    assert (value_of(worker.lane.take())["w"] == 2.0).all()
                     worker.post(driver.command("get", 2.0), driver.lanes)
 
 
@@ -74,25 +74,25 @@ def test_a_worker_fails_at_a_point(driver: Driver, point: str, action: str) -> N
         assert first.outcomes(1) == [("value", None)]
     first.post(driver.command("fail_at", point, action, wants_window=False), driver.lanes)
     assert driver.wait([first])
-    assert first.lane.take().value is None
+    assert value_of(first.lane.take()) is None
     if point == "called":
         first.lane.dismiss()
         assert first.outcomes(1) == [("value", None)]
     driver.post("get", 2.0)
     assert driver.wait([second])
-    assert (second.lane.take().value["w"] == 2.0).all()
+    assert (value_of(second.lane.take())["w"] == 2.0).all()
     if point == "waited" and action != "sleep":
         come_to_wait(driver, first)
     if action == "stop":
         check_late(driver, first, second)
     elif action == "sleep":
         assert driver.wait([first])
-        assert (first.lane.take().value["w"] == 2.0).all()
+        assert (value_of(first.lane.take())["w"] == 2.0).all()
     else:
         while not first.lane.is_closed:
             driver.lanes.wait([], 60)
         if first.lane.is_answered:  # it died afterwards
-            assert (first.lane.take().value["w"] == 2.0).all()
+            assert (value_of(first.lane.take())["w"] == 2.0).all()
         driver.workers = [second]
     for value in (3.0, 4.0):
         assert all((w["w"] == value).all() for w in driver.values("get", value))
@@ -114,7 +114,7 @@ def test_a_worker_fails_between_the_halves_of_a_set(driver: Driver, action: str)
     else:
         if action == "stop":
             assert not driver.wait([first], seconds=0.05)
-            assert driver.lanes.is_held(0) or driver.lanes.is_held(1), "it still reads them"
+            assert driver.is_held(0) or driver.is_held(1), "it still reads them"
             first.signal(signal.SIGCONT)
         assert driver.wait([first])
     assert all((w["w"] == 5.0).all() for w in driver.values("get"))

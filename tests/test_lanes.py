@@ -6,16 +6,17 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from lane_processes import LARGE, Driver, sealed
+from lane_processes import LARGE, Driver, sealed, value_of, weights_of
 
 import flatweights as fw
 from flatweights import _core
 from flatweights.ray._lane import LaneError
 from flatweights.ray._lane_driver import Lanes
-from flatweights.ray._lane_message import join_message
+from flatweights.ray._lane_message import Message, join_message
 from flatweights.ray._lane_worker import BY_CALL, REFUSED, VALUE, WEIGHTS, WorkerLane
 from flatweights.ray._windows import Place, Windows
 
@@ -36,14 +37,29 @@ def one() -> Iterator[Driver]:
     made.close()
 
 
+def view_of(window: _core.Window, mailbox: _core.Mailbox, offset: int, nbytes: int) -> Any:
+    """Return what the worker reads where a command says that it lies there."""
+    mailbox.withdraw()
+    mailbox.post(join_message(0, b"", [Place(0, 1, offset, nbytes)]), 1)
+    mailbox.add_hold(True, 0)
+    peer = _core.PeerWindow(window.descriptor, window.nonce)
+    _, (view,), _ = mailbox.read_message(True, {0: (1, peer)})
+    return view
+
+
+def are_two(windows: Windows) -> bool:
+    with pytest.raises(IndexError):
+        windows[2]
+    return bool(windows[1])
+
+
 # Memory files
 
 
 def test_a_peer_sees_what_the_owner_writes() -> None:
     window, mailbox = _core.Window(10_000), _core.Mailbox()
-    peer = _core.PeerWindow(window.descriptor, window.nonce)
     window.memory()[:] = np.arange(10_000) % 251
-    view = peer.view(mailbox, False, 0, 100, 9_900)
+    view = view_of(window, mailbox, 100, 9_900)
     assert view.tobytes() == (np.arange(10_000) % 251).astype(np.uint8)[100:].tobytes()
     assert not view.flags.writeable
     assert view.ctypes.data % 4 == 0
@@ -82,21 +98,18 @@ def test_a_mailbox_of_another_size_is_refused() -> None:
 
 def test_a_mailbox_takes_one_command_at_a_time() -> None:
     mailbox = _core.Mailbox()
-    mailbox.post(b"first", 1)
+    mailbox.post(join_message(5, b"first"), 1)
     for command in (b"second", bytes(_core.MAILBOX_ROOM + 1)):
         with pytest.raises(RuntimeError, match=f"not ready for a command of {len(command)} bytes"):
             mailbox.post(command, 1)
-    assert mailbox.command() == b"first"
+    assert mailbox.read_message(True, {}) == (5, [], b"first")
 
 
 def test_views_are_within_their_window() -> None:
     window, mailbox = _core.Window(100), _core.Mailbox()
-    peer = _core.PeerWindow(window.descriptor, window.nonce)
     for offset, nbytes in [(0, 101), (101, 0), (1 << 63, 1 << 63), (50, 51)]:
-        with pytest.raises(ValueError, match="expected at most 100 bytes"):
-            peer.view(mailbox, False, 0, offset, nbytes)
-    with pytest.raises(ValueError, match="window: expected less than 64"):
-        peer.view(mailbox, False, 64, 0, 1)
+        with pytest.raises(ValueError, match="window 0: expected at most 100 bytes"):
+            view_of(window, mailbox, offset, nbytes)
 
 
 def test_a_message_that_cannot_be_read_holds_nothing() -> None:
@@ -111,13 +124,17 @@ def test_a_message_that_cannot_be_read_holds_nothing() -> None:
 
     good = Place(2, 7, 10, 20)
     post(good, Place(2, 7, 90, 10))
-    kind, views, stream = mailbox.read_message(True, windows) or (0, [], b"")
+    kind, views, stream = mailbox.read_message(True, windows)
     assert (kind, [view.nbytes for view in views], stream) == (5, [20, 10], b"stream")
     assert mailbox.holds(True, 2) == 2
     views.clear()
-    for unknown in (Place(3, 7, 0, 1), Place(2, 6, 0, 1)):
+    for unknown, error in (
+        (Place(3, 7, 0, 1), "^window 3: expected generation 7, got none$"),
+        (Place(2, 6, 0, 1), "^window 2: expected generation 6, got 7$"),
+    ):
         post(good, unknown)
-        assert mailbox.read_message(True, windows) is None
+        with pytest.raises(IndexError, match=error):
+            mailbox.read_message(True, windows)
         assert mailbox.holds(True, unknown.window) >= 1, "it may be announced meanwhile"
         mailbox.release_message(True)
     post(good, Place(2, 7, 90, 11), good)
@@ -185,20 +202,22 @@ def test_a_window_that_is_held_is_not_written() -> None:
     larger = windows.copy_in([memoryview(b"f" * 30_000)])
     assert larger is not None
     assert larger[0][:2] == (0, 2), "another file in place of the one that was too small"
-    assert len(windows) == 2
+    assert are_two(windows)
 
 
 # Lanes
 
 
 def test_results_are_whole_and_are_not_moved_twice(driver: Driver) -> None:
+    addresses = set()
     for value in (1.0, 2.0, 3.0):
         values = driver.values("get", value)
         assert all((weights["w"] == value).all() for weights in values)
         assert [int(weights["n"]) for weights in values] == [0, 1]
         assert not values[0].buffer.flags.writeable
+        addresses |= {weights.buffer.ctypes.data for weights in values}
         del values
-    assert [worker.lane.windows_of_peer for worker in driver.workers] == [1, 1]
+    assert len(addresses) == 2, "one window of each worker"
 
 
 def test_a_result_that_the_worker_keeps_is_copied(one: Driver) -> None:
@@ -213,10 +232,8 @@ def test_a_result_that_the_worker_keeps_is_copied(one: Driver) -> None:
 
 def test_a_result_that_the_driver_keeps_is_not_overwritten(one: Driver) -> None:
     (worker,) = one.workers
-    kept = [one.values("get", float(value))[0] for value in range(3)]
-    assert [weights["w"][-1] for weights in kept] == [0, 1, 2]
-    assert worker.lane.windows_of_peer == 3
-    kept += [one.values("get", 3.0)[0]]
+    kept = [one.values("get", float(value))[0] for value in range(4)]
+    assert [weights["w"][-1] for weights in kept] == [0, 1, 2, 3]
     # No window is left: the result goes through the call.
     one.post("get", 4.0)
     assert one.wait()
@@ -237,7 +254,7 @@ def test_the_average_goes_out_from_where_it_was_made(driver: Driver) -> None:
         del sources
         assert driver.values("set", mean, wants_window=False) == [None, None]
         assert [w["w"][7] for w in driver.values("get")] == [value, value]
-    assert len(driver.lanes.windows) == 2
+    assert are_two(driver.lanes.windows)
 
 
 def test_weights_that_a_worker_keeps_stay_as_they_were(driver: Driver) -> None:
@@ -247,9 +264,9 @@ def test_weights_that_a_worker_keeps_stay_as_they_were(driver: Driver) -> None:
         other = fw.FlatWeights({"w": np.full(LARGE, value)})
         driver.values("set", other, wants_window=False)
     assert driver.values("total", wants_window=False) == [LARGE, LARGE]
-    assert len(driver.lanes.windows) == 2
+    assert are_two(driver.lanes.windows)
     driver.values("forget", wants_window=False)
-    assert [driver.lanes.is_held(index) for index in range(2)] == [False, False]
+    assert [driver.is_held(index) for index in range(2)] == [False, False]
 
 
 def test_weights_that_can_still_be_written_are_copied(one: Driver) -> None:
@@ -304,7 +321,6 @@ def test_an_idle_lane_costs_nothing(one: Driver) -> None:
     one.values("echo", 1)
     (worker,) = one.workers
     assert worker.outcomes(1) == [("value", None)], "it has returned to Ray"
-    assert not worker.lane.mailbox.is_waiting
     before = worker.calls
     one.values("echo", 2)
     assert worker.calls == before + 1
@@ -337,7 +353,7 @@ def test_a_call_ahead_that_is_interrupted_ends_the_lane(one: Driver) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         worker.lane.serve(interrupt)
-    assert worker.lane.is_closed
+    assert worker.lane.is_given_up
     assert worker.lane.latest_call() is worker.lane.calls[1]
     worker.outcomes(1)
     worker.attach(one.lanes)
@@ -349,12 +365,13 @@ def test_a_command_that_is_withdrawn_is_not_run(one: Driver) -> None:
     weights = fw.FlatWeights({"w": np.ones(LARGE)})
     lane = worker.lane
     assert not lane.post(one.command("set_and_keep", weights), one.lanes.windows)
-    assert one.lanes.is_held(0)
+    assert one.is_held(0)
     with pytest.raises(LaneError, match="was not answered"):
         lane.post(one.command("echo", 1), one.lanes.windows)
-    assert lane.withdraw()
-    assert not lane.withdraw()
-    assert not one.lanes.is_held(0)
+    for _ in range(2):
+        lane.withdraw()
+    assert lane.is_answered
+    assert not one.is_held(0)
     assert one.values("echo", 4) == [4]
 
 
@@ -367,8 +384,9 @@ def test_weights_of_the_layout_that_came_last_are_a_buffer_alone(one: Driver) ->
     for _ in range(3):
         (answer,) = one.answers("get")
         kinds.append(answer.kind)
-        assert answer.value.layout == other.layout
-        assert answer.value.buffer.tobytes() == other.buffer.tobytes()
+        weights = value_of(answer)
+        assert weights.layout == other.layout
+        assert weights.buffer.tobytes() == other.buffer.tobytes()
     assert kinds == [VALUE, WEIGHTS, WEIGHTS]
     # Other results are messages as before, and change nothing of what is known.
     kinds = [
@@ -388,10 +406,11 @@ def test_a_death_is_known_at_once_and_gives_back_what_was_held(driver: Driver) -
     while not first.lane.is_closed:
         driver.lanes.wait([first.lane], 60)
     assert not first.lane.is_answered
-    assert (second.lane.take().value["w"] == 9.0).all()
+    assert (value_of(second.lane.take())["w"] == 9.0).all()
     second.post(driver.command("forget"), driver.lanes)
     assert driver.wait([second])
-    assert not driver.lanes.is_held(0)
+    places = driver.lanes.windows.copy_in([memoryview(bytes(8 * LARGE))])
+    assert [place.window for place in places or ()] == [0], "it is free"
 
 
 def test_a_stopped_worker_is_late_and_writes_only_its_own(driver: Driver) -> None:
@@ -401,15 +420,15 @@ def test_a_stopped_worker_is_late_and_writes_only_its_own(driver: Driver) -> Non
     driver.post("get", 2.0)
     assert driver.wait([second])
     assert not driver.wait([first], seconds=0.05)
-    value = second.lane.take().value
+    value = value_of(second.lane.take())
     for step in (3.0, 4.0):
         second.post(driver.command("get", step), driver.lanes)
         assert driver.wait([second])
-        assert (second.lane.take().value["w"] == step).all()
+        assert (value_of(second.lane.take())["w"] == step).all()
     assert (value["w"] == 2.0).all()
     first.signal(signal.SIGCONT)
     assert driver.wait([first])
-    assert (first.lane.take().value["w"] == 2.0).all()
+    assert (value_of(first.lane.take())["w"] == 2.0).all()
 
 
 def test_a_worker_may_still_be_about_to_say_who_it_is_when_another_is_met() -> None:
@@ -418,7 +437,6 @@ def test_a_worker_may_still_be_about_to_say_who_it_is_when_another_is_met() -> N
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as slow:
         slow.connect(lanes.address)
         quick = WorkerLane(lanes.address, first)
-        assert quick.mailbox is not None
         lanes.connect(first, quick.mailbox.nonce)
         mailbox = _core.Mailbox()
         socket.send_fds(slow, [b"H" + second + mailbox.nonce], [mailbox.descriptor])
@@ -432,7 +450,6 @@ def test_a_worker_that_dies_before_it_is_met_leaves_no_socket() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     token = lanes.new_token()
     worker = WorkerLane(lanes.address, token)
-    assert worker.mailbox is not None
     worker.close()
     with pytest.raises(OSError, match="Broken pipe"):
         lanes.connect(token, worker.mailbox.nonce)
@@ -486,7 +503,7 @@ def test_weights_that_a_worker_cannot_map_are_refused_and_not_held(one: Driver) 
     for _ in range(2):
         (answer,) = one.answers("set_and_keep", weights, wants_window=False)
         assert answer.kind == REFUSED
-        assert not one.lanes.is_held(0)
+        assert not one.is_held(0)
     assert one.values("echo", 1) == [1]
     one.values("limit_memory", 1 << 40, wants_window=False)
     (answer,) = one.answers("set_and_keep", weights, wants_window=False)
@@ -523,8 +540,63 @@ def test_two_drivers_share_a_worker(one: Driver) -> None:
             worker.post(command, lanes)
             while not lane.is_answered:
                 lanes.wait([lane], 60)
-            assert (lane.take().value["w"] == k).all()
+            assert (value_of(lane.take())["w"] == k).all()
     other.close()
+
+
+def test_a_lane_that_is_given_up_is_kept_while_its_worker_reads_windows(one: Driver) -> None:
+    (worker,) = one.workers
+    first = worker.lane
+
+    def attach_anew() -> None:
+        one.lanes.give_up(worker.lane)
+        if worker.calls:
+            worker.outcomes(worker.calls)  # they have ended
+        worker.attach(one.lanes)
+
+    def descriptors() -> tuple[int, int]:
+        (theirs,) = one.values("descriptors", wants_window=False)
+        return theirs, len(list(Path("/proc/self/fd").iterdir()))
+
+    one.values("get", 2.0)  # so that the worker has a window
+    one.values("set_and_keep", weights_of(1.0), wants_window=False)
+    before = descriptors()
+    for value in (3.0, 4.0, 5.0):
+        attach_anew()
+        one.values("set", weights_of(value), wants_window=False)
+        assert one.values("total", wants_window=False) == [LARGE], "it reads what it was sent"
+        assert not first.is_closed
+    one.values("forget", wants_window=False)
+    for _ in range(3):  # the worker drops its end when it attaches once more
+        attach_anew()
+    assert first.is_closed
+    theirs, ours = descriptors()
+    assert theirs == before[0]
+    assert ours <= before[1] + 1, "a window more, as the first was held"
+
+
+def test_a_lane_that_is_given_up_takes_its_command_back(one: Driver) -> None:
+    lane = one.workers[0].lane
+    lane.post(one.command("set_and_keep", weights_of(1.0)), one.lanes.windows)
+    one.lanes.give_up(lane)
+    assert lane.is_closed
+
+
+def test_a_packet_that_cannot_be_read_breaks_no_wait_and_is_named_later() -> None:
+    lanes = Lanes()
+    token = lanes.new_token()
+    worker = WorkerLane(lanes.address, token)
+    lane = lanes.connect(token, worker.mailbox.nonce)
+    worker.connection.send(b"Wxy")
+    lanes.wait([], 60)
+    lane.post(Message(join_message(0, b""), []), lanes.windows)
+    assert worker.mailbox.wait(0.0, 1)
+    worker.mailbox.answer_with(join_message(VALUE, b"", [Place(3, 2, 0, 1)]), 0)
+    error = r"^window 3: expected generation 2, got none \(LaneError: expected a window, got a pac"
+    with pytest.raises(LaneError, match=error):
+        lane.take()
+    worker.close()
+    lanes.close()
 
 
 def test_a_forked_child_drops_no_hold(one: Driver) -> None:

@@ -236,7 +236,6 @@ struct PeerWindow {
 
   [[nodiscard]] py::array view(const BoundMailbox& mailbox, bool of_worker, std::size_t index,
                                std::size_t offset, std::size_t nbytes) const {
-    check_index(index);
     if (offset > file->size() || nbytes > file->size() - offset)
       throw py::value_error("window " + std::to_string(index) + ": expected at most " +
                             std::to_string(file->size()) + " bytes, got " + std::to_string(offset) +
@@ -293,17 +292,21 @@ void release(const BoundMailbox& mailbox, Side holder, std::span<const Place> pl
   for (const Place& place : places) mailbox.box().drop_hold(holder, place.window);
 }
 
-// Its kind, views of its buffers, and its stream; None if a window is not in `windows`, which has
-// generation and `PeerWindow` by index. If a view cannot be made, nothing is held.
-py::object read_message(const BoundMailbox& mailbox, bool of_worker, const py::dict& windows) {
+// Its kind, views of its buffers, and its stream. `windows` has generation and `PeerWindow` by
+// index; an IndexError says which window of the message is not among them: its places stay held,
+// for it may be read again. If a view cannot be made, nothing is held.
+py::tuple read_message(const BoundMailbox& mailbox, bool of_worker, const py::dict& windows) {
   const Side reader = side_of(of_worker);
   const ReceivedMessage message(mailbox.box(), reader);
   std::vector<PeerWindow> memory;
   for (const Place& place : message.places) {
     const py::int_ index(place.window);
-    if (!windows.contains(index)) return py::none();
-    const auto known = py::cast<std::pair<std::uint32_t, py::object>>(windows[index]);
-    if (known.first != place.generation) return py::none();
+    std::pair<std::uint32_t, py::object> known;
+    if (windows.contains(index)) known = py::cast<decltype(known)>(windows[index]);
+    if (!known.second || known.first != place.generation)
+      throw py::index_error("window " + std::to_string(place.window) + ": expected generation " +
+                            std::to_string(place.generation) + ", got " +
+                            (known.second ? std::to_string(known.first) : "none"));
     memory.push_back(py::cast<const PeerWindow&>(known.second));
   }
   py::list views(message.places.size());
@@ -341,9 +344,6 @@ void bind_lanes(py::module_& m) {
       .def("close_descriptor", [](const BoundMailbox& s) { s.file->close_descriptor(); })
       .def_property_readonly("is_settled",
                              [](const BoundMailbox& s) { return s.box().is_settled(); })
-      .def_property_readonly(
-          "is_waiting",
-          [](const BoundMailbox& s) { return s.box().state() == Mailbox::State::kWaiting; })
       .def_static("watch", &BoundMailbox::watch, py::arg("mailboxes"), py::arg("enough"),
                   py::arg("seconds"))
       .def("post", &BoundMailbox::post, py::arg("command"), py::arg("calls"))
@@ -353,7 +353,6 @@ void bind_lanes(py::module_& m) {
           py::arg("calls"))
       .def("enter", [](const BoundMailbox& s) { s.box().enter(); })
       .def("wait", &BoundMailbox::await, py::arg("seconds"), py::arg("call"))
-      .def("command", [](const BoundMailbox& s) { return as_bytes(s.box().command()); })
       .def("read_message", &read_message, py::arg("of_worker"), py::arg("windows"))
       .def(
           "release_message",
@@ -442,12 +441,9 @@ void bind_lanes(py::module_& m) {
 
   py::class_<PeerWindow>(m, "PeerWindow")
       .def(py::init(&PeerWindow::open), py::arg("descriptor"), py::arg("nonce"))
-      .def_property_readonly("nbytes", [](const PeerWindow& s) { return s.file->size(); })
-      .def("view", &PeerWindow::view, py::arg("mailbox"), py::arg("of_worker"), py::arg("index"),
-           py::arg("offset"), py::arg("nbytes"));
+      .def_property_readonly("nbytes", [](const PeerWindow& s) { return s.file->size(); });
 
   m.attr("MAILBOX_ROOM") = Mailbox::kRoom;
-  m.attr("MAILBOX_WINDOWS") = Mailbox::kWindows;
 }
 
 }  // namespace flatweights::bind

@@ -373,6 +373,6 @@ def test_trees_are_averaged_and_put_as_they_are_now(ranks: list[Any]) -> None:
     with pytest.raises(ValueError, match="read-only"):
         layers[1][0][0] = 5
     first = found.ref
-    assert found.ref_to_what_it_is_now() is first
+    assert found.current_ref() is first
     layers[0]["w"] = np.full(3, 9.0)
-    assert ray.get(found.ref_to_what_it_is_now())["layers"][0]["w"].tolist() == [9, 9, 9]
+    assert ray.get(found.current_ref())["layers"][0]["w"].tolist() == [9, 9, 9]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,7 +18,7 @@ from ray_workers import PlainWorker, trained, wait_for, weights_of
 from reference import same_bits
 
 import flatweights as fw
-from flatweights.ray import WorkerGroup, _failpoints
+from flatweights.ray import WorkerError, WorkerGroup, _failpoints
 
 SIZE = 3_000
 
@@ -185,6 +186,39 @@ def memory_files(pid: int) -> tuple[int, int]:
         with contextlib.suppress(OSError):
             names.append(str(link.readlink()))
     return maps, sum("memfd:flatweights" in name for name in names)
+
+
+class Unreadable:
+    """It is pickled, but nobody can unpickle it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.fspath, (3,)
+
+
+class Puzzling(PlainWorker):
+    def puzzle(self) -> Unreadable:
+        return Unreadable()
+
+
+def test_lanes_whose_answers_cannot_be_read_do_not_pile_up(lend: Lend) -> None:
+    group = lend(Puzzling, 1, SIZE)
+    start = weights_of(3.0, SIZE)
+
+    def lose_a_lane() -> tuple[int, int]:
+        group.broadcast(start)
+        while group.average("train").ways[0] != "lane":
+            pass
+        with pytest.raises(WorkerError, match="rank 0: LostResultError: TypeError: expected str"):
+            group.step("puzzle")
+        assert group.restore(timeout=60) == [0]
+        maps = [memory_files(pid)[0] for pid in (os.getpid(), *group.step("pid").values())]
+        return maps[0], maps[1]
+
+    before = lose_a_lane()
+    for _ in range(6):
+        after = lose_a_lane()
+    assert after[0] < before[0] + 6, "a mailbox and a window for each lane"
+    assert after[1] < before[1] + 6
 
 
 def test_a_driver_and_a_worker_killed_at_one_moment_leave_nothing(

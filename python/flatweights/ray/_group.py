@@ -576,7 +576,7 @@ class WorkerGroup:
             value = value.copy() if value.buffer.flags.writeable else value
         payload = self._payload(value)
         if isinstance(weights, Round) and not isinstance(value, ShardedWeights):
-            payload.put = weights.ref_to_what_it_is_now
+            payload.put = weights.current_ref
         return payload, None
 
     def _payload(self, value: Any) -> Payload:

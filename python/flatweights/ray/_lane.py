@@ -27,39 +27,33 @@ class LaneEnd:
     """One end of a lane.
 
     Attributes:
-        mailbox: The mailbox, once there is one.
+        mailbox: The mailbox that both sides map.
         is_closed: Whether the peer is dead, or has closed its end.
     """
 
-    def __init__(self, connection: socket.socket, *, is_worker: bool) -> None:
-        """Take a socket.
+    def __init__(
+        self, connection: socket.socket, mailbox: _core.Mailbox, *, is_worker: bool
+    ) -> None:
+        """Take a socket and a mailbox.
 
         Args:
             connection: A connected Unix socket of sequenced packets.
+            mailbox: The mailbox.
             is_worker: Whether this is the worker's end.
         """
         self.connection = connection
         self.connection.setblocking(False)
-        self.mailbox: _core.Mailbox | None = None
+        self.mailbox = mailbox
         self.is_closed = False
         self._is_worker = is_worker
         self._of_peer: dict[int, tuple[int, _core.PeerWindow]] = {}
         self._announced: dict[int, int] = {}  # generations of windows, by index
-
-    @property
-    def windows_of_peer(self) -> int:
-        """How many windows of the peer are mapped."""
-        return len(self._of_peer)
+        self._refused: Exception | None = None  # why the last packet could not be used
 
     def close(self) -> None:
         """Close the socket; views of windows stay valid."""
         self.is_closed = True
         self.connection.close()
-
-    def is_held(self, index: int) -> bool:
-        """Whether the peer holds a view of this side's window ``index``."""
-        assert self.mailbox is not None
-        return self.mailbox.holds(not self._is_worker, index) > 0
 
     def announce(self, windows: Windows, places: list[Place]) -> None:
         """Send the peer those windows of ``places`` that it does not have yet.
@@ -79,13 +73,11 @@ class LaneEnd:
 
     def hold(self, places: list[Place]) -> None:
         """Count the windows of ``places``, which are this side's, as held by the peer."""
-        assert self.mailbox is not None
         for place in places:
             self.mailbox.add_hold(not self._is_worker, place.window)
 
     def release(self, places: list[Place]) -> None:
         """Undo `hold` for ``places`` that the peer will never read."""
-        assert self.mailbox is not None
         for place in places:
             self.mailbox.drop_hold(not self._is_worker, place.window)
 
@@ -96,25 +88,29 @@ class LaneEnd:
         gone.
 
         Raises:
-            LaneError: If the peer has not sent a window, or not the one that it announced.
-            OSError: If a window cannot be mapped.
+            LaneError: If the peer has not sent a window of the message, or it cannot be mapped.
+            ValueError: If the message is malformed.
         """
-        assert self.mailbox is not None
-        message = self.mailbox.read_message(self._is_worker, self._of_peer)
-        if message is None:
-            try:
-                self.receive()
-            except BaseException:
-                self.mailbox.release_message(self._is_worker)
-                raise
-            message = self.mailbox.read_message(self._is_worker, self._of_peer)
-        if message is None:
+        try:
+            return self.mailbox.read_message(self._is_worker, self._of_peer)
+        except IndexError:  # the window may have been sent since the last `receive`
+            pass
+        try:
+            self.receive()
+        except BaseException:
             self.mailbox.release_message(self._is_worker)
-            raise LaneError("a window was not announced")
-        return message
+            raise
+        try:
+            return self.mailbox.read_message(self._is_worker, self._of_peer)
+        except IndexError as error:
+            self.mailbox.release_message(self._is_worker)
+            raise self._missing(str(error)) from None
 
     def receive(self) -> None:
-        """Read all packets that have arrived."""
+        """Read all packets that have arrived.
+
+        If one cannot be used, nothing is raised here: the message that needs it cannot be read.
+        """
         while not self.is_closed:
             try:
                 packet, descriptors, _, _ = socket.recv_fds(self.connection, _MOST, 4)
@@ -128,10 +124,18 @@ class LaneEnd:
                 return
             try:
                 self._take(packet[:1], packet[1:], descriptors)
+                self._refused = None
+            except (LaneError, OSError, ValueError) as error:
+                self._refused = error.with_traceback(None)
             finally:
                 for descriptor in descriptors:
                     with contextlib.suppress(OSError):
                         os.close(descriptor)
+
+    def _missing(self, text: str) -> LaneError:
+        """Return the error about something that the peer should have sent."""
+        refused = self._refused
+        return LaneError(text + (f" ({type(refused).__name__}: {refused})" if refused else ""))
 
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
         if kind != b"W" or len(body) != _WINDOW.size or len(descriptors) != 1:

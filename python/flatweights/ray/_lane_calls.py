@@ -237,7 +237,7 @@ class LaneAnswer(Answer):
         elif kind == BY_CALL:
             self._go_by_ray(RayAnswer(self._lane.calls[value]))
         else:
-            _log.warning("flatweights: a worker refused a command: %s", value)
+            _log.warning("flatweights: rank %d refused a command: %s", self._worker.rank, value)
             self._go_by_ray(self._again())
 
     def _go_by_ray(self, answer: RayAnswer) -> None:
@@ -250,7 +250,6 @@ class LaneAnswer(Answer):
             return
         if self._is_there() or self._by_ray is not None:
             return
-        self._lane.withdraw()
         self._worker.lose(self._lane, "its call failed")
         self._go_by_ray(RayAnswer(ref))
 
@@ -279,23 +278,25 @@ class LaneWorker(Worker):
     """A worker that is called through a lane, once it has attached; until then, as an actor.
 
     Attributes:
+        rank: Its rank in the group.
         way: How it is reached: ``"lane"``, or ``"store"`` and why.
     """
 
-    def __init__(self, handle: Any, lanes: GroupLanes) -> None:
-        """Take the handle of an actor, and the lanes of its group."""
+    def __init__(self, handle: Any, rank: int, lanes: GroupLanes) -> None:
+        """Take the handle of an actor, its rank, and the lanes of its group."""
         self.handle = handle
+        self.rank = rank
         self._ray = RayWorker(handle)
         self._group = lanes
         self._lane: DriverLane | None = None
-        self._attaching: tuple[Any, bytes] | None = None  # the answer that comes, and the token
+        self._attaching: Any = None  # the call that asks the worker to attach, with the token
         self._token = b""
         self._why_not = ""
         self.way = f"store: {lanes.why_not}" if lanes.why_not else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as one that has not attached."""
-        return type(self), (self.handle, self._group)
+        return type(self), (self.handle, self.rank, self._group)
 
     def call(self, call: Call) -> Answer:
         """Call a method."""
@@ -348,8 +349,10 @@ class LaneWorker(Worker):
         self._group.lanes.wait(lanes, seconds, enough)
 
     def lose(self, lane: DriverLane, why: str) -> None:
-        """Stop using ``lane``; the next call asks the worker to attach anew."""
+        """Give ``lane`` up; the next call asks the worker to attach anew."""
         if self._lane is lane:
+            assert self._group.lanes is not None
+            self._group.lanes.give_up(lane)
             self._lane = None
             self.way = f"store: {why}"
 
@@ -382,31 +385,30 @@ class LaneWorker(Worker):
 
     def _ready(self) -> DriverLane | None:
         """Return the lane if the worker has attached; ask it to attach if it has not."""
-        if self._lane is not None and not self._lane.is_closed:
-            return self._lane
+        if self._lane is not None:
+            if not (self._lane.is_closed or self._lane.is_given_up):
+                return self._lane
+            why = "the worker died" if self._lane.is_closed else "a call was broken off"
+            self.lose(self._lane, why)
         lanes = self._group.lanes
-        if self._lane is not None and self._lane.is_closed:
-            self.lose(self._lane, "the worker died")
-        if self._lane is not None or lanes is None or self._why_not:
+        if lanes is not None and not self._why_not:
+            if self._attaching is None:
+                self._token = lanes.new_token()
+                self._attaching = self.handle.attach_lane.remote(lanes.address, self._token)
+                self.way = "store: it attaches"
+            timeout = _INSIST if self._group.insists else 0
+            if ray.wait([self._attaching], timeout=timeout)[0]:
+                attached, self._attaching = self._attaching, None
+                self._connect(lanes, attached)
+        if self._lane is None and self._group.insists:
             self._insist()
-            return self._lane
-        if self._attaching is None:
-            self._token = lanes.new_token()
-            ref = self.handle.attach_lane.remote(lanes.address, self._token)
-            self._attaching = ref, self._token
-            self.way = "store: it attaches"
-        ref, token = self._attaching
-        if ray.wait([ref], timeout=_INSIST if self._group.insists else 0)[0]:
-            self._attaching = None
-            self._connect(lanes, ref, token)
-        self._insist()
         return self._lane
 
-    def _connect(self, lanes: Lanes, ref: Any, token: bytes) -> None:
+    def _connect(self, lanes: Lanes, attached: Any) -> None:
         try:
-            nonce = ray.get(ref)
+            nonce = ray.get(attached)
             if isinstance(nonce, bytes):
-                self._lane = lanes.connect(token, nonce)
+                self._lane = lanes.connect(self._token, nonce)
                 return
             self._why_not = nonce
         except (LaneError, OSError) as error:
@@ -415,14 +417,14 @@ class LaneWorker(Worker):
             self.way = f"store: {type(error).__name__} when it was asked to attach"
             return
         self.way = f"store: {self._why_not}"
-        _log.info("flatweights: a worker is reached through the object store: %s", self._why_not)
+        _log.info("flatweights: rank %d is reached through Ray: %s", self.rank, self._why_not)
 
     def _insist(self) -> None:
-        if self._group.insists and self._lane is None and (self._why_not or self._group.why_not):
-            raise RuntimeError(
-                f"{_VARIABLE}=lanes: there is no lane to a worker: "
-                f"{self._why_not or self._group.why_not}"
-            )
+        """Raise if there can be no lane."""
+        why_not = self._why_not or self._group.why_not
+        if why_not:
+            where = f"there is no lane to rank {self.rank}"
+            raise RuntimeError(f"{_VARIABLE}=lanes: {where}: {why_not}")
 
     def _frozen(self, payload: Payload) -> Any:
         """Return a read-only copy of the weights, in a window if one is free."""

@@ -7,7 +7,6 @@ import pickle
 import secrets
 import select
 import socket
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,14 +17,13 @@ from flatweights.ray._calls import Packed
 from flatweights.ray._failpoints import reach
 from flatweights.ray._lane import LaneEnd, LaneError
 from flatweights.ray._lane_message import Dumps, Message, make_message
-from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS, check_user
+from flatweights.ray._lane_worker import BY_CALL, NUMBER, VALUE, WEIGHTS, check_user
 from flatweights.ray._windows import Place, Windows
 
 _MOST_WINDOWS = 16
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
 _TOKEN = 16
 _WATCH = 150e-6  # seconds that a driver polls mailboxes before it sleeps
-_NUMBER = struct.Struct("<Q")
 
 
 class Reply(NamedTuple):
@@ -40,24 +38,20 @@ class Reply(NamedTuple):
     kind: int
     content: Any
 
-    @property
-    def value(self) -> Any:
-        """The content, weights as `FlatWeights`."""
-        return FlatWeights.wrap(*self.content) if self.kind == WEIGHTS else self.content
-
 
 class DriverLane(LaneEnd):
     """The lane to one worker.
 
     Attributes:
         calls: References to the results of the last `FlatWorker.serve_lane` calls, by number.
+        is_given_up: Whether no command is posted any more, although the worker may be alive.
     """
 
     def __init__(self, connection: socket.socket, mailbox: _core.Mailbox) -> None:
         """Take a socket of a worker, and its mailbox."""
-        super().__init__(connection, is_worker=False)
-        self.mailbox: _core.Mailbox = mailbox
+        super().__init__(connection, mailbox, is_worker=False)
         self.calls: dict[int, Any] = {}
+        self.is_given_up = False
         self._count = 0  # of calls that were made
         self._sent: list[Place] = []  # of the command in the mailbox
         self._is_read = True
@@ -96,10 +90,14 @@ class DriverLane(LaneEnd):
             reach("called")
         except BaseException:
             # Whether the call went out is unknown, and so is whether it would take a command. So
-            # the worker has to attach anew. What it may read stays held until it is dead.
-            self.is_closed = True
+            # the worker has to attach anew.
+            self.is_given_up = True
             raise
         self.calls.pop(self._count - _CALLS_KEPT, None)
+
+    def is_holding(self, index: int) -> bool:
+        """Whether the worker holds a view of the driver's window ``index``, or is to read it."""
+        return self.mailbox.holds(True, index) > 0
 
     def latest_call(self) -> Any:
         """Return the reference to the result of the last call."""
@@ -127,7 +125,7 @@ class DriverLane(LaneEnd):
                 self._layout = value.layout
             return Reply(kind, value)
         if kind == BY_CALL:
-            return Reply(kind, _NUMBER.unpack(stream)[0])
+            return Reply(kind, NUMBER.unpack(stream)[0])
         self._announced.clear()  # the worker may lack windows: it could not map them, say
         return Reply(kind, stream.decode())
 
@@ -136,13 +134,11 @@ class DriverLane(LaneEnd):
         if not self._is_read:
             self.take()
 
-    def withdraw(self) -> bool:
-        """Take a command back unless the worker has taken it; return whether this worked."""
-        if not self.mailbox.withdraw():
-            return False
-        self._is_read = True
-        self.release(self._sent)
-        return True
+    def withdraw(self) -> None:
+        """Take a command back, unless the worker has taken it."""
+        if self.mailbox.withdraw():
+            self._is_read = True
+            self.release(self._sent)
 
 
 class Lanes:
@@ -189,6 +185,7 @@ class Lanes:
             LaneError: If it has not connected, or its mailbox has another nonce.
             OSError: If it has died since.
         """
+        self._drop_given_up()
         self._accept()
         lane = self._new.pop(token, None)
         if lane is None:
@@ -246,10 +243,25 @@ class Lanes:
             lane = self._lanes[descriptor]
             lane.receive()
             if lane.is_closed:
-                self.drop(lane)
+                self._drop(lane)
 
-    def drop(self, lane: DriverLane) -> None:
-        """Close the lane of a worker that is dead, and so reads and writes nothing any more."""
+    def give_up(self, lane: DriverLane) -> None:
+        """Post nothing to ``lane`` any more, and close it once its worker holds none of `windows`.
+
+        So the worker can drop its end, when it attaches anew. Until then this side keeps account of
+        the windows that the worker may be reading.
+        """
+        lane.is_given_up = True
+        lane.withdraw()
+        self._drop_given_up()
+
+    def _drop_given_up(self) -> None:
+        for lane in [*self._lanes.values()]:
+            if lane.is_given_up and not any(map(lane.is_holding, range(_MOST_WINDOWS))):
+                self._drop(lane)
+
+    def _drop(self, lane: DriverLane) -> None:
+        """Close the lane of a worker that reads no window any more, because it is dead, say."""
         descriptor = next((d for d, known in self._lanes.items() if known is lane), None)
         if descriptor is not None:
             del self._lanes[descriptor]
@@ -259,15 +271,11 @@ class Lanes:
     def close(self) -> None:
         """Close everything; views of windows stay valid."""
         for lane in [*self._lanes.values(), *self._new.values()]:
-            self.drop(lane)
+            self._drop(lane)
         for connection in self._strangers:
             connection.close()
         self._listener.close()
         self._poll.close()
-
-    def is_held(self, index: int) -> bool:
-        """Whether a worker holds a view of the window ``index``."""
-        return _is_held(self._lanes, index)
 
     def _accept(self) -> None:
         """Make lanes to all workers that have connected and sent their token."""
@@ -313,4 +321,4 @@ class Lanes:
 
 def _is_held(lanes: Mapping[int, DriverLane], index: int) -> bool:
     """Whether a worker holds a view of the driver's window ``index``."""
-    return any(lane.is_held(index) for lane in lanes.values())
+    return any(lane.is_holding(index) for lane in lanes.values())

@@ -35,12 +35,12 @@ running command.
 
 # Kinds of answers.
 VALUE = 0  # a pickled result
-BY_CALL = 1  # the result is that of a Ray call; holds its number
+BY_CALL = 1  # the result is that of a Ray call; holds its number, a `NUMBER`
 REFUSED = 2  # the command was not run; holds the reason
 WEIGHTS = 3  # the buffer of `FlatWeights`, whose layout is that of the last ones sent as a VALUE
 
 _MOST_WINDOWS = 4
-_NUMBER = struct.Struct("<Q")
+NUMBER = struct.Struct("<Q")
 _PEER = struct.Struct("3i")  # process, user, group
 
 
@@ -62,8 +62,7 @@ class WorkerLane(LaneEnd):
         try:
             connection.connect(address)
             check_user(connection)
-            super().__init__(connection, is_worker=True)
-            self.mailbox = _core.Mailbox()
+            super().__init__(connection, _core.Mailbox(), is_worker=True)
             socket.send_fds(
                 connection, [b"H" + token + self.mailbox.nonce], [self.mailbox.descriptor]
             )
@@ -71,8 +70,7 @@ class WorkerLane(LaneEnd):
             connection.close()
             raise
         self.mailbox.close_descriptor()
-        # A bound method would be a cycle, and keep the windows until the next collection.
-        self._windows = Windows(_MOST_WINDOWS, functools.partial(_is_held, self.mailbox))
+        self._windows = Windows(_MOST_WINDOWS, functools.partial(self.mailbox.holds, False))
         self._doorbell: _core.Doorbell | None = None
         self._last_nbytes = 0  # of the last result
         self._layout: Layout | None = None  # of the last weights that were sent as a VALUE
@@ -97,7 +95,6 @@ class WorkerLane(LaneEnd):
             The result, after which the call has ended; None if no result goes through Ray.
         """
         mailbox = self.mailbox
-        assert mailbox is not None
         now = time.monotonic()
         end = now + STAY
         reach("called")
@@ -111,7 +108,7 @@ class WorkerLane(LaneEnd):
                 answer = self._run(worker, box, pickle_other)
             finally:
                 if answer is None:  # this Ray call returns the result, or raises the error
-                    mailbox.answer_with(join_message(BY_CALL, _NUMBER.pack(call)), call)
+                    mailbox.answer_with(join_message(BY_CALL, NUMBER.pack(call)), call)
                     self._ring()
             if answer is None:
                 return box.pop()
@@ -133,10 +130,11 @@ class WorkerLane(LaneEnd):
 
     def _run(self, worker: Any, box: list[Any], pickle_other: Dumps) -> bytes | None:
         """Run the command in the mailbox; return the answer, None if the result is in ``box``."""
-        assert self.mailbox is not None
         try:
             if self._doorbell is None:
                 self.receive()
+            if self._doorbell is None:
+                raise self._missing("expected a doorbell, got none")
             kind, buffers, stream = self.read()
             method, args, kwargs = pickle.loads(stream, buffers=buffers)
             del buffers
@@ -223,17 +221,11 @@ class WorkerLanes:
         except (OSError, LaneError, ValueError, MemoryError) as error:
             return f"{type(error).__name__}: {error}"
         self._lanes[token] = made
-        assert made.mailbox is not None
         return made.mailbox.nonce
 
     def __getitem__(self, token: bytes) -> WorkerLane:
         """Return the lane of ``token``."""
         return self._lanes[token]
-
-
-def _is_held(mailbox: _core.Mailbox, index: int) -> bool:
-    """Whether the driver holds a view of the worker's window ``index``."""
-    return mailbox.holds(False, index) > 0
 
 
 def check_user(connection: socket.socket) -> None:

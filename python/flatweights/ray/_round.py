@@ -89,8 +89,8 @@ class Round:
             self.seconds["put"] = time.monotonic() - begin
         return self._ref
 
-    def ref_to_what_it_is_now(self) -> Any:
-        """Return `ref`; put anew if `weights` may have been changed since it was made."""
+    def current_ref(self) -> Any:
+        """Return `ref`, but put `weights` anew if they may have changed since they were put."""
         if self._ref is not None and not _consists_of(self.weights, self._in_store):
             self._ref = None
         return self.ref

@@ -39,15 +39,15 @@ class Windows:
     A window is free while no array of this process is over it and no peer holds a view.
     """
 
-    def __init__(self, most: int, is_held: Callable[[int], bool]) -> None:
+    def __init__(self, most: int, holds: Callable[[int], int]) -> None:
         """Start without windows.
 
         Args:
             most: How many there may be.
-            is_held: Whether a peer holds a view of the window of an index.
+            holds: How many views peers hold of the window of an index.
         """
         self._most = most
-        self._is_held = is_held
+        self._holds = holds
         self._windows: list[_core.Window] = []
         self._generations: list[int] = []
         self._warned = False
@@ -55,14 +55,6 @@ class Windows:
     def __getitem__(self, index: int) -> tuple[_core.Window, int]:
         """Return a window and its generation."""
         return self._windows[index], self._generations[index]
-
-    def __len__(self) -> int:
-        return len(self._windows)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all windows."""
-        return sum(window.nbytes for window in self._windows)
 
     def offer(self, nbytes: int, *, most_taken: int | None = None) -> None:
         """Offer a free window to the next array of ``nbytes`` that this thread makes.
@@ -125,7 +117,7 @@ class Windows:
         free = [
             index
             for index, window in enumerate(self._windows)
-            if not window.is_taken and not self._is_held(index)
+            if not window.is_taken and not self._holds(index)
         ]
         for index in free:
             # One that is much too large was made for another model.

@@ -45,7 +45,9 @@ class Workers:
             if first != rank:
                 raise ValueError(f"rank {rank}: expected another actor than that of rank {first}")
         self.lanes = GroupLanes(len(actors))
-        self._workers: list[Worker] = [LaneWorker(actor, self.lanes) for actor in actors]
+        self._workers: list[Worker] = [
+            LaneWorker(actor, rank, self.lanes) for rank, actor in enumerate(actors)
+        ]
         self.unhealthy: dict[int, Exception] = {}
         self.owed: dict[int, Answer] = {}
 
