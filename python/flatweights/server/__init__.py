@@ -1,15 +1,15 @@
-"""Server-side optimizers, which turn the averages of rounds into a model, in place.
+"""Server-side optimizers: each round's average updates a global model in place.
 
 An optimizer owns the global model. Each step takes the average of the workers' results and
-changes the model, which the workers get next. `FedAvg` sets the model to the average; `FedAvgM`,
-`FedAdagrad`, `FedAdam` and `FedYogi` use the difference between average and model as a gradient;
-`ExponentialMovingAverage` smooths the averages; `GradientDescent` takes averaged gradients. All
-need only NumPy and the core.
+updates the model, which is then sent to the workers. `FedAvg` sets the model to the average.
+`FedAvgM`, `FedAdagrad`, `FedAdam` and `FedYogi` use the difference between average and model as a
+gradient. `ExponentialMovingAverage` smooths the averages. `GradientDescent` takes averaged
+gradients. None needs TensorFlow or Ray.
 
 >>> from flatweights import FlatWeights, average
 >>> from flatweights.server import FedAvgM
 >>> optimizer = FedAvgM(FlatWeights({"w": np.zeros(2, np.float32)}), momentum=0.5)
->>> for results in ([1.0, 3.0], [4.0, 4.0]):  # of two workers, in two rounds
+>>> for results in ([1.0, 3.0], [4.0, 4.0]):  # two rounds of two workers
 ...     models = [FlatWeights({"w": np.full(2, value, np.float32)}) for value in results]
 ...     weights = optimizer.step(average(models))
 >>> weights["w"]

@@ -13,12 +13,12 @@ from flatweights.server._state import MOMENTUM, Run
 
 _SECOND = "second"
 
-# The square of a smaller tau would be lost in float32, and steps would come close to 0 / 0.
+# Squares of a smaller tau vanish in float32, and steps come close to 0 / 0.
 _LEAST_TAU = 1e-15
 
 
 class _Adaptive(AveragedOptimizer[Model]):
-    """A step of Algorithm 2 of Reddi et al.; see the classes."""
+    """The step of Algorithm 2 of Reddi et al., which the classes below share."""
 
     learning_rate = positive()
     beta1 = fraction(fixed=True)
@@ -32,7 +32,7 @@ class _Adaptive(AveragedOptimizer[Model]):
         return self.tau**2 if name == _SECOND else 0.0
 
     _moment: ClassVar[Literal["sum", "mean", "sign"]]
-    """How the squares of differences update the second moment."""
+    """How the squared difference updates the second moment; the core knows these names."""
 
     def _second_share(self) -> float:
         return 1.0
@@ -73,9 +73,9 @@ class FedAdagrad(_Adaptive[Model]):
     [0.1, 0.167, 0.219]
 
     Attributes:
-        learning_rate: Of the server; it may be set between steps.
-        beta1: Fixed.
-        tau: Fixed.
+        learning_rate: The server's; it may be set between steps.
+        beta1: It cannot be set later.
+        tau: It cannot be set later.
     """
 
     _moment = "sum"
@@ -92,21 +92,21 @@ class FedAdagrad(_Adaptive[Model]):
 
         Args:
             initial: `FlatWeights` or an array; it is copied.
-            learning_rate: Of the server, in units of the weights: positive.
+            learning_rate: The server's, in units of the weights: positive.
             beta1: From 0 to below 1: the share of ``m`` that a step keeps.
-            tau: From 1e-15 to 1e6, in units of the weights: the size of a small difference.
-                The larger it is, the less a step adapts.
+            tau: From 1e-15 to 1e6, in units of the weights: differences well below it take small
+                steps. The larger it is, the less the step size of a weight adapts.
 
         Raises:
-            TypeError: If ``initial`` is neither, or a part has no mean; or an argument is
-                no real number.
+            TypeError: If ``initial`` is neither, or has a dtype that `flatweights.average` refuses;
+                or an argument is no real number.
             ValueError: If ``initial`` holds NaN or infinity, or an argument is out of range.
         """
         self._begin(initial, {"learning_rate": learning_rate, "beta1": beta1, "tau": tau})
 
 
 class _WithBeta2(_Adaptive[Model]):
-    """Optimizers whose second moment forgets old squares, by ``beta2``."""
+    """An optimizer whose second moment forgets old squares at the rate ``beta2``."""
 
     beta2 = fraction()
 
@@ -123,15 +123,15 @@ class _WithBeta2(_Adaptive[Model]):
 
         Args:
             initial: `FlatWeights` or an array; it is copied.
-            learning_rate: Of the server, in units of the weights: positive.
+            learning_rate: The server's, in units of the weights: positive.
             beta1: From 0 to below 1: the share of ``m`` that a step keeps.
             beta2: From 0 to below 1: the share of ``v`` that a step keeps.
-            tau: From 1e-15 to 1e6, in units of the weights: the size of a small difference.
-                The larger it is, the less a step adapts.
+            tau: From 1e-15 to 1e6, in units of the weights: differences well below it take small
+                steps. The larger it is, the less the step size of a weight adapts.
 
         Raises:
-            TypeError: If ``initial`` is neither, or a part has no mean; or an argument is
-                no real number.
+            TypeError: If ``initial`` is neither, or has a dtype that `flatweights.average` refuses;
+                or an argument is no real number.
             ValueError: If ``initial`` holds NaN or infinity, or an argument is out of range.
         """
         numbers = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "tau": tau}
@@ -148,18 +148,18 @@ class FedAdam(_WithBeta2[Model]):
     Ba, ICLR 2015. As in the paper, ``v`` begins with ``tau**2``, and nothing corrects the bias of
     the first steps.
 
-    The optimizer keeps ``m`` and ``v`` beside the weights. A step over float32 moves 36 bytes per
-    number.
+    The optimizer keeps ``v`` beside the weights, and ``m`` unless ``beta1`` is 0. A step over
+    float32 moves 36 bytes per number, 28 without ``m``.
 
     >>> optimizer = FedAdam(np.zeros(1), learning_rate=0.1)
     >>> [round(float(optimizer.step(np.array([1.0]))[0]), 3) for _ in range(3)]
     [0.099, 0.232, 0.386]
 
     Attributes:
-        learning_rate: Of the server; it may be set between steps.
-        beta1: Fixed.
+        learning_rate: The server's; it may be set between steps.
+        beta1: It cannot be set later.
         beta2: It may be set between steps.
-        tau: Fixed.
+        tau: It cannot be set later.
     """
 
     _moment = "mean"
@@ -168,22 +168,23 @@ class FedAdam(_WithBeta2[Model]):
 class FedYogi(_WithBeta2[Model]):
     """Yogi on the server: `FedAdam`, but ``v`` moves by at most ``(1 - beta2) * delta**2``.
 
-    ``v -= (1 - beta2) * delta**2 * sign(v - delta**2)``. Reddi et al., "Adaptive Federated
-    Optimization", ICLR 2021, Algorithm 2, after Zaheer et al., "Adaptive Methods for Nonconvex
-    Optimization", NeurIPS 2018. ``v`` begins with ``tau**2``; nothing corrects the bias.
+    The rule is ``v -= (1 - beta2) * delta**2 * sign(v - delta**2)``. Reddi et al., "Adaptive
+    Federated Optimization", ICLR 2021, Algorithm 2, after Zaheer et al., "Adaptive
+    Methods for Nonconvex Optimization", NeurIPS 2018. ``v`` begins with ``tau**2``, and nothing
+    corrects the bias of the first steps.
 
-    The optimizer keeps ``m`` and ``v`` beside the weights. A step over float32 moves 36 bytes per
-    number.
+    The optimizer keeps ``v`` beside the weights, and ``m`` unless ``beta1`` is 0. A step over
+    float32 moves 36 bytes per number, 28 without ``m``.
 
     >>> optimizer = FedYogi(np.zeros(1), learning_rate=0.1)
     >>> [round(float(optimizer.step(np.array([1.0]))[0]), 3) for _ in range(3)]
     [0.099, 0.232, 0.385]
 
     Attributes:
-        learning_rate: Of the server; it may be set between steps.
-        beta1: Fixed.
+        learning_rate: The server's; it may be set between steps.
+        beta1: It cannot be set later.
         beta2: It may be set between steps.
-        tau: Fixed.
+        tau: It cannot be set later.
     """
 
     _moment = "sign"

@@ -1,4 +1,4 @@
-"""FedAvg, FedAvgM and ExponentialMovingAverage: plain averages, with momentum, smoothed."""
+"""FedAvg, FedAvgM and ExponentialMovingAverage: averaging, plain, with momentum and smoothed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FedAvg(AveragedOptimizer[Model]):
             initial: `FlatWeights` or an array; it is copied.
 
         Raises:
-            TypeError: If it is neither, or a part has no mean.
+            TypeError: If it is neither, or has a dtype that `flatweights.average` refuses.
             ValueError: If it holds NaN or infinity.
         """
         self._begin(initial, {})
@@ -55,16 +55,17 @@ class FedAvgM(AveragedOptimizer[Model]):
     Non-Identical Data Distribution for Federated Visual Classification", 2019. With momentum 0
     and learning rate 1 the model becomes the average, to the bit, as in `FedAvg`.
 
-    The optimizer keeps one vector, none with momentum 0. A step over float32 reads average and
-    weights once to check them, then reads three vectors and writes two: 28 bytes per number.
+    With momentum, the optimizer keeps one vector beside the weights. A step over float32 reads
+    average and weights once to check them, then reads three vectors and writes two: 28 bytes per
+    number.
 
     >>> optimizer = FedAvgM(np.zeros(1), momentum=0.5)
     >>> [float(optimizer.step(np.array([average]))[0]) for average in (1.0, 2.0, 2.0)]
     [1.0, 2.5, 2.75]
 
     Attributes:
-        learning_rate: Of the server; it may be set between steps.
-        momentum: Fixed.
+        learning_rate: The server's; it may be set between steps.
+        momentum: It cannot be set later.
     """
 
     learning_rate = positive()
@@ -79,11 +80,11 @@ class FedAvgM(AveragedOptimizer[Model]):
         Args:
             initial: `FlatWeights` or an array; it is copied.
             momentum: From 0 to below 1: the share of the velocity that a step keeps.
-            learning_rate: Of the server: positive.
+            learning_rate: The server's: positive.
 
         Raises:
-            TypeError: If ``initial`` is neither, or a part has no mean; or an argument is
-                no real number.
+            TypeError: If ``initial`` is neither, or has a dtype that `flatweights.average` refuses;
+                or an argument is no real number.
             ValueError: If ``initial`` holds NaN or infinity, or an argument is out of range.
         """
         self._begin(initial, {"momentum": momentum, "learning_rate": learning_rate})
@@ -108,12 +109,13 @@ class ExponentialMovingAverage(AveragedOptimizer[Model]):
     """Smoothed averages: ``weights = decay * weights + (1 - decay) * average``.
 
     This is the teacher of Tarvainen and Valpola, "Mean Teachers Are Better Role Models", NeurIPS
-    2017. With ``decay`` set to ``t / (t + 1)`` before step t, from 0, it is the mean of all
-    iterates: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", SIAM J.
-    Control Optim. 30(4), 1992, and Ruppert, 1988.
+    2017. If ``decay`` is set to ``t / (t + 1)`` before each step t = 0, 1, ..., the model is the
+    mean of all averages so far: Polyak and Juditsky, "Acceleration of Stochastic Approximation by
+    Averaging", SIAM J. Control Optim. 30(4), 1992, and Ruppert, 1988.
 
-    Only 16-bit parts have a vector beside the weights, a master copy: rounding would lose
-    their small steps. A step is one pass of `flatweights.lerp_`, and one that checks.
+    16-bit parts have a master copy, because rounding would lose their small steps; the optimizer
+    keeps no other vector. A step is one pass that checks the average, and one of
+    `flatweights.lerp_`.
 
     >>> optimizer = ExponentialMovingAverage(np.zeros(2), decay=0.75)
     >>> optimizer.step(np.array([4.0, 8.0]))
@@ -133,8 +135,8 @@ class ExponentialMovingAverage(AveragedOptimizer[Model]):
             decay: From 0 to 1: the share of the model that a step keeps.
 
         Raises:
-            TypeError: If ``initial`` is neither, or a part has no mean; or ``decay`` is no
-                real number.
+            TypeError: If ``initial`` is neither, or has a dtype that `flatweights.average` refuses;
+                or ``decay`` is no real number.
             ValueError: If ``initial`` holds NaN or infinity, or ``decay`` is out of range.
         """
         self._begin(initial, {"decay": decay})
@@ -150,7 +152,7 @@ class ExponentialMovingAverage(AveragedOptimizer[Model]):
 
 
 def _follow(run: Run, average: NDArray[Any], momentum: float, rate: float) -> None:
-    """Take a step with momentum."""
+    """Add the difference to the velocity, and the velocity to the weights."""
     scratch = run.scratch()
     with np.errstate(all="ignore"):
         for block, numbers, before in run.blocks(average, run.weights, whole=False):

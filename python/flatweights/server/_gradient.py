@@ -1,4 +1,4 @@
-"""Steps along averaged gradients, clipped by their norm."""
+"""Gradient descent on averaged gradients, with clipping by norm and momentum."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from flatweights.server._state import MOMENTUM
 class GradientDescent(ServerOptimizer[Model]):
     """Gradient descent: ``v = momentum * v + c * gradient; weights -= learning_rate * v``.
 
-    ``c`` makes the norm of the gradient ``max_norm`` where it exceeds that, and is 1 otherwise:
-    Pascanu, Mikolov and Bengio, "On the Difficulty of Training Recurrent Neural Networks",
-    ICML 2013. The momentum is that of Polyak, "Some Methods of Speeding up the Convergence
-    of Iteration Methods", 1964.
+    ``c`` clips the gradient: it is ``max_norm / norm`` if the norm exceeds ``max_norm``, and 1
+    otherwise (Pascanu, Mikolov and Bengio, "On the Difficulty of Training Recurrent Neural
+    Networks", ICML 2013). The momentum is that of Polyak, "Some Methods of Speeding up the
+    Convergence of Iteration Methods", 1964.
 
-    The optimizer keeps one vector, none with momentum 0. A step reads the gradient and does not
-    change it: one pass of `flatweights.norm` over it, and one of `flatweights.axpy_`; with
-    momentum two of `axpy_` and one of `flatweights.scale_`: 16 bytes per number of float32, or 36.
+    With momentum, the optimizer keeps one vector beside the weights. A step does not change the
+    gradient. It makes one pass of `flatweights.norm` and one of `flatweights.axpy_`, which move 16
+    bytes per number of float32. With momentum it makes a second pass of `axpy_` and one of
+    `flatweights.scale_`, and moves 36 bytes.
 
     >>> optimizer = GradientDescent(np.zeros(2), learning_rate=0.5, max_norm=1.0)
     >>> optimizer.step(np.array([3.0, 4.0]))
@@ -28,10 +29,10 @@ class GradientDescent(ServerOptimizer[Model]):
 
     Attributes:
         learning_rate: It may be set between steps.
-        max_norm: It may be set between steps; infinity clips nothing.
-        momentum: Fixed.
-        gradient_norm: Norm of the last gradient before clipping, NaN before the first step. It is
-            not part of the state.
+        max_norm: It may be set between steps; with infinity, nothing is clipped.
+        momentum: It cannot be set later.
+        gradient_norm: The norm of the last gradient before clipping; NaN before the first step.
+            It is not part of the state.
     """
 
     learning_rate = positive()
@@ -53,33 +54,34 @@ class GradientDescent(ServerOptimizer[Model]):
         Args:
             initial: `FlatWeights` or an array; it is copied.
             learning_rate: Positive.
-            max_norm: The largest norm of an averaged gradient that is not clipped: positive.
+            max_norm: Positive: averaged gradients with a larger norm are clipped.
             momentum: From 0 to below 1: the share of the velocity that a step keeps.
 
         Raises:
-            TypeError: If ``initial`` is neither, or a part has no mean; or an argument is
-                no real number.
+            TypeError: If ``initial`` is neither, or has a dtype that `flatweights.average` refuses;
+                or an argument is no real number.
             ValueError: If ``initial`` holds NaN or infinity, or an argument is out of range.
         """
         numbers = {"learning_rate": learning_rate, "max_norm": max_norm, "momentum": momentum}
         self._begin(initial, numbers)
 
     def step(self, gradient: Model, /) -> Model:
-        """Take a step against the averaged gradient of this round; return the next model.
+        """Take a step against this round's averaged gradient; return the model.
 
         Integer and boolean parts of the model stay as they are.
 
         Args:
-            gradient: Of the kind, shapes and dtypes of the model; a strided array is
-                copied first. It is read, not kept.
+            gradient: It has the kind, shapes and dtypes of the model. It is read and not kept; a
+                strided array is copied first.
 
         Returns:
             The `weights`, read-only and changed in place by the next step.
 
         Raises:
-            TypeError: If it is of another kind or dtype.
-            ValueError: If shape or digest differ, or its norm is not finite. Nothing has changed
-                then.
+            TypeError: If the gradient is of another kind or dtype.
+            ValueError: If its shape or digest differs, or its norm is not finite. The model has not
+                changed.
+            RuntimeError: If an earlier step was interrupted.
         """
         memory = self._read(gradient, "gradient")
         length = norm(gradient)

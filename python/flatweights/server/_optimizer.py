@@ -1,4 +1,4 @@
-"""The base of all server optimizers: the model, the state, the hyperparameters."""
+"""The base class of server optimizers, and their hyperparameters."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from flatweights.server._state import (
 
 Optimizer = TypeVar("Optimizer", bound="ServerOptimizer[Any]")
 
-# By bytes of a number, the largest norm whose squares, and sums of many of them, stay finite.
+# By the bytes of a number: below this norm, squares and sums of many of them stay finite.
 _LARGEST_NORM = {4: 2.0**56, 8: 2.0**400}
 
 _STEPS = "steps"
 
 
 class Hyperparameter:
-    """A number of an optimizer, kept in its state and checked whenever it is set."""
+    """A number of an optimizer: its state holds it, and every assignment is checked."""
 
     def __init__(
         self, expected: str, check: Callable[[float], bool], *, fixed: bool = False
@@ -46,7 +46,7 @@ class Hyperparameter:
 
         Args:
             expected: The valid numbers, in words.
-            check: Whether a number is valid.
+            check: A function that tells whether a number is valid.
             fixed: Whether the number cannot be set later.
         """
         self._expected = expected
@@ -92,19 +92,21 @@ def fraction(*, fixed: bool = False) -> Hyperparameter:
 
 
 class ServerOptimizer(ABC, Generic[Model]):
-    """A global model, and a rule by which the results of a round change it.
+    """A global model, and the rule by which each round's average updates it.
 
-    The model is `FlatWeights`, or an array of any shape, of float16, bfloat16, float32, float64 or
-    complex numbers. The optimizer owns a copy of it, in one buffer with the rest of its state, and
-    each step changes that buffer in place. Parts of float16 and bfloat16 have a master copy in
-    float32, where steps too small for 16 bits add up (Micikevicius et al., "Mixed Precision
-    Training", ICLR 2018), and their moments are float32, too. Other parts are computed in their
-    own precision. Real and imaginary parts are two numbers.
+    The model is `FlatWeights`, or one array of any shape. Its numbers are float16, bfloat16,
+    float32, float64 or complex; `FlatWeights` may have integer and boolean parts beside them. The
+    optimizer owns a copy of the model, in one buffer with the rest of its state, and each step
+    changes that buffer in place. Parts of float16 and bfloat16 have a master copy in float32, where
+    steps too small for 16 bits add up (Micikevicius et al., "Mixed Precision Training", ICLR 2018),
+    and their moments are float32, too. Other parts are computed in their own precision. Each
+    complex number counts as two numbers, real and imaginary.
 
-    A step runs on the caller's thread, and its kernels on the threads of the core; the number of
-    threads changes no bit of a result. Two threads must not step one optimizer at once. An
-    optimizer can be pickled, and `copy.copy` copies its state. After a step that was interrupted
-    (Ctrl-C) all its methods raise: go on from a saved state.
+    A step runs on the caller's thread, and kernels may use the core's threads; their number changes
+    no bit of a result. Only one thread may step an optimizer at a time. An optimizer can be
+    pickled, and `copy.copy` copies its state. If a step is interrupted (Ctrl-C), the model is lost:
+    further steps, `weights`, `state`, `save` and pickling raise `RuntimeError`. Continue from a
+    state that was saved before.
     """
 
     _template: Template
@@ -114,10 +116,10 @@ class ServerOptimizer(ABC, Generic[Model]):
     _runs: list[Run]
     _numbers: dict[str, NDArray[Any]]
     _integers: dict[str, NDArray[Any]]
-    _is_whole = True  # no step was interrupted
+    _is_whole = True  # False during a step, and after one that was interrupted
 
     def _begin(self, initial: Any, numbers: Mapping[str, Any]) -> None:
-        """Start from the model ``initial``; all arguments are checked here."""
+        """Check all arguments of the constructor; start from the model ``initial``."""
         cls = type(self)
         checked = {name: h.read(numbers[name]) for name, h in cls._hyperparameters().items()}
         template = Template.of(initial, "initial")
@@ -157,13 +159,13 @@ class ServerOptimizer(ABC, Generic[Model]):
 
     @abstractmethod
     def step(self, average: Model, /) -> Model:
-        """Take one step; see the classes."""
+        """Take one step; each class documents its rule."""
 
     @property
     def weights(self) -> Model:
-        """The model, read-only: a view of the optimizer's buffer, which the next step changes.
+        """The model, as a read-only view of the optimizer's buffer, which the next step changes.
 
-        Sending it (`ray.put`, a pickle) copies it; ``optimizer.weights.copy()`` keeps it.
+        Use ``optimizer.weights.copy()`` to keep this state of it. `ray.put` and pickles copy it.
         """
         self._check_whole()
         model: Model = self._weights
@@ -176,25 +178,27 @@ class ServerOptimizer(ABC, Generic[Model]):
 
     @property
     def state(self) -> FlatWeights:
-        """The whole state, read-only: a view of the optimizer's buffer.
+        """The whole state, as a read-only view of the optimizer's buffer.
 
-        The parts of the model are called ``weights/<name>``, an array ``weights``; the vectors
-        beside it likewise: ``master/<name>``, ``momentum/<name>``, ``second/<name>``. The names
-        of single numbers begin with that of the class: ``FedAdam.steps``.
+        The parts of the model are named ``weights/<name>``, and the vectors beside them
+        ``master/<name>``, ``momentum/<name>`` and ``second/<name>``. If the model is an array, they
+        are named ``weights``, ``master``, ``momentum`` and ``second``. Names of single numbers
+        begin with the name of the class: ``FedAdam.steps``.
         """
         self._check_whole()
         return sealed(self._state)
 
     @classmethod
     def from_state(cls: type[Optimizer], state: FlatWeights) -> Optimizer:
-        """Return an optimizer that goes on from a copy of ``state``, to the bit.
+        """Return an optimizer that continues from a copy of ``state``, bit for bit.
 
         Args:
-            state: The `state` of an optimizer.
+            state: The `state` of an optimizer of this class.
 
         Raises:
-            TypeError: If it is no `FlatWeights`.
-            ValueError: If it is not the state of an optimizer of this class.
+            TypeError: If ``state`` is no `FlatWeights`.
+            ValueError: If it is not the state of an optimizer of this class, or holds NaN or
+                infinity.
         """
         if not isinstance(state, FlatWeights):
             raise TypeError(f"state: expected FlatWeights, got {type(state).__name__}")
@@ -204,26 +208,28 @@ class ServerOptimizer(ABC, Generic[Model]):
         """Write the state to a safetensors file, as `FlatWeights.save` does.
 
         Raises:
-            OSError: If it cannot be written.
+            OSError: If the file cannot be written.
+            RuntimeError: If a step was interrupted.
         """
         self.state.save(path)
 
     @classmethod
     def load(cls: type[Optimizer], path: str | os.PathLike[str]) -> Optimizer:
-        """Return an optimizer that goes on from a saved state, to the bit.
+        """Return an optimizer that continues from a saved state, bit for bit.
 
         Args:
             path: A file that `save` wrote.
 
         Raises:
-            OSError: If it cannot be opened.
-            ValueError: If it is damaged, or not the state of an optimizer of this class.
+            OSError: If the file cannot be opened.
+            ValueError: If the file is damaged, is not the state of an optimizer of this class, or
+                holds NaN or infinity.
         """
         return cls._resume(FlatWeights.load(path), os.fspath(path))
 
     @classmethod
     def _resume(cls: type[Optimizer], state: FlatWeights, where: str) -> Optimizer:
-        """Return an optimizer that takes over ``state`` without a copy."""
+        """Return an optimizer over ``state`` itself, not a copy."""
         names = cls._hyperparameters()
         wanted: dict[str, np.dtype[Any]] = {cls._number_name(_STEPS): np.dtype(np.int64)}
         wanted.update((cls._number_name(name), np.dtype(np.float64)) for name in names)
@@ -245,7 +251,7 @@ class ServerOptimizer(ABC, Generic[Model]):
         optimizer = cls.__new__(cls)
         optimizer._adopt(template, state, kept)
         i = expected.first_nonfinite([state.buffer])
-        if i is not None and i < len(state.layout) - len(wanted):  # not a number: these are last
+        if i is not None and i < len(state.layout) - len(wanted):  # the last slots were read above
             raise expected.nonfinite_error(i, where)
         if optimizer.steps < 0:
             raise ValueError(f"{where}: expected a number of steps, got {optimizer.steps}")
@@ -264,15 +270,16 @@ class ServerOptimizer(ABC, Generic[Model]):
     # Defined by each class.
 
     _vectors: ClassVar[Mapping[str, str | None]] = {}
-    """The vectors beside the model, each with the hyperparameter that removes it at 0, or None."""
+    """The vectors beside the model. Each maps to the hyperparameter that makes it unnecessary if
+    that is 0, or to None."""
 
     @classmethod
     def _kept(cls, numbers: Mapping[str, float]) -> tuple[str, ...]:
-        """Return the names of the vectors that are kept with these hyperparameters."""
+        """Return the names of the vectors that these hyperparameters need."""
         return (MASTER, *(name for name, by in cls._vectors.items() if by is None or numbers[by]))
 
     def _first(self, name: str) -> float:
-        """Return the value of the kept array ``name`` before the first step."""
+        """Return the initial value of the numbers of the kept vector ``name``."""
         return 0.0
 
     @classmethod
@@ -293,7 +300,7 @@ class ServerOptimizer(ABC, Generic[Model]):
     # Shared by all steps.
 
     def _read(self, model: Any, where: str) -> NDArray[np.uint8]:
-        """Return the bytes of ``model``, after all checks except those of its values."""
+        """Return the bytes of ``model``, with everything checked except its values."""
         self._check_whole()
         self._template.match(model, where)
         return self._bytes_of(model, where)
@@ -309,7 +316,7 @@ class ServerOptimizer(ABC, Generic[Model]):
             raise error
 
     def _check_range(self, average: Any) -> None:
-        """Check that squares of differences from the weights are finite, with room to spare."""
+        """Raise unless squares of differences from the weights are surely finite."""
         sizes = [run.wide.dtype.itemsize for run in self._runs]
         largest = min((_LARGEST_NORM[size] for size in sizes), default=math.inf)
         for model, where in ((average, "average"), (self._weights, "weights")):
@@ -323,13 +330,13 @@ class ServerOptimizer(ABC, Generic[Model]):
     def _check_whole(self) -> None:
         if not self._is_whole:
             raise RuntimeError(
-                "a step was interrupted and has changed a part of the model: go on from a state "
+                "a step was interrupted and has changed a part of the model: continue from a state "
                 "that was saved or pickled before"
             )
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        """Enclose a change of the state; if it is interrupted, all later calls raise."""
+        """Enclose a change of the state: unless it completes, the optimizer is not whole again."""
         self._is_whole = False
         yield
         self._numbers[_STEPS][...] += 1
@@ -340,22 +347,24 @@ class AveragedOptimizer(ServerOptimizer[Model]):
     """A server optimizer whose steps take the average of models."""
 
     def step(self, average: Model, /) -> Model:
-        """Take the average of this round; return the model for the next one.
+        """Update the model by this round's average; return it.
 
-        Integer and boolean parts take the value of the average.
+        Integer and boolean parts take the values of the average.
 
         Args:
-            average: Of the kind, shapes and dtypes of the model; a strided array is
-                copied first. It is read, not kept, and may be `weights`.
+            average: It has the kind, shapes and dtypes of the model, and may be `weights`. It is
+                read and not kept; a strided array is copied first.
 
         Returns:
             The `weights`, read-only and changed in place by the next step.
 
         Raises:
-            TypeError: If it is of another kind or dtype.
-            ValueError: If shape or digest differ, or it holds NaN or infinity, or its norm
-                exceeds 2**56 (2**400 if all is float64 or complex128; `FedAvg` and
-                `ExponentialMovingAverage` have no such limit). Nothing has changed then.
+            TypeError: If the average is of another kind or dtype.
+            ValueError: If its shape or digest differs, it holds NaN or infinity, or its norm or
+                that of the weights exceeds 2**56 (2**400 if all numbers are float64 or complex128;
+                `FedAvg` and `ExponentialMovingAverage` have no such limit). The model has not
+                changed.
+            RuntimeError: If an earlier step was interrupted.
         """
         memory = self._read(average, "average")
         self._check(average)
@@ -370,4 +379,4 @@ class AveragedOptimizer(ServerOptimizer[Model]):
 
     @abstractmethod
     def _advance(self, pairs: list[tuple[Run, NDArray[Any]]]) -> None:
-        """Change each run by the same run of the average."""
+        """Update each run of the model by the same run of the average."""

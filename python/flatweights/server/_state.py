@@ -17,23 +17,24 @@ WEIGHTS = "weights"
 MASTER = "master"
 MOMENTUM = "momentum"
 
-# Numbers of a block, so that the vectors of a step stay in the L2 cache from pass to pass. Each
-# number is computed independently, so results do not depend on it.
+# Numbers in a block: few enough that the vectors of a step stay in the L2 cache between passes.
+# Each number is computed by itself, so the block size changes no result.
 BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring parts of the model with one dtype and no padding between: one vector.
+    """One vector over neighbouring parts of the model that share a dtype and have no padding.
 
-    Complex numbers are two real ones each.
+    A complex number counts as two real ones.
 
     Attributes:
-        offset: Offset of the first byte in the model.
+        offset: Offset of its first byte in the model.
         weights: The numbers in the model.
-        wide: The same numbers in float32 or float64: of 16-bit weights, the master copy
-            that they are rounded from; otherwise ``weights`` itself.
-        kept: By name, the vectors that the optimizer keeps beside them, in the dtype of ``wide``.
+        wide: The same numbers in float32 or float64. For 16-bit weights, it is the master copy
+            that they are rounded from; otherwise it is ``weights`` itself.
+        kept: By name, the optimizer's vectors for these weights, such as the momentum; in the
+            dtype of ``wide``.
     """
 
     offset: int
@@ -42,7 +43,7 @@ class Run:
     kept: Mapping[str, NDArray[Any]]
 
     def read(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return the numbers at the same place in ``memory``, a model of the same layout."""
+        """Return the same numbers of another model: ``memory`` holds it, in the same layout."""
         end = self.offset + self.weights.nbytes
         return memory[self.offset : end].view(self.weights.dtype)
 
@@ -56,15 +57,16 @@ class Run:
         return np.empty(min(BLOCK, self.weights.size), self.wide.dtype)
 
     def blocks(self, *models: NDArray[Any], whole: bool = True) -> Iterator[tuple[Any, ...]]:
-        """Yield slices that cover the vector, each with the numbers of ``models`` in it.
+        """Yield slices that together cover the vector, each with that slice of every model.
 
-        Where there is a master copy, numbers are converted to its dtype, and the weights are
-        rounded from it once the caller is done with a block. Elsewhere the whole vector is one
-        block, which kernels split over their threads.
+        With a master copy, the slices of ``models`` are converted to its dtype; when the caller
+        asks for the next block, the weights of the last one are rounded from the master copy.
+        Without one, the whole vector is one block, which kernels split over their threads.
 
         Args:
             *models: Vectors as long as this one, in the dtype of ``weights``.
-            whole: If not, blocks have `BLOCK` numbers in any case: for NumPy's operations.
+            whole: If False, blocks have at most `BLOCK` numbers even without a master copy: NumPy's
+                operations then find them in the cache.
         """
         if whole and not self.has_master:
             yield slice(None), *models
@@ -86,12 +88,13 @@ class Run:
 def new_layout(template: Template, kept: Sequence[str], numbers: Sequence[str]) -> Layout:
     """Return the layout of an optimizer's state.
 
-    First the model, so that the state begins with its packed form; then the ``kept`` arrays,
-    part by part; then single numbers, the first an int64 and the others float64.
+    The model comes first, so the state begins with its packed form. The ``kept`` vectors follow,
+    part by part, and then the single numbers: an int64, and float64 for the others.
 
     Args:
         template: The model.
-        kept: Names of arrays of the model's size; `MASTER` only where it has 16 bits.
+        kept: Names of the vectors that are kept for the model's parts. `MASTER` is kept only for
+            parts of 16 bits, none for integer parts.
         numbers: Names of the single numbers.
     """
     names = [_key(WEIGHTS, template, slot) for slot in template.layout.slots]
@@ -110,11 +113,11 @@ def new_layout(template: Template, kept: Sequence[str], numbers: Sequence[str]) 
 
 
 def template_of(state: FlatWeights) -> Template:
-    """Return the model that ``state`` begins with.
+    """Return the template of the model at the beginning of ``state``.
 
     Raises:
-        ValueError: If it begins with none.
-        TypeError: If that has a part without a mean.
+        ValueError: If there is no model.
+        TypeError: If the model has a dtype that `flatweights.average` refuses.
     """
     if WEIGHTS in state:
         return Template.of(state[WEIGHTS], WEIGHTS)
@@ -129,14 +132,14 @@ def template_of(state: FlatWeights) -> Template:
 
 
 def model_memory(template: Template, state: FlatWeights) -> NDArray[np.uint8]:
-    """Return the bytes of the model that ``state`` begins with."""
+    """Return the bytes of the model at the beginning of ``state``."""
     layout = template.layout
     size = layout.nbytes if template.packed else layout.slots[0].nbytes
     return state.buffer[:size]
 
 
 def model_view(template: Template, memory: NDArray[np.uint8]) -> Any:
-    """Return ``memory`` as a model."""
+    """Return a view of ``memory`` as a model."""
     if template.packed:
         return FlatWeights.wrap(memory, template.layout)
     slot = template.layout.slots[0]
@@ -144,7 +147,7 @@ def model_view(template: Template, memory: NDArray[np.uint8]) -> Any:
 
 
 def runs_of(template: Template, state: FlatWeights, kept: Sequence[str]) -> list[Run]:
-    """Return the floating and complex parts of the model as few long vectors."""
+    """Return the floating and complex parts of the model, joined into as few runs as possible."""
     groups: list[list[Slot]] = []
     for slot in template.layout.slots:
         if not is_averaged(slot.dtype) or not slot.size:
@@ -163,7 +166,7 @@ def runs_of(template: Template, state: FlatWeights, kept: Sequence[str]) -> list
 
 def _run(slots: list[Slot], template: Template, state: FlatWeights, kept: Sequence[str]) -> Run:
     def vector(name: str) -> NDArray[Any]:
-        # 16 bits become 32, others keep their width, so there is still no padding between parts.
+        # Kept vectors have no padding either: 16-bit parts double their width, others keep it.
         first, last = (state.layout[_key(name, template, slot)] for slot in (slots[0], slots[-1]))
         memory = state.buffer[first.offset : last.offset + last.nbytes]
         return memory.view(_real(first.dtype))

@@ -1,4 +1,4 @@
-"""Both ends of an exchange: the encoders, which keep their rounding errors, and the broadcaster."""
+"""Both ends of an exchange: the workers' encoders, and the driver's broadcaster."""
 
 from __future__ import annotations
 
@@ -38,38 +38,38 @@ from flatweights.wire._plan import (
 
 Side = TypeVar("Side", bound="_Side")
 
-_VECTOR = "vector"  # the name of a gradient that is a bare array
+_VECTOR = "vector"  # the name of the only part of a gradient that is a bare array
 
 
 class _Residual:
-    """The rounding errors of past messages, which are added to the next one.
+    """The accumulated rounding errors of past messages, which the next message makes up for.
 
     Attributes:
-        plan: The plan for the models that are sent.
+        plan: The layouts of the models that are sent.
     """
 
     def __init__(self, plan: Plan) -> None:
-        """Begin with errors of zero."""
+        """Start with errors of zero."""
         self.plan = plan
         self._turns = _zeros(plan.layout), _zeros(plan.layout)  # the errors, and the next ones
 
     @property
     def now(self) -> FlatWeights:
-        """The errors."""
+        """The errors as of the last message."""
         return self._turns[0]
 
     def encode(
         self, parts: list[NDArray[Any]], reference: FlatWeights | None, where: str
     ) -> FlatWeights:
-        """Return ``parts - reference + now``, rounded, and keep the rounding errors as `now`.
+        """Return ``parts - reference + now``, rounded; the rounding errors become `now`.
 
         Args:
             parts: The arrays of the model, contiguous.
-            reference: The weights to subtract; none, if None.
+            reference: The weights to subtract; nothing is subtracted, if None.
             where: The name of the model in errors.
 
         Raises:
-            ValueError: If a rounded number is NaN or infinite; `now` has not changed then.
+            ValueError: If a rounded number is NaN or infinite; `now` has not changed.
         """
         now, following = self._turns
         values = _encode(self.plan, parts, reference, where, now, following)
@@ -78,16 +78,16 @@ class _Residual:
 
 
 class _Side:
-    """One side of an exchange of differences: it has the weights of both sides, the reference."""
+    """One side of an exchange. It keeps the reference: the weights that both sides have."""
 
     def __init__(self, plan: Plan, weights: FlatWeights, version: int) -> None:
         self._plan = plan
         self._reference = weights.copy()
-        self._held = [version]  # a list: the core changes it, with the reference
+        self._held = [version]  # a list, which the core sets in the call that adds to the reference
 
     @property
     def reference(self) -> FlatWeights:
-        """The weights of all workers, read-only: a view, which the next message changes."""
+        """The weights of all workers, as a read-only view, which the next message changes."""
         return sealed(self._reference)
 
     @property
@@ -96,7 +96,7 @@ class _Side:
         return self._held[0]
 
     def _copy(self: Side) -> Side:
-        """Return the same with a reference of its own."""
+        """Return a copy that has its own reference and shares the rest."""
         other = copy.copy(self)
         other._reference, other._held = self._reference.copy(), list(self._held)
         return other
@@ -107,12 +107,14 @@ class _Side:
         difference: NDArray[np.uint8] | None,
         *copied: tuple[FlatWeights, FlatWeights],
     ) -> None:
-        """Add ``difference`` to the reference, copy, and set the version, in one call.
+        """Change the reference and its version in one call of the core.
+
+        So an interrupt changes both or neither.
 
         Args:
-            version: The version of the changed reference.
-            difference: The bytes of a difference, if any.
-            *copied: Pairs of weights and what to copy into them.
+            version: The new version.
+            difference: The bytes of a difference to add to the reference; nothing, if None.
+            *copied: Pairs of a target and the weights to copy into it.
         """
         core, wire = self._plan.layout.core, self._plan.wire.core
         pairs = [(target.buffer, source.buffer) for target, source in copied]
@@ -120,12 +122,12 @@ class _Side:
 
 
 class DeltaEncoder(_Side):
-    """A worker's side: its weights go out, and those of all come in, as 16-bit differences.
+    """A worker's side: it sends its weights, and receives the average, as 16-bit differences.
 
-    It keeps the reference (the weights that were received last: bit for bit those of the
-    driver and all other workers) and the rounding errors of sent messages, in two
-    buffers by turns: 12 bytes for each number of float32. Error feedback as in Seide et al.,
-    Interspeech 2014, both ways as in Tang et al., ICML 2019; see `flatweights.wire`.
+    It keeps the reference, which is bit for bit the weights of the driver and of all other workers,
+    and the rounding errors of the messages that it has sent. The errors alternate between two
+    buffers, so it keeps 12 bytes for each number of float32. The error feedback is that of Seide et
+    al., Interspeech 2014, in both directions as by Tang et al., ICML 2019; see `flatweights.wire`.
 
     >>> driver = DeltaBroadcaster(FlatWeights({"w": np.float32([1, 2])}), "bfloat16")
     >>> worker = DeltaEncoder(driver.snapshot())
@@ -136,7 +138,8 @@ class DeltaEncoder(_Side):
     array([1.001, 2.001], dtype=float32)
 
     Attributes:
-        reference: The weights received last, read-only: a view, which the next message changes.
+        reference: The weights that were received last, as a read-only view, which the next message
+            changes.
         version: Their version.
     """
 
@@ -160,9 +163,9 @@ class DeltaEncoder(_Side):
         return sealed(self._residual.now)
 
     def fits(self, message: Difference | Snapshot) -> bool:
-        """Whether ``message`` is of the layout and the wire dtype of this encoder.
+        """Whether ``message`` has the layout and the wire dtype of this encoder.
 
-        If a snapshot does not fit, since the model has changed, make a new encoder from it.
+        If a snapshot does not fit, the model has changed: make a new encoder from the snapshot.
 
         Args:
             message: A message of the driver.
@@ -182,33 +185,32 @@ class DeltaEncoder(_Side):
     def encode(self, weights: FlatWeights) -> Difference:
         """Return ``weights - reference + residual`` in 16 bits.
 
-        One pass over memory, without the GIL: for each number of float32, 12 bytes are read and
-        6 written.
+        One pass over memory without the GIL reads 12 bytes and writes 6 for each number of float32.
 
         Args:
-            weights: Of the layout of `reference`; they are read, not kept.
+            weights: Weights in the layout of `reference`. They are read and not kept.
 
         Raises:
-            TypeError: If they are no `FlatWeights`.
+            TypeError: If ``weights`` are no `FlatWeights`.
             ValueError: If they have another layout, hold NaN or infinity, or differ from
-                `reference` by more than the dtype holds (65504 for float16). Nothing has
-                changed then.
+                `reference` by more than the dtype holds (65504 for float16). The encoder has not
+                changed.
         """
         check_weights(weights, self._plan.layout, "weights")
         values = self._residual.encode(list(weights.values()), self._reference, "weights")
         return Difference(values, self._plan.layout, base=self.version)
 
     def receive(self, message: Difference | Snapshot) -> FlatWeights:
-        """Take the weights that a driver sent; return `reference`, read-only.
+        """Update `reference` by a message of the driver; return it, read-only.
 
-        A snapshot leaves the rounding errors of earlier messages in `residual`.
+        A snapshot does not change `residual`: errors of earlier messages are still sent.
 
         Args:
-            message: From `DeltaBroadcaster.encode` or `DeltaBroadcaster.snapshot`.
+            message: A message from `DeltaBroadcaster.encode` or `DeltaBroadcaster.snapshot`.
 
         Raises:
-            MissedUpdateError: If it is a difference from other weights than `reference`. Nothing
-                has changed then, and a snapshot is needed.
+            MissedUpdateError: If it is a difference from other weights than `reference`. The
+                encoder has not changed, and needs a snapshot.
             ValueError: If it has another layout or wire dtype.
             TypeError: If it is no such message.
         """
@@ -228,8 +230,8 @@ class DeltaEncoder(_Side):
     def after(self, message: Difference | Snapshot) -> DeltaEncoder:
         """Return an encoder that has received ``message``, and leave this one unchanged.
 
-        For a caller that goes on with the new one if the weights could be set, with this one
-        otherwise; the two share their `residual`. It copies `reference` first.
+        A caller that sets the weights of a model can keep the new encoder if that succeeds, and
+        this one if it fails. `reference` is copied; the two encoders share their `residual`.
 
         Args:
             message: As for `receive`.
@@ -245,17 +247,18 @@ class DeltaEncoder(_Side):
 
 
 class DeltaBroadcaster(_Side):
-    """A driver's side: it sends weights, and averages results, as 16-bit differences.
+    """The driver's side: it sends weights, and averages results, as 16-bit differences.
 
-    It keeps the reference, bit for bit the weights of all workers, and the exact weights that were
-    given last: 8 bytes for each number of float32. The two differ by the rounding of one
-    difference and never by more, since the next difference makes up for it (error feedback on the
-    way back: Tang et al., ICML 2019; see `flatweights.wire`).
+    It keeps the reference, which is bit for bit the weights of all workers, and the exact weights
+    of the last `encode`: 8 bytes for each number of float32. The two differ by the rounding of one
+    difference and never by more, because the next difference makes up for it (error feedback from
+    driver to workers: Tang et al., ICML 2019; see `flatweights.wire`).
 
-    An average is the exact weights plus the mean of the workers' differences. So the optimizers of
-    `flatweights.server`, whose model is the exact weights, see that mean without an error.
+    An average is the exact weights plus the mean of the workers' differences. The model of an
+    optimizer of `flatweights.server` is these exact weights, so the optimizer sees that mean
+    without a rounding error.
 
-    Versions count up from a random number, so that messages for another driver are refused.
+    Versions count up from a random number, so that messages of another driver are refused.
 
     >>> driver = DeltaBroadcaster(FlatWeights({"w": np.float32([1, 2])}), "bfloat16")
     >>> update = driver.encode(FlatWeights({"w": np.float32([1.001, 2])}))
@@ -263,21 +266,20 @@ class DeltaBroadcaster(_Side):
     (dtype(bfloat16), array([1.001, 2.   ], dtype=float32))
 
     Attributes:
-        reference: The weights of all workers, read-only: a view, which the next `encode` changes.
+        reference: The weights of all workers, as a read-only view, which the next `encode` changes.
         version: Their version.
     """
 
     def __init__(self, weights: FlatWeights, wire_dtype: WireDType) -> None:
-        """Start from weights, which are copied; send workers a `snapshot` first.
+        """Start from weights; the workers need a `snapshot` of them first.
 
         Args:
-            weights: The first weights of all workers.
-            wire_dtype: ``"bfloat16"`` or ``"float16"``. float16 has 11 significant bits instead
-                of 8, but reaches from 6e-8 to 65504 only.
+            weights: The first weights of all workers; they are copied.
+            wire_dtype: ``"bfloat16"`` or ``"float16"``; see `dtype_on_wire`.
 
         Raises:
             TypeError: If ``weights`` are no `FlatWeights`.
-            ValueError: If ``wire_dtype`` is another one, or ``weights`` hold NaN or infinity.
+            ValueError: If ``wire_dtype`` is anything else, or ``weights`` hold NaN or infinity.
         """
         check_kind(weights, FlatWeights, "weights")
         plan = plan_for(weights.layout, dtype_on_wire(wire_dtype))
@@ -290,35 +292,35 @@ class DeltaBroadcaster(_Side):
 
     @property
     def weights(self) -> FlatWeights:
-        """The exact weights given last, read-only: a view, which the next `encode` changes."""
+        """The exact weights, before rounding, as a read-only view, which `encode` changes."""
         return sealed(self._weights)
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of `reference`, for workers that have none or missed an update."""
+        """Return `reference`, copied, for workers that have no weights or missed an update."""
         return Snapshot(self._reference.copy(), self.version, self._wire_dtype)
 
     def encode(self, weights: FlatWeights) -> Difference:
-        """Return the difference that brings workers from `reference` to ``weights``, rounded.
+        """Return the rounded difference that brings workers from `reference` to ``weights``.
 
-        `reference` becomes the weights that the workers have then. One pass rounds, and one adds
-        as workers do, without the GIL: for each number of float32, 18 bytes are read and 10
-        written, the copy of ``weights`` included.
+        `reference` becomes the weights that workers have after it. One pass without the GIL rounds,
+        and another adds the difference as workers do: for each number of float32, they read 18
+        bytes and write 10, including the copy of ``weights``.
 
         Args:
             weights: The next weights of the workers; they are copied.
 
         Raises:
-            TypeError: If they are no `FlatWeights`.
+            TypeError: If ``weights`` are no `FlatWeights`.
             ValueError: If they have another layout, hold NaN or infinity, or differ from
-                `reference` by more than the dtype holds. Nothing has changed then.
+                `reference` by more than the dtype holds. The broadcaster has not changed.
         """
         return self._encode(weights, self.version + 1)
 
     def after(self, weights: FlatWeights) -> tuple[Difference, DeltaBroadcaster]:
-        """Return the difference of `encode`, and a broadcaster after it; leave this one unchanged.
+        """Return the difference of `encode`, and a broadcaster after it; this one stays unchanged.
 
-        For a caller that goes on with the new one if the difference could be sent, with this one
-        otherwise. It copies `reference` first.
+        A caller can keep the new broadcaster if the difference could be sent, and this one if not.
+        `reference` is copied.
 
         Args:
             weights: As for `encode`.
@@ -329,7 +331,7 @@ class DeltaBroadcaster(_Side):
         """
         other = self._copy()
         other._weights = FlatWeights.empty(self._plan.layout)
-        # If this one goes on instead, its next difference has another version.
+        # If the caller keeps this one instead, its next difference gets another version.
         return other._encode(weights, self.version + 1 + secrets.randbelow(1 << 20)), other
 
     def _encode(self, weights: FlatWeights, version: int) -> Difference:
@@ -350,12 +352,12 @@ class DeltaBroadcaster(_Side):
         """Return `weights` plus the weighted mean of the workers' differences.
 
         Args:
-            sources: From the `DeltaEncoder.encode` of workers.
+            sources: Messages of workers, from `DeltaEncoder.encode`.
             weights: One weight per source; see `flatweights.average`.
-            out: Where to write, of the layout of `weights`. New ones, if None.
+            out: Weights of this layout to write to; new ones, if None.
 
         Raises:
-            MissedUpdateError: If one is from other weights than `reference`.
+            MissedUpdateError: If a source is a difference from other weights than `reference`.
             TypeError: As `average_differences`.
             ValueError: As `average_differences`.
         """
@@ -365,14 +367,14 @@ class DeltaBroadcaster(_Side):
         return self.add_to(average_differences(models, weights, out=out))
 
     def check(self, source: Any, where: str = "source") -> None:
-        """Check that ``source`` is a difference from `reference`, as `average` does.
+        """Raise unless ``source`` is a difference from `reference`; `average` checks the same.
 
         Args:
             source: A message of a worker.
             where: Its name in errors.
 
         Raises:
-            MissedUpdateError: If it is from other weights than `reference`.
+            MissedUpdateError: If it is a difference from other weights.
             TypeError: If it is no `Difference`.
             ValueError: If it has another layout or wire dtype.
         """
@@ -380,16 +382,17 @@ class DeltaBroadcaster(_Side):
         check_base(source, self.version, where)
 
     def add_to(self, mean: FlatWeights) -> FlatWeights:
-        """Add `weights` to a mean of differences, in place; return it.
+        """Add `weights` to a mean of differences, in place; return it, the average of the models.
 
-        For a mean from elsewhere, such as a `flatweights.RunningAverage` of differences that
-        `Difference.widen` widened as they arrived. Parts that travel unchanged stay unchanged.
+        `average` does this itself. Call it for a mean that was made otherwise: by a
+        `flatweights.RunningAverage` of differences that were widened (`Difference.widen`) as they
+        arrived, say. Parts that travel unchanged are left as they are.
 
         Args:
-            mean: Of the layout of `weights`, writable.
+            mean: Writable weights in the layout of `weights`.
 
         Raises:
-            TypeError: If it is no `FlatWeights`.
+            TypeError: If ``mean`` is no `FlatWeights`.
             ValueError: If it has another layout or is read-only.
         """
         check_writable(mean, self._plan.layout, "mean")
@@ -405,11 +408,12 @@ class DeltaBroadcaster(_Side):
 
 
 class GradientEncoder:
-    """Gradients in 16 bits: the rounding errors of one are added to the next.
+    """Encodes gradients in 16 bits, and adds the rounding errors of each to the next.
 
-    Error feedback as in Seide, Fu, Droppo, Li and Yu, Interspeech 2014; see `flatweights.wire`.
-    The errors are kept in two buffers by turns: 8 bytes for each number of float32.
-    Each worker has one encoder; decode with `average_differences`, or `Difference.widen`.
+    The error feedback is that of Seide, Fu, Droppo, Li and Yu, Interspeech 2014; see
+    `flatweights.wire`. The errors alternate between two buffers, so an encoder keeps 8 bytes for
+    each number of float32. Each worker has its own. `average_differences` averages the messages of
+    all, and `Difference.widen` decodes one.
 
     >>> encoder = GradientEncoder("bfloat16")
     >>> gradient = np.float32([1.001])  # 1 in bfloat16
@@ -419,13 +423,13 @@ class GradientEncoder:
     """
 
     def __init__(self, wire_dtype: WireDType) -> None:
-        """Begin with errors of zero; the first gradient sets the layout.
+        """Start with errors of zero; the first gradient determines the layout.
 
         Args:
-            wire_dtype: ``"bfloat16"`` or ``"float16"``.
+            wire_dtype: ``"bfloat16"`` or ``"float16"``; see `dtype_on_wire`.
 
         Raises:
-            ValueError: If it is another one.
+            ValueError: If ``wire_dtype`` is anything else.
         """
         self._wire_dtype = dtype_on_wire(wire_dtype)
         self._residual: _Residual | None = None
@@ -444,25 +448,25 @@ class GradientEncoder:
     def encode(self, gradient: FlatWeights | NDArray[Any]) -> Difference:
         """Return ``gradient + residual`` in 16 bits.
 
-        One pass over memory, without the GIL: for each number of float32, 8 bytes are read and
-        6 written.
+        One pass over memory without the GIL reads 8 bytes and writes 6 for each number of float32.
 
         >>> GradientEncoder("float16").encode(np.float32([0.5, 1.0])).values
         {'vector': array([0.5, 1. ], dtype=float16)}
 
         Args:
-            gradient: `FlatWeights`, or a vector (one axis) without strides, which becomes one
-                part called ``"vector"``. It is read, not kept.
+            gradient: `FlatWeights`, or a contiguous vector, which becomes a single part named
+                ``"vector"``. It is read and not kept.
 
         Raises:
-            ValueError: If it has another layout than the first one, holds NaN or infinity,
-                or is too large for the dtype. Nothing has changed then.
+            ValueError: If ``gradient`` has another layout than the first one, is a vector with
+                strides, holds NaN or infinity, or is too large for the dtype. The encoder has not
+                changed.
             TypeError: If it is neither.
         """
         if isinstance(gradient, FlatWeights):
             parts, layout = list(gradient.values()), gradient.layout
         elif isinstance(gradient, np.ndarray) and gradient.ndim == 1:
-            # One part of a model: bare arrays of bfloat16 are pickled number by number.
+            # Made a part of a model, because bare arrays of bfloat16 pickle number by number.
             if not gradient.flags.c_contiguous:
                 raise ValueError("gradient: expected a vector without strides")
             parts, layout = [gradient], _vector_layout(gradient.size, gradient.dtype)
@@ -489,7 +493,7 @@ def _encode(
 ) -> FlatWeights:
     """Return ``parts - reference + residual``, rounded.
 
-    The rounding errors are written to ``next_residual``, and dropped if there is none.
+    The rounding errors are written to ``next_residual``; without one, they are dropped.
 
     Raises:
         ValueError: If a rounded number is NaN or infinite.

@@ -24,7 +24,9 @@ from flatweights.wire._plan import (
 
 
 class MissedUpdateError(RuntimeError):
-    """A difference is from weights that the receiver does not have: send it a `Snapshot`.
+    """A message is a difference from weights that its receiver does not have.
+
+    A worker that raises it needs a `Snapshot`.
 
     >>> from flatweights.wire import DeltaBroadcaster, DeltaEncoder
     >>> driver = DeltaBroadcaster(FlatWeights({"w": np.float32([1, 2])}), "bfloat16")
@@ -40,10 +42,10 @@ class MissedUpdateError(RuntimeError):
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference from weights that both sides have, in 16 bits; or a gradient.
+    """A difference from weights that both sides have, or a gradient, in 16 bits.
 
-    Encoders return it. It pickles, with protocol 5 as one out-of-band buffer. A transport of bare
-    bytes sends those of ``values.buffer`` and the two versions; the other side, which knows the
+    Encoders return it. With protocol 5, it pickles as one out-of-band buffer. A transport of bare
+    bytes sends the bytes of ``values.buffer`` and the two versions; the receiver, which knows the
     layout, rebuilds the difference with `wire_layout`.
 
     >>> from flatweights.wire import GradientEncoder, wire_layout
@@ -54,11 +56,11 @@ class Difference:
     {'w': array([1. , 2.5], dtype=float32)}
 
     Attributes:
-        values: The numbers, in 16 bits where ``layout`` has float32 or float64: of
-            ``wire_layout(layout, wire_dtype)``.
-        layout: The layout of the encoded model or gradient.
-        base: Version of the weights to add it to; None for gradients.
-        version: Version of the weights with it added; None in messages of workers.
+        values: The numbers, in ``wire_layout(layout, wire_dtype)``: 16 bits where ``layout`` has
+            float32 or float64.
+        layout: The layout of the model or gradient before encoding.
+        base: The version of the weights that it is a difference from; None for gradients.
+        version: The version of the weights once it is added; None in messages of workers.
     """
 
     values: FlatWeights
@@ -76,12 +78,12 @@ class Difference:
         {'vector': array([0.09997559])}
 
         Args:
-            out: Where to write, of `layout`. New weights, if None.
+            out: Weights of `layout` to write to; new ones, if None.
 
         Raises:
             TypeError: If ``out`` is no `FlatWeights`.
-            ValueError: If ``out`` has another layout or is read-only; or `values` are not of
-                `layout` in 16 bits.
+            ValueError: If ``out`` has another layout or is read-only; or `values` are not in the
+                16-bit form of `layout`.
         """
         plan_of(self, "difference")
         if out is None:
@@ -94,9 +96,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All weights, for a worker that has none or has missed a difference.
+    """The weights in full, for a worker that has none or has missed a difference.
 
-    `DeltaBroadcaster.snapshot` returns it. It pickles, with protocol 5 as one out-of-band buffer.
+    `DeltaBroadcaster.snapshot` returns it. With protocol 5, it pickles as one out-of-band buffer.
 
     >>> from flatweights.wire import DeltaBroadcaster
     >>> driver = DeltaBroadcaster(FlatWeights({"w": np.float32([1, 2])}), "bfloat16")
@@ -105,9 +107,9 @@ class Snapshot:
     ({'w': array([1., 2.], dtype=float32)}, True)
 
     Attributes:
-        weights: The weights of all workers, bit for bit.
+        weights: The weights that all workers have, bit for bit.
         version: Their version.
-        wire_dtype: The dtype that differences are rounded to.
+        wire_dtype: The dtype that later differences are rounded to.
     """
 
     weights: FlatWeights
@@ -121,11 +123,11 @@ def average_differences(
     *,
     out: FlatWeights | None = None,
 ) -> FlatWeights:
-    """Return the weighted mean of ``sources`` in the dtypes before encoding.
+    """Return the weighted mean of ``sources``, in the dtypes before encoding.
 
-    The bits are those of `flatweights.average` over widened sources (`Difference.widen`): sums in
-    float64, rounded once, to float32. But no source is widened as a whole: one pass reads 2
-    bytes for each number and source and writes 4, without the GIL.
+    It has the bits of `flatweights.average` over the widened sources (`Difference.widen`), but no
+    source is widened as a whole. For float32, one pass without the GIL reads 2 bytes of each number
+    of each source, adds in float64, and writes 4 bytes.
 
     >>> from flatweights.wire import GradientEncoder
     >>> a, b = (GradientEncoder("bfloat16").encode(np.float32([x, 1])) for x in (1, 1.0078125))
@@ -133,15 +135,15 @@ def average_differences(
     array([1.0039062, 1.       ], dtype=float32)
 
     Args:
-        sources: From encoders, all based on weights of one version.
+        sources: Messages of encoders, all with the same `Difference.base`.
         weights: One weight per source; see `flatweights.average`.
-        out: Where to write: weights of the layout before encoding. New ones, if None.
+        out: Weights of the layout before encoding to write to; new ones, if None.
 
     Raises:
-        TypeError: If a source is no `Difference`, or ``out`` no `FlatWeights`.
-        ValueError: If there is none, layouts differ, ``weights`` are invalid, or ``out`` is
+        TypeError: If a source is no `Difference`, or ``out`` is no `FlatWeights`.
+        ValueError: If there is no source, layouts differ, ``weights`` are invalid, or ``out`` is
             read-only.
-        MissedUpdateError: If they are from weights of several versions.
+        MissedUpdateError: If the sources are differences from several versions.
     """
     models = list(sources)
     if not models:
@@ -186,14 +188,14 @@ def plan_of_snapshot(snapshot: Any, where: str) -> Plan:
 
 
 def check_difference(message: Any, plan: Plan, where: str) -> None:
-    """Raise unless ``message`` is a `Difference` of the layouts of ``plan``."""
+    """Raise unless ``message`` is a `Difference` in the layouts of ``plan``."""
     check_fields(message, where)
     check_layout(plan.layout, message.layout, where)
     check_layout(plan.wire, message.values.layout, where)
 
 
 def check_base(message: Difference, version: int | None, where: str) -> None:
-    """Raise `MissedUpdateError` unless ``message`` is from weights of ``version``."""
+    """Raise `MissedUpdateError` unless ``message`` is a difference from weights of ``version``."""
     if message.base != version:
         raise MissedUpdateError(
             f"{where}: expected a difference from weights of version {version}, "
@@ -202,7 +204,7 @@ def check_base(message: Difference, version: int | None, where: str) -> None:
 
 
 def check_fields(message: Any, where: str) -> None:
-    """Raise `TypeError` unless ``message`` is a `Difference` of `FlatWeights` and versions."""
+    """Raise `TypeError` unless ``message`` is a `Difference` with fields of the right types."""
     if not isinstance(message, Difference):
         raise TypeError(f"{where}: expected a Difference, got {type(message).__name__}")
     check_kind(message.layout, Layout, f"{where}, layout")

@@ -1,4 +1,4 @@
-"""The layouts of models in 16 bits, and the checks of arguments and messages."""
+"""The layouts of models in 16 bits, and checks that encoders and messages share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
 
 WireDType = Literal["bfloat16", "float16"]
-"""Name of the dtype that float32 and float64 are rounded to: ``"bfloat16"`` or ``"float16"``."""
+"""The name of the dtype that float32 and float64 are rounded to."""
 
 WIRE_DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -25,10 +25,10 @@ WIRE_DTYPES: dict[str, np.dtype[Any]] = {
 
 
 def dtype_on_wire(name: str) -> np.dtype[Any]:
-    """Return the dtype called ``name``, if numbers can be rounded to it.
+    """Return the 16-bit dtype called ``name``.
 
-    bfloat16 has 8 significant bits and reaches as far as float32; float16 has 11, but reaches
-    from 6e-8 to 65504 only.
+    bfloat16 has 8 significant bits and the range of float32; float16 has 11 significant bits, and a
+    range of only 6e-8 to 65504.
 
     >>> dtype_on_wire("float16")
     dtype('float16')
@@ -37,7 +37,7 @@ def dtype_on_wire(name: str) -> np.dtype[Any]:
         name: ``"bfloat16"`` or ``"float16"``: a ``WireDType``.
 
     Raises:
-        ValueError: If it is anything else.
+        ValueError: If ``name`` is anything else.
     """
     if isinstance(name, str) and name in WIRE_DTYPES:
         return WIRE_DTYPES[name]
@@ -51,12 +51,12 @@ def is_rounded(dtype: np.dtype[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """How models of one layout become 16-bit ones.
+    """The layouts that encoding a model needs.
 
     Attributes:
-        layout: The layout of the models.
-        wire: The layout of the messages.
-        rounded: The layout of only the slots that are rounded; others travel unchanged.
+        layout: The model's own.
+        wire: That of the messages: rounded slots have the 16-bit dtype.
+        rounded: That of the rounded slots alone, in the model's dtypes.
     """
 
     layout: Layout
@@ -66,7 +66,7 @@ class Plan:
 
 @functools.lru_cache(maxsize=64)
 def plan_for(layout: Layout, dtype: np.dtype[Any]) -> Plan:
-    """Return the plan for models of ``layout``, whose numbers are rounded to ``dtype``."""
+    """Return the plan for models of ``layout`` whose numbers are rounded to ``dtype``."""
     slots = layout.slots
     shapes = [slot.shape for slot in slots]
     dtypes = [dtype if is_rounded(slot.dtype) else slot.dtype for slot in slots]
@@ -85,8 +85,8 @@ def plan_for(layout: Layout, dtype: np.dtype[Any]) -> Plan:
 def wire_layout(layout: Layout, wire_dtype: WireDType) -> Layout:
     """Return ``layout`` with its float32 and float64 slots changed to ``wire_dtype``.
 
-    That is the layout of `Difference.values`: a transport that sends them as bare bytes needs it to
-    rebuild the weights.
+    It is the layout of `Difference.values`. A transport that sends bare bytes needs it to rebuild
+    the message.
 
     >>> from flatweights import Layout
     >>> layout = Layout.of({"w": np.zeros(3), "step": np.int64(0)})
@@ -94,19 +94,19 @@ def wire_layout(layout: Layout, wire_dtype: WireDType) -> Layout:
     ['bfloat16', 'int64']
 
     Args:
-        layout: Of a model.
+        layout: The layout of a model.
         wire_dtype: ``"bfloat16"`` or ``"float16"``.
 
     Raises:
         TypeError: If ``layout`` is no `Layout`.
-        ValueError: If ``wire_dtype`` is another one.
+        ValueError: If ``wire_dtype`` is anything else.
     """
     check_kind(layout, Layout, "layout")
     return plan_for(layout, dtype_on_wire(wire_dtype)).wire
 
 
 def check_kind(value: Any, kind: type, where: str) -> None:
-    """Raise `TypeError` unless ``value`` is a ``kind``."""
+    """Raise `TypeError` unless ``value`` is an instance of ``kind``."""
     if not isinstance(value, kind):
         raise TypeError(f"{where}: expected {kind.__name__}, got {type(value).__name__}")
 
@@ -135,7 +135,8 @@ def nonfinite_error(i: int, values: FlatWeights, part: NDArray[Any], where: str)
     Args:
         i: The slot.
         values: The rounded values.
-        part: The array that slot ``i`` was rounded from: if it is finite, it was too large.
+        part: The array that slot ``i`` was rounded from. If it is finite, a number of it was too
+            large for the dtype.
         where: The name of the model in the error.
     """
     template = Template(Kind.FLAT_WEIGHTS, values.layout)
