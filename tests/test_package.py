@@ -24,7 +24,6 @@ MODULES = [
     "_arguments",
     "_supervise",
     "_average",
-    "_cast",
     "_config",
     "_dtypes",
     "_flatten",

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "casts.hpp"
 #include "checks.hpp"
 #include "eager_tensors.hpp"
 #include "flatweights/flatten.hpp"
@@ -52,8 +53,8 @@ py::array part_at(const py::list& parts, std::size_t i) {
                                              : as_array(parts[i], part_text(i));
 }
 
-// Whether `copy`, from an array of dtype `from` to one of dtype `to`, can be carried out
-// by the core: bytes, or real numbers to be converted. Sets its dtypes.
+// Whether the kernels carry out `copy`, from an array of dtype `from` to one of dtype `to`. Sets
+// its dtypes.
 bool plan_dtypes(Copy& copy, const py::dtype& to, const py::dtype& from) {
   if (same_dtype(to, from)) return true;
   copy.to_dtype = classify(to);
@@ -90,9 +91,8 @@ py::ssize_t uniform_size(const py::list& parts) {
   return total;
 }
 
-// Moves the contiguous parts, converting real numbers to the vector's dtype; returns the
-// indices of the other parts, for NumPy to convert.
-py::list flatten_into(const py::object& out_object, const py::list& parts) {
+// Moves the parts to `out`, back to back, cast to its dtype.
+void flatten_into(const py::object& out_object, const py::list& parts) {
   const py::array out = vector_argument(out_object, "out", Access::kWrite);
   const py::dtype dtype = out.dtype();
   const auto itemsize = static_cast<std::size_t>(dtype.itemsize());
@@ -101,7 +101,7 @@ py::list flatten_into(const py::object& out_object, const py::list& parts) {
   py::ssize_t total = 0;
   std::vector<Copy> copies;
   copies.reserve(parts.size());
-  py::list remaining;
+  Casts casts;
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const py::array part = part_at(parts, i);
     const py::ssize_t start = total;
@@ -118,11 +118,12 @@ py::list flatten_into(const py::object& out_object, const py::list& parts) {
     if (planned)
       copies.push_back(copy);
     else
-      remaining.append(i);
+      casts.emplace_back(view(out, dtype, {part.shape(), part.shape() + part.ndim()}, copy.to),
+                         part);
   }
   if (total != out.size()) throw_length("out", total, out);
   copy_without_gil(copies);
-  return remaining;
+  cast_all(casts);
 }
 
 // Raises if two of `copies` write to the same memory: threads would decide which one comes last.
@@ -178,16 +179,15 @@ void unflatten_into(const py::list& parts, const py::object& flat_object) {
   copy_without_gil(copies);
 }
 
-// Moves `sources[i]` to `targets[i]` if both have equally many elements, are contiguous
-// and do not overlap, converting real numbers; returns the indices of the other pairs.
-// Targets are disjoint from the sources of other pairs.
-py::list copy_parts(const py::list& targets, const py::list& sources) {
+// Moves `sources[i]`, of the shape of `targets[i]`, to `targets[i]`, cast to its dtype. Targets are
+// disjoint from the sources of other pairs.
+void move_parts(const py::list& targets, const py::list& sources) {
   if (targets.size() != sources.size())
     throw py::value_error("expected " + std::to_string(targets.size()) + " sources, got " +
                           std::to_string(sources.size()));
   std::vector<Copy> copies;
   copies.reserve(targets.size());
-  py::list remaining;
+  Casts casts;
   for (std::size_t i = 0; i < targets.size(); ++i) {
     const py::array target = part_at(targets, i);
     const py::array source = part_at(sources, i);
@@ -203,10 +203,10 @@ py::list copy_parts(const py::list& targets, const py::list& sources) {
     if (planned)
       copies.push_back(copy);
     else
-      remaining.append(i);
+      casts.emplace_back(target, source);
   }
   copy_without_gil(copies);
-  return remaining;
+  cast_all(casts);
 }
 
 // Buffers that other objects export, until the end of a scope.
@@ -318,7 +318,7 @@ void bind_flatten(py::module_& m) {
   m.def("unflatten_into", &unflatten_into, py::arg("parts"), py::arg("flat"));
   m.def("find_eager_tensors", &EagerTensors::find, py::arg("library"));
   m.def("gather", &gather, py::arg("layout"), py::arg("objects"), py::arg("out").noconvert());
-  m.def("copy_parts", &copy_parts, py::arg("targets"), py::arg("sources"));
+  m.def("move_parts", &move_parts, py::arg("targets"), py::arg("sources"));
 }
 
 }  // namespace flatweights::bind

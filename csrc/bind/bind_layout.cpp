@@ -2,11 +2,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings.hpp"
+#include "casts.hpp"
 #include "checks.hpp"
 #include "new_array.hpp"
 
@@ -51,14 +53,8 @@ BoundLayout make_layout(const std::vector<std::string>& names,
   return BoundLayout{Layout(std::move(slots)), std::move(dtypes)};
 }
 
-py::array view(const py::array& owner, const py::dtype& dtype, const Slot& slot,
-               const std::byte* at) {
-  std::vector<py::ssize_t> shape(slot.shape.begin(), slot.shape.end());
-  if (slot.size > 0) return py::array(dtype, std::move(shape), at, owner);
-  // The strides of an array without elements may overflow if `dtype` is wider than the
-  // slot's own. They are never used.
-  std::vector<py::ssize_t> strides(shape.size(), dtype.itemsize());
-  return py::array(dtype, std::move(shape), std::move(strides), at, owner);
+std::vector<py::ssize_t> shape_of(const Slot& slot) {
+  return {slot.shape.begin(), slot.shape.end()};
 }
 
 // Calls `take` with the index of each slot and a view of it in the packed buffer `object`.
@@ -68,7 +64,7 @@ void for_each_packed_view(const BoundLayout& self, const py::object& object, Tak
   const std::byte* packed = check_packed(buffer, self, "buffer", Access::kRead);
   const std::vector<Slot>& slots = self.layout.slots();
   for (std::size_t i = 0; i < slots.size(); ++i)
-    take(i, view(buffer, self.dtypes[i], slots[i], packed + slots[i].offset));
+    take(i, view(buffer, self.dtypes[i], shape_of(slots[i]), packed + slots[i].offset));
 }
 
 py::list packed_views(const BoundLayout& self, const py::object& object) {
@@ -101,7 +97,7 @@ py::list vector_views(const BoundLayout& self, const py::object& object) {
   const std::vector<Slot>& slots = self.layout.slots();
   py::list views(slots.size());
   for (std::size_t i = 0; i < slots.size(); ++i)
-    views[i] = view(flat, dtype, slots[i], begin + slots[i].start * itemsize);
+    views[i] = view(flat, dtype, shape_of(slots[i]), begin + slots[i].start * itemsize);
   return views;
 }
 
@@ -132,7 +128,16 @@ void bind_layout(py::module_& m) {
       .def("packed_views", &packed_views, py::arg("buffer"))
       .def("put_packed_views", &put_packed_views, py::arg("buffer"), py::arg("names"),
            py::arg("into"))
-      .def("vector_views", &vector_views, py::arg("flat"));
+      .def("vector_views", &vector_views, py::arg("flat"))
+      .def(
+          "settable",
+          [](const BoundLayout& self, std::size_t slot, const py::array& value,
+             const std::optional<py::dtype>& dtype) {
+            if (slot >= self.dtypes.size()) throw py::index_error("no such slot");
+            return settable(value, dtype.value_or(self.dtypes[slot]), Place{self, slot});
+          },
+          py::arg("slot"), py::arg("value"), py::arg("dtype"));
+  m.def("is_settable", &is_settable, py::arg("source"), py::arg("target"));
 }
 
 }  // namespace flatweights::bind

@@ -17,12 +17,6 @@ namespace flatweights::bind {
 void bind_variables(py::module_& m) {
   bind_released_owners();
   py::register_exception<UnreadyError>(m, "UnreadyError");
-  m.def(
-      "can_convert",
-      [](const py::dtype& a, const py::dtype& b) {
-        return same_dtype(a, b) || can_convert(classify(a), classify(b));
-      },
-      py::arg("a"), py::arg("b"));
   py::class_<VariablesLibrary>(m, "VariablesLibrary")
       .def(py::init<const std::string&>(), py::arg("path"))
       .def_property_readonly("nonce",
@@ -34,12 +28,11 @@ void bind_variables(py::module_& m) {
            py::arg("dtypes"), py::arg("context"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def_property_readonly("try_get", &BoundVariables::getter)
       .def_property_readonly("try_set", &BoundVariables::setter)
-      .def("get_vector", &BoundVariables::get_vector, py::arg("out"), py::arg("left"),
-           py::arg("arrays"), py::arg("guard"))
+      .def("get_vector", &BoundVariables::get_vector, py::arg("out"), py::arg("guard"))
       .def("get_packed", &BoundVariables::get_packed, py::arg("buffer"), py::arg("guard"))
       .def("get_parts", &BoundVariables::get_parts, py::arg("targets"), py::arg("guard"))
-      .def("set_vector", &BoundVariables::set_vector, py::arg("flat"), py::arg("left"),
-           py::arg("arrays"), py::arg("share"), py::arg("guard"))
+      .def("set_vector", &BoundVariables::set_vector, py::arg("flat"), py::arg("share"),
+           py::arg("guard"))
       .def("set_packed", &BoundVariables::set_packed, py::arg("buffer"), py::arg("share"),
            py::arg("guard"))
       .def("set_parts", &BoundVariables::set_parts, py::arg("positions"), py::arg("sources"),

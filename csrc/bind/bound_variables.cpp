@@ -72,6 +72,10 @@ py::object function_of(PyMethodDef& definition, const py::object& self) {
   return py::reinterpret_steal<py::object>(function);
 }
 
+py::array new_part(const Slot& slot, const py::dtype& dtype) {
+  return py::array(dtype, std::vector<py::ssize_t>(slot.shape.begin(), slot.shape.end()));
+}
+
 void check_count(std::size_t got, std::size_t expected) {
   if (got != expected)
     throw py::value_error("expected " + std::to_string(expected) + " arrays, got " +
@@ -151,10 +155,11 @@ bool BoundVariables::try_set(const py::object& flat) {
   return true;
 }
 
-void BoundVariables::get_vector(const py::array& out, const std::vector<std::size_t>& left,
-                                const py::list& arrays, bool guard) {
+void BoundVariables::get_vector(const py::array& out, bool guard) {
   check_ready(guard);
-  gather(vector_sides(out, left, arrays, Access::kWrite));
+  Casts casts;
+  gather(vector_sides(out, Access::kWrite, casts));
+  cast_all(casts);
 }
 
 void BoundVariables::get_packed(const py::array& buffer, bool guard) {
@@ -165,18 +170,19 @@ void BoundVariables::get_packed(const py::array& buffer, bool guard) {
 void BoundVariables::get_parts(const py::list& targets, bool guard) {
   check_ready(guard);
   check_count(targets.size(), positions_.size());
+  Casts casts;
   std::vector<Outside> sides;
   sides.reserve(positions_.size());
   for (std::size_t i = 0; i < positions_.size(); ++i)
-    sides.push_back(part_side(i, targets[i], Access::kWrite));
+    sides.push_back(part_side(i, as_array(targets[i], "array"), Access::kWrite, casts));
   gather(sides);
+  cast_all(casts);
 }
 
-void BoundVariables::set_vector(const py::array& flat, const std::vector<std::size_t>& left,
-                                const py::list& arrays, bool share, bool guard) {
+void BoundVariables::set_vector(const py::array& flat, bool share, bool guard) {
   check_ready(guard);
-  scatter(vector_sides(flat, left, arrays, Access::kRead), nullptr,
-          owner_if(share, py::make_tuple(flat, arrays)));
+  Casts casts;
+  scatter(vector_sides(flat, Access::kRead, casts), nullptr, owner_if(share, flat));
 }
 
 void BoundVariables::set_packed(const py::array& buffer, bool share, bool guard) {
@@ -188,11 +194,13 @@ void BoundVariables::set_parts(const std::vector<std::size_t>& positions, const 
                                bool share, bool guard) {
   check_ready(guard);
   check_count(sources.size(), positions.size());
+  Casts casts;
   std::vector<std::size_t> chosen;
   std::vector<Outside> sides(positions_.size());
   for (std::size_t j = 0; j < positions.size(); ++j) {
     chosen.push_back(variable_of(positions[j]));
-    sides[chosen.back()] = part_side(chosen.back(), sources[j], Access::kRead);
+    sides[chosen.back()] =
+        part_side(chosen.back(), as_array(sources[j], "array"), Access::kRead, casts);
   }
   scatter(sides, &chosen, owner_if(share, sources));
 }
@@ -266,36 +274,38 @@ std::vector<BoundVariables::Outside> BoundVariables::uniform_sides(const py::obj
   std::vector<Outside> sides;
   sides.reserve(positions_.size());
   for (const Slot& slot : bound_.layout.slots())
-    sides.push_back({begin + slot.start * slot.itemsize, slot.dtype, slot.itemsize, false});
+    sides.push_back({begin + slot.start * slot.itemsize, slot.dtype, slot.itemsize});
   return sides;
 }
 
-// How values get from or to an array of `dtype`: as bytes or converted.
-BoundVariables::Outside BoundVariables::side_of(std::size_t variable,
-                                                const py::dtype& dtype) const {
-  const std::size_t position = positions_[variable];
-  const Slot& slot = slot_of(variable);
-  Outside side{nullptr, slot.dtype, slot.itemsize, false};
-  if (same_dtype(dtype, bound_.dtypes[position])) return side;
-  side.dtype = classify(dtype);
-  side.itemsize = static_cast<std::size_t>(dtype.itemsize());
-  side.is_converted = true;
-  if (!can_convert(side.dtype, slot.dtype))
-    throw py::type_error(Place{bound_, position}.text() + ": cannot move " +
-                         py::str(dtype).cast<std::string>());
-  return side;
+// Whether the kernels move values between a variable and arrays of `dtype`.
+bool BoundVariables::can_move(std::size_t variable, const py::dtype& dtype,
+                              DType dtype_class) const {
+  const py::dtype& own = bound_.dtypes[positions_[variable]];
+  return same_dtype(own, dtype) || can_convert(slot_of(variable).dtype, dtype_class);
 }
 
-BoundVariables::Outside BoundVariables::part_side(std::size_t variable, py::handle object,
-                                                  Access access) const {
+// The memory of `array`, if the kernels move values from or to it. Else that of a temporary
+// array of the variable's dtype, which `casts` keeps alive: it has the values of `array`, or, where
+// values are read from the variable, `casts` will cast it to `array` afterwards.
+BoundVariables::Outside BoundVariables::part_side(std::size_t variable, const py::array& array,
+                                                  Access access, Casts& casts) const {
   const Place place{bound_, positions_[variable]};
-  const py::array array = as_array(object, "array");
-  Outside side = side_of(variable, array.dtype());
-  if (static_cast<std::size_t>(array.size()) != slot_of(variable).size || !is_contiguous(array) ||
-      (access == Access::kWrite && !array.writeable()))
-    throw py::value_error(place.text() + ": expected a contiguous array, got " + describe(array));
-  side.data = static_cast<std::byte*>(const_cast<void*>(array.data()));
-  return side;
+  const Slot& slot = slot_of(variable);
+  const py::dtype& dtype = bound_.dtypes[place.slot];
+  py::array own = array;
+  if (access == Access::kRead)
+    own = settable(array, dtype, place);
+  else if (!has_shape(array, slot.shape) || !array.writeable())
+    throw py::value_error(place.text() + ": expected a writable array, got " + describe(array));
+  const auto class_of = [&](const py::dtype& other) {
+    return same_dtype(other, dtype) ? slot.dtype : classify(other);
+  };
+  if (!is_contiguous(own) || !can_move(variable, own.dtype(), class_of(own.dtype())))
+    own = access == Access::kRead ? cast(own, dtype) : new_part(slot, dtype);
+  if (!own.is(array)) casts.emplace_back(array, own);
+  return {static_cast<std::byte*>(const_cast<void*>(own.data())), class_of(own.dtype()),
+          static_cast<std::size_t>(own.itemsize()), own.is(array)};
 }
 
 std::byte* BoundVariables::vector_begin(const py::array& flat, Access access) const {
@@ -305,39 +315,38 @@ std::byte* BoundVariables::vector_begin(const py::array& flat, Access access) co
   return static_cast<std::byte*>(const_cast<void*>(flat.data()));
 }
 
-// The bound slots of a vector; those at the positions `left` use `arrays` instead.
-std::vector<BoundVariables::Outside> BoundVariables::vector_sides(
-    const py::array& flat, const std::vector<std::size_t>& left, const py::list& arrays,
-    Access access) const {
-  check_count(arrays.size(), left.size());
+// The bound slots of a vector.
+std::vector<BoundVariables::Outside> BoundVariables::vector_sides(const py::array& flat,
+                                                                  Access access,
+                                                                  Casts& casts) const {
   std::byte* const begin = vector_begin(flat, access);
   const py::dtype dtype = flat.dtype();
+  const DType dtype_class = classify(dtype);
   const auto itemsize = static_cast<std::size_t>(dtype.itemsize());
   std::vector<Outside> sides;
   sides.reserve(positions_.size());
-  std::size_t next = 0;
   for (std::size_t i = 0; i < positions_.size(); ++i) {
-    if (next < left.size() && left[next] == positions_[i]) {
-      sides.push_back(part_side(i, arrays[next], access));
-      ++next;
-      continue;
-    }
-    sides.push_back(side_of(i, dtype));
-    sides.back().data = begin + slot_of(i).start * itemsize;
+    const Slot& slot = slot_of(i);
+    std::byte* const data = begin + slot.start * itemsize;
+    sides.push_back(can_move(i, dtype, dtype_class)
+                        ? Outside{data, dtype_class, itemsize}
+                        : part_side(i,
+                                    view(flat, dtype, {slot.shape.begin(), slot.shape.end()}, data),
+                                    access, casts));
   }
-  if (next != left.size()) throw py::index_error("expected bound slots, ascending");
   return sides;
 }
 
 // The slots of a vector that an update reads; integers, which it does not change, have no memory.
 std::vector<BoundVariables::Outside> BoundVariables::averaged_sides(const py::array& x) const {
-  const std::byte* const begin = vector_begin(x, Access::kRead);
+  std::byte* const begin = vector_begin(x, Access::kRead);
   const py::dtype dtype = x.dtype();
-  const auto itemsize = static_cast<std::size_t>(dtype.itemsize());
   std::vector<Outside> sides(positions_.size());
   for (const std::size_t i : averaged_) {
-    sides[i] = side_of(i, dtype);
-    sides[i].data = const_cast<std::byte*>(begin) + slot_of(i).start * itemsize;
+    const Slot& slot = slot_of(i);
+    if (!same_dtype(dtype, bound_.dtypes[positions_[i]]))
+      throw py::type_error(Place{bound_, positions_[i]}.text() + ": expected its own dtype");
+    sides[i] = {begin + slot.start * slot.itemsize, slot.dtype, slot.itemsize};
   }
   return sides;
 }
@@ -348,7 +357,7 @@ std::vector<BoundVariables::Outside> BoundVariables::packed_sides(const py::arra
   std::vector<Outside> sides;
   sides.reserve(positions_.size());
   for (std::size_t i = 0; i < positions_.size(); ++i)
-    sides.push_back({begin + slot_of(i).offset, slot_of(i).dtype, slot_of(i).itemsize, false});
+    sides.push_back({begin + slot_of(i).offset, slot_of(i).dtype, slot_of(i).itemsize});
   return sides;
 }
 
@@ -370,20 +379,16 @@ void BoundVariables::gather(const std::vector<Outside>& sides) {
   check_environment();
   std::vector<Copy> copies;
   copies.reserve(sides.size());
-  with_locked(VariableAccess::kRead, nullptr, nullptr,
-              [&](const std::vector<VariableMemory>& memory, const VariablesLock&) {
-                for (std::size_t i = 0; i < sides.size(); ++i) {
-                  if (memory[i].data == nullptr) continue;
-                  Copy copy{sides[i].data, static_cast<const std::byte*>(memory[i].data),
-                            slot_of(i).size, sides[i].itemsize};
-                  if (sides[i].is_converted) {
-                    copy.to_dtype = sides[i].dtype;
-                    copy.from_dtype = slot_of(i).dtype;
-                  }
-                  copies.push_back(copy);
-                }
-                copy_all(copies);
-              });
+  with_locked(
+      VariableAccess::kRead, nullptr, nullptr,
+      [&](const std::vector<VariableMemory>& memory, const VariablesLock&) {
+        for (std::size_t i = 0; i < sides.size(); ++i) {
+          if (memory[i].data == nullptr) continue;
+          copies.push_back({sides[i].data, static_cast<const std::byte*>(memory[i].data),
+                            slot_of(i).size, sides[i].itemsize, sides[i].dtype, slot_of(i).dtype});
+        }
+        copy_all(copies);
+      });
 }
 
 void BoundVariables::scatter(const std::vector<Outside>& sides,
@@ -396,36 +401,29 @@ void BoundVariables::scatter(const std::vector<Outside>& sides,
   if (!owner.is_none()) {
     for (std::size_t i = 0; i < sides.size(); ++i) {
       const bool aligned = reinterpret_cast<std::uintptr_t>(sides[i].data) % kAlignment == 0;
-      aliased.push_back(aligned && !sides[i].is_converted ? sides[i].data : nullptr);
+      const bool converted = sides[i].dtype != slot_of(i).dtype;
+      aliased.push_back(aligned && sides[i].is_callers && !converted ? sides[i].data : nullptr);
     }
     drop_released();
     alias = {aliased.data(), hold_owner(owner), &release_owner, &wake_sweep};
   }
-  with_locked(VariableAccess::kOverwrite, chosen, owner.is_none() ? nullptr : &alias,
-              [&](const std::vector<VariableMemory>& memory, VariablesLock& lock) {
-                for (std::size_t i = 0; i < sides.size(); ++i) {
-                  if (memory[i].data == nullptr) continue;
-                  Copy copy{static_cast<std::byte*>(memory[i].data), sides[i].data, slot_of(i).size,
-                            slot_of(i).itemsize};
-                  if (sides[i].is_converted) {
-                    copy.to_dtype = slot_of(i).dtype;
-                    copy.from_dtype = sides[i].dtype;
-                  }
-                  copies.push_back(copy);
-                }
-                copy_all(copies);
-                lock.commit();
-              });
+  with_locked(
+      VariableAccess::kOverwrite, chosen, owner.is_none() ? nullptr : &alias,
+      [&](const std::vector<VariableMemory>& memory, VariablesLock& lock) {
+        for (std::size_t i = 0; i < sides.size(); ++i) {
+          if (memory[i].data == nullptr) continue;
+          copies.push_back({static_cast<std::byte*>(memory[i].data), sides[i].data, slot_of(i).size,
+                            slot_of(i).itemsize, slot_of(i).dtype, sides[i].dtype});
+        }
+        copy_all(copies);
+        lock.commit();
+      });
 }
 
 void BoundVariables::update(Update operation, const py::array& x, bool packed, double a,
                             bool guard) {
   check_ready(guard);
   const std::vector<Outside> sides = packed ? packed_sides(x, Access::kRead) : averaged_sides(x);
-  for (const std::size_t i : averaged_) {
-    if (sides[i].is_converted)
-      throw py::type_error(Place{bound_, positions_[i]}.text() + ": expected its own dtype");
-  }
   check_environment();
   std::vector<Copy> copies;
   std::vector<InPlacePart> parts;

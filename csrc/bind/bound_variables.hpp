@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "casts.hpp"
 #include "checks.hpp"
 #include "flatweights/inplace.hpp"
 #include "variables_library.hpp"
@@ -46,12 +47,9 @@ class BoundVariables {
   static py::object getter(const py::object& self);
   static py::object setter(const py::object& self);
 
-  // Slots at the positions `left` are moved from or to `arrays`, which the caller converts,
-  // instead of the vector.
-  void get_vector(const py::array& out, const std::vector<std::size_t>& left,
-                  const py::list& arrays, bool guard);
-  void set_vector(const py::array& flat, const std::vector<std::size_t>& left,
-                  const py::list& arrays, bool share, bool guard);
+  // Values are cast as by `settable`, if they are not of their variable's dtype.
+  void get_vector(const py::array& out, bool guard);
+  void set_vector(const py::array& flat, bool share, bool guard);
 
   void get_packed(const py::array& buffer, bool guard);
   void set_packed(const py::array& buffer, bool share, bool guard);
@@ -73,9 +71,9 @@ class BoundVariables {
   // Memory outside TensorFlow that belongs to one variable.
   struct Outside {
     std::byte* data = nullptr;
-    DType dtype = DType::kOther;  // as in Copy: used only if values are converted
+    DType dtype = DType::kOther;
     std::size_t itemsize = 0;
-    bool is_converted = false;
+    bool is_callers = true;  // else it is a temporary array's
   };
 
   static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
@@ -88,13 +86,14 @@ class BoundVariables {
   void check_ready(bool guard) const;
   [[nodiscard]] bool is_uniform_vector(const py::object& object) const;
 
-  [[nodiscard]] Outside side_of(std::size_t variable, const py::dtype& dtype) const;
-  [[nodiscard]] Outside part_side(std::size_t variable, py::handle object, Access access) const;
+  [[nodiscard]] bool can_move(std::size_t variable, const py::dtype& dtype,
+                              DType dtype_class) const;
+  [[nodiscard]] Outside part_side(std::size_t variable, const py::array& array, Access access,
+                                  Casts& casts) const;
   [[nodiscard]] std::byte* vector_begin(const py::array& flat, Access access) const;
   [[nodiscard]] std::vector<Outside> uniform_sides(const py::object& flat) const;
-  [[nodiscard]] std::vector<Outside> vector_sides(const py::array& flat,
-                                                  const std::vector<std::size_t>& left,
-                                                  const py::list& arrays, Access access) const;
+  [[nodiscard]] std::vector<Outside> vector_sides(const py::array& flat, Access access,
+                                                  Casts& casts) const;
   [[nodiscard]] std::vector<Outside> averaged_sides(const py::array& x) const;
   [[nodiscard]] std::vector<Outside> packed_sides(const py::array& buffer, Access access) const;
 

@@ -1,6 +1,7 @@
 #include "checks.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "flatweights/kernels.hpp"
 #include "flatweights/streaming.hpp"
@@ -41,11 +42,6 @@ std::byte* memory_of(const py::array& array) {
 [[noreturn]] void throw_no_array(py::handle object, const std::string& what) {
   throw py::type_error(what + ": expected a NumPy array, got " +
                        py::str(py::type::of(object).attr("__name__")).cast<std::string>());
-}
-
-bool has_shape(const py::array& array, const std::vector<std::size_t>& shape) {
-  return std::equal(shape.begin(), shape.end(), array.shape(), array.shape() + array.ndim(),
-                    [](std::size_t a, py::ssize_t b) { return static_cast<py::ssize_t>(a) == b; });
 }
 
 // The name of a model in messages; "" if it is the only one.
@@ -118,6 +114,20 @@ std::string describe(const py::array& array) { return describe(array.dtype(), sh
 
 bool is_contiguous(const py::array& array) {
   return (array.flags() & py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_) != 0;
+}
+
+bool has_shape(const py::array& array, const std::vector<std::size_t>& shape) {
+  return std::equal(shape.begin(), shape.end(), array.shape(), array.shape() + array.ndim(),
+                    [](std::size_t a, py::ssize_t b) { return static_cast<py::ssize_t>(a) == b; });
+}
+
+py::array view(const py::array& owner, const py::dtype& dtype, std::vector<py::ssize_t> shape,
+               const std::byte* at) {
+  if (std::find(shape.begin(), shape.end(), 0) == shape.end())
+    return py::array(dtype, std::move(shape), at, owner);
+  // The strides of an array without elements may overflow. They are never used.
+  std::vector<py::ssize_t> strides(shape.size(), dtype.itemsize());
+  return py::array(dtype, std::move(shape), std::move(strides), at, owner);
 }
 
 py::array as_array(py::handle object, const std::string& what) {

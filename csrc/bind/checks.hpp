@@ -47,12 +47,9 @@ void check_environment();
 
 [[nodiscard]] bool same_dtype(const py::dtype& a, const py::dtype& b);
 
-// Whether the core converts between two dtypes that differ: real numbers.
+// Whether the kernels convert between two dtypes that differ: real numbers.
 [[nodiscard]] constexpr bool can_convert(DType a, DType b) {
-  const auto is_real = [](DType dtype) {
-    return is_averaged(dtype) && reals_per_element(dtype) == 1;
-  };
-  return is_real(a) && is_real(b);
+  return reals_per_element(a) == 1 && reals_per_element(b) == 1;
 }
 
 // "float32 (64,)"
@@ -60,6 +57,12 @@ void check_environment();
 [[nodiscard]] std::string describe(const py::dtype& dtype, const std::vector<std::size_t>& shape);
 
 [[nodiscard]] bool is_contiguous(const py::array& array);
+
+[[nodiscard]] bool has_shape(const py::array& array, const std::vector<std::size_t>& shape);
+
+// A contiguous array over the memory at `at`, which `owner` keeps alive.
+[[nodiscard]] py::array view(const py::array& owner, const py::dtype& dtype,
+                             std::vector<py::ssize_t> shape, const std::byte* at);
 
 // `object` as an array without a conversion; `what` names it in the error.
 [[nodiscard]] py::array as_array(py::handle object, const std::string& what);

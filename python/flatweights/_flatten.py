@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._cast import copy_cast
 from flatweights._dtypes import promote
 from flatweights._layout import Layout, Parts, arrays_of
 
@@ -43,12 +42,7 @@ def flatten(parts: Parts, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
     elif not isinstance(out, np.ndarray) or out.dtype != dtype:
         got = out.dtype if isinstance(out, np.ndarray) else type(out).__name__
         raise TypeError(f"out: expected a vector of {dtype}, got {got}")
-    remaining = _core.flatten_into(out, arrays)
-    if remaining:
-        ends = np.cumsum([array.size for array in arrays])
-        for i in remaining:
-            piece = out[ends[i] - arrays[i].size : ends[i]]
-            copy_cast(piece.reshape(arrays[i].shape), arrays[i])
+    _core.flatten_into(out, arrays)
     return out
 
 

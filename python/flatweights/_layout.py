@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from flatweights import _core
 from flatweights._dtypes import decode_dtype, encode_dtype, is_floating, promote
-from flatweights._trees import Tree, is_tree, part
+from flatweights._trees import Tree, as_array, is_tree, part
 
 Parts = Mapping[str, Any] | Sequence[Any]
 """Arrays by name or by position; or, where a function says so, nested containers of arrays."""
@@ -393,6 +393,28 @@ def _decompress(pickled: bytes) -> bytes:
     if not stream.eof or stream.unused_data:
         raise ValueError("not a layout: truncated, too large, or followed by more data")
     return text
+
+
+def settable(
+    layout: Layout, i: int, value: ArrayLike, dtype: np.dtype[Any] | None = None
+) -> NDArray[Any]:
+    """Return ``value`` as an array that `_core.move_parts` can write to slot ``i``.
+
+    Values are cast as ``np.copyto(casting="same_kind")`` does; beyond that, any real floating type
+    is cast to any other, and integer slots take rounded values. Only values for an integer slot of
+    another dtype are copied.
+
+    Args:
+        layout: The layout.
+        i: Position of the slot.
+        value: What to write.
+        dtype: Dtype to write in; that of the slot, if None.
+
+    Raises:
+        ValueError: If the shape differs, or a value does not fit an integer dtype.
+        TypeError: If the dtype cannot be cast.
+    """
+    return layout.core.settable(i, as_array(value), dtype)
 
 
 def named_arrays(parts: Parts) -> tuple[list[str], list[NDArray[Any]]]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._average import ratio, read_weight, read_weights
-from flatweights._cast import move_parts
+from flatweights._core import move_parts
 from flatweights._dtypes import is_averaged
 from flatweights._flatten import new_vector
 from flatweights._locks import TurnLock

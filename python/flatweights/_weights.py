@@ -11,8 +11,8 @@ from typing import Any, NoReturn, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from flatweights._cast import move_parts, settable_at
-from flatweights._layout import Layout, Parts, named_arrays
+from flatweights._core import move_parts
+from flatweights._layout import Layout, Parts, named_arrays, settable
 
 _SHOWN_PARTS = 10
 _SHOWN_ELEMENTS = 100
@@ -245,7 +245,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
             if name not in self:
                 self._refuse_key(name)
             i = self._layout.index(name)
-            array = settable_at(self._layout, i, value)
+            array = settable(self._layout, i, value)
             # A source in this buffer must not change while its neighbours are written.
             if array is not self[name] and np.may_share_memory(array, self._buffer):
                 array = array.copy()

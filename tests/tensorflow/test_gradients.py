@@ -126,6 +126,48 @@ def test_dtypes_are_converted(given: Any, dtype: Any) -> None:
         np.testing.assert_array_equal(flat, expected, strict=True)
 
 
+def in_function(weights: Any, gradients: Any, **kwargs: Any) -> Any:
+    return tf.function(lambda: weights.flatten_gradients(gradients(), **kwargs))().numpy()
+
+
+def in_tf1_graph(weights: Any, gradients: Any, **kwargs: Any) -> Any:
+    with tf.Graph().as_default(), tf1.Session() as session:
+        return session.run(weights.flatten_gradients(gradients(), **kwargs))
+
+
+WAYS = {
+    "memory": lambda weights, gradients, **kwargs: weights.flatten_gradients(gradients(), **kwargs),
+    "function": in_function,
+    "graph": in_tf1_graph,
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_integers_are_rounded_as_set_flat_rounds_them(way: Any) -> None:
+    weights = TensorFlowVariables([tf.Variable(tf.zeros(5)), tf.Variable(tf.zeros((3, 1)))])
+
+    def gradients() -> Any:
+        rows = tf.IndexedSlices(tf.constant([[1.4], [0.2], [-3.5]]), tf.constant([0, 0, 2]), [3, 1])
+        return [tf.constant([2.6, -2.6, 0.5, 1.5, 127.4]), rows]
+
+    flat = way(weights, gradients, dtype=np.int8)
+    expected = np.int8([3, -3, 0, 2, 127, 2, 0, -4])
+    np.testing.assert_array_equal(flat, expected, strict=True)
+    integers = TensorFlowVariables(tf.Variable(tf.zeros(8, tf.int8)))
+    integers.set_flat(np.float32([2.6, -2.6, 0.5, 1.5, 127.4, 1.4 + 0.2, 0, -3.5]))
+    np.testing.assert_array_equal(integers.get_flat(), expected)
+
+
+@pytest.mark.parametrize("value", [127.5, -129.0, np.nan, np.inf])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_integers_refuse_values_that_do_not_fit(way: Any, value: Any) -> None:
+    weights = TensorFlowVariables({"w": tf.Variable([0.0, 0.0])})
+    with pytest.raises(
+        (ValueError, tf.errors.InvalidArgumentError), match="slot 0 .*expected values that fit int8"
+    ):
+        way(weights, lambda: [tf.constant([1.0, value])], dtype=np.int8)
+
+
 def test_tensors_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = [tf.Variable(tf.zeros((3, 2))), tf.Variable(tf.zeros(4))]
     gradients = [tf.random.normal(v.shape) for v in variables]

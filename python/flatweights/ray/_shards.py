@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights._cast import move_parts
+from flatweights._core import move_parts
 from flatweights._flatten import new_vector
 from flatweights._layout import ALIGNMENT, Layout
 from flatweights._sources import Kind, Template

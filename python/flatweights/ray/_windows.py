@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._cast import move_parts
+from flatweights._core import move_parts
 
 _LINE = 64
 _SPARE = 0.05  # share of the memory that windows leave free: other allocations need some

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights._cast import move_parts
+from flatweights._core import move_parts
 from flatweights._inplace import Model, axpy_, lerp_
 from flatweights.server._optimizer import AveragedOptimizer, Hyperparameter, fraction, positive
 from flatweights.server._state import MOMENTUM, Run

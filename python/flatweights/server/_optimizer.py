@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights._cast import move_parts
+from flatweights._core import move_parts
 from flatweights._dtypes import is_averaged
 from flatweights._inplace import Model, norm
 from flatweights._inplace import _number as number

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights._cast import move_parts
+from flatweights._core import move_parts
 from flatweights._dtypes import is_averaged
 from flatweights._layout import Layout, Slot
 from flatweights._sources import Kind, Template

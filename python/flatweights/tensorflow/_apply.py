@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from flatweights._cast import move_parts, settable_at
+from flatweights._core import move_parts
 from flatweights._flatten import new_vector
-from flatweights._layout import Layout
+from flatweights._layout import Layout, settable
 from flatweights._locks import TurnLock
 from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._gradients import trained_positions
@@ -70,7 +70,7 @@ class Steps:
         views = self._layout.vector_views(flat)
         vectors = []
         for group in step.groups:
-            values = [settable_at(self._layout, i, views[i]) for i in group.slots]
+            values = [settable(self._layout, i, views[i]) for i in group.slots]
             # An optimizer may keep an alias of its gradient, so it gets a copy.
             vectors.append(new_vector(group.layout.size, group.layout.dtype))
             move_parts(group.layout.vector_views(vectors[-1]), values)

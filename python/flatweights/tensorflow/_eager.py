@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.execute import execute
 
-from flatweights._cast import move_parts
+from flatweights._core import move_parts
 from flatweights._flatten import new_vector
 from flatweights._locks import TurnLock
 from flatweights._trees import as_array

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from tensorflow.python.framework.indexed_slices import IndexedSlicesValue
 
 from flatweights import _core
-from flatweights._cast import is_settable, move_parts
-from flatweights._dtypes import is_averaged, promote
+from flatweights._core import is_settable, move_parts
+from flatweights._dtypes import is_averaged, is_integer, promote
 from flatweights._flatten import new_vector
 from flatweights._inplace import clip_by_norm_, finite
-from flatweights._layout import Layout, Slot, place_of
+from flatweights._layout import Layout, Slot, place_of, settable
 from flatweights._trees import as_array
 from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._kinds import inner_variable, is_symbolic, is_variable, own_name
@@ -140,8 +140,7 @@ class Gradients:
         out: NDArray[Any] | None,
         most: float | None,
     ) -> NDArray[Any]:
-        pairs = enumerate(zip(gradients, self._layout.slots, strict=True))
-        pieces = [_piece(gradient, slot, dtype, i) for i, (gradient, slot) in pairs]
+        pieces = [_piece(gradient, self._layout, i, dtype) for i, gradient in enumerate(gradients)]
         if out is None:
             out = new_vector(self._layout.size, dtype)
         else:
@@ -211,7 +210,7 @@ def concat(gradients: Sequence[Any], layout: Layout, dtype: np.dtype[Any]) -> tf
             raise TypeError(f"{place_of(i, slot)}: expected {dtype}, got {tensor.dtype.name}")
         if not tensor.shape.is_compatible_with(slot.shape):
             raise ValueError(f"{place_of(i, slot)}: expected {slot.shape}, got {tensor.shape}")
-        pieces.append(tf.cast(tf.reshape(tensor, [slot.size]), target))
+        pieces.append(_cast(tf.reshape(tensor, [slot.size]), target, place_of(i, slot)))
     return tf.concat(pieces, axis=0) if pieces else tf.zeros([0], target)
 
 
@@ -227,18 +226,31 @@ def _dense(gradient: Any, slot: Slot, i: int) -> tf.Tensor:
     return tf.math.unsorted_segment_sum(tf.cast(values, wide), gradient.indices, slot.shape[0])
 
 
-def _piece(gradient: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> NDArray[Any] | Rows | None:
+def _cast(tensor: tf.Tensor, target: tf.DType, where: str) -> tf.Tensor:
+    """Return the op that casts as `settable` does: to integers, it rounds and checks values."""
+    if tensor.dtype == target or not (target.is_integer or target.is_bool):
+        return tf.cast(tensor, target)
+    rounded = tf.round(tensor) if tensor.dtype.is_floating else tensor
+    result = tf.cast(rounded, target)
+    fits = tf.reduce_all(tf.equal(tf.cast(result, tensor.dtype), rounded))
+    message = f"{where}: expected values that fit {target.name}, got some that do not"
+    with tf.control_dependencies([tf.debugging.Assert(fits, [message])]):
+        return tf.identity(result)
+
+
+def _piece(
+    gradient: Any, layout: Layout, i: int, dtype: np.dtype[Any]
+) -> NDArray[Any] | Rows | None:
     """Return the ``gradient`` of slot ``i`` after checking that a vector of ``dtype`` holds it."""
     if gradient is None:
         return None
     if isinstance(gradient, _SLICES):
-        return _checked_rows(gradient, slot, dtype, i)
-    array = as_array(gradient)
-    if array.shape != slot.shape or not is_settable(array.dtype, dtype):
-        raise (ValueError if array.shape != slot.shape else TypeError)(
-            f"{place_of(i, slot)}: expected {dtype} {slot.shape}, got {array.dtype} {array.shape}"
-        )
-    return array
+        rows = _checked_rows(gradient, layout.slots[i], dtype, i)
+        if not is_integer(dtype):
+            return rows
+        gradient = np.empty(layout.slots[i].shape, _dtype_of_sums(rows.values.dtype))
+        _write_rows(gradient, rows)
+    return settable(layout, i, gradient, dtype)
 
 
 def _checked_rows(slices: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> Rows:

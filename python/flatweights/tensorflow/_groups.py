@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from flatweights._cast import move_parts
+from flatweights._core import move_parts
 from flatweights._layout import Layout
 from flatweights._locks import TurnLock
 

@@ -12,10 +12,10 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._cast import copy_cast, move_parts, settable_at
+from flatweights._core import move_parts
 from flatweights._dtypes import is_averaged
 from flatweights._inplace import axpy_, lerp_
-from flatweights._layout import Layout
+from flatweights._layout import Layout, settable
 from flatweights._locks import TurnLock
 from flatweights.tensorflow._binding import Binding, bind, unbound
 from flatweights.tensorflow._eager import EagerOperations
@@ -67,7 +67,6 @@ class Mover:
         self._library = library
         # The core checks eager variables at each call; sessions are checked here.
         self._guard = operations.context is not None
-        self._converted: dict[np.dtype[Any], list[int]] = {}
         self._averaged = [i for i, slot in enumerate(layout.slots) if is_averaged(slot.dtype)]
         self._averaged_dtypes = {layout.slots[i].dtype for i in self._averaged}
         self._take(
@@ -118,14 +117,8 @@ class Mover:
 
     def get_vector(self, out: NDArray[Any]) -> None:
         """Read all variables into the vector ``out``, cast to its dtype."""
-        converted = self._converted_by(out.dtype)
-        own = [self._empty(i) for i in converted]
-        if not self._try_bound(_Bound.get_vector, out, converted, own, self._guard):
+        if not self._try_bound(_Bound.get_vector, out, self._guard):
             self._gather(self._layout.vector_views(out))
-            return
-        for i, array in zip(converted, own, strict=True):
-            slot = self._layout.slots[i]
-            copy_cast(out[slot.start : slot.start + slot.size].reshape(slot.shape), array)
 
     def get_packed(self, buffer: NDArray[np.uint8]) -> None:
         """Read all variables into the packed ``buffer``."""
@@ -134,14 +127,10 @@ class Mover:
 
     def set_vector(self, flat: NDArray[Any], *, share: bool = False) -> None:
         """Write all variables from the contiguous vector ``flat``, cast as by `settable`."""
-        converted = self._converted_by(flat.dtype)
-        views = self._layout.vector_views(flat) if converted else []
-        own = [self._direct(i, settable_at(self._layout, i, views[i])) for i in converted]
-        if self._try_bound(_Bound.set_vector, flat, converted, own, share, self._guard):
-            return
-        values = dict(enumerate(self._layout.vector_views(flat)))
-        values.update(zip(converted, own, strict=True))
-        self.set_parts(values, share=share)
+        if not self._try_bound(_Bound.set_vector, flat, share, self._guard):
+            views = enumerate(self._layout.vector_views(flat))
+            values = {i: settable(self._layout, i, view) for i, view in views}
+            self.set_parts(values, share=share)
 
     def set_packed(self, buffer: NDArray[np.uint8], *, share: bool = False) -> None:
         """Write all variables from the packed ``buffer``."""
@@ -154,7 +143,7 @@ class Mover:
         def move(binding: Binding) -> None:
             positions = [i for i in binding.positions if i in values]
             if binding.bound is not None and positions:
-                arrays = [self._direct(i, values[i]) for i in positions]
+                arrays = [values[i] for i in positions]
                 binding.bound.set_parts(positions, arrays, share, False)
             others = {i: values[i] for group in binding.others for i in group.slots if i in values}
             if others:
@@ -171,7 +160,7 @@ class Mover:
         packed = self._layout.new_buffer()
         parts = self._layout.packed_views(packed)
         views = self._layout.vector_views(flat)
-        values = [settable_at(self._layout, i, views[i]) for i in self._averaged]
+        values = [settable(self._layout, i, views[i]) for i in self._averaged]
         move_parts([parts[i] for i in self._averaged], values)
 
         def move(binding: Binding) -> None:
@@ -212,22 +201,6 @@ class Mover:
     def _is_here(self, binding: Binding) -> bool:
         return binding.place is not None and self._operations.place() is binding.place
 
-    def _converted_by(self, dtype: np.dtype[Any]) -> list[int]:
-        """Return the positions whose values the core does not convert from or to ``dtype``."""
-        converted = self._converted.get(dtype)
-        if converted is None:
-            converted = [
-                i
-                for i, slot in enumerate(self._layout.slots)
-                if not _core.can_convert(slot.dtype, dtype)
-            ]
-            self._converted[dtype] = converted
-        return converted
-
-    def _empty(self, i: int) -> NDArray[Any]:
-        slot = self._layout.slots[i]
-        return np.empty(slot.shape, slot.dtype)
-
     def _with_binding(self, move: Callable[[Binding], None]) -> None:
         """Call ``move`` with a binding that is valid here and now."""
         for _ in range(_MOST_ATTEMPTS):
@@ -255,28 +228,13 @@ class Mover:
         """Read every variable into its target, one array per slot, cast to its dtype."""
 
         def move(binding: Binding) -> None:
-            values = {
-                i: self._empty(i)
-                for i in binding.positions
-                if not _core.can_convert(self._layout.slots[i].dtype, targets[i].dtype)
-            }
             if binding.bound is not None:
-                direct = [values.get(i, targets[i]) for i in binding.positions]
-                binding.bound.get_parts(direct, False)
+                binding.bound.get_parts([targets[i] for i in binding.positions], False)
             if binding.others:
-                values |= self._operations.read(list(binding.others))
-            move_parts([targets[i] for i in values], list(values.values()))
+                values = self._operations.read(list(binding.others))
+                move_parts([targets[i] for i in values], list(values.values()))
 
         self._with_binding(move)
-
-    def _direct(self, i: int, value: NDArray[Any]) -> NDArray[Any]:
-        """Return ``value`` in a form that the core can move: contiguous, of a convertible dtype."""
-        slot = self._layout.slots[i]
-        if value.flags.c_contiguous and _core.can_convert(value.dtype, slot.dtype):
-            return value
-        array = self._empty(i)
-        copy_cast(array, value)
-        return array
 
 
 class Replicas:

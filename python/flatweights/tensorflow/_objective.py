@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from flatweights._cast import is_settable, move_parts
+from flatweights._core import is_settable, move_parts
 from flatweights._dtypes import is_floating
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout

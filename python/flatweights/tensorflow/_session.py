@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from flatweights._cast import move_parts
+from flatweights._core import move_parts
 from flatweights._locks import TurnLock
 from flatweights.tensorflow._groups import Group, Operations
 from flatweights.tensorflow._library import Library

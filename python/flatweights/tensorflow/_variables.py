@@ -12,11 +12,11 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from flatweights._cast import is_settable, settable_at
+from flatweights._core import is_settable
 from flatweights._dtypes import is_averaged, is_floating, is_integer
 from flatweights._flatten import new_vector
 from flatweights._inplace import finite
-from flatweights._layout import Layout, place_of
+from flatweights._layout import Layout, place_of, settable
 from flatweights._safetensors import read
 from flatweights._trees import as_array
 from flatweights._weights import FlatWeights
@@ -478,7 +478,7 @@ class TensorFlowVariables:
         keys = match_slots(new_weights, self._layout, strict=strict, rename=rename)
         if share:
             self._check_frozen({i: new_weights[key] for i, key in keys.items()})
-        values = {i: settable_at(self._layout, i, new_weights[key]) for i, key in keys.items()}
+        values = {i: settable(self._layout, i, new_weights[key]) for i, key in keys.items()}
         self._mover.set_parts(values, share=share)
         return self._replicas.follow()
 
@@ -548,7 +548,7 @@ class TensorFlowVariables:
                     f"expected names of the model, got {list(names.values())}, and no layout that "
                     "tells their order; rename= can map them"
                 )
-            values = {i: settable_at(self._layout, i, parts[key]) for i, key in keys.items()}
+            values = {i: settable(self._layout, i, parts[key]) for i, key in keys.items()}
         except (AssertionError, TypeError, ValueError) as error:
             raise type(error)(f"{os.fspath(path)}: {error}") from error
         self._mover.set_parts(values)
@@ -587,7 +587,8 @@ class TensorFlowVariables:
                 gradient. A gradient is a tensor, an array, `tf.IndexedSlices`, a session's
                 value of one of these, or None.
             out: Where to write: contiguous, of `get_flat_size` elements. A new vector, if None.
-            dtype: Dtype of the result; that of the layout, if None.
+            dtype: Dtype of the result; that of the layout, if None. It is cast as by `set_flat`:
+                integers are rounded values.
             clip_norm: Scale the vector so that its Euclidean norm is at most this (Pascanu,
                 Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
                 ICML 2013), as `tf.clip_by_global_norm` does: if the norm is not finite, all of
@@ -601,8 +602,9 @@ class TensorFlowVariables:
             TypeError: If a dtype cannot be cast, or ``out`` is not of ``dtype``.
             ValueError: If there are too many or too few gradients, a shape differs from the
                 variable's, an index is out of range, a name or variable is unknown or
-                occurs twice, ``clip_norm`` is negative or not finite, or ``out`` has another
-                length, is strided or read-only, or overlaps a gradient.
+                occurs twice, ``clip_norm`` is negative or not finite, a value does not fit an
+                integer ``dtype`` (in a graph `tf.errors.InvalidArgumentError`, when it runs), or
+                ``out`` has another length, is strided or read-only, or overlaps a gradient.
             RuntimeError: If the gradients' graph is finalized; inside a `tf.function`, if they
                 are not its own tensors.
         """

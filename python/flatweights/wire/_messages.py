@@ -8,7 +8,7 @@ from typing import Any
 
 from flatweights import _core
 from flatweights._average import add_up, read_weights, relative_weights
-from flatweights._cast import move_parts
+from flatweights._core import move_parts
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.wire._plan import (
