@@ -163,7 +163,8 @@ def test_integers_are_rounded_as_set_flat_rounds_them(way: Any) -> None:
 def test_integers_refuse_values_that_do_not_fit(way: Any, value: Any) -> None:
     weights = TensorFlowVariables({"w": tf.Variable([0.0, 0.0])})
     with pytest.raises(
-        (ValueError, tf.errors.InvalidArgumentError), match="slot 0 .*expected values that fit int8"
+        (ValueError, tf.errors.InvalidArgumentError),
+        match=r"slot 0 .*expected values that fit int8",
     ):
         way(weights, lambda: [tf.constant([1.0, value])], dtype=np.int8)
 
