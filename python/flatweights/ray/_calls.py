@@ -4,8 +4,8 @@ The engine (averages, `WorkerGroup`) reaches workers through this file alone, an
 how a call travels. `flatweights.ray._ray_calls` goes through Ray's actor calls and its object
 store. Another way implements `Worker` and `Answer`; one round may mix several. The contract:
 
-- A `Worker` is the driver's end of one actor. `Worker.call` and `Worker.send` return at once. The
-  worker answers each with one `Answer`, in the order of the calls.
+- A `Worker` is the driver's end of one actor. `Worker.call` returns at once. The worker answers
+  each call with one `Answer`, in the order of the calls.
 - `wait_any` waits for several answers, of any ways, until a deadline. A worker that died has
   answered: its answer raises.
 - `Answer.take` gives the value, or raises what the worker raised. The value may be a view of
@@ -15,14 +15,14 @@ store. Another way implements `Worker` and `Answer`; one round may mix several. 
 - An answer that is late is kept as owed, and nothing is sent to that worker before it has
   answered. One whose round was broken off is abandoned: see `Answer.abandon`. So no worker is
   sent weights in the middle of a call.
-- Weights are sent as a `Payload`: `Worker.prepare` brings it within reach of that worker,
-  once for all workers of its way, and `Worker.send` announces it. If `prepare` raises, nothing was
-  sent. What was sent is never written again: a round owns its memory until it is dropped.
+- Weights are sent as the `Payload` of a call. `Worker.prepare` brings it within reach of that
+  worker, once for all workers of its way, before the call. If `prepare` raises, nothing was sent.
+  What was sent is never written again: a round owns its memory until it is dropped.
 - A `Call` carries its `Stamp` and that of the weights it means. The worker refuses a stamp that
   is not above the last one of its group (Ray repeats calls on a restarted actor), and
   weights that it does not have: see `FlatWorker.call_version`. Each way passes both through.
-  It may bring these weights itself: a prepared payload, which the worker takes first, in the
-  same turn. One that cannot take them does not run the method; its error says which it was.
+  If the call brings these weights itself, the worker sets them first, in the same turn. If it
+  cannot, it does not run the method; its error says which of the two failed.
 - Errors: an error of the worker's method is a `ray.exceptions.RayTaskError` with its ``cause``; a
   dead worker a `ray.exceptions.RayActorError`; `flatweights.ray._errors.is_lost` tells
   which of them mean that the worker is to be left out.
@@ -203,14 +203,14 @@ class Call(NamedTuple):
 
     Attributes:
         head: What the worker is told first.
-        method: Name of the method.
+        method: Name of the method; empty, if the worker only sets the weights.
         args: Its arguments.
         kwargs: Its keyword arguments.
         payload: The weights that ``head`` means, if this call brings them; prepared.
     """
 
     head: Head
-    method: str
+    method: str = ""
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
     payload: Payload | None = None
@@ -229,7 +229,7 @@ class Worker(ABC):
 
     @abstractmethod
     def call(self, call: Call) -> Answer:
-        """Call a method, once the weights are set that the call brings."""
+        """Have the worker set the weights that the call brings, then run its method."""
 
     @abstractmethod
     def prepare(self, payload: Payload) -> None:
@@ -238,10 +238,6 @@ class Worker(ABC):
         Raises:
             StoreTooSmallError: If there is no room for it.
         """
-
-    @abstractmethod
-    def send(self, head: Head, payload: Payload) -> Answer:
-        """Have the worker set its weights from a prepared ``payload``; they have ``head.stamp``."""
 
     @abstractmethod
     def end(self) -> None:

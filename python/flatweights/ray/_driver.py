@@ -14,7 +14,7 @@ from flatweights._running_average import RunningAverage
 from flatweights._sources import Template, check_flat_weights
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._calls import Answer
-from flatweights.ray._engine import Arrivals, LettingGo, Request, Weights
+from flatweights.ray._engine import Arrivals, Deadline, LettingGo, Request, Weights
 from flatweights.ray._failpoints import reach
 from flatweights.ray._ray_calls import RayAnswer
 from flatweights.ray._report import report
@@ -98,7 +98,8 @@ def average(
         nonfinite=nonfinite,
         max_inflight=max_inflight,
     )
-    result = DriverAverage(Arrivals(answers, request.timeout), request, out).run()
+    arrivals = Arrivals(Deadline.after(request.timeout), answers)
+    result = DriverAverage(arrivals, request, out).run()
     report(result)
     return result
 

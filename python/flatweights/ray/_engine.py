@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from flatweights._average import Nonfinite, check_nonfinite, read_weight, read_weights
 from flatweights.ray._calls import Answer, wait_any
@@ -96,9 +96,22 @@ def check_timeout(timeout: float | None) -> float | None:
     return None if timeout == math.inf else timeout
 
 
-def deadline_of(timeout: float | None) -> float | None:
-    """Return when ``timeout`` seconds are over, by `time.monotonic`; None for never."""
-    return None if timeout is None else time.monotonic() + timeout
+class Deadline(NamedTuple):
+    """When a wait ends.
+
+    Attributes:
+        timeout: How many seconds it takes, as errors say; for ever, if None.
+        end: When they are over, by `time.monotonic`; never, if None.
+    """
+
+    timeout: float | None
+    end: float | None
+
+    @classmethod
+    def after(cls, timeout: float | None) -> "Deadline":
+        """Return the deadline in ``timeout`` seconds, checked; see `check_timeout`."""
+        seconds = check_timeout(timeout)
+        return cls(seconds, None if seconds is None else time.monotonic() + seconds)
 
 
 class Arrivals:
@@ -111,22 +124,21 @@ class Arrivals:
         quarantined: Those of the failed ranks that hold NaN or infinity, and are to be skipped.
         late: The ranks that had not answered when the time was up.
         seconds_waited: How long it has waited.
+        deadline: When ranks that have not answered are late.
     """
 
     def __init__(
         self,
-        answers: Mapping[int, Answer],
-        timeout: float | None,
+        deadline: Deadline,
+        answers: Mapping[int, Answer] = {},
         *,
-        deadline: float | None = None,
         patience: float = math.inf,
     ) -> None:
-        """Take one answer for each rank.
+        """Take answers by rank; `expect` adds more.
 
         Args:
+            deadline: When ranks that have not answered are late.
             answers: The answers.
-            timeout: Seconds until ranks are late, as errors say it; never, if None.
-            deadline: When that is, by `time.monotonic`; ``timeout`` from now, if None.
             patience: Seconds without progress after which answers of `follow` have failed.
         """
         self.answers: dict[int, Answer] = {}
@@ -135,8 +147,7 @@ class Arrivals:
         self.quarantined: set[int] = set()
         self.late: list[int] = []
         self.seconds_waited = 0.0
-        self.timeout = timeout
-        self._deadline = deadline_of(timeout) if deadline is None else deadline
+        self.deadline = deadline
         self._patience = patience
         self._pending: dict[Answer, int] = {}
         self._following: dict[Answer, int] = {}
@@ -171,7 +182,8 @@ class Arrivals:
         if not self._pending and not self._following:
             return None
         begin = time.monotonic()
-        ends = [self._deadline] if self._pending and self._deadline is not None else []
+        end = self.deadline.end
+        ends = [end] if self._pending and end is not None else []
         if self._following and self._patience < math.inf:
             ends.append(self._last + self._patience)
         awaited = [*self._pending, *self._following]
@@ -185,7 +197,7 @@ class Arrivals:
             for answer in there
         )
         self.arrived.update(came)
-        if self._deadline is not None and now >= self._deadline:
+        if end is not None and now >= end:
             self.late = sorted({*self.late, *self._pending.values()})
             self._pending.clear()
         if self._following and now - self._last >= self._patience:
@@ -244,7 +256,7 @@ class Arrivals:
         full = [rank for rank, error in failed.items() if isinstance(error, FULL)]
         if full:
             failed |= dict.fromkeys(full, too_small(len(self.answers), sample()))
-        failed |= dict.fromkeys(self.late, late_error(self.timeout))
+        failed |= dict.fromkeys(self.late, late_error(self.deadline.timeout))
         raise WorkerError(failed) from first
 
     def let_go(self) -> None:

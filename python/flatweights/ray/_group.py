@@ -18,11 +18,10 @@ from flatweights.ray._calls import Call, Head, Payload, Stamp, Stamps
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import (
     Arrivals,
+    Deadline,
     Request,
     Weights,
     check_count,
-    check_timeout,
-    deadline_of,
 )
 from flatweights.ray._errors import WorkerError, is_lost, is_refusal, put, size_of
 from flatweights.ray._failpoints import reach
@@ -209,10 +208,9 @@ class WorkerGroup:
         Raises:
             WorkerError: If a method raised, or no rank has answered.
         """
-        timeout = check_timeout(timeout)
-        deadline = deadline_of(timeout)
-        ranks = self._workers.settle(timeout, deadline)
-        arrivals = Arrivals({}, timeout, deadline=deadline)
+        deadline = Deadline.after(timeout)
+        ranks = self._workers.settle(deadline)
+        arrivals = Arrivals(deadline)
         with self._bringing(broadcast, ranks, arrivals) as payload:
             self._send_out(self._call(method, args, kwargs, payload), arrivals, ranks)
             results = arrivals.collect()
@@ -302,13 +300,13 @@ class WorkerGroup:
         """As `average`, which reports it."""
         if sharded is not None and (out is not None or self._sent.wire is not None):
             raise ValueError("sharded: expected neither out nor a wire_dtype with it")
-        deadline = deadline_of(request.timeout)
-        ranks = self._workers.settle(request.timeout, deadline)
+        deadline = Deadline.after(request.timeout)
+        ranks = self._workers.settle(deadline)
         if len(ranks) < (request.min_results or 1):
             raise WorkerError(self._workers.unhealthy)
         before = dict(self._workers.unhealthy)
         patience = math.inf if sharded is None else sharded.patience
-        arrivals = Arrivals({}, request.timeout, deadline=deadline, patience=patience)
+        arrivals = Arrivals(deadline, patience=patience)
         try:
             with self._bringing(broadcast, ranks, arrivals) as payload:
                 wire = self._sent.wire
@@ -355,25 +353,21 @@ class WorkerGroup:
                 are unhealthy: they do not have the weights of the others.
             StoreTooSmallError: If the object store has no room for them; nothing was sent.
         """
-        timeout = check_timeout(timeout)
-        deadline = deadline_of(timeout)
-        ranks = self._workers.settle(timeout, deadline)
+        if weights is None:
+            raise TypeError("weights: expected weights to send, got None")
+        deadline = Deadline.after(timeout)
+        ranks = self._workers.settle(deadline)
         if not ranks:
             raise WorkerError(self._workers.unhealthy)
-        before = self._sent
-        payload = self._make_latest(weights, ranks)
-        begin = time.monotonic()
-        arrivals = self._send(ranks, payload, timeout, deadline)
-        _note_seconds(weights, "broadcast", time.monotonic() - begin)
-        if isinstance(weights, Round):
-            weights.nbytes_sent = len(arrivals.arrived) * payload.nbytes
-        by_methods = _raised(arrivals.failed)
-        if by_methods and not arrivals.arrived:
-            self._sent = before
-            raise WorkerError(by_methods)
-        self._workers.unhealthy |= by_methods
-        if by_methods or not arrivals.arrived:
-            raise WorkerError(by_methods or self._workers.unhealthy)
+        arrivals = Arrivals(deadline)
+        with self._bringing(weights, ranks, arrivals, alone=True) as payload:
+            begin = time.monotonic()
+            self._send_out(self._call(payload=payload), arrivals, ranks)
+            arrivals.collect()
+            _note_seconds(weights, "broadcast", time.monotonic() - begin)
+        raised = _raised(arrivals.failed)
+        if raised or not arrivals.arrived:
+            raise WorkerError(raised or self._workers.unhealthy)
         return sorted(arrivals.arrived)
 
     def restore(self, *, timeout: float | None = _PROBE) -> list[int]:
@@ -384,16 +378,8 @@ class WorkerGroup:
         Args:
             timeout: Seconds to wait for answers; for ever, if None.
         """
-        timeout = check_timeout(timeout)
-        ranks = self._workers.to_probe()
-        if self._sent.version is None:
-            # No weights were broadcast yet, so a worker is healthy if it was never restarted.
-            arrivals = Arrivals({}, timeout)
-            with self._bringing(None, ranks, arrivals):
-                self._send_out(self._call("ping"), arrivals, ranks)
-                arrivals.collect()
-        else:
-            arrivals = self._send_in_full(ranks, timeout)
+        deadline = Deadline.after(timeout)
+        arrivals = self._send_in_full(self._workers.to_probe(), deadline)
         self._workers.unhealthy |= arrivals.failed
         healed = sorted(arrivals.arrived)
         self._workers.heal(healed)
@@ -457,8 +443,9 @@ class WorkerGroup:
             for number in range(1, rounds + 1):
                 begin = time.monotonic()
                 if self._in_round and self._sent.version is not None:
-                    ranks = self._workers.settle(timeout, deadline_of(timeout))
-                    self._workers.unhealthy |= self._send_in_full(ranks, timeout).failed
+                    deadline = Deadline.after(timeout)
+                    ranks = self._workers.settle(deadline)
+                    self._workers.unhealthy |= self._send_in_full(ranks, deadline).failed
                 if self._workers.unhealthy:
                     self.restore(timeout=_PROBE if timeout is None else min(_PROBE, timeout))
                 self._in_round = True
@@ -481,7 +468,7 @@ class WorkerGroup:
 
     def _call(
         self,
-        method: str,
+        method: str = "",
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] = {},
         payload: Payload | None = None,
@@ -525,11 +512,17 @@ class WorkerGroup:
 
     @contextlib.contextmanager
     def _bringing(
-        self, weights: Any, ranks: Sequence[int], arrivals: Arrivals
+        self, weights: Any, ranks: Sequence[int], arrivals: Arrivals, *, alone: bool = False
     ) -> Iterator[Payload | None]:
         """Have calls bring ``weights``, unless these are None; end their round.
 
         Where some ranks refused them, those are unhealthy; where all did, nothing was sent.
+
+        Args:
+            weights: The weights.
+            ranks: The ranks that are called.
+            arrivals: Their answers.
+            alone: Whether the calls run no method, so that all errors are about the weights.
         """
         before = self._sent
         payload = None
@@ -548,10 +541,10 @@ class WorkerGroup:
             raise WorkerError(error.failed | _refusals(arrivals)) from error.__cause__
         finally:
             # Also if something other than a rank's failure has broken the round off.
-            self._workers.lanes.done()
             self._workers.close(arrivals)
             if payload is not None:
-                refused, took = _refusals(arrivals), _took(arrivals)
+                refused = _raised(arrivals.failed) if alone else _refusals(arrivals)
+                took = arrivals.arrived if alone else _took(arrivals)
                 if refused and not took and arrivals.unanswered.keys() <= {*arrivals.late}:
                     self._sent = before
                 else:
@@ -586,33 +579,26 @@ class WorkerGroup:
         ranks = len(self._workers)  # not the group: a cycle would keep its actors
         return Payload(value, nbytes, lambda: put(value, ranks))
 
-    def _send_in_full(self, ranks: Sequence[int], timeout: float | None) -> Arrivals:
-        """Send the latest weights to ``ranks``, which may have missed earlier ones."""
-        sent = self._sent
-        payload = sent.payload
-        if sent.wire is not None:
-            if sent.full is None:
-                self._sent = sent = sent._replace(full=self._payload(sent.wire.snapshot()))
-            payload = sent.full
-        assert payload is not None
-        return self._send(ranks, payload, timeout, deadline_of(timeout))
+    def _send_in_full(self, ranks: Sequence[int], deadline: Deadline) -> Arrivals:
+        """Send the latest weights to ``ranks``, which may have missed earlier ones.
 
-    def _send(
-        self, ranks: Sequence[int], payload: Payload, timeout: float | None, deadline: float | None
-    ) -> Arrivals:
-        """Send the weights of the latest version; return the answers and errors."""
-        for rank in ranks:
-            self._workers[rank].prepare(payload)
-        assert self._sent.version is not None
-        head = Head(self._stamps.next(), self._sent.version)
-        arrivals = Arrivals({}, timeout, deadline=deadline)
+        If none were broadcast yet, these ranks only say whether they were restarted.
+        """
+        sent = self._sent
+        if sent.wire is not None and sent.wire.has_sent and sent.full is None:
+            self._sent = sent = sent._replace(full=self._payload(sent.wire.snapshot()))
+        payload = sent.full or sent.payload
+        arrivals = Arrivals(deadline)
         try:
-            for rank in ranks:
-                arrivals.expect(rank, self._workers[rank].send(head, payload))
+            if payload is not None:
+                for rank in ranks:
+                    self._workers[rank].prepare(payload)
+            self._send_out(self._call(payload=payload), arrivals, ranks)
             arrivals.collect()
         finally:
             self._workers.close(arrivals)
-            METRICS.count_sent(len(arrivals.arrived) * payload.nbytes)
+            if payload is not None:
+                METRICS.count_sent(len(arrivals.arrived) * payload.nbytes)
         return arrivals
 
 

@@ -21,7 +21,7 @@ import ray
 
 from flatweights import _core
 from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._calls import Answer, Call, Head, Packed, Payload, Worker, plain, plain_weights
+from flatweights.ray._calls import Answer, Call, Packed, Payload, Worker, plain, plain_weights
 from flatweights.ray._errors import put
 from flatweights.ray._lane import LaneError
 from flatweights.ray._lane_driver import DriverLane, Lanes
@@ -114,21 +114,17 @@ class GroupLanes:
     def command(self, call: Call) -> Message | None:
         """Return the command for ``call``, one for all workers; None if it goes through Ray."""
         if self._last is None or self._last[0] is not call:
+            assert self._lanes is not None
             weights = None if call.payload is None else call.payload.value
             args = plain(call.head), plain_weights(weights), call.method, *call.args
-            self._last = call, self._made("call_version", args, call.kwargs, wants_window=True)
+            wants_window = bool(call.method)  # without a method there is no result
+            self._last = (
+                call,
+                self._lanes.command(
+                    "call_version", args, call.kwargs, cloud_dumps, wants_window=wants_window
+                ),
+            )
         return self._last[1]
-
-    def weights_command(self, head: Head, weights: Any) -> Message | None:
-        """Return the command that sends ``weights`` to all workers; None if they go through Ray."""
-        if self._last is None or self._last[0] is not head:
-            args = plain(head), plain_weights(weights)
-            self._last = head, self._made("receive_version", args, {}, wants_window=False)
-        return self._last[1]
-
-    def _made(self, method: str, args: Any, kwargs: Any, *, wants_window: bool) -> Message | None:
-        assert self._lanes is not None
-        return self._lanes.command(method, args, kwargs, cloud_dumps, wants_window=wants_window)
 
     def offer(self) -> None:
         """Have the next average made in a window, if there is a free one."""
@@ -151,17 +147,17 @@ class GroupLanes:
 class LaneAnswer(Answer):
     """The answer to a command, or to the call of Ray's that brings it."""
 
-    def __init__(self, worker: "LaneWorker", lane: DriverLane, again: Any) -> None:
+    def __init__(self, worker: "LaneWorker", lane: DriverLane, call: Call) -> None:
         """Wait for the worker's answer to the command that was just posted.
 
         Args:
             worker: The worker.
             lane: Its lane.
-            again: Makes the call through Ray, for a worker that refuses the command.
+            call: The call; it is made through Ray, if the worker refuses the command.
         """
         self._worker = worker
         self._lane = lane
-        self._again = again
+        self._call = call
         self._by_ray: RayAnswer | None = None
         self.is_in_store = False
         self._value: Any = _MISSING
@@ -238,7 +234,7 @@ class LaneAnswer(Answer):
             self._go_by_ray(RayAnswer(self._lane.calls[value]))
         else:
             _log.warning("flatweights: rank %d refused a command: %s", self._worker.rank, value)
-            self._go_by_ray(self._again())
+            self._go_by_ray(self._worker.call_by_ray(self._call))
 
     def _go_by_ray(self, answer: RayAnswer) -> None:
         self._by_ray, self.is_in_store = answer, True
@@ -299,18 +295,23 @@ class LaneWorker(Worker):
         return type(self), (self.handle, self.rank, self._group)
 
     def call(self, call: Call) -> Answer:
-        """Call a method."""
+        """Post the call to the lane, or make it through Ray."""
         lane = self._ready()
         if lane is None:
-            return self._ray.call(call)
+            return self.call_by_ray(call)
         if call.head.wire is not None:
-            return self._by_ray("it is encoded").call(call)
+            return self._by_ray("the result is encoded").call(call)
         if call.payload is not None and LaneWorker not in call.payload.ready:
             return self._by_ray("these weights go through Ray").call(call)
         command = self._group.command(call)
         if command is None:
-            return self._by_ray("the arguments are large, or of Ray's").call(call)
-        return self._post(lane, command, lambda: self._ray.call(call)) or self._ray.call(call)
+            why = "the arguments are large, or objects of Ray, or no window is free"
+            return self._by_ray(why).call(call)
+        return self._post(lane, command, call) or self.call_by_ray(call)
+
+    def call_by_ray(self, call: Call) -> RayAnswer:
+        """Make the call through Ray."""
+        return self._ray.call(call)
 
     def prepare(self, payload: Payload) -> None:
         """Make sure that the weights cannot change, so that workers can read them in place."""
@@ -323,21 +324,6 @@ class LaneWorker(Worker):
         if _is_writable(payload.value):
             payload.value = self._frozen(payload)
         payload.ready[LaneWorker] = True
-
-    def send(self, head: Head, payload: Payload) -> Answer:
-        """Have the worker read the weights where they lie."""
-        lane = self._lane
-        if lane is not None and LaneWorker in payload.ready:
-            command = self._group.weights_command(head, payload.value)
-            answer = None
-            if command is not None:
-                answer = self._post(lane, command, lambda: self._send_by_ray(head, payload))
-            if answer is not None:
-                return answer
-            self._by_ray("no window is free")
-        elif lane is not None:
-            self._by_ray("these weights go through Ray")
-        return self._send_by_ray(head, payload)
 
     def end(self) -> None:
         """End the actor's process."""
@@ -356,10 +342,6 @@ class LaneWorker(Worker):
             self._lane = None
             self.way = f"store: {why}"
 
-    def _send_by_ray(self, head: Head, payload: Payload) -> RayAnswer:
-        self._ray.prepare(payload)
-        return self._ray.send(head, payload)
-
     def _by_ray(self, why: str) -> RayWorker:
         """Return the way through Ray; a worker that waits at its mailbox is told to leave it."""
         self.way = f"store: {why}"
@@ -367,7 +349,7 @@ class LaneWorker(Worker):
             self._lane.dismiss()
         return self._ray
 
-    def _post(self, lane: DriverLane, command: Message, again: Any) -> LaneAnswer | None:
+    def _post(self, lane: DriverLane, command: Message, call: Call) -> LaneAnswer | None:
         """Post a command; None if the worker does not take it."""
         assert self._group.lanes is not None
         try:
@@ -378,7 +360,7 @@ class LaneWorker(Worker):
         if not is_there:
             lane.serve(self._serve)
         self.way = "lane"
-        return LaneAnswer(self, lane, again)
+        return LaneAnswer(self, lane, call)
 
     def _serve(self, number: int) -> Any:
         return self.handle.serve_lane.remote(self._token, number)

@@ -5,7 +5,7 @@ from typing import Any
 
 import ray
 
-from flatweights.ray._calls import Answer, Call, Head, Payload, Worker
+from flatweights.ray._calls import Answer, Call, Payload, Worker
 from flatweights.ray._round import ShardedWeights
 from flatweights.ray._wire import nbytes_of
 
@@ -83,7 +83,7 @@ class RayWorker(Worker):
         self.handle = handle
 
     def call(self, call: Call) -> RayAnswer:
-        """Call a method; references among the arguments are resolved, as Ray does."""
+        """Call the worker; references among the arguments are resolved, as Ray does."""
         run = self.handle.call_version
         weights = argument_of(call.payload)
         return RayAnswer(run.remote(call.head, weights, call.method, *call.args, **call.kwargs))
@@ -91,10 +91,6 @@ class RayWorker(Worker):
     def prepare(self, payload: Payload) -> None:
         """Put the weights into the object store, unless they are small or there."""
         argument_of(payload)
-
-    def send(self, head: Head, payload: Payload) -> RayAnswer:
-        """Send the weights, or the reference to them."""
-        return RayAnswer(self.handle.receive_version.remote(head, argument_of(payload)))
 
     def end(self) -> None:
         """Kill the actor."""

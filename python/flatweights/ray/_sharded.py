@@ -19,11 +19,11 @@ from flatweights.ray._calls import Answer, wait_any
 from flatweights.ray._driver import references
 from flatweights.ray._engine import (
     Arrivals,
+    Deadline,
     LettingGo,
     Request,
     Weights,
     check_count,
-    deadline_of,
 )
 from flatweights.ray._errors import reason_of
 from flatweights.ray._ray_calls import RayAnswer
@@ -169,7 +169,7 @@ class ShardedAverage:
             min_results=min_results,
             nonfinite=nonfinite,
         )
-        arrivals = Arrivals(answers, request.timeout, patience=self.patience)
+        arrivals = Arrivals(Deadline.after(request.timeout), answers, patience=self.patience)
         result = ShardedPlan(self, arrivals, request).run()
         report(result)
         return result
@@ -524,7 +524,7 @@ def _outcomes(
     If none has come for ``patience`` seconds, the rest have failed.
     """
     while calls:
-        there = wait_any(calls, deadline_of(patience))
+        there = wait_any(calls, Deadline.after(patience).end)
         if not there:
             for answer in list(calls):
                 yield calls.pop(answer), TimeoutError(f"nothing has happened for {patience} s")

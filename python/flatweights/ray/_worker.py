@@ -156,27 +156,10 @@ class FlatWorker:
         """Return ``"pong"``: the actor is alive and built."""
         return "pong"
 
-    def receive_version(
-        self,
-        head: Head,
-        new_weights: Mapping[str, ArrayLike] | NDArray[Any] | Message | ShardedWeights,
-    ) -> None:
-        """Set the weights that a `WorkerGroup` sends, and remember which they are.
-
-        Raises:
-            StaleWorkerError: If it is a difference from weights that this actor does not have, or
-                the actor was sent others since.
-        """
-        head = Head.of(head)
-        state = self._group_state
-        with state.turn:
-            state.admit(head.stamp)
-            _receive(self, state, head.version, new_weights)
-
     def call_version(
         self, head: Head, new_weights: Any, method: str, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a method for a `WorkerGroup`, on the weights that it means.
+        """Set the weights that a `WorkerGroup` sends, and call a method; each is optional.
 
         Ray repeats calls on a restarted actor, which has the weights that it was built with, or
         newer ones: such an answer must not be averaged into the others, and such a call must
@@ -185,15 +168,16 @@ class FlatWorker:
 
         Args:
             head: Which call it is, which weights it means, and whether to encode the result.
-            new_weights: These weights, to be set first, as `receive_version` does; None, if this
-                actor was sent them before.
-            method: Name of the method.
+            new_weights: These weights: a mapping, a vector, `ShardedWeights` or a message of the
+                wire. None, if this actor was sent them before.
+            method: Name of the method; empty, if the weights are only set.
             *args: Its arguments.
             **kwargs: Its keyword arguments.
 
         Raises:
             StaleWorkerError: If this actor has other weights, or had this call or a later one.
-            RefusedWeightsError: If ``new_weights`` could not be set; the method was not called.
+            RefusedWeightsError: If ``new_weights`` could not be set, so that the method was not
+                called. Without a method, the error itself is raised.
         """
         head = Head.of(head)
         state = self._group_state
@@ -205,8 +189,12 @@ class FlatWorker:
                 except StaleWorkerError:
                     raise
                 except Exception as error:
+                    if not method:
+                        raise
                     raise RefusedWeightsError(f"{type(error).__name__}: {error}") from error
             state.check(head.version)
+            if not method:
+                return None
             result = getattr(self, method)(*args, **kwargs)
             if head.wire is None:
                 return result

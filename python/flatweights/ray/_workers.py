@@ -7,7 +7,7 @@ from typing import Any
 import ray
 
 from flatweights.ray._calls import Answer, Worker, wait_any
-from flatweights.ray._engine import Arrivals
+from flatweights.ray._engine import Arrivals, Deadline
 from flatweights.ray._errors import is_lost, late_error, reason_of
 from flatweights.ray._lane_calls import GroupLanes, LaneWorker
 
@@ -65,28 +65,25 @@ class Workers:
         """Return the ranks that are called."""
         return [rank for rank in range(len(self)) if rank not in self.unhealthy]
 
-    def settle(self, timeout: float | None, deadline: float | None) -> list[int]:
+    def settle(self, deadline: Deadline) -> list[int]:
         """Wait for answers that healthy ranks owe to broken-off calls; return the healthy ranks.
 
-        Ranks that have not answered by then are late, and unhealthy.
-
-        Args:
-            timeout: Seconds, as the error of a late rank says it.
-            deadline: When to stop, by `time.monotonic`; never, if None.
+        Ranks that have not answered by the ``deadline`` are late, and unhealthy.
         """
         owing = {answer: rank for rank, answer in self.owed.items() if rank not in self.unhealthy}
         while owing:
-            there = wait_any(owing, deadline)
+            there = wait_any(owing, deadline.end)
             for answer in there:
                 del self.owed[owing.pop(answer)]
                 answer.let_go()
             if not there:
-                self.note(dict.fromkeys(owing.values(), late_error(timeout)))
+                self.note(dict.fromkeys(owing.values(), late_error(deadline.timeout)))
                 break
         return self.healthy()
 
     def close(self, arrivals: Arrivals) -> None:
         """Note the failed, late and missing answers of a round that is over, or was broken off."""
+        self.lanes.done()
         for rank, answer in arrivals.unanswered.items():
             rest = answer if rank in arrivals.late else answer.abandon()
             if rest is not None:
@@ -94,7 +91,7 @@ class Workers:
         arrivals.let_go()
         self.note(arrivals.failed)
         if arrivals.late:
-            self.note(dict.fromkeys(arrivals.late, late_error(arrivals.timeout)))
+            self.note(dict.fromkeys(arrivals.late, late_error(arrivals.deadline.timeout)))
 
     def note(self, failed: Mapping[int, Exception]) -> None:
         """Count ranks as unhealthy that failed for a reason of Ray's."""
