@@ -132,8 +132,10 @@ class Packed(NamedTuple):
 class Answer(ABC):
     """The answer to one call, on its way."""
 
-    is_in_store = True
-    """Whether a value maps an object of Ray's store, of which a round maps a few at a time."""
+    @property
+    def is_in_store(self) -> bool:
+        """Whether a value maps an object of Ray's store, of which a round maps a few at a time."""
+        return True
 
     @classmethod
     @abstractmethod

@@ -28,6 +28,7 @@ from flatweights.ray._lane_driver import DriverLane, Lanes
 from flatweights.ray._lane_message import Keep, Message
 from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS
 from flatweights.ray._ray_calls import RayAnswer, RayWorker
+from flatweights.ray._result import own, parts_of
 
 _VARIABLE = "FLATWEIGHTS_RAY"
 _MOST_OFFERED = 3  # windows that may hold averages which the user keeps
@@ -158,14 +159,18 @@ class LaneAnswer(Answer):
         self._worker = worker
         self._lane = lane
         self._call = call
-        self._by_ray: RayAnswer | None = None
-        self.is_in_store = False
+        self._by_ray: RayAnswer | None = None  # what to wait for instead, if it comes through Ray
         self._value: Any = _MISSING
         self._error: Exception | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the answer of the Ray call."""
         return RayAnswer, ((self._by_ray or RayAnswer(self._lane.latest_call())).ref,)
+
+    @property
+    def is_in_store(self) -> bool:
+        """Whether the value comes through Ray."""
+        return self._by_ray is not None
 
     @classmethod
     def wait(
@@ -223,7 +228,7 @@ class LaneAnswer(Answer):
             return self._by_ray is None
         if self._lane.is_closed:
             self._worker.lose(self._lane, "the worker died")
-            self._go_by_ray(RayAnswer(self._lane.latest_call()))
+            self._by_ray = RayAnswer(self._lane.latest_call())
         return False
 
     def _read(self) -> None:
@@ -231,13 +236,10 @@ class LaneAnswer(Answer):
         if kind in (VALUE, WEIGHTS):
             self._value = value
         elif kind == BY_CALL:
-            self._go_by_ray(RayAnswer(self._lane.calls[value]))
+            self._by_ray = RayAnswer(self._lane.calls[value])
         else:
             _log.warning("flatweights: rank %d refused a command: %s", self._worker.rank, value)
-            self._go_by_ray(self._worker.call_by_ray(self._call))
-
-    def _go_by_ray(self, answer: RayAnswer) -> None:
-        self._by_ray, self.is_in_store = answer, True
+            self._by_ray = self._worker.call_by_ray(self._call)
 
     def look_at_call(self) -> None:
         """Wait for the Ray call instead, if it has ended without an answer in the mailbox."""
@@ -247,7 +249,7 @@ class LaneAnswer(Answer):
         if self._is_there() or self._by_ray is not None:
             return
         self._worker.lose(self._lane, "its call failed")
-        self._go_by_ray(RayAnswer(ref))
+        self._by_ray = RayAnswer(ref)
 
     def take(self) -> Any:
         """Return the value: its arrays are views of the worker's window."""
@@ -321,7 +323,7 @@ class LaneWorker(Worker):
         if lane is None or not _is_for_lanes(payload.value):
             self._ray.prepare(payload)
             return
-        if _is_writable(payload.value):
+        if any(part.flags.writeable for part in parts_of(payload.value)):
             payload.value = self._frozen(payload)
         payload.ready[LaneWorker] = True
 
@@ -414,30 +416,19 @@ class LaneWorker(Worker):
         value = payload.value
         if isinstance(value, FlatWeights):
             self._group.lanes.windows.offer(value.buffer.nbytes)
-            made = sealed(value.copy())
-            _core.withdraw_offer()
-        elif isinstance(value, dict):
-            made = sealed({key: np.array(part) for key, part in value.items()})
-        else:
-            made = sealed(np.array(value))
+        elif isinstance(value, dict):  # of any class
+            value = dict(value)
+        made = sealed(own(value))
+        _core.withdraw_offer()
         payload.put = lambda: put(made, self._group.ranks)
         return made
 
 
 def _is_for_lanes(value: Any) -> bool:
     """Whether weights are arrays of this process."""
-    if type(value) is FlatWeights:
-        return True
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not isinstance(value, FlatWeights):
         return all(isinstance(part, np.ndarray) for part in value.values())
-    return type(value) is np.ndarray
-
-
-def _is_writable(value: Any) -> bool:
-    if isinstance(value, FlatWeights):
-        return value.buffer.flags.writeable
-    parts = value.values() if isinstance(value, dict) else [value]
-    return any(part.flags.writeable for part in parts)
+    return type(value) in (FlatWeights, np.ndarray)
 
 
 def status() -> str:

@@ -72,7 +72,7 @@ class DriverLane(LaneEnd):
         if not self.is_answered:
             raise LaneError("the last command was not answered")
         if not self._is_read:
-            self.discard()
+            self.take()  # nobody has: it is dropped, so that the worker can write its window again
         self.announce(windows, command.places)
         reach("announced")
         self.hold(command.places)
@@ -128,11 +128,6 @@ class DriverLane(LaneEnd):
             return Reply(kind, NUMBER.unpack(stream)[0])
         self._announced.clear()  # the worker may lack windows: it could not map them, say
         return Reply(kind, stream.decode())
-
-    def discard(self) -> None:
-        """Drop the last answer, if nobody has taken it."""
-        if not self._is_read:
-            self.take()
 
     def withdraw(self) -> None:
         """Take a command back, unless the worker has taken it."""

@@ -1,6 +1,6 @@
 """The result of a worker: weights, or weights and extras; imports nothing of Ray."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ def with_weights(result: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def own(extras: Any) -> Any:
-    """Return ``extras`` with copies of its arrays, which are views of shared memory."""
+    """Return ``extras``, or weights, with copies of the arrays in it."""
     if isinstance(extras, (np.ndarray, FlatWeights)):
         return extras.copy()
     if type(extras) is dict:
@@ -33,3 +33,13 @@ def own(extras: Any) -> Any:
     if type(extras) in (list, tuple):
         return type(extras)(map(own, extras))
     return extras
+
+
+def parts_of(model: Any) -> list[Any]:
+    """Return the arrays that ``model`` consists of: the same objects each time."""
+    if isinstance(model, FlatWeights):
+        return [model.buffer]
+    if isinstance(model, (Mapping, list, tuple)):
+        values = model.values() if isinstance(model, Mapping) else model
+        return [part for value in values for part in parts_of(value)]
+    return [model if isinstance(model, np.ndarray) else np.asarray(model)]

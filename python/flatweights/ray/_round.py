@@ -8,14 +8,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import ray
 
 from flatweights._layout import Layout
 from flatweights._sources import Kind, Template
 from flatweights._trees import Tree
-from flatweights._weights import FlatWeights, sealed
+from flatweights._weights import sealed
 from flatweights.ray._errors import put, reason_in_a_line
+from flatweights.ray._result import parts_of
 from flatweights.ray._shards import as_kind, assemble, in_place
 
 
@@ -84,7 +84,7 @@ class Round:
         if self._ref is None:
             begin = time.monotonic()
             self._ref = put(self.weights, len(self.used) + len(self.failed) + len(self.late))
-            parts = _parts_of(self.weights)
+            parts = parts_of(self.weights)
             self._in_store = [] if any(part.flags.writeable for part in parts) else parts
             self.seconds["put"] = time.monotonic() - begin
         return self._ref
@@ -165,19 +165,9 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"({', '.join(shown)})"
 
 
-def _parts_of(model: Any) -> list[Any]:
-    """Return the arrays that ``model`` consists of: the same objects each time."""
-    if isinstance(model, FlatWeights):
-        return [model.buffer]
-    if isinstance(model, (Mapping, list, tuple)):
-        values = model.values() if isinstance(model, Mapping) else model
-        return [part for value in values for part in _parts_of(value)]
-    return [model if isinstance(model, np.ndarray) else np.asarray(model)]
-
-
 def _consists_of(model: Any, arrays: Sequence[Any]) -> bool:
     """Whether the arrays of ``model`` are these very objects."""
-    parts = _parts_of(model)
+    parts = parts_of(model)
     return len(parts) == len(arrays) and all(map(operator.is_, parts, arrays))
 
 
@@ -270,7 +260,7 @@ class ShardedRound(Round):
         """
         if self._weights is None:
             self._weights = sealed(self.shards.get())
-            self._fetched = _parts_of(self._weights)
+            self._fetched = parts_of(self._weights)
         return self._weights
 
     @property
