@@ -6,18 +6,18 @@ store. Another way implements `Worker` and `Answer`; one round may mix several. 
 
 - A `Worker` is the driver's end of one actor. `Worker.call` returns at once. The worker answers
   each call with one `Answer`, in the order of the calls.
-- `wait_any` waits for several answers, of any ways, until a deadline. A worker that died has
-  answered: its answer raises.
+- `wait_any` waits for several answers, of any ways, until a deadline. A worker that died counts as
+  having answered: its answer raises.
 - `Answer.take` gives the value, or raises what the worker raised. The value may be a view of
   memory that is not the driver's: it is valid until `Answer.let_go`, and until the next call or
-  message to that worker at the latest. The engine copies what it keeps, and lets go of each
-  answer that it has waited for before it returns a `Round`. It may take a value more than once.
+  message to that worker at the latest. The engine copies the values that it keeps, and lets go of
+  each answer that it has waited for before it returns a `Round`. It may take a value repeatedly.
 - An answer that is late is kept as owed, and nothing is sent to that worker before it has
   answered. One whose round was broken off is abandoned: see `Answer.abandon`. So no worker is
   sent weights in the middle of a call.
 - Weights are sent as the `Payload` of a call. `Worker.prepare` brings it within reach of that
   worker, once for all workers of its way, before the call. If `prepare` raises, nothing was sent.
-  What was sent is never written again: a round owns its memory until it is dropped.
+  Memory that was sent is never written again: a round owns it until the round is dropped.
 - A `Call` carries its `Stamp` and that of the weights it means. The worker refuses a stamp that
   is not above the last one of its group (Ray repeats calls on a restarted actor), and
   weights that it does not have: see `FlatWorker.call_version`. Each way passes both through.
@@ -77,11 +77,12 @@ class Stamps:
 
 
 class Head(NamedTuple):
-    """What a worker is told beside the method and its arguments.
+    """The header of a call: which call it is, on which weights, and how the result travels.
 
     Attributes:
         stamp: Of this call.
-        version: The stamp of the weights that it means: those sent last. None, if none were.
+        version: The stamp of the weights that the worker must have: those that were sent last.
+            None, if none were.
         wire: The dtype on the wire, and what travels, if the result is to be encoded.
     """
 
@@ -122,7 +123,7 @@ class Packed(NamedTuple):
 
     Attributes:
         buffer: The packed buffer.
-        layout: What lies where in it.
+        layout: The layout of the buffer.
     """
 
     buffer: NDArray[np.uint8]
@@ -169,8 +170,8 @@ class Answer(ABC):
         """Note that nobody wants the value of an answer that is not there yet.
 
         Returns:
-            What the driver has to wait for before it sends this worker anything else: this
-            answer. None, if the worker itself takes what is sent after the call has ended.
+            The answer to wait for before this worker is sent anything else: this one. None, if
+            the worker queues calls itself.
         """
         return self
 
@@ -189,11 +190,11 @@ class Payload:
             weights elsewhere, sets `value` and `put` to that copy: a restart may want them later.
         nbytes: Their bytes; 0 if they are not known.
         put: Puts them into Ray's object store and returns the reference.
-        ready: What each way has made of it, by its `Worker` class: filled by `Worker.prepare`.
+        ready: The form in which each way sends it, by its `Worker` class; `Worker.prepare` adds it.
     """
 
     def __init__(self, value: Any, nbytes: int, put: Callable[[], Any]) -> None:
-        """Take weights that nobody changes any more."""
+        """Take weights, which may be the caller's own."""
         self.value = value
         self.nbytes = nbytes
         self.put = put
@@ -204,7 +205,7 @@ class Call(NamedTuple):
     """One call, for one worker or several.
 
     Attributes:
-        head: What the worker is told first.
+        head: The header.
         method: Name of the method; empty, if the worker only sets the weights.
         args: Its arguments.
         kwargs: Its keyword arguments.
@@ -222,7 +223,7 @@ class Worker(ABC):
     """The driver's end of one worker.
 
     Attributes:
-        handle: The actor, for those who call it themselves.
+        handle: The actor, for callers of its own methods.
         way: How the last call went out: ``"lane"``, or ``"store"`` and why it was no lane.
     """
 

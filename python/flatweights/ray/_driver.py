@@ -33,11 +33,11 @@ def average(
     nonfinite: Nonfinite = "raise",
     max_inflight: int = 4,
 ) -> Round:
-    """Average what ``refs`` refer to, as it arrives, where it lies in the object store.
+    """Average the results that ``refs`` refer to, as they arrive.
 
-    Results are read in place and not copied. They are added in the order of ``refs``,
-    whatever the order in which they arrive, so the bits are those of
-    `flatweights.average` over the ranks in `Round.used`. It replaces, in a driver,
+    Results are read in the object store, and not copied. They are added in the order of ``refs``,
+    whatever the order in which they arrive, so the average has the bits of `flatweights.average`
+    over the ranks in `Round.used`. In a driver, it replaces
     ``{k: sum(w[k] for w in ray.get(refs)) / n for k in ...}``.
 
     Up to ``max_inflight`` ranks are averaged in one pass once all have answered; so is any
@@ -144,7 +144,7 @@ class DriverAverage:
             arrivals: The answers to wait for.
             request: The arguments of the round.
             out: Where to write.
-            widen: Decodes what a worker returned to a model.
+            widen: Decodes the weights that a worker returned to a model.
             finish: Turns the mean of these models into the average; it may change the mean.
         """
         self._arrivals = arrivals

@@ -115,7 +115,7 @@ class Deadline(NamedTuple):
 
 
 class Arrivals:
-    """The one wait for answers by rank: who has answered, who failed, who is late.
+    """The one wait for answers by rank: which ranks have answered, failed, or are late.
 
     Attributes:
         answers: The answers by rank, until they are let go of.
@@ -278,14 +278,15 @@ class Holder(Protocol):
 
 
 class LettingGo:
-    """Ends a round: lets go of all values, also of those that an error's frames would keep.
+    """A context manager that lets go of all values of a round at its end.
 
-    A context manager around all that touches values. An error that leaves it holds no
-    value any more; errors that were being handled before are left as they are.
+    All code that touches values runs inside it. If an error leaves it, the frames of its traceback
+    are cleared, since they would keep values alive. Errors that were being handled before are left
+    as they are.
     """
 
     def __init__(self, *holders: Holder) -> None:
-        """Take what holds values."""
+        """Take the objects that hold values."""
         self._holders = holders
         self._outer = sys.exc_info()[1]
 

@@ -43,7 +43,7 @@ class _Sent(NamedTuple):
 
     Attributes:
         version: Their stamp; None before the first broadcast.
-        payload: What was sent.
+        payload: The weights as they were sent.
         wire: The wire after them, if there is one.
         full: The same weights in full, for workers that missed earlier ones; None until needed.
     """
@@ -263,8 +263,9 @@ class WorkerGroup:
             travels: With a ``wire_dtype``, what the method returns: ``"weights"``, or
                 ``"gradients"``, which are rounded themselves and may be a vector; it comes
                 back as the part ``"vector"``.
-            sharded: Averages past the driver; gives a `ShardedRound`. Workers then cut what they
-                return themselves, unless nodes add up first. Not with ``out`` or a ``wire_dtype``.
+            sharded: Averages without the driver, and gives a `ShardedRound`. Workers then cut their
+                results into shards, unless nodes add up first. It cannot be combined with ``out``
+                or a ``wire_dtype``.
             **kwargs: Keyword arguments of the method.
 
         Raises:
@@ -438,7 +439,7 @@ class WorkerGroup:
         timeout: float | None,
         progress: bool,
     ) -> Iterator[Round]:
-        """Yield what `run` promises."""
+        """Yield the rounds of `run`, whose arguments are checked."""
         with rounds_bar(rounds) if progress else contextlib.nullcontext() as show:
             for number in range(1, rounds + 1):
                 begin = time.monotonic()
@@ -554,7 +555,7 @@ class WorkerGroup:
                     weights.nbytes_sent = len(took) * payload.nbytes
 
     def _to_send(self, weights: Any) -> tuple[Payload, GroupWire | None]:
-        """Return what is sent for ``weights``, and the wire once it is."""
+        """Return the payload for ``weights``, and the wire once it is sent."""
         value, wire = weights, self._sent.wire
         if isinstance(weights, ShardedRound) and wire is None and not weights.is_changed:
             value = weights.shards
@@ -573,7 +574,7 @@ class WorkerGroup:
         return payload, None
 
     def _payload(self, value: Any) -> Payload:
-        """Return ``value`` as a payload: weights that nobody changes any more."""
+        """Return ``value`` as a payload."""
         is_sharded = isinstance(value, ShardedWeights)
         nbytes = value.layout.nbytes if is_sharded else nbytes_of(value) or size_of(value) or 0
         ranks = len(self._workers)  # not the group: a cycle would keep its actors

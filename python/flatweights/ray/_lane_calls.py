@@ -40,10 +40,10 @@ _log = logging.getLogger("flatweights")
 
 
 def choice() -> str:
-    """Return what ``FLATWEIGHTS_RAY`` says: ``"store"``, ``"lanes"``, or nothing.
+    """Return the value of ``FLATWEIGHTS_RAY``: ``"store"``, ``"lanes"`` or nothing.
 
     Raises:
-        ValueError: If it says anything else.
+        ValueError: If it has another value.
     """
     value = os.environ.get(_VARIABLE, "")
     if value not in ("", "store", "lanes"):
@@ -432,7 +432,7 @@ def _is_for_lanes(value: Any) -> bool:
 
 
 def status() -> str:
-    """Return what `flatweights.show_config` says of lanes."""
+    """Return the line about lanes in `flatweights.show_config`."""
     chosen = choice()
     return {
         "": "lanes within a machine, else the object store",

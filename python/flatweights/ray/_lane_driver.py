@@ -126,7 +126,7 @@ class DriverLane(LaneEnd):
             return Reply(kind, value)
         if kind == BY_CALL:
             return Reply(kind, NUMBER.unpack(stream)[0])
-        self._announced.clear()  # the worker may lack windows: it could not map them, say
+        self._announced.clear()  # the worker may lack windows: perhaps it could not map them
         return Reply(kind, stream.decode())
 
     def withdraw(self) -> None:
@@ -241,10 +241,10 @@ class Lanes:
                 self._drop(lane)
 
     def give_up(self, lane: DriverLane) -> None:
-        """Post nothing to ``lane`` any more, and close it once its worker holds none of `windows`.
+        """Post nothing to ``lane`` any more; close it once its worker holds none of `windows`.
 
-        So the worker can drop its end, when it attaches anew. Until then this side keeps account of
-        the windows that the worker may be reading.
+        Until then it counts the windows that the worker may be reading. The worker drops its own
+        end when it attaches anew.
         """
         lane.is_given_up = True
         lane.withdraw()
@@ -256,7 +256,7 @@ class Lanes:
                 self._drop(lane)
 
     def _drop(self, lane: DriverLane) -> None:
-        """Close the lane of a worker that reads no window any more, because it is dead, say."""
+        """Close the lane of a worker that is dead, or reads no window any more."""
         descriptor = next((d for d, known in self._lanes.items() if known is lane), None)
         if descriptor is not None:
             del self._lanes[descriptor]

@@ -1,4 +1,4 @@
-"""Rounds in Ray's metrics: its dashboard, and what Prometheus scrapes from each node."""
+"""Rounds in Ray's metrics, for its dashboard and for Prometheus."""
 
 import collections
 import functools

@@ -61,9 +61,9 @@ class RayAnswer(Answer):
 
 
 def argument_of(payload: Payload | None) -> Any:
-    """Return what a call of Ray's takes for the weights; None for none.
+    """Return the argument by which a Ray call brings the weights: a value or a reference.
 
-    They are put into the object store, once, unless they are small or there.
+    The weights are put into the object store, once, unless they are small or there. None for None.
     """
     if payload is None:
         return None

@@ -54,7 +54,7 @@ class Round:
         quarantined: Sequence[int] = (),
         number: int | None = None,
     ) -> None:
-        """Take what is known of the round; see the attributes."""
+        """Take the values of the attributes."""
         self._weights = weights
         self.used = tuple(used)
         self.failed = dict(failed or {})

@@ -22,7 +22,7 @@ class Header(NamedTuple):
         template: That of the weights; dicts by sorted keys.
         containers: Those of a dict, a list or a tree, in their own order.
         weight: Its weight, if a function of the result gives that.
-        extras: What was returned beside the weights.
+        extras: The part of the result beside the weights.
         spoiled: The error about NaN or infinity, if the weights were screened and hold any.
         nbytes: Bytes of the weights as they were returned.
         error: Why it cannot be averaged, if it cannot: the caller's mistake.
@@ -43,7 +43,7 @@ class Reading(NamedTuple):
     """How results are read.
 
     Attributes:
-        num_shards: Into how many shards to cut one; 0: not at all.
+        num_shards: Into how many shards to cut a result; with 0, it is not cut.
         screen: Whether to look for NaN and infinity in it.
         weigh: A function of a result that gives its weight.
     """
@@ -192,7 +192,7 @@ class ShardOwner:
 def _runs(
     refs: Mapping[Any, Any], size: int, patience: float, lost: dict[Any, Exception]
 ) -> Iterator[dict[Any, Any]]:
-    """Yield values by runs of ``size`` while the next is fetched; note in ``lost`` what is lost."""
+    """Yield values by runs of ``size`` while the next run is fetched; add errors to ``lost``."""
     items = list(refs.items())
     for at in range(0, len(items), size):
         coming = [ref for _, ref in items[at : at + 2 * size]]
@@ -203,7 +203,7 @@ def _runs(
 
 
 def _fetch(refs: Mapping[Any, Any], patience: float, lost: dict[Any, Exception]) -> dict[Any, Any]:
-    """Return the values; note in ``lost`` why others cannot be fetched."""
+    """Return the values that can be fetched; add the errors of others to ``lost``."""
     values: dict[Any, Any] = {}
     try:
         values = dict(zip(refs, ray.get(list(refs.values()), timeout=patience), strict=True))

@@ -52,13 +52,13 @@ Group = tuple[int, ...]  # ranks whose sum is one source of the shards
 
 
 class ShardedAverage:
-    """Averages results without any whole buffer in the driver: each shard on a node of its own.
+    """Averages results in shards, on several nodes, so that the driver holds no whole buffer.
 
     Each result is read and cut on the node where it lies. Each shard of the packed buffer has an
-    owner, an actor, that fetches its shard of every rank and averages it; the shards are even in
-    bytes, and placed on the nodes in turn. So each node takes in and gives out about what its own
-    workers returned, where one driver would take in all. What comes back is a `ShardedRound`, of
-    which every worker fetches the shards by itself.
+    owner, an actor that fetches its shard of every rank and averages it. The shards are of equal
+    size, and their owners are placed on the nodes in turn. So each node receives and sends about as
+    many bytes as its own workers returned, where a single driver would receive them all. The result
+    is a `ShardedRound`, whose shards every worker fetches by itself.
 
     The ranks are settled before any shard is averaged: all shards are of the same ranks, added in
     their order, and have the bits that `flatweights.average` gives over `ShardedRound.used`.
@@ -71,12 +71,11 @@ class ShardedAverage:
     lowest ranks: which depends on where ranks were, and is in `ShardedRound.groups`. Results that
     are small enough to travel inline (100 KiB) lie on no node, and count as those of one.
 
-    If a node dies in the middle of a round, the ranks whose results lay on it have failed, in all
-    shards; its shard is averaged elsewhere. An owner keeps nothing between rounds.
+    If a node dies in the middle of a round, the ranks whose results lay on it have failed, for all
+    shards, and its own shards are averaged elsewhere. An owner keeps nothing between rounds. If a
+    node dies after the round, those of its shards that nobody has fetched are lost.
 
-    If a node dies after the round, the shards that nobody has fetched from it are lost.
-
-    On one node, `flatweights.ray.average` is as good, and starts nothing.
+    On a single node, `flatweights.ray.average` does the same without starting actors.
 
     >>> import numpy as np
     >>> _ = ray.init(num_cpus=1, log_to_driver=False, ignore_reinit_error=True)
@@ -107,8 +106,9 @@ class ShardedAverage:
             num_cpus: CPUs that Ray reserves for each owner; it waits where none are left. An
                 owner uses so many threads, one at least.
             max_inflight: How many shards an owner maps at once.
-            patience: Seconds without any progress in reading or averaging after which the results
-                that are still to come count as failed. Workers may take longer: see `average`.
+            patience: Seconds without any progress in reading or averaging, after which the results
+                that are not read yet have failed. The time that workers take does not count: see
+                ``timeout`` of `average`.
 
         Raises:
             TypeError: If ``num_shards`` is no integer.
@@ -140,7 +140,7 @@ class ShardedAverage:
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
     ) -> ShardedRound:
-        """Average what ``refs`` refer to.
+        """Average the results that ``refs`` refer to.
 
         See `flatweights.ray.average`, whose bits it gives (without ``per_node``).
 
@@ -220,9 +220,9 @@ def _nodes() -> list[str]:
 
 
 class ShardedPlan:
-    """One average: who reads and cuts which result, and who adds up which shard.
+    """One average over shards: it assigns results to readers, and shards to owners.
 
-    The driver fetches no result; of each it gets a header. So nothing is mapped here.
+    The driver fetches no result, only a header of each, so nothing is mapped here.
 
     Attributes:
         reading: How results are read.
@@ -353,7 +353,7 @@ class ShardedPlan:
         self._read_more(node)
 
     def _read_more(self, node: str) -> None:
-        """Begin to read what lies on ``node``, as many results as may be read at once."""
+        """Start readers for results on ``node``, as many as may run at once."""
         queue = self._queues.get(node, deque())
         while queue and self._readers[node] < _READERS:
             rank = queue.popleft()
@@ -417,7 +417,7 @@ class ShardedPlan:
     def _add_up_nodes(
         self, groups: Sequence[Group], weights: Mapping[int, float]
     ) -> dict[int, Exception]:
-        """Have nodes add up groups that are no source yet; return what was lost, by rank."""
+        """Have nodes add up groups that are no source yet; return errors of lost ranks."""
         calls: dict[Answer, Group] = {}
         for group in groups:
             if group not in self._sources:

@@ -27,9 +27,9 @@ class Shard:
     Attributes:
         begin: First byte.
         end: The byte after the last one; both are multiples of 64.
-        layout: What lies in the shard, in its own packed form: whole parts, and at either
-            end some of one, flat. Dtypes are those of the model, so that each part is
-            averaged in its own.
+        layout: The layout of the shard, which is a packed form of its own: whole parts, and at
+            either end perhaps a piece of one, flat. Dtypes are those of the model, so that each
+            part is averaged in its own.
     """
 
     begin: int

@@ -1,4 +1,4 @@
-"""The windows that this process writes and its peers read, and whether memory is left for more."""
+"""The windows that this process writes and its peers read, and the check for free memory."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -107,7 +107,7 @@ class Windows:
         return places
 
     def copy_of(self, place: Place | None) -> NDArray[np.uint8]:
-        """Return a copy of what lies at ``place``."""
+        """Return a copy of the bytes at ``place``."""
         assert place is not None
         memory = self._windows[place.window].memory()
         return np.array(memory[place.offset : place.offset + place.nbytes])

@@ -22,7 +22,7 @@ Message = Difference | Snapshot
 """A message of a group to its workers."""
 
 Travels = Literal["weights", "gradients"]
-"""What a method returns: weights, of which differences travel, or gradients, which are encoded."""
+"""The kind of a method's result: weights travel as differences, gradients as they are, rounded."""
 
 
 class WorkerWire:
@@ -81,7 +81,7 @@ class GroupWire:
     """
 
     def __init__(self, wire_dtype: WireDType, driver: DeltaBroadcaster | None = None) -> None:
-        """Begin with what was sent before; if nothing was, the first message is a snapshot.
+        """Continue from the broadcaster of earlier messages; without one, begin with a snapshot.
 
         Raises:
             ValueError: If ``wire_dtype`` is no dtype of the wire.

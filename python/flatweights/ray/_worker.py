@@ -25,7 +25,7 @@ _MOST_GROUPS = 64  # whose last calls a worker remembers
 
 
 class _GroupState:
-    """What an actor keeps of the groups that call it.
+    """The state that an actor keeps for the groups that call it.
 
     Attributes:
         turn: The lock by which their calls take turns. Actors may run several calls at a time

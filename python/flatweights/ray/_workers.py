@@ -1,4 +1,4 @@
-"""The workers of a group by rank: which are healthy, why others are not, and missing answers."""
+"""The workers of a group by rank, their health, and the answers that they owe."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +20,8 @@ class Workers:
     Attributes:
         lanes: Those to workers on this machine.
         unhealthy: By rank, why workers are not called.
-        owed: By rank, the answers that workers still owe: nothing is sent to these ranks before
-            they have answered, or what is sent would change what they are working on.
+        owed: By rank, the answers that workers still owe. Nothing is sent to these ranks before
+            they have answered: it could change the weights that they are working on.
     """
 
     def __init__(self, handles: Sequence[Any]) -> None:
