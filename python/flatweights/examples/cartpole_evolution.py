@@ -74,35 +74,27 @@ def digest(weights: NDArray[np.float32]) -> str:
 class Player(FlatWorker):
     """Tries weights around its own, and moves its own."""
 
-    def build(self, seed: int, noise: NDArray[np.float32], rank: int) -> Any:
+    def build(self, seed: int, noise: NDArray[np.float32], rank: int, pairs: int) -> Any:
         """Build the policy in this process; ``noise`` stays in the object store."""
         examples.prepare_tensorflow()
-        self.noise, self.rank = noise, rank
+        self.noise, self.pairs = noise, pairs
         self.rng = np.random.default_rng([seed, rank])
         network, self.policy = build_network(ACTIONS, seed)
         return network
 
-    def generation(
-        self, trials: Sequence[Trial], pairs: Sequence[int], seed: int
-    ) -> tuple[list[Trial], list[float]]:
-        """Take the step of the last generation's ``trials``; make new ones around there.
-
-        Args:
-            trials: Of all players.
-            pairs: How many trials to make, by rank.
-            seed: Of the episodes.
+    def generation(self, trials: Sequence[Trial], seed: int) -> tuple[list[Trial], list[float]]:
+        """Take the step that follows from ``trials`` of all players; make new ones around there.
 
         Returns:
-            The new trials, and the returns of all their episodes.
+            The new trials, and the returns of all their episodes, which start from ``seed``.
         """
         self.move(trials)
-        last = len(self.noise) - self.variables.get_flat_size()
         center, tried, returns = self.get_flat(), [], []
-        for place in self.rng.integers(last, size=pairs[self.rank], endpoint=True).tolist():
+        last = len(self.noise) - len(center)
+        for place in self.rng.integers(last, size=self.pairs, endpoint=True).tolist():
             pair = []
             for scale in (SIGMA, -SIGMA):
-                self.set_flat(center)
-                self.variables.add_flat(self.piece(place), scale)
+                self.set_flat(center + scale * self.piece(place))
                 pair.append(play(self.policy, EACH, seed))
             tried.append(Trial(place, *(float(some.mean()) for some in pair)))
             returns += np.concatenate(pair).tolist()
@@ -130,15 +122,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     examples.start_ray(options.workers)
     table = ray.put(np.random.default_rng(options.seed).standard_normal(NOISE, np.float32))
     noise = ray.get(table)  # a view of the object store
+    parts = np.array_split(range(PAIRS), options.workers)
     group = WorkerGroup.create(
-        Player, options.workers, options.seed, table, arguments=lambda rank: [rank]
+        Player,
+        options.workers,
+        options.seed,
+        table,
+        arguments=lambda rank: [rank, len(parts[rank])],
     )
     weights = group.step("get_flat")[0].copy()
     group.broadcast(weights.copy())  # the last weights that travel
-    pairs = [len(part) for part in np.array_split(range(PAIRS), options.workers)]
     returns, trials, seed = examples.Returns(options, every=1), list[Trial](), options.seed
     while not returns.is_over:
-        replies = list(group.step("generation", trials, pairs, seed).values())
+        replies = list(group.step("generation", trials, seed).values())
         seed += 1  # all trials of a generation start alike
         trials = [trial for tried, _ in replies for trial in tried]
         for place, scale in steps_of(trials):

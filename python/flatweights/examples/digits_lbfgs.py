@@ -118,9 +118,7 @@ def fit(
 ) -> tuple[Any, list[float], list[float]]:
     """Return SciPy's result, and the seconds and the loss after each iteration."""
     objective(start)  # traces the function, which is no part of the comparison
-    seconds: list[float] = []
-    losses: list[float] = []
-    begin = time.perf_counter()
+    seconds, losses, begin = list[float](), list[float](), time.perf_counter()
 
     def record(intermediate_result: Any) -> None:
         seconds.append(time.perf_counter() - begin)
@@ -144,10 +142,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--actors", type=examples.integer(0), default=0, help=help_)
     options = parser.parse_args(arguments)
     settings, actors = (options.layers, options.width, options.seed), options.actors
-    group = None
-    if actors:
-        examples.start_ray(actors)
-        group = WorkerGroup.create(Worker, actors, *settings, actors, arguments=lambda rank: [rank])
     examples.prepare_tensorflow()  # one thread: the model is small, and all ways sum alike
     from flatweights.tensorflow import TensorFlowVariables
 
@@ -158,11 +152,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "flatweights": variables.value_and_gradient(loss),
         "loop over variables": with_a_loop(model, loss),
     }
-    if group is not None:
+    if actors:
+        examples.start_ray(actors)
+        group = WorkerGroup.create(Worker, actors, *settings, actors, arguments=lambda rank: [rank])
         sizes = [len(digits.shard(rank, actors).labels) for rank in range(actors)]
         ways[f"{actors} actors"] = with_actors(group, sizes)
     start = variables.get_flat(dtype="f8")
-    rows, curves, accuracies = [], {}, []
+    rows, curves, accuracies, gap = [], {}, [], 0.0
     for name, objective in ways.items():
         result, seconds, losses = fit(objective, start, options.iterations)
         variables.set_flat(result.x)  # the best weights need not be the last that were evaluated
@@ -180,8 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "ms each": f"{1e3 * seconds[-1] / result.nfev:.2f}",
             }
         )
-    gap = 0.0
-    if group is not None:
+    if actors:
         pairs = list(zip(*(losses[:ALIKE] for _, losses in curves.values()), strict=False))
         gap = float(np.max(np.ptp(pairs, axis=1)))
         print(f"the first {len(pairs)} losses: the same within {gap:.0e}")

@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     losses: dict[str, list[float]] = {"Network": [], "FlatNetwork": []}
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(options.rounds):
+    for number in range(1, options.rounds + 1):
         losses["Network"].append(mean(ray.get([worker.train.remote() for worker in plain])))
         losses["FlatNetwork"].append(mean(group.step("train").values()))
         for way in ways.values():
@@ -120,24 +120,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
             begin = time.perf_counter()
             way()
             times[name].append(1e3 * (time.perf_counter() - begin))
+        last = ", ".join(f"{values[-1]:.4f}" for values in losses.values())
+        print(f"round {number} of {options.rounds}: losses {last}", flush=True)
     accuracy = {
         "Network": ray.get(plain[0].evaluate.remote()),
         "FlatNetwork": group.step("evaluate")[0],
     }
     group.shutdown()
 
-    rows = []
-    for name, milliseconds in times.items():
-        network = name.partition(",")[0]
-        rows.append(
-            {
-                "": name,
-                "last loss": f"{losses[network][-1]:.4f}",
-                "accuracy": f"{accuracy[network]:.3f}",
-                "exchange per round": f"{median(milliseconds):.1f} ms",
-                "times as fast": f"{median(times[guide]) / median(milliseconds):.1f}",
-            }
-        )
+    rows = [
+        {
+            "": name,
+            "last loss": f"{losses[network][-1]:.4f}",
+            "accuracy": f"{accuracy[network]:.3f}",
+            "exchange per round": f"{median(times[name]):.1f} ms",
+            "times as fast": f"{median(times[guide]) / median(times[name]):.1f}",
+        }
+        for name, network in zip(ways, ["Network", "Network", "FlatNetwork"], strict=True)
+    ]
     rounds = range(1, options.rounds + 1)
     panels = [
         examples.Panel("loss", "round", {k: (rounds, v) for k, v in losses.items()}, "log"),

@@ -16,6 +16,7 @@ Keras's own optimizers do not run in a session.
 
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,8 +80,8 @@ class Training(NamedTuple):
     predict: Callable[[Any], Any]
 
 
-def eager(seed: int, compiled: Callable[[Any], Any] = lambda step: step) -> Training:
-    """Run the code operation by operation."""
+def eager(seed: int, compiled: bool = False) -> Training:
+    """Run the code operation by operation, or ``compiled``, as a graph traced at the first step."""
     import tensorflow as tf
 
     from flatweights.tensorflow import TensorFlowVariables
@@ -88,15 +89,12 @@ def eager(seed: int, compiled: Callable[[Any], Any] = lambda step: step) -> Trai
     network, optimizer = build(seed)
     # A step without gradients makes the optimizer's slots.
     optimizer.apply_gradients([(tf.zeros_like(v), v) for v in network.trainable_variables])
-    step = compiled(lambda images, labels: train_step(network, optimizer, images, labels)[0])
-    return Training(TensorFlowVariables([network, optimizer]), step, network)
 
+    def step(images: Any, labels: Any) -> Any:
+        return train_step(network, optimizer, images, labels)[0]
 
-def function(seed: int) -> Training:
-    """Run it as a graph that TensorFlow traces at the first step."""
-    import tensorflow as tf
-
-    return eager(seed, compiled=tf.function)
+    variables = TensorFlowVariables([network, optimizer])
+    return Training(variables, tf.function(step) if compiled else step, network)
 
 
 def session(seed: int) -> Training:
@@ -121,7 +119,7 @@ def session(seed: int) -> Training:
 
 WAYS: dict[str, Callable[[int], Training]] = {
     "eager": eager,
-    "tf.function": function,
+    "tf.function": partial(eager, compiled=True),
     "TF1 session": session,
 }
 
