@@ -283,11 +283,12 @@ def test_a_residual_network_is_trained_evaluated_and_goes_on(program: Program) -
     assert FlatWeights.load("weights.safetensors")["sgd/iteration"] == 20
 
 
-def test_a_ray_with_too_few_cpus_is_refused(way: str) -> None:
+def test_a_ray_with_less_than_actors_reserve_is_refused(way: str) -> None:
+    examples.start_ray(99)  # for actors that share what there is
     with pytest.raises(SystemExit, match=r"^CPUs of Ray: expected at least 99, got 2$"):
-        examples.start_ray(99)
+        examples.start_ray(99, CPU=99, GPU=0)
     with pytest.raises(SystemExit, match=r"^GPUs of Ray: expected at least 1, got 0$"):
-        examples.start_ray(1, 1)
+        examples.start_ray(1, CPU=1, GPU=1)
 
 
 @pytest.mark.slow

@@ -165,19 +165,24 @@ def _in_a_line(error: Exception) -> str:
     return reason
 
 
-def start_ray(cpus: int, gpus: int = 0) -> None:
-    """Start Ray for actors that want ``cpus`` and ``gpus`` in all, however few cores there are.
+def start_ray(cpus: int, **reserved: int) -> None:
+    """Start Ray for actors that want ``cpus`` in all, however few cores there are.
 
     A Ray that runs in this process is used, and with ``RAY_ADDRESS`` set that cluster.
 
+    Args:
+        cpus: At least so many; a cluster may have fewer, and actors share them.
+        **reserved: By name, what actors reserve as long as they live: ``CPU``, ``GPU``.
+
     Raises:
-        SystemExit: If it does not start, or has too few of them: actors would wait for ever.
+        SystemExit: If it does not start, or has less than is ``reserved``: actors would wait for
+            ever.
     """
     import ray
 
     if not ray.is_initialized():
         _init_ray(cpus)
-    for name, wanted in (("CPU", cpus), ("GPU", gpus)):
+    for name, wanted in reserved.items():
         there = ray.cluster_resources().get(name, 0)
         if there < wanted:
             raise SystemExit(f"{name}s of Ray: expected at least {wanted}, got {there:g}")

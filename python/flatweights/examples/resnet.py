@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{options.checkpoint}: {done} of {options.rounds} rounds are done", flush=True)
         if done >= options.rounds:
             raise SystemExit("nothing is left: choose more --rounds or another --checkpoint")
-    examples.start_ray(options.workers, options.num_gpus or 0)
+    examples.start_ray(options.workers, CPU=options.workers, GPU=options.num_gpus or 0)
     history = train(options, done, weights)
     last = history[options.rounds]
     row = {
