@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing
 import os
-import pickle
 import resource
 import signal
 import time
@@ -21,7 +20,7 @@ import pytest
 import flatweights as fw
 from flatweights.ray import _failpoints
 from flatweights.ray._lane_driver import DriverLane, Lanes, Reply
-from flatweights.ray._lane_message import Message
+from flatweights.ray._lane_message import Message, make_message
 from flatweights.ray._lane_worker import WEIGHTS, WorkerLanes
 
 # A worker is a fork of a server that has imported everything, once.
@@ -122,9 +121,9 @@ def _mapped() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def plain(value: Any, keep: Any) -> bytes:
-    """What pickles everything else: here, what is pickled by name."""
-    return pickle.dumps(value, protocol=5, buffer_callback=keep)
+def command_of(lanes: Lanes, method: str, *args: Any, wants_window: bool = True) -> Message | None:
+    """Return a command for workers; None if it has to go through Ray."""
+    return make_message(int(wants_window), [(method, args, {})], lanes.windows, frozen=True)
 
 
 def _work(pipe: Connection, rank: int, size: int) -> None:
@@ -136,7 +135,7 @@ def _work(pipe: Connection, rank: int, size: int) -> None:
             return
         try:
             if kind == "serve":
-                pipe.send(("value", lanes[given[0]].serve(model, given[1], plain)))
+                pipe.send(("value", lanes[given[0]].serve(model, given[1])))
             elif kind == "attach":
                 pipe.send(("value", lanes.attach(*given)))
             elif kind == "attach in a thread":
@@ -233,7 +232,7 @@ class Driver:
             worker.attach(self.lanes)
 
     def command(self, method: str, *args: Any, wants_window: bool = True) -> Message:
-        found = self.lanes.command(method, args, {}, plain, wants_window=wants_window)
+        found = command_of(self.lanes, method, *args, wants_window=wants_window)
         assert found is not None
         return found
 

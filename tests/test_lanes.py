@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lane_processes import LARGE, Driver, sealed, value_of, weights_of
+from lane_processes import LARGE, Driver, command_of, sealed, value_of, weights_of
 
 import flatweights as fw
 from flatweights import _core
@@ -292,7 +292,7 @@ def test_extras_lists_and_dicts_pass(one: Driver) -> None:
 
 
 def test_what_is_too_large_goes_through_the_call(one: Driver) -> None:
-    assert one.lanes.command("echo", ("x" * 200_000,), {}, repr, wants_window=False) is None
+    assert command_of(one.lanes, "echo", "x" * 200_000, wants_window=False) is None
     (answer,) = one.answers("echo", np.arange(5000), wants_window=False)
     assert answer == (BY_CALL, 1)
     ((kind, value),) = one.workers[0].outcomes(1)
@@ -535,7 +535,7 @@ def test_two_drivers_share_a_worker(one: Driver) -> None:
     for k in range(4):
         for lanes, (lane, token) in ((one.lanes, mine), (other, theirs)):
             worker.lane, worker.token = lane, token
-            command = lanes.command("get", (float(k),), {}, repr, wants_window=True)
+            command = command_of(lanes, "get", float(k))
             assert command is not None
             worker.post(command, lanes)
             while not lane.is_answered:

@@ -8,7 +8,6 @@ shards and large arguments go through `flatweights.ray._ray_calls` from the star
 died counts as having answered: its Ray call raises the error that says how it died.
 """
 
-import io
 import logging
 import os
 import time
@@ -25,7 +24,7 @@ from flatweights.ray._calls import Answer, Call, Packed, Payload, Worker, plain,
 from flatweights.ray._errors import put
 from flatweights.ray._lane import LaneError
 from flatweights.ray._lane_driver import DriverLane, Lanes
-from flatweights.ray._lane_message import Keep, Message
+from flatweights.ray._lane_message import Message, make_message
 from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS
 from flatweights.ray._ray_calls import RayAnswer, RayWorker
 from flatweights.ray._result import own, parts_of
@@ -52,26 +51,7 @@ def choice() -> str:
 
 
 class LostResultError(ray.exceptions.RayError):  # type: ignore[misc]
-    """A worker has answered, but the answer cannot be read: its window cannot be mapped."""
-
-
-class NotForLanesError(TypeError):
-    """An object of Ray has to travel through Ray, which counts the references to it."""
-
-
-class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-    def reducer_override(self, value: Any) -> Any:
-        """Refuse objects of Ray's."""
-        if isinstance(value, (ray.ObjectRef, ray.actor.ActorHandle)):
-            raise NotForLanesError(f"{type(value).__name__} is not for lanes")
-        return super().reducer_override(value)
-
-
-def cloud_dumps(value: Any, keep: Keep) -> bytes:
-    """Pickle as Ray does, which takes more than `pickle`; refuse objects of Ray."""
-    with io.BytesIO() as stream:
-        _Pickler(stream, protocol=5, buffer_callback=keep).dump(value)
-        return stream.getvalue()
+    """A worker has answered, but the answer cannot be mapped or unpickled."""
 
 
 class GroupLanes:
@@ -118,13 +98,10 @@ class GroupLanes:
             assert self._lanes is not None
             weights = None if call.payload is None else call.payload.value
             args = plain(call.head), plain_weights(weights), call.method, *call.args
-            wants_window = bool(call.method)  # without a method there is no result
-            self._last = (
-                call,
-                self._lanes.command(
-                    "call_version", args, call.kwargs, cloud_dumps, wants_window=wants_window
-                ),
-            )
+            kind = int(bool(call.method))  # without a method there is no result
+            value = "call_version", args, call.kwargs
+            message = make_message(kind, [value], self._lanes.windows, frozen=True)
+            self._last = call, message
         return self._last[1]
 
     def offer(self) -> None:
@@ -194,7 +171,7 @@ class LaneAnswer(Answer):
                 patience = min(patience, end - now)
             lanes = [answer._lane for answer in missing if answer._by_ray is None]
             # All but the last are read while that worker still runs.
-            answers[0]._worker.wait(lanes, patience, max(1, enough - len(there) - 1))
+            answers[0]._worker.lanes.wait(lanes, patience, max(1, enough - len(there) - 1))
             if not by_ray and time.monotonic() - now >= _SLICE:
                 for answer in missing:
                     answer.look_at_call()
@@ -331,16 +308,17 @@ class LaneWorker(Worker):
         """End the actor's process."""
         self._ray.end()
 
-    def wait(self, lanes: Sequence[DriverLane], seconds: float, enough: int) -> None:
-        """Wait for workers of the group; see `Lanes.wait`."""
-        assert self._group.lanes is not None
-        self._group.lanes.wait(lanes, seconds, enough)
+    @property
+    def lanes(self) -> Lanes:
+        """The lanes of the group, one of which this worker has had."""
+        lanes = self._group.lanes
+        assert lanes is not None
+        return lanes
 
     def lose(self, lane: DriverLane, why: str) -> None:
         """Give ``lane`` up; the next call asks the worker to attach anew."""
         if self._lane is lane:
-            assert self._group.lanes is not None
-            self._group.lanes.give_up(lane)
+            self.lanes.give_up(lane)
             self._lane = None
             self.way = f"store: {why}"
 
@@ -353,9 +331,8 @@ class LaneWorker(Worker):
 
     def _post(self, lane: DriverLane, command: Message, call: Call) -> LaneAnswer | None:
         """Post a command; None if the worker does not take it."""
-        assert self._group.lanes is not None
         try:
-            is_there = lane.post(command, self._group.lanes.windows)
+            is_there = lane.post(command, self.lanes.windows)
         except (RuntimeError, OSError) as error:
             self.lose(lane, f"{type(error).__name__}: {error}")
             return None
@@ -412,10 +389,9 @@ class LaneWorker(Worker):
 
     def _frozen(self, payload: Payload) -> Any:
         """Return a read-only copy of the weights, in a window if one is free."""
-        assert self._group.lanes is not None
         value = payload.value
         if isinstance(value, FlatWeights):
-            self._group.lanes.windows.offer(value.buffer.nbytes)
+            self.lanes.windows.offer(value.buffer.nbytes)
         elif isinstance(value, dict):  # of any class
             value = dict(value)
         made = sealed(own(value))

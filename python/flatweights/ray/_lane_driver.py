@@ -16,7 +16,7 @@ from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Packed
 from flatweights.ray._failpoints import reach
 from flatweights.ray._lane import LaneEnd, LaneError
-from flatweights.ray._lane_message import Dumps, Message, make_message
+from flatweights.ray._lane_message import Message
 from flatweights.ray._lane_worker import BY_CALL, NUMBER, VALUE, WEIGHTS, check_user
 from flatweights.ray._windows import Place, Windows
 
@@ -197,22 +197,6 @@ class Lanes:
         self._lanes[descriptor] = lane
         self._poll.register(descriptor, select.EPOLLIN | select.EPOLLRDHUP)
         return lane
-
-    def command(
-        self, method: str, args: Any, kwargs: Any, pickle_other: Dumps, *, wants_window: bool
-    ) -> Message | None:
-        """Return a command for workers; None if it has to go through Ray.
-
-        Args:
-            method: Of the worker.
-            args: Its arguments; read-only arrays that lie in windows are not copied.
-            kwargs: Its keyword arguments.
-            pickle_other: See `flatweights.ray._lane_message.pickled`.
-            wants_window: Whether a large result is to lie in a window of the worker, to be read
-                in place; if not, it goes through Ray.
-        """
-        call = [(method, args, kwargs)]
-        return make_message(int(wants_window), call, self.windows, pickle_other, frozen=True)
 
     def wait(self, lanes: Sequence[DriverLane], seconds: float | None, enough: int = 1) -> None:
         """Sleep until there are answers, a worker has died or the time is up; or wake early.

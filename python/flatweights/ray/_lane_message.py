@@ -3,14 +3,19 @@
 A message is a header, a table of buffers, and a stream of pickle's protocol 5. The table gives
 the window, its generation, the offset and the size of each buffer. A value that is too large for
 a mailbox, or refers to objects of Ray, cannot be a message: it goes through Ray.
+
+A command is a method's name, its arguments and its keyword arguments. Its kind says whether a large
+result is to lie in a window of the worker, to be read in place, or goes through Ray.
 """
 
+import io
 import pickle
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import ray
 
 from flatweights import _core
 from flatweights._weights import FlatWeights
@@ -22,9 +27,6 @@ _PLACE = struct.Struct("=IIQQ")
 _IN_BAND = 1024  # bytes of the largest buffer that travels in the stream
 
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), pickle.PickleBuffer, FlatWeights}
-
-Keep = Callable[[pickle.PickleBuffer], Any]
-Dumps = Callable[[Any, Keep], bytes]
 
 
 class Message(NamedTuple):
@@ -39,12 +41,20 @@ class Message(NamedTuple):
     places: list[Place]
 
 
-def pickled(value: Any, pickle_other: Dumps) -> tuple[bytes, list[memoryview]]:
-    """Return the stream of ``value``, and its large buffers.
+class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
+    def reducer_override(self, value: Any) -> Any:
+        """Refuse objects of Ray, which counts the references to them."""
+        if isinstance(value, (ray.ObjectRef, ray.actor.ActorHandle)):
+            raise TypeError(f"{type(value).__name__} is not for lanes")
+        return super().reducer_override(value)
 
-    Args:
-        value: Anything.
-        pickle_other: Pickles values other than numbers, texts, arrays and containers of these.
+
+def pickled(value: Any) -> tuple[bytes, list[memoryview]]:
+    """Return the stream of ``value``, pickled as Ray does, and its large buffers.
+
+    Raises:
+        TypeError: If it refers to objects of Ray.
+        Exception: If it cannot be pickled.
     """
     buffers: list[memoryview] = []
 
@@ -57,11 +67,13 @@ def pickled(value: Any, pickle_other: Dumps) -> tuple[bytes, list[memoryview]]:
 
     if _is_plain(value):
         return pickle.dumps(value, protocol=5, buffer_callback=keep), buffers
-    return pickle_other(value, keep), buffers
+    with io.BytesIO() as stream:
+        _Pickler(stream, protocol=5, buffer_callback=keep).dump(value)
+        return stream.getvalue(), buffers
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `pickle` is enough: nothing in ``value`` is defined in ``__main__``."""
+    """Whether `pickle` is enough, which is faster: ``value`` has no object of a user's class."""
     kind = type(value)
     if kind in _LEAVES:
         return True
@@ -86,7 +98,7 @@ def join_message(kind: int, stream: bytes, places: Sequence[Place] = ()) -> byte
 
 
 def make_message(
-    kind: int, box: list[Any], windows: Windows | None, pickle_other: Dumps, *, frozen: bool
+    kind: int, box: list[Any], windows: Windows | None, *, frozen: bool
 ) -> Message | None:
     """Return a message with the value in ``box``.
 
@@ -98,7 +110,6 @@ def make_message(
         box: A list that holds only the value. It is emptied, so that this function can tell
             whether anything else refers to the value; without a message, the value is put back.
         windows: Those of this process. If None, a value with large buffers makes no message.
-        pickle_other: See `flatweights.ray._lane_message.pickled`.
         frozen: Whether read-only buffers are never written to. If not, a buffer that lies in a
             window is copied if an array over it is still alive.
 
@@ -106,7 +117,7 @@ def make_message(
         None if the value is too large, no window is free, or it cannot be pickled for a lane.
     """
     try:
-        stream, buffers = pickled(box[0], pickle_other)
+        stream, buffers = pickled(box[0])
     except Exception:  # if it cannot be pickled at all, Ray will say so
         return None
     if not fits(stream, len(buffers)):

@@ -20,7 +20,7 @@ from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._failpoints import reach
 from flatweights.ray._lane import LaneEnd, LaneError
-from flatweights.ray._lane_message import Dumps, Message, join_message, make_message
+from flatweights.ray._lane_message import Message, join_message, make_message
 from flatweights.ray._windows import Windows
 
 LINGER = 0.01
@@ -83,13 +83,12 @@ class WorkerLane(LaneEnd):
         else:
             super()._take(kind, body, descriptors)
 
-    def serve(self, worker: Any, call: int, pickle_other: Dumps) -> Any:
+    def serve(self, worker: Any, call: int) -> Any:
         """Run commands on ``worker`` until none comes; return a result that goes through Ray.
 
         Args:
             worker: The object whose methods are called.
             call: The number of this Ray call.
-            pickle_other: See `flatweights.ray._lane_message.pickled`.
 
         Returns:
             The result, after which the call has ended; None if no result goes through Ray.
@@ -105,7 +104,7 @@ class WorkerLane(LaneEnd):
             box: list[Any] = []
             answer = None
             try:
-                answer = self._run(worker, box, pickle_other)
+                answer = self._run(worker, box)
             finally:
                 if answer is None:  # this Ray call returns the result, or raises the error
                     mailbox.answer_with(join_message(BY_CALL, NUMBER.pack(call)), call)
@@ -128,7 +127,7 @@ class WorkerLane(LaneEnd):
         if self._doorbell is not None:
             self._doorbell.ring()
 
-    def _run(self, worker: Any, box: list[Any], pickle_other: Dumps) -> bytes | None:
+    def _run(self, worker: Any, box: list[Any]) -> bytes | None:
         """Run the command in the mailbox; return the answer, None if the result is in ``box``."""
         try:
             if self._doorbell is None:
@@ -156,7 +155,7 @@ class WorkerLane(LaneEnd):
         if message is None:
             layout = box[0].layout if type(box[0]) is FlatWeights else layout
             message = make_message(
-                VALUE, box, self._windows if wants_window else None, pickle_other, frozen=False
+                VALUE, box, self._windows if wants_window else None, frozen=False
             )
         if message is None:
             return None

@@ -239,13 +239,11 @@ class FlatWorker:
             StaleWorkerError: If there is no such lane.
             Exception: What a method raised.
         """
-        from flatweights.ray._lane_calls import cloud_dumps
-
         try:
             lane = self._group_state.lanes[token]
         except KeyError:
             raise StaleWorkerError("restarted since: it has not attached again") from None
-        return lane.serve(self, number, cloud_dumps)
+        return lane.serve(self, number)
 
 
 # Functions, not methods: Ray wraps every method of an actor's class to trace its calls.
