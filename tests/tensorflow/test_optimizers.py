@@ -310,6 +310,20 @@ def test_a_tf1_optimizer_of_eager_variables() -> None:
     )
 
 
+@pytest.mark.parametrize("names", [("dense_8", "dense_9"), ("dense_9", "dense_10")])
+def test_slots_of_a_tf1_optimizer_keep_their_places_whatever_was_built_before(names: Any) -> None:
+    """Keras numbers names by process, and sorted by name ``dense_10`` comes before ``dense_9``."""
+    first, second = (tf.Variable([0.0], name=name) for name in names)
+    optimizer = tf1.train.AdamOptimizer(0.1)
+    optimizer.apply_gradients([(tf.constant([1.0]), first), (tf.constant([2.0]), second)])
+    weights = TensorFlowVariables({"first": first, "second": second, "o": optimizer})
+    slots = [f"o/{owner}/{kind}" for owner in ("first", "second") for kind in ("m", "v")]
+    assert list(weights.variables)[-4:] == slots
+    moments = weights.get_weights()
+    assert moments["o/second/m"] == pytest.approx(2 * moments["o/first/m"])
+    assert moments["o/second/v"] == pytest.approx(4 * moments["o/first/v"])
+
+
 @pytest.mark.parametrize("kind", [keras.optimizers.Adam, tf_keras.optimizers.Adam])
 def test_weights_with_slots_set_a_model_without_an_optimizer(kind: Any) -> None:
     of = tf_keras if kind.__module__.startswith("tf_keras") else keras

@@ -33,25 +33,13 @@ TOLERANCE = 1e-3  # of a weight, after steps that were rounded differently
 
 def build(seed: int) -> tuple[Any, Any]:
     """Return a network and its optimizer, in the mode that TensorFlow is in."""
+    import keras
     import tensorflow as tf
 
-    rng = np.random.default_rng(seed)
-
-    class Network(tf.Module):  # type: ignore[misc]
-        """A hidden layer and an output layer."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.hidden = tf.Variable(rng.normal(0, 0.1, (64, 32)).astype("f"), name="hidden")
-            self.hidden_bias = tf.Variable(tf.zeros(32), name="hidden_bias")
-            self.output = tf.Variable(rng.normal(0, 0.1, (32, 10)).astype("f"), name="output")
-            self.output_bias = tf.Variable(tf.zeros(10), name="output_bias")
-
-        def __call__(self, images: Any) -> Any:
-            hidden = tf.tanh(images @ self.hidden + self.hidden_bias)
-            return hidden @ self.output + self.output_bias
-
-    return Network(), tf.compat.v1.train.MomentumOptimizer(0.1, 0.9)
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers.Dense(32, activation="tanh"), keras.layers.Dense(10)
+    network = keras.Sequential([keras.Input((64,)), *layers])
+    return network, tf.compat.v1.train.MomentumOptimizer(0.1, 0.9)
 
 
 def train_step(network: Any, optimizer: Any, images: Any, labels: Any) -> Any:
@@ -61,7 +49,7 @@ def train_step(network: Any, optimizer: Any, images: Any, labels: Any) -> Any:
     with tf.GradientTape() as tape:
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, network(images))
         loss = tf.reduce_mean(losses)
-    variables = network.trainable_variables
+    variables = [v.value for v in network.trainable_variables]
     step = optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
     return loss, step
 
@@ -88,7 +76,8 @@ def eager(seed: int, compiled: bool = False) -> Training:
 
     network, optimizer = build(seed)
     # A step without gradients makes the optimizer's slots.
-    optimizer.apply_gradients([(tf.zeros_like(v), v) for v in network.trainable_variables])
+    weights = [v.value for v in network.trainable_variables]
+    optimizer.apply_gradients([(tf.zeros(v.shape), v) for v in weights])
 
     def step(images: Any, labels: Any) -> Any:
         return train_step(network, optimizer, images, labels)[0]

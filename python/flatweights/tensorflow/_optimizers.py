@@ -45,6 +45,10 @@ def optimizer_variables(
     variables = optimizer.variables
     if callable(variables) and not isinstance(variables, Sequence):
         variables = variables()
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        # Sorted by name, they would change places with what else the process has built.
+        places = {slot: place for place, slot in enumerate(slots)}
+        variables = sorted(variables, key=lambda variable: places.get(id(variable), -1))
     for variable in variables:
         step = slots.get(id(variable), (last_name(variable),))
         yield (*path, *step), variable
@@ -76,9 +80,14 @@ def _is_built(optimizer: Any) -> bool:
 
 def _slot_paths(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]:
     """Return the path of each slot, by the slot variable's identity."""
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        return {}  # in graphs, which name slots well
     by_owner = {} if hasattr(optimizer, "_variables") else getattr(optimizer, "_slots", {})
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        if not tf.executing_eagerly():
+            return {}  # a graph names and orders slots well
+        by_kind, by_owner = by_owner, {}
+        for kind, slots in by_kind.items():
+            for owner, slot in slots.items():
+                by_owner.setdefault(owner, {})[kind] = slot
     keys, names = _owners_of(optimizer, by_owner)
     paths = [owners.get(key, (name,)) for key, name in zip(keys, unique_names(names), strict=True)]
     slot_paths: dict[int, Path] = {}
