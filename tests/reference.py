@@ -1,10 +1,13 @@
 """Oracles and helpers that the tests share; nothing here calls flatweights."""
 
 import functools
+import gc
 import inspect
+import itertools
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -242,6 +245,27 @@ def refuses(error: type[Exception], match: str, *arrays: NDArray[Any]) -> Iterat
     with pytest.raises(error, match=match):
         yield
     assert [array.tobytes() for array in arrays] == before
+
+
+def least_growth(call: Callable[[], object], count: int) -> int:
+    """Return how many bytes of Python's memory ``count`` calls keep, in the best of three tries.
+
+    What each call keeps grows in every try. Caches fill, and TensorFlow frees on other threads.
+    """
+
+    def memory_after(calls: int) -> int:
+        for _ in range(calls):
+            call()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    memory_after(20)
+    tracemalloc.start()
+    try:
+        marks = [memory_after(50), *(memory_after(count) for _ in range(3))]
+    finally:
+        tracemalloc.stop()
+    return min(after - before for before, after in itertools.pairwise(marks))
 
 
 def read_only(array: NDArray[Any]) -> NDArray[Any]:

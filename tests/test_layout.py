@@ -213,7 +213,7 @@ BAD_LAYOUTS = {
     "lengths": (ValueError, "2 names, 1 shapes, 1 dtypes", ["a", "b"], [()], ["f4"]),
     "negative": (
         ValueError,
-        r"slot 0: expected no negative .* got \(2, -1\)",
+        r"slot 0 .a.: expected no negative .* got \(2, -1\)",
         ["a"],
         [(2, -1)],
         "f",
@@ -224,7 +224,7 @@ BAD_LAYOUTS = {
     "fields of objects": (TypeError, "without Python objects", ["a"], [()], [[("x", "O")]]),
     "no size": (TypeError, "slot 0 'a': expected a dtype of fixed size", ["a"], [()], ["V0"]),
     "subarray": (TypeError, "dtype without a shape", ["a"], [()], [("f4", (2,))]),
-    "one dimension": (OverflowError, "slot 0: more bytes than", ["a"], [(2**70,)], ["f4"]),
+    "one dimension": (OverflowError, "slot 0 'a': more bytes than", ["a"], [(2**70,)], ["f4"]),
     "product": (OverflowError, "slot 0 'a': more bytes than", ["a"], [(2**40, 2**40)], ["f4"]),
     "empty product": (OverflowError, "slot 0 'a'", ["a"], [(2**40, 0, 2**40)], ["f4"]),
     "sum": (OverflowError, "slot 1 'b': more", ["a", "b"], [(2**62 - 64,), (2**62 - 64,)], "bb"),

@@ -726,7 +726,7 @@ def test_the_core_refuses_what_does_not_fit_together(case: str) -> None:
     if case == "slots":
         given["sources"] = [np.zeros(128, np.uint8)] * 2
     with refuses(ValueError, match, given["out"]):
-        _core.average_widened_into(**given, total=2.0)
+        _core.average_widened_into(**given)
 
 
 def test_the_core_refuses_sources_that_overlap_the_result() -> None:
@@ -734,7 +734,7 @@ def test_the_core_refuses_sources_that_overlap_the_result() -> None:
     wide = Layout.of({"a": np.zeros(16, np.float32)}).core
     narrow = Layout.of({"a": np.zeros(16, np.float16)}).core
     with refuses(ValueError, "source 0: overlaps out", memory):
-        _core.average_widened_into(wide, memory[:64], narrow, [memory[32:96]], [1.0], 1.0)
+        _core.average_widened_into(wide, memory[:64], narrow, [memory[32:96]], [1.0])
 
 
 @each(to=[np.float32, np.float64])
@@ -751,14 +751,12 @@ def test_widened_averages_have_the_bits_of_those_of_widened_models(
         sources = [FlatWeights({"a": half}) for half in halves]
         wide = FlatWeights({"a": np.zeros(size, to)})
         expected = fw.average([half.astype(to) for half in halves], weights)
-        relative = [weight / weights[0] for weight in weights] if weights else [1.0] * count
         _core.average_widened_into(
             wide.layout.core,
             wide.buffer,
             sources[0].layout.core,
             [source.buffer for source in sources],
-            relative,
-            np.add.accumulate(relative)[-1],
+            weights or [1.0] * count,
         )
         assert same_bits(wide["a"], expected)
 

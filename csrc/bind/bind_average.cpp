@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings.hpp"
@@ -12,6 +13,7 @@
 #include "flatweights/average.hpp"
 #include "flatweights/nonfinite.hpp"
 #include "new_array.hpp"
+#include "relative_weights.hpp"
 #include "without_gil.hpp"
 
 namespace flatweights::bind {
@@ -58,9 +60,26 @@ bool shares_slots(const py::list& out, const py::list& sources) {
   return false;
 }
 
-bool run(const BoundLayout& bound, const std::vector<std::byte*>& out, const SourceTable& sources,
-         const std::vector<double>& weights, double total) {
-  check_overlap(bound, out, sources.starts(), weights.size());
+// The ratios of the weights of an average, and their sum.
+std::pair<std::vector<double>, double> ratios_of(const std::vector<double>& weights,
+                                                 std::size_t num_sources) {
+  if (weights.empty() || num_sources != weights.size())
+    throw py::value_error("expected one weight per source, and at least one source");
+  RelativeWeights relative;
+  std::vector<double> ratios = relative.add(weights);
+  if (relative.base == 0.0) throw py::value_error("expected a positive weight, got only zeros");
+  return {std::move(ratios), relative.ratios};
+}
+
+bool average_arrays_into(const BoundLayout& bound, bool packed, const py::list& out_parts,
+                         const py::list& models, const std::vector<double>& weights) {
+  const auto [ratios, total] = ratios_of(weights, models.size());
+  const auto out = check_model(out_parts, bound, packed, Place::kOut, Access::kWrite);
+  SourceTable sources(out.size(), models.size());
+  for (std::size_t k = 0; k < models.size(); ++k)
+    sources.set(k, check_model(models[k].cast<py::list>(), bound, packed,
+                               static_cast<std::ptrdiff_t>(k), Access::kRead));
+  check_overlap(bound, out, sources.starts(), models.size());
   check_environment();
   std::vector<AveragePart> parts;
   parts.reserve(out.size());
@@ -69,20 +88,7 @@ bool run(const BoundLayout& bound, const std::vector<std::byte*>& out, const Sou
     parts.push_back(AveragePart{slot.dtype, slot.size, slot.nbytes, out[i], slot.dtype});
   }
   const WithoutGil nogil;
-  return average_into(parts, sources.starts(), weights, total);
-}
-
-bool average_arrays_into(const BoundLayout& bound, bool packed, const py::list& out,
-                         const py::list& sources, const std::vector<double>& weights,
-                         double total) {
-  if (weights.empty() || sources.size() != weights.size())
-    throw py::value_error("expected one weight per source, and at least one source");
-  const auto out_slots = check_model(out, bound, packed, Place::kOut, Access::kWrite);
-  SourceTable table(out_slots.size(), sources.size());
-  for (std::size_t k = 0; k < sources.size(); ++k)
-    table.set(k, check_model(sources[k].cast<py::list>(), bound, packed,
-                             static_cast<std::ptrdiff_t>(k), Access::kRead));
-  return run(bound, out_slots, table, weights, total);
+  return average_into(parts, sources.starts(), ratios, total);
 }
 
 // Whether `object` is a contiguous array, and of no subclass.
@@ -150,9 +156,8 @@ bool widens(DType from, DType to) {
 // Like average_arrays_into, but from packed buffers into one whose slots may be wider.
 void average_widened_into(const BoundLayout& wide, const py::object& out_object,
                           const BoundLayout& narrow, const py::list& sources,
-                          const std::vector<double>& weights, double total) {
-  if (weights.empty() || sources.size() != weights.size())
-    throw py::value_error("expected one weight per source, and at least one source");
+                          const std::vector<double>& weights) {
+  const auto [ratios, total] = ratios_of(weights, sources.size());
   const std::vector<Slot>& slots = narrow.layout.slots();
   const std::vector<Slot>& wide_slots = wide.layout.slots();
   if (slots.size() != wide_slots.size()) throw py::value_error("expected layouts of one model");
@@ -181,7 +186,7 @@ void average_widened_into(const BoundLayout& wide, const py::object& out_object,
   }
   check_environment();
   const WithoutGil nogil;
-  average_into(parts, table.starts(), weights, total);
+  average_into(parts, table.starts(), ratios, total);
 }
 
 }  // namespace
@@ -191,9 +196,9 @@ void bind_average(py::module_& m) {
   m.def("are_plain", &are_plain, py::arg("arrays"));
   m.def("shares_slots", &shares_slots, py::arg("out"), py::arg("sources"));
   m.def("average_into", &average_arrays_into, py::arg("layout"), py::arg("packed"), py::arg("out"),
-        py::arg("sources"), py::arg("weights"), py::arg("total"));
+        py::arg("sources"), py::arg("weights"));
   m.def("average_widened_into", &average_widened_into, py::arg("wide"), py::arg("out"),
-        py::arg("narrow"), py::arg("sources"), py::arg("weights"), py::arg("total"));
+        py::arg("narrow"), py::arg("sources"), py::arg("weights"));
   m.def(
       "first_nonfinite",
       [](const BoundLayout& bound, bool packed, const py::list& parts, std::size_t source) {

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,8 +18,36 @@ namespace {
 
 constexpr std::size_t kMostDimensions = 64;  // NPY_MAXDIMS of NumPy 2
 
-BoundLayout make_layout(const std::vector<std::string>& names,
-                        const std::vector<std::vector<py::ssize_t>>& shapes,
+std::string text_of(py::handle object) { return py::repr(object).cast<std::string>(); }
+
+std::string name_of(py::handle name, std::size_t i) {
+  const std::string where = "slot " + std::to_string(i) + ": ";
+  if (PyUnicode_Check(name.ptr()) == 0)
+    throw py::type_error(where + "expected a name of type str, got " + text_of(name));
+  Py_ssize_t size = 0;
+  const char* const text = PyUnicode_AsUTF8AndSize(name.ptr(), &size);
+  if (text != nullptr) return {text, static_cast<std::size_t>(size)};
+  PyErr_Clear();
+  throw py::value_error(where + "expected a name in Unicode, got " + text_of(name));
+}
+
+// The dimensions in a tuple of integers.
+std::vector<std::size_t> shape_of(const py::tuple& dimensions, const std::string& where) {
+  std::vector<std::size_t> shape;
+  shape.reserve(dimensions.size());
+  for (const py::handle dimension : dimensions) {
+    int overflow = 0;
+    const long long size = PyLong_AsLongLongAndOverflow(dimension.ptr(), &overflow);
+    if (overflow > 0) throw std::overflow_error(where + "more bytes than can be addressed");
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    if (size < 0)  // or it overflows
+      throw py::value_error(where + "expected no negative dimension, got " + text_of(dimensions));
+    shape.push_back(static_cast<std::size_t>(size));
+  }
+  return shape;
+}
+
+BoundLayout make_layout(const py::tuple& names, const std::vector<py::tuple>& shapes,
                         std::vector<py::dtype> dtypes) {
   if (names.size() != shapes.size() || names.size() != dtypes.size())
     throw py::value_error("expected one shape and one dtype per name, got " +
@@ -30,15 +59,12 @@ BoundLayout make_layout(const std::vector<std::string>& names,
   DType last_class = DType::kOther;
   for (std::size_t i = 0; i < slots.size(); ++i) {
     Slot& slot = slots[i];
-    slot.name = names[i];
+    slot.name = name_of(names[i], i);
     const std::string where = "slot " + std::to_string(i) + " '" + slot.name + "': ";
     if (shapes[i].size() > kMostDimensions)
       throw py::value_error(where + "expected at most " + std::to_string(kMostDimensions) +
                             " dimensions, got " + std::to_string(shapes[i].size()));
-    for (const py::ssize_t dimension : shapes[i]) {
-      if (dimension < 0) throw py::value_error(where + "expected no negative dimension");
-      slot.shape.push_back(static_cast<std::size_t>(dimension));
-    }
+    slot.shape = shape_of(shapes[i], where);
     // Models have few dtypes and runs of one: classify each run once.
     if (dtypes[i].ptr() != last_dtype) {
       last_dtype = dtypes[i].ptr();

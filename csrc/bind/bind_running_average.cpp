@@ -3,17 +3,23 @@
 #include <pybind11/stl.h>
 
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings.hpp"
 #include "checks.hpp"
+#include "flatweights/flatten.hpp"
 #include "flatweights/running_average.hpp"
 #include "new_array.hpp"
+#include "relative_weights.hpp"
 #include "without_gil.hpp"
 
 namespace flatweights::bind {
 namespace {
+
+// base, sum of the ratios and sum of the weights of RelativeWeights
+using PickledWeights = std::tuple<double, double, double>;
 
 // A sum with its layout and the weights of its sources. Sum and weights change together: after
 // numbers are added, nothing raises until the weights are set.
@@ -21,32 +27,37 @@ namespace {
 class BoundSum {
  public:
   explicit BoundSum(py::object layout) : layout_(std::move(layout)), sum_(bound().layout) {
-    memory_ = new_array(sum_.size() * sizeof(double)).attr("view")("f8");
+    memory_ = new_memory();
     sum_.use(static_cast<double*>(memory_.mutable_data()), false);
   }
 
-  // A sum that already exists in `memory`.
-  BoundSum(py::object layout, py::array memory, py::object weights)
+  // A sum that already exists in `memory`. It is copied before more is added to it if it is
+  // read-only, and at once if it is not aligned.
+  BoundSum(py::object layout, py::array memory, const PickledWeights& weights)
       : layout_(std::move(layout)),
         memory_(std::move(memory)),
-        weights_(std::move(weights)),
+        weights_{std::get<0>(weights), std::get<1>(weights), std::get<2>(weights)},
         sum_(bound().layout) {
     const py::ssize_t size = static_cast<py::ssize_t>(sum_.size());
     if (!same_dtype(memory_.dtype(), py::dtype("f8")) || memory_.ndim() != 1 ||
-        memory_.size() != size || !is_contiguous(memory_) || !is_aligned(memory_))
-      throw py::value_error("memory: expected aligned, contiguous float64 (" +
-                            std::to_string(size) + ",), got " + describe(memory_));
+        memory_.size() != size || !is_contiguous(memory_))
+      throw py::value_error("memory: expected contiguous float64 (" + std::to_string(size) +
+                            ",), got " + describe(memory_));
+    if ((memory_.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) == 0) copy_memory();
     sum_.use(const_cast<double*>(static_cast<const double*>(memory_.data())), true);
   }
 
   [[nodiscard]] const py::array& memory() const noexcept { return memory_; }
-  [[nodiscard]] const py::object& weights() const noexcept { return weights_; }
+  [[nodiscard]] double total_weight() const noexcept { return weights_.total; }
+  [[nodiscard]] PickledWeights weights() const noexcept {
+    return {weights_.base, weights_.ratios, weights_.total};
+  }
 
-  void add(bool packed, const std::vector<py::list>& models, const std::vector<double>& ratios,
-           py::object weights) {
-    check_writable();
-    if (models.size() != ratios.size())
+  void add(bool packed, const std::vector<py::list>& models, const std::vector<double>& weights) {
+    if (models.size() != weights.size())
       throw py::value_error("expected one weight for each source");
+    RelativeWeights relative = weights_;
+    const std::vector<double> ratios = relative.add(weights);
     std::vector<std::vector<const std::byte*>> sources;
     for (std::size_t k = 0; k < models.size(); ++k) {
       const std::ptrdiff_t source =
@@ -55,48 +66,64 @@ class BoundSum {
       sources.emplace_back(slots.begin(), slots.end());
     }
     check_environment();
+    make_writable();
     {
       const WithoutGil nogil;
       sum_.add(sources, ratios);
     }
-    weights_ = std::move(weights);
+    weights_ = relative;
   }
 
-  void merge(const BoundSum& other, double scale, py::object weights) {
-    check_writable();
+  void merge(const BoundSum& other) {
     if (this == &other || !sum_.fits(other.sum_))
       throw py::value_error("expected another sum over parts of the same sizes and dtypes");
+    RelativeWeights relative = weights_;
+    const double scale = relative.merge(other.weights_);
     check_environment();
+    make_writable();
     {
       const WithoutGil nogil;
       sum_.merge(other.sum_, scale);
     }
-    weights_ = std::move(weights);
+    weights_ = relative;
   }
 
-  void divide_into(bool packed, const py::list& out, double total) const {
+  void divide_into(bool packed, const py::list& out) const {
     const auto slots = check_model(out, bound(), packed, Place::kOut, Access::kWrite);
     check_overlap(bound(), slots, {}, 0);
     check_environment();
     const WithoutGil nogil;
-    sum_.divide_into(slots, total);
+    sum_.divide_into(slots, weights_.ratios);
   }
 
  private:
   [[nodiscard]] const BoundLayout& bound() const { return layout_.cast<const BoundLayout&>(); }
 
-  [[nodiscard]] static bool is_aligned(const py::array& array) {
-    return (array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) != 0;
+  [[nodiscard]] py::array new_memory() const {
+    return new_array(sum_.size() * sizeof(double)).attr("view")("f8");
   }
 
-  void check_writable() const {
-    if (!memory_.writeable())
-      throw py::value_error("memory: expected a writable array, got a read-only one");
+  void copy_memory() {
+    py::array copy = new_memory();
+    const Copy bytes{static_cast<std::byte*>(copy.mutable_data()),
+                     static_cast<const std::byte*>(memory_.data()),
+                     static_cast<std::size_t>(memory_.nbytes()), 1};
+    {
+      const WithoutGil nogil;
+      copy_all({&bytes, 1});
+    }
+    memory_ = std::move(copy);
+  }
+
+  void make_writable() {
+    if (memory_.writeable()) return;
+    copy_memory();
+    sum_.use(static_cast<double*>(memory_.mutable_data()), true);
   }
 
   py::object layout_;
   py::array memory_;
-  py::object weights_ = py::none();
+  RelativeWeights weights_;
   RunningSum sum_;
 };
 
@@ -105,15 +132,14 @@ class BoundSum {
 void bind_running_average(py::module_& m) {
   py::class_<BoundSum>(m, "RunningSum")
       .def(py::init<py::object>(), py::arg("layout"))
-      .def(py::init<py::object, py::array, py::object>(), py::arg("layout"), py::arg("memory"),
+      .def(py::init<py::object, py::array, PickledWeights>(), py::arg("layout"), py::arg("memory"),
            py::arg("weights"))
       .def_property_readonly("memory", &BoundSum::memory)
       .def_property_readonly("weights", &BoundSum::weights)
-      .def("add", &BoundSum::add, py::arg("packed"), py::arg("sources"), py::arg("ratios"),
-           py::arg("weights"))
-      .def("merge", &BoundSum::merge, py::arg("other"), py::arg("scale"), py::arg("weights"))
-      .def("divide_into", &BoundSum::divide_into, py::arg("packed"), py::arg("out"),
-           py::arg("total"));
+      .def_property_readonly("total_weight", &BoundSum::total_weight)
+      .def("add", &BoundSum::add, py::arg("packed"), py::arg("sources"), py::arg("weights"))
+      .def("merge", &BoundSum::merge, py::arg("other"))
+      .def("divide_into", &BoundSum::divide_into, py::arg("packed"), py::arg("out"));
 }
 
 }  // namespace flatweights::bind

@@ -14,9 +14,6 @@ from flatweights._weights import FlatWeights
 
 Nonfinite = Literal["propagate", "raise", "skip"]
 
-# float32 reaches to 2**128: such a sum over any number of sources stays finite.
-_MOST_RATIO = 2.0**512
-
 Source = TypeVar("Source")
 """An array, `FlatWeights`, a mapping of arrays, or a sequence of arrays."""
 
@@ -103,9 +100,8 @@ def _average_packed(sources: Any, out: Any) -> FlatWeights | None:
             return None
     check_flat_weights(layout, "source 0")
     result = FlatWeights.empty(layout) if out is None else out
-    count = len(sources)
     buffers = [[model.buffer] for model in sources]
-    _core.average_into(layout.core, True, [result.buffer], buffers, [1.0] * count, float(count))
+    _core.average_into(layout.core, True, [result.buffer], buffers, [1.0] * len(sources))
     return result
 
 
@@ -152,14 +148,12 @@ def _run(
     used: list[int],
 ) -> bool:
     """Write the mean of the ``used`` models; return whether all sums were finite."""
-    relative = relative_weights([weights[k] for k in used])
     return _core.average_into(
         template.layout.core,
         template.packed,
         written,
         [parts[k] for k in used],
-        relative,
-        add_up(relative),
+        [weights[k] for k in used],
     )
 
 
@@ -217,37 +211,6 @@ def read_weight(weight: float, where: str) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{where}: expected a finite weight, not negative, got {weight!r}")
     return value
-
-
-def relative_weights(weights: list[float]) -> list[float]:
-    """Return ``weights`` as ratios to the first positive one."""
-    base = next(weight for weight in weights if weight > 0)
-    if weights.count(base) == len(weights):  # the usual case, without divisions
-        return [1.0] * len(weights)
-    return [ratio(weight, base) for weight in weights]
-
-
-def ratio(weight: float, base: float) -> float:
-    """Return ``weight / base``.
-
-    Raises:
-        ValueError: If the ratio is so large that float64 sums could overflow.
-    """
-    value = weight / base
-    if not value <= _MOST_RATIO:
-        raise ValueError(
-            f"expected weights at most {_MOST_RATIO:.2g} times the first positive one, "
-            f"got {base!r} and {weight!r}"
-        )
-    return value
-
-
-def add_up(relative: list[float]) -> float:
-    """Return the sum, one rounded addition after the other as in `RunningAverage`."""
-    total = 0.0
-    for weight in relative:  # sum() compensates from Python 3.12 on
-        total += weight
-    return total
 
 
 def _finite(

@@ -14,8 +14,8 @@ __version__: str
 class Layout:
     def __init__(
         self,
-        names: Sequence[str],
-        shapes: Sequence[Sequence[int]],
+        names: tuple[str, ...],
+        shapes: Sequence[tuple[int, ...]],
         dtypes: Sequence[np.dtype[Any]],
     ) -> None: ...
     @property
@@ -38,20 +38,20 @@ class RunningSum:
     @overload
     def __init__(self, layout: Layout) -> None: ...
     @overload
-    def __init__(self, layout: Layout, memory: _Array, weights: object) -> None: ...
+    def __init__(
+        self, layout: Layout, memory: _Array, weights: tuple[float, float, float]
+    ) -> None: ...
     @property
     def memory(self) -> NDArray[np.float64]: ...
     @property
-    def weights(self) -> Any: ...
+    def weights(self) -> tuple[float, float, float]: ...
+    @property
+    def total_weight(self) -> float: ...
     def add(
-        self,
-        packed: bool,
-        sources: Sequence[list[_Array]],
-        ratios: Sequence[float],
-        weights: object,
+        self, packed: bool, sources: Sequence[list[_Array]], weights: Sequence[float]
     ) -> None: ...
-    def merge(self, other: RunningSum, scale: float, weights: object) -> None: ...
-    def divide_into(self, packed: bool, out: list[_Array], total: float) -> None: ...
+    def merge(self, other: RunningSum) -> None: ...
+    def divide_into(self, packed: bool, out: list[_Array]) -> None: ...
 
 class Mailbox:
     def __init__(self) -> None: ...
@@ -170,7 +170,6 @@ def average_into(
     out: list[_Array],
     sources: list[list[_Array]],
     weights: Sequence[float],
-    total: float,
 ) -> bool: ...
 def average_widened_into(
     wide: Layout,
@@ -178,7 +177,6 @@ def average_widened_into(
     narrow: Layout,
     sources: list[_Bytes],
     weights: Sequence[float],
-    total: float,
 ) -> None: ...
 def encode_difference(
     layout: Layout,

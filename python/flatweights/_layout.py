@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import operator
-import sys
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
@@ -125,14 +124,12 @@ class Layout:
         """
         self._names = tuple(names)
         self._dtypes = tuple(np.dtype(dtype) for dtype in dtypes)
-        self._shapes = tuple(_dimensions(i, shape) for i, shape in enumerate(shapes))
-        for i, name in enumerate(self._names):
-            _check_name(i, name)
+        self._shapes = tuple(tuple(int(operator.index(n)) for n in shape) for shape in shapes)
+        self._core = _core.Layout(self._names, self._shapes, self._dtypes)
         self._by_name = {name: i for i, name in enumerate(self._names)}
         if len(self._by_name) != len(self._names):
             twice = next(n for i, n in enumerate(self._names) if self._by_name[n] != i)
             raise ValueError(f"expected unique names, got {twice!r} twice")
-        self._core = _core.Layout(self._names, self._shapes, self._dtypes)
         self._named = named
         self._dtype = promote(self._dtypes)
         self._slots: tuple[Slot, ...] | None = None
@@ -450,25 +447,6 @@ def _values(parts: Parts) -> list[Any]:
     if isinstance(parts, Sequence) and not isinstance(parts, (str, bytes)):
         return list(parts)
     raise TypeError(f"expected a mapping or a sequence of arrays, got {type(parts).__name__}")
-
-
-def _check_name(i: int, name: object) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"slot {i}: expected a name of type str, got {name!r}")
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"slot {i}: expected a name in Unicode, got {name!r}") from error
-
-
-def _dimensions(i: int, shape: Sequence[int]) -> tuple[int, ...]:
-    dimensions = tuple(int(operator.index(n)) for n in shape)
-    for n in dimensions:
-        if n < 0:
-            raise ValueError(f"slot {i}: expected no negative dimension, got {dimensions}")
-        if n > sys.maxsize:
-            raise OverflowError(f"slot {i}: more bytes than can be addressed: {dimensions}")
-    return dimensions
 
 
 def _typed(value: Any, expected: type) -> Any:

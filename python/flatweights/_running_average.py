@@ -10,26 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._average import ratio, read_weight, read_weights
+from flatweights._average import read_weight, read_weights
 from flatweights._core import move_parts
 from flatweights._dtypes import is_averaged
-from flatweights._flatten import new_vector
 from flatweights._locks import TurnLock
 from flatweights._sources import Template
-
-
-class _Weights(NamedTuple):
-    """The weights of a sum.
-
-    Attributes:
-        base: The first positive weight, if there is one; the others are ratios to it.
-        ratios: The sum of these ratios.
-        total: The sum of the weights.
-    """
-
-    base: float | None = None
-    ratios: float = 0.0
-    total: float = 0.0
 
 
 class _State(NamedTuple):
@@ -37,26 +22,13 @@ class _State(NamedTuple):
 
     Attributes:
         template: What the sources have in common.
-        sum: The sum and its `_Weights`: `_core` changes both, or neither.
+        sum: The sum and its weights: `_core` changes both, or neither.
         kept: By slot, the integer and boolean parts of the first source.
     """
 
     template: Template
     sum: _core.RunningSum
     kept: Mapping[int, NDArray[Any]]
-
-    @property
-    def weights(self) -> _Weights:
-        weights: _Weights = self.sum.weights
-        return weights
-
-    def writable_sum(self) -> _core.RunningSum:
-        """Return the sum, or a copy if its memory is read-only."""
-        if self.sum.memory.flags.writeable:
-            return self.sum
-        return _core.RunningSum(
-            self.template.layout.core, _copy_of(self.sum.memory), self.sum.weights
-        )
 
 
 class RunningAverage:
@@ -87,7 +59,7 @@ class RunningAverage:
     def total_weight(self) -> float:
         """The sum of all weights so far."""
         state = self._state
-        return state.weights.total if state else 0.0
+        return state.sum.total_weight if state else 0.0
 
     def add(self, source: Any, weight: float = 1.0) -> None:
         """Add one model.
@@ -126,22 +98,14 @@ class RunningAverage:
         if models:
             self._add(models, factors, [f"source {k}" for k in range(len(models))])
 
-    def _add(self, models: list[Any], values: list[float], names: list[str]) -> None:
+    def _add(self, models: list[Any], weights: list[float], names: list[str]) -> None:
         with self._turns.ready():
             state = self._state
             template = state.template if state else Template.of(models[0], names[0])
             parts = list(map(template.read, models, names))
-            before = state.weights if state else _Weights()
-            # Weights of 0 before the first positive one have no ratio yet, and need none.
-            base = before.base if before.base is not None else next(filter(None, values), None)
-            ratios = [ratio(value, base) if base is not None else 0.0 for value in values]
-            sums, total = before.ratios, before.total
-            for value, share in zip(values, ratios, strict=True):
-                sums += share
-                total += value
             kept = state.kept if state else _kept_parts(template, models[0])
-            target = state.writable_sum() if state else _core.RunningSum(template.layout.core)
-            target.add(template.packed, parts, ratios, _Weights(base, sums, total))
+            target = state.sum if state else _core.RunningSum(template.layout.core)
+            target.add(template.packed, parts, weights)
             self._state = _State(template, target, kept)
 
     def merge(self, other: RunningAverage) -> None:
@@ -170,16 +134,8 @@ class RunningAverage:
                     f"expected sums of {template.kind.value}, got {added.template.kind.value}"
                 )
             template.check_layout(added.template.layout, "other")
-            ours, theirs = state.weights if state else _Weights(), added.weights
-            base = ours.base if ours.base is not None else theirs.base
-            scale = ratio(theirs.base, base) if theirs.base and base else 1.0
-            weights = _Weights(
-                base,
-                ours.ratios + ratio(scale * theirs.ratios, 1.0),
-                ours.total + theirs.total,
-            )
-            target = state.writable_sum() if state else _core.RunningSum(template.layout.core)
-            target.merge(added.sum, scale, weights)
+            target = state.sum if state else _core.RunningSum(template.layout.core)
+            target.merge(added.sum)
             self._state = _State(template, target, state.kept if state else added.kept)
 
     def mean(self, *, out: Any = None) -> Any:
@@ -198,12 +154,12 @@ class RunningAverage:
         """
         with self._turns.ready():
             state = self._state
-            if state is None or state.weights.base is None:
+            if state is None or not state.sum.total_weight:
                 raise ValueError("expected at least one source of positive weight, got none")
             template = state.template
             result = template.new() if out is None else out
             parts = template.read_out(result)
-            state.sum.divide_into(template.packed, parts, state.weights.ratios)
+            state.sum.divide_into(template.packed, parts)
             if state.kept:
                 views = template.views(result)
                 move_parts([views[i] for i in state.kept], list(state.kept.values()))
@@ -222,30 +178,22 @@ class RunningAverage:
                 memory = pickle.PickleBuffer(memory.view(np.uint8).data)
             else:
                 memory = memory.tobytes()
-            return _unpickle, (type(self), state.template, memory, state.weights, state.kept)
+            return _unpickle, (type(self), state.template, memory, state.sum.weights, state.kept)
 
 
 def _unpickle(
     cls: type[RunningAverage],
     template: Template,
     buffer: Any,
-    weights: _Weights,
+    weights: tuple[float, float, float],
     kept: Mapping[int, NDArray[Any]],
 ) -> RunningAverage:
     memory: NDArray[Any] = np.frombuffer(buffer, np.float64)
     # The buffer belongs to the caller, and other sums may use it.
     memory.flags.writeable = False
-    if not memory.flags.aligned:
-        memory = _copy_of(memory)
     running = cls()
     running._state = _State(template, _core.RunningSum(template.layout.core, memory, weights), kept)
     return running
-
-
-def _copy_of(memory: NDArray[Any]) -> NDArray[Any]:
-    copy = new_vector(memory.size, memory.dtype)
-    move_parts([copy.view(np.uint8)], [memory.view(np.uint8)])
-    return copy
 
 
 def _kept_parts(template: Template, source: Any) -> dict[int, NDArray[Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from flatweights import _core
-from flatweights._average import Nonfinite, add_up, average_used, relative_weights
+from flatweights._average import Nonfinite, average_used
 from flatweights._running_average import RunningAverage
 from flatweights._sources import Template, check_flat_weights
 from flatweights._weights import FlatWeights, sealed
@@ -248,11 +248,8 @@ class DriverAverage:
         reach("averaging")
         begin = time.monotonic()
         mean = layout.new_buffer()
-        relative = relative_weights(weights)
         buffers = [[model.buffer] for model in models]
-        is_finite = _core.average_into(
-            layout.core, True, [mean], buffers, relative, add_up(relative)
-        )
+        is_finite = _core.average_into(layout.core, True, [mean], buffers, weights)
         if not (is_finite or request.nonfinite == "propagate"):
             return None
         self._used = ranks

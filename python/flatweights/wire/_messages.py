@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatweights import _core
-from flatweights._average import add_up, read_weights, relative_weights
+from flatweights._average import read_weights
 from flatweights._core import move_parts
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
@@ -157,14 +157,12 @@ def average_differences(
         out = FlatWeights.empty(plan.layout)
     else:
         check_writable(out, plan.layout, "out")
-    relative = relative_weights(factors)
     _core.average_widened_into(
         plan.layout.core,
         out.buffer,
         plan.wire.core,
         [model.values.buffer for model in models],
-        relative,
-        add_up(relative),
+        factors,
     )
     return out
 
