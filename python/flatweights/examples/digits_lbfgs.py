@@ -118,7 +118,7 @@ def fit(
 ) -> tuple[Any, list[float], list[float]]:
     """Return SciPy's result, and the seconds and the loss after each iteration."""
     objective(start)  # traces the function, which is no part of the comparison
-    seconds, losses, begin = list[float](), list[float](), time.perf_counter()
+    seconds, losses = list[float](), list[float]()
 
     def record(intermediate_result: Any) -> None:
         seconds.append(time.perf_counter() - begin)
@@ -126,6 +126,7 @@ def fit(
 
     options = {"jac": True, "method": "L-BFGS-B", "options": {"maxiter": iterations}}
     with threadpool_limits(1):  # SciPy's own threads would spin on the cores of TensorFlow
+        begin = time.perf_counter()
         return minimize(objective, start, callback=record, **options), seconds, losses
 
 
