@@ -246,17 +246,17 @@ def test_a_call_whose_weights_could_not_be_put_runs_nowhere(
 def test_a_worker_refuses_a_call_that_comes_again_or_too_late() -> None:
     worker = PlainWorker()
     first, second, third = (Stamp("group", number) for number in range(3))
-    worker.call_version(Head(first, first), weights_of(1.0), "")
+    worker.call_version(Head(first, first), weights_of(1.0), None)
     worker.call_version(Head(second, first), None, "train")
     with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 1"):
         worker.call_version(Head(second, first), None, "train")
     # As on a restarted actor: restored first, then asked again what it died of.
     again = PlainWorker()
-    again.call_version(Head(third, first), weights_of(1.0), "")
+    again.call_version(Head(third, first), weights_of(1.0), None)
     with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 2"):
         again.call_version(Head(second, first), None, "train")
     with pytest.raises(StaleWorkerError):
-        again.call_version(Head(first, first), weights_of(5.0), "")
+        again.call_version(Head(first, first), weights_of(5.0), None)
     assert (worker.calls, again.calls) == (1, 0)
     again.call_version(Head(Stamp("another group", 0), first), None, "train")
 

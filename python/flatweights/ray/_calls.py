@@ -206,14 +206,14 @@ class Call(NamedTuple):
 
     Attributes:
         head: The header.
-        method: Name of the method; empty, if the worker only sets the weights.
+        method: Name of the method; None, if the worker only sets the weights.
         args: Its arguments.
         kwargs: Its keyword arguments.
         payload: The weights that ``head`` means, if this call brings them; prepared.
     """
 
     head: Head
-    method: str = ""
+    method: str | None = None
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
     payload: Payload | None = None

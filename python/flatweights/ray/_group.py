@@ -469,7 +469,7 @@ class WorkerGroup:
 
     def _call(
         self,
-        method: str = "",
+        method: str | None = None,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] = {},
         payload: Payload | None = None,

@@ -98,7 +98,7 @@ class GroupLanes:
             assert self._lanes is not None
             weights = None if call.payload is None else call.payload.value
             args = plain(call.head), plain_weights(weights), call.method, *call.args
-            kind = int(bool(call.method))  # without a method there is no result
+            kind = int(call.method is not None)  # without a method there is no result
             value = "call_version", args, call.kwargs
             message = make_message(kind, [value], self._lanes.windows, frozen=True)
             self._last = call, message

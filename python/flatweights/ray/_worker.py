@@ -157,7 +157,7 @@ class FlatWorker:
         return "pong"
 
     def call_version(
-        self, head: Head, new_weights: Any, method: str, *args: Any, **kwargs: Any
+        self, head: Head, new_weights: Any, method: str | None, *args: Any, **kwargs: Any
     ) -> Any:
         """Set the weights that a `WorkerGroup` sends, and call a method; each is optional.
 
@@ -170,7 +170,7 @@ class FlatWorker:
             head: Which call it is, which weights it means, and whether to encode the result.
             new_weights: These weights: a mapping, a vector, `ShardedWeights` or a message of the
                 wire. None, if this actor was sent them before.
-            method: Name of the method; empty, if the weights are only set.
+            method: Name of the method; None, if the weights are only set.
             *args: Its arguments.
             **kwargs: Its keyword arguments.
 
@@ -189,11 +189,11 @@ class FlatWorker:
                 except StaleWorkerError:
                     raise
                 except Exception as error:
-                    if not method:
+                    if method is None:
                         raise
                     raise RefusedWeightsError(f"{type(error).__name__}: {error}") from error
             state.check(head.version)
-            if not method:
+            if method is None:
                 return None
             result = getattr(self, method)(*args, **kwargs)
             if head.wire is None:
