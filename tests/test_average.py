@@ -639,6 +639,16 @@ def test_bad_weights_are_refused(weights: list[Any], match: str) -> None:
             fw.average(sources, weights, out=out)
 
 
+@pytest.mark.parametrize("weights", [{0: 100, 1: 1}, {1: 100}.keys(), {1.0, 2.0}, "19", b"12"])
+def test_weights_without_the_order_of_the_sources_are_refused(weights: Any) -> None:
+    out, total = np.zeros(2), fw.RunningAverage()
+    with refuses(TypeError, "weights: expected numbers in the order of the sources, got a", out):
+        fw.average([np.ones(2)] * 2, weights, out=out)
+    with refuses(TypeError, "weights: expected numbers in the order of the sources, got a", out):
+        total.add_all([np.ones(2)] * 2, weights)
+    assert fw.average([np.ones(2), np.zeros(2)], {"a": 3, "b": 1}.values()).tolist() == [0.75, 0.75]
+
+
 @pytest.mark.parametrize("sources", [[], iter([]), {}, ()])
 def test_no_sources_are_refused(sources: Any) -> None:
     out = np.zeros(2)

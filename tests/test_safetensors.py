@@ -444,6 +444,23 @@ def test_the_mode_is_as_the_umask_says(path: Path, mask: int) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o664])
+def test_a_file_keeps_its_mode_when_it_is_replaced(path: Path, mode: int) -> None:
+    for number in range(2):
+        FlatWeights({"w": np.full(3, number)}).save(path)
+        if number == 0:
+            path.chmod(mode)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert FlatWeights.load(path)["w"].tolist() == [1, 1, 1]
+
+
+def test_a_link_to_itself_stays(path: Path) -> None:
+    path.symlink_to(path)
+    with pytest.raises(OSError, match="symbolic links"):
+        FlatWeights({}).save(path)
+    assert path.is_symlink()
+
+
 def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     link = tmp_path / "latest"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, TypeVar
 
 from numpy.typing import NDArray
@@ -54,10 +54,11 @@ def average(
             the same keys, sequences of arrays (Keras ``get_weights()``), or nested dicts,
             lists and tuples of arrays (Flax), which are named by their paths. Shapes and
             dtypes must agree; for `FlatWeights`, `Layout.digest` must. Strided arrays are
-            copied first.
-        weights: One weight per source, such as the number of samples that it saw: finite,
-            not negative, not all 0, and none above 2**512 times the first positive one.
-            Equal weights, if None.
+            copied first. All are taken before any is read, so a generator must not yield one
+            buffer twice.
+        weights: One weight per source, in their order, such as the number of samples that it
+            saw: finite, not negative, not all 0, and none above 2**512 times the first positive
+            one. Equal weights, if None.
         out: Model to write to: of the same kind, writable and contiguous. It may be one of
             the sources. If None, a new model of the same kind: a dict for mappings, a list
             for sequences, nested containers for nested ones.
@@ -194,6 +195,9 @@ def read_weights(
     """Return ``count`` checked weights."""
     if weights is None:
         return [1.0] * count
+    if not isinstance(weights, (list, tuple)) and isinstance(weights, (Mapping, Set, str, bytes)):
+        kind = type(weights).__name__
+        raise TypeError(f"weights: expected numbers in the order of the sources, got a {kind}")
     factors = [read_weight(weight, f"weight {k}") for k, weight in enumerate(weights)]
     if len(factors) != count:
         raise ValueError(f"expected {count} weights, one per source, got {len(factors)}")

@@ -159,14 +159,17 @@ def _replace(
     path: str | os.PathLike[str], tensors: dict[str, NDArray[Any]], metadata: dict[str, str]
 ) -> None:
     target = Path(os.path.realpath(path))
+    if target.is_symlink():  # to itself
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
     if target.exists() and not target.is_file():  # such as a device, which would be replaced
         code = errno.EISDIR if target.is_dir() else errno.EINVAL
         raise OSError(code, "expected a file, or none", os.fspath(path))
     temporary = target.with_name(f".flatweights-{secrets.token_hex(8)}.tmp")
     try:
-        # The library makes files private to their owner; this one gets its mode from the umask.
-        with temporary.open("xb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        # The library makes files private to their owner; this one gets the mode of the file that
+        # it replaces, or that of a new file.
+        temporary.open("xb").close()
+        mode = stat.S_IMODE((target if target.exists() else temporary).stat().st_mode)
         save_file(tensors, temporary, metadata)
         temporary.chmod(mode)
         _synchronise(temporary)

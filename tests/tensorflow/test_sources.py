@@ -289,6 +289,24 @@ def test_a_loaded_saved_model(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded.up.w.numpy(), tree.up.w.numpy())
 
 
+def test_a_loaded_saved_model_of_a_compiled_tf_keras_model_has_its_optimizer(
+    tmp_path: Path,
+) -> None:
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(2,))])
+    model.compile("adam", "mse")
+    model.fit(numbers(4, 2), numbers(4, 1), verbose=0)
+    tf.saved_model.save(model, str(tmp_path))
+    loaded = tf.saved_model.load(str(tmp_path))
+    weights = TensorFlowVariables(loaded)
+    found = {id(v) for v in weights.variables.values()}
+    assert found >= {id(v) for v in (*loaded.variables, *loaded.optimizer.variables)}
+    weights.set_flat(np.arange(weights.get_flat_size()))
+    slot = loaded.optimizer.variables[-1]
+    (name,) = (name for name, v in weights.variables.items() if v is slot)
+    np.testing.assert_array_equal(slot.numpy(), weights.get_weights()[name])
+    assert np.any(slot.numpy() > 0)
+
+
 # NumPy warns of how Keras saves.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_a_loaded_keras_model_takes_the_weights_of_its_origin(tmp_path: Path) -> None:

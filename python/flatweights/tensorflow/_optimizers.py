@@ -73,7 +73,9 @@ def _is_built(optimizer: Any) -> bool:
     if is_of_keras_3(optimizer, "Optimizer"):
         return bool(optimizer.built)
     if hasattr(optimizer, "build"):
-        return bool(getattr(optimizer, "_built", False))
+        # One of a SavedModel, of which only that class is left, comes with all of its variables.
+        is_restored = type(optimizer).__name__ == "RestoredOptimizer"
+        return is_restored or bool(getattr(optimizer, "_built", False))
     # The older optimizers of `tf_keras` make their slots at the first step.
     return bool(getattr(optimizer, "_hypers_created", True))
 
