@@ -28,7 +28,7 @@ class VariablesLock {
                 const std::vector<std::size_t>* chosen, const VariableAlias* alias,
                 VariableMemory* memory, VariableFailure& failure)
       : api_(api),
-        locked_(api.lock(variables, access, chosen == nullptr ? nullptr : chosen->data(),
+        locked_(api.lock(variables, access, positions_of(chosen),
                          chosen == nullptr ? 0 : chosen->size(), alias, memory, &failure)) {}
   VariablesLock(const VariablesLock&) = delete;
   VariablesLock& operator=(const VariablesLock&) = delete;
@@ -42,6 +42,13 @@ class VariablesLock {
   void commit() noexcept { commit_ = true; }
 
  private:
+  // Null only for all variables: an empty vector may have no memory.
+  static const std::size_t* positions_of(const std::vector<std::size_t>* chosen) noexcept {
+    static constexpr std::size_t kNone = 0;
+    if (chosen == nullptr) return nullptr;
+    return chosen->empty() ? &kNone : chosen->data();
+  }
+
   const VariablesApi& api_;
   LockedVariables* locked_;
   bool commit_ = false;

@@ -449,6 +449,15 @@ def test_integers_and_booleans_are_not_computed_with() -> None:
     assert (seed, flags) == (2**40, [True, False])
 
 
+def test_a_model_of_integers_alone_keeps_its_values() -> None:
+    variable = tf.Variable(np.arange(5000))
+    weights = TensorFlowVariables(variable)
+    for update in (weights.add_flat, weights.lerp_flat):
+        held = variable.read_value()  # so that writing would need new memory
+        update(np.ones(5000), 0.5)
+        assert variable.numpy().tolist() == held.numpy().tolist() == list(range(5000))
+
+
 ONES = np.ones(7)
 
 

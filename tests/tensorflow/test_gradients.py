@@ -158,15 +158,50 @@ def test_integers_are_rounded_as_set_flat_rounds_them(way: Any) -> None:
     np.testing.assert_array_equal(integers.get_flat(), expected)
 
 
-@pytest.mark.parametrize("value", [127.5, -129.0, np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        *[(np.float32([1, value]), "int8") for value in (127.5, -129, np.nan, np.inf)],
+        (np.float16([1, -np.inf]), "int64"),
+        (np.float32([1, -1]), "uint8"),
+        (np.float32([1, 2**31]), "int32"),
+        (np.float64([1, 2**63]), "int64"),
+        (np.float64([1, 2]), "bool"),
+        (np.int32([1, -1]), "uint32"),
+        (np.int64([1, -1]), "uint64"),
+        (np.uint8([1, 128]), "int8"),
+        (np.uint64([1, 2**63]), "int64"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_integers_refuse_values_that_do_not_fit(way: Any, value: Any) -> None:
+def test_integers_refuse_values_that_do_not_fit(way: Any, values: Any, dtype: str) -> None:
     weights = TensorFlowVariables({"w": tf.Variable([0.0, 0.0])})
     with pytest.raises(
         (ValueError, tf.errors.InvalidArgumentError),
-        match=r"slot 0 .*expected values that fit int8",
+        match=f"slot 0 .*expected values that fit {dtype}",
     ):
-        way(weights, lambda: [tf.constant([1.0, value])], dtype=np.int8)
+        way(weights, lambda: [tf.constant(values)], dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (np.float64([-(2**63), 2**62]), "int64"),
+        (np.float64([0, 2**64 - 2**11]), "uint64"),
+        (np.float16([-8, 6.5]), "int4"),
+        (np.int64([-128, 127]), "int8"),
+        (np.uint64([0, 2**63 - 1]), "int64"),
+        (np.int64([0, 2**63 - 1]), "uint64"),
+        (np.array([False, True]), "int16"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_integers_take_all_values_that_fit(way: Any, values: Any, dtype: str) -> None:
+    weights = TensorFlowVariables({"w": tf.Variable([0.0, 0.0])})
+    flat = way(weights, lambda: [tf.constant(values)], dtype=dtype)
+    assert (flat.dtype, flat.tolist()) == (dtype, [round(value) for value in values.tolist()])
 
 
 def test_tensors_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,14 +228,23 @@ def _dense(gradient: Any, slot: Slot, i: int) -> tf.Tensor:
 
 def _cast(tensor: tf.Tensor, target: tf.DType, where: str) -> tf.Tensor:
     """Return the op that casts as `settable` does: to integers, it rounds and checks values."""
-    if tensor.dtype == target or not (target.is_integer or target.is_bool):
+    source = tensor.dtype
+    if source == target or not (target.is_integer or target.is_bool):
         return tf.cast(tensor, target)
-    rounded = tf.round(tensor) if tensor.dtype.is_floating else tensor
-    result = tf.cast(rounded, target)
-    fits = tf.reduce_all(tf.equal(tf.cast(result, tensor.dtype), rounded))
+    # Not by a cast there and back: a wrong sign, or infinity as the least integer, returns.
+    low, high = (0, 1) if target.is_bool else (int(target.min), int(target.max))
+    if source.is_floating:
+        rounded = tf.round(tf.cast(tensor, tf.float64))
+        fits = (rounded >= float(low)) & (rounded < float(high + 1))  # float(high) may be larger
+        # TensorFlow casts no floats to int4.
+        values = tf.cast(rounded, tf.uint64 if target == tf.uint64 else tf.int64)
+    else:
+        wide = tf.uint64 if source == tf.uint64 else tf.int64
+        values = tf.cast(tensor, wide)
+        fits = (values >= max(low, int(wide.min))) & (values <= min(high, int(wide.max)))
     message = f"{where}: expected values that fit {target.name}, got some that do not"
-    with tf.control_dependencies([tf.debugging.Assert(fits, [message])]):
-        return tf.identity(result)
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(fits), [message])]):
+        return tf.cast(tf.identity(values), target)  # tf.cast alone may add no op
 
 
 def _piece(

@@ -588,7 +588,7 @@ class TensorFlowVariables:
                 value of one of these, or None.
             out: Where to write: contiguous, of `get_flat_size` elements. A new vector, if None.
             dtype: Dtype of the result; that of the layout, if None. It is cast as by `set_flat`:
-                integers are rounded values.
+                integers are rounded values. Code that XLA compiles does not check that they fit.
             clip_norm: Scale the vector so that its Euclidean norm is at most this (Pascanu,
                 Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
                 ICML 2013), as `tf.clip_by_global_norm` does: if the norm is not finite, all of
