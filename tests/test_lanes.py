@@ -1,5 +1,7 @@
 """Lanes between processes: what passes is whole, whatever is kept, killed, stopped or refused."""
 
+import functools
+import itertools
 import os
 import signal
 import socket
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interrupts import interrupted
 from lane_processes import LARGE, Driver, command_of, sealed, value_of, weights_of
 
 import flatweights as fw
@@ -45,6 +48,15 @@ def view_of(window: _core.Window, mailbox: _core.Mailbox, offset: int, nbytes: i
     peer = _core.PeerWindow(window.descriptor, window.nonce)
     _, (view,), _ = mailbox.read_message(True, {0: (1, peer)})
     return view
+
+
+def attach_anew(driver: Driver) -> None:
+    """Give the lane of the only worker up, and make another to it."""
+    (worker,) = driver.workers
+    driver.lanes.give_up(worker.lane)
+    if worker.calls:
+        worker.outcomes(worker.calls)  # they have ended
+    worker.attach(driver.lanes)
 
 
 def are_two(windows: Windows) -> bool:
@@ -548,12 +560,6 @@ def test_a_lane_that_is_given_up_is_kept_while_its_worker_reads_windows(one: Dri
     (worker,) = one.workers
     first = worker.lane
 
-    def attach_anew() -> None:
-        one.lanes.give_up(worker.lane)
-        if worker.calls:
-            worker.outcomes(worker.calls)  # they have ended
-        worker.attach(one.lanes)
-
     def descriptors() -> tuple[int, int]:
         (theirs,) = one.values("descriptors", wants_window=False)
         return theirs, len(list(Path("/proc/self/fd").iterdir()))
@@ -562,13 +568,13 @@ def test_a_lane_that_is_given_up_is_kept_while_its_worker_reads_windows(one: Dri
     one.values("set_and_keep", weights_of(1.0), wants_window=False)
     before = descriptors()
     for value in (3.0, 4.0, 5.0):
-        attach_anew()
+        attach_anew(one)
         one.values("set", weights_of(value), wants_window=False)
         assert one.values("total", wants_window=False) == [LARGE], "it reads what it was sent"
         assert not first.is_closed
     one.values("forget", wants_window=False)
     for _ in range(3):  # the worker drops its end when it attaches once more
-        attach_anew()
+        attach_anew(one)
     assert first.is_closed
     theirs, ours = descriptors()
     assert theirs == before[0]
@@ -580,6 +586,42 @@ def test_a_lane_that_is_given_up_takes_its_command_back(one: Driver) -> None:
     lane.post(one.command("set_and_keep", weights_of(1.0)), one.lanes.windows)
     one.lanes.give_up(lane)
     assert lane.is_closed
+
+
+def test_a_lane_whose_post_was_interrupted_works_or_is_given_up(one: Driver) -> None:
+    (worker,) = one.workers
+    command = one.command("set", weights_of(1.0), wants_window=False)
+    for step in itertools.count():
+        attach_anew(one)  # a mailbox that has had no answer
+        post = functools.partial(worker.lane.post, command, one.lanes.windows)
+        was_interrupted = interrupted(post, step)
+        if worker.lane.is_given_up or not worker.lane.is_answered:  # it takes no other command
+            attach_anew(one)
+        assert one.values("echo", step) == [step]
+        if not was_interrupted:
+            break
+    assert step > 10
+
+
+def test_a_worker_without_a_doorbell_holds_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = Lanes()
+    token = lanes.new_token()
+    worker = WorkerLane(lanes.address, token)
+
+    def open_none(*_: Any) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(_core.Doorbell, "open", open_none)
+    lane = lanes.connect(token, worker.mailbox.nonce)
+    command = command_of(lanes, "echo", weights_of(1.0))
+    assert command is not None
+    assert not lane.post(command, lanes.windows)
+    assert lane.is_holding(0)
+    lane.serve(lambda number: worker.serve(None, number))
+    assert lane.take() == (REFUSED, "LaneError: expected a doorbell, got none")
+    assert not lane.is_holding(0)
+    worker.close()
+    lanes.close()
 
 
 def test_a_packet_that_cannot_be_read_breaks_no_wait_and_is_named_later() -> None:

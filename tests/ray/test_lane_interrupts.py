@@ -13,12 +13,14 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from interrupts import interrupted
 from ray_pool import Lend
 from ray_workers import PlainWorker, trained, wait_for, weights_of
 from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import WorkerError, WorkerGroup, _failpoints
+from flatweights.ray._lane_calls import LaneAnswer
 
 SIZE = 3_000
 
@@ -70,6 +72,35 @@ def test_an_interrupt_at_any_point_loses_nothing(
     assert reached or point in passed_by, "it was never there"
     for _ in range(2):
         check_round(group)
+
+
+def test_an_interrupt_while_an_answer_is_read_loses_nothing(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, is_over, step = LaneAnswer._read, False, 0
+
+    def read_half_way(answer: LaneAnswer) -> None:
+        nonlocal is_over
+        patched.undo()
+        is_over = not interrupted(lambda: read(answer), step)
+        if not is_over:
+            raise KeyboardInterrupt
+
+    def held() -> list[int]:
+        """Return how many views this process has of each window of the workers."""
+        workers: list[Any] = [group._workers[rank] for rank in range(2)]
+        lanes = [worker._lane for worker in workers if worker._lane is not None]
+        return [lane.mailbox.holds(False, index) for lane in lanes for index in range(4)]
+
+    while not is_over:
+        check_round(group)
+        assert all(count < 100 for count in held()), "none was dropped twice"
+        with monkeypatch.context() as patched:
+            patched.setattr(LaneAnswer, "_read", read_half_way)
+            with contextlib.suppress(KeyboardInterrupt):
+                group.average("train", 1.0)
+        step += 1
+    assert step > 10
 
 
 def test_a_raw_call_in_a_hot_loop_has_its_turn(group: WorkerGroup) -> None:

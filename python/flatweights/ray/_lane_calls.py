@@ -199,8 +199,10 @@ class LaneAnswer(Answer):
         if self._lane.is_answered:
             try:
                 self._read()
-            except Exception as error:
+            except BaseException as error:  # after an interrupt it may be half read
                 self._worker.lose(self._lane, "its answer could not be read")
+                if not isinstance(error, Exception):
+                    raise
                 self._error = LostResultError(f"{type(error).__name__}: {error}")
             return self._by_ray is None
         if self._lane.is_closed:
@@ -333,7 +335,7 @@ class LaneWorker(Worker):
         """Post a command; None if the worker does not take it."""
         try:
             is_there = lane.post(command, self.lanes.windows)
-        except (RuntimeError, OSError) as error:
+        except Exception as error:
             self.lose(lane, f"{type(error).__name__}: {error}")
             return None
         if not is_there:

@@ -68,18 +68,23 @@ class DriverLane(LaneEnd):
         Raises:
             LaneError: If the worker has not answered the last one.
             OSError: If the worker is dead, or does not take new windows.
+            Exception: If nobody has read the last answer, and it cannot be read.
         """
         if not self.is_answered:
             raise LaneError("the last command was not answered")
-        if not self._is_read:
-            self.take()  # nobody has: it is dropped, so that the worker can write its window again
-        self.announce(windows, command.places)
-        reach("announced")
-        self.hold(command.places)
-        self._sent, self._is_read = command.places, False
-        is_expected = self.mailbox.post(command.content, self._count)
-        reach("posted")
-        return is_expected
+        try:
+            if not self._is_read:  # nobody has: so that the worker can write its window again
+                self.take()
+            self.announce(windows, command.places)
+            reach("announced")
+            self.hold(command.places)
+            self._sent, self._is_read = command.places, False
+            is_expected = self.mailbox.post(command.content, self._count)
+            reach("posted")
+            return is_expected
+        except BaseException:  # what is held, posted and read may not fit together
+            self.is_given_up = True
+            raise
 
     def serve(self, call: Callable[[int], Any]) -> None:
         """Make another Ray call that serves commands, by ``call``, which takes its number."""

@@ -132,9 +132,9 @@ class WorkerLane(LaneEnd):
         try:
             if self._doorbell is None:
                 self.receive()
-            if self._doorbell is None:
-                raise self._missing("expected a doorbell, got none")
             kind, buffers, stream = self.read()
+            if self._doorbell is None:  # known after `read`, so that no window stays held
+                raise self._missing("expected a doorbell, got none")
             method, args, kwargs = pickle.loads(stream, buffers=buffers)
             del buffers
         except Exception as error:
