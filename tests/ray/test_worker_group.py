@@ -652,6 +652,43 @@ def test_run_after_a_broken_round_begins_with_the_latest_weights(group: WorkerGr
     assert_same(next(group.run(1, "train")).weights, mean_of(expected, range(3)))
 
 
+def test_after_a_broken_round_a_late_rank_takes_no_time_from_others(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group.broadcast(weights_of(1.0))
+    with pytest.raises(WorkerError, match="rank 1: ArithmeticError"):
+        list(group.run(1, "act", {1: "raise"}))
+    ends: list[Any] = []
+    settle, send = group._workers.settle, group._send_in_full
+
+    def settled(deadline: Any) -> Any:
+        ends.append(deadline.end)
+        return settle(deadline)
+
+    def sent(ranks: Any, deadline: Any) -> Any:
+        ends.append(deadline.end)
+        return send(ranks, deadline)
+
+    monkeypatch.setattr(group._workers, "settle", settled)
+    monkeypatch.setattr(group, "_send_in_full", sent)
+    next(group.run(1, "train", timeout=60))
+    assert ends[0] < ends[1], "the time to send begins once the late ranks were waited for"
+
+
+@pytest.mark.parametrize("method", [None, 3])
+def test_a_method_without_a_name_is_refused(group: WorkerGroup, method: Any) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: group.step(method),
+        lambda: group.average(method, broadcast=weights_of(9.0)),
+        lambda: group.run(1, method),
+    ]
+    group.broadcast(start := weights_of(1.0))
+    for call in calls:
+        with pytest.raises(TypeError, match=f"method: expected a name, got {method}"):
+            call()
+    assert_all_have(group, start)
+
+
 def test_a_vector_goes_round_too(group: WorkerGroup) -> None:
     start = weights_of(1.0)
     group.broadcast(start)

@@ -207,7 +207,9 @@ class WorkerGroup:
 
         Raises:
             WorkerError: If a method raised, or no rank has answered.
+            TypeError: If ``method`` is no name.
         """
+        _check_method(method)
         deadline = Deadline.after(timeout)
         ranks = self._workers.settle(deadline)
         arrivals = Arrivals(deadline)
@@ -274,6 +276,7 @@ class WorkerGroup:
             TypeError: As `flatweights.ray.average`.
             ValueError: As `flatweights.ray.average`.
         """
+        _check_method(method)
         request = self._request(
             weights, sharded, timeout=timeout, min_results=min_results, nonfinite=nonfinite
         )
@@ -426,6 +429,7 @@ class WorkerGroup:
             rounds = operator.index(rounds)
         except TypeError:
             raise TypeError(f"rounds: expected an integer, got {rounds!r}") from None
+        _check_method(method)
         request = self._request(
             weights, sharded, timeout=timeout, min_results=min_results, nonfinite=nonfinite
         )
@@ -444,9 +448,10 @@ class WorkerGroup:
             for number in range(1, rounds + 1):
                 begin = time.monotonic()
                 if self._in_round and self._sent.version is not None:
-                    deadline = Deadline.after(timeout)
-                    ranks = self._workers.settle(deadline)
-                    self._workers.unhealthy |= self._send_in_full(ranks, deadline).failed
+                    ranks = self._workers.settle(Deadline.after(timeout))
+                    # A late rank may have taken all of the time, and the others are not late.
+                    arrivals = self._send_in_full(ranks, Deadline.after(timeout))
+                    self._workers.unhealthy |= arrivals.failed
                 if self._workers.unhealthy:
                     self.restore(timeout=_PROBE if timeout is None else min(_PROBE, timeout))
                 self._in_round = True
@@ -601,6 +606,12 @@ class WorkerGroup:
             if payload is not None:
                 METRICS.count_sent(len(arrivals.arrived) * payload.nbytes)
         return arrivals
+
+
+def _check_method(method: str) -> None:
+    """Raise unless ``method`` is a name: a call without one would only set weights."""
+    if not isinstance(method, str):
+        raise TypeError(f"method: expected a name, got {method!r}")
 
 
 def _note_seconds(weights: Any, step: str, seconds: float) -> None:
