@@ -162,6 +162,116 @@ def test_weights_that_all_refused_are_sent_to_nobody(
     assert len({*bits(group)}) == 1
 
 
+@ray.remote(num_cpus=0)
+def lost() -> None:
+    raise ValueError("lost")
+
+
+@ray.remote(num_cpus=0)
+class Owner:
+    def put(self) -> list[Any]:
+        return [ray.put(start_of(5.0, LARGE))]
+
+
+def ref_without_owner() -> Any:
+    owner: Any = Owner.remote()
+    (ref,) = ray.get(owner.put.remote())
+    ray.kill(owner)
+    for _ in range(1200):  # until Ray has noticed
+        try:
+            ray.get(ref)
+        except ray.exceptions.OwnerDiedError:
+            return ref
+        threading.Event().wait(0.05)
+    raise AssertionError("the object has outlived its owner")
+
+
+class NotHere:
+    """Weights that no worker can unpickle."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _raise_value_error, ()
+
+
+def _raise_value_error() -> None:
+    raise ValueError("lost")
+
+
+BROKEN: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "task": lambda: (lost.remote(), None),
+    "owner": lambda: (ref_without_owner(), None),
+    "class": lambda: (NotHere(), None),
+    "argument": lambda: (start_of(5.0), lost.remote()),
+}
+
+
+def send(
+    group: WorkerGroup,
+    how: str,
+    weights: Any,
+    sharded: dict[str, ShardedAverage],
+    argument: Any = None,
+) -> None:
+    """Send ``weights``, alone or with a call."""
+    if how == "broadcast":
+        group.broadcast(weights)
+    elif how == "step":
+        group.step("give", 0, argument, None, broadcast=weights)
+    else:
+        options = {"sharded": sharded.get(how)}
+        group.average("give", 0, argument, None, broadcast=weights, **options)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [(how, "task") for how in ("broadcast", "step", "average", "sharded", "per node")]
+    + [("average", what) for what in ("owner", "class", "argument")],
+)
+def test_weights_that_reached_nobody_are_not_the_latest(
+    group: WorkerGroup, sharded: dict[str, ShardedAverage], how: str, what: str
+) -> None:
+    weights, argument = BROKEN[what]()
+    group.step("forget_calls")
+    with pytest.raises(WorkerError, match=r"rank [012]: .*(lost|OwnerDiedError)"):
+        send(group, how, weights, sharded, argument)
+    assert group.healthy_actor_ids() == [0, 1, 2]
+    without_rank_0(group)
+    assert group.restore(timeout=60) == [0]
+    assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
+
+
+@pytest.mark.parametrize("how", ["broadcast", "average", "sharded"])
+def test_weights_that_cannot_be_sent_are_not_the_latest(
+    group: WorkerGroup, sharded: dict[str, ShardedAverage], how: str
+) -> None:
+    of_another_session = ray.ObjectRef.from_random()
+    with pytest.raises(ValueError, match="owner is unknown"):
+        send(group, how, of_another_session, sharded)
+    assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
+    without_rank_0(group)
+    assert group.restore(timeout=60) == [0]
+
+
+def test_weights_that_some_rank_took_before_its_method_raised_are_the_latest(
+    group: WorkerGroup,
+) -> None:
+    with pytest.raises(WorkerError, match=r"rank [012]: ArithmeticError: diverged"):
+        group.average("act", dict.fromkeys(range(3), "raise"), broadcast=start_of(2.0))
+    without_rank_0(group)
+    assert group.restore(timeout=60) == [0]
+    assert bits(group)[0] == start_of(2.0).buffer.tobytes()
+
+
+def test_a_round_is_put_anew_in_another_session_of_ray(group: WorkerGroup) -> None:
+    found = group.average("train")
+    first = found.ref
+    assert found.ref is first
+    found._session = ("an earlier job", "an earlier node")
+    assert found.current_ref() != first
+    assert found.ref is found.current_ref()
+    assert same_bits(ray.get(found.ref).buffer, found.weights.buffer)
+
+
 @pytest.mark.parametrize("error", [StoreTooSmallError, KeyboardInterrupt])
 def test_weights_that_could_not_be_put_are_not_the_latest(
     wired: WorkerGroup, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]

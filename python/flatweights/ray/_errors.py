@@ -40,7 +40,7 @@ class StaleWorkerError(RuntimeError):
 
 
 class RefusedWeightsError(RuntimeError):
-    """A worker could not set the weights that a call brought, and so did not run the method."""
+    """A worker has not set the weights that a call brought, and so did not run the method."""
 
 
 class StoreTooSmallError(RuntimeError):
@@ -50,13 +50,18 @@ class StoreTooSmallError(RuntimeError):
 def is_lost(error: Exception) -> bool:
     """Whether the worker, rather than its method, failed: it died, is stale, or is late."""
     if isinstance(error, ray.exceptions.RayTaskError):
-        return isinstance(getattr(error, "cause", None), StaleWorkerError)
+        return is_stale(error)
     return isinstance(error, (ray.exceptions.RayError, TimeoutError))
 
 
 def is_refusal(error: Exception) -> bool:
     """Whether the worker has not set the weights that a call brought."""
-    return isinstance(getattr(error, "cause", None), RefusedWeightsError)
+    return isinstance(getattr(error, "cause", error), RefusedWeightsError)
+
+
+def is_stale(error: Exception) -> bool:
+    """Whether the worker has other weights than those that a call means."""
+    return isinstance(getattr(error, "cause", None), StaleWorkerError)
 
 
 def late_error(timeout: float | None) -> TimeoutError:

@@ -23,7 +23,16 @@ from flatweights.ray._engine import (
     Weights,
     check_count,
 )
-from flatweights.ray._errors import WorkerError, is_lost, is_refusal, put, size_of
+from flatweights.ray._errors import (
+    RefusedWeightsError,
+    WorkerError,
+    is_lost,
+    is_refusal,
+    is_stale,
+    put,
+    reason_of,
+    size_of,
+)
 from flatweights.ray._failpoints import reach
 from flatweights.ray._metrics import METRICS
 from flatweights.ray._ray_calls import BY_VALUE, argument_of
@@ -522,7 +531,8 @@ class WorkerGroup:
     ) -> Iterator[Payload | None]:
         """Have calls bring ``weights``, unless these are None; end their round.
 
-        Where some ranks refused them, those are unhealthy; where all did, nothing was sent.
+        Where some ranks refused them, those are unhealthy; where all did, nothing was sent. The
+        same if no call could be made.
 
         Args:
             weights: The weights.
@@ -532,25 +542,33 @@ class WorkerGroup:
         """
         before = self._sent
         payload = None
+        took: set[int] | None = None
         try:
             if weights is not None and ranks:
                 payload = self._make_latest(weights, ranks)
             yield payload
+            if payload is not None and not alone:
+                took = self._find_out_who_took(arrivals)
         except WorkerError as error:
-            # It was raised for the first that refused: others may have set them, or refused, too.
-            while _refusals(arrivals) and not _took(arrivals):
-                came = arrivals.wait()
-                if came is None:
-                    break
-                for rank in came:
-                    arrivals.take(rank)
+            if payload is not None:
+                took = self._find_out_who_took(arrivals)
+                # Raised for the first that refused: others may have set them, or refused, too.
+                while _refusals(arrivals) and not took and (came := arrivals.wait()) is not None:
+                    for rank in came:
+                        arrivals.take(rank)
+                    took = self._find_out_who_took(arrivals)
             raise WorkerError(error.failed | _refusals(arrivals)) from error.__cause__
+        except Exception:
+            if not arrivals.answers:  # no call could be made
+                self._sent = before
+            raise
         finally:
             # Also if something other than a rank's failure has broken the round off.
             self._workers.close(arrivals)
             if payload is not None:
                 refused = _raised(arrivals.failed) if alone else _refusals(arrivals)
-                took = arrivals.arrived if alone else _took(arrivals)
+                if took is None:
+                    took = arrivals.arrived if alone else _may_have_taken(arrivals)
                 if refused and not took and arrivals.unanswered.keys() <= {*arrivals.late}:
                     self._sent = before
                 else:
@@ -558,6 +576,31 @@ class WorkerGroup:
                 METRICS.count_sent(len(took) * payload.nbytes)
                 if isinstance(weights, Round):
                     weights.nbytes_sent = len(took) * payload.nbytes
+
+    def _find_out_who_took(self, arrivals: Arrivals) -> set[int]:
+        """Return the ranks that have set the weights that a call brought.
+
+        If no rank gave a result, those that raised are asked. One that has other weights did not
+        begin the call: an argument failed, such as a reference to an object that is lost. It
+        counts as one that refused.
+        """
+        raised = _may_have_taken(arrivals)
+        if arrivals.arrived or arrivals.quarantined or not raised:
+            return raised
+        asked = Arrivals(Deadline.after(_PROBE))
+        try:
+            self._send_out(self._call(), asked, sorted(raised))
+            asked.collect()
+            for rank in [rank for rank, error in asked.failed.items() if is_stale(error)]:
+                del asked.failed[rank]
+                raised.remove(rank)
+                error = arrivals.failed[rank]
+                refusal = RefusedWeightsError(f"the call did not begin: {reason_of(error)}")
+                refusal.__cause__ = error
+                arrivals.failed[rank] = refusal
+        finally:
+            self._workers.close(asked)
+        return raised
 
     def _to_send(self, weights: Any) -> tuple[Payload, GroupWire | None]:
         """Return the payload for ``weights``, and the wire once it is sent."""
@@ -626,8 +669,8 @@ def _refusals(arrivals: Arrivals) -> dict[int, Exception]:
     return {rank: error for rank, error in arrivals.failed.items() if is_refusal(error)}
 
 
-def _took(arrivals: Arrivals) -> set[int]:
-    """Return the ranks that have answered, and have set the weights that a call brought."""
+def _may_have_taken(arrivals: Arrivals) -> set[int]:
+    """Return the ranks that have answered a call that brought weights, and did not refuse them."""
     if not arrivals.failed:
         return arrivals.arrived
     return arrivals.arrived | _raised(arrivals.failed).keys() - _refusals(arrivals).keys()

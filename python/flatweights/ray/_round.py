@@ -67,6 +67,7 @@ class Round:
         self.number = number
         self.ways: dict[int, str] = {}
         self._ref: Any = None
+        self._session: tuple[str, str] | None = None  # of Ray, in which it was put
         self._in_store: list[Any] = []  # the parts that were put, if none of them can change
 
     @property
@@ -80,8 +81,10 @@ class Round:
 
     @property
     def ref(self) -> Any:
-        """The average in the object store: put there on first use, once."""
-        if self._ref is None:
+        """The average in the object store: put there on first use, once in a session of Ray."""
+        session = _session()
+        if self._ref is None or self._session != session:
+            self._session = session
             begin = time.monotonic()
             self._ref = put(self.weights, len(self.used) + len(self.failed) + len(self.late))
             parts = parts_of(self.weights)
@@ -163,6 +166,12 @@ def ranks_left_out(result: Round) -> dict[str, list[int]]:
 def _ranks(ranks: Sequence[int]) -> str:
     shown = [*map(str, ranks[:16]), *(["..."] if len(ranks) > 16 else [])]
     return f"({', '.join(shown)})"
+
+
+def _session() -> tuple[str, str]:
+    """Return what no two sessions of Ray have in common: the job and the node."""
+    context = ray.get_runtime_context()
+    return context.get_job_id(), context.get_node_id()
 
 
 def _consists_of(model: Any, arrays: Sequence[Any]) -> bool:
