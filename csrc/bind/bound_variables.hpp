@@ -47,7 +47,7 @@ class BoundVariables {
   static py::object getter(const py::object& self);
   static py::object setter(const py::object& self);
 
-  // Values are cast as by `settable`, if they are not of their variable's dtype.
+  // Where dtypes differ, a get casts as `cast_all` does, and a set as `settable` and `cast_all` do.
   void get_vector(const py::array& out, bool guard);
   void set_vector(const py::array& flat, bool share, bool guard);
 

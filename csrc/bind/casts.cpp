@@ -16,7 +16,8 @@ constexpr int kNumPyFirstUser = 256;
 
 bool is_of_user(const py::dtype& dtype) { return dtype.num() >= kNumPyFirstUser; }
 
-// Of ml_dtypes; other libraries than that have no such names.
+// Whether `dtype` is one of ml_dtypes with `text` in its name; those of other libraries have
+// neither "int" nor "float" in theirs.
 bool has_in_name(const py::dtype& dtype, const char* text) {
   return is_of_user(dtype) &&
          dtype.attr("name").cast<std::string>().find(text) != std::string::npos;

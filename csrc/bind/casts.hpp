@@ -18,7 +18,7 @@ namespace flatweights::bind {
 [[nodiscard]] bool is_settable(const py::dtype& from, const py::dtype& to);
 
 // `value`, after checking that it may set a part of `dtype` and of the shape of the slot at
-// `place`. It is a copy only if that is an integer dtype and another one; raises if a value does
+// `place`; if that is an integer dtype other than its own, a rounded copy. Raises if a value does
 // not fit it.
 [[nodiscard]] py::array settable(const py::array& value, const py::dtype& dtype,
                                  const Place& place);
