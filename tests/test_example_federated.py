@@ -107,10 +107,10 @@ def test_one_round_of_so_many_has_a_death() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
+        ("--concentration", "inf", "expected a number above 0, at most 1e+09, got 'inf'"),
         ("--clients", "1001", "expected an integer from 1 to 1000, got '1001'"),
         ("--fraction", "0", "expected a number above 0, at most 1, got '0'"),
         ("--fraction", "1.5", "expected a number above 0, at most 1, got '1.5'"),
-        ("--concentration", "inf", "expected a number above 0, got 'inf'"),
         ("--failing", "1", "expected a number of at least 0 and below 1, got '1'"),
     ],
 )

@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--fraction", type=positive(1), default=0.2, help="of the clients, drawn for a round")
     add("--failing", type=examples.fraction, default=0.2, help="share of those drawn that fails")
     add("--deaths", type=integer(0), default=20, help="rounds per death of a process; 0: none")
-    add("--concentration", type=positive(), default=0.1, help="how alike the mixes of labels are")
+    add("--concentration", type=positive(1e9), default=0.1, help="how alike mixes of labels are")
     add("--server", nargs="+", choices=SERVERS, default=["FedAvg", "FedAdam"], help="to compare")
     options = parser.parse_args(arguments)
     # Clients fail on purpose, in every round: the table counts them.

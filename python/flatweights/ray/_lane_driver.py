@@ -73,7 +73,7 @@ class DriverLane(LaneEnd):
         if not self.is_answered:
             raise LaneError("the last command was not answered")
         try:
-            if not self._is_read:  # nobody has: so that the worker can write its window again
+            if not self._is_read:  # the worker writes its window again once it is read
                 self.take()
             self.announce(windows, command.places)
             reach("announced")
