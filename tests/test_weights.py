@@ -236,6 +236,13 @@ def test_assigning_casts_as_copyto_does(name: str, value: Any, expected: Any, pa
     assert np.array_equal(w[name], np.broadcast_to(expected, w[name].shape))
 
 
+def test_a_part_without_elements_is_cast_whatever_its_dimensions() -> None:
+    shape = (2**60, 0)
+    weights = FlatWeights.empty(Layout(["a"], [shape], ["i1"]))
+    weights["a"] = np.empty(shape, np.int16)  # no array of 16 bytes an element has this shape
+    assert weights["a"].shape == shape
+
+
 def test_update_reads_all_before_it_writes() -> None:
     w = FlatWeights({"a": np.array([1.0, 2.0]), "b": np.array([3.0, 4.0])})
     w.update(a=w["b"], b=w["a"])

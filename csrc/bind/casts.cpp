@@ -78,6 +78,8 @@ std::pair<long double, long double> range_of(const py::dtype& dtype) {
 
 py::array rounded(const py::array& array, const py::dtype& dtype, const Place& place) {
   static_assert(LDBL_MANT_DIG >= 64, "long double holds all integers of 64 bits");
+  // Without elements, an array may have dimensions that none of long double can have.
+  if (array.size() == 0) return cast(array, dtype);
   const auto [least, beyond] = range_of(dtype);
   py::array exact = cast(array, py::dtype::of<long double>());
   auto* const values = static_cast<long double*>(exact.mutable_data());
