@@ -32,6 +32,13 @@ from flatweights.ray._shard_tasks import ShardOwner
 LARGE = 80_000  # elements; in 16 bits, too, beyond what travels by value
 
 
+class TwoArgumentsError(Exception):
+    """Does not unpickle."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
 class Told(PlainWorker):
     """Waits, trains and refuses as it is told; its weights may be float32, for the wire."""
 
@@ -52,8 +59,18 @@ class Told(PlainWorker):
     def give(self, rank: int, value: Any, otherwise: Any) -> Any:
         return value if rank == self.rank else otherwise
 
+    def raise_two_arguments(self) -> None:
+        raise TwoArgumentsError(1, 2)
+
     def takes_all(self, **options: Any) -> tuple[FlatWeights, Any]:
         return self.get_weights(), options
+
+
+class AsyncTold(Told):
+    """An async actor."""
+
+    async def train_async(self) -> FlatWeights:
+        return self.train()
 
 
 def start_of(value: float, size: int = 5) -> FlatWeights:
@@ -162,6 +179,51 @@ def test_weights_that_all_refused_are_sent_to_nobody(
     assert len({*bits(group)}) == 1
 
 
+@pytest.mark.parametrize("how", ["broadcast", "step", "average"])
+@pytest.mark.parametrize("size", ["wire", "plain"])
+def test_where_no_worker_is_healthy_weights_bring_those_back_that_take_them(
+    three: WorkerGroup, wired: WorkerGroup, size: str, how: str
+) -> None:
+    group = wired if size == "wire" else three
+    elements = LARGE if group is wired else 5
+    heal(group)
+    group.broadcast(start_of(1.0, elements))
+    group.broadcast(start_of(1.25, elements))
+    before = bits(group)
+    without_any(group)
+    with pytest.raises(WorkerError, match=r"rank 0: ValueError: too large\nrank 1: Value"):
+        send(group, how, start_of(100.0, elements))
+    assert group.healthy_actor_ids() == []
+    assert group.restore(timeout=60) == [0, 1, 2]
+    assert bits(group) == before
+    without_any(group)
+    send(group, how, start_of(3.0, elements))
+    assert group.healthy_actor_ids() == [0, 1, 2]
+    assert {*bits(group)} == {start_of(3.0, elements).buffer.tobytes()}
+
+
+def without_any(group: WorkerGroup) -> None:
+    for rank in group.actors():
+        group._workers.unhealthy[rank] = TimeoutError("away")
+
+
+def test_workers_that_all_restart_before_the_first_broadcast_come_back_with_it(lend: Lend) -> None:
+    group = lend(Told, 2, max_restarts=-1)
+    group.step("ping")
+    for actor in group.actors().values():
+        ray.kill(actor, no_restart=False)
+    for _ in range(1200):  # Ray takes a while to restart an actor
+        try:
+            back = group.broadcast(start_of(1.0), timeout=60)
+            break
+        except WorkerError:
+            threading.Event().wait(0.05)
+    assert back
+    heal(group)
+    assert group.average("get_weights").used == (0, 1)
+    assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
+
+
 @ray.remote(num_cpus=0)
 def lost() -> None:
     raise ValueError("lost")
@@ -209,17 +271,17 @@ def send(
     group: WorkerGroup,
     how: str,
     weights: Any,
-    sharded: dict[str, ShardedAverage],
+    sharded: ShardedAverage | None = None,
     argument: Any = None,
 ) -> None:
     """Send ``weights``, alone or with a call."""
+    call = ("get_weights",) if argument is None else ("give", -1, argument, None)
     if how == "broadcast":
         group.broadcast(weights)
     elif how == "step":
-        group.step("give", 0, argument, None, broadcast=weights)
+        group.step(*call, broadcast=weights)
     else:
-        options = {"sharded": sharded.get(how)}
-        group.average("give", 0, argument, None, broadcast=weights, **options)
+        group.average(*call, broadcast=weights, sharded=sharded)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +295,7 @@ def test_weights_that_reached_nobody_are_not_the_latest(
     weights, argument = BROKEN[what]()
     group.step("forget_calls")
     with pytest.raises(WorkerError, match=r"rank [012]: .*(lost|OwnerDiedError)"):
-        send(group, how, weights, sharded, argument)
+        send(group, how, weights, sharded.get(how), argument)
     assert group.healthy_actor_ids() == [0, 1, 2]
     without_rank_0(group)
     assert group.restore(timeout=60) == [0]
@@ -246,7 +308,7 @@ def test_weights_that_cannot_be_sent_are_not_the_latest(
 ) -> None:
     of_another_session = ray.ObjectRef.from_random()
     with pytest.raises(ValueError, match="owner is unknown"):
-        send(group, how, of_another_session, sharded)
+        send(group, how, of_another_session, sharded.get(how))
     assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
     without_rank_0(group)
     assert group.restore(timeout=60) == [0]
@@ -410,6 +472,40 @@ def test_after_an_interrupt_weights_are_sent_once_the_call_has_ended(
     expected = fw.average([trained(start_of(1.0), rank) for rank in range(3)])
     assert same_bits(found.weights.buffer, expected.buffer)
     assert set(bits(group)) == {expected.buffer.tobytes()}
+
+
+def test_a_worker_says_whose_weights_it_has() -> None:
+    worker = PlainWorker()
+    worker.call_version(Head(Stamp("one", 1), Stamp("one", 0)), weights_of(1.0), None)
+    with pytest.raises(StaleWorkerError, match="expected weights of version 0, got 0 of another"):
+        worker.call_version(Head(Stamp("another", 1), Stamp("another", 0)), None, "train")
+    worker.call_version(Head(Stamp("another", 2), None), None, "train")
+    # As after a broadcast that only a late worker took.
+    with pytest.raises(StaleWorkerError, match="expected no weights of the group, got version 0"):
+        worker.call_version(Head(Stamp("one", 2), None), None, "train")
+    assert worker.calls == 1
+
+
+@pytest.mark.parametrize("call", ["step", "average"])
+def test_an_error_that_does_not_unpickle_leaves_its_actor_healthy(
+    group: WorkerGroup, call: str
+) -> None:
+    reason = r"[\w.]*TwoArgumentsError: 1 and 2"
+    with pytest.raises(WorkerError, match=rf"^rank [012]: {reason}(\nrank [12]: {reason})*$"):
+        getattr(group, call)("raise_two_arguments")
+    assert group.healthy_actor_ids() == [0, 1, 2]
+    with pytest.raises(WorkerError, match=rf"^rank [012]: {reason}"):
+        getattr(group, call)("raise_two_arguments", broadcast=start_of(2.0))
+    assert group.average("get_weights").used == (0, 1, 2)
+    assert set(bits(group)) == {start_of(2.0).buffer.tobytes()}
+
+
+def test_an_async_method_is_refused(lend: Lend) -> None:
+    group = lend(AsyncTold, 1)
+    for call in (group.step, group.average):
+        with pytest.raises(WorkerError, match="TypeError: expected a plain method, got an async o"):
+            call("train_async")
+    assert group.step("how_often") == {0: 0}
 
 
 # What is given is checked, and goes where it belongs.

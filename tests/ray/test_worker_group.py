@@ -707,6 +707,9 @@ def test_shutdown_ends_the_processes_and_lets_go(make: Make, tmp_path: Path) -> 
     assert alive == []
     with pytest.raises(WorkerError, match="rank 0: RuntimeError: the group was shut down"):
         group.average()
+    with pytest.raises(WorkerError, match="rank 0: RuntimeError: the group was shut down"):
+        group.broadcast(weights_of(1.0, LARGE))
+    assert group.restore() == []
     group.shutdown()
 
 

@@ -13,6 +13,9 @@ from flatweights._weights import FlatWeights
 
 FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 
+# What a method raised, if it does not unpickle here; older versions of Ray do not have it.
+_UNSERIALIZABLE: Any = getattr(ray.exceptions, "UnserializableException", ())
+
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes|$)")
 
@@ -51,7 +54,8 @@ def is_lost(error: Exception) -> bool:
     """Whether the worker, rather than its method, failed: it died, is stale, or is late."""
     if isinstance(error, ray.exceptions.RayTaskError):
         return is_stale(error)
-    return isinstance(error, (ray.exceptions.RayError, TimeoutError))
+    is_raised = isinstance(error, _UNSERIALIZABLE)
+    return isinstance(error, (ray.exceptions.RayError, TimeoutError)) and not is_raised
 
 
 def is_refusal(error: Exception) -> bool:
@@ -72,12 +76,16 @@ def late_error(timeout: float | None) -> TimeoutError:
 def reason_of(error: Exception) -> str:
     """Return the type and text of what a worker raised, without Ray's error around it."""
     shown = _shown(error)
+    if isinstance(shown, _UNSERIALIZABLE):  # a traceback, what the method raised last
+        return str(shown).strip().splitlines()[-1]
     return f"{type(shown).__name__}: {shown}"
 
 
 def reason_in_a_line(error: Exception) -> str:
     """As `reason_of`, on one line: Ray's own errors have several, and colours in them."""
     shown = _shown(error)
+    if isinstance(shown, _UNSERIALIZABLE):
+        return reason_of(shown)
     name = type(shown).__name__
     lines = [line.strip() for line in _COLOURS.sub("", str(shown)).splitlines() if line.strip()]
     if not lines:

@@ -78,6 +78,8 @@ class WorkerGroup:
     the first `broadcast` there are no weights to send: a restarted actor stays unhealthy
     until there are.
 
+    A group is for one thread: calls from several at a time are not supported.
+
     >>> import numpy as np
     >>> import ray
     >>> _ = ray.init(num_cpus=2, log_to_driver=False, ignore_reinit_error=True)
@@ -220,7 +222,7 @@ class WorkerGroup:
         """
         _check_method(method)
         deadline = Deadline.after(timeout)
-        ranks = self._workers.settle(deadline)
+        ranks, broadcast = self._to_call(broadcast, deadline)
         arrivals = Arrivals(deadline)
         with self._bringing(broadcast, ranks, arrivals) as payload:
             self._send_out(self._call(method, args, kwargs, payload), arrivals, ranks)
@@ -314,7 +316,7 @@ class WorkerGroup:
         if sharded is not None and (out is not None or self._sent.wire is not None):
             raise ValueError("sharded: expected neither out nor a wire_dtype with it")
         deadline = Deadline.after(request.timeout)
-        ranks = self._workers.settle(deadline)
+        ranks, broadcast = self._to_call(broadcast, deadline)
         if len(ranks) < (request.min_results or 1):
             raise WorkerError(self._workers.unhealthy)
         before = dict(self._workers.unhealthy)
@@ -350,6 +352,9 @@ class WorkerGroup:
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
         """Send ``weights`` to all healthy workers; they have them from then on.
 
+        If no worker is healthy, they are sent to all that owe no answer: those that take them are
+        healthy again. If none takes them, and none is late, nothing has changed.
+
         Args:
             weights: What `FlatWorker.set_weights` takes, a vector, a `Round` (of a `ShardedRound`
                 workers fetch the shards themselves), its `ShardedRound.shards`, or a reference
@@ -369,9 +374,9 @@ class WorkerGroup:
         if weights is None:
             raise TypeError("weights: expected weights to send, got None")
         deadline = Deadline.after(timeout)
-        ranks = self._workers.settle(deadline)
-        if not ranks:
-            raise WorkerError(self._workers.unhealthy)
+        ranks, rest = self._to_call(weights, deadline)
+        if rest is None:
+            return ranks
         arrivals = Arrivals(deadline)
         with self._bringing(weights, ranks, arrivals, alone=True) as payload:
             begin = time.monotonic()
@@ -386,17 +391,14 @@ class WorkerGroup:
     def restore(self, *, timeout: float | None = _PROBE) -> list[int]:
         """Send unhealthy workers the latest weights; return the ranks that have them.
 
-        They are healthy again. A worker that was late is sent them once it has answered.
+        They are healthy again. It asks each worker once: one that Ray is still restarting, or that
+        still owes a late answer, stays unhealthy. Call it again later, as `run` does before
+        each round.
 
         Args:
-            timeout: Seconds to wait for answers; for ever, if None.
+            timeout: Seconds to wait for the answers of those that were asked; for ever, if None.
         """
-        deadline = Deadline.after(timeout)
-        arrivals = self._send_in_full(self._workers.to_probe(), deadline)
-        self._workers.unhealthy |= arrivals.failed
-        healed = sorted(arrivals.arrived)
-        self._workers.heal(healed)
-        return healed
+        return sorted(self._probe(Deadline.after(timeout)).arrived)
 
     def run(
         self,
@@ -627,6 +629,40 @@ class WorkerGroup:
         nbytes = value.layout.nbytes if is_sharded else nbytes_of(value) or size_of(value) or 0
         ranks = len(self._workers)  # not the group: a cycle would keep its actors
         return Payload(value, nbytes, lambda: put(value, ranks))
+
+    def _to_call(self, weights: Any, deadline: Deadline) -> tuple[list[int], Any]:
+        """Return the healthy ranks, and the weights that calls are to bring them.
+
+        If none is healthy, ``weights`` are sent at once to those that can be reached: these ranks
+        are returned, and None.
+
+        Raises:
+            WorkerError: If none took them.
+        """
+        ranks = self._workers.settle(deadline)
+        if ranks or weights is None:
+            return ranks, weights
+        before, arrivals = self._sent, None
+        try:
+            self._make_latest(weights, ranks)
+            arrivals = self._probe(deadline)
+        finally:
+            if arrivals is None or not (arrivals.arrived or arrivals.late):
+                self._sent = before
+        if not arrivals.arrived:
+            raise WorkerError(self._workers.unhealthy)
+        if isinstance(weights, Round):
+            sent = self._sent.full or self._sent.payload
+            assert sent is not None
+            weights.nbytes_sent = len(arrivals.arrived) * sent.nbytes
+        return sorted(arrivals.arrived), None
+
+    def _probe(self, deadline: Deadline) -> Arrivals:
+        """Send unhealthy ranks the latest weights; those that have them are healthy again."""
+        arrivals = self._send_in_full(self._workers.to_probe(), deadline)
+        self._workers.unhealthy |= arrivals.failed
+        self._workers.heal(sorted(arrivals.arrived))
+        return arrivals
 
     def _send_in_full(self, ranks: Sequence[int], deadline: Deadline) -> Arrivals:
         """Send the latest weights to ``ranks``, which may have missed earlier ones.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import warnings
 from collections.abc import Mapping
@@ -54,15 +55,23 @@ class _GroupState:
                 f"call {stamp.number} came again or too late, after call {last}: it is not run"
             )
 
-    def check(self, version: Stamp | None) -> None:
-        """Raise unless the actor has the weights of ``version``; None: any, if not restarted."""
-        if version is None and self.version is None and _was_restarted():
+    def check(self, head: Head) -> None:
+        """Raise unless the actor has the weights that ``head`` means.
+
+        If it means none, the actor may have any, unless it was restarted, or that group has sent
+        it some that nobody else took.
+        """
+        version, own = head.version, self.version
+        if version is None and own is None and _was_restarted():
             raise StaleWorkerError("restarted, and not sent any weights since")
-        if version is not None and version != self.version:
-            got = None if self.version is None else self.version.number
+        if version is None and own is not None and own.group == head.stamp.group:
+            raise StaleWorkerError(f"expected no weights of the group, got version {own.number}")
+        if version is not None and version != own:
+            got = None if own is None else own.number
+            whose = "" if own is None or own.group == version.group else " of another group"
             raise StaleWorkerError(
-                f"expected weights of version {version.number}, got {got}: restarted since, or "
-                "sent others"
+                f"expected weights of version {version.number}, got {got}{whose}: restarted since, "
+                "or sent others"
             )
 
 
@@ -178,6 +187,7 @@ class FlatWorker:
             StaleWorkerError: If this actor has other weights, or had this call or a later one.
             RefusedWeightsError: If ``new_weights`` could not be set, so that the method was not
                 called. Without a method, the error itself is raised.
+            TypeError: If the method is async.
         """
         head = Head.of(head)
         state = self._group_state
@@ -192,10 +202,13 @@ class FlatWorker:
                     if method is None:
                         raise
                     raise RefusedWeightsError(f"{type(error).__name__}: {error}") from error
-            state.check(head.version)
+            state.check(head)
             if method is None:
                 return None
             result = getattr(self, method)(*args, **kwargs)
+            if inspect.iscoroutine(result):
+                result.close()
+                raise TypeError(f"expected a plain method, got an async one: {method!r}")
             if head.wire is None:
                 return result
             wire_dtype, travels = head.wire

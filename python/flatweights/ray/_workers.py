@@ -50,6 +50,7 @@ class Workers:
         ]
         self.unhealthy: dict[int, Exception] = {}
         self.owed: dict[int, Answer] = {}
+        self._is_shut_down = False
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -108,7 +109,12 @@ class Workers:
             _log.warning("flatweights: rank %d is back", rank)
 
     def to_probe(self) -> list[int]:
-        """Return the unhealthy ranks that owe nothing; late answers that have come are dropped."""
+        """Return the unhealthy ranks that owe nothing; late answers that have come are dropped.
+
+        None once the actors were ended.
+        """
+        if self._is_shut_down:
+            return []
         owing = {answer: rank for rank, answer in self.owed.items() if rank in self.unhealthy}
         for answer in wait_any(owing, 0.0) if owing else ():
             del self.owed[owing[answer]]
@@ -119,5 +125,6 @@ class Workers:
         """End all; none is called any more."""
         for worker in self._workers:
             worker.end()
+        self._is_shut_down = True
         self.unhealthy = dict.fromkeys(range(len(self)), RuntimeError("the group was shut down"))
         self.owed.clear()
