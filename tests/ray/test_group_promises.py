@@ -1,5 +1,6 @@
 """What a group promises whatever happens: names of ranks, one version, no call twice."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -207,19 +208,29 @@ def without_any(group: WorkerGroup) -> None:
         group._workers.unhealthy[rank] = TimeoutError("away")
 
 
+def pid_of(actor: Any) -> int:
+    for _ in range(1200):  # Ray takes a while to restart an actor
+        try:
+            pid: int = ray.get(actor.__ray_call__.remote(lambda worker: os.getpid()))
+        except ray.exceptions.RayActorError:
+            threading.Event().wait(0.05)
+        else:
+            return pid
+    raise AssertionError("the actor has not come back")
+
+
 def test_workers_that_all_restart_before_the_first_broadcast_come_back_with_it(lend: Lend) -> None:
     group = lend(Told, 2, max_restarts=-1)
     group.step("ping")
-    for actor in group.actors().values():
+    before = {rank: pid_of(actor) for rank, actor in group.actors().items()}
+    for rank, actor in group.actors().items():
         ray.kill(actor, no_restart=False)
-    for _ in range(1200):  # Ray takes a while to restart an actor
-        try:
-            back = group.broadcast(start_of(1.0), timeout=60)
-            break
-        except WorkerError:
-            threading.Event().wait(0.05)
-    assert back
-    heal(group)
+        while pid_of(actor) == before[rank]:  # it takes effect later: until then it answers
+            threading.Event().wait(0.01)
+    with pytest.raises(WorkerError):
+        group.step("ping")
+    assert group.healthy_actor_ids() == []
+    assert group.broadcast(start_of(1.0), timeout=60) == [0, 1]
     assert group.average("get_weights").used == (0, 1)
     assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
 
