@@ -19,9 +19,9 @@ import pytest
 
 import flatweights as fw
 from flatweights.ray import _failpoints
-from flatweights.ray._lane_driver import DriverLane, Lanes, Reply
-from flatweights.ray._lane_message import Message, make_message
-from flatweights.ray._lane_worker import WEIGHTS, WorkerLanes
+from flatweights.ray.lanes._driver import DriverLane, Lanes, Reply
+from flatweights.ray.lanes._message import Message, make_message
+from flatweights.ray.lanes._worker import WEIGHTS, WorkerLanes
 
 # A worker is a fork of a server that has imported everything, once.
 _processes = multiprocessing.get_context("forkserver")

@@ -17,11 +17,11 @@ from lane_processes import LARGE, Driver, command_of, sealed, value_of, weights_
 
 import flatweights as fw
 from flatweights import _core
-from flatweights.ray._lane import LaneError
-from flatweights.ray._lane_driver import Lanes
-from flatweights.ray._lane_message import Message, join_message
-from flatweights.ray._lane_worker import BY_CALL, REFUSED, VALUE, WEIGHTS, WorkerLane
-from flatweights.ray._windows import Place, Windows
+from flatweights.ray.lanes._driver import Lanes
+from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.lanes._message import Message, join_message
+from flatweights.ray.lanes._windows import Place, Windows
+from flatweights.ray.lanes._worker import BY_CALL, REFUSED, VALUE, WEIGHTS, WorkerLane
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="lanes are Linux's")
 

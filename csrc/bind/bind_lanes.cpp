@@ -251,7 +251,7 @@ struct PeerWindow {
 };
 
 // What a message in a mailbox begins with: its kind, and where its buffers lie in windows of the
-// sender. _lane_message.py writes it; a stream of bytes follows.
+// sender. lanes/_message.py writes it; a stream of bytes follows.
 struct MessageHeader {
   std::uint32_t kind, count;
 };

@@ -20,7 +20,7 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import WorkerError, WorkerGroup, _failpoints
-from flatweights.ray._lane_calls import LaneAnswer
+from flatweights.ray.lanes._calls import LaneAnswer
 
 SIZE = 3_000
 

@@ -16,10 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Head, Stamp, weights_of
 from flatweights.ray._errors import RefusedWeightsError, StaleWorkerError
-from flatweights.ray._lane_worker import WorkerLanes
 from flatweights.ray._round import ShardedWeights
 from flatweights.ray._shard_tasks import Reading, read_result
 from flatweights.ray._wire import Message, WorkerWire
+from flatweights.ray.lanes._worker import WorkerLanes
 from flatweights.wire import MissedUpdateError
 
 _MOST_GROUPS = 64  # whose last calls a worker remembers

@@ -9,7 +9,7 @@ import ray
 from flatweights.ray._calls import Answer, Worker, wait_any
 from flatweights.ray._engine import Arrivals, Deadline
 from flatweights.ray._errors import is_lost, late_error, reason_of
-from flatweights.ray._lane_calls import GroupLanes, LaneWorker
+from flatweights.ray.lanes._calls import GroupLanes, LaneWorker
 
 _log = logging.getLogger("flatweights")
 

@@ -15,10 +15,10 @@ from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Packed
 from flatweights.ray._failpoints import reach
-from flatweights.ray._lane import LaneEnd, LaneError
-from flatweights.ray._lane_message import Message
-from flatweights.ray._lane_worker import BY_CALL, NUMBER, VALUE, WEIGHTS, check_user
-from flatweights.ray._windows import Place, Windows
+from flatweights.ray.lanes._end import LaneEnd, LaneError
+from flatweights.ray.lanes._message import Message
+from flatweights.ray.lanes._windows import Place, Windows
+from flatweights.ray.lanes._worker import BY_CALL, NUMBER, VALUE, WEIGHTS, check_user
 
 _MOST_WINDOWS = 16
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
@@ -30,7 +30,7 @@ class Reply(NamedTuple):
     """The outcome of a command.
 
     Attributes:
-        kind: ``VALUE``, ``WEIGHTS``, ``BY_CALL`` or ``REFUSED`` of `flatweights.ray._lane_worker`.
+        kind: ``VALUE``, ``WEIGHTS``, ``BY_CALL`` or ``REFUSED`` of `flatweights.ray.lanes._worker`.
         content: Of these, in turn: the result; the result, as `Packed`; the number of the Ray call
             that returns it; the reason.
     """

@@ -13,7 +13,7 @@ import struct
 from typing import Any
 
 from flatweights import _core
-from flatweights.ray._windows import Place, Windows
+from flatweights.ray.lanes._windows import Place, Windows
 
 _WINDOW = struct.Struct("<IIQ16s")  # index, generation, bytes, nonce
 _MOST = 256  # bytes of a packet

@@ -22,12 +22,12 @@ from flatweights import _core
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._calls import Answer, Call, Packed, Payload, Worker, plain, plain_weights
 from flatweights.ray._errors import put
-from flatweights.ray._lane import LaneError
-from flatweights.ray._lane_driver import DriverLane, Lanes
-from flatweights.ray._lane_message import Message, make_message
-from flatweights.ray._lane_worker import BY_CALL, VALUE, WEIGHTS
 from flatweights.ray._ray_calls import RayAnswer, RayWorker
 from flatweights.ray._result import own, parts_of
+from flatweights.ray.lanes._driver import DriverLane, Lanes
+from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.lanes._message import Message, make_message
+from flatweights.ray.lanes._worker import BY_CALL, VALUE, WEIGHTS
 
 _VARIABLE = "FLATWEIGHTS_RAY"
 _MOST_OFFERED = 3  # windows that may hold averages which the user keeps

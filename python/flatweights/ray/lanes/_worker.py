@@ -19,9 +19,9 @@ from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._failpoints import reach
-from flatweights.ray._lane import LaneEnd, LaneError
-from flatweights.ray._lane_message import Message, join_message, make_message
-from flatweights.ray._windows import Windows
+from flatweights.ray.lanes._end import LaneEnd, LaneError
+from flatweights.ray.lanes._message import Message, join_message, make_message
+from flatweights.ray.lanes._windows import Windows
 
 LINGER = 0.01
 """Seconds for which a worker waits for the next command."""

@@ -19,7 +19,7 @@ import ray
 
 from flatweights import _core
 from flatweights._weights import FlatWeights
-from flatweights.ray._windows import Place, Windows
+from flatweights.ray.lanes._windows import Place, Windows
 
 # The core reads them; both ends are on one machine, so the byte order is its own.
 _HEADER = struct.Struct("=II")  # kind, number of buffers
