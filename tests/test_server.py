@@ -609,10 +609,87 @@ def test_models_that_cannot_be_optimised_are_refused(name: str) -> None:
         MAKERS[name](fw.FlatWeights({"w": np.zeros(3, ">f4")}))
 
 
+# One's own.
+
+
+class Lion(server.ServerOptimizer[Any]):
+    """The rule of `ServerOptimizer`'s example, with numbers that decide about a vector."""
+
+    learning_rate = server.Hyperparameter.positive()
+    beta = server.Hyperparameter.fraction(fixed=True)
+
+    def __init__(self, initial: Any, *, learning_rate: float = 0.1, beta: float = 0.5) -> None:
+        super().__init__(initial, learning_rate=learning_rate, beta=beta)
+
+    def vectors(self) -> dict[str, float]:
+        return {"momentum": 0.25} if self.beta else {}
+
+    def update(self, block: server.Block) -> None:
+        direction = block.delta
+        if self.beta:
+            momentum = self.beta * block.vectors["momentum"] + (1 - self.beta) * direction
+            block.vectors["momentum"] = direction = momentum
+        step = self.learning_rate * np.sign(direction)
+        if block.weights.dtype == np.float64:  # to assign is as good as to change in place
+            block.weights = block.weights + step
+        else:
+            block.weights += step
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_an_optimizer_of_ones_own_is_like_the_others(
+    beta: float, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_state, "BLOCK", 100)
+    optimizer = Lion(model(rng), beta=beta)
+    weights, published = numbers(optimizer.weights), numbers(optimizer.weights)
+    momentum = np.full(weights.size, 0.25)
+    for step in range(3):
+        average = model(rng, step)
+        momentum = beta * momentum + (1 - beta) * (numbers(average) - published)
+        weights = weights + 0.1 * np.sign(momentum)
+        published = numbers(optimizer.step(average))
+        assert np.all(np.abs(published - weights) <= 4 * units(average) * (1 + np.abs(weights)))
+        assert optimizer.weights["step"] == step
+        optimizer = pickle.loads(pickle.dumps(optimizer))
+    assert repr(optimizer).startswith(f"<Lion(learning_rate=0.1, beta={beta}) of ")
+    assert ("momentum/bias" in optimizer.state) == bool(beta)
+    with refuses(ValueError, "average: expected a norm of at most", optimizer.state.buffer):
+        optimizer.step(fw.FlatWeights({**model(rng), "conv": np.full((4, 16), 1e30, np.float32)}))
+
+
+def test_an_update_cannot_write_to_the_average_and_one_that_fails_stops_the_optimizer() -> None:
+    class Writes(server.FedAvg[Any]):
+        def update(self, block: server.Block) -> None:
+            block.average[0] += 1
+
+    optimizer, average = Writes(np.zeros(3)), np.ones(3)
+    with pytest.raises(ValueError, match="read-only"):
+        optimizer.step(average)
+    with pytest.raises(RuntimeError, match="a step was interrupted"):
+        optimizer.step(average)
+
+
+def test_hyperparameters_and_vectors_of_ones_own_are_checked() -> None:
+    class Forgets(Lion):
+        def __init__(self, initial: Any) -> None:
+            server.ServerOptimizer.__init__(self, initial, learning_rate=1, rate=2)
+
+    with pytest.raises(TypeError, match=r"Forgets: expected the hyperparameters \['beta', 'learn"):
+        Forgets(np.zeros(3))
+
+    class Takes(Lion):
+        def vectors(self) -> dict[str, float]:
+            return {"master": 0.0}
+
+    with pytest.raises(ValueError, match=r"Takes.vectors: 'master' is another vector"):
+        Takes(np.zeros(3))
+
+
 # The package.
 
 
-@pytest.mark.parametrize("name", ["", "._adaptive", "._averaging", "._gradient"])
+@pytest.mark.parametrize("name", ["", "._adaptive", "._averaging", "._gradient", "._optimizer"])
 def test_examples_in_docstrings_are_right(name: str) -> None:
     module = importlib.import_module(f"flatweights.server{name}")
     failed, attempted = doctest.testmod(module, extraglobs={"np": np})
@@ -624,8 +701,9 @@ def test_what_is_exported_is_described() -> None:
     for name in server.__all__:
         cls = getattr(server, name)
         assert cls.__doc__
-        assert name == "ServerOptimizer" or ">>>" in cls.__doc__
-        assert cls.step.__doc__
+        if issubclass(cls, server.ServerOptimizer):
+            assert ">>>" in cls.__doc__
+            assert cls.step.__doc__
 
 
 def test_import_needs_neither_tensorflow_nor_ray() -> None:

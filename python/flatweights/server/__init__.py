@@ -4,7 +4,7 @@ An optimizer owns the global model. Each step takes the average of the workers' 
 updates the model, which is then sent to the workers. `FedAvg` sets the model to the average.
 `FedAvgM`, `FedAdagrad`, `FedAdam` and `FedYogi` use the difference between average and model as a
 gradient. `ExponentialMovingAverage` smooths the averages. `GradientDescent` takes averaged
-gradients. None needs TensorFlow or Ray.
+gradients. None needs TensorFlow or Ray. `ServerOptimizer` shows how to write one's own.
 
 >>> from flatweights import FlatWeights, average
 >>> from flatweights.server import FedAvgM
@@ -23,9 +23,11 @@ With a `flatweights.ray.WorkerGroup`, a round is::
 from flatweights.server._adaptive import FedAdagrad, FedAdam, FedYogi
 from flatweights.server._averaging import ExponentialMovingAverage, FedAvg, FedAvgM
 from flatweights.server._gradient import GradientDescent
-from flatweights.server._optimizer import ServerOptimizer
+from flatweights.server._optimizer import Hyperparameter, ServerOptimizer
+from flatweights.server._state import Block
 
 __all__ = [
+    "Block",
     "ExponentialMovingAverage",
     "FedAdagrad",
     "FedAdam",
@@ -33,5 +35,6 @@ __all__ = [
     "FedAvgM",
     "FedYogi",
     "GradientDescent",
+    "Hyperparameter",
     "ServerOptimizer",
 ]

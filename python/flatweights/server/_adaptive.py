@@ -2,58 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
-
-from numpy.typing import NDArray
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from flatweights import _core
 from flatweights._inplace import Model
-from flatweights.server._optimizer import AveragedOptimizer, Hyperparameter, fraction, positive
-from flatweights.server._state import MOMENTUM, Run
-
-_SECOND = "second"
+from flatweights.server._optimizer import Hyperparameter, ServerOptimizer
+from flatweights.server._state import Block
 
 # Squares of a smaller tau vanish in float32, and steps come close to 0 / 0.
 _LEAST_TAU = 1e-15
 
 
-class _Adaptive(AveragedOptimizer[Model]):
+class _Adaptive(ServerOptimizer[Model]):
     """The step of Algorithm 2 of Reddi et al., which the classes below share."""
 
-    learning_rate = positive()
-    beta1 = fraction(fixed=True)
+    learning_rate = Hyperparameter.positive()
+    beta1 = Hyperparameter.fraction(fixed=True)
     tau = Hyperparameter(
         f"a number from {_LEAST_TAU} to 1e6", lambda value: _LEAST_TAU <= value <= 1e6, fixed=True
     )
-
-    _vectors: ClassVar = {MOMENTUM: "beta1", _SECOND: None}
-
-    def _first(self, name: str) -> float:
-        return self.tau**2 if name == _SECOND else 0.0
+    _wants_whole = True
 
     _moment: ClassVar[Literal["sum", "mean", "sign"]]
     """How the squared difference updates the second moment; the core knows these names."""
 
-    def _second_share(self) -> float:
-        return 1.0
+    def vectors(self) -> Mapping[str, float]:
+        """Keep the smoothed differences and squares."""
+        first = {"momentum": 0.0} if self.beta1 else {}
+        return {**first, "second": self.tau**2}
 
-    def _advance(self, pairs: list[tuple[Run, NDArray[Any]]]) -> None:
-        for run, average in pairs:
-            aligned = average if average.flags.aligned else average.copy()
-            first = run.kept.get(MOMENTUM)
-            for block, numbers, before in run.blocks(aligned, run.weights):
-                _core.adapt_(
-                    self._moment,
-                    run.wide[block],
-                    None if first is None else first[block],
-                    run.kept[_SECOND][block],
-                    numbers,
-                    before,
-                    self.learning_rate,
-                    1 - self.beta1,
-                    self._second_share(),
-                    self.tau,
-                )
+    def update(self, block: Block, /) -> None:
+        """Divide the smoothed difference by the root of the smoothed squares."""
+        average = block.average
+        _core.adapt_(
+            self._moment,
+            block.weights,
+            block.vectors.get("momentum"),
+            block.vectors["second"],
+            average if average.flags.aligned else average.copy(),
+            block.published,
+            self.learning_rate,
+            1 - self.beta1,
+            1 - getattr(self, "beta2", 0.0),
+            self.tau,
+        )
 
 
 class FedAdagrad(_Adaptive[Model]):
@@ -72,10 +65,12 @@ class FedAdagrad(_Adaptive[Model]):
     >>> [round(float(optimizer.step(np.array([1.0]))[0]), 3) for _ in range(3)]
     [0.1, 0.167, 0.219]
 
-    Attributes:
-        learning_rate: The server's; it may be set between steps.
-        beta1: It cannot be set later.
-        tau: It cannot be set later.
+    Args:
+        initial: `FlatWeights` or an array; it is copied.
+        learning_rate: The server's, in units of the weights: positive. It may be set between steps.
+        beta1: From 0 to below 1: the share of ``m`` that a step keeps. It cannot be set later.
+        tau: From 1e-15 to 1e6, in units of the weights: differences well below it take small steps.
+            The larger it is, the less the step size of a weight adapts. It cannot be set later.
     """
 
     _moment = "sum"
@@ -88,27 +83,13 @@ class FedAdagrad(_Adaptive[Model]):
         beta1: float = 0.0,
         tau: float = 1e-3,
     ) -> None:
-        """Start from a model.
-
-        Args:
-            initial: `FlatWeights` or an array; it is copied.
-            learning_rate: The server's, in units of the weights: positive.
-            beta1: From 0 to below 1: the share of ``m`` that a step keeps.
-            tau: From 1e-15 to 1e6, in units of the weights: differences well below it take small
-                steps. The larger it is, the less the step size of a weight adapts.
-
-        Raises:
-            TypeError: If ``initial`` is neither, or has a dtype that `flatweights.average` refuses;
-                or an argument is no real number.
-            ValueError: If ``initial`` holds NaN or infinity, or an argument is out of range.
-        """
-        self._begin(initial, {"learning_rate": learning_rate, "beta1": beta1, "tau": tau})
+        super().__init__(initial, learning_rate=learning_rate, beta1=beta1, tau=tau)
 
 
 class _WithBeta2(_Adaptive[Model]):
     """An optimizer whose second moment forgets old squares at the rate ``beta2``."""
 
-    beta2 = fraction()
+    beta2 = Hyperparameter.fraction()
 
     def __init__(
         self,
@@ -119,26 +100,8 @@ class _WithBeta2(_Adaptive[Model]):
         beta2: float = 0.99,
         tau: float = 1e-3,
     ) -> None:
-        """Start from a model.
-
-        Args:
-            initial: `FlatWeights` or an array; it is copied.
-            learning_rate: The server's, in units of the weights: positive.
-            beta1: From 0 to below 1: the share of ``m`` that a step keeps.
-            beta2: From 0 to below 1: the share of ``v`` that a step keeps.
-            tau: From 1e-15 to 1e6, in units of the weights: differences well below it take small
-                steps. The larger it is, the less the step size of a weight adapts.
-
-        Raises:
-            TypeError: If ``initial`` is neither, or has a dtype that `flatweights.average` refuses;
-                or an argument is no real number.
-            ValueError: If ``initial`` holds NaN or infinity, or an argument is out of range.
-        """
         numbers = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "tau": tau}
-        self._begin(initial, numbers)
-
-    def _second_share(self) -> float:
-        return 1 - self.beta2
+        super().__init__(initial, **numbers)
 
 
 class FedAdam(_WithBeta2[Model]):
@@ -155,11 +118,9 @@ class FedAdam(_WithBeta2[Model]):
     >>> [round(float(optimizer.step(np.array([1.0]))[0]), 3) for _ in range(3)]
     [0.099, 0.232, 0.386]
 
-    Attributes:
-        learning_rate: The server's; it may be set between steps.
-        beta1: It cannot be set later.
-        beta2: It may be set between steps.
-        tau: It cannot be set later.
+    Args:
+        initial, learning_rate, beta1, tau: As in `FedAdagrad`.
+        beta2: From 0 to below 1: the share of ``v`` that a step keeps. It may be set between steps.
     """
 
     _moment = "mean"
@@ -180,11 +141,9 @@ class FedYogi(_WithBeta2[Model]):
     >>> [round(float(optimizer.step(np.array([1.0]))[0]), 3) for _ in range(3)]
     [0.099, 0.232, 0.385]
 
-    Attributes:
-        learning_rate: The server's; it may be set between steps.
-        beta1: It cannot be set later.
-        beta2: It may be set between steps.
-        tau: It cannot be set later.
+    Args:
+        initial, learning_rate, beta1, tau: As in `FedAdagrad`.
+        beta2: From 0 to below 1: the share of ``v`` that a step keeps. It may be set between steps.
     """
 
     _moment = "sign"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flatweights._core import move_parts
-from flatweights._inplace import Model, axpy_, lerp_
-from flatweights.server._optimizer import AveragedOptimizer, Hyperparameter, fraction, positive
-from flatweights.server._state import MOMENTUM, Run
+from flatweights._inplace import Model, lerp_
+from flatweights.server._optimizer import Hyperparameter, ServerOptimizer
+from flatweights.server._state import Block
 
 
-class FedAvg(AveragedOptimizer[Model]):
+class FedAvg(ServerOptimizer[Model]):
     """Plain averaging: the model becomes the average, to the bit.
 
     McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
@@ -23,32 +21,27 @@ class FedAvg(AveragedOptimizer[Model]):
     >>> optimizer = FedAvg(np.zeros(2))
     >>> optimizer.step(np.array([1.0, 3.0]))
     array([1., 3.])
+
+    Args:
+        initial: `FlatWeights` or an array; it is copied.
     """
 
+    _has_master = False
+    _wants_whole = True
+
     def __init__(self, initial: Model) -> None:
-        """Start from a model.
+        super().__init__(initial)
 
-        Args:
-            initial: `FlatWeights` or an array; it is copied.
-
-        Raises:
-            TypeError: If it is neither, or has a dtype that `flatweights.average` refuses.
-            ValueError: If it holds NaN or infinity.
-        """
-        self._begin(initial, {})
-
-    @classmethod
-    def _kept(cls, numbers: Mapping[str, float]) -> tuple[str, ...]:
-        return ()
-
-    def _check(self, average: Any) -> None:
+    def check(self, average: Model, /) -> None:
+        """Refuse an average that holds NaN or infinity."""
         self._check_finite(average, "average")
 
-    def _advance(self, pairs: list[tuple[Run, NDArray[Any]]]) -> None:
-        move_parts([run.weights for run, _ in pairs], [average for _, average in pairs])
+    def update(self, block: Block, /) -> None:
+        """Copy the average."""
+        move_parts([block.weights], [block.average])
 
 
-class FedAvgM(AveragedOptimizer[Model]):
+class FedAvgM(ServerOptimizer[Model]):
     """Averaging with momentum: ``v = momentum * v + delta; weights += learning_rate * v``.
 
     ``delta`` is the average minus the weights. Hsu, Qi and Brown, "Measuring the Effects of
@@ -63,49 +56,47 @@ class FedAvgM(AveragedOptimizer[Model]):
     >>> [float(optimizer.step(np.array([average]))[0]) for average in (1.0, 2.0, 2.0)]
     [1.0, 2.5, 2.75]
 
-    Attributes:
-        learning_rate: The server's; it may be set between steps.
-        momentum: It cannot be set later.
+    Args:
+        initial: `FlatWeights` or an array; it is copied.
+        momentum: From 0 to below 1: the share of the velocity that a step keeps. It cannot be set
+            later.
+        learning_rate: The server's: positive. It may be set between steps.
     """
 
-    learning_rate = positive()
-    momentum = fraction(fixed=True)
-    _vectors: ClassVar = {MOMENTUM: "momentum"}
+    learning_rate = Hyperparameter.positive()
+    momentum = Hyperparameter.fraction(fixed=True)
 
     def __init__(
         self, initial: Model, *, momentum: float = 0.9, learning_rate: float = 1.0
     ) -> None:
-        """Start from a model.
+        super().__init__(initial, momentum=momentum, learning_rate=learning_rate)
 
-        Args:
-            initial: `FlatWeights` or an array; it is copied.
-            momentum: From 0 to below 1: the share of the velocity that a step keeps.
-            learning_rate: The server's: positive.
+    def vectors(self) -> Mapping[str, float]:
+        """Keep the velocity."""
+        return {"momentum": 0.0} if self.momentum else {}
 
-        Raises:
-            TypeError: If ``initial`` is neither, or has a dtype that `flatweights.average` refuses;
-                or an argument is no real number.
-            ValueError: If ``initial`` holds NaN or infinity, or an argument is out of range.
-        """
-        self._begin(initial, {"momentum": momentum, "learning_rate": learning_rate})
+    @property
+    def _wants_whole(self) -> bool:
+        return not self.momentum
 
-    def _advance(self, pairs: list[tuple[Run, NDArray[Any]]]) -> None:
+    def update(self, block: Block, /) -> None:
+        """Add the difference to the velocity, and the velocity to the weights."""
         momentum, rate = self.momentum, self.learning_rate
-        for run, average in pairs:
+        if not momentum and rate == 1:
+            move_parts([block.weights], [block.average])
+        elif not momentum and block.published is block.weights:
+            lerp_(block.weights, block.average, rate)
+        else:
+            change = block.delta
             if momentum:
-                _follow(run, average, momentum, rate)
-            elif rate == 1:
-                targets = [run.weights, run.wide] if run.has_master else [run.weights]
-                move_parts(targets, [average] * len(targets))
-            elif run.has_master:
-                for block, numbers, before in run.blocks(average, run.weights):
-                    np.subtract(numbers, before, out=numbers)
-                    axpy_(run.wide[block], rate, numbers)
-            else:
-                lerp_(run.weights, average, rate)
+                velocity = block.vectors["momentum"]
+                np.multiply(velocity, momentum, out=velocity)
+                np.add(velocity, change, out=velocity)
+            np.multiply(velocity if momentum else change, rate, out=change)
+            np.add(block.weights, change, out=block.weights)
 
 
-class ExponentialMovingAverage(AveragedOptimizer[Model]):
+class ExponentialMovingAverage(ServerOptimizer[Model]):
     """Smoothed averages: ``weights = decay * weights + (1 - decay) * average``.
 
     This is the teacher of Tarvainen and Valpola, "Mean Teachers Are Better Role Models", NeurIPS
@@ -121,44 +112,21 @@ class ExponentialMovingAverage(AveragedOptimizer[Model]):
     >>> optimizer.step(np.array([4.0, 8.0]))
     array([1., 2.])
 
-    Attributes:
-        decay: It may be set between steps.
+    Args:
+        initial: `FlatWeights` or an array; it is copied.
+        decay: From 0 to 1: the share of the model that a step keeps. It may be set between steps.
     """
 
     decay = Hyperparameter("a number from 0 to 1", lambda value: 0 <= value <= 1)
+    _wants_whole = True
 
     def __init__(self, initial: Model, *, decay: float = 0.999) -> None:
-        """Start from a model.
+        super().__init__(initial, decay=decay)
 
-        Args:
-            initial: `FlatWeights` or an array; it is copied.
-            decay: From 0 to 1: the share of the model that a step keeps.
-
-        Raises:
-            TypeError: If ``initial`` is neither, or has a dtype that `flatweights.average` refuses;
-                or ``decay`` is no real number.
-            ValueError: If ``initial`` holds NaN or infinity, or ``decay`` is out of range.
-        """
-        self._begin(initial, {"decay": decay})
-
-    def _check(self, average: Any) -> None:
+    def check(self, average: Model, /) -> None:
+        """Refuse an average that holds NaN or infinity."""
         self._check_finite(average, "average")
 
-    def _advance(self, pairs: list[tuple[Run, NDArray[Any]]]) -> None:
-        share = 1 - self.decay
-        for run, average in pairs:
-            for block, numbers in run.blocks(average):
-                lerp_(run.wide[block], numbers, share)
-
-
-def _follow(run: Run, average: NDArray[Any], momentum: float, rate: float) -> None:
-    """Add the difference to the velocity, and the velocity to the weights."""
-    scratch = run.scratch()
-    with np.errstate(all="ignore"):
-        for block, numbers, before in run.blocks(average, run.weights, whole=False):
-            velocity, weights = run.kept[MOMENTUM][block], run.wide[block]
-            delta = np.subtract(numbers, before, out=scratch[: weights.size])
-            np.multiply(velocity, momentum, out=velocity)
-            np.add(velocity, delta, out=velocity)
-            np.multiply(velocity, rate, out=delta)
-            np.add(weights, delta, out=weights)
+    def update(self, block: Block, /) -> None:
+        """Go a part of the way to the average."""
+        lerp_(block.weights, block.average, 1 - self.decay)

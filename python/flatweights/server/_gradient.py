@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from collections.abc import Mapping
 
 from flatweights._inplace import Model, axpy_, norm, scale_
-from flatweights.server._optimizer import Hyperparameter, ServerOptimizer, fraction, positive
-from flatweights.server._state import MOMENTUM
+from flatweights.server._optimizer import Hyperparameter, ServerOptimizer
+from flatweights.server._state import Block
 
 
 class GradientDescent(ServerOptimizer[Model]):
@@ -27,19 +27,24 @@ class GradientDescent(ServerOptimizer[Model]):
     >>> optimizer.step(np.array([3.0, 4.0]))
     array([-0.3, -0.4])
 
+    Args:
+        initial: `FlatWeights` or an array; it is copied.
+        learning_rate: Positive. It may be set between steps.
+        max_norm: Positive: averaged gradients with a larger norm are clipped. It may be set between
+            steps.
+        momentum: From 0 to below 1: the share of the velocity that a step keeps. It cannot be set
+            later.
+
     Attributes:
-        learning_rate: It may be set between steps.
-        max_norm: It may be set between steps; with infinity, nothing is clipped.
-        momentum: It cannot be set later.
         gradient_norm: The norm of the last gradient before clipping; NaN before the first step.
             It is not part of the state.
     """
 
-    learning_rate = positive()
+    learning_rate = Hyperparameter.positive()
     max_norm = Hyperparameter("a positive number", lambda value: value > 0)
-    momentum = fraction(fixed=True)
+    momentum = Hyperparameter.fraction(fixed=True)
     gradient_norm = math.nan
-    _vectors: ClassVar = {MOMENTUM: "momentum"}
+    _wants_whole = True
 
     def __init__(
         self,
@@ -49,21 +54,8 @@ class GradientDescent(ServerOptimizer[Model]):
         max_norm: float = math.inf,
         momentum: float = 0.0,
     ) -> None:
-        """Start from a model.
-
-        Args:
-            initial: `FlatWeights` or an array; it is copied.
-            learning_rate: Positive.
-            max_norm: Positive: averaged gradients with a larger norm are clipped.
-            momentum: From 0 to below 1: the share of the velocity that a step keeps.
-
-        Raises:
-            TypeError: If ``initial`` is neither, or has a dtype that `flatweights.average` refuses;
-                or an argument is no real number.
-            ValueError: If ``initial`` holds NaN or infinity, or an argument is out of range.
-        """
         numbers = {"learning_rate": learning_rate, "max_norm": max_norm, "momentum": momentum}
-        self._begin(initial, numbers)
+        super().__init__(initial, **numbers)
 
     def step(self, gradient: Model, /) -> Model:
         """Take a step against this round's averaged gradient; return the model.
@@ -83,23 +75,28 @@ class GradientDescent(ServerOptimizer[Model]):
                 changed.
             RuntimeError: If an earlier step was interrupted.
         """
-        memory = self._read(gradient, "gradient")
+        return self._step(gradient, "gradient", {})
+
+    def vectors(self) -> Mapping[str, float]:
+        """Keep the velocity."""
+        return {"momentum": 0.0} if self.momentum else {}
+
+    def check(self, gradient: Model, /) -> None:
+        """Refuse a gradient without a finite norm; remember the norm."""
         length = norm(gradient)
         if not math.isfinite(length):
             self._check_finite(gradient, "gradient")
             raise ValueError(f"gradient: expected a finite norm, got {length}")
-        most = self.max_norm
+        self.gradient_norm = length
+
+    def update(self, block: Block, /) -> None:
+        """Add the clipped gradient to the velocity, and go against the velocity."""
+        length, most = self.gradient_norm, self.max_norm
         factor = 1.0 if length <= most else most / length
-        with self._stepping():
-            for run in self._runs:
-                velocity = run.kept.get(MOMENTUM)
-                for block, numbers in run.blocks(run.read(memory)):
-                    if velocity is None:
-                        axpy_(run.wide[block], -self.learning_rate * factor, numbers)
-                        continue
-                    change = velocity[block]
-                    scale_(change, self.momentum)
-                    axpy_(change, factor, numbers)
-                    axpy_(run.wide[block], -self.learning_rate, change)
-            self.gradient_norm = length
-        return self.weights
+        if not self.momentum:
+            axpy_(block.weights, -self.learning_rate * factor, block.average)
+            return
+        velocity = block.vectors["momentum"]
+        scale_(velocity, self.momentum)
+        axpy_(velocity, factor, block.average)
+        axpy_(block.weights, -self.learning_rate, velocity)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import numpy as np
@@ -16,10 +16,13 @@ from flatweights._core import move_parts
 from flatweights._dtypes import is_averaged
 from flatweights._inplace import Model, norm
 from flatweights._inplace import _number as number
+from flatweights._layout import Layout
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights, sealed
 from flatweights.server._state import (
     MASTER,
+    WEIGHTS,
+    Block,
     Run,
     model_memory,
     model_view,
@@ -37,7 +40,10 @@ _STEPS = "steps"
 
 
 class Hyperparameter:
-    """A number of an optimizer: its state holds it, and every assignment is checked."""
+    """A number of an optimizer: its state holds it, and every assignment is checked.
+
+    It is an attribute of the class. The constructor gives its value to that of `ServerOptimizer`.
+    """
 
     def __init__(
         self, expected: str, check: Callable[[float], bool], *, fixed: bool = False
@@ -80,15 +86,15 @@ class Hyperparameter:
             raise ValueError(f"{self._name}: expected {self._expected}, got {value!r}")
         return setting
 
+    @classmethod
+    def positive(cls) -> Hyperparameter:
+        """Return a number that is positive and finite, such as a learning rate."""
+        return cls("a positive finite number", lambda value: 0 < value < math.inf)
 
-def positive() -> Hyperparameter:
-    """Return a hyperparameter for a learning rate."""
-    return Hyperparameter("a positive finite number", lambda value: 0 < value < math.inf)
-
-
-def fraction(*, fixed: bool = False) -> Hyperparameter:
-    """Return a hyperparameter that is at least 0 and less than 1."""
-    return Hyperparameter("a number from 0 to below 1", lambda value: 0 <= value < 1, fixed=fixed)
+    @classmethod
+    def fraction(cls, *, fixed: bool = False) -> Hyperparameter:
+        """Return a number that is at least 0 and less than 1."""
+        return cls("a number from 0 to below 1", lambda value: 0 <= value < 1, fixed=fixed)
 
 
 class ServerOptimizer(ABC, Generic[Model]):
@@ -107,6 +113,33 @@ class ServerOptimizer(ABC, Generic[Model]):
     pickled, and `copy.copy` copies its state. If a step is interrupted (Ctrl-C), the model is lost:
     further steps, `weights`, `state`, `save` and pickling raise `RuntimeError`. Continue from a
     state that was saved before.
+
+    An optimizer of one's own is a subclass with its `Hyperparameter`s and `update`, which changes
+    the weights; perhaps `vectors`, which it keeps beside the weights, and `check`. All else is
+    here: checks, 16-bit parts, integers, files and pickles.
+
+    >>> class FedLion(ServerOptimizer):
+    ...     '''Steps of one size, each in the direction of the smoothed difference.'''
+    ...
+    ...     learning_rate = Hyperparameter.positive()
+    ...     beta = Hyperparameter.fraction()
+    ...
+    ...     def __init__(self, initial, *, learning_rate=0.01, beta=0.9):
+    ...         super().__init__(initial, learning_rate=learning_rate, beta=beta)
+    ...
+    ...     def vectors(self):
+    ...         return {"momentum": 0.0}
+    ...
+    ...     def update(self, block):
+    ...         momentum = block.vectors["momentum"]
+    ...         momentum *= self.beta
+    ...         momentum += (1 - self.beta) * block.delta
+    ...         block.weights += self.learning_rate * np.sign(momentum)
+    >>> optimizer = FedLion(np.zeros(2, np.float16))
+    >>> optimizer.step(np.array([3, -5], np.float16))
+    array([ 0.01, -0.01], dtype=float16)
+    >>> optimizer
+    <FedLion(learning_rate=0.01, beta=0.9) of 2 numbers, after 1 steps>
     """
 
     _template: Template
@@ -118,10 +151,25 @@ class ServerOptimizer(ABC, Generic[Model]):
     _integers: dict[str, NDArray[Any]]
     _is_whole = True  # False during a step, and after one that was interrupted
 
-    def _begin(self, initial: Any, numbers: Mapping[str, Any]) -> None:
-        """Check all arguments of the constructor; start from the model ``initial``."""
-        cls = type(self)
-        checked = {name: h.read(numbers[name]) for name, h in cls._hyperparameters().items()}
+    def __init__(self, initial: Any, **hyperparameters: float) -> None:
+        """Start from a model.
+
+        Args:
+            initial: `FlatWeights` or an array; it is copied.
+            **hyperparameters: A number for each `Hyperparameter` of the class.
+
+        Raises:
+            TypeError: If ``initial`` is neither, or has a dtype that `flatweights.average` refuses;
+                or a hyperparameter is no real number, is missing, or is none of the class.
+            ValueError: If ``initial`` holds NaN or infinity, or a number is out of range.
+        """
+        cls, declared = type(self), self._hyperparameters()
+        if hyperparameters.keys() != declared.keys():
+            raise TypeError(
+                f"{cls.__name__}: expected the hyperparameters {sorted(declared)}, "
+                f"got {sorted(hyperparameters)}"
+            )
+        checked = {name: h.read(hyperparameters[name]) for name, h in declared.items()}
         template = Template.of(initial, "initial")
         if template.kind not in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
             raise TypeError(
@@ -131,25 +179,29 @@ class ServerOptimizer(ABC, Generic[Model]):
         self._template = template
         memory = self._bytes_of(initial, "initial")
         self._check_finite(initial, "initial")
-        kept = cls._kept(checked)
-        self._adopt(template, FlatWeights.empty(cls._layout(template, kept)), kept)
+        self._numbers = {name: np.array(value) for name, value in checked.items()}
+        state = FlatWeights.empty(self._layout(template))
+        for name, value in {_STEPS: 0, **checked}.items():
+            state[cls._number_name(name)] = value
+        self._adopt(template, state)
         move_parts([self._memory], [memory])
-        for name, value in checked.items():
-            self._numbers[name][...] = value
-        self._numbers[_STEPS][...] = 0
         for run in self._runs:
             if run.has_master:
                 move_parts([run.wide], [run.weights])
-            for name, vector in run.kept.items():
-                vector[...] = self._first(name)
+            for name, value in self.vectors().items():
+                run.kept[name][...] = value
 
-    def _adopt(self, template: Template, state: FlatWeights, kept: Sequence[str]) -> None:
+    @classmethod
+    def _numbers_of(cls, state: FlatWeights) -> dict[str, NDArray[Any]]:
+        return {name: state[cls._number_name(name)] for name in (_STEPS, *cls._hyperparameters())}
+
+    def _adopt(self, template: Template, state: FlatWeights) -> None:
+        """Continue from ``state`` itself, not a copy."""
         self._template, self._state = template, state
         self._memory = model_memory(template, state)
         self._weights = model_view(template, sealed(self._memory))
-        self._runs = runs_of(template, state, kept)
-        names = (_STEPS, *self._hyperparameters())
-        self._numbers = {name: state[self._number_name(name)] for name in names}
+        self._runs = runs_of(template, state, self._kept())
+        self._numbers = self._numbers_of(state)
         writable = model_view(template, self._memory)
         self._integers = (
             {n: part for n, part in writable.items() if not is_averaged(part.dtype)}
@@ -157,9 +209,61 @@ class ServerOptimizer(ABC, Generic[Model]):
             else {}
         )
 
-    @abstractmethod
     def step(self, average: Model, /) -> Model:
-        """Take one step; each class documents its rule."""
+        """Update the model by this round's average; return it.
+
+        Integer and boolean parts take the values of the average.
+
+        Args:
+            average: It has the kind, shapes and dtypes of the model, and may be `weights`. It is
+                read and not kept; a strided array is copied first.
+
+        Returns:
+            The `weights`, read-only and changed in place by the next step.
+
+        Raises:
+            TypeError: If the average is of another kind or dtype.
+            ValueError: If its shape or digest differs, or `check` refuses it. The model has not
+                changed.
+            RuntimeError: If an earlier step was interrupted.
+        """
+        return self._step(average, "average", self._integers)
+
+    @abstractmethod
+    def update(self, block: Block, /) -> None:
+        """Change ``block.weights``, and ``block.vectors``, in place: the optimizer's rule.
+
+        A step calls it for one block of the model after the other, and each number is computed by
+        itself: a block may have any length.
+        """
+
+    def vectors(self) -> Mapping[str, float]:
+        """Return the vectors to keep beside the model: by name, the value of all numbers at first.
+
+        They are part of `state`; their number and names may depend on hyperparameters that are
+        fixed. By default there are none.
+        """
+        return {}
+
+    def check(self, average: Model, /) -> None:
+        """Raise if a step would leave the range of numbers; it is called before `update`.
+
+        By default an average is refused if it holds NaN or infinity, or if its norm or that of the
+        weights exceeds 2**56 (2**400 if all numbers are float64 or complex128): squares of their
+        differences are then finite.
+
+        Raises:
+            ValueError: If the average is refused.
+        """
+        sizes = [run.wide.dtype.itemsize for run in self._runs]
+        largest = min((_LARGEST_NORM[size] for size in sizes), default=math.inf)
+        for model, where in ((average, "average"), (self._weights, "weights")):
+            length = norm(model)
+            if not length <= largest:
+                self._check_finite(model, where)
+                raise ValueError(
+                    f"{where}: expected a norm of at most {largest:.2g}, got {length:.3g}"
+                )
 
     @property
     def weights(self) -> Model:
@@ -181,9 +285,9 @@ class ServerOptimizer(ABC, Generic[Model]):
         """The whole state, as a read-only view of the optimizer's buffer.
 
         The parts of the model are named ``weights/<name>``, and the vectors beside them
-        ``master/<name>``, ``momentum/<name>`` and ``second/<name>``. If the model is an array, they
-        are named ``weights``, ``master``, ``momentum`` and ``second``. Names of single numbers
-        begin with the name of the class: ``FedAdam.steps``.
+        ``master/<name>`` or, as in `vectors`, ``momentum/<name>``. If the model is an array, they
+        are named ``weights``, ``master`` and ``momentum``. Names of single numbers begin with the
+        name of the class: ``FedAdam.steps``.
         """
         self._check_whole()
         return sealed(self._state)
@@ -241,15 +345,17 @@ class ServerOptimizer(ABC, Generic[Model]):
                     f"{where}: expected the state of a {cls.__name__}, with {name!r}; "
                     f"got that of {owners[0] if owners else 'no optimizer'}"
                 )
+        optimizer = cls.__new__(cls)
+        optimizer._numbers = cls._numbers_of(state)
         try:
-            numbers = {n: h.read(state[cls._number_name(n)]) for n, h in names.items()}
-            template, kept = template_of(state), cls._kept(numbers)
-            expected = Template(Kind.FLAT_WEIGHTS, cls._layout(template, kept))
+            for name, hyperparameter in names.items():
+                hyperparameter.read(optimizer._numbers[name])
+            template = template_of(state)
+            expected = Template(Kind.FLAT_WEIGHTS, optimizer._layout(template))
             expected.check_layout(state.layout, cls.__name__)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from error
-        optimizer = cls.__new__(cls)
-        optimizer._adopt(template, state, kept)
+        optimizer._adopt(template, state)
         i = expected.first_nonfinite([state.buffer])
         if i is not None and i < len(state.layout) - len(wanted):  # the last slots were read above
             raise expected.nonfinite_error(i, where)
@@ -267,20 +373,20 @@ class ServerOptimizer(ABC, Generic[Model]):
         size = self._template.layout.size
         return f"<{type(self).__name__}({numbers}) of {size} numbers, after {self.steps} steps>"
 
-    # Defined by each class.
+    _has_master: ClassVar = True
+    """Whether 16-bit parts have a master copy."""
 
-    _vectors: ClassVar[Mapping[str, str | None]] = {}
-    """The vectors beside the model. Each maps to the hyperparameter that makes it unnecessary if
-    that is 0, or to None."""
+    @property
+    def _wants_whole(self) -> bool:
+        """Whether `update` calls kernels with threads of their own, which want long blocks."""
+        return False
 
-    @classmethod
-    def _kept(cls, numbers: Mapping[str, float]) -> tuple[str, ...]:
-        """Return the names of the vectors that these hyperparameters need."""
-        return (MASTER, *(name for name, by in cls._vectors.items() if by is None or numbers[by]))
-
-    def _first(self, name: str) -> float:
-        """Return the initial value of the numbers of the kept vector ``name``."""
-        return 0.0
+    def _kept(self) -> list[str]:
+        """Return the names of all vectors beside the model."""
+        names: list[str] = list(self.vectors())
+        if taken := {WEIGHTS, MASTER}.intersection(names):
+            raise ValueError(f"{type(self).__name__}.vectors: {min(taken)!r} is another vector")
+        return [MASTER, *names] if self._has_master else names
 
     @classmethod
     def _hyperparameters(cls) -> dict[str, Hyperparameter]:
@@ -292,18 +398,25 @@ class ServerOptimizer(ABC, Generic[Model]):
     def _number_name(cls, name: str) -> str:
         return f"{cls.__name__}.{name}"
 
-    @classmethod
-    def _layout(cls, template: Template, kept: Sequence[str]) -> Any:
-        numbers = [cls._number_name(name) for name in (_STEPS, *cls._hyperparameters())]
-        return new_layout(template, kept, numbers)
+    def _layout(self, template: Template) -> Layout:
+        numbers = [self._number_name(name) for name in (_STEPS, *self._hyperparameters())]
+        return new_layout(template, self._kept(), numbers)
 
-    # Shared by all steps.
-
-    def _read(self, model: Any, where: str) -> NDArray[np.uint8]:
-        """Return the bytes of ``model``, with everything checked except its values."""
+    def _step(self, model: Any, where: str, integers: Mapping[str, NDArray[Any]]) -> Model:
+        """Take a step by ``model``, which errors call ``where``; ``integers`` take its values."""
         self._check_whole()
         self._template.match(model, where)
-        return self._bytes_of(model, where)
+        memory = self._bytes_of(model, where)
+        self.check(model)
+        whole = self._wants_whole
+        silence = nullcontext() if whole else np.errstate(all="ignore")
+        with self._stepping(), silence:
+            for run in self._runs:
+                for block in run.blocks(memory, whole=whole):
+                    self.update(block)
+            if integers:
+                move_parts([*integers.values()], [model[name] for name in integers])
+        return self.weights
 
     def _bytes_of(self, model: Any, where: str) -> NDArray[np.uint8]:
         (array,) = self._template.read(model, where)
@@ -314,18 +427,6 @@ class ServerOptimizer(ABC, Generic[Model]):
         error = self._template.find_nonfinite(self._template.read(model, where), where)
         if error is not None:
             raise error
-
-    def _check_range(self, average: Any) -> None:
-        """Raise unless squares of differences from the weights are surely finite."""
-        sizes = [run.wide.dtype.itemsize for run in self._runs]
-        largest = min((_LARGEST_NORM[size] for size in sizes), default=math.inf)
-        for model, where in ((average, "average"), (self._weights, "weights")):
-            length = norm(model)
-            if not length <= largest:
-                self._check_finite(model, where)
-                raise ValueError(
-                    f"{where}: expected a norm of at most {largest:.2g}, got {length:.3g}"
-                )
 
     def _check_whole(self) -> None:
         if not self._is_whole:
@@ -341,42 +442,3 @@ class ServerOptimizer(ABC, Generic[Model]):
         yield
         self._numbers[_STEPS][...] += 1
         self._is_whole = True
-
-
-class AveragedOptimizer(ServerOptimizer[Model]):
-    """A server optimizer whose steps take the average of models."""
-
-    def step(self, average: Model, /) -> Model:
-        """Update the model by this round's average; return it.
-
-        Integer and boolean parts take the values of the average.
-
-        Args:
-            average: It has the kind, shapes and dtypes of the model, and may be `weights`. It is
-                read and not kept; a strided array is copied first.
-
-        Returns:
-            The `weights`, read-only and changed in place by the next step.
-
-        Raises:
-            TypeError: If the average is of another kind or dtype.
-            ValueError: If its shape or digest differs, it holds NaN or infinity, or its norm or
-                that of the weights exceeds 2**56 (2**400 if all numbers are float64 or complex128;
-                `FedAvg` and `ExponentialMovingAverage` have no such limit). The model has not
-                changed.
-            RuntimeError: If an earlier step was interrupted.
-        """
-        memory = self._read(average, "average")
-        self._check(average)
-        with self._stepping():
-            self._advance([(run, run.read(memory)) for run in self._runs])
-            if self._integers:
-                move_parts([*self._integers.values()], [average[name] for name in self._integers])
-        return self.weights
-
-    def _check(self, average: Any) -> None:
-        self._check_range(average)
-
-    @abstractmethod
-    def _advance(self, pairs: list[tuple[Run, NDArray[Any]]]) -> None:
-        """Update each run of the model by the same run of the average."""

@@ -15,11 +15,52 @@ from flatweights._weights import FlatWeights
 
 WEIGHTS = "weights"
 MASTER = "master"
-MOMENTUM = "momentum"
 
 # Numbers in a block: few enough that the vectors of a step stay in the L2 cache between passes.
 # Each number is computed by itself, so the block size changes no result.
 BLOCK = 1 << 16
+
+
+@dataclass
+class Block:
+    """Neighbouring numbers of the model, as vectors of float32 or float64.
+
+    The numbers of 16-bit parts are here in float32, and a complex number is two real ones.
+
+    Attributes:
+        weights: The numbers of the model: a step changes them in place, or assigns others.
+        average: The same numbers of the argument of `ServerOptimizer.step`. Read only.
+        vectors: By name, the optimizer's own vectors for these numbers, to be changed likewise.
+    """
+
+    weights: NDArray[Any]
+    average: NDArray[Any]
+    vectors: dict[str, NDArray[Any]]
+    _published: NDArray[Any]
+    _scratch: dict[str, NDArray[Any]]
+
+    @property
+    def published(self) -> NDArray[Any]:
+        """The model that the workers had: 16-bit parts are rounded, unlike in ``weights``.
+
+        Of other parts, it is ``weights`` itself: use it before you change these.
+        """
+        if self._published.dtype == self.weights.dtype:
+            return self._published
+        return _converted(self._published, self._memory("published"))
+
+    @property
+    def delta(self) -> NDArray[Any]:
+        """The average minus ``published``; memory that you may change, and that is used again."""
+        out = self._memory("delta")
+        np.subtract(self.average, self.published, out=out)
+        return out
+
+    def _memory(self, name: str) -> NDArray[Any]:
+        """Return memory for a vector of this block, which later blocks are not longer than."""
+        if name not in self._scratch:
+            self._scratch[name] = np.empty_like(self.weights)
+        return self._scratch[name][: self.weights.size]
 
 
 @dataclass(frozen=True)
@@ -42,47 +83,51 @@ class Run:
     wide: NDArray[Any]
     kept: Mapping[str, NDArray[Any]]
 
-    def read(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return the same numbers of another model: ``memory`` holds it, in the same layout."""
-        end = self.offset + self.weights.nbytes
-        return memory[self.offset : end].view(self.weights.dtype)
-
     @property
     def has_master(self) -> bool:
         """Whether ``wide`` is a master copy."""
         return self.wide is not self.weights
 
-    def scratch(self) -> NDArray[Any]:
-        """Return memory for one block, in the dtype of ``wide``."""
-        return np.empty(min(BLOCK, self.weights.size), self.wide.dtype)
+    def blocks(self, memory: NDArray[np.uint8], *, whole: bool) -> Iterator[Block]:
+        """Yield the blocks that together cover this vector.
 
-    def blocks(self, *models: NDArray[Any], whole: bool = True) -> Iterator[tuple[Any, ...]]:
-        """Yield slices that together cover the vector, each with that slice of every model.
-
-        With a master copy, the slices of ``models`` are converted to its dtype; when the caller
-        asks for the next block, the weights of the last one are rounded from the master copy.
-        Without one, the whole vector is one block, which kernels split over their threads.
+        When the caller asks for the next block, what it assigned to the last one is copied, and
+        16-bit weights are rounded from the master copy.
 
         Args:
-            *models: Vectors as long as this one, in the dtype of ``weights``.
-            whole: If False, blocks have at most `BLOCK` numbers even without a master copy: NumPy's
-                operations then find them in the cache.
+            memory: The bytes of another model in the same layout: the average.
+            whole: Without a master copy, the whole vector is one block, which kernels split over
+                their threads. Otherwise blocks are small: NumPy's operations find them in the
+                cache.
         """
-        if whole and not self.has_master:
-            yield slice(None), *models
-            return
         size = self.weights.size
-        scratch = [self.scratch() for _ in models] if self.has_master else []
-        for begin in range(0, size, BLOCK):
-            block = slice(begin, min(begin + BLOCK, size))
-            numbers = [model[block] for model in models]
+        average = memory[self.offset : self.offset + self.weights.nbytes].view(self.weights.dtype)
+        average.flags.writeable = False
+        count = size if whole and not self.has_master else min(BLOCK, size)
+        scratch: dict[str, NDArray[Any]] = {}
+        converted = np.empty(count, self.wide.dtype) if self.has_master else None
+        for begin in range(0, size, count):
+            part = slice(begin, begin + count)
+            numbers, weights = average[part], self.weights[part]
+            if converted is not None:
+                numbers = _converted(numbers, converted)
+            wide = self.wide[part] if self.has_master else weights
+            vectors = {name: vector[part] for name, vector in self.kept.items()}
+            block, before = Block(wide, numbers, vectors, weights, scratch), [*vectors.values()]
+            yield block
+            after = block.weights, *vectors.values()
+            for old, new in zip((wide, *before), after, strict=True):
+                if new is not old:
+                    np.copyto(old, new)
             if self.has_master:
-                converted = [memory[: block.stop - begin] for memory in scratch]
-                move_parts(converted, numbers)
-                numbers = converted
-            yield block, *numbers
-            if self.has_master:
-                move_parts([self.weights[block]], [self.wide[block]])
+                move_parts([weights], [wide])
+
+
+def _converted(numbers: NDArray[Any], memory: NDArray[Any]) -> NDArray[Any]:
+    """Return ``numbers`` in the dtype of ``memory``, which is at least as long."""
+    memory = memory[: numbers.size]
+    move_parts([memory], [numbers])
+    return memory
 
 
 def new_layout(template: Template, kept: Sequence[str], numbers: Sequence[str]) -> Layout:
