@@ -2,14 +2,17 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import ray
 from ray_workers import PlainWorker
 
 from flatweights.ray import WorkerGroup
+from flatweights.ray import _engine as engine
+from flatweights.ray._calls import wait_any
 
 Lend = Callable[..., WorkerGroup]
 
@@ -84,6 +87,23 @@ class Actors:
             except (ray.exceptions.RayError, TimeoutError):
                 pass  # it died, or is still at work
             ray.kill(actor)
+
+
+@contextmanager
+def only_late(count: int = 1) -> Iterator[None]:
+    """The time of a round is up for its last ``count`` ranks alone, however slow the machine is."""
+
+    def wait(answers: Collection[Any], deadline: float | None = None, enough: int = 1) -> list[Any]:
+        others = len(answers) - count
+        if others <= 0:
+            return wait_any(answers, deadline, enough)
+        while len(there := wait_any(answers, None, others)) < others:
+            pass  # some by lanes, the others by Ray
+        return there
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine, "wait_any", wait)
+        yield
 
 
 def restored(group: WorkerGroup, timeout: float = 60) -> list[int]:

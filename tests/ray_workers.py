@@ -65,7 +65,7 @@ class PlainWorker(FlatWorker):
         if action == "die during":
             return Dying(weights)
         if action == "die after":
-            threading.Timer(0.3, die).start()
+            threading.Thread(target=_die_once_told, args=(Path(where),), daemon=True).start()
         if action == "die once":
             first = Path(where) / "died"
             if not first.exists():
@@ -78,6 +78,7 @@ class PlainWorker(FlatWorker):
         if action == "other layout":
             return FlatWeights({"v": np.zeros(3)})
         if action == "hang":
+            (Path(where) / "hangs").touch()
             wait_for(Path(where) / "go on")
         if action == "interrupt":
             os.kill(int(where), signal.SIGINT)
@@ -111,7 +112,12 @@ def die() -> None:
     os._exit(1)
 
 
-def wait_for(path: Path, timeout: float = 60) -> None:
+def _die_once_told(where: Path) -> None:
+    wait_for(where / "die")
+    die()
+
+
+def wait_for(path: Path, timeout: float = 120) -> None:
     """Wait until there is such a file."""
     end = time.monotonic() + timeout
     while not path.exists():

@@ -45,4 +45,4 @@ def test_the_average_is_that_of_the_ranks_that_it_names_whatever_happens(
     )
     assert counts["stopped"] > 0
     assert counts["killed"] + counts["died"] > 0
-    assert (counts["(by lanes)"] > rounds) == (way == "")
+    assert (counts["(by lanes)"] > 0) == (way == "")

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import ray
 from ray.util.metrics import Counter
-from ray_pool import Actors, Lend
+from ray_pool import Actors, Lend, only_late
 from ray_workers import PlainWorker, weights_of
 from reference import clean_environment
 
@@ -44,13 +44,25 @@ def again(record: dict[str, Any]) -> Any:
     return json.loads(json.dumps(record))
 
 
+def values_in(text: str, name: str, **tags: str) -> list[float]:
+    """Return the values of all series of such a name with such tags."""
+    values = []
+    for line in text.splitlines():
+        series = re.fullmatch(r"ray_(\w+)\{(.*)\} (\S+)", line)
+        if series and series[1] == name:
+            found = dict(re.findall(r'(\w+)="(.*?)"', series[2]))
+            if tags.items() <= found.items():
+                values.append(float(series[3]))
+    return values
+
+
 def scrape(node: dict[str, Any], until: Callable[[str], bool]) -> str:
     """Return what Prometheus would read from ``node``, once it says what is waited for."""
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     text = ""
-    for _ in range(300):
+    for _ in range(1200):
         try:
-            with urllib.request.urlopen(url, timeout=10) as reply:
+            with urllib.request.urlopen(url, timeout=60) as reply:
                 text = reply.read().decode()
         except OSError:
             text = ""  # the agent is still starting
@@ -58,6 +70,11 @@ def scrape(node: dict[str, Any], until: Callable[[str], bool]) -> str:
             break
         time.sleep(0.1)
     return text
+
+
+def tells_of_all(text: str) -> bool:
+    """Whether ``text`` tells of the last thing that `some_rounds` does."""
+    return values_in(text, "flatweights_round_seconds_count", step="broadcast") == [4]
 
 
 def some_rounds(folder: str) -> None:
@@ -78,9 +95,11 @@ def some_rounds(folder: str) -> None:
         group.average("act", {0: "raise"})
     except WorkerError:
         records.append({})
-    for found in group.run(1, "act", {2: "hang"}, folder, timeout=3, min_results=2, progress=True):
-        records.append(found.record())
-    text = scrape(ray.nodes()[0], lambda text: 'reason="late"' in text)
+    late = {"timeout": 0.05, "min_results": 2, "progress": True}
+    with only_late():
+        for found in group.run(1, "act", {2: "hang"}, folder, **late):
+            records.append(found.record())
+    text = scrape(ray.nodes()[0], tells_of_all)
     (Path(folder) / "seen.json").write_text(json.dumps({"records": records, "text": text}))
     ray.shutdown()
 
@@ -109,7 +128,7 @@ def run_on_a_terminal(function: Callable[..., None], *arguments: str) -> str:
                     shown += some
             except OSError:
                 pass  # how Linux says that nobody has the other end any more
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors.decode()[-5000:]
     finally:
         os.close(terminal)
@@ -127,14 +146,7 @@ class Seen:
 
     def metric(self, name: str, **tags: str) -> float:
         """Return the value of the only series of such a name with such tags."""
-        values = []
-        for line in self.text.splitlines():
-            series = re.fullmatch(r"ray_(\w+)\{(.*)\} (\S+)", line)
-            if series and series[1] == name:
-                found = dict(re.findall(r'(\w+)="(.*?)"', series[2]))
-                if tags.items() <= found.items():
-                    values.append(float(series[3]))
-        (value,) = values
+        (value,) = values_in(self.text, name, **tags)
         return value
 
 
@@ -183,7 +195,7 @@ def test_records_of_rounds(seen: Seen) -> None:
     assert skipped["quarantined"] == [1]
     assert first["bytes"] == skipped["bytes"] == {"in": 3 * NBYTES, "out": 3 * NBYTES}
     assert hung["bytes"] == {"in": 2 * NBYTES, "out": 2 * NBYTES}
-    assert hung["seconds"]["round"] >= hung["seconds"]["wait"] > first["seconds"]["wait"]
+    assert hung["seconds"]["round"] >= hung["seconds"]["wait"]
 
 
 def test_a_record_is_what_json_gives_back(group: WorkerGroup) -> None:
@@ -231,7 +243,7 @@ def test_reasons_in_a_record_are_one_line(group: WorkerGroup) -> None:
 
 LINE = re.compile(
     r"flatweights: round 1: (.*), \d+\.\d{3} s "
-    r"\(wait \d\.\d{3}, average \d\.\d{3}, put \d\.\d{3}, broadcast \d\.\d{3}\), (.*)"
+    r"\(wait \d+\.\d{3}, average \d+\.\d{3}, put \d+\.\d{3}, broadcast \d+\.\d{3}\), (.*)"
 )
 
 

@@ -353,7 +353,8 @@ def test_who_fails_hangs_or_dies_is_named(
         ranks[3].die.remote(),
         ranks[4].give.remote(value * 3),
     ]
-    found = sharded.average(refs, timeout=3, min_results=2)
+    ray.wait([refs[rank] for rank in (0, 1, 3, 4)], num_returns=4)
+    found = sharded.average(refs, timeout=0.2, min_results=2)
     assert found.used == (1, 4)
     assert found.late == (2,)
     assert isinstance(found.failed[0], KeyError)

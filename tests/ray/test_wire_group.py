@@ -1,13 +1,13 @@
 """`WorkerGroup` with a ``wire_dtype``: half the bytes, the results of float32."""
 
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
-from ray_pool import Lend, restored
+from ray_pool import Lend, only_late, restored
 from ray_workers import PlainWorker
 
 from flatweights import FlatWeights
@@ -37,11 +37,6 @@ class Float32Worker(PlainWorker):
         if self.rank == 1:
             result["w"][3] = value
         return result
-
-    def slow(self, seconds: float) -> FlatWeights:
-        if self.rank == 1:
-            time.sleep(seconds)
-        return self.train()
 
 
 @pytest.fixture
@@ -104,13 +99,16 @@ def test_a_restarted_worker_is_sent_the_weights_in_full(make: Make) -> None:
     assert len(set(bits(group))) == 1
 
 
-def test_a_late_worker_comes_back_with_the_bits_of_the_others(make: Make) -> None:
+def test_a_late_worker_comes_back_with_the_bits_of_the_others(make: Make, tmp_path: Path) -> None:
     group = make(wire_dtype="bfloat16")
     for _ in group.run(1, "train"):
         pass
-    found = group.average("slow", 3.0, timeout=1.5, min_results=2)
+    hangs: Any = {1: "hang"}
+    with only_late():
+        found = group.average("act", hangs, str(tmp_path), 1e-4, timeout=0.05, min_results=2)
     assert found.late == (1,)
     group.broadcast(found)
+    (tmp_path / "go on").touch()
     assert restored(group) == [1]
     for found in group.run(2, "train"):
         assert found.used == (0, 1, 2)

@@ -62,13 +62,17 @@ class Crew:
         self._threads.append(threading.Thread(target=run, name=name, daemon=True))
 
     def run(self, part: float = 1.0) -> None:
-        """Let them run for ``part`` of the time.
+        """Let them run for ``part`` of the time, and longer until each has done a round.
 
         Raises the first error of a thread, and fails if some never end or never do a round.
         """
         for thread in self._threads:
             thread.start()
         self._stop.wait(self._seconds * part)
+        end = time.monotonic() + DEADLINE
+        while not all(self.rounds.values()) and time.monotonic() < end:
+            if self._stop.wait(0.05):
+                break
         self._stop.set()
         end = time.monotonic() + DEADLINE
         for thread in self._threads:
