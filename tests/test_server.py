@@ -38,6 +38,9 @@ MAKERS: dict[str, Make] = {
     "FedAvg": lambda w: server.FedAvg(w),
     "FedAvgM": lambda w: server.FedAvgM(w, momentum=BETA1, learning_rate=LR),
     "FedAvgM without momentum": lambda w: server.FedAvgM(w, momentum=0, learning_rate=LR),
+    "FedAvgM with nesterov": lambda w: server.FedAvgM(
+        w, momentum=BETA1, learning_rate=LR, nesterov=True
+    ),
     "ExponentialMovingAverage": lambda w: server.ExponentialMovingAverage(w, decay=BETA1),
     "FedAdagrad": lambda w: server.FedAdagrad(w, learning_rate=LR, tau=TAU),
     "FedAdagrad with beta1": lambda w: server.FedAdagrad(w, learning_rate=LR, tau=TAU, beta1=BETA1),
@@ -78,7 +81,8 @@ class Oracle:
         elif name.startswith("FedAvgM"):
             momentum = 0.0 if "without" in name else BETA1
             self._m = momentum * self._m + delta
-            self.x = self.x + LR * self._m
+            ahead = delta + momentum * self._m if "nesterov" in name else self._m
+            self.x = self.x + LR * ahead
         elif name.startswith("Gradient"):
             most = {"Gr": math.inf, "cl": 0.5, "mo": 2.0}[name.split()[-1][:2]]
             momentum = BETA1 if "momentum" in name else 0.0
@@ -581,6 +585,7 @@ def test_a_gradient_without_a_finite_norm_changes_nothing() -> None:
     [
         (server.FedAvgM, {"momentum": 1}, "momentum: expected a number from 0 to below 1, got 1"),
         (server.FedAvgM, {"momentum": -0.1}, "momentum: expected"),
+        (server.FedAvgM, {"nesterov": 2}, "nesterov: expected False or True, got 2"),
         (server.FedAvgM, {"learning_rate": math.inf}, "learning_rate: expected a positive finite"),
         (server.FedAvgM, {"learning_rate": math.nan}, "learning_rate: expected"),
         (server.ExponentialMovingAverage, {"decay": 1.1}, "decay: expected a number from 0 to 1"),

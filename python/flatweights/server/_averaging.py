@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from flatweights._core import move_parts
-from flatweights._inplace import Model, lerp_
+from flatweights._inplace import Model, axpy_, lerp_
 from flatweights.server._optimizer import Hyperparameter, ServerOptimizer
 from flatweights.server._state import Block
 
@@ -48,6 +48,12 @@ class FedAvgM(ServerOptimizer[Model]):
     Non-Identical Data Distribution for Federated Visual Classification", 2019. With momentum 0
     and learning rate 1 the model becomes the average, to the bit, as in `FedAvg`.
 
+    With ``nesterov``, ``weights += learning_rate * (delta + momentum * v)``: the form of Sutskever
+    et al., "On the Importance of Initialization and Momentum in Deep Learning", ICML 2013, that
+    PyTorch's and Keras's SGD have. With momentum 0.9 and learning rate 0.7 this is the outer
+    optimizer of Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
+    Models", 2023.
+
     With momentum, the optimizer keeps one vector beside the weights. A step over float32 reads
     average and weights once to check them, then reads three vectors and writes two: 28 bytes per
     number.
@@ -61,15 +67,23 @@ class FedAvgM(ServerOptimizer[Model]):
         momentum: From 0 to below 1: the share of the velocity that a step keeps. It cannot be set
             later.
         learning_rate: The server's: positive. It may be set between steps.
+        nesterov: Whether a step looks ahead along the velocity. It cannot be set later; as an
+            attribute and in the state it is 0 or 1.
     """
 
     learning_rate = Hyperparameter.positive()
     momentum = Hyperparameter.fraction(fixed=True)
+    nesterov = Hyperparameter("False or True", lambda value: value in (0, 1), fixed=True)
 
     def __init__(
-        self, initial: Model, *, momentum: float = 0.9, learning_rate: float = 1.0
+        self,
+        initial: Model,
+        *,
+        momentum: float = 0.9,
+        learning_rate: float = 1.0,
+        nesterov: bool = False,
     ) -> None:
-        super().__init__(initial, momentum=momentum, learning_rate=learning_rate)
+        super().__init__(initial, momentum=momentum, learning_rate=learning_rate, nesterov=nesterov)
 
     def vectors(self) -> Mapping[str, float]:
         """Keep the velocity."""
@@ -87,12 +101,16 @@ class FedAvgM(ServerOptimizer[Model]):
         elif not momentum and block.published is block.weights:
             lerp_(block.weights, block.average, rate)
         else:
-            change = block.delta
+            step = change = block.delta
             if momentum:
                 velocity = block.vectors["momentum"]
                 np.multiply(velocity, momentum, out=velocity)
                 np.add(velocity, change, out=velocity)
-            np.multiply(velocity if momentum else change, rate, out=change)
+                if self.nesterov:
+                    axpy_(change, momentum, velocity)
+                else:
+                    step = velocity
+            np.multiply(step, rate, out=change)
             np.add(block.weights, change, out=block.weights)
 
 
