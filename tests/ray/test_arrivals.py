@@ -19,7 +19,7 @@ from reference import assert_same, refuses, same_bits
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, WorkerError, average
-from flatweights.ray._ray_calls import RayAnswer
+from flatweights.ray._calls import RayAnswer
 
 LARGE = 30_000  # elements; beyond 100 KiB results lie in shared memory
 

@@ -26,7 +26,7 @@ from flatweights.ray import (
     average,
 )
 from flatweights.ray import _engine as engine
-from flatweights.ray import _group as group_module
+from flatweights.ray import _roster as roster
 from flatweights.ray._calls import Head, Stamp
 from flatweights.ray._shard_tasks import ShardOwner
 
@@ -74,6 +74,10 @@ class AsyncTold(Told):
         return self.train()
 
 
+def head(stamp: Stamp, version: Stamp | None) -> Head:
+    return stamp, version, None
+
+
 def start_of(value: float, size: int = 5) -> FlatWeights:
     return FlatWeights({"w": np.full(size, value, np.float32), "n": np.int64(3)})
 
@@ -114,7 +118,7 @@ def bits(group: WorkerGroup) -> list[bytes]:
 
 
 def without_rank_0(group: WorkerGroup) -> None:
-    group._workers.unhealthy[0] = TimeoutError("away")
+    group._roster[0].why = TimeoutError("away")
 
 
 PLANS: dict[str, dict[str, Any]] = {"at once": {}, "streamed": {}, "sharded": {}, "per node": {}}
@@ -149,7 +153,7 @@ def test_errors_name_the_ranks_of_the_group(
         group.average("give", 2, nan, good, nonfinite="skip", **options | {"min_results": 2})
     weighed = group.average("give", 2, 3 * good, good, weights=[100, 3, 1], **options)
     assert weighed.weights.tolist() == [1.5] * 3
-    group._workers.unhealthy.clear()
+    group._roster[0].why = None
 
 
 # A broadcast happened, or it did not.
@@ -205,7 +209,7 @@ def test_where_no_worker_is_healthy_weights_bring_those_back_that_take_them(
 
 def without_any(group: WorkerGroup) -> None:
     for rank in group.actors():
-        group._workers.unhealthy[rank] = TimeoutError("away")
+        group._roster[rank].why = TimeoutError("away")
 
 
 def pid_of(actor: Any) -> int:
@@ -270,11 +274,10 @@ def _raise_value_error() -> None:
     raise ValueError("lost")
 
 
-BROKEN: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "task": lambda: (lost.remote(), None),
-    "owner": lambda: (ref_without_owner(), None),
-    "class": lambda: (NotHere(), None),
-    "argument": lambda: (start_of(5.0), lost.remote()),
+BROKEN: dict[str, Callable[[], Any]] = {
+    "task": lambda: lost.remote(),
+    "owner": ref_without_owner,
+    "class": NotHere,
 }
 
 
@@ -298,19 +301,29 @@ def send(
 @pytest.mark.parametrize(
     ("how", "what"),
     [(how, "task") for how in ("broadcast", "step", "average", "sharded", "per node")]
-    + [("average", what) for what in ("owner", "class", "argument")],
+    + [("average", what) for what in ("owner", "class")],
 )
 def test_weights_that_reached_nobody_are_not_the_latest(
     group: WorkerGroup, sharded: dict[str, ShardedAverage], how: str, what: str
 ) -> None:
-    weights, argument = BROKEN[what]()
     group.step("forget_calls")
     with pytest.raises(WorkerError, match=r"rank [012]: .*(lost|OwnerDiedError)"):
-        send(group, how, weights, sharded.get(how), argument)
+        send(group, how, BROKEN[what](), sharded.get(how))
     assert group.healthy_actor_ids() == [0, 1, 2]
     without_rank_0(group)
     assert group.restore(timeout=60) == [0]
     assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
+
+
+@pytest.mark.parametrize("how", ["step", "average"])
+def test_ranks_whose_call_did_not_begin_get_its_weights_with_the_next(
+    group: WorkerGroup, how: str
+) -> None:
+    with pytest.raises(WorkerError, match=r"rank [012]: ValueError: lost"):
+        send(group, how, start_of(5.0), argument=lost.remote())
+    assert group.healthy_actor_ids() == [0, 1, 2]
+    assert set(bits(group)) == {start_of(5.0).buffer.tobytes()}
+    assert group.healthy_actor_ids() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("how", ["broadcast", "average", "sharded"])
@@ -353,7 +366,7 @@ def test_weights_that_could_not_be_put_are_not_the_latest(
     wired.broadcast(start_of(1.0, LARGE))
     wired.broadcast(start_of(1.5, LARGE))
     with monkeypatch.context() as patched:
-        patched.setattr(group_module, "put", raising(error))
+        patched.setattr(roster, "put", raising(error))
         with pytest.raises(error):
             wired.broadcast(start_of(3.0, LARGE))
     without_rank_0(wired)
@@ -416,7 +429,7 @@ def test_a_call_whose_weights_could_not_be_put_runs_nowhere(
     heal(wired)
     wired.step("forget_calls", broadcast=start_of(1.0, LARGE))
     with monkeypatch.context() as patched:
-        patched.setattr(group_module, "put", raising(error))
+        patched.setattr(roster, "put", raising(error))
         with pytest.raises(error):
             wired.average("train", broadcast=start_of(3.0, LARGE))
     assert wired.step("how_often") == {0: 0, 1: 0, 2: 0}
@@ -428,33 +441,33 @@ def test_a_call_whose_weights_could_not_be_put_runs_nowhere(
 
 def test_a_worker_refuses_a_call_that_comes_again_or_too_late() -> None:
     worker = PlainWorker()
-    first, second, third = (Stamp("group", number) for number in range(3))
-    worker.call_version(Head(first, first), weights_of(1.0), None)
-    worker.call_version(Head(second, first), None, "train")
+    first, second, third = (("group", number) for number in range(3))
+    worker.call_version(head(first, first), weights_of(1.0), None)
+    worker.call_version(head(second, first), None, "train")
     with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 1"):
-        worker.call_version(Head(second, first), None, "train")
+        worker.call_version(head(second, first), None, "train")
     # As on a restarted actor: restored first, then asked again what it died of.
     again = PlainWorker()
-    again.call_version(Head(third, first), weights_of(1.0), None)
+    again.call_version(head(third, first), weights_of(1.0), None)
     with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 2"):
-        again.call_version(Head(second, first), None, "train")
+        again.call_version(head(second, first), None, "train")
     with pytest.raises(StaleWorkerError):
-        again.call_version(Head(first, first), weights_of(5.0), None)
+        again.call_version(head(first, first), weights_of(5.0), None)
     assert (worker.calls, again.calls) == (1, 0)
-    again.call_version(Head(Stamp("another group", 0), first), None, "train")
+    again.call_version(head(("another group", 0), first), None, "train")
 
 
 def test_a_worker_takes_the_weights_that_a_call_brings_and_no_others() -> None:
     worker = Told()
-    stamps = [Stamp("group", number) for number in range(6)]
-    result = worker.call_version(Head(stamps[1], stamps[0]), start_of(2.0), "train")
+    stamps = [("group", number) for number in range(6)]
+    result = worker.call_version(head(stamps[1], stamps[0]), start_of(2.0), "train")
     assert same_bits(result.buffer, trained(start_of(2.0), 0).buffer)
     with pytest.raises(RefusedWeightsError, match=r"^ValueError: too large$"):
-        worker.call_version(Head(stamps[3], stamps[2]), start_of(100.0), "train")
+        worker.call_version(head(stamps[3], stamps[2]), start_of(100.0), "train")
     with pytest.raises(StaleWorkerError, match="expected weights of version 2, got 0"):
-        worker.call_version(Head(stamps[4], stamps[2]), None, "train")
+        worker.call_version(head(stamps[4], stamps[2]), None, "train")
     with pytest.raises(StaleWorkerError, match="call 3 came again or too late, after call 4"):
-        worker.call_version(Head(stamps[3], stamps[2]), start_of(5.0), "train")
+        worker.call_version(head(stamps[3], stamps[2]), start_of(5.0), "train")
     assert same_bits(worker.get_weights().buffer, result.buffer)
     assert worker.calls == 1
 
@@ -487,13 +500,13 @@ def test_after_an_interrupt_weights_are_sent_once_the_call_has_ended(
 
 def test_a_worker_says_whose_weights_it_has() -> None:
     worker = PlainWorker()
-    worker.call_version(Head(Stamp("one", 1), Stamp("one", 0)), weights_of(1.0), None)
+    worker.call_version(head(("one", 1), ("one", 0)), weights_of(1.0), None)
     with pytest.raises(StaleWorkerError, match="expected weights of version 0, got 0 of another"):
-        worker.call_version(Head(Stamp("another", 1), Stamp("another", 0)), None, "train")
-    worker.call_version(Head(Stamp("another", 2), None), None, "train")
+        worker.call_version(head(("another", 1), ("another", 0)), None, "train")
+    worker.call_version(head(("another", 2), None), None, "train")
     # As after a broadcast that only a late worker took.
     with pytest.raises(StaleWorkerError, match="expected no weights of the group, got version 0"):
-        worker.call_version(Head(Stamp("one", 2), None), None, "train")
+        worker.call_version(head(("one", 2), None), None, "train")
     assert worker.calls == 1
 
 
@@ -532,12 +545,12 @@ def test_run_gives_restore_no_more_time_than_it_has(
 ) -> None:
     given: list[float | None] = []
     with monkeypatch.context() as patched:
-        patched.setattr(group, "restore", lambda timeout: given.append(timeout))
+        patched.setattr(group._roster, "probe", lambda deadline: given.append(deadline.timeout))
         for timeout in (2.0, 60.0, None):
             without_rank_0(group)
             list(group.run(1, "get_weights", timeout=timeout))
     assert given == [2.0, 10.0, 10.0]
-    group._workers.unhealthy.clear()
+    group._roster[0].why = None
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), -1, "2"])

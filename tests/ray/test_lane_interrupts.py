@@ -88,7 +88,7 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
 
     def held() -> list[int]:
         """Return how many views this process has of each window of the workers."""
-        workers: list[Any] = [group._workers[rank] for rank in range(2)]
+        workers: list[Any] = [group._roster[rank].worker for rank in range(2)]
         lanes = [worker._lane for worker in workers if worker._lane is not None]
         return [lane.mailbox.holds(False, index) for lane in lanes for index in range(4)]
 

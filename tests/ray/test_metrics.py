@@ -24,8 +24,7 @@ from ray_workers import PlainWorker, weights_of
 from reference import clean_environment
 
 from flatweights.ray import Round, WorkerError, WorkerGroup, average
-from flatweights.ray._metrics import METRICS
-from flatweights.ray._report import readable_bytes
+from flatweights.ray._report import METRICS, readable_bytes
 
 TESTS = Path(__file__).parents[1]
 SIZE = 40_000

@@ -154,6 +154,7 @@ def test_sizes_are_those_of_the_buffer_that_travels() -> None:
     update, _ = group.message(model)
     assert nbytes_of(snapshot) == nbytes_of(model) == 448 + 64
     assert nbytes_of(update) == 256 + 64
-    assert nbytes_of(np.zeros(3)) is None
+    assert nbytes_of(np.zeros(3)) == 64
+    assert nbytes_of("text") is None
     assert len(pickle.dumps(update, protocol=5)) < 256 + 64 + 800
     assert widen(model) is model

@@ -206,8 +206,7 @@ def test_a_loop_that_brings_each_average_with_the_next_call(group: WorkerGroup) 
     assert before.nbytes_sent == 3 * before.weights.buffer.nbytes
     assert {*before.seconds} == {"wait", "average", "put"}
     assert group.step("how_often") == group.step("how_often_set") == {0: 4, 1: 4, 2: 4}
-    without_rank_1 = group._workers.unhealthy
-    without_rank_1[1] = TimeoutError("away")
+    group._roster[1].why = TimeoutError("away")
     assert group.restore() == [1]
     assert_same(group.step("get_weights")[1], before.weights)  # those that were sent last
 
@@ -665,18 +664,18 @@ def test_after_a_broken_round_a_late_rank_takes_no_time_from_others(
     with pytest.raises(WorkerError, match="rank 1: ArithmeticError"):
         list(group.run(1, "act", {1: "raise"}))
     ends: list[Any] = []
-    settle, send = group._workers.settle, group._send_in_full
+    settle, send = group._roster._settle, group._roster._send_in_full
 
-    def settled(deadline: Any) -> Any:
+    def settled(deadline: Any) -> None:
         ends.append(deadline.end)
-        return settle(deadline)
+        settle(deadline)
 
     def sent(ranks: Any, deadline: Any) -> Any:
         ends.append(deadline.end)
         return send(ranks, deadline)
 
-    monkeypatch.setattr(group._workers, "settle", settled)
-    monkeypatch.setattr(group, "_send_in_full", sent)
+    monkeypatch.setattr(group._roster, "_settle", settled)
+    monkeypatch.setattr(group._roster, "_send_in_full", sent)
     next(group.run(1, "train", timeout=60))
     assert ends[0] < ends[1], "the time to send begins once the late ranks were waited for"
 

@@ -13,12 +13,11 @@ from flatweights._average import Nonfinite, average_used
 from flatweights._running_average import RunningAverage
 from flatweights._sources import Template, check_flat_weights
 from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._calls import Answer
+from flatweights.ray._calls import Answer, RayAnswer
 from flatweights.ray._engine import Arrivals, Deadline, LettingGo, Request, Weights
 from flatweights.ray._failpoints import reach
-from flatweights.ray._ray_calls import RayAnswer
 from flatweights.ray._report import report
-from flatweights.ray._result import own, split
+from flatweights.ray._result import copied, split
 from flatweights.ray._round import Round
 from flatweights.ray._wire import nbytes_of, widen
 
@@ -135,7 +134,7 @@ class DriverAverage:
         request: Request,
         out: Any = None,
         *,
-        widen: Callable[[Any], Any] = widen,
+        decode: Callable[[Any], Any] = widen,
         finish: Callable[[Any], Any] = lambda mean: mean,
     ) -> None:
         """Prepare the average.
@@ -144,13 +143,13 @@ class DriverAverage:
             arrivals: The answers to wait for.
             request: The arguments of the round.
             out: Where to write.
-            widen: Decodes the weights that a worker returned to a model.
+            decode: Decodes the weights that a worker returned to a model.
             finish: Turns the mean of these models into the average; it may change the mean.
         """
         self._arrivals = arrivals
         self._request = request
         self._out = out
-        self._widen = widen
+        self._decode = decode
         self._finish = finish
         self._order = sorted(arrivals.answers)
         self._next = 0  # place in the order of the first rank that was not added
@@ -275,7 +274,7 @@ class DriverAverage:
             for rank in self._used:
                 value = [self._arrivals.take(rank)]  # one is mapped at a time
                 if rank not in self._arrivals.failed:
-                    model = [self._widen(split(value.pop())[0])]
+                    model = [self._decode(split(value.pop())[0])]
                     spoiled |= self._find_spoiled([rank], model)
                     model.clear()
             if spoiled and self._request.nonfinite == "raise":
@@ -356,7 +355,7 @@ class DriverAverage:
     def _read(self, rank: int, value: Any) -> Any:
         """Return the model in ``value``, checked; keep the extras."""
         received, extras = split(value)
-        model = self._widen(received)
+        model = self._decode(received)
         name = f"rank {rank}"
         if self._template is None:
             self._template, self._first = Template.of(model, name), rank
@@ -365,10 +364,11 @@ class DriverAverage:
                 self._template.match(model, name)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{error} (rank {self._first} gave what is expected)") from None
-        nbytes = nbytes_of(received)
-        self._nbytes[rank] = self._template.layout.nbytes if nbytes is None else nbytes
+        is_decoded = model is not received
+        nbytes = nbytes_of(received) if is_decoded else self._template.layout.nbytes
+        self._nbytes[rank] = nbytes or 0
         if extras is not None:
-            self._extras[rank] = own(extras)
+            self._extras[rank] = copied(extras)
         self._used.append(rank)
         return model
 

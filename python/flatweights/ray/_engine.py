@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 from flatweights._average import Nonfinite, check_nonfinite, read_weight, read_weights
 from flatweights.ray._calls import Answer, wait_any
-from flatweights.ray._errors import FULL, WorkerError, late_error, too_small
-from flatweights.ray._metrics import METRICS
+from flatweights.ray._errors import WorkerError, late_error
+from flatweights.ray._report import METRICS
+from flatweights.ray._store import FULL, too_small
 
 Weights = Iterable[float] | Callable[[Any], float] | None
 

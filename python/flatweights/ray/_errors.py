@@ -1,4 +1,4 @@
-"""The errors of workers and of Ray's object store, and their texts."""
+"""The errors of workers, and their texts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-
-from flatweights._sources import Template
-from flatweights._weights import FlatWeights
-
-FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 
 # What a method raised, if it does not unpickle here; older versions of Ray do not have it.
 _UNSERIALIZABLE: Any = getattr(ray.exceptions, "UnserializableException", ())
@@ -99,40 +94,3 @@ def reason_in_a_line(error: Exception) -> str:
 def _shown(error: Exception) -> Exception:
     cause = getattr(error, "cause", None)  # what a RayTaskError was raised from
     return cause if isinstance(cause, Exception) else error
-
-
-def put(weights: Any, ranks: int) -> Any:
-    """Put ``weights``, for or from so many ``ranks``, into the object store.
-
-    Raises:
-        StoreTooSmallError: If there is no room.
-    """
-    try:
-        return ray.put(weights)
-    except FULL as error:
-        raise too_small(ranks, weights) from error
-
-
-def too_small(ranks: int, weights: Any) -> StoreTooSmallError:
-    """Return the error that says how large the store must be for ``weights``, if known."""
-    nbytes = size_of(weights)
-    need = f"({ranks} + 2) * " + (
-        "the bytes of the weights"
-        if nbytes is None
-        else f"{nbytes:,} = {(ranks + 2) * nbytes:,} bytes"
-    )
-    return StoreTooSmallError(
-        f"the object store is full: the results of {ranks} ranks, their average and the one "
-        f"before need at least {need}; set ray.init(object_store_memory=...) or ray start "
-        "--object-store-memory"
-    )
-
-
-def size_of(weights: Any) -> int | None:
-    """Return the bytes of ``weights``, None if they are of no kind that is averaged."""
-    if isinstance(weights, FlatWeights):
-        return weights.layout.nbytes
-    try:
-        return Template.of(weights).layout.nbytes
-    except TypeError:
-        return None

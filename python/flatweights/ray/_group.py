@@ -8,59 +8,24 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
 from flatweights._average import Nonfinite
-from flatweights._weights import FlatWeights
-from flatweights.ray._calls import Call, Head, Payload, Stamp, Stamps
+from flatweights.ray._calls import BY_VALUE, Call, argument_of
 from flatweights.ray._driver import DriverAverage
-from flatweights.ray._engine import (
-    Arrivals,
-    Deadline,
-    Request,
-    Weights,
-    check_count,
-)
-from flatweights.ray._errors import (
-    RefusedWeightsError,
-    WorkerError,
-    is_lost,
-    is_refusal,
-    is_stale,
-    put,
-    reason_of,
-    size_of,
-)
-from flatweights.ray._failpoints import reach
-from flatweights.ray._metrics import METRICS
-from flatweights.ray._ray_calls import BY_VALUE, argument_of
+from flatweights.ray._engine import Arrivals, Deadline, Request, Weights, check_count, check_timeout
+from flatweights.ray._errors import WorkerError, is_lost
 from flatweights.ray._report import report, rounds_bar
-from flatweights.ray._round import Round, ShardedRound, ShardedWeights
+from flatweights.ray._roster import Roster, note_seconds
+from flatweights.ray._round import Round
 from flatweights.ray._sharded import ShardedAverage, ShardedPlan
-from flatweights.ray._wire import GroupWire, Travels, nbytes_of
+from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray._worker import FlatWorker
-from flatweights.ray._workers import Workers
 from flatweights.wire import WireDType
 
 _PROBE = 10.0  # seconds that an unhealthy worker is given to answer
-
-
-class _Sent(NamedTuple):
-    """The weights that a group sent last: replaced as a whole, so a broadcast happened or not.
-
-    Attributes:
-        version: Their stamp; None before the first broadcast.
-        payload: The weights as they were sent.
-        wire: The wire after them, if there is one.
-        full: The same weights in full, for workers that missed earlier ones; None until needed.
-    """
-
-    version: Stamp | None = None
-    payload: Payload | None = None
-    wire: GroupWire | None = None
-    full: Payload | None = None
 
 
 class WorkerGroup:
@@ -119,10 +84,8 @@ class WorkerGroup:
             ValueError: If there is no actor, or ``wire_dtype`` is another one.
             TypeError: If one is no actor of a `FlatWorker` class.
         """
-        self._workers = Workers(actors)
+        self._roster = Roster(actors, None if wire_dtype is None else GroupWire(wire_dtype))
         self._max_inflight = check_count(max_inflight, "max_inflight")
-        self._sent = _Sent(wire=None if wire_dtype is None else GroupWire(wire_dtype))
-        self._stamps = Stamps()
         self._in_round = False  # of run(): workers may have trained since the latest weights
         self._arguments: list[Sequence[Any]] = []  # of the actors, for those that are restarted
 
@@ -178,11 +141,11 @@ class WorkerGroup:
 
     def actors(self) -> dict[int, Any]:
         """Return the actors by rank."""
-        return self._workers.handles()
+        return {rank: self._roster[rank].worker.handle for rank in range(len(self._roster))}
 
     def healthy_actor_ids(self) -> list[int]:
         """Return the ranks that are called."""
-        return self._workers.healthy()
+        return self._roster.healthy()
 
     def num_healthy_actors(self) -> int:
         """Return how many ranks are called."""
@@ -190,12 +153,12 @@ class WorkerGroup:
 
     def is_actor_healthy(self, rank: int) -> bool:
         """Whether ``rank`` is called."""
-        return rank not in self._workers.unhealthy
+        return rank not in self._roster.unhealthy()
 
     @property
     def unhealthy(self) -> Mapping[int, Exception]:
         """By rank, why actors are not called."""
-        return dict(sorted(self._workers.unhealthy.items()))
+        return self._roster.unhealthy()
 
     def step(
         self,
@@ -221,15 +184,16 @@ class WorkerGroup:
             TypeError: If ``method`` is no name.
         """
         _check_method(method)
-        deadline = Deadline.after(timeout)
-        ranks, broadcast = self._to_call(broadcast, deadline)
-        arrivals = Arrivals(deadline)
-        with self._bringing(broadcast, ranks, arrivals) as payload:
-            self._send_out(self._call(method, args, kwargs, payload), arrivals, ranks)
+        timeout = check_timeout(timeout)
+        ranks, broadcast = self._roster.begin(broadcast, timeout)
+        arrivals = Arrivals(Deadline.after(timeout))
+        with self._roster.bringing(broadcast, ranks, arrivals) as payload:
+            call = self._roster.call(method, args, kwargs, payload)
+            self._roster.send_out(call, arrivals, ranks)
             results = arrivals.collect()
         by_methods = _raised(arrivals.failed)
         if by_methods or not results:
-            raise WorkerError(by_methods or self._workers.unhealthy)
+            raise WorkerError(by_methods or self.unhealthy)
         return results
 
     def average(
@@ -292,14 +256,14 @@ class WorkerGroup:
             weights, sharded, timeout=timeout, min_results=min_results, nonfinite=nonfinite
         )
         result = self._average(method, args, kwargs, request, broadcast, out, travels, sharded)
-        report(result, already_named=self._workers.unhealthy)
+        report(result, already_named=self.unhealthy)
         return result
 
     def _request(self, weights: Weights, sharded: ShardedAverage | None, **options: Any) -> Request:
         """Return the checked arguments of a round, for all ranks of the group."""
         if sharded is not None:
-            return sharded.request(len(self._workers), weights, **options)
-        return Request.of(len(self._workers), weights, max_inflight=self._max_inflight, **options)
+            return sharded.request(len(self._roster), weights, **options)
+        return Request.of(len(self._roster), weights, max_inflight=self._max_inflight, **options)
 
     def _average(
         self,
@@ -313,40 +277,40 @@ class WorkerGroup:
         sharded: ShardedAverage | None = None,
     ) -> Round:
         """As `average`, which reports it."""
-        if sharded is not None and (out is not None or self._sent.wire is not None):
+        roster, wire = self._roster, self._roster.latest.wire
+        if sharded is not None and (out is not None or wire is not None):
             raise ValueError("sharded: expected neither out nor a wire_dtype with it")
-        deadline = Deadline.after(request.timeout)
-        ranks, broadcast = self._to_call(broadcast, deadline)
+        ranks, broadcast = roster.begin(broadcast, request.timeout)
+        before = roster.unhealthy()
         if len(ranks) < (request.min_results or 1):
-            raise WorkerError(self._workers.unhealthy)
-        before = dict(self._workers.unhealthy)
+            raise WorkerError(before)
         patience = math.inf if sharded is None else sharded.patience
-        arrivals = Arrivals(deadline, patience=patience)
+        arrivals = Arrivals(Deadline.after(request.timeout), patience=patience)
         try:
-            with self._bringing(broadcast, ranks, arrivals) as payload:
-                wire = self._sent.wire
-                call = self._call(method, args, kwargs, payload)
+            with roster.bringing(broadcast, ranks, arrivals) as payload:
+                wire = roster.latest.wire
+                is_encoded = wire is not None and (travels == "gradients" or wire.has_sent)
+                call = roster.call(method, args, kwargs, payload, travels if is_encoded else None)
                 plan: ShardedPlan | DriverAverage
                 if sharded is not None:
                     plan = ShardedPlan(sharded, arrivals, request)
                     self._send_out_cut(call, plan, ranks)
-                elif wire is not None and (travels == "gradients" or wire.has_sent):
-                    head = call.head._replace(wire=(wire.wire_dtype, travels))
-                    self._send_out(call._replace(head=head), arrivals, ranks)
-                    finish = functools.partial(wire.decode, travels=travels)
-                    plan = DriverAverage(arrivals, request, out, widen=wire.widen, finish=finish)
                 else:
-                    self._send_out(call, arrivals, ranks)
+                    roster.send_out(call, arrivals, ranks)
                     plan = DriverAverage(arrivals, request, out)
-                self._workers.lanes.offer()
+                    if wire is not None and is_encoded:
+                        finish = functools.partial(wire.decode, travels=travels)
+                        plan = DriverAverage(
+                            arrivals, request, out, decode=wire.widen, finish=finish
+                        )
+                roster.lanes.offer()
                 result: Round = plan.run()
                 if sharded is None and out is None:
-                    self._workers.lanes.made(result.weights)
+                    roster.lanes.made(result.weights)
         except WorkerError as error:
             raise WorkerError(before | error.failed) from error.__cause__
-        if before:
-            result.failed = dict(sorted((before | result.failed).items()))
-        result.ways = {rank: self._workers[rank].way for rank in ranks}
+        result.failed = dict(sorted((before | result.failed).items()))
+        result.ways = {rank: roster[rank].worker.way for rank in ranks}
         return result
 
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
@@ -373,19 +337,19 @@ class WorkerGroup:
         """
         if weights is None:
             raise TypeError("weights: expected weights to send, got None")
-        deadline = Deadline.after(timeout)
-        ranks, rest = self._to_call(weights, deadline)
+        timeout = check_timeout(timeout)
+        ranks, rest = self._roster.begin(weights, timeout)
         if rest is None:
             return ranks
-        arrivals = Arrivals(deadline)
-        with self._bringing(weights, ranks, arrivals, alone=True) as payload:
+        arrivals = Arrivals(Deadline.after(timeout))
+        with self._roster.bringing(weights, ranks, arrivals, alone=True) as payload:
             begin = time.monotonic()
-            self._send_out(self._call(payload=payload), arrivals, ranks)
+            self._roster.send_out(self._roster.call(payload=payload), arrivals, ranks)
             arrivals.collect()
-            _note_seconds(weights, "broadcast", time.monotonic() - begin)
+            note_seconds(weights, "broadcast", time.monotonic() - begin)
         raised = _raised(arrivals.failed)
         if raised or not arrivals.arrived:
-            raise WorkerError(raised or self._workers.unhealthy)
+            raise WorkerError(raised or self.unhealthy)
         return sorted(arrivals.arrived)
 
     def restore(self, *, timeout: float | None = _PROBE) -> list[int]:
@@ -398,7 +362,7 @@ class WorkerGroup:
         Args:
             timeout: Seconds to wait for the answers of those that were asked; for ever, if None.
         """
-        return sorted(self._probe(Deadline.after(timeout)).arrived)
+        return self._roster.probe(Deadline.after(timeout))
 
     def run(
         self,
@@ -458,20 +422,18 @@ class WorkerGroup:
         with rounds_bar(rounds) if progress else contextlib.nullcontext() as show:
             for number in range(1, rounds + 1):
                 begin = time.monotonic()
-                if self._in_round and self._sent.version is not None:
-                    ranks = self._workers.settle(Deadline.after(timeout))
-                    # A late rank may have taken all of the time, and the others are not late.
-                    arrivals = self._send_in_full(ranks, Deadline.after(timeout))
-                    self._workers.unhealthy |= arrivals.failed
-                if self._workers.unhealthy:
-                    self.restore(timeout=_PROBE if timeout is None else min(_PROBE, timeout))
+                if self._in_round:
+                    self._roster.distrust()
+                if self.unhealthy:
+                    patience = _PROBE if timeout is None else min(_PROBE, timeout)
+                    self._roster.probe(Deadline.after(patience))
                 self._in_round = True
                 result = average()
                 self.broadcast(result, timeout=timeout)
                 self._in_round = False
                 result.seconds["round"] = time.monotonic() - begin
                 result.number = number
-                report(result, already_named=self._workers.unhealthy)
+                report(result, already_named=self.unhealthy)
                 if show is not None:
                     show(result)
                 yield result
@@ -479,25 +441,8 @@ class WorkerGroup:
 
     def shutdown(self) -> None:
         """End all actors; their processes are gone soon after."""
-        self._workers.shut_down()
+        self._roster.shut_down()
         self._arguments.clear()
-        self._sent = _Sent()
-
-    def _call(
-        self,
-        method: str | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] = {},
-        payload: Payload | None = None,
-    ) -> Call:
-        """Return the next call, on the latest weights, which ``payload`` brings if it is given."""
-        head = Head(self._stamps.next(), self._sent.version)
-        return Call(head, method, args, kwargs, payload)
-
-    def _send_out(self, call: Call, arrivals: Arrivals, ranks: Sequence[int]) -> None:
-        """Call ``ranks``; their answers are to arrive in ``arrivals``."""
-        for rank in ranks:
-            arrivals.expect(rank, self._workers[rank].call(call))
 
     def _send_out_cut(self, call: Call, plan: ShardedPlan, ranks: Sequence[int]) -> None:
         """As `_send_out`, for a plan over shards; workers cut the result unless nodes add up."""
@@ -505,7 +450,7 @@ class WorkerGroup:
         weights = argument_of(payload)
         num_shards = plan.reading.num_shards
         for rank in ranks:
-            handle = self._workers[rank].handle
+            handle = self._roster[rank].worker.handle
             if num_shards:
                 run = handle.call_cut.options(num_returns=1 + num_shards)
                 refs = run.remote(head, weights, plan.reading, rank, method, *args, **kwargs)
@@ -513,203 +458,11 @@ class WorkerGroup:
                 refs = [handle.call_version.remote(head, weights, method, *args, **kwargs)]
             plan.expect(rank, *refs)
 
-    def _make_latest(self, weights: Any, ranks: Sequence[int]) -> Payload:
-        """Make ``weights`` ready for ``ranks``; from then on they are the latest.
-
-        An error before that changes nothing; workers that do not answer afterwards miss them.
-        """
-        begin = time.monotonic()
-        payload, wire = self._to_send(weights)
-        for rank in ranks:
-            self._workers[rank].prepare(payload)
-        _note_seconds(weights, "put", time.monotonic() - begin)
-        self._sent = _Sent(self._stamps.next(), payload, wire)
-        reach("sending")
-        return payload
-
-    @contextlib.contextmanager
-    def _bringing(
-        self, weights: Any, ranks: Sequence[int], arrivals: Arrivals, *, alone: bool = False
-    ) -> Iterator[Payload | None]:
-        """Have calls bring ``weights``, unless these are None; end their round.
-
-        Where some ranks refused them, those are unhealthy; where all did, nothing was sent. The
-        same if no call could be made.
-
-        Args:
-            weights: The weights.
-            ranks: The ranks that are called.
-            arrivals: Their answers.
-            alone: Whether the calls run no method, so that all errors are about the weights.
-        """
-        before = self._sent
-        payload = None
-        took: set[int] | None = None
-        try:
-            if weights is not None and ranks:
-                payload = self._make_latest(weights, ranks)
-            yield payload
-            if payload is not None and not alone:
-                took = self._find_out_who_took(arrivals)
-        except WorkerError as error:
-            if payload is not None:
-                took = self._find_out_who_took(arrivals)
-                # Raised for the first that refused: others may have set them, or refused, too.
-                while _refusals(arrivals) and not took and (came := arrivals.wait()) is not None:
-                    for rank in came:
-                        arrivals.take(rank)
-                    took = self._find_out_who_took(arrivals)
-            raise WorkerError(error.failed | _refusals(arrivals)) from error.__cause__
-        except Exception:
-            if not arrivals.answers:  # no call could be made
-                self._sent = before
-            raise
-        finally:
-            # Also if something other than a rank's failure has broken the round off.
-            self._workers.close(arrivals)
-            if payload is not None:
-                refused = _raised(arrivals.failed) if alone else _refusals(arrivals)
-                if took is None:
-                    took = arrivals.arrived if alone else _may_have_taken(arrivals)
-                if refused and not took and arrivals.unanswered.keys() <= {*arrivals.late}:
-                    self._sent = before
-                else:
-                    self._workers.unhealthy |= refused
-                METRICS.count_sent(len(took) * payload.nbytes)
-                if isinstance(weights, Round):
-                    weights.nbytes_sent = len(took) * payload.nbytes
-
-    def _find_out_who_took(self, arrivals: Arrivals) -> set[int]:
-        """Return the ranks that have set the weights that a call brought.
-
-        If no rank gave a result, those that raised are asked. One that has other weights did not
-        begin the call: an argument failed, such as a reference to an object that is lost. It
-        counts as one that refused.
-        """
-        raised = _may_have_taken(arrivals)
-        if arrivals.arrived or arrivals.quarantined or not raised:
-            return raised
-        asked = Arrivals(Deadline.after(_PROBE))
-        try:
-            self._send_out(self._call(), asked, sorted(raised))
-            asked.collect()
-            for rank in [rank for rank, error in asked.failed.items() if is_stale(error)]:
-                del asked.failed[rank]
-                raised.remove(rank)
-                error = arrivals.failed[rank]
-                refusal = RefusedWeightsError(f"the call did not begin: {reason_of(error)}")
-                refusal.__cause__ = error
-                arrivals.failed[rank] = refusal
-        finally:
-            self._workers.close(asked)
-        return raised
-
-    def _to_send(self, weights: Any) -> tuple[Payload, GroupWire | None]:
-        """Return the payload for ``weights``, and the wire once it is sent."""
-        value, wire = weights, self._sent.wire
-        if isinstance(weights, ShardedRound) and wire is None and not weights.is_changed:
-            value = weights.shards
-        elif isinstance(weights, Round):
-            value = weights.weights
-        if wire is not None:
-            model = ray.get(value) if isinstance(value, ray.ObjectRef) else value
-            message, wire = wire.message(model)
-            return self._payload(message), wire
-        if isinstance(value, FlatWeights) and value.buffer.nbytes <= BY_VALUE:
-            # The caller's may change before a restart wants it.
-            value = value.copy() if value.buffer.flags.writeable else value
-        payload = self._payload(value)
-        if isinstance(weights, Round) and not isinstance(value, ShardedWeights):
-            payload.put = weights.current_ref
-        return payload, None
-
-    def _payload(self, value: Any) -> Payload:
-        """Return ``value`` as a payload."""
-        is_sharded = isinstance(value, ShardedWeights)
-        nbytes = value.layout.nbytes if is_sharded else nbytes_of(value) or size_of(value) or 0
-        ranks = len(self._workers)  # not the group: a cycle would keep its actors
-        return Payload(value, nbytes, lambda: put(value, ranks))
-
-    def _to_call(self, weights: Any, deadline: Deadline) -> tuple[list[int], Any]:
-        """Return the healthy ranks, and the weights that calls are to bring them.
-
-        If none is healthy, ``weights`` are sent at once to those that can be reached: these ranks
-        are returned, and None.
-
-        Raises:
-            WorkerError: If none took them.
-        """
-        ranks = self._workers.settle(deadline)
-        if ranks or weights is None:
-            return ranks, weights
-        before, arrivals = self._sent, None
-        try:
-            self._make_latest(weights, ranks)
-            arrivals = self._probe(deadline)
-        finally:
-            if arrivals is None or not (arrivals.arrived or arrivals.late):
-                self._sent = before
-        if not arrivals.arrived:
-            raise WorkerError(self._workers.unhealthy)
-        if isinstance(weights, Round):
-            sent = self._sent.full or self._sent.payload
-            assert sent is not None
-            weights.nbytes_sent = len(arrivals.arrived) * sent.nbytes
-        return sorted(arrivals.arrived), None
-
-    def _probe(self, deadline: Deadline) -> Arrivals:
-        """Send unhealthy ranks the latest weights; those that have them are healthy again."""
-        arrivals = self._send_in_full(self._workers.to_probe(), deadline)
-        self._workers.unhealthy |= arrivals.failed
-        self._workers.heal(sorted(arrivals.arrived))
-        return arrivals
-
-    def _send_in_full(self, ranks: Sequence[int], deadline: Deadline) -> Arrivals:
-        """Send the latest weights to ``ranks``, which may have missed earlier ones.
-
-        If none were broadcast yet, these ranks only say whether they were restarted.
-        """
-        sent = self._sent
-        if sent.wire is not None and sent.wire.has_sent and sent.full is None:
-            self._sent = sent = sent._replace(full=self._payload(sent.wire.snapshot()))
-        payload = sent.full or sent.payload
-        arrivals = Arrivals(deadline)
-        try:
-            if payload is not None:
-                for rank in ranks:
-                    self._workers[rank].prepare(payload)
-            self._send_out(self._call(payload=payload), arrivals, ranks)
-            arrivals.collect()
-        finally:
-            self._workers.close(arrivals)
-            if payload is not None:
-                METRICS.count_sent(len(arrivals.arrived) * payload.nbytes)
-        return arrivals
-
 
 def _check_method(method: str) -> None:
     """Raise unless ``method`` is a name: a call without one would only set weights."""
     if not isinstance(method, str):
         raise TypeError(f"method: expected a name, got {method!r}")
-
-
-def _note_seconds(weights: Any, step: str, seconds: float) -> None:
-    """Note how long a step of sending ``weights`` took: in the metrics, and in a round."""
-    METRICS.observe({step: seconds})
-    if isinstance(weights, Round):
-        weights.seconds[step] = seconds
-
-
-def _refusals(arrivals: Arrivals) -> dict[int, Exception]:
-    """Return the errors of ranks that could not set the weights that a call brought."""
-    return {rank: error for rank, error in arrivals.failed.items() if is_refusal(error)}
-
-
-def _may_have_taken(arrivals: Arrivals) -> set[int]:
-    """Return the ranks that have answered a call that brought weights, and did not refuse them."""
-    if not arrivals.failed:
-        return arrivals.arrived
-    return arrivals.arrived | _raised(arrivals.failed).keys() - _refusals(arrivals).keys()
 
 
 def _raised(failed: Mapping[int, Exception]) -> dict[int, Exception]:

@@ -24,14 +24,14 @@ def with_weights(result: Any, change: Callable[[Any], Any]) -> Any:
     return change(weights) if weights is result else (change(weights), extras)
 
 
-def own(extras: Any) -> Any:
+def copied(extras: Any) -> Any:
     """Return ``extras``, or weights, with copies of the arrays in it."""
     if isinstance(extras, (np.ndarray, FlatWeights)):
         return extras.copy()
     if type(extras) is dict:
-        return {key: own(value) for key, value in extras.items()}
+        return {key: copied(value) for key, value in extras.items()}
     if type(extras) in (list, tuple):
-        return type(extras)(map(own, extras))
+        return type(extras)(map(copied, extras))
     return extras
 
 
@@ -43,3 +43,10 @@ def parts_of(model: Any) -> list[Any]:
         values = model.values() if isinstance(model, Mapping) else model
         return [part for value in values for part in parts_of(value)]
     return [model if isinstance(model, np.ndarray) else np.asarray(model)]
+
+
+def is_arrays(weights: Any) -> bool:
+    """Whether ``weights`` are arrays of this process, and nothing else."""
+    if isinstance(weights, dict) and not isinstance(weights, FlatWeights):
+        return all(isinstance(part, np.ndarray) for part in weights.values())
+    return type(weights) in (FlatWeights, np.ndarray)

@@ -14,9 +14,10 @@ from flatweights._layout import Layout
 from flatweights._sources import Kind, Template
 from flatweights._trees import Tree
 from flatweights._weights import sealed
-from flatweights.ray._errors import put, reason_in_a_line
+from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._result import parts_of
 from flatweights.ray._shards import as_kind, assemble, in_place
+from flatweights.ray._store import put
 
 
 class Round:
@@ -158,7 +159,7 @@ class Round:
 
 
 def ranks_left_out(result: Round) -> dict[str, list[int]]:
-    """Return the ranks that the average is not of, by the reason."""
+    """Return the ranks left out of the average, by reason."""
     failed = [rank for rank in result.failed if rank not in result.quarantined]
     return {"late": [*result.late], "quarantined": [*result.quarantined], "failed": failed}
 

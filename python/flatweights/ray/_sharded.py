@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights._average import Nonfinite, read_weights
 from flatweights._sources import Template
-from flatweights.ray._calls import Answer, wait_any
+from flatweights.ray._calls import Answer, RayAnswer, wait_any
 from flatweights.ray._driver import references
 from flatweights.ray._engine import (
     Arrivals,
@@ -26,9 +26,8 @@ from flatweights.ray._engine import (
     check_count,
 )
 from flatweights.ray._errors import reason_of
-from flatweights.ray._ray_calls import RayAnswer
 from flatweights.ray._report import report
-from flatweights.ray._result import own
+from flatweights.ray._result import copied
 from flatweights.ray._round import ShardedRound, ShardedWeights
 from flatweights.ray._shard_tasks import (
     ADD_UP_NODE,
@@ -304,7 +303,7 @@ class ShardedPlan:
             failed=dict(sorted(arrivals.failed.items())),
             quarantined=sorted(arrivals.quarantined),
             late=arrivals.late,
-            extras={k: own(headers[k].extras) for k in used if headers[k].extras is not None},
+            extras={k: copied(headers[k].extras) for k in used if headers[k].extras is not None},
             seconds={"wait": arrivals.seconds_waited, "average": time.monotonic() - begin},
             nbytes=sum(headers[rank].nbytes for rank in used),
         )

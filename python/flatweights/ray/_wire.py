@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from flatweights._sources import Template
 from flatweights._weights import FlatWeights
 from flatweights.ray._result import with_weights
 from flatweights.wire import (
@@ -144,10 +145,15 @@ def widen(model: Any) -> Any:
     return model.widen() if isinstance(model, Difference) else model
 
 
-def nbytes_of(message: Any) -> int | None:
-    """Return the bytes of ``message`` if it travels as one buffer, else None."""
-    if isinstance(message, Difference):
-        return message.values.buffer.nbytes
-    if isinstance(message, Snapshot):
-        message = message.weights
-    return message.buffer.nbytes if isinstance(message, FlatWeights) else None
+def nbytes_of(weights: Any) -> int | None:
+    """Return the bytes of ``weights`` as they travel, None if no average takes their kind."""
+    if isinstance(weights, Difference):
+        return weights.values.buffer.nbytes
+    if isinstance(weights, Snapshot):
+        weights = weights.weights
+    if isinstance(weights, FlatWeights):
+        return weights.buffer.nbytes
+    try:
+        return Template.of(weights).layout.nbytes
+    except TypeError:
+        return None

@@ -46,31 +46,31 @@ class _GroupState:
 
     def admit(self, stamp: Stamp) -> None:
         """Raise unless ``stamp`` is above all that its group has sent; remember it."""
-        last = self._last_calls.pop(stamp.group, -1)
-        self._last_calls[stamp.group] = max(last, stamp.number)  # the last of the dict
+        group, number = stamp
+        last = self._last_calls.pop(group, -1)
+        self._last_calls[group] = max(last, number)  # the last of the dict
         if len(self._last_calls) > _MOST_GROUPS:
             del self._last_calls[next(iter(self._last_calls))]
-        if stamp.number <= last:
+        if number <= last:
             raise StaleWorkerError(
-                f"call {stamp.number} came again or too late, after call {last}: it is not run"
+                f"call {number} came again or too late, after call {last}: it is not run"
             )
 
-    def check(self, head: Head) -> None:
-        """Raise unless the actor has the weights that ``head`` means.
+    def check(self, group: str, version: Stamp | None) -> None:
+        """Raise unless the actor has the weights of ``version``.
 
-        If it means none, the actor may have any, unless it was restarted, or that group has sent
-        it some that nobody else took.
+        If that is None, the actor may have any, unless it was restarted, or ``group`` has sent it
+        some that nobody else took.
         """
-        version, own = head.version, self.version
-        if version is None and own is None and _was_restarted():
+        got_from, got = (None, None) if self.version is None else self.version
+        if version is None and got is None and _was_restarted():
             raise StaleWorkerError("restarted, and not sent any weights since")
-        if version is None and own is not None and own.group == head.stamp.group:
-            raise StaleWorkerError(f"expected no weights of the group, got version {own.number}")
-        if version is not None and version != own:
-            got = None if own is None else own.number
-            whose = "" if own is None or own.group == version.group else " of another group"
+        if version is None and got_from == group:
+            raise StaleWorkerError(f"expected no weights of the group, got version {got}")
+        if version is not None and version != self.version:
+            whose = "" if got is None or got_from == version[0] else " of another group"
             raise StaleWorkerError(
-                f"expected weights of version {version.number}, got {got}{whose}: restarted since, "
+                f"expected weights of version {version[1]}, got {got}{whose}: restarted since, "
                 "or sent others"
             )
 
@@ -189,29 +189,29 @@ class FlatWorker:
                 called. Without a method, the error itself is raised.
             TypeError: If the method is async.
         """
-        head = Head.of(head)
+        stamp, version, wire = head
         state = self._group_state
         with state.turn:
-            state.admit(head.stamp)
+            state.admit(stamp)
             if new_weights is not None:
                 try:
-                    _receive(self, state, head.version, new_weights)
+                    _receive(self, state, version, new_weights)
                 except StaleWorkerError:
                     raise
                 except Exception as error:
                     if method is None:
                         raise
                     raise RefusedWeightsError(f"{type(error).__name__}: {error}") from error
-            state.check(head)
+            state.check(stamp[0], version)
             if method is None:
                 return None
             result = getattr(self, method)(*args, **kwargs)
             if inspect.iscoroutine(result):
                 result.close()
                 raise TypeError(f"expected a plain method, got an async one: {method!r}")
-            if head.wire is None:
+            if wire is None:
                 return result
-            wire_dtype, travels = head.wire
+            wire_dtype, travels = wire
             try:
                 return state.wire.encode(result, travels, wire_dtype)
             except MissedUpdateError as error:

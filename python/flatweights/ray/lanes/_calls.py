@@ -20,10 +20,18 @@ import ray
 
 from flatweights import _core
 from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._calls import Answer, Call, Packed, Payload, Worker, plain, plain_weights
-from flatweights.ray._errors import put
-from flatweights.ray._ray_calls import RayAnswer, RayWorker
-from flatweights.ray._result import own, parts_of
+from flatweights.ray._calls import (
+    Answer,
+    Call,
+    Packed,
+    Payload,
+    RayAnswer,
+    RayWorker,
+    Worker,
+    plain_weights,
+)
+from flatweights.ray._result import copied, is_arrays, parts_of
+from flatweights.ray._store import put
 from flatweights.ray.lanes._driver import DriverLane, Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message, make_message
@@ -97,7 +105,7 @@ class GroupLanes:
         if self._last is None or self._last[0] is not call:
             assert self._lanes is not None
             weights = None if call.payload is None else call.payload.value
-            args = plain(call.head), plain_weights(weights), call.method, *call.args
+            args = call.head, plain_weights(weights), call.method, *call.args
             kind = int(call.method is not None)  # without a method there is no result
             value = "call_version", args, call.kwargs
             message = make_message(kind, [value], self._lanes.windows, frozen=True)
@@ -280,7 +288,7 @@ class LaneWorker(Worker):
         lane = self._ready()
         if lane is None:
             return self.call_by_ray(call)
-        if call.head.wire is not None:
+        if call.head[2] is not None:
             return self._by_ray("the result is encoded").call(call)
         if call.payload is not None and LaneWorker not in call.payload.ready:
             return self._by_ray("these weights go through Ray").call(call)
@@ -299,7 +307,7 @@ class LaneWorker(Worker):
         lane = self._ready()
         if lane is not None and LaneWorker in payload.ready:
             return
-        if lane is None or not _is_for_lanes(payload.value):
+        if lane is None or not is_arrays(payload.value):
             self._ray.prepare(payload)
             return
         if any(part.flags.writeable for part in parts_of(payload.value)):
@@ -396,17 +404,10 @@ class LaneWorker(Worker):
             self.lanes.windows.offer(value.buffer.nbytes)
         elif isinstance(value, dict):  # of any class
             value = dict(value)
-        made = sealed(own(value))
+        made = sealed(copied(value))
         _core.withdraw_offer()
         payload.put = lambda: put(made, self._group.ranks)
         return made
-
-
-def _is_for_lanes(value: Any) -> bool:
-    """Whether weights are arrays of this process."""
-    if isinstance(value, dict) and not isinstance(value, FlatWeights):
-        return all(isinstance(part, np.ndarray) for part in value.values())
-    return type(value) in (FlatWeights, np.ndarray)
 
 
 def status() -> str:
