@@ -11,12 +11,17 @@ from flatweights.ray._errors import (
     WorkerError,
 )
 from flatweights.ray._group import WorkerGroup
+from flatweights.ray._meeting import MemberDiedError, MemberError
+from flatweights.ray._member import Member, join
 from flatweights.ray._round import Round, ShardedRound, ShardedWeights
 from flatweights.ray._sharded import ShardedAverage
 from flatweights.ray._worker import FlatWorker
 
 __all__ = [
     "FlatWorker",
+    "Member",
+    "MemberDiedError",
+    "MemberError",
     "RefusedWeightsError",
     "Round",
     "ShardedAverage",
@@ -27,4 +32,5 @@ __all__ = [
     "WorkerError",
     "WorkerGroup",
     "average",
+    "join",
 ]

@@ -126,6 +126,8 @@ class Arrivals:
         late: The ranks that had not answered when the time was up.
         seconds_waited: How long it has waited.
         deadline: When ranks that have not answered are late.
+        listening: Answers that are waited for beside those by rank, and never alone.
+        heard: Those of them that have come.
     """
 
     def __init__(
@@ -149,6 +151,8 @@ class Arrivals:
         self.late: list[int] = []
         self.seconds_waited = 0.0
         self.deadline = deadline
+        self.listening: dict[Answer, None] = {}
+        self.heard: list[Answer] = []
         self._patience = patience
         self._pending: dict[Answer, int] = {}
         self._following: dict[Answer, int] = {}
@@ -160,6 +164,20 @@ class Arrivals:
         """Wait for ``answer``, too."""
         self.answers[rank] = answer
         self._pending[answer] = rank
+
+    def listen(self, answer: Answer) -> None:
+        """Have `wait` end when ``answer`` comes, too, which is then in `heard`."""
+        self.listening[answer] = None
+
+    def arrive(self, rank: int, answer: Answer) -> None:
+        """Count ``answer``, which has come, as that of a rank."""
+        self.answers[rank] = answer
+        self.arrived.add(rank)
+
+    def forget(self, rank: int) -> None:
+        """Count ``rank`` as one that was not called."""
+        self._pending.pop(self.answers.pop(rank, None), None)  # type: ignore[arg-type]
+        self.arrived.discard(rank)
 
     @property
     def unanswered(self) -> dict[int, Answer]:
@@ -187,9 +205,14 @@ class Arrivals:
         ends = [end] if self._pending and end is not None else []
         if self._following and self._patience < math.inf:
             ends.append(self._last + self._patience)
-        awaited = [*self._pending, *self._following]
-        enough = len(awaited) if all_at_once and not self._following else 1
+        awaited = [*self._pending, *self._following, *self.listening]
+        enough = len(self._pending) if all_at_once and not self._following else 1
         there = wait_any(awaited, min(ends, default=None), enough)
+        if self.listening:
+            self.heard += [answer for answer in there if answer in self.listening]
+            there = [answer for answer in there if answer not in self.listening]
+            for answer in self.heard:
+                self.listening.pop(answer, None)
         now = time.monotonic()
         self.seconds_waited += now - begin
         self._last = now if there else self._last

@@ -229,6 +229,10 @@ class Lanes:
             if lane.is_closed:
                 self._drop(lane)
 
+    def ring(self) -> None:
+        """Have `wait` end, from any thread."""
+        self._doorbell.ring()
+
     def give_up(self, lane: DriverLane) -> None:
         """Post nothing to ``lane`` any more; close it once its worker holds none of `windows`.
 

@@ -1,0 +1,84 @@
+"""What members and their host say to each other: what a member asks for, what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from flatweights._average import Nonfinite
+
+Operation = Literal["average", "broadcast", "leave"]
+
+
+class MemberError(RuntimeError):
+    """A meeting cannot be joined, or a member of it cannot go on."""
+
+
+class MemberDiedError(RuntimeError):
+    """A member's process has ended, or dropped its `Member`, without `Member.leave`."""
+
+
+class Ask(NamedTuple):
+    """One member's part of a call.
+
+    Attributes:
+        operation: What it asks for.
+        digest: That of the layout of its weights; None, if it has none to give or to compare.
+        root: The rank whose weights a broadcast takes.
+        weight: The weight of this member's model.
+        timeout: Seconds that others may be later than the first member.
+        min_results: How many ranks make an average; all that have joined and not left, if None.
+        nonfinite: What to do about NaN and infinity.
+    """
+
+    operation: Operation
+    digest: str | None = None
+    root: int | None = None
+    weight: float = 1.0
+    timeout: float | None = None
+    min_results: int | None = None
+    nonfinite: Nonfinite = "raise"
+
+    def is_served_by(self, other: Ask) -> bool:
+        """Whether the outcome of the call that ``other`` was part of is one for this part."""
+        return (
+            self.operation == other.operation
+            and self.root == other.root
+            and (None in (self.digest, other.digest) or self.digest == other.digest)
+        )
+
+    def agrees_with(self, other: Ask) -> bool:
+        """Whether both can be parts of one call."""
+        return (
+            self.is_served_by(other)
+            and self.min_results == other.min_results
+            and self.nonfinite == other.nonfinite
+        )
+
+    def __str__(self) -> str:
+        """Return the call as errors show it."""
+        options = [] if self.digest is None else [f"layout {self.digest[:12]}"]
+        options += [] if self.root is None else [f"root={self.root}"]
+        options += [] if self.min_results is None else [f"min_results={self.min_results}"]
+        options += [] if self.nonfinite == "raise" else [f"nonfinite={self.nonfinite!r}"]
+        return f"{self.operation}({', '.join(options)})"
+
+
+class Outcome(NamedTuple):
+    """What came of a call: the weights travel beside it.
+
+    Attributes:
+        number: Counts the calls of the meeting, from 1; 0 says that all members have joined.
+        size: How many members the meeting has.
+        ranks: Those that take part at present.
+        error: What all members raise.
+        layout: That of the weights, pickled; None without weights.
+        fields: The attributes of the `Round`.
+    """
+
+    number: int
+    size: int
+    ranks: tuple[int, ...]
+    error: Exception | None = None
+    layout: bytes | None = None
+    fields: Mapping[str, Any] = {}

@@ -1,0 +1,681 @@
+"""Averages that workers ask for themselves: any process of a Ray program joins a meeting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import operator
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from flatweights import _core
+from flatweights._average import Nonfinite, check_nonfinite, read_weight
+from flatweights._layout import Layout, unpickle_layout
+from flatweights._sources import Template, check_flat_weights
+from flatweights._weights import FlatWeights, sealed
+from flatweights.ray._engine import check_count, check_timeout
+from flatweights.ray._host import Host, Ticket, as_array
+from flatweights.ray._meeting import Ask, MemberError, Outcome
+from flatweights.ray._round import Round
+from flatweights.ray.lanes._calls import choice
+from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.lanes._member import HostDiedError, MemberLane
+
+if TYPE_CHECKING:
+    from flatweights.tensorflow import TensorFlowVariables
+
+Model = TypeVar("Model")
+
+_GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its host
+_RETRY = 0.05  # seconds between two tries to find the host of a meeting
+_RESTART = 10.0  # seconds in which another host may take the place of one that has ended
+
+
+def join(
+    name: str | None = None,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    timeout: float | None = 300.0,
+) -> Member:
+    """Join a meeting: the processes that average their weights together, each by a call of its own.
+
+    Any process of a Ray program can be a member: a task, an actor, the driver, a worker of Ray
+    Train, a trial of Ray Tune. It returns once ``size`` members have joined. The first one starts
+    the host, an actor without CPUs on its node, which ends with the last member. Within a node,
+    members and host exchange weights through memory that both map; members on other nodes reach
+    the host through Ray's object store.
+
+    In a worker of Ray Train no argument is needed: name, rank and size come from its context, and
+    each attempt of a run is a meeting of its own.
+
+    >>> import numpy as np
+    >>> import ray
+    >>> _ = ray.init(num_cpus=2, log_to_driver=False, ignore_reinit_error=True)
+    >>> @ray.remote(num_cpus=0)
+    ... def train(rank):
+    ...     with join("doctest", rank=rank, size=2) as member:
+    ...         return member.average({"w": np.full(2, float(rank))}).weights
+    >>> ray.get([train.remote(rank) for rank in range(2)])
+    [{'w': array([0.5, 0.5])}, {'w': array([0.5, 0.5])}]
+
+    Args:
+        name: Of the meeting, within the Ray job. If None, ``"default"``.
+        rank: The rank of this member, below ``size``; the lowest that is free, if None.
+        size: How many members there are.
+        timeout: Seconds to wait for all to join; for ever, if None.
+
+    Raises:
+        TimeoutError: If not all have joined in time; it names the ranks that are missing.
+        ValueError: If ``rank`` is out of range or another process has it, or ``size`` is not that
+            of the others.
+        RuntimeError: If Ray is not initialized, or this thread runs an event loop, which the wait
+            would block.
+        MemberError: If the host ended while this process joined.
+    """
+    _check_thread()
+    if not ray.is_initialized():
+        raise RuntimeError("join: Ray is not initialized in this process: call ray.init() first")
+    end = None if check_timeout(timeout) is None else time.monotonic() + (timeout or 0.0)
+    if name is None and rank is None and size is None:
+        from flatweights.ray._train import train_worker
+
+        worker = train_worker()
+        if worker is not None:
+            name, rank, size = worker
+    if size is None:
+        raise TypeError("size: expected how many members there are, got None")
+    size = check_count(size, "size")
+    if rank is not None:
+        rank = _check_rank(rank, size, "rank")
+    name = "default" if name is None else name
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected a text, got {name!r}")
+    give_up = time.monotonic() + _RESTART
+    while True:
+        try:
+            link, ticket, outcome = _enter(name, rank, size, timeout, end)
+        except (ray.exceptions.RayActorError, HostDiedError) as error:
+            # Perhaps it was the host of an earlier meeting of this name, which was about to end.
+            if time.monotonic() >= give_up:
+                raise MemberError(f"meeting {name!r}: its host has ended: {error}") from None
+            time.sleep(_RETRY)
+        else:
+            return Member(name, ticket.rank, outcome, link)
+
+
+class Member:
+    """A process that takes part in averages with others; `join` makes it.
+
+    All members make the same calls in the same order: the n-th call of one meets the n-th of the
+    others. Where one calls something else, or with another layout, all of them raise `ValueError`,
+    and nothing is averaged.
+
+    A member that dies is left out, at once. Whether the others go on is up to ``min_results``: if
+    None, all that have joined and not left have to take part, and each member raises the same
+    `WorkerError`. One that is late (``timeout``) is left out, too; its call then returns the
+    latest average of the others, with its own rank in `Round.late`, and its next one takes part
+    again. A process that is restarted joins again under its rank, and is late at first.
+
+    Calls may come from any thread, one at a time. A call that is interrupted ends this member.
+
+    Attributes:
+        name: The name of the meeting.
+        rank: The rank of this member.
+        size: How many have joined.
+    """
+
+    def __init__(self, name: str, rank: int, outcome: Outcome, link: Link) -> None:
+        """Take what `join` has found; not for users."""
+        self.name = name
+        self.rank = rank
+        self.size = outcome.size
+        self._ranks = outcome.ranks
+        self._before: int = outcome.fields["number"]  # calls before it has joined
+        self._link = link
+        self._turn = threading.Lock()
+        self._over: str = ""
+        self._process = os.getpid()
+        self._finalizer = weakref.finalize(self, _close, link, self._process)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that took part in the meeting at the last call: neither dead nor gone."""
+        return self._ranks
+
+    def average(
+        self,
+        weights: Model,
+        weight: float = 1.0,
+        *,
+        out: Model | None = None,
+        timeout: float | None = None,
+        min_results: int | None = None,
+        nonfinite: Nonfinite = "raise",
+    ) -> Round:
+        """Average ``weights`` with those of the other members.
+
+        The result has the bits of `flatweights.average` over the ranks in `Round.used`. The weights
+        are copied once into memory that the host maps, and the mean once out of it.
+
+        Args:
+            weights: What `flatweights.average` takes: an array, `FlatWeights`, a mapping or a
+                sequence of arrays, nested containers. Of all members alike.
+            weight: The weight of this member, such as the number of samples that it saw.
+            out: Where to write: of the same kind, contiguous; it may be ``weights``.
+            timeout: Seconds that others may be later than the first member that calls; the
+                shortest of all members counts. For ever, if None.
+            min_results: How many ranks make an average; all that have joined and not left, if None.
+                The same in all members, as is ``nonfinite``.
+            nonfinite: What to do about NaN and infinity; see `flatweights.average`.
+
+        Returns:
+            A `Round`, whose ``weights`` are of the kind given. They are the same in all members.
+
+        Raises:
+            WorkerError: If fewer than ``min_results`` ranks take part, in all members alike.
+            ValueError: If members call different things; if an argument is out of range; or NaN or
+                infinity were found, and ``nonfinite="raise"``.
+            TypeError: If ``weights`` or ``out`` are of no kind that is averaged.
+            MemberError: If the host has ended, or this member has left.
+        """
+        template = Template.of(weights, "weights")
+        parts = template.read(weights, "weights")
+        targets = None if out is None else _targets(template, out)
+        layout = template.layout
+        ask = self._ask(layout, weight, timeout, min_results, nonfinite)
+        with self._call() as link:
+            buffer = link.new_buffer(layout)
+            _core.move_parts([buffer] if template.packed else layout.packed_views(buffer), parts)
+            outcome, mean = link.exchange(ask, layout, buffer)
+            return self._round(outcome, _model(template, mean, out, targets))
+
+    def average_variables(
+        self,
+        variables: TensorFlowVariables,
+        weight: float = 1.0,
+        *,
+        timeout: float | None = None,
+        min_results: int | None = None,
+        nonfinite: Nonfinite = "raise",
+    ) -> Round:
+        """Average ``variables`` with those of the other members, in place.
+
+        They are gathered into memory that the host maps, and set from its memory: no other copy is
+        made, and none is held. Afterwards all members have the same values, one that was late, too.
+
+        Args:
+            variables: The variables, of all members alike.
+            weight: See `average`.
+            timeout: See `average`.
+            min_results: See `average`.
+            nonfinite: See `average`.
+
+        Returns:
+            A `Round`, whose ``weights`` are None.
+
+        Raises:
+            Exception: As `average`; the variables are as they were.
+        """
+        layout = variables.layout
+        check_flat_weights(layout, "variables")
+        ask = self._ask(layout, weight, timeout, min_results, nonfinite)
+        with self._call() as link:
+            link.offer(layout.nbytes)
+            try:
+                buffer = variables.get_weights().buffer
+            finally:
+                _core.withdraw_offer()
+            outcome, mean = link.exchange(ask, layout, buffer)
+            variables.set_weights(FlatWeights.wrap(mean, layout))
+            return self._round(outcome, None)
+
+    def broadcast(self, weights: Model, root: int = 0, *, timeout: float | None = None) -> Model:
+        """Return the weights of rank ``root`` in all members.
+
+        Args:
+            weights: The weights, of the kinds that `average` takes; integers of any kind, too. In
+                members other than the root they only say what is expected: the same layout.
+            root: The rank whose weights are sent.
+            timeout: See `average`.
+
+        Raises:
+            WorkerError: If the root has died or is late.
+            ValueError: If members call different things, or have different layouts.
+            TypeError: If ``weights`` are of no such kind.
+            MemberError: As `average`.
+        """
+        if not isinstance(weights, (Mapping, Sequence)):  # of bare arrays, integers have no mean
+            return self.broadcast([weights], root, timeout=timeout)[0]
+        template = Template.of(weights, "weights")
+        parts = template.read(weights, "weights")
+        layout = template.layout
+        ask = self._ask(layout, 1.0, timeout, None, "propagate", root)
+        with self._call() as link:
+            buffer = None
+            if ask.root == self.rank:
+                buffer = link.new_buffer(layout)
+                targets = [buffer] if template.packed else layout.packed_views(buffer)
+                _core.move_parts(targets, parts)
+            outcome, sent = link.exchange(ask, layout, buffer)
+            self._note(outcome)
+            model: Model = _model(template, sent, None, None)
+            return model
+
+    def broadcast_variables(
+        self, variables: TensorFlowVariables, root: int = 0, *, timeout: float | None = None
+    ) -> Round:
+        """Set ``variables`` to those of rank ``root``, in place, in all members.
+
+        Args:
+            variables: The variables, of all members alike.
+            root: The rank whose variables are sent.
+            timeout: See `average`.
+
+        Returns:
+            A `Round`, whose ``weights`` are None; `Round.used` is the root.
+
+        Raises:
+            Exception: As `broadcast`; the variables are as they were.
+        """
+        layout = variables.layout
+        ask = self._ask(layout, 1.0, timeout, None, "propagate", root)
+        with self._call() as link:
+            buffer = None
+            if ask.root == self.rank:
+                link.offer(layout.nbytes)
+                try:
+                    buffer = variables.get_weights().buffer
+                finally:
+                    _core.withdraw_offer()
+            outcome, sent = link.exchange(ask, layout, buffer)
+            if ask.root != self.rank:
+                variables.set_weights(FlatWeights.wrap(sent, layout))
+            return self._round(outcome, None)
+
+    def leave(self) -> None:
+        """Leave the meeting: the others go on without this member, which is no fault."""
+        with self._turn:
+            if not self._over:
+                self._over = "this member has left the meeting"
+                with contextlib.suppress(HostDiedError, ray.exceptions.RayError):
+                    self._link.leave()
+                self._finalizer()
+
+    def __enter__(self) -> Member:
+        """Return the member itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave; after an error, the others are told of a member that has died."""
+        if error is None:
+            self.leave()
+        else:
+            self._break_off(f"this member ended with {type(error).__name__}")
+
+    def __repr__(self) -> str:
+        """Return name, rank and size."""
+        state = f", {self._over}" if self._over else ""
+        return f"<Member {self.rank} of {self.size} of {self.name!r}{state}>"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: a member is its process."""
+        raise TypeError("a Member cannot be pickled: each process joins by itself")
+
+    def _ask(
+        self,
+        layout: Layout,
+        weight: float,
+        timeout: float | None,
+        min_results: int | None,
+        nonfinite: Nonfinite,
+        root: int | None = None,
+    ) -> Ask:
+        """Return the ask, its values checked."""
+        check_nonfinite(nonfinite)
+        if min_results is not None:
+            min_results = check_count(min_results, "min_results", self.size)
+        if root is not None:
+            root = _check_rank(root, self.size, "root")
+        return Ask(
+            "average" if root is None else "broadcast",
+            layout.digest,
+            root,
+            read_weight(weight, "weight"),
+            check_timeout(timeout),
+            min_results,
+            nonfinite,
+        )
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[Link]:
+        """Run one call; whatever breaks it off ends this member."""
+        _check_thread()
+        with self._turn:
+            if self._process != os.getpid():
+                raise MemberError("this process is a fork of the member's: it has to join itself")
+            if self._over:
+                raise MemberError(f"meeting {self.name!r}: {self._over}")
+            self._link.is_asking = False
+            try:
+                yield self._link
+            except HostDiedError as error:
+                self._break_off(str(error))
+                raise MemberError(f"meeting {self.name!r}: {error}") from None
+            except ray.exceptions.RayError as error:
+                self._break_off(f"the host cannot be reached: {error}")
+                raise MemberError(f"meeting {self.name!r}: {self._over}") from error
+            except BaseException as error:
+                if self._link.is_asking:  # the outcome, when it comes, would be taken for another
+                    self._break_off(f"a call was broken off by {type(error).__name__}")
+                raise
+
+    def _break_off(self, why: str) -> None:
+        self._over = self._over or why
+        self._finalizer()
+
+    def _note(self, outcome: Outcome) -> None:
+        self._ranks = outcome.ranks
+
+    def _round(self, outcome: Outcome, weights: Any) -> Round:
+        self._note(outcome)
+        fields = dict(outcome.fields)
+        ways = fields.pop("ways")
+        if outcome.number <= self._before:  # the call of another process that had this rank
+            fields["failed"] = {k: e for k, e in fields["failed"].items() if k != self.rank}
+            fields["late"] = sorted({*fields["late"], self.rank})
+        result = Round(weights, **fields)
+        result.ways = ways
+        return result
+
+
+class Link(Protocol):
+    """How a member reaches its host.
+
+    Attributes:
+        is_asking: Whether an ask is on its way whose outcome was not taken.
+    """
+
+    is_asking: bool
+
+    def offer(self, nbytes: int) -> None:
+        """Have the next buffer of ``nbytes`` that this thread makes lie where the host reads it."""
+
+    def new_buffer(self, layout: Layout) -> NDArray[np.uint8]:
+        """Return such a buffer."""
+
+    def exchange(
+        self, ask: Ask, layout: Layout, buffer: NDArray[np.uint8] | None
+    ) -> tuple[Outcome, NDArray[np.uint8]]:
+        """Ask, and wait for the outcome; return it and its weights, which are read-only.
+
+        Raises:
+            Exception: The error of the outcome.
+        """
+
+    def leave(self) -> None:
+        """Say that the member leaves."""
+
+    def close(self) -> None:
+        """End the link, which tells the host that the member is gone."""
+
+
+class _Link:
+    """What both links do."""
+
+    def __init__(self, host: Any, ticket: Ticket) -> None:
+        self.is_asking = False
+        self._host = host
+        self._ticket = ticket
+        self._known: set[str] = set()  # digests of layouts that the host has been sent
+
+    def offer(self, nbytes: int) -> None:
+        pass
+
+    def new_buffer(self, layout: Layout) -> NDArray[np.uint8]:
+        self.offer(layout.nbytes)
+        try:
+            return layout.new_buffer()
+        finally:
+            _core.withdraw_offer()
+
+    def exchange(
+        self, ask: Ask, layout: Layout, buffer: NDArray[np.uint8] | None
+    ) -> tuple[Outcome, NDArray[np.uint8]]:
+        shipped = None if layout.digest in self._known else layout.pickled
+        if buffer is not None:
+            buffer = sealed(buffer)
+        content = self._swap(ask, (tuple(ask), shipped), buffer)
+        self.is_asking = False
+        self._known.add(layout.digest)
+        *fields, sent = content
+        outcome = Outcome(*fields)
+        if outcome.error is not None:
+            raise outcome.error
+        got = layout if outcome.layout is None else unpickle_layout(outcome.layout)
+        if got.digest != layout.digest:
+            raise ValueError(f"expected weights of {layout}, got those of {got}")
+        return outcome, as_array(sent)
+
+    def _swap(
+        self, ask: Ask, content: tuple[Any, ...], buffer: NDArray[np.uint8] | None
+    ) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def _patience(self, ask: Ask) -> float | None:
+        return None if ask.timeout is None else ask.timeout + _GRACE
+
+
+class LaneLink(_Link):
+    """Through memory that member and host map."""
+
+    def __init__(self, host: Any, ticket: Ticket, lane: MemberLane) -> None:
+        super().__init__(host, ticket)
+        self._lane = lane
+
+    def offer(self, nbytes: int) -> None:
+        self._lane.offer(nbytes)
+
+    def _swap(
+        self, ask: Ask, content: tuple[Any, ...], buffer: NDArray[np.uint8] | None
+    ) -> tuple[Any, ...]:
+        self.is_asking = True
+        urgent = ask.timeout is not None
+        if not self._lane.ask(content, buffer, is_urgent=urgent):
+            # No window, or too long for a mailbox.
+            ray.get(self._host.deliver.remote(self._ticket.token, (*content, buffer)))
+            self._lane.ask((), None, is_urgent=urgent)
+        return self._outcome(self._patience(ask))
+
+    def _outcome(self, patience: float | None) -> tuple[Any, ...]:
+        content = self._lane.outcome(patience)
+        if len(content) == 1:
+            fetched: tuple[Any, ...] = ray.get(self._host.fetch.remote(content[0]))
+            return fetched
+        return content
+
+    def start(self, timeout: float | None) -> Outcome:
+        """Wait for the first outcome."""
+        return Outcome(*self._outcome(timeout)[:-1])
+
+    def leave(self) -> None:
+        self._lane.ask((tuple(Ask("leave")), None), None, is_urgent=True)
+
+    def close(self) -> None:
+        self._lane.close()
+
+
+class StoreLink(_Link):
+    """Through Ray's calls and its object store: for members on other nodes than the host's."""
+
+    def __init__(self, host: Any, ticket: Ticket) -> None:
+        super().__init__(host, ticket)
+        # This process owns the result of `stay`: if it dies, the host learns that from Ray.
+        self._stays = host.stay.remote(ticket.token)
+        ray.get(host.watch.remote(ticket.token, [self._stays]))
+
+    def _swap(
+        self, ask: Ask, content: tuple[Any, ...], buffer: NDArray[np.uint8] | None
+    ) -> tuple[Any, ...]:
+        self.is_asking = True
+        call = self._host.exchange.remote(self._ticket.token, (*content, buffer))
+        return self._take(call, self._patience(ask))
+
+    def _take(self, call: Any, patience: float | None) -> tuple[Any, ...]:
+        try:
+            *fields, refs = ray.get(call, timeout=patience)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(f"no answer of the host within {patience} s") from None
+        except ray.exceptions.RayTaskError as error:
+            raise HostDiedError(str(error.cause)) from None
+        return (*fields, None if refs is None else ray.get(refs[0]))
+
+    def start(self, timeout: float | None) -> Outcome:
+        """Wait for the first outcome."""
+        call = self._host.exchange.remote(self._ticket.token, None)
+        return Outcome(*self._take(call, timeout)[:-1])
+
+    def leave(self) -> None:
+        content = (tuple(Ask("leave")), None, None)
+        ray.get(self._host.deliver.remote(self._ticket.token, content))
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # Ray may be shut down
+            self._host.gone.remote(self._ticket.token)
+
+
+class _Entered(NamedTuple):
+    link: LaneLink | StoreLink
+    ticket: Ticket
+    outcome: Outcome
+
+
+def _enter(
+    name: str, rank: int | None, size: int, timeout: float | None, end: float | None
+) -> _Entered:
+    """Find or start the host, take a seat, and wait for the others."""
+    context = ray.get_runtime_context()
+    node = context.get_node_id()
+    host = (
+        ray.remote(Host)
+        .options(
+            name=f"flatweights:{name}",
+            namespace=f"flatweights-{context.get_job_id()}",
+            get_if_exists=True,
+            lifetime="detached",  # not with the member that starts it, but with the last one
+            num_cpus=0,
+            max_concurrency=2 * size + 8,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        .remote(name, size)
+    )
+    who = f"process {os.getpid()} on {socket.gethostname()}"
+    wants_lane = choice() != "store"
+    link: LaneLink | StoreLink | None = None
+    try:
+        entering = host.enter.remote(rank, size, who, node, wants_lane)
+        ticket: Ticket = ray.get(entering, timeout=_left(end))
+        link = _link(host, ticket)
+        return _Entered(link, ticket, link.start(_left(end)))
+    except BaseException as error:
+        late = isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError))
+        missing = ray.get(host.absent.remote(), timeout=_GRACE) if late else []
+        if link is not None:
+            link.close()
+        if late:
+            ranks = ", ".join(map(str, missing))
+            raise TimeoutError(
+                f"meeting {name!r}: expected {size} members in {timeout} s; missing ranks: {ranks}"
+            ) from None
+        if isinstance(error, ray.exceptions.RayTaskError):
+            if isinstance(error.cause, ValueError):
+                raise error.cause from None
+            raise HostDiedError(str(error.cause)) from None
+        raise
+
+
+def _link(host: Any, ticket: Ticket) -> LaneLink | StoreLink:
+    if ticket.address is None:
+        return StoreLink(host, ticket)
+    try:
+        lane = MemberLane(ticket.address, ticket.token)
+    except (OSError, LaneError, MemoryError):
+        if choice() == "lanes":
+            raise
+        return StoreLink(host, ticket)
+    try:
+        ray.get(host.attach.remote(ticket.token, lane.mailbox.nonce))
+    except BaseException:
+        lane.close()
+        raise
+    return LaneLink(host, ticket, lane)
+
+
+def _close(link: Link, process: int) -> None:
+    """Close ``link``, unless this is a fork of its process."""
+    if process == os.getpid():
+        link.close()
+
+
+def _left(end: float | None) -> float | None:
+    return None if end is None else max(0.0, end - time.monotonic())
+
+
+def _check_thread() -> None:
+    """Raise if this thread runs an event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        "a member's calls wait for other processes, and would block the event loop of this "
+        "thread: call them in another one, as with asyncio.to_thread"
+    )
+
+
+def _check_rank(rank: int, size: int, name: str) -> int:
+    try:
+        checked = operator.index(rank)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {rank!r}") from None
+    if not 0 <= checked < size:
+        raise ValueError(f"{name}: expected 0 to {size - 1}, got {rank!r}")
+    return checked
+
+
+def _targets(template: Template, out: Any) -> list[NDArray[Any]]:
+    """Return the arrays of ``out``, checked to be ones that the mean can be written to."""
+    template.match(out, "out")
+    targets = template.read_out(out)
+    for i, target in enumerate(targets):
+        if not (target.flags.writeable and target.flags.c_contiguous):
+            lacks = "contiguous" if target.flags.writeable else "writable"
+            raise ValueError(f"out{template.place(i)}: expected an array that is {lacks}")
+    return targets
+
+
+def _model(
+    template: Template, mean: NDArray[np.uint8], out: Any, targets: list[NDArray[Any]] | None
+) -> Any:
+    """Return ``out`` or a new model with the values of the packed ``mean``."""
+    model = template.new() if targets is None else out
+    if targets is None:
+        targets = template.read_out(model)
+    _core.move_parts(targets, [mean] if template.packed else template.layout.packed_views(mean))
+    return sealed(model) if out is None else model

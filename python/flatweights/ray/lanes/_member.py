@@ -1,0 +1,98 @@
+"""A member's end of a lane to its host: it asks when it is ready, and waits for the outcome.
+
+The host posts each outcome as a command, and the member's next ask is the answer to it. So
+between two calls the mailbox is BUSY: the member works, and the host waits for its answer.
+"""
+
+import pickle
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights.ray._failpoints import reach
+from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.lanes._message import make_message
+from flatweights.ray.lanes._worker import VALUE, WorkerLane
+
+_SLICE = 0.25  # seconds between two looks whether the host is alive
+_STAY = 1  # the number of the one call of the mailbox's protocol that a member is in
+
+
+class HostDiedError(RuntimeError):
+    """The host of the meeting has ended."""
+
+
+class MemberLane(WorkerLane):
+    """A member's end of the lane to its host."""
+
+    def offer(self, nbytes: int) -> None:
+        """Offer a free window to the next buffer of ``nbytes`` that this thread makes."""
+        self._windows.offer(nbytes)
+
+    def ask(
+        self, content: tuple[Any, ...], buffer: NDArray[np.uint8] | None, *, is_urgent: bool
+    ) -> bool:
+        """Answer the last command with ``content``, plain data, and a buffer that lies in a window.
+
+        The buffer, which is read-only, is copied into one if it lies elsewhere. It must not change
+        before the outcome.
+
+        Args:
+            content: The ask.
+            buffer: The packed weights.
+            is_urgent: Whether the host is woken before all others have asked.
+
+        Returns:
+            False, with nothing sent, if no window is free and none can be made.
+
+        Raises:
+            HostDiedError: If the host is gone.
+        """
+        if self._doorbell is None:
+            self.receive()
+        if self.is_closed or self._doorbell is None:
+            raise HostDiedError("the host has closed its end")
+        shipped = None if buffer is None else pickle.PickleBuffer(buffer.data)
+        message = make_message(VALUE, [(*content, shipped)], self._windows, frozen=True)
+        if message is None:
+            return False
+        try:
+            self.announce(self._windows, message.places)
+        except OSError as error:
+            raise HostDiedError(f"a window was not sent: {error}") from error
+        self.hold(message.places)
+        reach("asking")
+        self.mailbox.answer_with(message.content, 0)
+        if is_urgent:
+            self._doorbell.ring()
+        else:
+            self._doorbell.count_down()
+        reach("asked")
+        return True
+
+    def outcome(self, seconds: float | None) -> tuple[Any, ...]:
+        """Wait for the next command; return its content and buffers.
+
+        Raises:
+            TimeoutError: If none comes in so many ``seconds``; none for ever, if None.
+            HostDiedError: If the host is gone.
+        """
+        end = None if seconds is None else time.monotonic() + seconds
+        while True:
+            left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
+            self.mailbox.enter()
+            if self.mailbox.wait(max(0.0, left), _STAY):
+                break
+            self.receive()
+            if self.is_closed:
+                raise HostDiedError("the host has ended")
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"no answer of the host within {seconds} s")
+        try:
+            _, buffers, stream = self.read()
+        except (LaneError, ValueError) as error:
+            raise HostDiedError(f"the outcome could not be read: {error}") from error
+        content: tuple[Any, ...] = pickle.loads(stream, buffers=buffers)
+        return content
