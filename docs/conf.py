@@ -1,6 +1,6 @@
 """Sphinx's settings: Markdown pages by MyST, the API reference from the docstrings."""
 
-from importlib.metadata import version as installed_version
+from importlib.metadata import metadata
 from typing import Any
 
 from docutils.nodes import Element
@@ -11,7 +11,8 @@ from sphinx.environment import BuildEnvironment
 project = "flatweights"
 author = "the flatweights developers"
 copyright = "2026, the flatweights developers"
-release = version = installed_version("flatweights")
+release = version = metadata("flatweights")["Version"]
+links = dict(link.split(", ") for link in metadata("flatweights").get_all("Project-URL", []))
 
 extensions = [
     "myst_parser",
@@ -42,7 +43,12 @@ html_theme = "furo"
 html_title = f"flatweights {release}"
 html_static_path = ["_static"]
 html_show_sourcelink = False
-html_theme_options = {"navigation_with_keys": True}
+html_theme_options = {
+    "navigation_with_keys": True,
+    "source_repository": links["Repository"],
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
 
 # A name in a docstring that nothing bears is an error: renaming cannot leave one behind.
 nitpicky = True

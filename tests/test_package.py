@@ -1,6 +1,7 @@
 import ast
 import doctest
 import importlib
+import os
 import re
 from importlib import metadata
 from pathlib import Path
@@ -43,6 +44,23 @@ def test_versions_agree() -> None:
     (written,) = re.findall(r'^version = "(.*)"$', project, re.MULTILINE)
     assert fw.__version__ == _core.__version__ == metadata.version("flatweights") == written
     assert fw.show_config()["flatweights"] == written
+    assert f"\nversion: {written}\n" in (REPOSITORY / "docs" / "CITATION.cff").read_text()
+
+
+def test_workflows_call_what_there_is() -> None:
+    workflows = list((REPOSITORY / ".github" / "workflows").glob("*.yml"))
+    called = {name for w in workflows for name in re.findall(r"\.ci/[\w-]+", w.read_text())}
+    assert ".ci/run" in called
+    assert [name for name in called if not os.access(REPOSITORY / name, os.X_OK)] == []
+
+
+def test_the_address_stands_in_one_place() -> None:
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    (address,) = re.findall(r'^Repository = "https://(.*)"$', project, re.MULTILINE)
+    texts = list(REPOSITORY.glob("*.md"))
+    for folder in (".github", "docs", "python"):
+        texts += [f for f in (REPOSITORY / folder).rglob("*.*") if f.suffix != ".pyc"]
+    assert [file for file in texts if address in file.read_text(errors="replace")] == []
 
 
 def test_the_configuration_names_versions_and_choices() -> None:
