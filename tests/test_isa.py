@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from reference import AVERAGED
+from reference import AVERAGED, REAL
 
 import flatweights as fw
-from flatweights import server
+from flatweights import robust, server
 
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-7, 6e-8, 1e-40, 5e-324, 65504.0, 3.4e38]
 SETS = ["portable", "baseline", "avx2", "avx512", "neon"]
@@ -50,6 +50,15 @@ def changed_in_place(y: NDArray[Any], x: NDArray[Any], a: float) -> Iterator[NDA
     yield y
 
 
+def ordered(sources: list[NDArray[Any]], out: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Rules by coordinate, over as many sources and over several runs of them."""
+    count = len(sources)
+    for many in (sources, sources * 3):
+        yield robust.median(many, out=out).copy()
+        yield robust.trimmed_mean(many, 0.2, out=out).copy()
+        yield robust.mean_around_median(many, count, out=out).copy()
+
+
 def results() -> Iterator[NDArray[Any]]:
     """Averages over dtypes, numbers of sources, sizes, places, weights and odd values."""
     rng = np.random.default_rng(7)
@@ -61,6 +70,8 @@ def results() -> Iterator[NDArray[Any]]:
                 weights = None if count % 2 else rng.uniform(0.1, 3, count)
                 out = misaligned(np.zeros(size, dtype), by)
                 yield fw.average([misaligned(s, by ^ 8) for s in sources], weights, out=out)
+                if dtype in REAL:
+                    yield from ordered(sources, misaligned(np.zeros(size, dtype), by ^ 4))
                 running = fw.RunningAverage()
                 for one in sources:
                     running.add(one)
@@ -72,6 +83,8 @@ def results() -> Iterator[NDArray[Any]]:
         for count in (2, 3, 16, 17):
             views = [large[k : large.size - count + k] for k in range(count)]
             yield fw.average(views)
+            if dtype in REAL:
+                yield robust.median(views)
             out = misaligned(np.zeros_like(views[0]), np.dtype(dtype).itemsize)
             yield fw.average(views, rng.uniform(0.1, 3, count), out=out)
         yield from changed_in_place(out, large[: out.size].copy(), 0.3)

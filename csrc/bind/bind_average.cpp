@@ -12,6 +12,7 @@
 #include "checks.hpp"
 #include "flatweights/average.hpp"
 #include "flatweights/nonfinite.hpp"
+#include "flatweights/order.hpp"
 #include "new_array.hpp"
 #include "relative_weights.hpp"
 #include "without_gil.hpp"
@@ -71,24 +72,52 @@ std::pair<std::vector<double>, double> ratios_of(const std::vector<double>& weig
   return {std::move(ratios), relative.ratios};
 }
 
-bool average_arrays_into(const BoundLayout& bound, bool packed, const py::list& out_parts,
+// The parts of `out` and where those of all sources begin, checked.
+struct Job {
+  std::vector<AveragePart> parts;
+  SourceTable sources;
+
+  Job(const BoundLayout& bound, bool packed, const py::list& out_parts, const py::list& models)
+      : sources(bound.layout.slots().size(), models.size()) {
+    const auto out = check_model(out_parts, bound, packed, Place::kOut, Access::kWrite);
+    for (std::size_t k = 0; k < models.size(); ++k)
+      sources.set(k, check_model(models[k].cast<py::list>(), bound, packed,
+                                 static_cast<std::ptrdiff_t>(k), Access::kRead));
+    check_overlap(bound, out, sources.starts(), models.size());
+    check_environment();
+    parts.reserve(out.size());
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      const Slot& slot = bound.layout.slots()[i];
+      parts.push_back(AveragePart{slot.dtype, slot.size, slot.nbytes, out[i], slot.dtype});
+    }
+  }
+};
+
+bool average_arrays_into(const BoundLayout& bound, bool packed, const py::list& out,
                          const py::list& models, const std::vector<double>& weights) {
   const auto [ratios, total] = ratios_of(weights, models.size());
-  const auto out = check_model(out_parts, bound, packed, Place::kOut, Access::kWrite);
-  SourceTable sources(out.size(), models.size());
-  for (std::size_t k = 0; k < models.size(); ++k)
-    sources.set(k, check_model(models[k].cast<py::list>(), bound, packed,
-                               static_cast<std::ptrdiff_t>(k), Access::kRead));
-  check_overlap(bound, out, sources.starts(), models.size());
-  check_environment();
-  std::vector<AveragePart> parts;
-  parts.reserve(out.size());
-  for (std::size_t i = 0; i < out.size(); ++i) {
-    const Slot& slot = bound.layout.slots()[i];
-    parts.push_back(AveragePart{slot.dtype, slot.size, slot.nbytes, out[i], slot.dtype});
-  }
+  const Job job(bound, packed, out, models);
   const WithoutGil nogil;
-  return average_into(parts, sources.starts(), ratios, total);
+  return average_into(job.parts, job.sources.starts(), ratios, total);
+}
+
+// The mean of ranks [first, last) of the sorted numbers; or, if `nearest` is not 0, of so many
+// nearest to the median.
+bool order_arrays_into(const BoundLayout& bound, bool packed, const py::list& out,
+                       const py::list& models, std::size_t first, std::size_t last,
+                       std::size_t nearest) {
+  const std::size_t count = models.size();
+  if (count > kMostSources)
+    throw py::value_error("expected at most " + std::to_string(kMostSources) + " sources, got " +
+                          std::to_string(count));
+  if (first >= last || last > count || nearest > count)
+    throw py::value_error("expected ranks below the number of sources");
+  for (const Slot& slot : bound.layout.slots())
+    if (reals_per_element(slot.dtype) == 2)
+      throw py::type_error("expected real numbers, got complex ones, which have no order");
+  const Job job(bound, packed, out, models);
+  const WithoutGil nogil;
+  return order_into(job.parts, job.sources.starts(), count, Ranks{first, last, nearest});
 }
 
 // Whether `object` is a contiguous array, and of no subclass.
@@ -197,6 +226,8 @@ void bind_average(py::module_& m) {
   m.def("shares_slots", &shares_slots, py::arg("out"), py::arg("sources"));
   m.def("average_into", &average_arrays_into, py::arg("layout"), py::arg("packed"), py::arg("out"),
         py::arg("sources"), py::arg("weights"));
+  m.def("order_into", &order_arrays_into, py::arg("layout"), py::arg("packed"), py::arg("out"),
+        py::arg("sources"), py::arg("first"), py::arg("last"), py::arg("nearest"));
   m.def("average_widened_into", &average_widened_into, py::arg("wide"), py::arg("out"),
         py::arg("narrow"), py::arg("sources"), py::arg("weights"));
   m.def(

@@ -9,6 +9,7 @@
 #include "flatweights/difference_kernel.hpp"
 #include "flatweights/inplace_kernel.hpp"
 #include "flatweights/nonfinite_kernel.hpp"
+#include "flatweights/order_kernel.hpp"
 
 #define FLATWEIGHTS_JOIN_(a, b) a##b
 #define FLATWEIGHTS_JOIN(a, b) FLATWEIGHTS_JOIN_(a, b)
@@ -36,6 +37,7 @@ const Kernels FLATWEIGHTS_JOIN(kernels_, FLATWEIGHTS_ISA) = {
     .average = FLATWEIGHTS_EACH_REAL(average_range),
     .average_widened = FLATWEIGHTS_EACH_WIDENED(average_range),
 #endif
+    .order = FLATWEIGHTS_EACH_REAL(order_range),
     .add = FLATWEIGHTS_EACH_REAL(add_range),
     .divide = FLATWEIGHTS_EACH_REAL(divide_range),
     .has_nonfinite = FLATWEIGHTS_EACH_REAL(has_nonfinite),

@@ -6,6 +6,7 @@
 #include "flatweights/adaptive.hpp"
 #include "flatweights/difference.hpp"
 #include "flatweights/dtype.hpp"
+#include "flatweights/sorting.hpp"
 
 namespace flatweights {
 
@@ -32,6 +33,13 @@ struct Kernels {
                                 const double* weights, std::size_t count, double total,
                                 std::size_t begin, std::size_t end, bool stream,
                                 std::byte* room) noexcept;
+
+  // Writes the means over ranks of the sorted numbers of `sources[k][begin, end)` over k <
+  // sorting.count to `out[begin, end)`, which may be one of the sources unless `stream`. NaN
+  // where a source is NaN. Returns whether all numbers are finite. `room` is room_bytes(sorting)
+  // bytes at a 64-byte boundary.
+  bool (*order[kReals])(std::byte* out, const std::byte* const* sources, const Sorting& sorting,
+                        std::size_t begin, std::size_t end, bool stream, std::byte* room) noexcept;
 
   // Adds `weight * source[begin, end)` to `sum[0, end - begin)`; for float64 only, rounding
   // errors go to `compensation`.

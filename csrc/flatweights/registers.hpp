@@ -81,6 +81,17 @@ inline void end_streaming() noexcept {
 #endif
 }
 
+// The smaller and the larger of two numbers, or of two registers of numbers side by side. Of a
+// zero of each sign either may be the smaller; NaN gives any number.
+template <class T>
+[[gnu::always_inline]] inline T lesser_of(T a, T b) noexcept {
+  return a < b ? a : b;
+}
+template <class T>
+[[gnu::always_inline]] inline T greater_of(T a, T b) noexcept {
+  return b < a ? a : b;
+}
+
 #if defined(FLATWEIGHTS_REGISTERS)
 
 inline constexpr std::size_t kLanes = kRegister / sizeof(double);

@@ -130,12 +130,13 @@ def average_used(
     used = list(range(len(models)))
     screened = nonfinite == "propagate"
     if not screened and out is not None and _core.shares_slots(written, parts):
-        used = _finite(template, parts, factors, nonfinite, names)  # before a source is overwritten
+        # Before a source is overwritten.
+        used = finite_sources(template, parts, factors, nonfinite, names)
         screened = True
     finite = _run(template, written, parts, factors, used)
     if not screened and not finite:
         # Find the source only now. There is none if a sum of finite numbers overflowed.
-        used = _finite(template, parts, factors, nonfinite, names)
+        used = finite_sources(template, parts, factors, nonfinite, names)
         if len(used) < len(models):
             _run(template, written, parts, factors, used)
     return result, used
@@ -217,7 +218,7 @@ def read_weight(weight: float, where: str) -> float:
     return value
 
 
-def _finite(
+def finite_sources(
     template: Template,
     parts: list[list[NDArray[Any]]],
     weights: list[float],

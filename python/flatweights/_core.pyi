@@ -171,6 +171,15 @@ def average_into(
     sources: list[list[_Array]],
     weights: Sequence[float],
 ) -> bool: ...
+def order_into(
+    layout: Layout,
+    packed: bool,
+    out: list[_Array],
+    sources: list[list[_Array]],
+    first: int,
+    last: int,
+    nearest: int,
+) -> bool: ...
 def average_widened_into(
     wide: Layout,
     out: _Bytes,

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "flatweights/kernels.hpp"
+#include "flatweights/sorting.hpp"
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -145,6 +146,26 @@ class Comparison {
               return average(k.average_widened[real][wide], kFormats[2 + wide].size, weighted,
                              stream);
             });
+        }
+      }
+    }
+    for (const std::size_t models : {1, 2, 3, 5, 8, 15, 16, 19}) {
+      const Ranks all[] = {{(models - 1) / 2, models / 2 + 1, 0},
+                           {models / 5, models - models / 5, 0},
+                           {0, models, (models + 1) / 2}};
+      for (const Ranks ranks : all) {
+        const SortingPlan plan(models, ranks);
+        for (const bool stream : {false, true}) {
+          both("order", [&](const Kernels& k) {
+            const Sorting sorting = plan.view();
+            Buffer out(end * size + 192), room(room_bytes(sorting) + 64);
+            std::byte* const to = out.data() + aligned(out) + (stream ? 0 : shift / size * size);
+            const bool finite = k.order[real](to, sources.data(), sorting, begin, end, stream,
+                                              room.data() + aligned(room));
+            Buffer result(to, to + end * size);
+            result.push_back(std::byte{finite});
+            return result;
+          });
         }
       }
     }

@@ -1,0 +1,208 @@
+"""What all rules share: reading the sources, leaving some out, and saying which were used."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights import _core
+from flatweights._average import Nonfinite, check_nonfinite, finite_sources, read_weights
+from flatweights._sources import Template
+
+Source = TypeVar("Source")
+"""An array, `FlatWeights`, a mapping of arrays, or a sequence of arrays."""
+
+Parts = list[NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[Source]):
+    """What a rule made of its sources.
+
+    Attributes:
+        weights: The model.
+        used: The positions of the sources that the rule used: those that it selected, or all
+            that were not left out for NaN and infinity.
+        scores: One number per source by which the rule selected or weighed them, NaN for those
+            left out for NaN and infinity; None for rules by coordinate.
+    """
+
+    weights: Source
+    used: list[int]
+    scores: list[float] | None = None
+
+
+@dataclass
+class Job:
+    """The sources of one call, read, and the model to write to.
+
+    Attributes:
+        template: What the sources have in common.
+        parts: The parts of each source.
+        result: The model to write to.
+        written: Its parts.
+        weights: One weight per source.
+        nonfinite: What to do about NaN and infinity.
+        names: How errors name the sources, if not by number.
+    """
+
+    template: Template
+    parts: list[Parts]
+    result: Any
+    written: Parts
+    weights: list[float]
+    nonfinite: Nonfinite
+    names: Sequence[str] | None
+
+    @classmethod
+    def read(
+        cls,
+        sources: Iterable[Any],
+        weights: Iterable[float] | None,
+        out: Any,
+        nonfinite: Nonfinite,
+        names: Sequence[str] | None,
+    ) -> Job:
+        """Return the job, checked except for the shapes and dtypes of its parts."""
+        models = list(sources)
+        if not models:
+            raise ValueError("expected at least one source, got none")
+        check_nonfinite(nonfinite)
+        factors = read_weights(weights, len(models))
+        template = Template.of(models[0])
+        parts = template.read_all(models)
+        result = template.new() if out is None else out
+        written = template.read_out(result)
+        return cls(template, parts, result, written, factors, nonfinite, names)
+
+    @property
+    def everything(self) -> list[int]:
+        """The positions of all sources."""
+        return list(range(len(self.parts)))
+
+    def finite(self) -> list[int]:
+        """Return the positions of the finite sources; under ``"raise"``, raise for any other."""
+        return finite_sources(self.template, self.parts, self.weights, self.nonfinite, self.names)
+
+    def average(self, weights: Sequence[float], used: Sequence[int]) -> None:
+        """Write the weighted mean of the sources ``used``."""
+        _core.average_into(
+            self.template.layout.core,
+            self.template.packed,
+            self.written,
+            [self.parts[k] for k in used],
+            [float(weights[k]) for k in used],
+        )
+
+
+class Rule(ABC):
+    """A way to make one model of several, that a few wrong ones cannot spoil.
+
+    A rule is called as `flatweights.average` is, with sources, and takes the place of that mean
+    wherever this package has a ``rule=``. Any callable from a list of sources to a model does,
+    too; what these have beyond is that they tell which sources they used.
+    """
+
+    takes_weights = False
+
+    def __call__(
+        self,
+        sources: Iterable[Source],
+        weights: Iterable[float] | None = None,
+        *,
+        out: Source | None = None,
+        nonfinite: Nonfinite = "propagate",
+    ) -> Source:
+        """Return the model that this rule makes of ``sources``.
+
+        Args:
+            sources: Models, all of one kind, as for `flatweights.average`.
+            weights: One weight per source, for a rule that has weights.
+            out: Model to write to. It may be one of the sources.
+            nonfinite: As for `flatweights.average`.
+
+        Raises:
+            TypeError: As `flatweights.average`; or for ``weights``, if the rule has none.
+            ValueError: As `flatweights.average`; or if there are too few sources.
+        """
+        return self.apply(sources, weights, out=out, nonfinite=nonfinite).weights
+
+    def apply(
+        self,
+        sources: Iterable[Source],
+        weights: Iterable[float] | None = None,
+        *,
+        out: Source | None = None,
+        nonfinite: Nonfinite = "propagate",
+        names: Sequence[str] | None = None,
+    ) -> Outcome[Source]:
+        """Return what calling the rule returns, with the sources used and their scores.
+
+        Args:
+            sources: As for the call.
+            weights: As for the call.
+            out: As for the call.
+            nonfinite: As for the call.
+            names: How errors name the sources, if not by number.
+        """
+        if weights is not None and not self.takes_weights:
+            raise TypeError(f"{type(self).__name__} has no weights: all sources count alike")
+        job = Job.read(sources, weights, out, nonfinite, names)
+        used, scores = self._run(job)
+        return Outcome(job.result, used, scores)
+
+    @abstractmethod
+    def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
+        """Write the result; return the positions of the sources used, and scores."""
+
+
+class CoordinateRule(Rule):
+    """A rule that looks at each number of the models by itself."""
+
+    @abstractmethod
+    def ranks(self, count: int) -> tuple[int, int, int]:
+        """Return which of ``count`` sorted numbers have the mean that is the result.
+
+        The first and the end of a range of ranks; and how many numbers nearest to the median
+        count instead, or 0.
+        """
+
+    def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
+        template = job.template
+        for i, slot in enumerate(template.layout.slots):
+            if np.issubdtype(slot.dtype, np.complexfloating):
+                raise TypeError(
+                    f"source 0{template.place(i)}: expected real numbers, got {slot.dtype}, "
+                    f"whose numbers have no order"
+                )
+        self.ranks(len(job.parts))
+        used = job.everything
+        screened = job.nonfinite == "propagate"
+        if not screened and _core.shares_slots(job.written, job.parts):
+            used, screened = job.finite(), True  # before a source is overwritten
+        finite = self._write(job, used)
+        if not screened and not finite:
+            used = job.finite()
+            self._write(job, used)
+        return used, None
+
+    def _write(self, job: Job, used: list[int]) -> bool:
+        return write_ranks(job, used, *self.ranks(len(used)))
+
+
+def write_ranks(job: Job, used: Sequence[int], first: int, last: int, nearest: int) -> bool:
+    """Write the mean of ranks of the sources ``used``; return whether these are finite."""
+    return _core.order_into(
+        job.template.layout.core,
+        job.template.packed,
+        job.written,
+        [job.parts[k] for k in used],
+        first,
+        last,
+        nearest,
+    )
