@@ -599,7 +599,7 @@ def _enter(
         if link is not None:
             link.close()
         if late:
-            ranks = ", ".join(map(str, missing))
+            ranks = ", ".join(str(other) for other in missing if other != rank)
             raise TimeoutError(
                 f"meeting {name!r}: expected {size} members in {timeout} s; missing ranks: {ranks}"
             ) from None
