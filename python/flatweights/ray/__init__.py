@@ -11,11 +11,11 @@ from flatweights.ray._errors import (
     WorkerError,
 )
 from flatweights.ray._group import WorkerGroup
-from flatweights.ray._meeting import MemberDiedError, MemberError
-from flatweights.ray._member import Member, join
 from flatweights.ray._round import Round, ShardedRound, ShardedWeights
 from flatweights.ray._sharded import ShardedAverage
 from flatweights.ray._worker import FlatWorker
+from flatweights.ray.members._asks import MemberDiedError, MemberError
+from flatweights.ray.members._member import Member, join
 
 __all__ = [
     "FlatWorker",

@@ -24,7 +24,7 @@ from flatweights.ray.lanes._windows import Place, Windows
 # The core reads them; both ends are on one machine, so the byte order is its own.
 _HEADER = struct.Struct("=II")  # kind, number of buffers
 _PLACE = struct.Struct("=IIQQ")
-_IN_BAND = 1024  # bytes of the largest buffer that travels in the stream
+IN_BAND = 1024  # bytes of the largest buffer that travels in the stream
 
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), pickle.PickleBuffer, FlatWeights}
 
@@ -60,7 +60,7 @@ def pickled(value: Any) -> tuple[bytes, list[memoryview]]:
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes <= _IN_BAND:
+        if raw.nbytes <= IN_BAND:
             return True
         buffers.append(raw)
         return False

@@ -6,38 +6,34 @@ import asyncio
 import contextlib
 import operator
 import os
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights import _core
 from flatweights._average import Nonfinite, check_nonfinite, read_weight
-from flatweights._layout import Layout, unpickle_layout
+from flatweights._layout import Layout
 from flatweights._sources import Template, check_flat_weights
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._engine import check_count, check_timeout
-from flatweights.ray._host import Host, Ticket, as_array
-from flatweights.ray._meeting import Ask, MemberError, Outcome
 from flatweights.ray._round import Round
-from flatweights.ray.lanes._calls import choice
-from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._member import HostDiedError, MemberLane
+from flatweights.ray.lanes._member import HostDiedError
+from flatweights.ray.members._asks import Ask, MemberError, Outcome
+from flatweights.ray.members._links import Link, enter
+from flatweights.ray.members._train import train_worker
 
 if TYPE_CHECKING:
     from flatweights.tensorflow import TensorFlowVariables
 
 Model = TypeVar("Model")
 
-_GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its host
 _RETRY = 0.05  # seconds between two tries to find the host of a meeting
 _RESTART = 10.0  # seconds in which another host may take the place of one that has ended
 
@@ -89,8 +85,6 @@ def join(
         raise RuntimeError("join: Ray is not initialized in this process: call ray.init() first")
     end = None if check_timeout(timeout) is None else time.monotonic() + (timeout or 0.0)
     if name is None and rank is None and size is None:
-        from flatweights.ray._train import train_worker
-
         worker = train_worker()
         if worker is not None:
             name, rank, size = worker
@@ -105,7 +99,7 @@ def join(
     give_up = time.monotonic() + _RESTART
     while True:
         try:
-            link, ticket, outcome = _enter(name, rank, size, timeout, end)
+            link, ticket, outcome = enter(name, rank, size, timeout, end)
         except (ray.exceptions.RayActorError, HostDiedError) as error:
             # Perhaps it was the host of an earlier meeting of this name, which was about to end.
             if time.monotonic() >= give_up:
@@ -396,7 +390,7 @@ class Member:
     def _round(self, outcome: Outcome, weights: Any) -> Round:
         self._note(outcome)
         fields = dict(outcome.fields)
-        ways = fields.pop("ways")
+        ways = dict(fields.pop("ways"))
         if outcome.number <= self._before:  # the call of another process that had this rank
             fields["failed"] = {k: e for k, e in fields["failed"].items() if k != self.rank}
             fields["late"] = sorted({*fields["late"], self.rank})
@@ -405,236 +399,10 @@ class Member:
         return result
 
 
-class Link(Protocol):
-    """How a member reaches its host.
-
-    Attributes:
-        is_asking: Whether an ask is on its way whose outcome was not taken.
-    """
-
-    is_asking: bool
-
-    def offer(self, nbytes: int) -> None:
-        """Have the next buffer of ``nbytes`` that this thread makes lie where the host reads it."""
-
-    def new_buffer(self, layout: Layout) -> NDArray[np.uint8]:
-        """Return such a buffer."""
-
-    def exchange(
-        self, ask: Ask, layout: Layout, buffer: NDArray[np.uint8] | None
-    ) -> tuple[Outcome, NDArray[np.uint8]]:
-        """Ask, and wait for the outcome; return it and its weights, which are read-only.
-
-        Raises:
-            Exception: The error of the outcome.
-        """
-
-    def leave(self) -> None:
-        """Say that the member leaves."""
-
-    def close(self) -> None:
-        """End the link, which tells the host that the member is gone."""
-
-
-class _Link:
-    """What both links do."""
-
-    def __init__(self, host: Any, ticket: Ticket) -> None:
-        self.is_asking = False
-        self._host = host
-        self._ticket = ticket
-        self._known: set[str] = set()  # digests of layouts that the host has been sent
-
-    def offer(self, nbytes: int) -> None:
-        pass
-
-    def new_buffer(self, layout: Layout) -> NDArray[np.uint8]:
-        self.offer(layout.nbytes)
-        try:
-            return layout.new_buffer()
-        finally:
-            _core.withdraw_offer()
-
-    def exchange(
-        self, ask: Ask, layout: Layout, buffer: NDArray[np.uint8] | None
-    ) -> tuple[Outcome, NDArray[np.uint8]]:
-        shipped = None if layout.digest in self._known else layout.pickled
-        if buffer is not None:
-            buffer = sealed(buffer)
-        content = self._swap(ask, (tuple(ask), shipped), buffer)
-        self.is_asking = False
-        self._known.add(layout.digest)
-        *fields, sent = content
-        outcome = Outcome(*fields)
-        if outcome.error is not None:
-            raise outcome.error
-        got = layout if outcome.layout is None else unpickle_layout(outcome.layout)
-        if got.digest != layout.digest:
-            raise ValueError(f"expected weights of {layout}, got those of {got}")
-        return outcome, as_array(sent)
-
-    def _swap(
-        self, ask: Ask, content: tuple[Any, ...], buffer: NDArray[np.uint8] | None
-    ) -> tuple[Any, ...]:
-        raise NotImplementedError
-
-    def _patience(self, ask: Ask) -> float | None:
-        return None if ask.timeout is None else ask.timeout + _GRACE
-
-
-class LaneLink(_Link):
-    """Through memory that member and host map."""
-
-    def __init__(self, host: Any, ticket: Ticket, lane: MemberLane) -> None:
-        super().__init__(host, ticket)
-        self._lane = lane
-
-    def offer(self, nbytes: int) -> None:
-        self._lane.offer(nbytes)
-
-    def _swap(
-        self, ask: Ask, content: tuple[Any, ...], buffer: NDArray[np.uint8] | None
-    ) -> tuple[Any, ...]:
-        self.is_asking = True
-        urgent = ask.timeout is not None
-        if not self._lane.ask(content, buffer, is_urgent=urgent):
-            # No window, or too long for a mailbox.
-            ray.get(self._host.deliver.remote(self._ticket.token, (*content, buffer)))
-            self._lane.ask((), None, is_urgent=urgent)
-        return self._outcome(self._patience(ask))
-
-    def _outcome(self, patience: float | None) -> tuple[Any, ...]:
-        content = self._lane.outcome(patience)
-        if len(content) == 1:
-            fetched: tuple[Any, ...] = ray.get(self._host.fetch.remote(content[0]))
-            return fetched
-        return content
-
-    def start(self, timeout: float | None) -> Outcome:
-        """Wait for the first outcome."""
-        return Outcome(*self._outcome(timeout)[:-1])
-
-    def leave(self) -> None:
-        self._lane.ask((tuple(Ask("leave")), None), None, is_urgent=True)
-
-    def close(self) -> None:
-        self._lane.close()
-
-
-class StoreLink(_Link):
-    """Through Ray's calls and its object store: for members on other nodes than the host's."""
-
-    def __init__(self, host: Any, ticket: Ticket) -> None:
-        super().__init__(host, ticket)
-        # This process owns the result of `stay`: if it dies, the host learns that from Ray.
-        self._stays = host.stay.remote(ticket.token)
-        ray.get(host.watch.remote(ticket.token, [self._stays]))
-
-    def _swap(
-        self, ask: Ask, content: tuple[Any, ...], buffer: NDArray[np.uint8] | None
-    ) -> tuple[Any, ...]:
-        self.is_asking = True
-        call = self._host.exchange.remote(self._ticket.token, (*content, buffer))
-        return self._take(call, self._patience(ask))
-
-    def _take(self, call: Any, patience: float | None) -> tuple[Any, ...]:
-        try:
-            *fields, refs = ray.get(call, timeout=patience)
-        except ray.exceptions.GetTimeoutError:
-            raise TimeoutError(f"no answer of the host within {patience} s") from None
-        except ray.exceptions.RayTaskError as error:
-            raise HostDiedError(str(error.cause)) from None
-        return (*fields, None if refs is None else ray.get(refs[0]))
-
-    def start(self, timeout: float | None) -> Outcome:
-        """Wait for the first outcome."""
-        call = self._host.exchange.remote(self._ticket.token, None)
-        return Outcome(*self._take(call, timeout)[:-1])
-
-    def leave(self) -> None:
-        content = (tuple(Ask("leave")), None, None)
-        ray.get(self._host.deliver.remote(self._ticket.token, content))
-
-    def close(self) -> None:
-        with contextlib.suppress(Exception):  # Ray may be shut down
-            self._host.gone.remote(self._ticket.token)
-
-
-class _Entered(NamedTuple):
-    link: LaneLink | StoreLink
-    ticket: Ticket
-    outcome: Outcome
-
-
-def _enter(
-    name: str, rank: int | None, size: int, timeout: float | None, end: float | None
-) -> _Entered:
-    """Find or start the host, take a seat, and wait for the others."""
-    context = ray.get_runtime_context()
-    node = context.get_node_id()
-    host = (
-        ray.remote(Host)
-        .options(
-            name=f"flatweights:{name}",
-            namespace=f"flatweights-{context.get_job_id()}",
-            get_if_exists=True,
-            lifetime="detached",  # not with the member that starts it, but with the last one
-            num_cpus=0,
-            max_concurrency=2 * size + 8,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        .remote(name, size)
-    )
-    who = f"process {os.getpid()} on {socket.gethostname()}"
-    wants_lane = choice() != "store"
-    link: LaneLink | StoreLink | None = None
-    try:
-        entering = host.enter.remote(rank, size, who, node, wants_lane)
-        ticket: Ticket = ray.get(entering, timeout=_left(end))
-        link = _link(host, ticket)
-        return _Entered(link, ticket, link.start(_left(end)))
-    except BaseException as error:
-        late = isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError))
-        missing = ray.get(host.absent.remote(), timeout=_GRACE) if late else []
-        if link is not None:
-            link.close()
-        if late:
-            ranks = ", ".join(str(other) for other in missing if other != rank)
-            raise TimeoutError(
-                f"meeting {name!r}: expected {size} members in {timeout} s; missing ranks: {ranks}"
-            ) from None
-        if isinstance(error, ray.exceptions.RayTaskError):
-            if isinstance(error.cause, ValueError):
-                raise error.cause from None
-            raise HostDiedError(str(error.cause)) from None
-        raise
-
-
-def _link(host: Any, ticket: Ticket) -> LaneLink | StoreLink:
-    if ticket.address is None:
-        return StoreLink(host, ticket)
-    try:
-        lane = MemberLane(ticket.address, ticket.token)
-    except (OSError, LaneError, MemoryError):
-        if choice() == "lanes":
-            raise
-        return StoreLink(host, ticket)
-    try:
-        ray.get(host.attach.remote(ticket.token, lane.mailbox.nonce))
-    except BaseException:
-        lane.close()
-        raise
-    return LaneLink(host, ticket, lane)
-
-
 def _close(link: Link, process: int) -> None:
     """Close ``link``, unless this is a fork of its process."""
     if process == os.getpid():
         link.close()
-
-
-def _left(end: float | None) -> float | None:
-    return None if end is None else max(0.0, end - time.monotonic())
 
 
 def _check_thread() -> None:

@@ -1,53 +1,46 @@
-"""The host of a meeting: what a driver is elsewhere, for members that call by themselves.
+"""A meeting: what a driver is elsewhere, for members that call by themselves.
 
-An actor without CPUs, on the node of the first member. Its one thread of its own (`Host._run`)
-owns all state; the methods that Ray calls only hand over letters and ring the doorbell. The
-thread waits for the members' asks by the same wait as every round (`Arrivals`), averages them as
-every round is (`DriverAverage`), and posts one outcome for all.
+One thread (`Meeting.run`) owns all state. Other threads only have it do things (`Meeting.tell`).
+It waits for the members' asks by the same wait as every round (`Arrivals`), averages them as every
+round does (`DriverAverage`), and posts one outcome for all.
 
 - Outcomes are numbered. A member that has the outcome before the present call takes part in it.
   One that has an older outcome is late, or has joined again: its ask is answered at once by the
   last outcome of a call like it, until none is newer; then it takes part again.
-- A member that dies, or leaves, is no longer waited for. So no call waits for anything but members
-  that are alive, and the time that the first member allows.
-- The host ends when no member is left.
+- A member that has died, or left, is not waited for. A call waits for those that are late only if
+  it cannot be done without them.
+- The meeting ends when no member is left.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._layout import Layout, unpickle_layout
+from flatweights._layout import Layout
 from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._calls import Answer, Packed
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import Arrivals, Deadline, Request
-from flatweights.ray._errors import WorkerError, late_error, reason_in_a_line
+from flatweights.ray._errors import WorkerError, late_error
 from flatweights.ray._failpoints import reach
-from flatweights.ray._meeting import Ask, MemberDiedError, Outcome
-from flatweights.ray.lanes._driver import DriverLane, Lanes
+from flatweights.ray.lanes._driver import Lanes
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._message import Message, make_message
+from flatweights.ray.lanes._message import IN_BAND, Message, make_message
+from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome
+from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer
 
-_SLICE = 1.0  # seconds between two looks at what rings no bell: the time of those who wait to enter
 _GRACE = 5.0  # seconds in which the process that had a rank may be seen to have ended
 _KEPT = 8  # kinds of call of which the last outcome is kept, for members that are late
-_LAYOUTS = 64  # that the host remembers
-_EMPTY = 60.0  # seconds for which a host without members waits for the first one
+_EMPTY = 60.0  # seconds for which a meeting without members waits for the first one
 
 _log = logging.getLogger("flatweights")
 
@@ -66,52 +59,6 @@ class Ticket(NamedTuple):
     address: bytes | None
 
 
-class Letter(NamedTuple):
-    """An ask that came through Ray, and what its caller waits for."""
-
-    content: tuple[Any, ...]
-    reply: Future[Any] | None
-
-
-@dataclass
-class Seat:
-    """All that the host knows of the member of one rank.
-
-    Attributes:
-        rank: The rank.
-        who: The process, as errors name it.
-        token: That of its ticket.
-        lane: The lane to it; None, if it calls through Ray.
-        has: The number of the last outcome that it was given; None before the first.
-        gone: Why it does not take part any more; None while it does.
-        left: Whether it has left.
-        answer: What the host waits for: its next ask.
-        letters: Asks of its that came through Ray.
-        reply: What its call through Ray waits for: an outcome.
-    """
-
-    rank: int
-    who: str
-    token: bytes
-    lane: DriverLane | None = None
-    has: int | None = None
-    gone: Exception | None = None
-    left: bool = False
-    answer: SeatAnswer | None = None
-    letters: deque[Letter] = field(default_factory=deque)
-    reply: Future[Any] | None = None
-
-    @property
-    def is_present(self) -> bool:
-        """Whether it is alive and has not left."""
-        return self.gone is None and not self.left
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it can be given an outcome."""
-        return self.is_present and (self.lane is not None or self.reply is not None)
-
-
 class Entry(NamedTuple):
     """A process that wants to be a member."""
 
@@ -123,108 +70,6 @@ class Entry(NamedTuple):
     ticket: Future[Ticket]
 
 
-class SeatAnswer(Answer):
-    """What the host waits for: the next ask of a member, or news that came through Ray."""
-
-    def __init__(
-        self, lanes: Lanes, layouts: dict[str, Layout], seat: Seat | None, news: Any
-    ) -> None:
-        """Wait for the next ask of ``seat``; without one, for ``news``.
-
-        Args:
-            lanes: Those of the host.
-            layouts: By digest; those that asks bring are added.
-            seat: The member.
-            news: What has come through Ray.
-        """
-        self.seat = seat
-        self.ask: Ask | None = None
-        self._lanes = lanes
-        self._layouts = layouts
-        self._news = news
-        self._value: Packed | None = None
-        self._error: Exception | None = None
-
-    @property
-    def is_in_store(self) -> bool:
-        """A letter's array is in the store while the call that brought it runs."""
-        return False
-
-    @classmethod
-    def wait(
-        cls, answers: Sequence[SeatAnswer], timeout: float | None, enough: int = 1
-    ) -> list[SeatAnswer]:
-        """Return those that are there."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while True:
-            there = [answer for answer in answers if answer.is_there()]
-            left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
-            if len(there) >= enough or left <= 0 or any(one.is_urgent for one in there):
-                return there
-            missing = {*answers}.difference(there)
-            lanes = [one.seat.lane for one in missing if one.seat and one.seat.lane]
-            # All but the last are read while that member still works.
-            answers[0]._lanes.wait(lanes, left, max(1, enough - len(there) - 1))
-
-    def is_there(self) -> bool:
-        """Whether there is something to take; an ask that has come is read at once."""
-        if self.seat is None:
-            return bool(self._news)
-        if self.ask is None and self._error is None:
-            try:
-                self._read(self.seat)
-            except Exception as error:  # it died while it sent a window, or sends nonsense
-                why = f"{type(error).__name__}: {error}"
-                self._error = MemberDiedError(f"{self.seat.who}: its call could not be read: {why}")
-        return self.ask is not None or self._error is not None
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether the wait for others ends at once."""
-        return self.ask is None or self.ask.timeout is not None or self.ask.operation == "leave"
-
-    def _read(self, seat: Seat) -> None:
-        """Read the ask, if it has come."""
-        lane = seat.lane
-        content: tuple[Any, ...] | None = None
-        if seat.gone is not None:
-            self._error = seat.gone
-        elif lane is not None and lane.is_answered and seat.has is not None:
-            content = lane.take().content
-        elif lane is not None and lane.is_closed:
-            self._error = MemberDiedError(f"{seat.who} has ended without leave()")
-        if seat.letters and (lane is None or (content is not None and len(content) == 1)):
-            letter = seat.letters.popleft()
-            seat.reply, content = letter.reply, letter.content
-        if content is None:
-            return
-        ask, layout, buffer = content
-        asked = Ask(*ask)
-        if layout is not None:
-            known = unpickle_layout(layout)
-            self._layouts[known.digest] = known
-            if len(self._layouts) > _LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
-        if buffer is not None:
-            assert asked.digest is not None
-            self._value = Packed(as_array(buffer), self._layouts[asked.digest])
-        self.ask = asked
-
-    def take(self) -> Any:
-        """Return the weights."""
-        if self._error is not None:
-            raise self._error
-        return None if self._value is None else FlatWeights.wrap(*self._value)
-
-    def packed(self) -> Packed | None:
-        """Return the weights without views of their parts."""
-        return self._value
-
-    def let_go(self) -> None:
-        """Drop the weights."""
-        self._value = None
-
-
 class Kept(NamedTuple):
     """The last outcome of one kind of call, for members that are late."""
 
@@ -233,17 +78,17 @@ class Kept(NamedTuple):
     weights: FlatWeights | None
 
 
-class Host:
-    """The actor. Members call `enter`, and then `attach` or `stay`, `watch` and `exchange`."""
+class Meeting:
+    """The members, by rank, and their calls."""
 
     def __init__(self, name: str, size: int) -> None:
-        """Prepare for ``size`` members of the meeting ``name``."""
-        # An actor without CPUs is given one thread; but while it averages, its members wait.
-        os.environ.pop("OMP_NUM_THREADS", None)
+        """Prepare for ``size`` members.
+
+        Raises:
+            OSError: If there can be no lanes on this system.
+        """
         self._name = name
         self._size = size
-        context = ray.get_runtime_context()
-        self._handle, self._node = context.current_actor, context.get_node_id()
         self._lanes = Lanes()
         self._seats: dict[int, Seat] = {}
         self._news: deque[Callable[[], None]] = deque()  # what the thread is to do
@@ -253,121 +98,54 @@ class Host:
         self._kept: list[Kept] = []
         self._number = 0
         self._is_open = False  # whether all have joined
-        self._running = 0  # exchanges that have not returned
-        threading.Thread(target=self._run, name="flatweights-host", daemon=True).start()
 
-    # What Ray calls, in any thread.
+    def tell(self, news: Callable[[], Any]) -> None:
+        """Have the thread of the meeting call ``news``."""
+        self._news.append(news)
+        self._lanes.ring()
 
-    def enter(self, rank: int | None, size: int, who: str, node: str, wants_lane: bool) -> Ticket:
-        """Take a seat; wait while a process that may have ended has it.
+    def enter(self, entry: Entry) -> None:
+        """Have ``entry`` be given a ticket, or an error."""
+        self.tell(functools.partial(self._entries.append, entry))
 
-        Raises:
-            ValueError: If ``size`` is not that of the meeting, or ``rank`` is taken or too large.
-        """
-        ticket: Future[Ticket] = Future()
-        wants_lane = wants_lane and node == self._node
-        entry = Entry(rank, size, who, wants_lane, time.monotonic(), ticket)
-        self._tell(lambda: self._entries.append(entry))
-        return ticket.result()
+    def has(self, token: bytes) -> bool:
+        """Whether a member takes part."""
+        seat = self._seat_of(token)
+        return seat is not None and seat.is_present
 
-    def attach(self, token: bytes, nonce: bytes) -> None:
-        """Make the lane to a member that has connected.
-
-        Raises:
-            LaneError: If it has not.
-        """
-        done: Future[None] = Future()
-        self._tell(functools.partial(self._attach, token, nonce, done))
-        done.result()
-
-    def stay(self, token: bytes) -> None:
-        """Return when the member is gone: its process owns the result, so Ray says if it dies."""
-        while (seat := self._seat_of(token)) is not None and seat.is_present:
-            time.sleep(1.0)
-
-    def watch(self, token: bytes, stays: Sequence[Any]) -> None:
-        """Learn of the death of a member that calls through Ray, by the result of its `stay`."""
-        threading.Thread(target=self._watch, args=(token, stays[0]), daemon=True).start()
-
-    def exchange(self, token: bytes, content: tuple[Any, ...] | None) -> tuple[Any, ...]:
-        """Ask for a call; return what `MemberLane.outcome` does. No content: the first outcome."""
-        reply: Future[Any] = Future()
-        self._running += 1
-        try:
-            if content is None:
-                self._tell(functools.partial(self._wait_for_start, token, reply))
-            else:
-                letter = Letter(content, reply)
-                self._tell(functools.partial(self._put_letter, token, letter))
-            outcome: tuple[Any, ...] = reply.result()
-            return outcome
-        finally:
-            self._running -= 1
-
-    def deliver(self, token: bytes, content: tuple[Any, ...]) -> None:
-        """Take an ask that does not fit into a lane; the lane then says that it is here."""
-        done: Future[None] = Future()
-        self._tell(functools.partial(self._put_letter, token, Letter(content, None)))
-        self._tell(functools.partial(done.set_result, None))
-        done.result()
+    def absent(self) -> list[int]:
+        """Return the ranks that do not take part."""
+        return [rank for rank in range(self._size) if rank not in self._ranks()]
 
     def fetch(self, number: int) -> tuple[Any, ...]:
-        """Return an outcome that did not fit into a lane.
+        """Return an outcome, and its weights.
 
         Raises:
             KeyError: If it is no longer kept.
         """
-        for kept in self._kept:
+        for kept in [*self._kept]:
             if kept.outcome.number == number:
-                buffer = None if kept.weights is None else kept.weights.buffer
-                return (*_plain(kept.outcome), buffer)
+                return (*kept.outcome, None if kept.weights is None else kept.weights.buffer)
         raise KeyError(f"outcome {number} is no longer kept")
 
-    def gone(self, token: bytes) -> None:
-        """Count a member as dead that has dropped its end."""
-        self._tell(functools.partial(self._lose_by_token, token, "it has ended without leave()"))
-
-    def absent(self) -> list[int]:
-        """Return the ranks that have not joined."""
-        return [rank for rank in range(self._size) if not self._has_joined(rank)]
-
-    def _has_joined(self, rank: int) -> bool:
-        seat = self._seats.get(rank)
-        return seat is not None and seat.is_present
-
-    def _tell(self, news: Callable[[], Any]) -> None:
-        self._news.append(news)
-        self._lanes.ring()
-
-    # The thread.
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Run the meeting until no member is left."""
+        empty_until = time.monotonic() + _EMPTY
         try:
-            since = time.monotonic()
-            while any(seat.is_present for seat in self._seats.values()) or (
-                not self._seats and time.monotonic() - since < _EMPTY
-            ):
+            while self._ranks() or (not self._seats and time.monotonic() < empty_until):
                 if self._is_open:
                     self._round()
                 else:
                     self._gather()
         except Exception:
             _log.exception("flatweights: the host of meeting %r has failed", self._name)
-        finally:
-            self._end()
-
-    def _end(self) -> None:
         for entry in self._entries:
             entry.ticket.set_exception(RuntimeError("the meeting has ended"))
-        end = time.monotonic() + 1.0
-        while self._running and time.monotonic() < end:
-            time.sleep(0.01)
         self._lanes.close()
-        ray.kill(self._handle)
 
     def _gather(self) -> None:
         """Wait until something happens; open the meeting once all have joined."""
-        there = SeatAnswer.wait([self._news_answer, *self._awaited(lambda seat: True)], _SLICE)
+        there = SeatAnswer.wait([self._news_answer, *self._awaited(lambda seat: True)], SLICE)
         for answer in there:
             seat = answer.seat
             if seat is not None:  # before the first outcome a member asks for nothing: it is dead
@@ -427,9 +205,8 @@ class Host:
         """Whether a call need not wait for members that are late."""
         first = asks[min(asks)]
         if first.operation == "broadcast":
-            return first.root in asks or not self._has_joined(first.root or 0)
-        here = sum(self._seats[rank].is_present for rank in self._seats)
-        return len(asks) >= min(self._need(first), here)
+            return first.root in asks or first.root not in self._ranks()
+        return len(asks) >= min(self._need(first), len(self._ranks()))
 
     def _need(self, ask: Ask) -> int:
         """Return how many ranks make the average that ``ask`` is part of."""
@@ -511,7 +288,7 @@ class Host:
         finally:
             _core.withdraw_offer()
         arrivals.let_go()
-        ways = {rank: "store" if self._seats[rank].lane is None else "lane" for rank in asks}
+        ways = [(k, "store" if self._seats[k].lane is None else "lane") for k in sorted(asks)]
         fields |= {"number": number, "ways": ways}
         has_layout = weights is not None and first.operation == "broadcast"
         layout = weights.layout.pickled if has_layout and weights is not None else None
@@ -554,7 +331,7 @@ class Host:
         )
         arrivals.check(request)
         assert first.digest is not None
-        self._lanes.windows.offer(self._layouts[first.digest].nbytes)
+        self._offer(self._layouts[first.digest])
         result = DriverAverage(arrivals, request).run()
         fields = {
             "used": result.used,
@@ -581,10 +358,15 @@ class Host:
             if first.root in arrivals.late:
                 why = late_error(arrivals.deadline.timeout)
             raise WorkerError({first.root: why or RuntimeError("it has left the meeting")})
-        self._lanes.windows.offer(packed.layout.nbytes)
+        self._offer(packed.layout)
         copied = packed.layout.new_buffer()
         _core.move_parts([copied], [packed.buffer])
         return FlatWeights.wrap(sealed(copied), packed.layout)
+
+    def _offer(self, layout: Layout) -> None:
+        """Have the next buffer of ``layout`` made in a window, unless messages hold it."""
+        if layout.nbytes > IN_BAND:
+            self._lanes.windows.offer(layout.nbytes)
 
     def _ranks(self) -> tuple[int, ...]:
         return tuple(sorted(seat.rank for seat in self._seats.values() if seat.is_present))
@@ -592,7 +374,7 @@ class Host:
     def _post(self, outcome: Outcome, weights: FlatWeights | None, seats: Sequence[Seat]) -> None:
         """Give ``seats`` an outcome."""
         buffer = None if weights is None else weights.buffer
-        content = (*_plain(outcome), buffer)
+        content = (*outcome, buffer)
         message: Message | None = None
         if any(seat.lane is not None for seat in seats):
             message = make_message(1, [content], self._lanes.windows, frozen=True)
@@ -641,7 +423,7 @@ class Host:
             else:
                 entry.ticket.set_result(ticket)
         if self._entries:  # no bell rings when their time is up
-            threading.Timer(_SLICE / 4, self._tell, (lambda: None,)).start()
+            threading.Timer(SLICE / 4, self.tell, (lambda: None,)).start()
 
     def _seat(self, entry: Entry, now: float) -> Ticket | None:
         """Return the ticket for a process; None while another process may be about to end.
@@ -671,7 +453,10 @@ class Host:
     def _seat_of(self, token: bytes) -> Seat | None:
         return next((seat for seat in [*self._seats.values()] if seat.token == token), None)
 
-    def _attach(self, token: bytes, nonce: bytes, done: Future[None]) -> None:
+    # What other threads have the meeting's thread do.
+
+    def attach(self, token: bytes, nonce: bytes, done: Future[None]) -> None:
+        """Make the lane to a member."""
         seat = self._seat_of(token)
         try:
             if seat is None:
@@ -683,41 +468,24 @@ class Host:
         else:
             done.set_result(None)
 
-    def _put_letter(self, token: bytes, letter: Letter) -> None:
+    def put(self, token: bytes, letter: Letter) -> None:
+        """Take a letter: an ask; without content, the wish for the first outcome."""
         seat = self._seat_of(token)
-        if seat is not None and seat.is_present:
-            seat.letters.append(letter)
-        elif letter.reply is not None:
-            letter.reply.set_exception(MemberDiedError("the host took this member for dead"))
-
-    def _wait_for_start(self, token: bytes, reply: Future[Any]) -> None:
-        seat = self._seat_of(token)
-        if seat is None:
-            reply.set_exception(MemberDiedError("no such member"))
+        if seat is None or not seat.is_present:
+            if letter.reply is not None:
+                error = MemberDiedError("the host has counted this member as dead")
+                letter.reply.set_exception(error)
+        elif letter.content is None:
+            seat.reply = letter.reply
         else:
-            seat.reply = reply
+            seat.letters.append(letter)
 
-    def _watch(self, token: bytes, stays: Any) -> None:
-        try:
-            ray.get(stays)
-        except Exception as error:
-            why = reason_in_a_line(error)
-            self._tell(functools.partial(self._lose_by_token, token, why))
-
-    def _lose_by_token(self, token: bytes, why: str) -> None:
+    def lose(self, token: bytes, why: str) -> None:
+        """Count a member as dead."""
         seat = self._seat_of(token)
         if seat is not None and seat.is_present:
             self._lose(seat, f"{seat.who}: {why}")
 
 
-def _plain(outcome: Outcome) -> tuple[Any, ...]:
-    return tuple(outcome)
-
-
 def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def as_array(buffer: Any) -> NDArray[np.uint8]:
-    """Return the packed buffer that came with an outcome."""
-    return buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)

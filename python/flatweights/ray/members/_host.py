@@ -1,0 +1,122 @@
+"""The host of a meeting: an actor without CPUs, on the node of the first member.
+
+Its methods, in threads of Ray's, hand what members send to the one thread of the meeting. The
+meeting itself is a plain object: Ray wraps every method of an actor's class to trace its calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+
+from flatweights.ray._errors import reason_in_a_line
+from flatweights.ray.members._meeting import Entry, Meeting, Ticket
+from flatweights.ray.members._seats import SLICE, Letter
+
+_LAST_REPLIES = 1.0  # seconds in which calls that have their result return it
+
+
+class Host:
+    """The actor. Members call `enter`, and then `attach`, or `watch` and `exchange`."""
+
+    def __init__(self, name: str, size: int) -> None:
+        """Open the meeting ``name`` for ``size`` members."""
+        # An actor without CPUs is given one thread; but while it averages, its members wait.
+        os.environ.pop("OMP_NUM_THREADS", None)
+        context = ray.get_runtime_context()
+        self._node = context.get_node_id()
+        self._meeting = Meeting(name, size)
+        self._running: list[bytes] = []  # the exchanges that have not returned, by token
+        serve = functools.partial(_serve, self._meeting, self._running, context.current_actor)
+        threading.Thread(target=serve, name="flatweights-meeting", daemon=True).start()
+
+    def enter(self, rank: int | None, size: int, who: str, node: str, wants_lane: bool) -> Ticket:
+        """Take a seat; wait while a process that may have ended has it.
+
+        Raises:
+            ValueError: If ``size`` is not that of the meeting, or ``rank`` is taken or too large.
+        """
+        ticket: Future[Ticket] = Future()
+        wants_lane = wants_lane and node == self._node
+        self._meeting.enter(Entry(rank, size, who, wants_lane, time.monotonic(), ticket))
+        return ticket.result()
+
+    def attach(self, token: bytes, nonce: bytes) -> None:
+        """Make the lane to a member that has connected.
+
+        Raises:
+            LaneError: If it has not.
+        """
+        done: Future[None] = Future()
+        self._meeting.tell(functools.partial(self._meeting.attach, token, nonce, done))
+        done.result()
+
+    def stay(self, token: bytes) -> None:
+        """Return when the member is gone: its process owns the result, so Ray says if it dies."""
+        while self._meeting.has(token):
+            time.sleep(SLICE)
+
+    def watch(self, token: bytes, stays: Sequence[Any]) -> None:
+        """Learn of the death of a member that calls through Ray, by the result of its `stay`."""
+        watch = functools.partial(_watch, self._meeting, token, stays[0])
+        threading.Thread(target=watch, daemon=True).start()
+
+    def exchange(self, token: bytes, content: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        """Ask for a call; return what `MemberLane.outcome` does. No content: the first outcome."""
+        reply: Future[tuple[Any, ...]] = Future()
+        self._running.append(token)
+        try:
+            letter = Letter(content, reply)
+            self._meeting.tell(functools.partial(self._meeting.put, token, letter))
+            return reply.result()
+        finally:
+            self._running.remove(token)
+
+    def deliver(self, token: bytes, content: tuple[Any, ...]) -> None:
+        """Take an ask that does not fit into a lane; the lane then says that it is here."""
+        done: Future[None] = Future()
+        self._meeting.tell(functools.partial(self._meeting.put, token, Letter(content, None)))
+        self._meeting.tell(functools.partial(done.set_result, None))
+        done.result()
+
+    def fetch(self, number: int) -> tuple[Any, ...]:
+        """Return an outcome that did not fit into a lane.
+
+        Raises:
+            KeyError: If it is no longer kept.
+        """
+        return self._meeting.fetch(number)
+
+    def lose(self, token: bytes) -> None:
+        """Count a member as dead that has dropped its end."""
+        lose = functools.partial(self._meeting.lose, token, "it has ended without leave()")
+        self._meeting.tell(lose)
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have not joined."""
+        return self._meeting.absent()
+
+
+def _serve(meeting: Meeting, running: list[bytes], handle: Any) -> None:
+    """Run the meeting, then end the actor."""
+    try:
+        meeting.run()
+    finally:
+        end = time.monotonic() + _LAST_REPLIES
+        while running and time.monotonic() < end:
+            time.sleep(0.01)
+        ray.kill(handle)
+
+
+def _watch(meeting: Meeting, token: bytes, stays: Any) -> None:
+    try:
+        ray.get(stays)
+    except Exception as error:
+        meeting.tell(functools.partial(meeting.lose, token, reason_in_a_line(error)))

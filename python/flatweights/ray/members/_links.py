@@ -1,0 +1,274 @@
+"""How a member reaches its host: through a lane within a node, through Ray's object store else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from flatweights import _core
+from flatweights._layout import Layout, unpickle_layout
+from flatweights._weights import sealed
+from flatweights.ray.lanes._calls import choice
+from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.lanes._member import HostDiedError, MemberLane
+from flatweights.ray.lanes._message import IN_BAND
+from flatweights.ray.members._asks import Ask, Outcome
+from flatweights.ray.members._host import Host
+from flatweights.ray.members._meeting import Ticket
+from flatweights.ray.members._seats import as_array
+
+_GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its host
+
+
+class Link(ABC):
+    """A member's way to its host.
+
+    Attributes:
+        is_asking: Whether an ask is on its way whose outcome was not taken.
+    """
+
+    def __init__(self, host: Any, ticket: Ticket) -> None:
+        """Take the handle of the host, and what it gave."""
+        self.is_asking = False
+        self._host = host
+        self._ticket = ticket
+        self._known: set[str] = set()  # digests of layouts that the host has been sent
+
+    def offer(self, nbytes: int) -> None:  # noqa: B027 - a link through Ray has no such memory
+        """Have the next buffer of ``nbytes`` that this thread makes lie where the host reads it."""
+
+    def new_buffer(self, layout: Layout) -> NDArray[np.uint8]:
+        """Return such a buffer."""
+        self.offer(layout.nbytes)
+        try:
+            return layout.new_buffer()
+        finally:
+            _core.withdraw_offer()
+
+    def exchange(
+        self, ask: Ask, layout: Layout, buffer: NDArray[np.uint8] | None
+    ) -> tuple[Outcome, NDArray[np.uint8]]:
+        """Ask, and wait for the outcome; return it and its weights, which are read-only.
+
+        Args:
+            ask: The ask.
+            layout: The layout of the weights that are expected, and of ``buffer``.
+            buffer: The packed weights, if they are sent.
+
+        Raises:
+            HostDiedError: If the host is gone.
+            TimeoutError: If it does not answer.
+            Exception: The error of the outcome.
+        """
+        shipped = None if layout.digest in self._known else layout.pickled
+        self.is_asking = True
+        patience = None if ask.timeout is None else ask.timeout + _GRACE
+        sealed_buffer = None if buffer is None else sealed(buffer)
+        *fields, sent = self._swap((tuple(ask), shipped), sealed_buffer, patience)
+        self.is_asking = False
+        self._known.add(layout.digest)
+        outcome = Outcome(*fields)
+        if outcome.error is not None:
+            raise outcome.error
+        got = layout if outcome.layout is None else unpickle_layout(outcome.layout)
+        if got.digest != layout.digest:
+            raise ValueError(f"expected weights of {layout}, got those of {got}")
+        return outcome, as_array(sent)
+
+    @abstractmethod
+    def start(self, timeout: float | None) -> Outcome:
+        """Wait for the first outcome."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Say that the member leaves."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the link, which tells the host that the member is gone."""
+
+    @abstractmethod
+    def _swap(
+        self, content: tuple[Any, ...], buffer: NDArray[np.uint8] | None, patience: float | None
+    ) -> tuple[Any, ...]:
+        """Send ``content``, an `Ask` as a tuple first, and the weights; return the outcome."""
+
+
+class LaneLink(Link):
+    """Through memory that member and host map."""
+
+    def __init__(self, host: Any, ticket: Ticket, lane: MemberLane) -> None:
+        """Take the lane, which is attached."""
+        super().__init__(host, ticket)
+        self._lane = lane
+
+    def offer(self, nbytes: int) -> None:
+        """Offer a window, if the buffer is to lie in one."""
+        if nbytes > IN_BAND:
+            self._lane.offer(nbytes)
+
+    def start(self, timeout: float | None) -> Outcome:
+        """Wait for the first command."""
+        return Outcome(*self._outcome(timeout)[:-1])
+
+    def leave(self) -> None:
+        """Answer the last command."""
+        self._lane.ask((tuple(Ask("leave")), None), None, is_urgent=True)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._lane.close()
+
+    def _swap(
+        self, content: tuple[Any, ...], buffer: NDArray[np.uint8] | None, patience: float | None
+    ) -> tuple[Any, ...]:
+        is_urgent = patience is not None
+        if not self._lane.ask(content, buffer, is_urgent=is_urgent):
+            # There is no window, or it is too long for a mailbox.
+            ray.get(self._host.deliver.remote(self._ticket.token, (*content, buffer)))
+            self._lane.ask((), None, is_urgent=is_urgent)
+        return self._outcome(patience)
+
+    def _outcome(self, patience: float | None) -> tuple[Any, ...]:
+        content = self._lane.outcome(patience)
+        if len(content) == 1:  # its number
+            fetched: tuple[Any, ...] = ray.get(self._host.fetch.remote(content[0]))
+            return fetched
+        return content
+
+
+class StoreLink(Link):
+    """Through Ray's calls and its object store: for members on other nodes than the host's."""
+
+    def __init__(self, host: Any, ticket: Ticket) -> None:
+        """Have the host watch this process."""
+        super().__init__(host, ticket)
+        # This process owns the result of `stay`: if it dies, the host learns that from Ray.
+        self._stays = host.stay.remote(ticket.token)
+        ray.get(host.watch.remote(ticket.token, [self._stays]))
+
+    def start(self, timeout: float | None) -> Outcome:
+        """Call without content."""
+        call = self._host.exchange.remote(self._ticket.token, None)
+        return Outcome(*self._take(call, timeout)[:-1])
+
+    def leave(self) -> None:
+        """Deliver an ask whose outcome nobody waits for."""
+        content = (tuple(Ask("leave")), None, None)
+        ray.get(self._host.deliver.remote(self._ticket.token, content))
+
+    def close(self) -> None:
+        """Tell the host, unless it has seen that the member left."""
+        with contextlib.suppress(Exception):  # Ray may be shut down
+            self._host.lose.remote(self._ticket.token)
+
+    def _swap(
+        self, content: tuple[Any, ...], buffer: NDArray[np.uint8] | None, patience: float | None
+    ) -> tuple[Any, ...]:
+        call = self._host.exchange.remote(self._ticket.token, (*content, buffer))
+        return self._take(call, patience)
+
+    def _take(self, call: Any, patience: float | None) -> tuple[Any, ...]:
+        try:
+            *fields, refs = ray.get(call, timeout=patience)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(f"no answer of the host within {patience} s") from None
+        except ray.exceptions.RayTaskError as error:
+            raise HostDiedError(str(error.cause)) from None
+        return (*fields, None if refs is None else ray.get(refs[0]))
+
+
+class Entered(NamedTuple):
+    """What a process has that has joined: its link, its ticket, and the first outcome."""
+
+    link: Link
+    ticket: Ticket
+    outcome: Outcome
+
+
+def enter(
+    name: str, rank: int | None, size: int, timeout: float | None, end: float | None
+) -> Entered:
+    """Find or start the host, take a seat, and wait for the others.
+
+    Args:
+        name: See `flatweights.ray.join`.
+        rank: See there.
+        size: See there.
+        timeout: See there; for errors.
+        end: When it is over, by `time.monotonic`.
+
+    Raises:
+        HostDiedError: If the host has ended meanwhile.
+        ray.exceptions.RayActorError: The same.
+        TimeoutError: If not all have joined in time.
+        ValueError: If the host refuses ``rank`` or ``size``.
+    """
+    context = ray.get_runtime_context()
+    node = context.get_node_id()
+    host = (
+        ray.remote(Host)
+        .options(
+            name=f"flatweights:{name}",
+            namespace=f"flatweights-{context.get_job_id()}",
+            get_if_exists=True,
+            lifetime="detached",  # not with the member that starts it, but with the last one
+            num_cpus=0,
+            max_concurrency=2 * size + 8,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        .remote(name, size)
+    )
+    who = f"process {os.getpid()} on {socket.gethostname()}"
+    wants_lane = choice() != "store"
+    link: Link | None = None
+    try:
+        entering = host.enter.remote(rank, size, who, node, wants_lane)
+        ticket: Ticket = ray.get(entering, timeout=_left(end))
+        link = _link(host, ticket)
+        return Entered(link, ticket, link.start(_left(end)))
+    except BaseException as error:
+        late = isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError))
+        missing = ray.get(host.absent.remote(), timeout=_GRACE) if late else []
+        if link is not None:
+            link.close()
+        if late:
+            ranks = ", ".join(str(other) for other in missing if other != rank)
+            raise TimeoutError(
+                f"meeting {name!r}: expected {size} members in {timeout} s; missing ranks: {ranks}"
+            ) from None
+        if isinstance(error, ray.exceptions.RayTaskError):
+            if isinstance(error.cause, ValueError):
+                raise error.cause from None
+            raise HostDiedError(str(error.cause)) from None
+        raise
+
+
+def _link(host: Any, ticket: Ticket) -> Link:
+    if ticket.address is None:
+        return StoreLink(host, ticket)
+    try:
+        lane = MemberLane(ticket.address, ticket.token)
+    except (OSError, LaneError, MemoryError):
+        if choice() == "lanes":
+            raise
+        return StoreLink(host, ticket)
+    try:
+        ray.get(host.attach.remote(ticket.token, lane.mailbox.nonce))
+    except BaseException:
+        lane.close()
+        raise
+    return LaneLink(host, ticket, lane)
+
+
+def _left(end: float | None) -> float | None:
+    return None if end is None else max(0.0, end - time.monotonic())
