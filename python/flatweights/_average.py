@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import islice
 from typing import Any, Literal, TypeVar
 
 from numpy.typing import NDArray
 
 from flatweights import _core
+from flatweights._numbers import real_number
 from flatweights._sources import Template, check_flat_weights
 from flatweights._weights import FlatWeights
 
@@ -196,12 +198,18 @@ def read_weights(
     """Return ``count`` checked weights."""
     if weights is None:
         return [1.0] * count
-    if not isinstance(weights, (list, tuple)) and isinstance(weights, (Mapping, Set, str, bytes)):
-        kind = type(weights).__name__
-        raise TypeError(f"weights: expected numbers in the order of the sources, got a {kind}")
-    factors = [read_weight(weight, f"weight {k}") for k, weight in enumerate(weights)]
+    expected = "weights: expected numbers in the order of the sources"
+    if isinstance(weights, (Mapping, Set, str, bytes)):
+        raise TypeError(f"{expected}, got a {type(weights).__name__}")
+    try:
+        rest = iter(weights)
+    except TypeError as error:
+        raise TypeError(f"{expected}, got {type(weights).__name__}") from error
+    # One more than needed, but not all of an endless iterator.
+    factors = [read_weight(w, f"weight {k}") for k, w in enumerate(islice(rest, count + 1))]
     if len(factors) != count:
-        raise ValueError(f"expected {count} weights, one per source, got {len(factors)}")
+        got = f"{len(factors)}{' or more' if len(factors) > count else ''}"
+        raise ValueError(f"expected {count} weights, one per source, got {got}")
     if not any(factors) and not all_may_be_zero:
         raise ValueError("expected a positive weight, got only zeros")
     return factors
@@ -209,12 +217,9 @@ def read_weights(
 
 def read_weight(weight: float, where: str) -> float:
     """Return ``weight`` as a checked float."""
-    try:
-        value = float(weight)
-    except OverflowError:  # an integer
-        value = math.inf
+    value = real_number(weight, where)
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{where}: expected a finite weight, not negative, got {weight!r}")
+        raise ValueError(f"{where}: expected a finite weight, not negative, got {value:g}")
     return value
 
 

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._dtypes import is_floating, is_integer
+from flatweights._numbers import finite, real_number
 from flatweights._sources import Kind, Template
-from flatweights._trees import as_array
+from flatweights._trees import as_array, has_array_protocol
 from flatweights._weights import FlatWeights
 
 Model = TypeVar("Model", NDArray[Any], FlatWeights)
@@ -174,7 +174,7 @@ def clip_by_norm_(y: Model, max_norm: float) -> float:
             norm is not finite; ``y`` is unchanged then.
     """
     template, parts = _read_y(y)
-    most = _number(max_norm, "max_norm")
+    most = real_number(max_norm, "max_norm")
     if not most >= 0:
         raise ValueError(f"max_norm: expected a number that is not negative, got {max_norm!r}")
     before = _core.clip_by_norm_(template.layout.core, template.packed, parts, most)
@@ -207,8 +207,8 @@ def isfinite(x: Model) -> bool:
 def _memory(model: Any, where: str) -> tuple[Kind, NDArray[Any]]:
     if isinstance(model, FlatWeights):
         return Kind.FLAT_WEIGHTS, model.buffer
-    if isinstance(model, (np.ndarray, np.generic)) or hasattr(model, "__array__"):
-        return Kind.ARRAY, as_array(model)
+    if has_array_protocol(model):
+        return Kind.ARRAY, as_array(model, where)
     raise TypeError(f"{where}: expected an array or FlatWeights, got {type(model).__name__}")
 
 
@@ -232,31 +232,3 @@ def _read_x(x: Any, template: Template) -> list[NDArray[Any]]:
     if kind is Kind.FLAT_WEIGHTS:
         template.check_layout(x.layout, "x")
     return [memory]
-
-
-def _number(value: Any, where: str) -> float:
-    """Return ``value`` as a float; reject strings, complex numbers and arrays."""
-    if type(value) is float:
-        return value
-    real = hasattr(value, "__float__") or hasattr(value, "__index__")
-    if isinstance(value, (np.ndarray, np.generic)):  # NumPy's strings have __float__, too
-        real = value.ndim == 0 and (is_floating(value.dtype) or is_integer(value.dtype))
-    if not real:
-        raise TypeError(f"{where}: expected a real number, got {type(value).__name__}")
-    try:
-        return float(value)
-    except OverflowError:  # an integer
-        return math.inf if value > 0 else -math.inf
-
-
-def finite(value: Any, where: str) -> float:
-    """Return ``value`` as a float.
-
-    Raises:
-        TypeError: If it is not a real number.
-        ValueError: If it is not finite.
-    """
-    number = _number(value, where)
-    if not math.isfinite(number):
-        raise ValueError(f"{where}: expected a finite number, got {value!r}")
-    return number

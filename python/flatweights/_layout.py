@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from flatweights import _core
 from flatweights._dtypes import decode_dtype, encode_dtype, is_floating, promote
-from flatweights._trees import Tree, as_array, is_tree, part
+from flatweights._trees import Tree, as_array, is_tree
 
 Parts = Mapping[str, Any] | Sequence[Any]
 """Arrays by name or by position; or, where a function says so, nested containers of arrays."""
@@ -411,7 +411,9 @@ def settable(
         ValueError: If the shape differs, or a value does not fit an integer dtype.
         TypeError: If the dtype cannot be cast.
     """
-    return layout.core.settable(i, as_array(value), dtype)
+    if type(value) is not np.ndarray:  # the place would cost more than the check
+        value = as_array(value, place_of(i, layout.slots[i]))
+    return layout.core.settable(i, value, dtype)
 
 
 def named_arrays(parts: Parts) -> tuple[list[str], list[NDArray[Any]]]:
@@ -428,7 +430,7 @@ def named_arrays(parts: Parts) -> tuple[list[str], list[NDArray[Any]]]:
         tree = Tree.of(parts, "parts")
         names, values = tree.paths(), tree.leaves(parts, "parts")
     return names, [
-        value if type(value) is np.ndarray else part(value, f"slot {i} {names[i]!r}")
+        value if type(value) is np.ndarray else as_array(value, f"slot {i} {names[i]!r}")
         for i, value in enumerate(values)
     ]
 

@@ -13,7 +13,7 @@ from flatweights import _core
 from flatweights._dtypes import is_averaged, is_integer
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout
-from flatweights._trees import ARRAY_PROTOCOLS, Tree, as_array, is_tree, part
+from flatweights._trees import Tree, as_array, has_array_protocol, is_tree
 from flatweights._weights import FlatWeights
 
 
@@ -60,7 +60,7 @@ class Template:
             check_flat_weights(source.layout, where)
             return cls(kind, source.layout)
         if kind is Kind.ARRAY:
-            array = as_array(source)
+            array = as_array(source, where)
             return _array_template(array.shape, array.dtype, where)
         keys = tuple(source) if kind is Kind.MAPPING else tuple(range(len(source)))
         values = [source[key] for key in keys]
@@ -186,7 +186,11 @@ class Template:
         values = self._values(source, where)
         if self.packed:
             return values
-        return [as_array(source)] if self.kind is Kind.ARRAY else _parts(self.keys, values, where)
+        return (
+            [as_array(source, where)]
+            if self.kind is Kind.ARRAY
+            else _parts(self.keys, values, where)
+        )
 
     def _values(self, source: Any, where: str) -> list[Any]:
         """Return the parts of ``source`` as they are, or its packed buffer."""
@@ -273,7 +277,7 @@ def _parts(keys: Iterable[Hashable], values: list[Any], where: str) -> list[NDAr
     if all(type(value) is np.ndarray for value in values):  # the usual case
         return values
     named = enumerate(zip(keys, values, strict=True))
-    return [part(value, f"{where}, slot {i} {str(key)!r}") for i, (key, value) in named]
+    return [as_array(value, f"{where}, slot {i} {str(key)!r}") for i, (key, value) in named]
 
 
 def _kind_of(source: Any, where: str) -> Kind:
@@ -286,7 +290,7 @@ def _kind_of(source: Any, where: str) -> Kind:
         return Kind.MAPPING
     if isinstance(source, (list, tuple)):
         return Kind.SEQUENCE
-    if any(hasattr(source, name) for name in ARRAY_PROTOCOLS) or _has_buffer(source):
+    if has_array_protocol(source) or _has_buffer(source):
         return Kind.ARRAY
     if isinstance(source, Sequence) and not isinstance(source, (str, bytes, bytearray)):
         return Kind.SEQUENCE
@@ -303,4 +307,6 @@ def _has_buffer(source: Any) -> bool:
         memoryview(source)
     except TypeError:
         return False
+    except Exception:  # a buffer that was released, for example: `as_array` reports it
+        return True
     return True

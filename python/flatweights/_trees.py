@@ -7,46 +7,59 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__dlpack__")
+_PROTOCOLS = ("__array__", "__array_interface__", "__dlpack__")
 _MOST_LEVELS = 64
 
 
-def as_array(value: Any) -> NDArray[Any]:
+def as_array(value: Any, where: str) -> NDArray[Any]:
     """Return ``value`` as an array, without a copy where its memory can be shared.
 
-    Accepts anything with the buffer protocol, ``__array_interface__`` or ``__array__`` (NumPy,
-    eager tensors of TensorFlow, PyTorch, JAX), or with ``__dlpack__`` on the CPU.
+    Accepts numbers, nested lists of them, and anything with the buffer protocol,
+    ``__array_interface__`` or ``__array__`` (NumPy, eager tensors of TensorFlow, PyTorch, JAX), or
+    with ``__dlpack__`` on the CPU. Errors name it ``where``.
+
+    Raises:
+        TypeError: If it is a container, None, or anything else that is not an array of numbers, or
+            if its own conversion fails.
+        ValueError: If it is a ragged list.
     """
+    if type(value) is np.ndarray:
+        return value
     try:
-        array = np.asarray(value)
+        array = _converted(value)
+    except MemoryError:
+        raise
+    except Exception as error:  # another library's method may raise anything
+        kind = ValueError if isinstance(error, (ValueError, RecursionError)) else TypeError
+        raise kind(f"{where}: expected an array, got {type(value).__name__}: {error}") from error
+    if array.dtype == object and not isinstance(value, np.ndarray):
+        is_one = array.ndim == 0 and array[()] is value
+        got = f"{type(value).__name__}{'' if is_one else ' of Python objects'}"
+        raise TypeError(f"{where}: expected an array, got {got}")
+    return array
+
+
+def _converted(value: Any) -> NDArray[Any]:
+    # Not where NumPy finds another way: string tensors of TensorFlow have `__dlpack__`, too, which
+    # aborts the process.
+    if [name for name in _PROTOCOLS if hasattr(value, name)] == ["__dlpack__"]:
+        return np.from_dlpack(value)
+    try:
+        return np.asarray(value)
     except ValueError:
         # `__array__` of TensorFlow's 0-d bfloat16 and float8 tensors returns a scalar.
         scalar = value.__array__() if hasattr(value, "__array__") else None
         if not isinstance(scalar, np.generic):
             raise
         return np.asarray(scalar)
-    if array.dtype == object and not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
-        return np.from_dlpack(value)  # np.asarray does not try DLPack
-    return array
 
 
-def part(value: Any, where: str) -> NDArray[Any]:
-    """Return ``value`` as `as_array` does; errors name ``where``.
-
-    Raises:
-        TypeError: If it is a container, None, or anything else that is not an array of numbers.
-        ValueError: If it is a ragged list.
-    """
-    if type(value) is np.ndarray:
-        return value
+def has_array_protocol(value: Any) -> bool:
+    """Whether ``value`` says, by one of its attributes, that it is an array."""
     try:
-        array = as_array(value)
-    except (TypeError, ValueError, BufferError, RecursionError) as error:
-        kind = ValueError if isinstance(error, (ValueError, RecursionError)) else TypeError
-        raise kind(f"{where}: expected an array, got {type(value).__name__}: {error}") from error
-    if array.dtype == object and not isinstance(value, np.ndarray):
-        raise TypeError(f"{where}: expected an array, got {type(value).__name__}")
-    return array
+        return any(hasattr(value, name) for name in _PROTOCOLS)
+    except Exception:  # an attribute that raises: `as_array` reports it
+        return True
 
 
 def is_tree(values: Iterable[Any]) -> bool:
@@ -70,7 +83,7 @@ def _is_array(value: Any) -> bool:
         return True
     if isinstance(value, (int, float, complex, np.generic, str, bytes, list, tuple)):
         return False
-    return any(hasattr(value, name) for name in ARRAY_PROTOCOLS)
+    return has_array_protocol(value)
 
 
 @dataclass(frozen=True)

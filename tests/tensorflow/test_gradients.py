@@ -448,6 +448,8 @@ W = np.zeros((2, 3), np.float32)
         ([IndexedSlicesValue(W, [0, 1], (3, 3)), 0.0], ValueError, r"slot 0 'w': expected rows"),
         ([IndexedSlicesValue(W, [0, -1], None), 0.0], ValueError, "expected indices .* -1 to 0"),
         ([IndexedSlicesValue(W + 1j, [0, 1], None), 0.0], TypeError, "got complex"),
+        ([IndexedSlicesValue(W, [0.0, 1.0], None), 0.0], TypeError, "'w', indices: .* got float64"),
+        ([IndexedSlicesValue(W, [True, True], None), 0.0], TypeError, "'w', indices: .* got bool"),
         ([W], ValueError, r"expected 2 gradients, one per variable, .* got 1"),
         ([W, 0.0, None], ValueError, r"expected 2 gradients, .* got 3"),
         ({"w": W, "c": 0.0}, ValueError, r"expected names of variables, got \['c'\]"),

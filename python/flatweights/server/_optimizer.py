@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from flatweights._core import move_parts
 from flatweights._dtypes import is_averaged
 from flatweights._inplace import Model, norm
-from flatweights._inplace import _number as number
 from flatweights._layout import Layout
+from flatweights._numbers import real_number
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights, sealed
 from flatweights.server._state import (
@@ -81,7 +81,7 @@ class Hyperparameter:
 
     def read(self, value: Any) -> float:
         """Return ``value`` as a checked float."""
-        setting = number(value, self._name)
+        setting = real_number(value, self._name)
         if not self._check(setting):
             raise ValueError(f"{self._name}: expected {self._expected}, got {value!r}")
         return setting

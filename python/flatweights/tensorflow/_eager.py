@@ -45,8 +45,7 @@ class EagerOperations(Operations):
                 "inside a tf.function weights would be moved once, when it is traced, and never "
                 "again: call this outside"
             )
-        if self.context.is_async():
-            self.context.executor.wait()
+        wait()
 
     def place(self) -> object:
         """Return None, the one place of all eager variables."""
@@ -105,7 +104,7 @@ class _OnHost:
         except (tf.errors.FailedPreconditionError, tf.errors.InvalidArgumentError) as error:
             self._raise_uninitialized(error)
             raise
-        values = [as_array(tensor) for tensor in tensors]
+        values = [as_array(tensor, "variable") for tensor in tensors]
         slots = self._group.layout.slots
         if any(value.size != slot.size for value, slot in zip(values, slots, strict=True)):
             self._raise_uninitialized(None)
@@ -161,7 +160,7 @@ class _Elsewhere:
         self._write = tf.function(write, autograph=False, input_signature=signature)
 
     def read(self) -> list[NDArray[Any]]:
-        return self._group.layout.vector_views(as_array(self._read()))
+        return self._group.layout.vector_views(as_array(self._read(), "variables"))
 
     def write(self, values: Mapping[int, NDArray[Any]]) -> None:
         if len(values) == len(self._group.slots):
@@ -190,6 +189,13 @@ def _is_on_host(group: Group) -> bool:
     device = tf.DeviceSpec.from_string(group.device)
     is_here = device.device_type == "CPU" and device.job == "localhost"
     return is_here and not is_synchronized_on_reading(group.variables[0])
+
+
+def wait() -> None:
+    """Wait for operations that this thread dispatched asynchronously."""
+    context = eager_context.context()
+    if context.is_async():
+        context.executor.wait()
 
 
 def eagerly() -> Any:

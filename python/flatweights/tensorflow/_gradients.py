@@ -13,10 +13,11 @@ from flatweights import _core
 from flatweights._core import is_settable, move_parts
 from flatweights._dtypes import is_averaged, is_integer, promote
 from flatweights._flatten import new_vector
-from flatweights._inplace import clip_by_norm_, finite
+from flatweights._inplace import clip_by_norm_
 from flatweights._layout import Layout, Slot, place_of, settable
+from flatweights._numbers import finite
 from flatweights._trees import as_array
-from flatweights.tensorflow._eager import eagerly
+from flatweights.tensorflow._eager import eagerly, wait
 from flatweights.tensorflow._kinds import inner_variable, is_symbolic, is_variable, own_name
 from flatweights.tensorflow._session import check_unfinished
 
@@ -140,6 +141,7 @@ class Gradients:
         out: NDArray[Any] | None,
         most: float | None,
     ) -> NDArray[Any]:
+        wait()  # for what computes the gradients: its errors are not those of their conversion
         pieces = [_piece(gradient, self._layout, i, dtype) for i, gradient in enumerate(gradients)]
         if out is None:
             out = new_vector(self._layout.size, dtype)
@@ -264,9 +266,11 @@ def _piece(
 
 def _checked_rows(slices: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> Rows:
     shape, where = slot.shape, place_of(i, slot)
-    rows = Rows(as_array(slices.values), as_array(slices.indices))
+    rows = Rows(as_array(slices.values, where), as_array(slices.indices, f"{where}, indices"))
     expected = (len(rows.indices), *shape[1:]) if rows.indices.ndim == 1 else None
-    dense_shape = () if slices.dense_shape is None else tuple(as_array(slices.dense_shape).tolist())
+    dense_shape: tuple[int, ...] = ()
+    if slices.dense_shape is not None:
+        dense_shape = tuple(as_array(slices.dense_shape, f"{where}, dense_shape").tolist())
     if not shape or rows.values.shape != expected or dense_shape not in ((), shape):
         raise ValueError(
             f"{where}: expected rows of {dtype} {shape}, got {rows.values.dtype} "
@@ -274,6 +278,8 @@ def _checked_rows(slices: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> Rows
         )
     if not is_settable(rows.values.dtype, dtype):
         raise TypeError(f"{where}: expected {dtype} {shape}, got {rows.values.dtype}")
+    if rows.indices.dtype.kind not in "iu":
+        raise TypeError(f"{where}, indices: expected integers, got {rows.indices.dtype}")
     if rows.indices.size and not (rows.indices.min() >= 0 and rows.indices.max() < shape[0]):
         raise ValueError(
             f"{where}: expected indices from 0 to {shape[0] - 1}, got some from "

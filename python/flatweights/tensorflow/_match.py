@@ -109,5 +109,5 @@ def _renamed(keys: list[str], rename: Mapping[str, str]) -> dict[str, str]:
 def _layout_of(weights: Mapping[str, Any]) -> Layout:
     if isinstance(weights, FlatWeights):
         return weights.layout
-    arrays = [as_array(value) for value in weights.values()]
+    arrays = [as_array(value, f"weights, {key!r}") for key, value in weights.items()]
     return Layout.of_arrays([str(i) for i in range(len(arrays))], arrays)

@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from flatweights._core import is_settable
 from flatweights._dtypes import is_averaged, is_floating, is_integer
 from flatweights._flatten import new_vector
-from flatweights._inplace import finite
 from flatweights._layout import Layout, place_of, settable
+from flatweights._numbers import finite
 from flatweights._safetensors import read
 from flatweights._trees import as_array
 from flatweights._weights import FlatWeights
@@ -351,12 +351,12 @@ class TensorFlowVariables:
         if share or not (self._mover.set_all or self._mover.try_set)(new_weights):
             flat = self._vector(new_weights, "new_weights")
             if share:
-                check_frozen(np.asarray(new_weights), "new_weights")
+                check_frozen(as_array(new_weights, "new_weights"), "new_weights")
             self._mover.set_vector(flat, share=share)
         self._replicas.follow()
 
     def _vector(self, value: ArrayLike, argument: str) -> NDArray[Any]:
-        flat = as_array(value)
+        flat = as_array(value, argument)
         if flat.shape != (self._layout.size,):
             raise ValueError(f"{argument}: expected shape ({self._layout.size},), got {flat.shape}")
         return flat if flat.flags.c_contiguous else np.ascontiguousarray(flat)
@@ -484,7 +484,8 @@ class TensorFlowVariables:
 
     def _check_frozen(self, values: Mapping[int, ArrayLike]) -> None:
         for i, value in values.items():
-            check_frozen(np.asarray(value), place_of(i, self._layout.slots[i]))
+            where = place_of(i, self._layout.slots[i])
+            check_frozen(as_array(value, where), where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the weights to a safetensors file; an existing file is replaced atomically.

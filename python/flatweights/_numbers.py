@@ -1,0 +1,50 @@
+"""Checks of numbers that users pass."""
+
+import math
+from typing import Any
+
+from flatweights._dtypes import is_floating, is_integer
+from flatweights._trees import as_array, has_array_protocol
+
+
+def real_number(value: Any, where: str) -> float:
+    """Return ``value`` as a float; an integer beyond all floats becomes infinite.
+
+    Raises:
+        TypeError: If it is not a real number: strings, complex numbers, arrays with dimensions.
+    """
+    if type(value) is float:
+        return value
+    number = value
+    if not isinstance(value, (int, float)) and has_array_protocol(value):
+        # Not by float(): that accepts NumPy's strings, drops imaginary parts, and takes arrays of
+        # one element.
+        array = as_array(value, where)
+        if array.ndim > 0:
+            raise TypeError(f"{where}: expected a real number, got an array of shape {array.shape}")
+        if not (is_floating(array.dtype) or is_integer(array.dtype)):
+            raise TypeError(f"{where}: expected a real number, got {array.dtype}")
+        number = array[()]
+    elif not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        raise TypeError(f"{where}: expected a real number, got {type(value).__name__}")
+    try:
+        return float(number)
+    except OverflowError:  # an integer
+        return math.inf if number > 0 else -math.inf
+    except Exception as error:  # another library's method may raise anything
+        raise TypeError(
+            f"{where}: expected a real number, got {type(value).__name__}: {error}"
+        ) from error
+
+
+def finite(value: Any, where: str) -> float:
+    """Return ``value`` as a float.
+
+    Raises:
+        TypeError: If it is not a real number.
+        ValueError: If it is not finite.
+    """
+    number = real_number(value, where)
+    if not math.isfinite(number):
+        raise ValueError(f"{where}: expected a finite number, got {number:g}")
+    return number
