@@ -514,15 +514,29 @@ OVERLAPS = {
     "shifted back": lambda base: ([base[2:6]], base[1:5]),
     "bytes": lambda base: ([base[:4]], base.view("u1")[4:36].view("f8")),
     "second source": lambda base: ([np.ones(4), base[1:5]], base[2:6]),
+    "reversed": lambda base: ([np.ones(10), base[::-1]], base),
+    "every other": lambda base: ([np.ones(5), base[::2]], base[:5]),
+    "transposed": lambda base: ([base[:9].reshape(3, 3).T], base[:9].reshape(3, 3)),
+    "a negative stride within": lambda base: ([base[5:1:-1]], base[1:5]),
 }
 
 
+@pytest.mark.parametrize("nonfinite", ["propagate", "raise", "skip"])
 @pytest.mark.parametrize("case", OVERLAPS)
-def test_out_may_not_overlap_a_source_in_part(case: str) -> None:
+def test_out_may_not_overlap_a_source_in_part(case: str, nonfinite: Any) -> None:
     base = np.arange(10.0)
+    base[4] = np.nan
     sources, out = OVERLAPS[case](base)
-    with refuses(ValueError, f"source {len(sources) - 1}: overlaps out; only the very same", base):
-        fw.average(sources, out=out)
+    for weights in (None, [1] * len(sources)):
+        for models, target in ((sources, out), ([[one] for one in sources], [out])):
+            with refuses(ValueError, f"source {len(sources) - 1}.*: overlaps out; only", base):
+                fw.average(models, weights, out=target, nonfinite=nonfinite)
+
+
+def test_a_strided_source_may_lie_around_out() -> None:
+    base = np.arange(12.0).reshape(3, 4)
+    fw.average([base[:2, 0], base[1:, 3]], out=base[0, 1:3])
+    assert base[0].tolist() == [0, 3.5, 7.5, 3]
 
 
 @pytest.mark.parametrize("make", [dict, lambda parts: list(parts.values())])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from reference import AVERAGED, INTEGERS, MOVED, OTHERS, REAL, each
 
+import flatweights as fw
 from flatweights._core import is_settable, move_parts
 from flatweights._dtypes import (
     decode_dtype,
@@ -157,6 +158,17 @@ def test_what_may_be_set_is_what_copyto_sets_and_integers_from_reals(
     assert is_settable(source, target) == (
         by_numpy or (target.kind in "bi" and source.kind in "biuf")
     )
+
+
+def test_complex_values_set_complex_parts_alone() -> None:
+    kinds = [np.dtype(kind) for kind in (*"?bhilBHILefdg", *ML_TYPES)]
+    reals = [kind for kind in kinds if "complex" not in kind.name]
+    weights = fw.FlatWeights([np.zeros(1, kind) for kind in reals])
+    for source in (np.complex64, np.complex128, np.clongdouble):
+        for i, target in enumerate(reals):
+            assert not is_settable(np.dtype(source), target), target
+            with pytest.raises(TypeError, match=f"slot {i} .*, got complex"):
+                weights[str(i)] = np.array([3 + 4j], source)
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,12 @@ py::array rounded(const py::array& array, const py::dtype& dtype, const Place& p
 
 bool is_settable(const py::dtype& from, const py::dtype& to) {
   if (same_dtype(from, to)) return true;
-  if (is_integer(to)) return is_integer(from) || is_floating(from);
-  return (is_floating(from) && is_floating(to)) || can_cast(from, to, "same_kind");
+  const auto is_real = [](const py::dtype& dtype) {
+    return is_integer(dtype) || is_floating(dtype);
+  };
+  // Not by NumPy: for it, complex numbers are of the same kind as the types of ml_dtypes, which
+  // would take their real parts.
+  return is_real(to) ? is_real(from) : can_cast(from, to, "same_kind");
 }
 
 py::array settable(const py::array& value, const py::dtype& dtype, const Place& place) {

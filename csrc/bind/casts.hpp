@@ -1,7 +1,8 @@
 // The casts by which values set a model: those of `np.copyto(casting="same_kind")`, so that the
-// float64 vector of an optimizer sets a float32 model, and two more. Any real floating type
-// converts to any other (bfloat16 to float16), and integer parts take rounded values, because a
-// vector that is float64 because of a counter must be able to set that counter.
+// float64 vector of an optimizer sets a float32 model, and two more. Any real type converts to any
+// floating one (bfloat16 to float16), and integer parts take rounded values, because a vector that
+// is float64 because of a counter must be able to set that counter. Complex values set complex
+// parts alone.
 #pragma once
 
 #include <pybind11/numpy.h>

@@ -126,9 +126,9 @@ def average_used(
     check_nonfinite(nonfinite)
     factors = read_weights(weights, len(models))
     template = Template.of(models[0])
-    parts = template.read_all(models)
     result: Any = template.new() if out is None else out
     written = template.read_out(result)
+    parts = template.read_all(models, written)
     used = list(range(len(models)))
     screened = nonfinite == "propagate"
     if not screened and out is not None and _core.shares_slots(written, parts):

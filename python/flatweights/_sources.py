@@ -93,7 +93,9 @@ class Template:
         """Return how errors name slot ``i``, to be appended to the name of the source."""
         return "" if self.kind is Kind.ARRAY else f", slot {i} {self.layout.names[i]!r}"
 
-    def read(self, source: Any, where: str) -> list[NDArray[Any]]:
+    def read(
+        self, source: Any, where: str, written: Sequence[NDArray[Any]] = ()
+    ) -> list[NDArray[Any]]:
         """Return the parts of ``source`` in the order of the slots, or its packed buffer.
 
         Strided parts are copied. Except for `FlatWeights`, the kernels check shapes and
@@ -102,16 +104,33 @@ class Template:
         Args:
             source: A model.
             where: How errors name it.
+            written: What the kernels will write to. They check that contiguous parts do not
+                overlap it, and see only the copies of strided ones.
 
         Raises:
             TypeError: If it is of another kind.
-            ValueError: If its keys, its number of parts or its digest differ.
+            ValueError: If its keys, its number of parts or its digest differ, or a strided part
+                overlaps ``written``.
         """
         return [
-            a if a.flags.c_contiguous else a.copy(order="C") for a in self._arrays(source, where)
+            part if part.flags.c_contiguous else self._copied(part, i, where, written)
+            for i, part in enumerate(self._arrays(source, where))
         ]
 
-    def read_all(self, sources: list[Any]) -> list[list[NDArray[Any]]]:
+    def _copied(
+        self, part: NDArray[Any], i: int, where: str, written: Sequence[NDArray[Any]]
+    ) -> NDArray[Any]:
+        if any(np.shares_memory(part, target) for target in written):
+            raise ValueError(
+                f"{where}{self.place(i)}: overlaps out; only the very same array may be a source "
+                "and the result"
+            )
+        copy: NDArray[Any] = part.copy(order="C")
+        return copy
+
+    def read_all(
+        self, sources: list[Any], written: Sequence[NDArray[Any]]
+    ) -> list[list[NDArray[Any]]]:
         """Return the result of `read` for each of ``sources``; errors number them from 0."""
         # Fast paths for what hot loops average.
         if self.kind is Kind.ARRAY and _core.are_plain(sources):
@@ -126,7 +145,7 @@ class Template:
             ]
             if len(buffers) == len(sources):
                 return buffers
-        return [self.read(source, f"source {k}") for k, source in enumerate(sources)]
+        return [self.read(source, f"source {k}", written) for k, source in enumerate(sources)]
 
     def match(self, source: Any, where: str) -> None:
         """Check that ``source`` matches this template, including shapes and dtypes.

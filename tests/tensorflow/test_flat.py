@@ -290,3 +290,17 @@ def test_real_variables_beside_complex_ones_are_named_once(build: Any) -> None:
     model.weights.get_flat()
     with pytest.raises(TypeError, match="slot 1 'w'"):
         model.weights.set_flat(flat)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_imaginary_parts_are_never_dropped(build: Any, dtype: Any) -> None:
+    model = build({"c": np.complex64([1 + 2j])})
+    with pytest.raises(TypeError, match="expected one that holds complex64"):
+        model.weights.get_flat(dtype=dtype)
+    with pytest.raises(TypeError, match=r"slot 0 'c': .* got complex64"):
+        model.weights.flatten_gradients([np.complex64([1j])], dtype=dtype)
+    model = build({"w": np.zeros(1, dtype)})
+    for sets in (model.weights.set_flat, lambda x: model.weights.set_weights({"w": x})):
+        with pytest.raises(TypeError, match=r"slot 0 'w': .* got complex128"):
+            sets([3 + 4j])
+    assert model.weights.get_flat() == [0]

@@ -75,9 +75,9 @@ class Job:
         check_nonfinite(nonfinite)
         factors = read_weights(weights, len(models))
         template = Template.of(models[0])
-        parts = template.read_all(models)
         result = template.new() if out is None else out
         written = template.read_out(result)
+        parts = template.read_all(models, written)
         return cls(template, parts, result, written, factors, nonfinite, names)
 
     @property
