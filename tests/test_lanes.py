@@ -1,8 +1,10 @@
 """Lanes between processes: what passes is whole, whatever is kept, killed, stopped or refused."""
 
+import contextlib
 import functools
 import itertools
 import os
+import resource
 import signal
 import socket
 import time
@@ -21,7 +23,16 @@ from flatweights.ray.lanes._driver import Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message, join_message
 from flatweights.ray.lanes._windows import Place, Windows
-from flatweights.ray.lanes._worker import BY_CALL, REFUSED, VALUE, WEIGHTS, WorkerLane
+from flatweights.ray.lanes._worker import (
+    BROKEN,
+    BY_CALL,
+    REFUSED,
+    VALUE,
+    WEIGHTS,
+    NoLane,
+    WorkerLane,
+    WorkerLanes,
+)
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="lanes are Linux's")
 
@@ -355,6 +366,21 @@ def test_a_worker_is_dismissed_at_once(one: Driver) -> None:
     assert one.values("echo", 3) == [3]
 
 
+def test_a_command_after_a_dismissal_waits_for_a_later_call(one: Driver) -> None:
+    """Also while the worker has not learnt that it was dismissed: Ray's calls come in between."""
+    (worker,) = one.workers
+    one.values("echo", 1)
+    worker.signal(signal.SIGSTOP)
+    worker.lane.dismiss()
+    assert not worker.lane.post(one.command("echo", 2), one.lanes.windows)
+    worker.signal(signal.SIGCONT)
+    assert worker.outcomes(1) == [("value", None)], "the call that was dismissed has ended"
+    assert not worker.lane.is_answered
+    worker.serve()
+    assert one.wait()
+    assert worker.lane.take() == (VALUE, 2)
+
+
 def test_a_call_ahead_that_is_interrupted_ends_the_lane(one: Driver) -> None:
     """A command would wait for a call that may never have gone out."""
     (worker,) = one.workers
@@ -497,10 +523,10 @@ def test_there_is_no_lane_to_elsewhere_or_to_other_threads(one: Driver) -> None:
     (worker,) = one.workers
     worker.pipe.send(("attach", b"\0flatweights-nowhere", b"t" * 16))
     ((_, why),) = worker.outcomes(1)
-    assert why == "ConnectionRefusedError: [Errno 111] Connection refused"
+    assert why == NoLane("ConnectionRefusedError: [Errno 111] Connection refused", may_pass=False)
     worker.pipe.send(("attach in a thread", one.lanes.address, b"t" * 16))
     ((_, why),) = worker.outcomes(1)
-    assert why == "the actor is async or has max_concurrency above 1"
+    assert why == NoLane("the actor is async or has max_concurrency above 1", may_pass=False)
 
 
 def test_where_there_is_no_memory_results_go_through_the_call(one: Driver) -> None:
@@ -509,17 +535,20 @@ def test_where_there_is_no_memory_results_go_through_the_call(one: Driver) -> No
     assert answer.kind == BY_CALL
 
 
-def test_weights_that_a_worker_cannot_map_are_refused_and_not_held(one: Driver) -> None:
+def test_a_lane_whose_windows_cannot_be_mapped_is_broken_and_holds_none(one: Driver) -> None:
+    (worker,) = one.workers
     one.values("limit_memory", 100_000, wants_window=False)
     weights = fw.FlatWeights({"w": np.ones(LARGE)})
-    for _ in range(2):
-        (answer,) = one.answers("set_and_keep", weights, wants_window=False)
-        assert answer.kind == REFUSED
-        assert not one.is_held(0)
-    assert one.values("echo", 1) == [1]
-    one.values("limit_memory", 1 << 40, wants_window=False)
     (answer,) = one.answers("set_and_keep", weights, wants_window=False)
-    assert answer.kind == VALUE, "the window is announced again"
+    assert answer.kind == BROKEN
+    assert "Cannot allocate memory" in answer.content
+    assert not one.is_held(0)
+    while not worker.lane.is_closed:
+        one.lanes.wait([], 60)
+    worker.outcomes(worker.called)
+    worker.process.rlimit(resource.RLIMIT_AS, (-1, -1))
+    worker.attach(one.lanes)
+    assert one.answers("set_and_keep", weights, wants_window=False)[0].kind == VALUE
 
 
 def test_descriptors_and_windows_stay_few(one: Driver) -> None:
@@ -603,25 +632,82 @@ def test_a_lane_whose_post_was_interrupted_works_or_is_given_up(one: Driver) -> 
     assert step > 10
 
 
-def test_a_worker_without_a_doorbell_holds_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Leave this process no file descriptor."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(int(link.name) for link in Path("/proc/self/fd").iterdir()) + 1
+    kept: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                kept.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in kept:
+            os.close(descriptor)
+
+
+def test_a_worker_that_cannot_take_its_doorbell_wakes_the_driver() -> None:
+    """It closes its end, which holds no window: the driver cannot be rung otherwise."""
     lanes = Lanes()
     token = lanes.new_token()
     worker = WorkerLane(lanes.address, token)
-
-    def open_none(*_: Any) -> None:
-        raise OSError("no memory")
-
-    monkeypatch.setattr(_core.Doorbell, "open", open_none)
     lane = lanes.connect(token, worker.mailbox.nonce)
     command = command_of(lanes, "echo", weights_of(1.0))
     assert command is not None
     assert not lane.post(command, lanes.windows)
     assert lane.is_holding(0)
-    lane.serve(lambda number: worker.serve(None, number))
-    assert lane.take() == (REFUSED, "LaneError: expected a doorbell, got none")
+    with no_descriptors():
+        lane.serve(lambda number: worker.serve(None, number))
+    lanes.wait([], None)
+    assert lane.is_closed
+    lost = "(LaneError: Too many open files)"
+    reason = f"LaneError: window 0: expected generation 1, got none {lost}"
+    assert lane.take() == (BROKEN, reason)
     assert not lane.is_holding(0)
-    worker.close()
     lanes.close()
+
+
+def test_a_driver_without_descriptors_meets_the_worker_later() -> None:
+    lanes = Lanes()
+    token, later = lanes.new_token(), lanes.new_token()
+    worker = WorkerLane(lanes.address, token)
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        lanes.connect(token, worker.mailbox.nonce)
+    again = WorkerLane(lanes.address, later)
+    assert not lanes.connect(later, again.mailbox.nonce).is_closed
+    worker.receive()
+    assert worker.is_closed, "nobody waits for it any more"
+    worker.close()
+    again.close()
+    lanes.close()
+
+
+def test_a_worker_without_descriptors_says_that_this_may_pass() -> None:
+    with no_descriptors():
+        found = WorkerLanes().attach(b"\0flatweights-nowhere", b"t" * 16)
+    assert found == NoLane("OSError: [Errno 24] Too many open files", may_pass=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_of_the_driver_leaves_its_lanes_alone(driver: Driver) -> None:
+    child = os.fork()
+    if child == 0:
+        driver.lanes.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert driver.values("echo", 1) == [1, 1]
+    first, second = driver.workers
+    first.signal(signal.SIGKILL)
+    end = time.monotonic() + 60
+    while not first.lane.is_closed:
+        assert time.monotonic() < end, "nobody has heard of its death"
+        driver.lanes.wait([], 60)
+    driver.workers = [second]
+    assert driver.values("echo", 2) == [2]
 
 
 def test_a_packet_that_cannot_be_read_breaks_no_wait_and_is_named_later() -> None:

@@ -1,8 +1,9 @@
-"""All that can happen to a driver and two workers, by a model of the protocol in mailbox.hpp.
+"""All that can happen to a driver and a worker, by a model of the protocol in mailbox.hpp.
 
 Every interleaving of their steps and deaths is explored. The steps are those of mailbox.hpp: each
-compare-and-swap is one step, and between two of them anything else may happen. BrokenError variants
-show that the exploration finds what it looks for.
+compare-and-swap is one step, and between two of them anything else may happen. Other workers only
+delay the moment at which the driver may write its window, so one worker stands for all. Broken
+variants of the protocol show that the exploration finds what it looks for.
 """
 
 from collections.abc import Iterator
@@ -10,30 +11,39 @@ from typing import NamedTuple
 
 import pytest
 
-# States of the word; states of a worker: not in a call, looking at the word, running a command
-# and writing its window, about to leave (its time is up, or it was dismissed), dead.
+# States of the word; states of a worker: not in a call, about to wait, looking at the word, running
+# a command and writing its window, about to leave (its time is up, or it was dismissed), dead.
 AWAY, WAITING, COMMAND, BUSY = "AWAY", "WAITING", "COMMAND", "BUSY"
-OUT, LOOKS, RUNS, LEAVES, GOES, DEAD = "out", "looks", "runs", "leaves", "goes", "dead"
-# What the driver does with a worker: nothing, posted to an AWAY worker and about to look whether a
-# call has not ended, about to call it, waits for it, reads its window.
-IDLE, ASKS, CALLS, WAITS, READS = "idle", "asks", "calls", "waits", "reads"
+OUT, ENTERS, LOOKS, RUNS, LEAVES, GOES, DEAD = (
+    "out", "enters", "looks", "runs", "leaves", "goes", "dead"
+)  # fmt: skip
+# What the driver does with a worker: nothing, about to end a wait, posted to an AWAY worker and
+# about to look whether a call has not ended, about to call it, waits for it, reads its window.
+IDLE, DISMISSES, ASKS, CALLS, WAITS, READS = (
+    "idle", "dismisses", "asks", "calls", "waits", "reads"
+)  # fmt: skip
+# Calls of Ray's that the worker has not begun: one that serves commands, one that was dismissed,
+# and one of the user's on the actor's handle.
+SERVE, DISMISSED, RAW = "s", "d", "r"
 
-MOST_CALLS = 2
+MOST_CALLS = 3
 
 
 class Lane(NamedTuple):
     word: str = AWAY
     worker: str = OUT
     driver: str = IDLE
-    calls: int = 0  # of Ray's, that the worker has not begun
+    queue: str = ""  # of Ray's calls
+    is_dismissed: bool = False  # whether the worker's present call takes no command any more
     ends: bool = True  # the worker has said that its present call ends, or is in none
     owed: int = 0  # commands that were posted and not run
     ended: bool = False  # the driver knows that the worker is dead
     holds: bool = False  # whether the worker may read the driver's window
+    is_behind: bool = False  # a raw call was made after the last dismissal
 
 
 class State(NamedTuple):
-    lanes: tuple[Lane, Lane] = (Lane(), Lane())
+    lane: Lane = Lane()
     writes: bool = False  # whether the driver writes its window
 
 
@@ -43,23 +53,20 @@ class BrokenError(AssertionError):
 
 def steps(state: State, variant: str) -> Iterator[State]:
     """Yield the states after each step that can be taken."""
-    can_write = not any(lane.holds and lane.worker != DEAD for lane in state.lanes)
+    lane = state.lane
     if state.writes:
         yield state._replace(writes=False)
-    elif can_write or variant == "holds are not looked at":
+    elif not lane.holds or lane.worker == DEAD or variant == "holds are not looked at":
         yield state._replace(writes=True)
-    for k, lane in enumerate(state.lanes):
-        for after in lane_steps(lane, state.writes, variant):
-            # Workers are alike: the order of the two makes no other state.
-            first, second = sorted((after, state.lanes[1 - k]))
-            yield state._replace(lanes=(first, second))
+    for after in lane_steps(lane, state.writes, variant):
+        yield state._replace(lane=after)
 
 
 def lane_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
     yield from driver_steps(lane, writes, variant)
     if lane.worker != DEAD:
         yield from worker_steps(lane, variant)
-        yield lane._replace(worker=DEAD)
+        yield lane._replace(worker=DEAD, queue="", is_dismissed=False, ends=True)
 
 
 def driver_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
@@ -68,22 +75,34 @@ def driver_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
         settled = True
         if lane.driver == WAITS:
             yield lane._replace(driver=IDLE)
-    if lane.driver == IDLE and settled and not lane.ended and not writes:
+    in_order = not lane.is_behind or variant == "does not dismiss after a raw call"
+    has_room = len(lane.queue) < MOST_CALLS
+    if lane.driver == IDLE and settled and in_order and has_room and not (lane.ended or writes):
         # The command mentions the driver's window: held from before it is posted.
         posted = lane._replace(word=COMMAND, owed=lane.owed + 1, holds=True)
-        if lane.word == AWAY and variant != "never calls":
+        if variant == "never calls":
+            yield posted._replace(driver=WAITS)
+        elif lane.word == AWAY or not _may_serve(lane):
             yield posted._replace(driver=ASKS)
         else:
             yield posted._replace(driver=WAITS)
     if lane.driver == ASKS:
-        has_ended = lane.ends and not lane.calls
-        yield lane._replace(driver=CALLS if has_ended else WAITS)
-    if lane.driver == IDLE and lane.word == WAITING:  # dismiss
-        yield lane._replace(word=AWAY)
+        has_ended = lane.ends and SERVE not in lane.queue and DISMISSED not in lane.queue
+        needs_call = has_ended or not _may_serve(lane)
+        if variant == "counts on a call that was dismissed":
+            needs_call = has_ended
+        yield lane._replace(driver=CALLS if needs_call else WAITS)
+    if lane.driver == IDLE and settled and lane.worker != DEAD:  # dismiss: a store, then a swap
+        queue = lane.queue.replace(SERVE, DISMISSED)
+        in_call = lane.worker != OUT
+        yield lane._replace(driver=DISMISSES, queue=queue, is_dismissed=in_call, is_behind=False)
+    if lane.driver == DISMISSES:
+        yield lane._replace(driver=IDLE, word=AWAY if lane.word == WAITING else lane.word)
     if lane.driver == CALLS:
-        yield lane._replace(driver=WAITS, calls=min(lane.calls + 1, MOST_CALLS))
-    if lane.driver == IDLE and lane.calls < 1:  # a call ahead of time
-        yield lane._replace(calls=lane.calls + 1)
+        yield _called(lane, SERVE)._replace(driver=WAITS)
+    if lane.driver == IDLE and has_room and lane.worker != DEAD and settled:
+        yield _called(lane, SERVE)  # ahead of time
+        yield _called(lane, RAW)
     if lane.driver == WAITS and lane.word == COMMAND:  # withdraw
         yield lane._replace(word=AWAY, driver=IDLE, owed=lane.owed - 1, holds=False)
     if lane.driver == WAITS and lane.word in (AWAY, WAITING):
@@ -96,13 +115,34 @@ def driver_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
         yield lane._replace(driver=IDLE)
 
 
+def _may_serve(lane: Lane) -> bool:
+    """Whether some call that the driver made was not dismissed: it may have ended, though."""
+    in_call = lane.worker not in (OUT, DEAD)
+    return SERVE in lane.queue or (in_call and not lane.is_dismissed)
+
+
+def _called(lane: Lane, call: str) -> Lane:
+    queue = lane.queue if lane.worker == DEAD else lane.queue + call
+    return lane._replace(queue=queue, is_behind=lane.is_behind or call == RAW)
+
+
 def worker_steps(lane: Lane, variant: str) -> Iterator[Lane]:
-    if lane.worker == OUT and lane.calls:
-        entered = WAITING if lane.word == AWAY else lane.word
-        yield lane._replace(worker=LOOKS, calls=lane.calls - 1, ends=False, word=entered)
+    if lane.worker == OUT and lane.queue:
+        left = lane._replace(queue=lane.queue[1:])
+        if lane.queue[0] == RAW:
+            yield left
+        else:
+            is_dismissed = lane.queue[0] == DISMISSED
+            enters = LOOKS if is_dismissed else ENTERS
+            yield left._replace(worker=enters, ends=False, is_dismissed=is_dismissed)
+    if lane.worker == ENTERS:
+        yield lane._replace(worker=LOOKS, word=WAITING if lane.word == AWAY else lane.word)
     says_so = variant != "leaves and says so later"
+    out = lane._replace(worker=OUT, is_dismissed=False)
     if lane.worker == LOOKS:
-        if lane.word == COMMAND:
+        if lane.word == COMMAND and lane.is_dismissed and variant != "takes it though dismissed":
+            yield out._replace(ends=True)
+        elif lane.word == COMMAND:
             yield lane._replace(worker=RUNS, word=BUSY, owed=lane.owed - 1)
         if lane.word == WAITING:  # its time is up
             yield lane._replace(worker=LEAVES, ends=says_so or lane.ends)
@@ -110,43 +150,48 @@ def worker_steps(lane: Lane, variant: str) -> Iterator[Lane]:
             yield lane._replace(worker=GOES)
     if lane.worker == LEAVES:
         if lane.word == WAITING or variant == "leaves by a plain store":
-            yield lane._replace(worker=OUT if says_so else GOES, word=AWAY)
+            if says_so:
+                yield out._replace(word=AWAY)
+            else:
+                yield lane._replace(worker=GOES, word=AWAY)
         else:
             yield lane._replace(worker=LOOKS)
     if lane.worker == GOES and not lane.ends:
         yield lane._replace(ends=True)
     if lane.worker == GOES and lane.ends:
         looks_again = says_so and variant != "is dismissed and does not look again"
-        yield lane._replace(worker=LOOKS if looks_again and lane.word == COMMAND else OUT)
+        yield lane._replace(worker=LOOKS) if looks_again and lane.word == COMMAND else out
     if lane.worker == RUNS and variant == "answers before it writes":
         yield lane._replace(word=WAITING)
     if lane.worker == RUNS:
         if not lane.ends:
             yield lane._replace(ends=True)
-        for word, worker in ((WAITING, LOOKS), (AWAY, OUT)):
-            if word == WAITING or lane.ends:
-                yield lane._replace(word=word, worker=worker, holds=False)
-                yield lane._replace(word=word, worker=worker)  # it keeps a view
-    if lane.worker in (OUT, LOOKS, LEAVES, GOES) and lane.holds and lane.word in (AWAY, WAITING):
+        for after in (lane._replace(word=WAITING, worker=LOOKS), out._replace(word=AWAY)):
+            if after.worker == LOOKS or lane.ends:
+                yield after._replace(holds=False)
+                yield after  # it keeps a view
+    if lane.worker not in (RUNS, DEAD) and lane.holds and lane.word in (AWAY, WAITING):
         yield lane._replace(holds=False)
 
 
 def check(state: State) -> None:
-    for lane in state.lanes:
-        if lane.driver == READS and lane.worker == RUNS:
-            raise BrokenError("a window is read while it is written")
-        if lane.driver == READS and lane.word in (COMMAND, BUSY):
-            raise BrokenError("a window is read that may be half written")
-        if state.writes and lane.holds and lane.worker != DEAD:
-            raise BrokenError("the driver writes what a worker may read")
-        is_called = lane.calls or lane.driver in (ASKS, CALLS)
-        if lane.word == COMMAND and lane.worker == OUT and not is_called:
-            raise BrokenError("a command is lost")
-        is_answered = lane.word in (AWAY, WAITING)
-        if lane.driver in (WAITS, READS) and is_answered and lane.owed:
-            raise BrokenError("a command is answered that was not run")
-        if lane.owed not in (0, 1):
-            raise BrokenError("a command is posted over another, or run twice")
+    lane = state.lane
+    if lane.driver == READS and lane.worker == RUNS:
+        raise BrokenError("a window is read while it is written")
+    if lane.driver == READS and lane.word in (COMMAND, BUSY):
+        raise BrokenError("a window is read that may be half written")
+    if state.writes and lane.holds and lane.worker != DEAD:
+        raise BrokenError("the driver writes what a worker may read")
+    if lane.worker == RUNS and RAW in lane.queue and lane.owed == 0:
+        raise BrokenError("a raw call is overtaken")
+    is_called = SERVE in lane.queue or lane.driver in (ASKS, CALLS)
+    if lane.word == COMMAND and lane.worker == OUT and not is_called:
+        raise BrokenError("a command is lost")
+    is_answered = lane.word in (AWAY, WAITING)
+    if lane.driver in (WAITS, READS) and is_answered and lane.owed:
+        raise BrokenError("a command is answered that was not run")
+    if lane.owed not in (0, 1):
+        raise BrokenError("a command is posted over another, or run twice")
 
 
 def explore(variant: str = "") -> set[State]:
@@ -172,7 +217,7 @@ def _check_progress(graph: dict[State, list[State]]) -> None:
     for state, after in graph.items():
         for one in after:
             before.setdefault(one, []).append(state)
-    left = [s for s in graph if all(lane.driver == IDLE for lane in s.lanes)]
+    left = [s for s in graph if s.lane.driver == IDLE]
     good = set(left)
     while left:
         for state in before.get(left.pop(), ()):
@@ -185,10 +230,10 @@ def _check_progress(graph: dict[State, list[State]]) -> None:
 
 def test_nothing_is_torn_lost_or_stuck_in_any_interleaving() -> None:
     states = explore()
-    words = {lane.word for state in states for lane in state.lanes}
-    workers = {lane.worker for state in states for lane in state.lanes}
+    words = {state.lane.word for state in states}
+    workers = {state.lane.worker for state in states}
     assert words == {AWAY, WAITING, COMMAND, BUSY}
-    assert workers == {OUT, LOOKS, RUNS, LEAVES, GOES, DEAD}
+    assert workers == {OUT, ENTERS, LOOKS, RUNS, LEAVES, GOES, DEAD}
 
 
 @pytest.mark.parametrize(
@@ -202,6 +247,9 @@ def test_nothing_is_torn_lost_or_stuck_in_any_interleaving() -> None:
         ("answers before it writes", "while it is written"),
         ("holds are not looked at", "the driver writes"),
         ("posts while one is late", "posted over another"),
+        ("does not dismiss after a raw call", "overtaken"),
+        ("takes it though dismissed", "overtaken"),
+        ("counts on a call that was dismissed", "lost"),
     ],
 )
 def test_a_broken_protocol_is_found(variant: str, found: str) -> None:

@@ -351,7 +351,9 @@ void bind_lanes(py::module_& m) {
       .def(
           "dismiss", [](const BoundMailbox& s, std::uint32_t calls) { s.box().dismiss(calls); },
           py::arg("calls"))
-      .def("enter", [](const BoundMailbox& s) { s.box().enter(); })
+      .def(
+          "enter", [](const BoundMailbox& s, std::uint32_t call) { s.box().enter(call); },
+          py::arg("call"))
       .def("wait", &BoundMailbox::await, py::arg("seconds"), py::arg("call"))
       .def("read_message", &read_message, py::arg("of_worker"), py::arg("windows"))
       .def(

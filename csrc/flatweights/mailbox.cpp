@@ -49,10 +49,10 @@ Mailbox::Posted Mailbox::post(std::span<const std::byte> command, std::uint32_t 
   // It fails only if the worker has begun or ceased to wait meanwhile.
   while (!word_.compare_exchange_weak(word, word_of((word >> 2) + 1, State::kCommand))) {
   }
-  if (state_of(word) == State::kAway)
-    return ended_.load() == calls ? Posted::kNeedsCall : Posted::kExpected;
-  wake(word_);
-  return Posted::kExpected;
+  const bool waits = state_of(word) == State::kWaiting;
+  if (waits) wake(word_);
+  const bool is_taken = dismissed_.load() < calls && (waits || ended_.load() != calls);
+  return is_taken ? Posted::kExpected : Posted::kNeedsCall;
 }
 
 bool Mailbox::watch(std::span<const Mailbox* const> boxes, std::size_t enough,
@@ -82,9 +82,9 @@ std::span<const std::byte> Mailbox::answer() const noexcept {
   return {answer_, std::min<std::size_t>(answer_size_, kRoom)};
 }
 
-void Mailbox::enter() noexcept {
+void Mailbox::enter(std::uint32_t call) noexcept {
   std::uint32_t word = word_.load();
-  if (state_of(word) == State::kAway) change(word, State::kWaiting);
+  if (state_of(word) == State::kAway && call > dismissed_.load()) change(word, State::kWaiting);
 }
 
 void Mailbox::note_end(std::uint32_t call) noexcept {
@@ -100,6 +100,10 @@ Mailbox::Awaited Mailbox::await(std::int64_t nanoseconds, std::uint32_t call) no
     std::uint32_t word = word_.load(std::memory_order_acquire);
     switch (state_of(word)) {
       case State::kCommand:
+        if (call <= dismissed_.load()) {  // it is for a later call
+          note_end(call);
+          return Awaited::kLeft;
+        }
         if (change(word, State::kBusy)) return Awaited::kTaken;
         continue;
       case State::kWaiting: {

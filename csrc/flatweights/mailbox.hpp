@@ -19,6 +19,10 @@
 // number afterwards: if it is that of the last call that the driver made, no call would take the
 // command, and the driver makes another.
 //
+// `dismiss` also keeps Ray's order: the calls up to a number take no command any more. So a command
+// that is posted after it waits for a call that is made after it, and Ray runs that call after all
+// that were submitted to the actor before.
+//
 // Every arrow is one atomic change: a compare-and-swap, except that an answer is a store, since
 // only the worker leaves BUSY. Every read of the word acquires at least. The driver writes the
 // command, and reads the answer, only in AWAY and WAITING; the worker reads and writes only in
@@ -59,20 +63,22 @@ class Mailbox {
   }
 
   // Driver. `post` refuses unless settled; `command` is at most kRoom long. `calls`: how many
-  // calls of Ray's were made; where all of them have ended, the command needs another.
+  // calls of Ray's were made; where all of them have ended or were dismissed, the command needs
+  // another.
   Posted post(std::span<const std::byte> command, std::uint32_t calls) noexcept;
   // Polls until `enough` of `boxes` are settled, for at most `nanoseconds`, and yields in between;
   // returns whether they are. An idle processor takes longer to wake than a small command to run.
   static bool watch(std::span<const Mailbox* const> boxes, std::size_t enough,
                     std::int64_t nanoseconds) noexcept;
   bool withdraw() noexcept;
-  void dismiss(std::uint32_t calls) noexcept;  // the calls up to number `calls` wait no more
+  // The calls up to number `calls` take no command any more, nor wait for one. Only while settled.
+  void dismiss(std::uint32_t calls) noexcept;
   [[nodiscard]] std::span<const std::byte> answer() const noexcept;
 
   // Worker, in the Ray call with the number `call`, from 1. `enter` comes before each series of
   // `await`. `await` sleeps until it has taken a command, the driver has dismissed the worker or
   // `nanoseconds` have passed (kLeft), or a signal came.
-  void enter() noexcept;
+  void enter(std::uint32_t call) noexcept;
   Awaited await(std::int64_t nanoseconds, std::uint32_t call) noexcept;
   [[nodiscard]] std::span<const std::byte> command() const noexcept;
   // Only while BUSY. An answer is at most kRoom long. After the first, the worker waits on.

@@ -62,11 +62,13 @@ struct Bell {
   }
 };
 
-// What both sides share, beside what Ray would do: `calls` is how often the worker was called.
+// What both sides share, beside what Ray would do: `calls` is how often the worker was called,
+// `dismissed` the last of these that must take no command any more.
 struct Shared {
   Mailbox mailbox;
   Bell* bell;
   alignas(64) std::atomic<std::uint32_t> calls;
+  std::atomic<std::uint32_t> dismissed;
   alignas(64) std::uint64_t window[kWindow];  // written by the worker, between take and answer
 };
 
@@ -91,12 +93,13 @@ void serve(Shared& shared, unsigned seed) {
     // A call of Ray's.
     while (shared.calls.load() < call) std::this_thread::yield();
     const std::size_t stay = random.below(50);
-    shared.mailbox.enter();
+    shared.mailbox.enter(call);
     for (std::size_t k = 0;; ++k) {
       const auto linger = static_cast<std::int64_t>(random.below(2) == 0 ? 0 : 200'000);
       const Mailbox::Awaited outcome = shared.mailbox.await(linger, call);
       if (outcome == Mailbox::Awaited::kInterrupted) continue;
       if (outcome == Mailbox::Awaited::kLeft) break;
+      expect(call > shared.dismissed.load(), "a call that was dismissed takes a command");
       std::uint64_t number = 0;
       const std::span<const std::byte> command = shared.mailbox.command();
       expect(command.size() == sizeof number, "a command of another size");
@@ -165,7 +168,10 @@ void drive(const std::vector<Shared*>& workers, std::uint32_t commands, unsigned
   for (std::uint64_t number = 1; number <= commands; ++number) {
     for (std::size_t k = 0; k < workers.size(); ++k) {
       Shared& shared = *workers[k];
-      if (random.below(64) == 0) shared.mailbox.dismiss(shared.calls.load());
+      if (random.below(64) == 0) {
+        shared.dismissed = shared.calls.load();
+        shared.mailbox.dismiss(shared.calls.load());
+      }
       if (random.below(64) == 0) shared.calls.fetch_add(1);
       post(shared, number);
       posted[k] = number;

@@ -19,7 +19,7 @@ from flatweights.ray._errors import RefusedWeightsError, StaleWorkerError
 from flatweights.ray._round import ShardedWeights
 from flatweights.ray._shard_tasks import Reading, read_result
 from flatweights.ray._wire import Message, WorkerWire
-from flatweights.ray.lanes._worker import WorkerLanes
+from flatweights.ray.lanes._worker import NoLane, WorkerLanes
 from flatweights.wire import MissedUpdateError
 
 _MOST_GROUPS = 64  # whose last calls a worker remembers
@@ -241,7 +241,7 @@ class FlatWorker:
         state: _GroupState = kept.get("_of_groups") or kept.setdefault("_of_groups", _GroupState())
         return state
 
-    def attach_lane(self, address: bytes, token: bytes) -> bytes | str:
+    def attach_lane(self, address: bytes, token: bytes) -> bytes | NoLane:
         """Make a lane to a `WorkerGroup` on this machine; groups call it."""
         return self._group_state.lanes.attach(address, token)
 

@@ -9,6 +9,7 @@ died counts as having answered: its Ray call raises the error that says how it d
 """
 
 import logging
+import math
 import os
 import time
 import weakref
@@ -33,14 +34,17 @@ from flatweights.ray._calls import (
 from flatweights.ray._result import copied, is_arrays, parts_of
 from flatweights.ray._store import put
 from flatweights.ray.lanes._driver import DriverLane, Lanes
-from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.lanes._end import LaneError, is_shortage
 from flatweights.ray.lanes._message import Message, make_message
-from flatweights.ray.lanes._worker import BY_CALL, VALUE, WEIGHTS
+from flatweights.ray.lanes._order import CallLog
+from flatweights.ray.lanes._worker import BROKEN, BY_CALL, VALUE, WEIGHTS, NoLane
 
 _VARIABLE = "FLATWEIGHTS_RAY"
 _MOST_OFFERED = 3  # windows that may hold averages which the user keeps
 _INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=lanes
 _SLICE = 1.0  # seconds between two checks of the Ray calls that serve lanes
+_PAUSE = 1.0  # seconds before a lane that could not be made is tried again; doubled each time
+_MOST_PAUSE = 60.0
 _MISSING: Any = object()  # in place of a value
 
 _log = logging.getLogger("flatweights")
@@ -58,6 +62,35 @@ def choice() -> str:
     return value
 
 
+class Setback:
+    """Why there is no lane at present, and when it is worth trying again.
+
+    Attributes:
+        reason: Why; empty if nothing has ever failed.
+    """
+
+    def __init__(self, who: str, reason: str = "") -> None:
+        """Take ``who`` is reached through Ray meanwhile; with a ``reason``, that is final."""
+        self.reason = reason
+        self._who = who
+        self._pause = _PAUSE
+        self._end = math.inf if reason else -math.inf
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is worth trying now."""
+        return time.monotonic() >= self._end
+
+    def note(self, reason: str, *, may_pass: bool) -> None:
+        """Note a failure. What may pass is tried again, after pauses that double."""
+        if reason != self.reason:
+            level = logging.WARNING if may_pass else logging.INFO
+            _log.log(level, "flatweights: %s reached through Ray: %s", self._who, reason)
+        self.reason = reason
+        self._end = time.monotonic() + self._pause if may_pass else math.inf
+        self._pause = min(2 * self._pause, _MOST_PAUSE)
+
+
 class LostResultError(ray.exceptions.RayError):  # type: ignore[misc]
     """A worker has answered, but the answer cannot be mapped or unpickled."""
 
@@ -66,7 +99,7 @@ class GroupLanes:
     """The lanes of a group; a pickled copy begins anew.
 
     Attributes:
-        why_not: Why the group has no lanes; empty if it may have some.
+        setback: Why the group has no lanes.
         nbytes: Bytes of the last average; the next one is likely to be as large.
         ranks: How many workers the group has.
     """
@@ -78,7 +111,7 @@ class GroupLanes:
             ValueError: If the environment variable is malformed.
         """
         self.insists = choice() == "lanes"
-        self.why_not = f"{_VARIABLE}=store" if choice() == "store" else ""
+        self.setback = Setback("workers are", f"{_VARIABLE}=store" if choice() == "store" else "")
         self.nbytes = 0
         self.ranks = ranks
         self._lanes: Lanes | None = None
@@ -90,12 +123,12 @@ class GroupLanes:
 
     @property
     def lanes(self) -> Lanes | None:
-        """The lanes of this process, made on first use; None if there can be none."""
-        if self._lanes is None and not self.why_not:
+        """The lanes of this process, made on first use; None if there are none now."""
+        if self._lanes is None and self.setback.is_over:
             try:
                 self._lanes = Lanes()
-            except (OSError, AttributeError) as error:  # other systems have no such sockets
-                self.why_not = f"{type(error).__name__}: {error}"
+            except (OSError, MemoryError, AttributeError) as error:  # the last on other systems
+                self.setback.note(_text_of(error), may_pass=is_shortage(error))
             else:
                 weakref.finalize(self, self._lanes.close)
         return self._lanes
@@ -211,7 +244,7 @@ class LaneAnswer(Answer):
                 self._worker.lose(self._lane, "its answer could not be read")
                 if not isinstance(error, Exception):
                     raise
-                self._error = LostResultError(f"{type(error).__name__}: {error}")
+                self._error = LostResultError(_text_of(error))
             return self._by_ray is None
         if self._lane.is_closed:
             self._worker.lose(self._lane, "the worker died")
@@ -225,8 +258,11 @@ class LaneAnswer(Answer):
         elif kind == BY_CALL:
             self._by_ray = RayAnswer(self._lane.calls[value])
         else:
-            _log.warning("flatweights: rank %d refused a command: %s", self._worker.rank, value)
-            self._by_ray = self._worker.call_by_ray(self._call)
+            if kind == BROKEN:
+                self._worker.note_broken(self._lane, value)
+            else:
+                _log.info("flatweights: rank %d refused a command: %s", self._worker.rank, value)
+            self._by_ray = self._worker.call_by_ray(self._call, value)
 
     def look_at_call(self) -> None:
         """Wait for the Ray call instead, if it has ended without an answer in the mailbox."""
@@ -276,8 +312,9 @@ class LaneWorker(Worker):
         self._lane: DriverLane | None = None
         self._attaching: Any = None  # the call that asks the worker to attach, with the token
         self._token = b""
-        self._why_not = ""
-        self.way = f"store: {lanes.why_not}" if lanes.why_not else ""
+        self._log: CallLog | None = None  # of the calls on the actor's handles; with the lane
+        self._setback = Setback(f"rank {rank} is")
+        self.way = f"store: {lanes.setback.reason}" if lanes.setback.reason else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as one that has not attached."""
@@ -287,19 +324,22 @@ class LaneWorker(Worker):
         """Post the call to the lane, or make it through Ray."""
         lane = self._ready()
         if lane is None:
-            return self.call_by_ray(call)
+            return self._ray.call(call)
         if call.head[2] is not None:
-            return self._by_ray("the result is encoded").call(call)
+            return self.call_by_ray(call, "the result is encoded")
         if call.payload is not None and LaneWorker not in call.payload.ready:
-            return self._by_ray("these weights go through Ray").call(call)
+            return self.call_by_ray(call, "these weights go through Ray")
         command = self._group.command(call)
         if command is None:
             why = "the arguments are large, or objects of Ray, or no window is free"
-            return self._by_ray(why).call(call)
-        return self._post(lane, command, call) or self.call_by_ray(call)
+            return self.call_by_ray(call, why)
+        return self._post(lane, command, call) or self._ray.call(call)
 
-    def call_by_ray(self, call: Call) -> RayAnswer:
-        """Make the call through Ray."""
+    def call_by_ray(self, call: Call, why: str) -> RayAnswer:
+        """Make the call through Ray; a worker that waits at its mailbox is told to leave it."""
+        self.way = f"store: {why}"
+        if self._lane is not None and self._lane.is_answered:
+            self._lane.dismiss()
         return self._ray.call(call)
 
     def prepare(self, payload: Payload) -> None:
@@ -332,19 +372,20 @@ class LaneWorker(Worker):
             self._lane = None
             self.way = f"store: {why}"
 
-    def _by_ray(self, why: str) -> RayWorker:
-        """Return the way through Ray; a worker that waits at its mailbox is told to leave it."""
-        self.way = f"store: {why}"
-        if self._lane is not None:
-            self._lane.dismiss()
-        return self._ray
+    def note_broken(self, lane: DriverLane, reason: str) -> None:
+        """Give ``lane`` up, of which the worker says that it is of no use; try again later."""
+        self.lose(lane, reason)
+        self._setback.note(reason, may_pass=True)
 
     def _post(self, lane: DriverLane, command: Message, call: Call) -> LaneAnswer | None:
         """Post a command; None if the worker does not take it."""
+        assert self._log is not None
         try:
+            if self._log.last != self._token:  # the command must not overtake other calls
+                lane.dismiss()
             is_there = lane.post(command, self.lanes.windows)
         except Exception as error:
-            self.lose(lane, f"{type(error).__name__}: {error}")
+            self.lose(lane, _text_of(error))
             return None
         if not is_there:
             lane.serve(self._serve)
@@ -362,40 +403,52 @@ class LaneWorker(Worker):
             why = "the worker died" if self._lane.is_closed else "a call was broken off"
             self.lose(self._lane, why)
         lanes = self._group.lanes
-        if lanes is not None and not self._why_not:
-            if self._attaching is None:
-                self._token = lanes.new_token()
-                self._attaching = self.handle.attach_lane.remote(lanes.address, self._token)
-                self.way = "store: it attaches"
-            timeout = _INSIST if self._group.insists else 0
-            if ray.wait([self._attaching], timeout=timeout)[0]:
-                attached, self._attaching = self._attaching, None
-                self._connect(lanes, attached)
+        if lanes is None:
+            self.way = f"store: {self._group.setback.reason}"
+        elif self._attaching is not None or self._setback.is_over:
+            self._attach(lanes)
         if self._lane is None and self._group.insists:
             self._insist()
         return self._lane
 
-    def _connect(self, lanes: Lanes, attached: Any) -> None:
-        try:
-            nonce = ray.get(attached)
-            if isinstance(nonce, bytes):
-                self._lane = lanes.connect(self._token, nonce)
+    def _attach(self, lanes: Lanes) -> None:
+        """Ask the worker to attach, or see whether it has."""
+        if self._attaching is None:
+            try:
+                self._log = CallLog.of(self.handle)
+            except LaneError as error:
+                self._fail(str(error), may_pass=False)
                 return
-            self._why_not = nonce
+            self._token = lanes.new_token()
+            self._attaching = self.handle.attach_lane.remote(lanes.address, self._token)
+            self.way = "store: it attaches"
+        timeout = _INSIST if self._group.insists else 0
+        if not ray.wait([self._attaching], timeout=timeout)[0]:
+            return
+        attached, self._attaching = self._attaching, None
+        try:
+            made = ray.get(attached)
+            if isinstance(made, NoLane):
+                self._fail(*made)
+            else:
+                self._lane = lanes.connect(self._token, made)
         except (LaneError, OSError) as error:
-            self._why_not = f"{type(error).__name__}: {error}"
+            self._fail(_text_of(error), may_pass=True)
         except ray.exceptions.RayError as error:  # it died meanwhile: the next call asks again
             self.way = f"store: {type(error).__name__} when it was asked to attach"
-            return
-        self.way = f"store: {self._why_not}"
-        _log.info("flatweights: rank %d is reached through Ray: %s", self.rank, self._why_not)
+        lanes.forget(self._token)
+
+    def _fail(self, reason: str, may_pass: bool) -> None:
+        """Note why the worker has not attached."""
+        self._setback.note(reason, may_pass=may_pass)
+        self.way = f"store: {reason}"
 
     def _insist(self) -> None:
-        """Raise if there can be no lane."""
-        why_not = self._why_not or self._group.why_not
-        if why_not:
-            where = f"there is no lane to rank {self.rank}"
-            raise RuntimeError(f"{_VARIABLE}=lanes: {where}: {why_not}")
+        """Raise if there can be no lane now."""
+        for setback in (self._group.setback, self._setback):
+            if not setback.is_over:
+                where = f"there is no lane to rank {self.rank}"
+                raise RuntimeError(f"{_VARIABLE}=lanes: {where}: {setback.reason}")
 
     def _frozen(self, payload: Payload) -> Any:
         """Return a read-only copy of the weights, in a window if one is free."""
@@ -408,6 +461,10 @@ class LaneWorker(Worker):
         _core.withdraw_offer()
         payload.put = lambda: put(made, self._group.ranks)
         return made
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def status() -> str:

@@ -15,7 +15,7 @@ from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Packed
 from flatweights.ray._failpoints import reach
-from flatweights.ray.lanes._end import LaneEnd, LaneError
+from flatweights.ray.lanes._end import LaneEnd, LaneError, receive_packet
 from flatweights.ray.lanes._message import Message
 from flatweights.ray.lanes._windows import Place, Windows
 from flatweights.ray.lanes._worker import BY_CALL, NUMBER, VALUE, WEIGHTS, check_user
@@ -30,9 +30,10 @@ class Reply(NamedTuple):
     """The outcome of a command.
 
     Attributes:
-        kind: ``VALUE``, ``WEIGHTS``, ``BY_CALL`` or ``REFUSED`` of `flatweights.ray.lanes._worker`.
+        kind: ``VALUE``, ``WEIGHTS``, ``BY_CALL``, ``REFUSED`` or ``BROKEN`` of
+            `flatweights.ray.lanes._worker`.
         content: Of these, in turn: the result; the result, as `Packed`; the number of the Ray call
-            that returns it; the reason.
+            that returns it; the reason, of the last two.
     """
 
     kind: int
@@ -109,7 +110,10 @@ class DriverLane(LaneEnd):
         return self.calls[max(self.calls)]
 
     def dismiss(self) -> None:
-        """Tell the worker to stop waiting for commands, in all calls that were made."""
+        """Have no call that was made take a command any more: the next one is made for that.
+
+        Only while no command is unanswered.
+        """
         self.mailbox.dismiss(self._count)
 
     def take(self) -> Reply:
@@ -131,7 +135,6 @@ class DriverLane(LaneEnd):
             return Reply(kind, value)
         if kind == BY_CALL:
             return Reply(kind, NUMBER.unpack(stream)[0])
-        self._announced.clear()  # the worker may lack windows: perhaps it could not map them
         return Reply(kind, stream.decode())
 
     def withdraw(self) -> None:
@@ -165,6 +168,8 @@ class Lanes:
         self._poll = select.epoll()
         self._poll.register(self._doorbell.fileno(), select.EPOLLIN)
         self._lanes: dict[int, DriverLane] = {}  # by descriptor
+        self._process = os.getpid()
+        self._tokens: set[bytes] = set()  # of workers that were asked to attach
         self._strangers: list[socket.socket] = []  # connections that have sent no token yet
         self._new: dict[bytes, DriverLane] = {}  # by token
         # A bound method would be a cycle, and keep the windows until the next collection.
@@ -172,10 +177,16 @@ class Lanes:
 
     def new_token(self) -> bytes:
         """Return a token by which the driver recognises a worker."""
-        return secrets.token_bytes(_TOKEN)
+        token = secrets.token_bytes(_TOKEN)
+        self._tokens.add(token)
+        return token
+
+    def forget(self, token: bytes) -> None:
+        """Take no connection with ``token`` any more: its worker has made no lane."""
+        self._tokens.discard(token)
 
     def connect(self, token: bytes, nonce: bytes) -> DriverLane:
-        """Return the lane to a worker that has attached.
+        """Return the lane to a worker that has attached; its token is of no use afterwards.
 
         Args:
             token: The token that the worker was given.
@@ -186,7 +197,10 @@ class Lanes:
             OSError: If it has died since.
         """
         self._drop_given_up()
-        self._accept()
+        try:
+            self._accept()
+        finally:
+            self.forget(token)
         lane = self._new.pop(token, None)
         if lane is None:
             raise LaneError("the worker has not connected")
@@ -253,7 +267,8 @@ class Lanes:
         descriptor = next((d for d, known in self._lanes.items() if known is lane), None)
         if descriptor is not None:
             del self._lanes[descriptor]
-            self._poll.unregister(descriptor)
+            if os.getpid() == self._process:  # a fork shares the epoll with its parent
+                self._poll.unregister(descriptor)
         lane.close()
 
     def close(self) -> None:
@@ -293,10 +308,10 @@ class Lanes:
         descriptors: list[int] = []
         try:
             check_user(connection)
-            message, descriptors, _, _ = socket.recv_fds(connection, 256, 4)
-            if message[:1] != b"H" or len(descriptors) != 1:
-                return None
+            message, descriptors = receive_packet(connection)
             token, nonce = message[1 : 1 + _TOKEN], message[1 + _TOKEN :]
+            if message[:1] != b"H" or len(descriptors) != 1 or token not in self._tokens:
+                return None
             return token, DriverLane(connection, _core.Mailbox.open(descriptors[0], nonce))
         except BlockingIOError:
             raise

@@ -7,6 +7,7 @@ tells each side that the other is dead. Both check that the peer belongs to the 
 """
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -19,8 +20,35 @@ _WINDOW = struct.Struct("<IIQ16s")  # index, generation, bytes, nonce
 _MOST = 256  # bytes of a packet
 
 
+# Errors of a shortage that may be over soon: of file descriptors, or memory.
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
+
+
 class LaneError(RuntimeError):
     """There can be no lane, or a message cannot pass through it."""
+
+
+def is_shortage(error: Exception) -> bool:
+    """Whether what failed with ``error`` may succeed later."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno in _SHORTAGES
+    )
+
+
+def receive_packet(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Return the next packet, empty at the end of the file, and its descriptors.
+
+    Raises:
+        BlockingIOError: If there is none.
+        OSError: If the connection is broken.
+        LaneError: If this process had no descriptors left for those of the packet: they are lost.
+    """
+    packet, descriptors, flags, _ = socket.recv_fds(connection, _MOST, 4)
+    if flags & socket.MSG_CTRUNC:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise LaneError(os.strerror(errno.EMFILE))
+    return packet, descriptors
 
 
 class LaneEnd:
@@ -112,13 +140,16 @@ class LaneEnd:
         If one cannot be used, nothing is raised here: the message that needs it cannot be read.
         """
         while not self.is_closed:
+            descriptors: list[int] = []
             try:
-                packet, descriptors, _, _ = socket.recv_fds(self.connection, _MOST, 4)
+                packet, descriptors = receive_packet(self.connection)
             except BlockingIOError:
                 return
             except OSError:
-                self.is_closed = True
-                return
+                packet = b""
+            except LaneError as error:
+                self._refused = error.with_traceback(None)
+                continue
             if not packet:
                 self.is_closed = True
                 return

@@ -82,7 +82,7 @@ class MemberLane(WorkerLane):
         end = None if seconds is None else time.monotonic() + seconds
         while True:
             left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
-            self.mailbox.enter()
+            self.mailbox.enter(_STAY)
             if self.mailbox.wait(max(0.0, left), _STAY):
                 break
             self.receive()

@@ -13,13 +13,13 @@ import socket
 import struct
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._failpoints import reach
-from flatweights.ray.lanes._end import LaneEnd, LaneError
+from flatweights.ray.lanes._end import LaneEnd, LaneError, is_shortage
 from flatweights.ray.lanes._message import Message, join_message, make_message
 from flatweights.ray.lanes._windows import Windows
 
@@ -36,12 +36,25 @@ running command.
 # Kinds of answers.
 VALUE = 0  # a pickled result
 BY_CALL = 1  # the result is that of a Ray call; holds its number, a `NUMBER`
-REFUSED = 2  # the command was not run; holds the reason
+REFUSED = 2  # the command cannot be unpickled, and was not run; holds the reason
 WEIGHTS = 3  # the buffer of `FlatWeights`, whose layout is that of the last ones sent as a VALUE
+BROKEN = 4  # the lane is of no use, and the command was not run; holds the reason
 
 _MOST_WINDOWS = 4
 NUMBER = struct.Struct("<Q")
 _PEER = struct.Struct("3i")  # process, user, group
+
+
+class NoLane(NamedTuple):
+    """Why a worker has made no lane.
+
+    Attributes:
+        reason: The reason.
+        may_pass: Whether asking again later may help.
+    """
+
+    reason: str
+    may_pass: bool
 
 
 class WorkerLane(LaneEnd):
@@ -75,6 +88,7 @@ class WorkerLane(LaneEnd):
         self._last_nbytes = 0  # of the last result
         self._layout: Layout | None = None  # of the last weights that were sent as a VALUE
         self._answered = 0.0  # when, by `time.monotonic`
+        self._is_broken = False  # whether no command can be read any more
 
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
         if kind == b"D" and len(descriptors) == 2 and self._doorbell is None:
@@ -97,7 +111,7 @@ class WorkerLane(LaneEnd):
         now = time.monotonic()
         end = now + STAY
         reach("called")
-        mailbox.enter()
+        mailbox.enter(call)
         while mailbox.wait(max(0.0, self._answered + LINGER - now), call):
             reach("taken")
             ends = 0 if time.monotonic() < end else call
@@ -111,6 +125,10 @@ class WorkerLane(LaneEnd):
                     self._ring()
             if answer is None:
                 return box.pop()
+            if self._is_broken:
+                mailbox.answer_with(answer, call)
+                self.close()  # it wakes the driver, with a doorbell or without
+                return None
             mailbox.answer_with(answer, ends)
             reach("answered")
             if self._doorbell is not None:
@@ -135,10 +153,15 @@ class WorkerLane(LaneEnd):
             kind, buffers, stream = self.read()
             if self._doorbell is None:  # known after `read`, so that no window stays held
                 raise self._missing("expected a doorbell, got none")
+        except (LaneError, OSError, ValueError, MemoryError) as error:
+            self._is_broken = True
+            return join_message(BROKEN, f"{type(error).__name__}: {error}".encode())
+        try:
             method, args, kwargs = pickle.loads(stream, buffers=buffers)
-            del buffers
         except Exception as error:
             return join_message(REFUSED, f"{type(error).__name__}: {error}".encode())
+        finally:
+            del buffers
         reach("read")
         wants_window = bool(kind)
         if wants_window and self._last_nbytes:
@@ -202,8 +225,8 @@ class WorkerLanes:
         """Start without lanes."""
         self._lanes: dict[bytes, WorkerLane] = {}
 
-    def attach(self, address: bytes, token: bytes) -> bytes | str:
-        """Make a lane; return the nonce of its mailbox, or why there can be none.
+    def attach(self, address: bytes, token: bytes) -> bytes | NoLane:
+        """Make a lane; return the nonce of its mailbox, or why there is none.
 
         Args:
             address: Of the driver's socket.
@@ -214,11 +237,11 @@ class WorkerLanes:
             if lane.is_closed:
                 del self._lanes[known]
         if threading.current_thread() is not threading.main_thread():
-            return "the actor is async or has max_concurrency above 1"
+            return NoLane("the actor is async or has max_concurrency above 1", may_pass=False)
         try:
             made = WorkerLane(address, token)
         except (OSError, LaneError, ValueError, MemoryError) as error:
-            return f"{type(error).__name__}: {error}"
+            return NoLane(f"{type(error).__name__}: {error}", is_shortage(error))
         self._lanes[token] = made
         return made.mailbox.nonce
 

@@ -1,0 +1,70 @@
+"""The order of a group's commands and of other calls on the actors' handles.
+
+Ray runs the calls that one process makes on an actor in the order in which they were made. A
+command of a lane is taken inside a call of `FlatWorker.serve_lane` that may have been made long
+before, so it would overtake calls that were made since. Hence a `CallLog` for each actor with a
+lane: it says whether the last call on any handle of this process was the one that serves the lane.
+If it was not, the driver dismisses the worker and makes another call, which Ray runs after those.
+"""
+
+import functools
+import threading
+import weakref
+from typing import Any
+
+import ray
+
+from flatweights.ray.lanes._end import LaneError
+
+_SERVE = "serve_lane"
+_METHOD = "_actor_method_call"  # of handles: all calls come through it, also in Ray 2.40
+
+_logs: "weakref.WeakValueDictionary[Any, CallLog]" = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+class CallLog:
+    """The last call that this process has made on an actor.
+
+    Attributes:
+        last: The token of a lane if the last call serves it, otherwise another object.
+    """
+
+    last: object = None
+
+    @classmethod
+    def of(cls, handle: Any) -> "CallLog":
+        """Return the log for the actor of ``handle``, and have calls written into it.
+
+        Raises:
+            LaneError: If calls of this version of Ray cannot be followed.
+        """
+        with _lock:
+            _follow_calls()
+            return _logs.setdefault(handle._actor_id, cls())
+
+
+def _follow_calls() -> None:
+    """Have each call on any handle of this process noted in the log of its actor, if it has one."""
+    call = getattr(ray.actor.ActorHandle, _METHOD, None)
+    if call is None:
+        raise LaneError(f"handles of Ray {ray.__version__} have no {_METHOD}")
+    if getattr(call, "_is_followed", False):
+        return
+
+    @functools.wraps(call)
+    def noted(handle: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        log = _logs.get(handle._ray_actor_id)
+        if log is None:
+            return call(handle, method_name, *args, **kwargs)
+        if method_name == _SERVE:
+            # Before the call: one that another thread makes at the same time counts as later.
+            log.last = (kwargs.get("args") or args[0])[0]
+            return call(handle, method_name, *args, **kwargs)
+        try:
+            return call(handle, method_name, *args, **kwargs)
+        finally:
+            log.last = method_name
+
+    noted._is_followed = True  # type: ignore[attr-defined]
+    setattr(ray.actor.ActorHandle, _METHOD, noted)
