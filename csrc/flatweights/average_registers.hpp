@@ -215,6 +215,36 @@ auto choose_steps(bool multiply, bool stream) noexcept {
                 : average_steps<T, Out, Weighted, false, false>;
 }
 
+// Like average_steps, for part of a line or of a step: too few numbers for the loops of
+// average_block, with whose code the compiler would spend half of its time.
+template <class T, class Out>
+bool average_few(std::byte* out, const std::byte* const* sources, const double* weights,
+                 std::size_t count, Divisor divisor, std::size_t begin, std::size_t size) noexcept {
+  constexpr std::size_t kFew = kStep * sizeof(Out) > kLine ? kStep : kLine / sizeof(Out);
+  if (size > kFew) __builtin_unreachable();
+  alignas(kLine) double total[kFew] = {};
+  alignas(kLine) double lost[kFew] = {};
+  for (std::size_t k = 0; k < count; ++k) {
+    const double weight = weights == nullptr ? 1.0 : weights[k];
+    for (std::size_t i = 0; i < size; ++i) {
+      const double term = widened<T>(sources[k], begin + i) * weight;
+      if constexpr (std::is_same_v<Out, double>)
+        add_exactly(total[i], lost[i], term);
+      else
+        total[i] += term;
+    }
+  }
+  alignas(kLine) std::byte few[kFew * sizeof(Out)];
+  const bool finite = round_block<Out>(few, 0, size, [&](std::size_t i, std::uint64_t& nonfinite) {
+                        const Sum sum = {total[i], lost[i]};
+                        return divisor.multiply
+                                   ? divide<Out, true>(sum, divisor.factor, nonfinite)
+                                   : divide<Out, false>(sum, divisor.factor, nonfinite);
+                      }) == 0;
+  std::memcpy(out + begin * sizeof(Out), few, size * sizeof(Out));
+  return finite;
+}
+
 // Implements `average` of Kernels, and `average_widened` if Out is not T.
 template <class T, class Out = T>
 bool average_in_registers(std::byte* out, const std::byte* const* sources, const double* weights,
@@ -223,11 +253,8 @@ bool average_in_registers(std::byte* out, const std::byte* const* sources, const
   const Divisor divisor(total);
   const std::size_t first = begin;
   bool finite = true;
-  // For part of a line or of a step.
   const auto singly = [&](std::size_t size) {
-    alignas(kLine) std::byte few[kStep * sizeof(Out) > kLine ? kStep * sizeof(Out) : kLine];
-    finite &= average_block<T, Out>(few, 0, sources, weights, count, divisor, begin, size);
-    std::memcpy(out + begin * sizeof(Out), few, size * sizeof(Out));
+    finite &= average_few<T, Out>(out, sources, weights, count, divisor, begin, size);
     begin += size;
   };
   // Streaming needs lines that begin with an element, and starts at the beginning of a line.
