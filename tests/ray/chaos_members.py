@@ -50,7 +50,7 @@ def bits(model: dict[str, Any]) -> bytes:
     return b"".join(np.asarray(part).tobytes() for part in model.values())
 
 
-@ray.remote(num_cpus=0, max_retries=0)
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
 def live(name: str, rank: int, size: int, life: int, calls: int, seed: int, folder: str) -> None:
     """Call until ``calls`` calls are over; each life of a rank has a diary of its own."""
     os.environ["FLATWEIGHTS_RAY"] = "store" if rank == 0 and seed % 2 else ""

@@ -16,7 +16,7 @@ import ray
 import reference
 
 import flatweights as fw
-from flatweights.ray import Member, MemberDiedError, MemberError, WorkerError, join
+from flatweights.ray import Member, MemberDiedError, MemberError, WorkerError, _failpoints, join
 
 N = 3
 NAMES = (f"meeting {k}" for k in itertools.count())
@@ -377,6 +377,59 @@ def test_an_exception_in_a_member_reaches_the_others_as_its_death(puppets: Puppe
         ray.get(met[1].run.remote(average_of), timeout=60)
     with pytest.raises(MemberError, match="ended with RuntimeError"):
         ray.get(met[0].run.remote(average_of), timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("how", "points"),
+    [
+        ("interrupt", _failpoints.MEMBER),
+        pytest.param("kill", _failpoints.MEMBER, marks=pytest.mark.slow),
+    ],
+)
+def test_a_member_that_ends_at_any_point_leaves_nothing_half_done(
+    how: str, points: tuple[str, ...]
+) -> None:
+    """Over lanes alone: through the object store there are no such points."""
+
+    def end(member: Member, point: str, how: str) -> str:
+        def hook(reached: str) -> None:
+            if reached == point:
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise KeyboardInterrupt
+
+        average_of(member, min_results=1)
+        _failpoints.hook = hook
+        try:
+            average_of(member, min_results=1)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            _failpoints.hook = None
+        with pytest.raises(MemberError, match="broken off by KeyboardInterrupt"):
+            average_of(member)
+        return "ended"
+
+    def go_on(member: Member) -> list[Any]:
+        return [average_of(member, min_results=1) for _ in range(3)]
+
+    puppets = Puppets("lanes")
+    for point in points:
+        first, second = puppets.meet(2)
+        others = first.run.remote(go_on)
+        ended = second.run.remote(end, point, how)
+        if how == "kill":
+            with pytest.raises(ray.exceptions.ActorDiedError):
+                ray.get(ended, timeout=60)
+        else:
+            assert ray.get(ended, timeout=60) == "ended"
+        # What it had given counts if it was given whole.
+        took_part = [0, 1] if point != "asking" else [0]
+        for (weights, record), used in zip(ray.get(others), ([0, 1], took_part, [0]), strict=True):
+            assert record["used"] in ([used] if point != "asked" else [used, [0]])
+            assert same_bits(weights, fw.average([model_of(rank) for rank in record["used"]]))
+    for puppet in puppets.idle(0):
+        ray.kill(puppet)
 
 
 def test_two_meetings_at_once_in_one_process() -> None:

@@ -95,4 +95,5 @@ class MemberLane(WorkerLane):
         except (LaneError, ValueError) as error:
             raise HostDiedError(f"the outcome could not be read: {error}") from error
         content: tuple[Any, ...] = pickle.loads(stream, buffers=buffers)
+        reach("told")
         return content

@@ -297,7 +297,7 @@ class Meeting:
             self._kept = [k for k in self._kept if not first.is_served_by(k.ask)][: _KEPT - 1]
             digest = weights.layout.digest
             self._kept.insert(0, Kept(first._replace(digest=digest), outcome, weights))
-        reach("posting outcome")
+        reach("sending")
         self._post(outcome, weights, [self._seats[rank] for rank in asks])
 
     def _check_agree(self, asks: dict[int, Ask]) -> None:
