@@ -11,6 +11,7 @@
 #include "bindings.hpp"
 #include "checks.hpp"
 #include "flatweights/average.hpp"
+#include "flatweights/distances.hpp"
 #include "flatweights/nonfinite.hpp"
 #include "flatweights/order.hpp"
 #include "new_array.hpp"
@@ -118,6 +119,24 @@ bool order_arrays_into(const BoundLayout& bound, bool packed, const py::list& ou
   const Job job(bound, packed, out, models);
   const WithoutGil nogil;
   return order_into(job.parts, job.sources.starts(), count, Ranks{first, last, nearest});
+}
+
+// The squared distances between all pairs of models.
+py::array_t<double> distances_of(const BoundLayout& bound, bool packed, const py::list& models) {
+  const std::size_t count = models.size();
+  if (count == 0) throw py::value_error("expected at least one source");
+  SourceTable sources(bound.layout.slots().size(), count);
+  for (std::size_t k = 0; k < count; ++k)
+    sources.set(k, check_model(models[k].cast<py::list>(), bound, packed,
+                               static_cast<std::ptrdiff_t>(k), Access::kRead));
+  const std::vector<ReadPart> parts = read_parts(models[0].cast<py::list>(), bound, packed, 0);
+  check_environment();
+  const auto side = static_cast<py::ssize_t>(count);
+  py::array_t<double> distances({side, side});
+  double* const out = distances.mutable_data();
+  const WithoutGil nogil;
+  squared_distances(out, parts, sources.starts(), count);
+  return distances;
 }
 
 // Whether `object` is a contiguous array, and of no subclass.
@@ -228,6 +247,7 @@ void bind_average(py::module_& m) {
         py::arg("sources"), py::arg("weights"));
   m.def("order_into", &order_arrays_into, py::arg("layout"), py::arg("packed"), py::arg("out"),
         py::arg("sources"), py::arg("first"), py::arg("last"), py::arg("nearest"));
+  m.def("distances", &distances_of, py::arg("layout"), py::arg("packed"), py::arg("sources"));
   m.def("average_widened_into", &average_widened_into, py::arg("wide"), py::arg("out"),
         py::arg("narrow"), py::arg("sources"), py::arg("weights"));
   m.def(

@@ -7,6 +7,7 @@
 #include "flatweights/convert_kernel.hpp"
 #include "flatweights/copy_kernel.hpp"
 #include "flatweights/difference_kernel.hpp"
+#include "flatweights/distance_kernel.hpp"
 #include "flatweights/inplace_kernel.hpp"
 #include "flatweights/nonfinite_kernel.hpp"
 #include "flatweights/order_kernel.hpp"
@@ -38,6 +39,10 @@ const Kernels FLATWEIGHTS_JOIN(kernels_, FLATWEIGHTS_ISA) = {
     .average_widened = FLATWEIGHTS_EACH_WIDENED(average_range),
 #endif
     .order = FLATWEIGHTS_EACH_REAL(order_range),
+    .distances = {{distances_range<Float16, float>, distances_range<Float16, double>},
+                  {distances_range<BFloat16, float>, distances_range<BFloat16, double>},
+                  {distances_range<float, float>, distances_range<float, double>},
+                  {distances_range<double, double>, distances_range<double, double>}},
     .add = FLATWEIGHTS_EACH_REAL(add_range),
     .divide = FLATWEIGHTS_EACH_REAL(divide_range),
     .has_nonfinite = FLATWEIGHTS_EACH_REAL(has_nonfinite),

@@ -41,6 +41,14 @@ struct Kernels {
   bool (*order[kReals])(std::byte* out, const std::byte* const* sources, const Sorting& sorting,
                         std::size_t begin, std::size_t end, bool stream, std::byte* room) noexcept;
 
+  // Adds the squares of `sources[i][begin, end) - sources[j][begin, end)`, for i < j < count, to
+  // the kDistanceColumns columns of each pair in `sums`: of (0, 1), (0, 2), ..., (1, 2), ... They
+  // are computed in float32, or in float64 (second index, and for float64). The order in which
+  // squares are added depends only on end - begin. `room` is, for each source, an address and
+  // kDistanceBlock float64, and a line, at a 64-byte boundary.
+  void (*distances[kReals][2])(double* sums, const std::byte* const* sources, std::size_t count,
+                               std::size_t begin, std::size_t end, std::byte* room) noexcept;
+
   // Adds `weight * source[begin, end)` to `sum[0, end - begin)`; for float64 only, rounding
   // errors go to `compensation`.
   void (*add[kReals])(double* sum, double* compensation, const std::byte* source, double weight,

@@ -188,13 +188,6 @@ inline void write_ranks_singly(std::byte* out, const SortedRows<T>& rows, std::s
 
 #if defined(FLATWEIGHTS_REGISTERS)
 
-template <class K>
-struct RegisterOf {
-  typedef K Type __attribute__((vector_size(kRegister)));
-};
-template <class K>
-using Register = typename RegisterOf<K>::Type;
-
 template <class V>
 [[gnu::always_inline]] inline void exchange(V& a, V& b) noexcept {
   const V low = lesser_of(a, b);

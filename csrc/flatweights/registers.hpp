@@ -92,6 +92,55 @@ template <class T>
   return b < a ? a : b;
 }
 
+// Numbers of full registers, for any instruction set.
+template <class K>
+struct RegisterOf {
+  typedef K Type __attribute__((vector_size(kRegister)));
+};
+template <class K>
+using Register = typename RegisterOf<K>::Type;
+
+// `sum` + `a` * `b`, rounded once: with the processor's instruction if there is one, else slowly.
+#if defined(FLATWEIGHTS_REGISTERS)
+[[gnu::always_inline]] inline Register<float> multiply_add(Register<float> a, Register<float> b,
+                                                           Register<float> sum) noexcept {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, sum);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, sum);
+#else
+  return __builtin_bit_cast(Register<float>, vfmaq_f32(__builtin_bit_cast(float32x4_t, sum),
+                                                       __builtin_bit_cast(float32x4_t, a),
+                                                       __builtin_bit_cast(float32x4_t, b)));
+#endif
+}
+[[gnu::always_inline]] inline Register<double> multiply_add(Register<double> a, Register<double> b,
+                                                            Register<double> sum) noexcept {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_pd(a, b, sum);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_pd(a, b, sum);
+#else
+  return __builtin_bit_cast(Register<double>, vfmaq_f64(__builtin_bit_cast(float64x2_t, sum),
+                                                        __builtin_bit_cast(float64x2_t, a),
+                                                        __builtin_bit_cast(float64x2_t, b)));
+#endif
+}
+#else
+inline Register<float> multiply_add(Register<float> a, Register<float> b,
+                                    Register<float> sum) noexcept {
+  for (std::size_t i = 0; i < kRegister / sizeof(float); ++i)
+    sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
+  return sum;
+}
+inline Register<double> multiply_add(Register<double> a, Register<double> b,
+                                     Register<double> sum) noexcept {
+  for (std::size_t i = 0; i < kRegister / sizeof(double); ++i)
+    sum[i] = __builtin_fma(a[i], b[i], sum[i]);
+  return sum;
+}
+#endif
+
 #if defined(FLATWEIGHTS_REGISTERS)
 
 inline constexpr std::size_t kLanes = kRegister / sizeof(double);

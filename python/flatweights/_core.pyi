@@ -180,6 +180,7 @@ def order_into(
     last: int,
     nearest: int,
 ) -> bool: ...
+def distances(layout: Layout, packed: bool, sources: list[list[_Array]]) -> NDArray[np.float64]: ...
 def average_widened_into(
     wide: Layout,
     out: _Bytes,

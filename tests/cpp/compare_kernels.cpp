@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "flatweights/distances.hpp"
 #include "flatweights/kernels.hpp"
 #include "flatweights/sorting.hpp"
 
@@ -167,6 +168,17 @@ class Comparison {
             return result;
           });
         }
+      }
+    }
+    for (const std::size_t models : {2, 3, 5, 8, 11}) {
+      for (const bool wide : {false, true}) {
+        both("distances", [&](const Kernels& k) {
+          std::vector<double> sums(models * (models - 1) / 2 * kDistanceColumns, 0.25);
+          Buffer room(models * (sizeof(void*) + kDistanceBlock * sizeof(double)) + 128);
+          k.distances[real][wide ? 1 : 0](sums.data(), sources.data(), models, begin, end,
+                                          room.data() + aligned(room));
+          return bytes_of(sums);
+        });
       }
     }
     both("add", [&](const Kernels& k) {

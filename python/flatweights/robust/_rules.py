@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
@@ -173,13 +172,7 @@ class CoordinateRule(Rule):
         """
 
     def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
-        template = job.template
-        for i, slot in enumerate(template.layout.slots):
-            if np.issubdtype(slot.dtype, np.complexfloating):
-                raise TypeError(
-                    f"source 0{template.place(i)}: expected real numbers, got {slot.dtype}, "
-                    f"whose numbers have no order"
-                )
+        check_ordered(job.template)
         self.ranks(len(job.parts))
         used = job.everything
         screened = job.nonfinite == "propagate"
@@ -193,6 +186,16 @@ class CoordinateRule(Rule):
 
     def _write(self, job: Job, used: list[int]) -> bool:
         return write_ranks(job, used, *self.ranks(len(used)))
+
+
+def check_ordered(template: Template) -> None:
+    """Raise `TypeError` if a slot holds complex numbers, which have no order."""
+    for i, slot in enumerate(template.layout.slots):
+        if slot.dtype.kind == "c":
+            raise TypeError(
+                f"source 0{template.place(i)}: expected real numbers, got {slot.dtype}, "
+                f"whose numbers have no order"
+            )
 
 
 def write_ranks(job: Job, used: Sequence[int], first: int, last: int, nearest: int) -> bool:

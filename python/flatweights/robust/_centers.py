@@ -1,0 +1,246 @@
+"""Rules that weigh sources by their distance from a centre.
+
+A centre is a weighted mean of the sources, so its distances follow from those between the
+sources: the models are read once for all distances, and once for the mean.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights import _core
+from flatweights._average import Nonfinite
+from flatweights.robust._rules import Job, Source
+from flatweights.robust._selection import DistanceRule, Distances
+
+# Shares that change by less than this leave the bits of nearly all weights as they are.
+_STILL = 1e-12
+# Sources that are so many times as far from most others as these are from each other are left out.
+_FAR = 1e5
+
+
+def _from_center(squares: Distances, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the distance of each point from the mean of all with these ``shares``, of sum 1."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        # No matrix product: what BLAS computes depends on the machine. Infinity times 0 is 0.
+        spread = np.where(shares > 0, squares * shares, 0.0).sum(axis=1)
+        within = np.where(shares > 0, spread * shares, 0.0).sum()
+        found = spread - within / 2
+    distance: NDArray[np.float64] = np.sqrt(np.maximum(np.where(spread < np.inf, found, np.inf), 0))
+    return distance
+
+
+def _weighted_median(values: Distances, weights: NDArray[np.float64]) -> float:
+    """Return the lower median of ``values``, each counted by its weight."""
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(weights[order])
+    return float(values[order[np.searchsorted(reached, reached[-1] / 2)]])
+
+
+def _near(squares: Distances, weights: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return which sources are so near to most others that their distances have a direction.
+
+    What is left of the distances of a source, when the distance of most others from each other
+    is subtracted, is the rounding errors of those it has from further away.
+    """
+    rows = np.array([_weighted_median(row, weights) for row in squares])
+    most = _FAR**2 * _weighted_median(rows, weights)
+    near: NDArray[np.bool_] = rows <= most
+    return near if (weights * near).any() else np.ones_like(near)
+
+
+def _check_steps(steps: int) -> None:
+    if operator.index(steps) < 1:
+        raise ValueError(f"steps: expected at least 1, got {steps!r}")
+
+
+def _check_length(value: float, name: str) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+
+
+@dataclass(frozen=True)
+class GeometricMedian(DistanceRule):
+    """`geometric_median` as a value, for ``rule=``.
+
+    Attributes:
+        smoothing: The least distance, in the unit of the weights.
+        steps: The most steps.
+    """
+
+    takes_weights = True
+
+    smoothing: float = 1e-6
+    steps: int = 100
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        _check_length(self.smoothing, "smoothing")
+        _check_steps(self.steps)
+
+    def _combine(
+        self, job: Job, squares: Distances, present: list[int]
+    ) -> tuple[list[int], list[float]]:
+        weights = np.array([job.weights[k] for k in present])
+        weights *= _near(squares, weights)
+        # As average does, so that only ratios matter, and their sum is finite.
+        weights = weights / weights.max()
+        shares = weights / weights.sum()
+        for _ in range(self.steps):
+            pull = weights / np.maximum(_from_center(squares, shares), self.smoothing)
+            before, shares = shares, pull / pull.sum()
+            if np.abs(shares - before).max() <= _STILL:
+                break
+        final = dict(zip(present, shares.tolist(), strict=True))
+        used = [k for k in present if final[k] > 0]
+        job.average([final.get(k, 0.0) for k in job.everything], used)
+        return used, _from_center(squares, shares).tolist()
+
+
+@dataclass(frozen=True)
+class CenteredClipping(DistanceRule):
+    """`centered_clipping` as a value, for ``rule=``.
+
+    Attributes:
+        radius: How far from the centre a source can pull.
+        steps: How often the centre moves.
+        center: The first centre, a model; the source nearest to all others, if None.
+    """
+
+    radius: float
+    steps: int = 5
+    center: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        _check_length(self.radius, "radius")
+        _check_steps(self.steps)
+
+    def _points(self, job: Job) -> list[list[NDArray[Any]]]:
+        if self.center is None:
+            return job.parts
+        job.template.match(self.center, "center")
+        return [*job.parts, job.template.read(self.center, "center")]
+
+    def _combine(
+        self, job: Job, squares: Distances, present: list[int]
+    ) -> tuple[list[int], list[float]]:
+        count = len(present)
+        near = _near(squares[:count, :count], np.ones(count))
+        shares = np.zeros(len(squares))
+        shares[-1 if self.center is not None else int(np.sqrt(squares).sum(axis=1).argmin())] = 1.0
+        distance = _from_center(squares, shares)
+        for _ in range(self.steps):
+            clip = np.minimum(1.0, self.radius / np.maximum(distance[:count], self.radius / 2))
+            clip *= near
+            shares = shares * (1.0 - clip.sum() / count)
+            shares[:count] += clip / count
+            distance = _from_center(squares, shares)
+        points, places = self._points(job), [*present, len(job.parts)][: len(squares)]
+        kept = [(places[k], share) for k, share in enumerate(shares.tolist()) if share > 0]
+        template = job.template
+        _core.average_into(
+            template.layout.core,
+            template.packed,
+            job.written,
+            [points[k] for k, _ in kept],
+            [share for _, share in kept],
+        )
+        return [k for k, _ in kept if k < len(job.parts)], distance[:count].tolist()
+
+
+def geometric_median(
+    sources: Iterable[Source],
+    weights: Iterable[float] | None = None,
+    *,
+    smoothing: float = 1e-6,
+    steps: int = 100,
+    out: Source | None = None,
+    nonfinite: Nonfinite = "propagate",
+) -> Source:
+    """Return the model with the smallest sum of distances from ``sources``.
+
+    By Weiszfeld's algorithm with smoothing (RFA: Pillutla et al., "Robust Aggregation for Federated
+    Learning", 2019): each step is a mean in which a source counts its weight over its distance
+    from the last one. Wrong sources of up to half of the weight move it only so far. RFA takes
+    few steps, since each is a round of messages; here all steps together cost one
+    pass for `distances`, and one for the mean, so it goes on until nothing changes. A source that
+    is 100,000 times as far from most others as these are from each other counts as infinitely far,
+    and is left out.
+
+    >>> import numpy as np
+    >>> from flatweights import robust
+    >>> sources = [np.array(x) for x in ([0.0, 1.0], [0.0, -1.0], [1.0, 0.0], [1e6, 0.0])]
+    >>> robust.geometric_median(sources).round(3)
+    array([1., 0.])
+
+    Args:
+        sources: Models, all of one kind, as for `flatweights.average`.
+        weights: One weight per source, as for `flatweights.average`.
+        smoothing: Smaller distances count as this one, in the unit of the weights.
+        steps: The most steps.
+        out: As for `krum`.
+        nonfinite: As for `krum`.
+
+    Returns:
+        ``out``, or a new model. Integer and boolean parts keep the value of the first source that
+        counts.
+
+    Raises:
+        TypeError: As `flatweights.average`.
+        ValueError: As `flatweights.average`; or if ``smoothing`` or ``steps`` is not positive.
+    """
+    rule = GeometricMedian(smoothing, steps)
+    return rule(sources, weights, out=out, nonfinite=nonfinite)
+
+
+def centered_clipping(
+    sources: Iterable[Source],
+    center: Source | None = None,
+    *,
+    radius: float,
+    steps: int = 5,
+    out: Source | None = None,
+    nonfinite: Nonfinite = "propagate",
+) -> Source:
+    """Return ``center``, moved by the mean of clipped differences from it.
+
+    Karimireddy et al., "Learning from History for Byzantine Robust Optimization", ICML 2021: in
+    each step the centre moves by the mean over all sources of their differences from it, and a
+    difference longer than ``radius`` is scaled to that length. So a source moves the result by at
+    most ``radius / n`` a step. A source that is 100,000 times as far from most others as these are
+    from each other moves nothing.
+
+    >>> import numpy as np
+    >>> from flatweights import robust
+    >>> sources = [np.array([x]) for x in (1.0, 2.0, 3.0, 1e9)]
+    >>> robust.centered_clipping(sources, np.array([2.0]), radius=2.0, steps=1)
+    array([2.5])
+
+    Args:
+        sources: Models, all of one kind, as for `flatweights.average`.
+        center: The model to start from, such as the last average, of the same kind; if None, the
+            source with the smallest sum of distances from the others (ByzFL starts from
+            zeros).
+        radius: The length that differences are clipped to, in the unit of the weights.
+        steps: How often the centre moves.
+        out: As for `krum`.
+        nonfinite: As for `krum`.
+
+    Returns:
+        ``out``, or a new model. Integer and boolean parts keep the value of the first source that
+        counts.
+
+    Raises:
+        TypeError: As `flatweights.average`.
+        ValueError: As `flatweights.average`; or if ``radius`` or ``steps`` is not positive.
+    """
+    rule = CenteredClipping(radius, steps, center)
+    return rule(sources, out=out, nonfinite=nonfinite)

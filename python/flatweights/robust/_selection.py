@@ -1,0 +1,312 @@
+"""Rules by selection: whole models are compared by their distances, and the odd ones left out."""
+
+from __future__ import annotations
+
+import math
+import operator
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights import _core
+from flatweights._average import Nonfinite
+from flatweights._sources import Template
+from flatweights.robust._rules import Job, Rule, Source, check_ordered, write_ranks
+
+Distances = NDArray[np.float64]
+
+
+def distances(sources: Iterable[Any]) -> Distances:
+    """Return the squared distances between all pairs of ``sources``.
+
+    One pass reads each source once, without the GIL. Numbers of up to 32 bits are subtracted and
+    squared in float32, and blocks of squares added in float64, so each distance is right to about
+    seven digits, however near two sources are to each other and far from zero: unlike
+    ``norms[:, None] + norms - 2 * x @ x.T``, nothing cancels. float64 is squared in float64. The
+    bits do not depend on threads, alignment or instruction set. Integer and boolean parts of a
+    model do not count.
+
+    >>> import numpy as np
+    >>> from flatweights import robust
+    >>> robust.distances([np.array([0.0, 0.0]), np.array([3.0, 4.0])])
+    array([[ 0., 25.],
+           [25.,  0.]])
+
+    Args:
+        sources: Models, all of one kind, as for `flatweights.average`.
+
+    Returns:
+        float64 of shape ``(n, n)`` for n sources. NaN or infinite where a source holds NaN or
+        infinity.
+
+    Raises:
+        TypeError: As `flatweights.average`.
+        ValueError: As `flatweights.average`.
+    """
+    models = list(sources)
+    if not models:
+        raise ValueError("expected at least one source, got none")
+    template = Template.of(models[0])
+    return _core.distances(template.layout.core, template.packed, template.read_all(models))
+
+
+def krum_scores(squares: Distances, byzantine: int) -> list[float]:
+    """Return Krum's score of each source: the sum of the squared distances to its nearest others.
+
+    Args:
+        squares: Squared distances between all pairs.
+        byzantine: How many sources may be wrong; of n sources the n - byzantine - 2 nearest count.
+    """
+    count = len(squares)
+    scores = []
+    for k in range(count):
+        others = np.sort(np.delete(squares[k], k))
+        scores.append(math.fsum(others[: count - byzantine - 2].tolist()))
+    return scores
+
+
+class DistanceRule(Rule):
+    """A rule that looks at the distances between sources alone."""
+
+    def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
+        self._check(job)
+        used = job.everything
+        squares = _core.distances(job.template.layout.core, job.template.packed, self._points(job))
+        if job.nonfinite != "propagate" and not np.isfinite(squares).all():
+            used = job.finite()
+            rest = [*used, *range(len(job.parts), len(squares))]
+            squares = squares[np.ix_(rest, rest)]
+        # A source with NaN is as far away as one with infinity: it is never near.
+        squares = np.where(np.isnan(squares), np.inf, squares)
+        chosen, found = self._combine(job, squares, used)
+        scores = [math.nan] * len(job.parts)
+        for k, score in zip(used, found, strict=True):
+            scores[k] = score
+        return chosen, scores
+
+    def _check(self, job: Job) -> None:
+        """Check the job before anything is computed."""
+
+    def _points(self, job: Job) -> list[list[NDArray[Any]]]:
+        """Return the sources, and what else distances are wanted from."""
+        return job.parts
+
+    @abstractmethod
+    def _combine(
+        self, job: Job, squares: Distances, present: list[int]
+    ) -> tuple[list[int], list[float]]:
+        """Write the result; return the positions used, and a score for each of ``present``.
+
+        Args:
+            job: The sources.
+            squares: Their squared distances: of those in ``present``, then of other points.
+            present: The positions of the sources that were not left out.
+        """
+
+
+def _byzantine(number: int) -> int:
+    if operator.index(number) < 0:
+        raise ValueError(f"byzantine: expected at least 0, got {number!r}")
+    return number
+
+
+def _check_count(count: int, byzantine: int, factor: int) -> None:
+    least = factor * byzantine + 3
+    if count < least:
+        raise ValueError(
+            f"expected at least {least} sources ({factor} * byzantine + 3) "
+            f"for {byzantine} byzantine ones, got {count}"
+        )
+
+
+@dataclass(frozen=True)
+class MultiKrum(DistanceRule):
+    """`multi_krum` as a value, for ``rule=``.
+
+    Attributes:
+        byzantine: How many sources may be wrong.
+        keep: How many sources are averaged.
+    """
+
+    byzantine: int
+    keep: int
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        _byzantine(self.byzantine)
+        if operator.index(self.keep) < 1:
+            raise ValueError(f"keep: expected at least 1, got {self.keep!r}")
+
+    def _combine(
+        self, job: Job, squares: Distances, present: list[int]
+    ) -> tuple[list[int], list[float]]:
+        _check_count(len(present), self.byzantine, 2)
+        if self.keep > len(present):
+            raise ValueError(f"keep: expected at most the {len(present)} sources, got {self.keep}")
+        scores = krum_scores(squares, self.byzantine)
+        best = sorted(range(len(present)), key=lambda k: (scores[k], k))[: self.keep]
+        used = sorted(present[k] for k in best)
+        job.average([1.0] * len(job.parts), used)
+        return used, scores
+
+
+@dataclass(frozen=True)
+class Krum(MultiKrum):
+    """`krum` as a value, for ``rule=``.
+
+    Attributes:
+        byzantine: How many sources may be wrong.
+    """
+
+    keep: int = 1
+
+
+@dataclass(frozen=True)
+class Bulyan(DistanceRule):
+    """`bulyan` as a value, for ``rule=``.
+
+    Attributes:
+        byzantine: How many sources may be wrong.
+    """
+
+    byzantine: int
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        _byzantine(self.byzantine)
+
+    def _check(self, job: Job) -> None:
+        check_ordered(job.template)
+
+    def _combine(
+        self, job: Job, squares: Distances, present: list[int]
+    ) -> tuple[list[int], list[float]]:
+        count, byzantine = len(present), self.byzantine
+        _check_count(count, byzantine, 4)
+        scores = krum_scores(squares, byzantine)
+        left = list(range(count))
+        chosen: list[int] = []
+        while len(chosen) < count - 2 * byzantine:
+            rest = krum_scores(squares[np.ix_(left, left)], byzantine)
+            # With few left, none has neighbours that count: the lower ranks are chosen.
+            chosen.append(left.pop(rest.index(min(rest))))
+        used = sorted(present[k] for k in chosen)
+        write_ranks(job, used, 0, len(used), len(used) - 2 * byzantine)
+        return used, scores
+
+
+def krum(
+    sources: Iterable[Source],
+    byzantine: int,
+    *,
+    out: Source | None = None,
+    nonfinite: Nonfinite = "propagate",
+) -> Source:
+    """Return a copy of the source that is nearest to its neighbours.
+
+    Blanchard et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent",
+    NeurIPS 2017. The score of a source is the sum of the squared distances to its n - f - 2
+    nearest others, of n sources of which f may be wrong; the lowest score wins, and of equal ones
+    the lower position. So does Flower; ByzFL takes n - f - 1 neighbours. At least 2 f + 3 sources
+    are needed, as in the paper.
+
+    Distances are those of `distances`: of float32 models that differ by a millionth of their
+    weights, the order is that of float64.
+
+    >>> import numpy as np
+    >>> from flatweights import robust
+    >>> robust.krum([np.array([x]) for x in (1.0, 1.1, 1.3, 2.0, -1e9)], 1)
+    array([1.1])
+
+    Args:
+        sources: Models, all of one kind, as for `flatweights.average`.
+        byzantine: How many of them may be wrong: f.
+        out: Model to write to: of the same kind, writable and contiguous. It may be one of the
+            sources.
+        nonfinite: What to do about NaN and infinity. ``"propagate"``: such a source is infinitely
+            far from all others; ``"raise"``, naming source and slot; or ``"skip"`` the source.
+
+    Returns:
+        ``out``, or a new model. Its integer and boolean parts are those of the source chosen.
+
+    Raises:
+        TypeError: As `flatweights.average`.
+        ValueError: As `flatweights.average`; or if there are too few sources.
+    """
+    return Krum(byzantine)(sources, out=out, nonfinite=nonfinite)
+
+
+def multi_krum(
+    sources: Iterable[Source],
+    byzantine: int,
+    keep: int,
+    *,
+    out: Source | None = None,
+    nonfinite: Nonfinite = "propagate",
+) -> Source:
+    """Return the mean of the ``keep`` sources with the lowest scores of `krum`.
+
+    Blanchard et al., 2017, as `krum`. The mean has no weights; Flower weighs it by the number of
+    samples, which a wrong source may exaggerate.
+
+    >>> import numpy as np
+    >>> from flatweights import robust
+    >>> robust.multi_krum([np.array([x]) for x in (1.0, 2.0, 3.0, 4.0, -1e9)], 1, 3)
+    array([2.])
+
+    Args:
+        sources: As for `krum`.
+        byzantine: How many of them may be wrong: f.
+        keep: How many are averaged: at most n - f, to leave all wrong ones out.
+        out: As for `krum`.
+        nonfinite: As for `krum`.
+
+    Returns:
+        ``out``, or a new model. Integer and boolean parts are those of the first source chosen.
+
+    Raises:
+        TypeError: As `krum`.
+        ValueError: As `krum`; or if there are fewer sources than ``keep``.
+    """
+    return MultiKrum(byzantine, keep)(sources, out=out, nonfinite=nonfinite)
+
+
+def bulyan(
+    sources: Iterable[Source],
+    byzantine: int,
+    *,
+    out: Source | None = None,
+    nonfinite: Nonfinite = "propagate",
+) -> Source:
+    """Return the mean around the median of sources that `krum` chooses one after the other.
+
+    El Mhamdi et al., "The Hidden Vulnerability of Distributed Learning in Byzantium", ICML 2018.
+    n - 2 f of n sources are chosen, of which f may be wrong: each time the one that Krum chooses
+    among those left. Of these, the n - 4 f numbers nearest to the median are averaged, number by
+    number. Krum is applied anew to those left after each choice, as in the paper; Flower chooses
+    all at once, as `multi_krum` does. At least 4 f + 3 sources are needed.
+
+    >>> import numpy as np
+    >>> from flatweights import robust
+    >>> sources = [np.array([x]) for x in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, -1e9)]
+    >>> robust.bulyan(sources, 1)
+    array([4.])
+
+    Args:
+        sources: Models, all of one kind, as for `flatweights.average`, of real numbers.
+        byzantine: How many of them may be wrong: f.
+        out: As for `krum`.
+        nonfinite: As for `krum`.
+
+    Returns:
+        ``out``, or a new model. Integer and boolean parts are those of the first source chosen.
+
+    Raises:
+        TypeError: As `krum`; or for complex numbers, which have no order.
+        ValueError: As `krum`.
+    """
+    return Bulyan(byzantine)(sources, out=out, nonfinite=nonfinite)
