@@ -32,6 +32,13 @@ inline std::size_t pair_index(std::size_t i, std::size_t j, std::size_t count) n
   return i * (2 * count - i - 1) / 2 + (j - i - 1);
 }
 
+// What is fetched into the caches while a tile is computed: parts of the next block of sources.
+struct Ahead {
+  const std::byte* from[kSquareGroup];
+  std::size_t runs;   // of them
+  std::size_t ratio;  // bytes of a row to bytes of its source
+};
+
 // Adds a line of squares to the sums of a pair, kDistanceColumns of them.
 template <class K>
 [[gnu::always_inline]] inline void add_columns(double* __restrict sums, const K* squares) noexcept {
@@ -44,7 +51,7 @@ template <class K>
 // each: whole lines. With Triangle, i is j, and each pair counts once.
 template <class K, std::size_t Rows, std::size_t Columns, bool Triangle>
 void add_tile(double* sums, std::size_t count, const std::byte* const* rows, std::size_t i,
-              std::size_t j, std::size_t nbytes) noexcept {
+              std::size_t j, std::size_t nbytes, const Ahead& ahead) noexcept {
   using V = Register<K>;
   const std::byte* a[Rows];
   const std::byte* b[Columns];
@@ -54,6 +61,8 @@ void add_tile(double* sums, std::size_t count, const std::byte* const* rows, std
   for (std::size_t column = 0; column < kLine; column += kRegister) {
     V total[Rows][Columns] = {};
     for (std::size_t at = column; at < nbytes; at += kLine) {
+      for (std::size_t run = 0; column == 0 && run < ahead.runs; ++run)
+        __builtin_prefetch(ahead.from[run] + at / ahead.ratio);
       V other[Columns];
 #pragma GCC unroll 4
       for (std::size_t c = 0; c < Columns; ++c) other[c] = load_register<V>(b[c] + at);
@@ -76,14 +85,29 @@ void add_tile(double* sums, std::size_t count, const std::byte* const* rows, std
       add_columns<K>(sums + pair_index(i + r, j + c, count) * kDistanceColumns, squares[r][c]);
 }
 
-// Adds the squared distances of all pairs of rows.
-template <class K>
+// Adds the squared distances of all pairs of rows, and fetches `next`, the blocks that follow them
+// in the sources, evenly while it does.
+template <class T, class K>
 inline void add_pairs(double* sums, const std::byte* const* rows, std::size_t count,
-                      std::size_t nbytes) noexcept {
+                      std::size_t nbytes, const std::byte* const* sources,
+                      std::size_t next) noexcept {
   static_assert(kSquareGroup == 4);
+  const std::size_t groups = (count + kSquareGroup - 1) / kSquareGroup;
+  std::size_t tiles = groups * (groups - 1) / 2 * (kSquareGroup / kTileRows) + groups;
+  std::size_t fetched = 0;
+  const auto ahead = [&] {
+    Ahead found;
+    found.ratio = sizeof(K) / sizeof(T);
+    const std::size_t share = (count - fetched + tiles - 1) / tiles;
+    found.runs = share < kSquareGroup ? share : kSquareGroup;
+    for (std::size_t run = 0; run < found.runs; ++run)
+      found.from[run] = sources[fetched++] + next * sizeof(T);
+    --tiles;
+    return found;
+  };
   const auto tile = [&]<std::size_t Columns>(std::size_t i, std::size_t j) {
     for (std::size_t r = 0; r < kSquareGroup; r += kTileRows)
-      add_tile<K, kTileRows, Columns, false>(sums, count, rows, i + r, j, nbytes);
+      add_tile<K, kTileRows, Columns, false>(sums, count, rows, i + r, j, nbytes, ahead());
   };
   for (std::size_t j = 0; j < count; j += kSquareGroup) {
     const std::size_t columns = count - j < kSquareGroup ? count - j : kSquareGroup;
@@ -93,9 +117,9 @@ inline void add_pairs(double* sums, const std::byte* const* rows, std::size_t co
       if (columns == 3) tile.template operator()<3>(i, j);
       if (columns == 4) tile.template operator()<4>(i, j);
     }
-    if (columns == 2) add_tile<K, 2, 2, true>(sums, count, rows, j, j, nbytes);
-    if (columns == 3) add_tile<K, 3, 3, true>(sums, count, rows, j, j, nbytes);
-    if (columns == 4) add_tile<K, 4, 4, true>(sums, count, rows, j, j, nbytes);
+    if (columns == 2) add_tile<K, 2, 2, true>(sums, count, rows, j, j, nbytes, ahead());
+    if (columns == 3) add_tile<K, 3, 3, true>(sums, count, rows, j, j, nbytes, ahead());
+    if (columns == 4) add_tile<K, 4, 4, true>(sums, count, rows, j, j, nbytes, ahead());
   }
 }
 
@@ -108,7 +132,6 @@ inline void copy_row(K* __restrict row, const std::byte* source, std::size_t beg
     // Not memcpy, which GCC turns into a slow instruction.
     for (; done + kSquareColumns<K> <= size; done += kSquareColumns<K>) {
       const std::byte* const line = source + (begin + done) * sizeof(T);
-      read_ahead<kLine>(line);
       for (std::size_t i = 0; i < kLine; i += kRegister)
         store_register(reinterpret_cast<std::byte*>(row + done) + i,
                        load_register<Bytes>(line + i));
@@ -135,7 +158,7 @@ void distances_range(double* sums, const std::byte* const* sources, std::size_t 
       copy_row<T>(reinterpret_cast<K*>(first + k * kDistanceBlock * sizeof(K)), sources[k], begin,
                   size);
     const std::size_t lines = (size + kSquareColumns<K> - 1) / kSquareColumns<K>;
-    add_pairs<K>(sums, rows, count, lines * kLine);
+    add_pairs<T, K>(sums, rows, count, lines * kLine, sources, begin + size);
   }
 }
 

@@ -340,6 +340,7 @@ def test_a_round_of_nothing_but_weights_has_a_record() -> None:
         "seconds": {},
         "bytes": {"in": 0, "out": 0},
         "ways": {},
+        "scores": {},
     }
 
 

@@ -14,12 +14,13 @@ from flatweights._running_average import RunningAverage
 from flatweights._sources import Template, check_flat_weights
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._calls import Answer, RayAnswer
-from flatweights.ray._engine import Arrivals, Deadline, LettingGo, Request, Weights
+from flatweights.ray._engine import AnyRule, Arrivals, Deadline, LettingGo, Request, Weights
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import report
 from flatweights.ray._result import copied, split
 from flatweights.ray._round import Round
 from flatweights.ray._wire import nbytes_of, widen
+from flatweights.robust._rules import Rule
 
 
 def average(
@@ -31,6 +32,7 @@ def average(
     min_results: int | None = None,
     nonfinite: Nonfinite = "raise",
     max_inflight: int = 4,
+    rule: AnyRule | None = None,
 ) -> Round:
     """Average the results that ``refs`` refer to, as they arrive.
 
@@ -73,6 +75,11 @@ def average(
             name the rank. Ranks that ``"skip"`` leaves out count as failed, and ``min_results``
             ranks have to be left; one, if None.
         max_inflight: How many results are mapped at once.
+        rule: What takes the place of the mean: a value such as
+            ``flatweights.robust.TrimmedMean(0.2)``, or any function from a list of models to one.
+            It needs all results at once, so ``max_inflight`` does not apply; what a function
+            returns is copied. `Round.used` are the ranks that the rule selected, all for rules by
+            coordinate; `Round.quarantined` those that it left out, which have not failed.
 
     Returns:
         The average, the ranks that it is of, and why others are not in it.
@@ -82,7 +89,8 @@ def average(
             many have failed, or when the time is up, naming all that failed or are late.
             Those still running are left to run; ``out`` is as it was. If results did not
             fit into the object store, it says how large that must be.
-        TypeError: If ``refs`` holds anything but references; else as `flatweights.average`.
+        TypeError: If ``refs`` holds anything but references; if ``weights`` are given for a
+            ``rule`` that has none; else as `flatweights.average`.
         ValueError: If there is no reference, or ``min_results``, ``max_inflight`` or
             ``timeout`` are out of range; else as `flatweights.average`. Weights that are
             given as numbers are checked before any result is waited for. Only after
@@ -96,6 +104,7 @@ def average(
         min_results=min_results,
         nonfinite=nonfinite,
         max_inflight=max_inflight,
+        rule=rule,
     )
     arrivals = Arrivals(Deadline.after(request.timeout), answers)
     result = DriverAverage(arrivals, request, out).run()
@@ -160,19 +169,22 @@ class DriverAverage:
         self._extras: dict[int, Any] = {}
         self._nbytes: dict[int, int] = {}
         self._seconds = 0.0
+        self._left_out: list[int] = []  # by the rule
+        self._scores: dict[int, float] = {}
 
     def run(self) -> Round:
         """Wait, average, and let go of all values, in an error too."""
         with LettingGo(self, self._arrivals):
             # "skip" may leave too few, which is known only after the pass that writes ``out``.
             skips = self._request.nonfinite == "skip" and self._out is not None
-            at_once = self._may_hold_all() and not skips
+            at_once = self._request.rule is not None or (self._may_hold_all() and not skips)
             mean = self._finish(self._at_once() if at_once else self._streamed())
             return Round(
                 sealed(mean) if self._out is None else mean,
                 self._used,
                 failed=dict(sorted(self._arrivals.failed.items())),
-                quarantined=sorted(self._arrivals.quarantined),
+                quarantined=sorted({*self._arrivals.quarantined, *self._left_out}),
+                scores=self._scores,
                 late=self._arrivals.late,
                 extras={rank: self._extras[rank] for rank in self._used if rank in self._extras},
                 seconds={"wait": self._arrivals.seconds_waited, "average": self._seconds},
@@ -196,7 +208,8 @@ class DriverAverage:
         mean = self._mean_in_place()
         if mean is not None:
             return mean
-        if not self._may_hold_all():  # large results came through the store after all
+        # Large results may have come through the store after all.
+        if not self._may_hold_all() and self._request.rule is None:
             return self._streamed()
         run = next(self._runs(to_the_end=True, most=len(self._order)), {})
         models, weights = self._read_run(run)
@@ -205,13 +218,16 @@ class DriverAverage:
         begin = time.monotonic()
         ranks = self._used
         try:
-            mean, used = average_used(
-                models,
-                weights,
-                out=self._out,
-                nonfinite=self._request.nonfinite,
-                names=[f"rank {rank}" for rank in ranks],
-            )
+            if self._request.rule is None:
+                mean, used = average_used(
+                    models,
+                    weights,
+                    out=self._out,
+                    nonfinite=self._request.nonfinite,
+                    names=[f"rank {rank}" for rank in ranks],
+                )
+            else:
+                mean, used = self._apply(self._request.rule, models, weights)
         except ValueError:
             if self._request.nonfinite == "skip":
                 self._arrivals.quarantine(self._find_spoiled(ranks, models))
@@ -221,8 +237,29 @@ class DriverAverage:
             self._arrivals.quarantine(self._find_spoiled(ranks, models))
             self._check()
             self._used = [ranks[k] for k in used]
+        self._used = [rank for rank in self._used if rank not in self._left_out]
         self._seconds += time.monotonic() - begin
         return mean
+
+    def _apply(self, rule: Rule, models: list[Any], weights: list[float]) -> tuple[Any, list[int]]:
+        """Return what ``rule`` makes of the models, and which of them it did not find spoiled."""
+        ranks, nonfinite = self._used, self._request.nonfinite
+        outcome = rule.apply(
+            models,
+            weights if rule.takes_weights else None,
+            out=self._out,
+            nonfinite=nonfinite,
+            names=[f"rank {rank}" for rank in ranks],
+        )
+        rest = [k for k in range(len(ranks)) if k not in set(outcome.used)]
+        spoiled: set[int] = set()
+        if nonfinite == "skip":
+            spoiled = {*self._find_spoiled([ranks[k] for k in rest], [models[k] for k in rest])}
+        self._left_out = [ranks[k] for k in rest if ranks[k] not in spoiled]
+        if outcome.scores is not None:
+            scores = zip(ranks, outcome.scores, strict=True)
+            self._scores = {rank: score for rank, score in scores if rank not in spoiled}
+        return outcome.weights, [k for k, rank in enumerate(ranks) if rank not in spoiled]
 
     def _mean_in_place(self) -> FlatWeights | None:
         """Return the mean, read-only, of weights of one layout that all lie in windows.
@@ -233,7 +270,7 @@ class DriverAverage:
             None for anything else, and for NaN and infinity unless they are to be averaged.
         """
         request = self._request
-        if self._out is not None or callable(request.weights):
+        if self._out is not None or callable(request.weights) or request.rule is not None:
             return None
         ranks = sorted(self._arrivals.arrived)
         models = [model for rank in ranks if (model := self._arrivals.answers[rank].packed())]

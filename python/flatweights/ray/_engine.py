@@ -15,7 +15,9 @@ from flatweights.ray._calls import Answer, wait_any
 from flatweights.ray._errors import WorkerError, late_error
 from flatweights.ray._report import METRICS
 from flatweights.ray._store import FULL, too_small
+from flatweights.robust._rules import Rule, as_rule
 
+AnyRule = Rule | Callable[[list[Any]], Any]
 Weights = Iterable[float] | Callable[[Any], float] | None
 
 
@@ -29,6 +31,7 @@ class Request:
         min_results: How many ranks make an average; all that are called, if None.
         nonfinite: What to do about NaN and infinity.
         max_inflight: How many results are mapped at once.
+        rule: What takes the place of the mean, if anything.
     """
 
     weights: tuple[float, ...] | Callable[[Any], float]
@@ -36,6 +39,7 @@ class Request:
     min_results: int | None
     nonfinite: Nonfinite
     max_inflight: int
+    rule: Rule | None = None
 
     @classmethod
     def of(
@@ -47,6 +51,7 @@ class Request:
         min_results: int | None,
         nonfinite: Nonfinite,
         max_inflight: int,
+        rule: AnyRule | None = None,
     ) -> "Request":
         """Check the arguments of an average over so many ``ranks``.
 
@@ -55,12 +60,16 @@ class Request:
             TypeError: If one should be a number and is none.
         """
         check_nonfinite(nonfinite)
+        checked = None if rule is None else as_rule(rule)
+        if checked is not None and weights is not None and not checked.takes_weights:
+            raise TypeError(f"weights: {checked.name} has none, all ranks count alike")
         return cls(
             weights if callable(weights) else tuple(read_weights(weights, ranks)),
             check_timeout(timeout),
             None if min_results is None else check_count(min_results, "min_results", ranks),
             nonfinite,
             check_count(max_inflight, "max_inflight"),
+            checked,
         )
 
     def weight_of(self, rank: int, result: Any) -> float:

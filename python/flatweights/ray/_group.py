@@ -15,7 +15,15 @@ import ray
 from flatweights._average import Nonfinite
 from flatweights.ray._calls import BY_VALUE, Call, argument_of
 from flatweights.ray._driver import DriverAverage
-from flatweights.ray._engine import Arrivals, Deadline, Request, Weights, check_count, check_timeout
+from flatweights.ray._engine import (
+    AnyRule,
+    Arrivals,
+    Deadline,
+    Request,
+    Weights,
+    check_count,
+    check_timeout,
+)
 from flatweights.ray._errors import WorkerError, is_lost
 from flatweights.ray._report import report, rounds_bar
 from flatweights.ray._roster import Roster, note_seconds
@@ -208,6 +216,7 @@ class WorkerGroup:
         nonfinite: Nonfinite = "raise",
         travels: Travels = "weights",
         sharded: ShardedAverage | None = None,
+        rule: AnyRule | None = None,
         **kwargs: Any,
     ) -> Round:
         """Call ``method`` of all healthy workers and average what they return.
@@ -243,6 +252,8 @@ class WorkerGroup:
             sharded: Averages without the driver, and gives a `ShardedRound`. Workers then cut their
                 results into shards, unless nodes add up first. It cannot be combined with ``out``
                 or a ``wire_dtype``.
+            rule: What takes the place of the mean; see `flatweights.ray.average`. It cannot be
+                combined with ``sharded``.
             **kwargs: Keyword arguments of the method.
 
         Raises:
@@ -253,7 +264,12 @@ class WorkerGroup:
         """
         _check_method(method)
         request = self._request(
-            weights, sharded, timeout=timeout, min_results=min_results, nonfinite=nonfinite
+            weights,
+            sharded,
+            timeout=timeout,
+            min_results=min_results,
+            nonfinite=nonfinite,
+            rule=rule,
         )
         result = self._average(method, args, kwargs, request, broadcast, out, travels, sharded)
         report(result, already_named=self.unhealthy)
@@ -262,6 +278,8 @@ class WorkerGroup:
     def _request(self, weights: Weights, sharded: ShardedAverage | None, **options: Any) -> Request:
         """Return the checked arguments of a round, for all ranks of the group."""
         if sharded is not None:
+            if options.pop("rule") is not None:
+                raise ValueError("rule: expected no sharded= with it: a rule needs all results")
             return sharded.request(len(self._roster), weights, **options)
         return Request.of(len(self._roster), weights, max_inflight=self._max_inflight, **options)
 
@@ -374,6 +392,7 @@ class WorkerGroup:
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
         sharded: ShardedAverage | None = None,
+        rule: AnyRule | None = None,
         progress: bool = False,
         **kwargs: Any,
     ) -> Iterator[Round]:
@@ -393,6 +412,7 @@ class WorkerGroup:
             min_results: How many ranks make an average.
             nonfinite: What to do about NaN and infinity.
             sharded: See `average`; workers fetch the shards, and no whole buffer is in the driver.
+            rule: See `average`.
             progress: Show a progress bar, and the ranks that the last average is not of, if
                 the standard output is a terminal or a notebook (needs ``rich``).
             **kwargs: Keyword arguments of the method.
@@ -406,7 +426,12 @@ class WorkerGroup:
             raise TypeError(f"rounds: expected an integer, got {rounds!r}") from None
         _check_method(method)
         request = self._request(
-            weights, sharded, timeout=timeout, min_results=min_results, nonfinite=nonfinite
+            weights,
+            sharded,
+            timeout=timeout,
+            min_results=min_results,
+            nonfinite=nonfinite,
+            rule=rule,
         )
         average = functools.partial(self._average, method, args, kwargs, request, sharded=sharded)
         return self._rounds(rounds, average, request.timeout, progress)

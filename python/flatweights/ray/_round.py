@@ -27,7 +27,10 @@ class Round:
         used: The ranks that it was taken over, in the order in which they were added.
         failed: By rank, what its worker raised, or the error about NaN and infinity for which
             ``nonfinite="skip"`` left it out.
-        quarantined: Those of the failed ranks that ``nonfinite="skip"`` left out.
+        quarantined: Those of the failed ranks that ``nonfinite="skip"`` left out; and the ranks
+            that a ``rule`` left out, which have not failed.
+        scores: By rank, what a ``rule`` selected or weighed the ranks by; none for the mean and
+            for rules by coordinate.
         late: The ranks that had not answered when the time was up.
         extras: By rank, what the workers of the used ranks returned beside their weights.
         seconds: How long it took: ``"wait"`` for results, ``"average"`` to add them up,
@@ -54,6 +57,7 @@ class Round:
         nbytes_sent: int = 0,
         quarantined: Sequence[int] = (),
         number: int | None = None,
+        scores: Mapping[int, float] | None = None,
     ) -> None:
         """Take the values of the attributes."""
         self._weights = weights
@@ -66,6 +70,7 @@ class Round:
         self.nbytes_sent = nbytes_sent
         self.quarantined = tuple(quarantined)
         self.number = number
+        self.scores = dict(scores or {})
         self.ways: dict[int, str] = {}
         self._ref: Any = None
         self._session: tuple[str, str] | None = None  # of Ray, in which it was put
@@ -112,7 +117,8 @@ class Round:
         Returns:
             ``round``, its number or None; ``used``, ``late`` and ``quarantined``, lists of
             ranks; ``failed``, by rank the reason in one line; ``seconds`` by step;
-            ``bytes``, those read as ``in`` and those sent as ``out``; ``ways``, by rank.
+            ``bytes``, those read as ``in`` and those sent as ``out``; ``ways`` and ``scores``,
+            by rank.
         """
         return {
             "round": self.number,
@@ -123,6 +129,7 @@ class Round:
             "seconds": dict(self.seconds),
             "bytes": {"in": self.nbytes, "out": self.nbytes_sent},
             "ways": {str(rank): way for rank, way in self.ways.items()},
+            "scores": {str(rank): score for rank, score in self.scores.items()},
         }
 
     @property
@@ -149,6 +156,7 @@ class Round:
         cells["failed"] = "; ".join(f"rank {k}: {why}" for k, why in cells["failed"].items())
         cells["seconds"] = ", ".join(f"{k} {v:.3f}" for k, v in cells["seconds"].items())
         cells["bytes"] = ", ".join(f"{k} {v:,}" for k, v in cells["bytes"].items())
+        cells["scores"] = ", ".join(f"{k} {v:.3g}" for k, v in cells["scores"].items())
         cells["ways"] = ", ".join(f"{k} {v}" for k, v in cells["ways"].items())
         rows = [
             f"<tr><th>{name}</th><td>{html.escape(str(value))}</td></tr>"

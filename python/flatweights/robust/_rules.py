@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -41,7 +41,8 @@ class Job:
     """The sources of one call, read, and the model to write to.
 
     Attributes:
-        template: What the sources have in common.
+        models: The sources.
+        template: What they have in common.
         parts: The parts of each source.
         result: The model to write to.
         written: Its parts.
@@ -50,6 +51,7 @@ class Job:
         names: How errors name the sources, if not by number.
     """
 
+    models: list[Any]
     template: Template
     parts: list[Parts]
     result: Any
@@ -77,7 +79,7 @@ class Job:
         result = template.new() if out is None else out
         written = template.read_out(result)
         parts = template.read_all(models, written)
-        return cls(template, parts, result, written, factors, nonfinite, names)
+        return cls(models, template, parts, result, written, factors, nonfinite, names)
 
     @property
     def everything(self) -> list[int]:
@@ -108,6 +110,11 @@ class Rule(ABC):
     """
 
     takes_weights = False
+
+    @property
+    def name(self) -> str:
+        """How errors name it."""
+        return type(self).__name__
 
     def __call__(
         self,
@@ -150,7 +157,7 @@ class Rule(ABC):
             names: How errors name the sources, if not by number.
         """
         if weights is not None and not self.takes_weights:
-            raise TypeError(f"{type(self).__name__} has no weights: all sources count alike")
+            raise TypeError(f"{self.name} has no weights: all sources count alike")
         job = Job.read(sources, weights, out, nonfinite, names)
         used, scores = self._run(job)
         return Outcome(job.result, used, scores)
@@ -158,6 +165,43 @@ class Rule(ABC):
     @abstractmethod
     def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
         """Write the result; return the positions of the sources used, and scores."""
+
+
+class Calling(Rule):
+    """A rule that is any function from a list of models to one of their kind."""
+
+    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+        """Take the function."""
+        self._function = function
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return getattr(self._function, "__name__", repr(self._function))
+
+    def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
+        used = job.everything if job.nonfinite == "propagate" else job.finite()
+        # A copy: the function may return one of its sources, or keep what it returns.
+        made = self._function([job.models[k] for k in used])
+        job.template.match(made, "the result of the rule")
+        _core.move_parts(job.written, job.template.read(made, "the result of the rule"))
+        return used, None
+
+
+def as_rule(rule: Rule | Callable[[list[Any]], Any]) -> Rule:
+    """Return ``rule``, or a `Rule` that calls it.
+
+    Raises:
+        TypeError: If it cannot be called.
+    """
+    if isinstance(rule, Rule):
+        return rule
+    if isinstance(rule, type) or not callable(rule):
+        raise TypeError(
+            f"rule: expected a value such as flatweights.robust.Median(), or a function of a list "
+            f"of models, got {rule!r}"
+        )
+    return Calling(rule)
 
 
 class CoordinateRule(Rule):

@@ -51,7 +51,7 @@ def distances(sources: Iterable[Any]) -> Distances:
     if not models:
         raise ValueError("expected at least one source, got none")
     template = Template.of(models[0])
-    return _core.distances(template.layout.core, template.packed, template.read_all(models))
+    return _core.distances(template.layout.core, template.packed, template.read_all(models, []))
 
 
 def krum_scores(squares: Distances, byzantine: int) -> list[float]:
