@@ -118,5 +118,7 @@ def _serve(meeting: Meeting, running: list[bytes], handle: Any) -> None:
 def _watch(meeting: Meeting, token: bytes, stays: Any) -> None:
     try:
         ray.get(stays)
+    except ray.exceptions.OwnerDiedError:
+        meeting.tell(functools.partial(meeting.lose, token, "it or its node has died"))
     except Exception as error:
         meeting.tell(functools.partial(meeting.lose, token, reason_in_a_line(error)))
