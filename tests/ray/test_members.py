@@ -16,6 +16,7 @@ import ray
 import reference
 
 import flatweights as fw
+from flatweights import robust
 from flatweights.ray import Member, MemberDiedError, MemberError, WorkerError, _failpoints, join
 
 N = 3
@@ -332,6 +333,32 @@ def test_nan_is_named_by_its_rank_and_slot(puppets: Puppets) -> None:
     for record in all_of(met, diverged, "skip"):
         assert record["used"] == [0, 2]
         assert record["quarantined"] == [1]
+
+
+def test_a_rule_takes_the_place_of_the_mean(puppets: Puppets) -> None:
+    def hostile(member: Member, rule: Any) -> Any:
+        model = model_of(member.rank)
+        if member.rank == 1:
+            model["kernel"] *= -1000
+        result = member.average(model, rule=rule)
+        return result.weights, result.record()
+
+    models = [model_of(rank) for rank in range(N)]
+    models[1]["kernel"] *= -1000
+    met = puppets.meet()
+    for weights, record in all_of(met, hostile, robust.Median()):
+        assert record["used"] == [0, 1, 2]
+        assert same_bits(weights, robust.median(models))
+    for weights, _ in all_of(met, hostile, lambda given: given[2]):
+        assert same_bits(weights, models[2])
+
+    def different(member: Member) -> None:
+        hostile(member, robust.Median() if member.rank else robust.TrimmedMean(1))
+
+    for error in errors_of(met, different):
+        assert isinstance(error, ValueError)
+        assert "rank 0: average(layout" in str(error)
+        assert "rule=TrimmedMean" in str(error)
 
 
 def test_the_death_of_the_host_is_an_error_in_all_members(puppets: Puppets) -> None:

@@ -29,6 +29,7 @@ class Ask(NamedTuple):
         timeout: Seconds that others may be later than the first member.
         min_results: How many ranks make an average; all that have joined and not left, if None.
         nonfinite: What to do about NaN and infinity.
+        rule: What takes the place of the mean, pickled, and how errors and comparisons name it.
     """
 
     operation: Operation
@@ -38,6 +39,12 @@ class Ask(NamedTuple):
     timeout: float | None = None
     min_results: int | None = None
     nonfinite: Nonfinite = "raise"
+    rule: tuple[str, bytes] | None = None
+
+    @property
+    def rule_name(self) -> str | None:
+        """The name of the rule, with its arguments."""
+        return None if self.rule is None else self.rule[0]
 
     def is_served_by(self, other: Ask) -> bool:
         """Whether the outcome of the call that ``other`` was part of is one for this part."""
@@ -53,6 +60,7 @@ class Ask(NamedTuple):
             self.is_served_by(other)
             and self.min_results == other.min_results
             and self.nonfinite == other.nonfinite
+            and self.rule_name == other.rule_name
         )
 
     def __str__(self) -> str:
@@ -61,6 +69,7 @@ class Ask(NamedTuple):
         options += [] if self.root is None else [f"root={self.root}"]
         options += [] if self.min_results is None else [f"min_results={self.min_results}"]
         options += [] if self.nonfinite == "raise" else [f"nonfinite={self.nonfinite!r}"]
+        options += [] if self.rule is None else [f"rule={self.rule_name}"]
         return f"{self.operation}({', '.join(options)})"
 
 

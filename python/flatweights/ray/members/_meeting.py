@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import pickle
 import threading
 import time
 from collections import deque
@@ -37,6 +38,7 @@ from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import IN_BAND, Message, make_message
 from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome
 from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer
+from flatweights.robust._rules import Rule
 
 _GRACE = 5.0  # seconds in which the process that had a rank may be seen to have ended
 _KEPT = 8  # kinds of call of which the last outcome is kept, for members that are late
@@ -282,7 +284,7 @@ class Meeting:
                 }
             else:
                 weights, fields = self._average(asks, arrivals)
-        except (ValueError, TypeError, WorkerError, MemoryError) as raised:
+        except Exception as raised:  # all members raise it; a rule may raise anything
             error = raised.with_traceback(None)
             error.__context__ = error.__cause__ = None
         finally:
@@ -328,6 +330,7 @@ class Meeting:
             min_results=first.min_results,  # else all in `arrivals`, dead and late ones too
             nonfinite=first.nonfinite,
             max_inflight=self._size,
+            rule=None if first.rule is None else _rule_of(first.rule[1]),
         )
         arrivals.check(request)
         assert first.digest is not None
@@ -341,6 +344,8 @@ class Meeting:
             "seconds": result.seconds,
             "nbytes": result.nbytes,
         }
+        if result.scores:
+            fields["scores"] = result.scores
         mean: FlatWeights = result.weights
         return mean, fields
 
@@ -485,6 +490,12 @@ class Meeting:
         seat = self._seat_of(token)
         if seat is not None and seat.is_present:
             self._lose(seat, f"{seat.who}: {why}")
+
+
+@functools.lru_cache(maxsize=16)
+def _rule_of(pickled: bytes) -> Rule:
+    rule: Rule = pickle.loads(pickled)
+    return rule
 
 
 def _named(ranks: Sequence[int]) -> str:

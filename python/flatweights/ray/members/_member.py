@@ -28,8 +28,10 @@ from flatweights.ray.lanes._member import HostDiedError
 from flatweights.ray.members._asks import Ask, MemberError, Outcome
 from flatweights.ray.members._links import Link, enter
 from flatweights.ray.members._train import train_worker
+from flatweights.robust._rules import Rule, as_rule
 
 if TYPE_CHECKING:
+    from flatweights.ray._engine import AnyRule
     from flatweights.tensorflow import TensorFlowVariables
 
 Model = TypeVar("Model")
@@ -157,6 +159,7 @@ class Member:
         timeout: float | None = None,
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
+        rule: AnyRule | None = None,
     ) -> Round:
         """Average ``weights`` with those of the other members.
 
@@ -173,6 +176,8 @@ class Member:
             min_results: How many ranks make an average; all that have joined and not left, if None.
                 The same in all members, as is ``nonfinite``.
             nonfinite: What to do about NaN and infinity; see `flatweights.average`.
+            rule: What takes the place of the mean, such as ``flatweights.robust.Median()``; the
+                same in all members. A function is run in the host, on a list of `FlatWeights`.
 
         Returns:
             A `Round`, whose ``weights`` are of the kind given. They are the same in all members.
@@ -188,7 +193,7 @@ class Member:
         parts = template.read(weights, "weights")
         targets = None if out is None else _targets(template, out)
         layout = template.layout
-        ask = self._ask(layout, weight, timeout, min_results, nonfinite)
+        ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule)
         with self._call() as link:
             buffer = link.new_buffer(layout)
             _core.move_parts([buffer] if template.packed else layout.packed_views(buffer), parts)
@@ -203,6 +208,7 @@ class Member:
         timeout: float | None = None,
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
+        rule: AnyRule | None = None,
     ) -> Round:
         """Average ``variables`` with those of the other members, in place.
 
@@ -215,6 +221,7 @@ class Member:
             timeout: See `average`.
             min_results: See `average`.
             nonfinite: See `average`.
+            rule: See `average`.
 
         Returns:
             A `Round`, whose ``weights`` are None.
@@ -224,7 +231,7 @@ class Member:
         """
         layout = variables.layout
         check_flat_weights(layout, "variables")
-        ask = self._ask(layout, weight, timeout, min_results, nonfinite)
+        ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule)
         with self._call() as link:
             link.offer(layout.nbytes)
             try:
@@ -340,9 +347,13 @@ class Member:
         min_results: int | None,
         nonfinite: Nonfinite,
         root: int | None = None,
+        rule: AnyRule | None = None,
     ) -> Ask:
         """Return the ask, its values checked."""
         check_nonfinite(nonfinite)
+        checked = None if rule is None else as_rule(rule)
+        if checked is not None and weight != 1.0 and not checked.takes_weights:
+            raise TypeError(f"weight: {checked.name} has none, all ranks count alike")
         if min_results is not None:
             min_results = check_count(min_results, "min_results", self.size)
         if root is not None:
@@ -355,6 +366,7 @@ class Member:
             check_timeout(timeout),
             min_results,
             nonfinite,
+            None if checked is None else (_name_of(checked), ray.cloudpickle.dumps(checked)),
         )
 
     @contextlib.contextmanager
@@ -403,6 +415,11 @@ def _close(link: Link, process: int) -> None:
     """Close ``link``, unless this is a fork of its process."""
     if process == os.getpid():
         link.close()
+
+
+def _name_of(rule: Rule) -> str:
+    """Return what two rules have in common that do the same."""
+    return rule.name if type(rule).__repr__ is object.__repr__ else repr(rule)
 
 
 def _check_thread() -> None:
