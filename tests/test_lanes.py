@@ -228,6 +228,13 @@ def test_a_window_that_is_held_is_not_written() -> None:
     assert are_two(windows)
 
 
+def test_models_of_two_sizes_take_turns_without_new_windows() -> None:
+    windows = Windows(8, lambda index: 0)
+    small, large = memoryview(b"s" * 3_000), memoryview(b"l" * 300_000)
+    files = [windows.copy_in([buffer]) for _ in range(5) for buffer in (small, large)]
+    assert len({places[0][:2] for places in files if places is not None}) == 2
+
+
 # Lanes
 
 

@@ -123,9 +123,12 @@ class Windows:
             # One that is much too large was made for another model.
             if nbytes <= self._windows[index].nbytes <= 4 * nbytes + 4096:
                 return index
-        if not free and len(self._windows) >= self._most:
+        is_full = len(self._windows) >= self._most
+        if not free and is_full:
             return None
-        if free:  # its memory is given back before more is taken
+        # One may be of another size: models of two sizes, such as weights and logs, take turns.
+        is_replaced = len(free) > 1 or (bool(free) and is_full)
+        if is_replaced:  # its memory is given back before more is taken
             index = free[0]
             self._windows[index] = _core.Window(0)
             self._generations[index] += 1
@@ -137,7 +140,7 @@ class Windows:
                 self._warned = True
                 _log.warning("flatweights: no window, so weights go through Ray: %s", error)
             return None
-        if free:
+        if is_replaced:
             self._windows[index] = made
             return index
         self._windows.append(made)
