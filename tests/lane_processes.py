@@ -44,7 +44,7 @@ class Model:
 
     def get_and_keep(self, value: float) -> fw.FlatWeights:
         self.kept = self.get(value)
-        return self.kept
+        return self.kept  # type: ignore[no-any-return]
 
     def change_kept(self) -> None:
         self.kept["w"] += 1000.0

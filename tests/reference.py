@@ -288,7 +288,7 @@ def run_python(code: str, env: Mapping[str, str] | None = None) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -52,7 +52,7 @@ def frozen(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def protected(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return a copy in pages that nobody can write to."""
     with tempfile.TemporaryFile() as file:
-        file.write(values)
+        file.write(values)  # type: ignore[arg-type]
         file.flush()
         pages = mmap.mmap(file.fileno(), values.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
     return np.frombuffer(pages, np.uint8)
@@ -329,7 +329,7 @@ def _is_one_of_several(mode: str, seed: int, source: NDArray[np.uint8], result: 
         runner = _Runner(mode, seed)
         for _ in range(10):
             runner.weights.set_weights(FlatWeights.wrap(source.copy(), runner.weights.layout))
-            copies = [_bytes(x) for x in runner.step()]
+            copies = [_bytes(x) for x in runner.step()]  # type: ignore[no-untyped-call]
             if (copies, runner.weights.get_weights().buffer.tobytes()) == result:
                 return True
     return False
@@ -352,7 +352,7 @@ def run_program(mode: str, seed: int, memory: Memory) -> list[str]:
             may_copy = is_sparse(seed) and turn > 0
             if k and weights.unbound == {} and not (may_copy or all(weights.shared.values())):
                 wrong.append(f"{mode} {seed}: not shared: {weights.shared}")
-            outcome = runner.step()
+            outcome = runner.step()  # type: ignore[no-untyped-call]
             # What was returned earlier may refer to memory that no variable has any more.
             later = [] if mode == "session" else [x + tf.ones_like(x) for x in held[k]]
             held[k] = [] if mode == "session" else list(outcome)

@@ -44,7 +44,7 @@ def test_every_number_has_the_bits_of_the_formula(
         ours = [Guarded(x, weights.itemsize) for x in (weights, first, second)]
         held = ours[1].array if with_first else None
         arrays = ours[0].array, held, ours[2].array, average, ours[0].array
-        _core.adapt_(kind, *arrays, **RATES)
+        _core.adapt_(kind, *arrays, **RATES)  # type: ignore[arg-type]
         step(kind, weights, first if with_first else None, second, average, weights.copy())
         assert same_bits(ours[0].array, weights)
         assert same_bits(ours[1].array, first)
@@ -88,10 +88,10 @@ def test_what_is_not_as_it_should_be_changes_nothing(case: str) -> None:
     change, error, match = BAD[case]
     names = ("weights", "first", "second", "average", "before")
     given: dict[str, Any] = {name: np.ones(9, np.float32) for name in names}
-    given = {"kind": "sum", **given, **change}
+    given = {"kind": "sum", **given, **change}  # type: ignore[dict-item]
     arrays = [value for value in given.values() if isinstance(value, np.ndarray)]
     with refuses(error, match, *arrays):
-        _core.adapt_(**given, **RATES)
+        _core.adapt_(**given, **RATES)  # type: ignore[arg-type]
 
 
 def test_averages_that_are_not_aligned_are_read(rng: np.random.Generator) -> None:

@@ -172,4 +172,4 @@ def test_a_forked_child_can_use_the_pool() -> None:
         "    os._exit(0 if ok else 1)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ), timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ), timeout=300)

@@ -198,7 +198,7 @@ def test_reader_that_left_is_no_traceback() -> None:
         shell=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert run.stderr == ""

@@ -77,7 +77,7 @@ def test_advantages_are_sums_of_errors(rng: np.random.Generator) -> None:
                 expected[begin, column] += (DISCOUNT * decay) ** (t - begin) * error
                 if over[t, column]:
                     break
-    rollout = Rollout(None, None, rewards, failed, over, None, [])
+    rollout = Rollout(None, None, rewards, failed, over, None, [])  # type: ignore[arg-type]
     advantages = rollout.advantages(values, decay)
     np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-5)
 

@@ -435,7 +435,8 @@ def test_weights_of_the_layout_that_came_last_are_a_buffer_alone(one: Driver) ->
     assert kinds == [VALUE, WEIGHTS, WEIGHTS]
     # Other results are messages as before, and change nothing of what is known.
     kinds = [
-        one.answers(method, *args)[0].kind for method, *args in (["get_dict"], ["get_with", 1])
+        one.answers(method, *args)[0].kind  # type: ignore[arg-type]
+        for method, *args in (["get_dict"], ["get_with", 1])
     ]
     assert kinds == [VALUE, VALUE]
     assert one.answers("get")[0].kind == WEIGHTS

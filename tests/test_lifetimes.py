@@ -38,7 +38,7 @@ def test_views_keep_flat_alive() -> None:
     del flat
     gc.collect()
     assert alive() is not None
-    last = views.pop()
+    last = views.pop()  # type: ignore[call-overload]
     del views
     gc.collect()
     assert last.tolist() == [4, 5, 6]
@@ -50,7 +50,7 @@ def test_views_keep_flat_alive() -> None:
 def test_views_keep_a_result_of_flatten_alive() -> None:
     for _ in range(20):
         flat = fw.flatten([np.full(1000, 7.0), np.full(24, 8.0)])
-        view = fw.unflatten(flat, Layout.of([np.zeros(1000), np.zeros(24)]))[1]
+        view = fw.unflatten(flat, Layout.of([np.zeros(1000), np.zeros(24)]))[1]  # type: ignore[index]
         del flat
         gc.collect()
         np.zeros(1024).fill(-1)  # memory that was freed would be used again

@@ -46,7 +46,7 @@ warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
 def forked(call):
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
+        signal.alarm(120)
         code = 1
         try:
             code = 0 if call() else 2
@@ -123,7 +123,7 @@ print(failure)
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert "ImportError" in done.stdout, done.stderr
     assert "cannot be imported into a sub-interpreter" in done.stdout

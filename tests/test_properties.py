@@ -60,7 +60,7 @@ def parts_of(model: Any) -> list[np.ndarray]:
 
 
 def in_c_order(array: np.ndarray) -> np.ndarray:
-    return array.copy(order="C")
+    return array.copy(order="C")  # type: ignore[no-any-return]
 
 
 @given(models_of_one_dtype())
@@ -157,7 +157,7 @@ odd_values = json_values | st.sampled_from(
 def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The paths to everything in a JSON value."""
     found = [path] if path else []
-    items = {dict: dict.items, list: enumerate}.get(type(value), lambda _: ())(value)
+    items = {dict: dict.items, list: enumerate}.get(type(value), lambda _: ())(value)  # type: ignore[call-overload]
     for key, inner in items:
         found += places_in(inner, (*path, key))
     return found

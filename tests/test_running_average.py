@@ -95,7 +95,7 @@ def test_nan_and_infinity_are_those_of_average() -> None:
         np.array([1, 1, -np.inf, 1, 1.7e308]),
     ]
     for weights in ([1, 1], [0, 1], [1, 0]):
-        np.testing.assert_array_equal(summed(sources, weights).mean(), fw.average(sources, weights))
+        np.testing.assert_array_equal(summed(sources, weights).mean(), fw.average(sources, weights))  # type: ignore[arg-type]
 
 
 def test_sources_are_not_kept(rng: np.random.Generator) -> None:
@@ -202,7 +202,7 @@ def test_merging_in_the_same_order_gives_the_same_bits(rng: np.random.Generator)
         total = RunningAverage()
         for pair in (models[:2], models[2:4], models[4:]):
             total.merge(summed(pair, [0.3, 0.9]))
-        return total.mean()
+        return total.mean()  # type: ignore[no-any-return]
 
     assert same_bits(merged(), merged())
 
@@ -240,7 +240,7 @@ def test_an_interrupted_call_has_added_all_or_nothing(call: str, begun: bool) ->
 
 
 def travelled(running: RunningAverage, protocol: int = 5) -> RunningAverage:
-    return pickle.loads(pickle.dumps(running, protocol=protocol))
+    return pickle.loads(pickle.dumps(running, protocol=protocol))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
@@ -328,7 +328,7 @@ def test_a_sum_that_arrives_misaligned_is_copied() -> None:
     data = pickle.dumps(summed([np.ones(3)]), protocol=5, buffer_callback=buffers.append)
     room = np.zeros(100, np.uint8)
     skewed = room[1 : 1 + buffers[0].raw().nbytes]
-    skewed[...] = np.frombuffer(buffers[0], np.uint8)
+    skewed[...] = np.frombuffer(buffers[0], np.uint8)  # type: ignore[call-overload]
     assert pickle.loads(data, buffers=[skewed]).mean().tolist() == [1, 1, 1]
 
 
@@ -458,7 +458,7 @@ BAD_OUT = {
 def test_a_bad_out_is_refused(case: str) -> None:
     error, match, bad = BAD_OUT[case]
     running = summed([{"a": np.ones(3), "b": np.ones(2), "n": np.array([1, 2])}])
-    out = {"a": np.zeros(3), "b": np.zeros(2), "n": np.zeros(2, int)} | bad
+    out = {"a": np.zeros(3), "b": np.zeros(2), "n": np.zeros(2, int)} | bad  # type: ignore[operator]
     with refuses(error, match, *(np.asarray(part) for part in out.values())):
         running.mean(out=out)
 

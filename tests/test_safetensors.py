@@ -89,7 +89,7 @@ def weights(rng: np.random.Generator) -> FlatWeights:
 def header_of(path: Path) -> dict[str, Any]:
     content = path.read_bytes()
     (size,) = struct.unpack("<Q", content[:8])
-    return json.loads(content[8 : 8 + size])
+    return json.loads(content[8 : 8 + size])  # type: ignore[no-any-return]
 
 
 def with_header(path: Path, header: dict[str, Any], padding: int = 0) -> None:
@@ -645,7 +645,7 @@ FlatWeights({"w": np.ones(9)}).save(sys.argv[1])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_process_killed_before_the_end_leaves_the_old_file(path: Path, stage: str) -> None:
     command = [sys.executable, "-c", KILLED_IN, path, stage]
-    done = subprocess.run(command, check=False, env=clean_environment())
+    done = subprocess.run(command, check=False, env=clean_environment())  # type: ignore[arg-type]
     assert done.returncode == -signal.SIGKILL
     assert FlatWeights.load(path)["w"].tolist() == [0, 0, 0]
     assert len(listing(path.parent)) == 2  # what was not finished is left
@@ -672,7 +672,7 @@ def test_any_number_of_threads_may_save_and_load_one_file(path: Path) -> None:
         try:
             function(*args)
         except BaseException as error:
-            failures.append(error)
+            failures.append(error)  # type: ignore[arg-type]
 
     threads = [threading.Thread(target=run, args=(save, float(i))) for i in range(3)]
     threads += [threading.Thread(target=run, args=(load,)) for _ in range(3)]

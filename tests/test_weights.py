@@ -274,7 +274,7 @@ BAD_VALUES: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "no name": (
         TypeError,
         "fixed and 3 is not one of them; dict.weights. is a plain dict",
-        {3: 1.0},
+        {3: 1.0},  # type: ignore[dict-item]
     ),
     "shape": (
         ValueError,
@@ -472,7 +472,7 @@ BAD_PARTS = {
 def test_bad_parts_are_refused(case: str) -> None:
     error, match, bad = BAD_PARTS[case]
     with pytest.raises(error, match=match):
-        FlatWeights(bad)
+        FlatWeights(bad)  # type: ignore[arg-type]
 
 
 def test_layout_and_buffer_cannot_be_replaced(parts: Any) -> None:

@@ -47,7 +47,7 @@ def build_wheel(folder: Path, *options: str) -> Path:
     for old in (folder / "wheel").iterdir():
         old.unlink()
     places = ["-w", folder / "wheel", f"-Cbuild-dir={folder / 'build'}"]
-    subprocess.run([*pip, *places, *options, ROOT], check=True)
+    subprocess.run([*pip, *places, *options, ROOT], check=True)  # type: ignore[list-item]
     (wheel,) = (folder / "wheel").glob("flatweights-*.whl")
     return wheel
 
@@ -72,10 +72,15 @@ def test_the_wheel_works_without_a_compiler(tmp_path: Path) -> None:
     # What it needs comes as wheels too, so no compiler is wanted from here on.
     environment = {"PATH": str(tmp_path / "venv" / "bin"), "HOME": str(tmp_path)}
     install = [python, "-m", "pip", "install", "--only-binary=:all:", wheel]
-    subprocess.run(install, check=True)
+    subprocess.run(install, check=True)  # type: ignore[arg-type]
     smoke = [python, "-c", SMOKE]
     run = subprocess.run(
-        smoke, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        smoke,  # type: ignore[arg-type]
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == wheel.name.split("-")[1]

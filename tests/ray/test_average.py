@@ -59,13 +59,13 @@ class Gate:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[Any]:
-    return [Rank.remote() for _ in range(3)]
+    return [Rank.remote() for _ in range(3)]  # type: ignore[attr-defined]
 
 
 @pytest.fixture
 def gate() -> Iterator[Any]:
     """A gate, opened after the test so that no rank stays behind it."""
-    gate = Gate.remote()
+    gate = Gate.remote()  # type: ignore[attr-defined]
     yield gate
     ray.get(gate.open.remote())
 
@@ -257,7 +257,7 @@ def test_a_worker_that_timed_out_has_failed(ranks: list[Any], error: Exception) 
 
 
 def test_a_dead_worker_is_named(ranks: list[Any]) -> None:
-    doomed = Rank.remote()
+    doomed = Rank.remote()  # type: ignore[attr-defined]
     dying = doomed.die.remote()
     with pytest.raises(WorkerError, match=r"^rank 1: ActorDiedError: ") as caught:
         average([ranks[0].give.remote(np.zeros(2)), dying])
@@ -266,7 +266,7 @@ def test_a_dead_worker_is_named(ranks: list[Any]) -> None:
         average([doomed.give.remote(np.zeros(2)), ranks[0].give.remote(np.zeros(2))])
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
 def average_remotely(refs: list[Any]) -> Any:
     return average(refs).weights
 

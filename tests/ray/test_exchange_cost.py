@@ -142,7 +142,7 @@ def count_bytes() -> None:
         for weights in group.step("get_weights").values():
             assert same_bits(weights.buffer, start.buffer), way
         # Ray now and then fetches an object twice.
-        counted[way] = min(rounds[1:], key=lambda bytes_: sum(bytes_["in"] + bytes_["back"]))
+        counted[way] = min(rounds[1:], key=lambda bytes_: sum(bytes_["in"] + bytes_["back"]))  # type: ignore[operator]
     print(json.dumps({"nbytes": nbytes, **counted}))
     ray.shutdown()
     cluster.shutdown()
@@ -153,6 +153,7 @@ def home() -> str:
     return node
 
 
+@pytest.mark.slow
 def test_counted_bytes_are_those_of_the_model() -> None:
     counted = json.loads(output_of(count_bytes).splitlines()[-1])
     nbytes = counted.pop("nbytes")

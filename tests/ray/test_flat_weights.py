@@ -42,7 +42,7 @@ class Holder:
 
 @pytest.fixture(scope="module")
 def holder() -> Any:
-    return Holder.remote()
+    return Holder.remote()  # type: ignore[attr-defined]
 
 
 def make(size: int, seed: int = 0) -> FlatWeights:
@@ -88,7 +88,7 @@ def test_one_buffer_travels_out_of_band(weights: FlatWeights) -> None:
     buffers: list[pickle.PickleBuffer] = []
     ray.cloudpickle.dumps(weights, protocol=5, buffer_callback=buffers.append)
     assert len(buffers) == 1
-    raw = np.frombuffer(buffers[0], np.uint8)
+    raw = np.frombuffer(buffers[0], np.uint8)  # type: ignore[call-overload]
     assert np.shares_memory(raw, weights.buffer)
     assert raw.nbytes == weights.buffer.nbytes
 
@@ -120,7 +120,7 @@ def test_assigning_names_copy_and_changes_nothing(weights: FlatWeights) -> None:
         lambda: got.__ior__({"bias": np.zeros(3)}),
     ):
         with pytest.raises(ValueError, match=r"read-only .*copy\(\)"):
-            assign()
+            assign()  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match="read-only"):
         got["bias"] += 1
     assert_same(got, weights)

@@ -78,12 +78,12 @@ class GraphWorker(FlatWorker):
 def actors() -> dict[str, Any]:
     """One worker per mode, which start at the same time."""
     classes = {"eager": EagerWorker, "graph": GraphWorker}
-    return {mode: cls.remote(KERNEL, bias=BIAS) for mode, cls in classes.items()}
+    return {mode: cls.remote(KERNEL, bias=BIAS) for mode, cls in classes.items()}  # type: ignore[attr-defined]
 
 
 @pytest.fixture(params=NAMES)
 def mode(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def some_rounds(folder: str) -> None:
         records.append({})
     late = {"timeout": 0.05, "min_results": 2, "progress": True}
     with only_late():
-        for found in group.run(1, "act", {2: "hang"}, folder, **late):
+        for found in group.run(1, "act", {2: "hang"}, folder, **late):  # type: ignore[arg-type]
             records.append(found.record())
     text = scrape(ray.nodes()[0], tells_of_all)
     (Path(folder) / "seen.json").write_text(json.dumps({"records": records, "text": text}))
@@ -231,7 +231,7 @@ def test_what_was_put_by_the_driver_is_timed() -> None:
 
 
 def test_reasons_in_a_record_are_one_line(group: WorkerGroup) -> None:
-    @ray.remote(num_cpus=0)
+    @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
     def diverge() -> None:
         raise ArithmeticError("diverged\nat step 3")
 

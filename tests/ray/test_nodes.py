@@ -7,6 +7,7 @@ import json
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import ray
 from ray_cluster import LEAN
 from ray_programs import output_of
-from ray_workers import PlainWorker, merged, trained, weights_of
+from ray_workers import PlainWorker, merged, trained, wait_for, weights_of
 from reference import same_bits
 
 import flatweights as fw
@@ -87,20 +88,23 @@ def lose_nodes_of_sharded_averages(cluster: Any, home: dict[int, Any], folder: s
     kept = [actor.get_weights.remote() for actor in actors]
     ray.wait(kept, num_returns=4, fetch_local=False)
 
-    def lose(node: Any, go_on: Path) -> None:
+    def lose(node: Any, ranks: Sequence[int], where: Path) -> None:
+        for rank in ranks:
+            wait_for(where / f"{rank} trained")
         time.sleep(1)  # the others' results have been cut, or lie there to be added up
         cluster.remove_node(node, allow_graceful=False)
-        go_on.touch()  # rank 2 comes last
+        (where / "go on").touch()  # rank 2 comes last
 
     said: list[Any] = []
     for number, sharded in enumerate((by_shard, by_node)):
         group.broadcast(start)
         where = Path(folder) / str(number)
         where.mkdir()
-        thread = threading.Thread(target=lose, args=(nodes[number], where / "go on"))
+        called = group.healthy_actor_ids()
+        thread = threading.Thread(target=lose, args=(nodes[number], called, where))
         thread.start()
         lost = [1, 3][number]
-        left = tuple(rank for rank in group.healthy_actor_ids() if rank != lost)
+        left = tuple(rank for rank in called if rank != lost)
         found = group.average("act", {2: "hang"}, str(where), min_results=2, sharded=sharded)
         thread.join()
         assert found.used == left, found
@@ -129,7 +133,7 @@ def lose_nodes_of_the_drivers_average(cluster: Any, home: dict[int, Any]) -> lis
     assert group.broadcast(start) == [0, 1, 2, 3]
     # In the middle of its work.
     with tempfile.TemporaryDirectory() as folder:
-        remove = threading.Timer(1.0, lambda: cluster.remove_node(nodes[0]))
+        remove = threading.Thread(target=lose_once_it_hangs, args=(cluster, nodes[0], Path(folder)))
         remove.start()
         found = group.average("act", {1: "hang"}, folder, min_results=3)
         remove.join()
@@ -154,9 +158,14 @@ def lose_nodes_of_the_drivers_average(cluster: Any, home: dict[int, Any]) -> lis
     return [died, type(last.failed[2]).__name__]
 
 
+def lose_once_it_hangs(cluster: Any, node: Any, where: Path) -> None:
+    wait_for(where / "1 trained")
+    cluster.remove_node(node)
+
+
 @pytest.fixture(scope="module")
 def said(way: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = output_of(lose_nodes, str(tmp_path_factory.mktemp("nodes")), timeout=240)
+    out = output_of(lose_nodes, str(tmp_path_factory.mktemp("nodes")), timeout=600)
     lines: dict[str, Any] = json.loads(out.splitlines()[-1])
     return lines
 

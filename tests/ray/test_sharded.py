@@ -237,7 +237,7 @@ def test_parts_are_views_of_the_shards(by_shard: ShardedAverage, rng: np.random.
         assert np.shares_memory(parts[name], shards)
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
 def bits_of(shards: ShardedWeights) -> bytes:
     buffer: bytes = shards.get().buffer.tobytes()
     return buffer
@@ -343,7 +343,7 @@ def test_who_fails_hangs_or_dies_is_named(
     by_shard: ShardedAverage, by_node: ShardedAverage, per_node: bool
 ) -> None:
     sharded = by_node if per_node else by_shard
-    ranks = [Rank.remote() for _ in range(5)]
+    ranks = [Rank.remote() for _ in range(5)]  # type: ignore[attr-defined]
     value = np.arange(LARGE, dtype=np.float32)
     ray.get([rank.give.remote(0) for rank in ranks])
     refs = [
@@ -449,7 +449,7 @@ def test_wrong_options_are_refused(
 
 
 def test_wrong_arguments_are_refused_before_anything_is_waited_for() -> None:
-    failing = Rank.remote().hang.remote()
+    failing = Rank.remote().hang.remote()  # type: ignore[attr-defined]
     sharded = ShardedAverage(2)
     with pytest.raises(ValueError, match="at least one reference, got none"):
         sharded.average([])
@@ -462,7 +462,7 @@ def test_wrong_arguments_are_refused_before_anything_is_waited_for() -> None:
     with pytest.raises(ValueError, match="timeout: expected seconds"):
         sharded.average([failing], timeout=-1)
     with pytest.raises(ValueError, match="nonfinite: expected"):
-        sharded.average([failing], nonfinite="ignore")
+        sharded.average([failing], nonfinite="ignore")  # type: ignore[arg-type]
     assert sharded._owners == []
     sharded.shutdown()
     with pytest.raises(RuntimeError, match="was shut down"):

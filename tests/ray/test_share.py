@@ -70,7 +70,7 @@ class Inference:
 
 @pytest.fixture(scope="module")
 def actors() -> Iterator[list[Any]]:
-    made = [Inference.remote() for _ in range(ACTORS)]
+    made = [Inference.remote() for _ in range(ACTORS)]  # type: ignore[attr-defined]
     ray.get([actor.pss.remote() for actor in made])
     yield made
     for actor in made:
@@ -86,11 +86,11 @@ def source() -> tuple[Any, dict[str, str]]:
 
 
 def checksums(parts: dict[str, Any]) -> dict[str, str]:
-    return {name: hashlib.sha256(np.ascontiguousarray(a)).hexdigest() for name, a in parts.items()}
+    return {name: hashlib.sha256(np.ascontiguousarray(a)).hexdigest() for name, a in parts.items()}  # type: ignore[arg-type]
 
 
 def everyone(actors: list[Any], method: str, *args: Any) -> list[Any]:
-    return ray.get([getattr(actor, method).remote(*args) for actor in actors])
+    return ray.get([getattr(actor, method).remote(*args) for actor in actors])  # type: ignore[no-any-return]
 
 
 def test_actors_share_one_copy(actors: list[Any], source: tuple[Any, dict[str, str]]) -> None:
@@ -104,7 +104,7 @@ def test_actors_share_one_copy(actors: list[Any], source: tuple[Any, dict[str, s
 
     def copies() -> float:
         assert everyone(actors, "checksums") == [expected] * ACTORS
-        return (sum(everyone(actors, "pss")) - before) / COPY
+        return (sum(everyone(actors, "pss")) - before) / COPY  # type: ignore[no-any-return]
 
     assert everyone(actors, "build") == [{}] * ACTORS, "all variables are bound"
     everyone(actors, "set", ref, True)

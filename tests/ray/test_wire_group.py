@@ -65,7 +65,7 @@ def test_rounds_give_what_float32_gives_with_half_the_bytes(
     plain.broadcast(start)
     in_full = [(found.weights["w"].copy(), found.nbytes) for found in plain.run(20, "train")]
     plain.step("build_anew")
-    group = WorkerGroup(list(plain.actors().values()), wire_dtype=wire)
+    group = WorkerGroup(list(plain.actors().values()), wire_dtype=wire)  # type: ignore[arg-type]
     group.broadcast(start)
     for (expected, nbytes), found in zip(in_full, group.run(20, "train"), strict=True):
         assert found.weights["w"].dtype == np.float32

@@ -41,4 +41,4 @@ def build(request: pytest.FixtureRequest) -> Callable[[Mapping[str, Any]], Model
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Forces the way in which weights are moved: every test here runs on both."""
     monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", request.param)
-    return request.param
+    return request.param  # type: ignore[no-any-return]

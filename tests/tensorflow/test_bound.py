@@ -77,7 +77,7 @@ def least_growth(measure: Any, call: Any, repeats: Any, rounds: Any = 4) -> Any:
     return min(growth)
 
 
-def in_thread(call: Callable[[], object], timeout: float = 30) -> object:
+def in_thread(call: Callable[[], object], timeout: float = 120) -> object:
     """What ``call`` returns in a thread of its own, which must end in time."""
     results: list[object] = []
 
@@ -192,7 +192,7 @@ def test_updates_are_seen_and_go_on_from_what_was_set(update: Any) -> None:
         assert (v.numpy() != before).any()
         np.testing.assert_array_equal(weights.get_flat(), [*v.numpy(), 7])
         np.testing.assert_array_equal(weights.get_weights()["v"], v.numpy())
-        weights.set_flat(np.float32([*range(k, k + 6), 7]))
+        weights.set_flat(np.float32([*range(k, k + 6), 7]))  # type: ignore[arg-type]
         np.testing.assert_array_equal(v.numpy(), np.arange(k, k + 6))
 
 
@@ -201,7 +201,7 @@ def keras_training(jit_compile: Any) -> Any:
     optimizer = keras.optimizers.Adam(0.1)
     optimizer.build(variables)
 
-    @tf.function(jit_compile=jit_compile)
+    @tf.function(jit_compile=jit_compile)  # type: ignore[untyped-decorator]
     def step() -> None:
         optimizer.apply([tf.sin(v.value) for v in variables], variables)
 
@@ -539,7 +539,7 @@ def test_two_objects_of_one_variable_do_not_deadlock() -> None:
         weights.set_weights({"second": [7, 8]})
         return weights.get_weights()
 
-    assert in_thread(run)["v"].tolist() == v.numpy().tolist() == [7, 8]
+    assert in_thread(run)["v"].tolist() == v.numpy().tolist() == [7, 8]  # type: ignore[index]
 
 
 @bound_alone
@@ -608,7 +608,7 @@ for _ in range(25):
         except _core.UnreadyError:  # no variable has this id
             os._exit(0)
         os._exit(2)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     done = 0
     while not done and time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)

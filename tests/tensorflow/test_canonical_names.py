@@ -68,10 +68,10 @@ def test_layers_named_alike_are_numbered_in_order() -> None:
 
 
 def test_private_and_odd_class_names_are_counted_afresh() -> None:
-    class _MLPv2(tf_keras.layers.Dense):
+    class _MLPv2(tf_keras.layers.Dense):  # type: ignore[misc]
         pass
 
-    class _MLP2D(keras.layers.Dense):
+    class _MLP2D(keras.layers.Dense):  # type: ignore[misc]
         pass
 
     def built() -> Any:
@@ -141,7 +141,7 @@ def test_keras_3_to_tf_keras_and_back() -> None:
 def test_keras_3_to_tf_keras_by_name_where_the_order_differs() -> None:
     # tf_keras lists trained variables first; names know better.
     def built(module: Any) -> Any:
-        class Block(module.layers.Layer):
+        class Block(module.layers.Layer):  # type: ignore[misc]
             def __init__(self) -> None:
                 super().__init__()
                 self.a = module.layers.BatchNormalization()
@@ -204,7 +204,7 @@ def test_one_unknown_name_among_shuffled_ones_is_ignored_aloud() -> None:
     a, b, c = (tf.Variable([0.0], name=n) for n in "abc")
     weights = TensorFlowVariables([a, b, c])
     with pytest.warns(UserWarning, match=r"ignores 1 weights .*\['x'\]"):
-        weights.set_weights({"c": [3], "a": [1], "x": np.float32([9])})
+        weights.set_weights({"c": [3], "a": [1], "x": np.float32([9])})  # type: ignore[arg-type]
     np.testing.assert_array_equal(weights.get_flat(), [1, 0, 3])
 
 

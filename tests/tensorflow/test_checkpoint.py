@@ -160,17 +160,17 @@ def test_a_full_file_with_other_names_is_loaded_by_position(
 
 
 def test_names_are_mapped(build: Callable[..., Model], file: Path) -> None:
-    FlatWeights({"old": np.float32([1, 2]), "b": np.float32(3)}).save(file)
+    FlatWeights({"old": np.float32([1, 2]), "b": np.float32(3)}).save(file)  # type: ignore[arg-type]
     model = build({"a": np.zeros(2, np.float32), "b": np.float32(0)})
     model.weights.load(file, rename={"old": "a"}, strict=True)
-    assert_values(model, {"a": np.float32([1, 2]), "b": np.float32(3)})
+    assert_values(model, {"a": np.float32([1, 2]), "b": np.float32(3)})  # type: ignore[arg-type]
 
 
 def test_values_are_cast_as_set_weights_casts_them(build: Callable[..., Model], file: Path) -> None:
     FlatWeights({"w": np.array([1.5, 2.5]), "n": np.array(2.6)}).save(file)
     model = build({"w": np.zeros(2, np.float32), "n": np.int32(0)})
     model.weights.load(file)
-    assert_values(model, {"w": np.float32([1.5, 2.5]), "n": np.int32(3)})
+    assert_values(model, {"w": np.float32([1.5, 2.5]), "n": np.int32(3)})  # type: ignore[arg-type]
 
 
 # Files of other programs.

@@ -26,7 +26,7 @@ def sequential(units: Any = (4, 2)) -> Any:
     return keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(n) for n in units)])
 
 
-class Blocks(keras.Model):
+class Blocks(keras.Model):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.blocks = [keras.layers.Dense(3), keras.layers.Dense(3)]
@@ -116,7 +116,7 @@ def test_names_of_nested_outputs() -> None:
 
 
 def test_a_module_gives_its_attributes_and_keras_layers_within() -> None:
-    class Module(tf.Module):
+    class Module(tf.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.w = tf.Variable([1.0, 2.0])
@@ -256,7 +256,7 @@ def test_calls_within_a_tf_function_are_refused() -> None:
     weights = TensorFlowVariables(tf.Variable([1.0, 2.0], name="w"))
     for call in (weights.get_flat, lambda: weights.set_flat([3, 4]), weights.get_weights):
 
-        @tf.function(autograph=False)
+        @tf.function(autograph=False)  # type: ignore[untyped-decorator]
         def traced(call: Any = call) -> None:
             call()
 

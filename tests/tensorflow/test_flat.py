@@ -259,7 +259,7 @@ def test_a_read_sees_all_or_nothing_of_a_set(
     monkeypatch.setattr(operations, "write", slow_write)
     with ThreadPoolExecutor(1) as pool:
         writer = pool.submit(model.weights.set_flat, np.ones(200, np.float32))
-        assert half_written.wait(30)
+        assert half_written.wait(120)
         flat = model.weights.get_flat()
         was_read.set()
         writer.result()

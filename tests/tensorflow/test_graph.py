@@ -80,7 +80,7 @@ def test_a_list_of_outputs_and_input_variables(graph: Any) -> None:
 def test_none_with_input_variables(graph: Any) -> None:
     a = variable("a", 3.0)
     weights = TensorFlowVariables(None, initialized(), [a])
-    np.testing.assert_array_equal(weights.get_flat(), np.float32([3]))
+    np.testing.assert_array_equal(weights.get_flat(), np.float32([3]))  # type: ignore[arg-type]
 
 
 def test_local_variables_can_be_listed(graph: Any) -> None:

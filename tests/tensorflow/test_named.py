@@ -53,7 +53,7 @@ def test_the_averaging_comprehension_sets_a_model_with_counters(build: Any) -> N
     now = models[0].read()
     assert now["step"] == 2**40 + 1
     np.testing.assert_array_equal(now["seed"], np.rint(mean["seed"]).astype(np.uint32))
-    np.testing.assert_array_equal(now["single"], mean["single"].astype(np.float32))
+    np.testing.assert_array_equal(now["single"], mean["single"].astype(np.float32))  # type: ignore[union-attr]
 
 
 def test_weights_cross_modes() -> None:

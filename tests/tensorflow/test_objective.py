@@ -98,7 +98,7 @@ def test_the_path_is_that_of_a_loop_over_the_variables() -> None:
     theirs, their_loss = regression(tf.float32)
     variables = list(theirs.variables.values())
 
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]
     def step() -> Any:
         with tf.GradientTape() as tape:
             value = their_loss()
@@ -123,7 +123,7 @@ def test_the_path_is_that_of_a_loop_over_the_variables() -> None:
 def test_what_is_returned(dtype: Any) -> None:
     weights, loss = regression(tf.float32)
     fun = weights.value_and_gradient(loss, dtype=dtype)
-    x = np.float64([1, 2, 3, 4])
+    x = np.float64([1, 2, 3, 4])  # type: ignore[arg-type]
     value, gradient = fun(x)
     assert type(value) is float
     assert gradient.dtype == dtype
@@ -161,7 +161,7 @@ def test_a_loss_is_traced_once() -> None:
 
     fun = weights.value_and_gradient(loss)
     for k in range(50):
-        assert fun([k]) == (k * k, [2 * k])
+        assert fun([k]) == (k * k, [2 * k])  # type: ignore[comparison-overlap]
     assert len(calls) == 1
 
 
@@ -178,8 +178,8 @@ def test_a_loss_may_be_a_function_already_and_branch_on_tensors() -> None:
 
     for one in (loss, tf.function(loss), tf.function(lambda: w[0] ** 2, jit_compile=True)):
         fun = weights.value_and_gradient(one)
-        assert fun([3.0]) == (9, [6])
-    assert weights.value_and_gradient(loss)([-3.0]) == (3, [-1])
+        assert fun([3.0]) == (9, [6])  # type: ignore[comparison-overlap]
+    assert weights.value_and_gradient(loss)([-3.0]) == (3, [-1])  # type: ignore[comparison-overlap]
 
 
 def test_a_keras_model_with_an_embedding_and_what_is_not_trained() -> None:

@@ -50,7 +50,7 @@ OPTIONS = {
 
 def made(name: Any) -> Any:
     kind = CLASSES[name]
-    return kind(**OPTIONS.get(kind.__name__, {}))
+    return kind(**OPTIONS.get(kind.__name__, {}))  # type: ignore[arg-type]
 
 
 def model_of(name: Any, units: Any = 3) -> Any:
@@ -140,7 +140,7 @@ def test_training_goes_on_exactly_where_the_other_left_off(name: Any) -> None:
 
     first, second = built(), built()
     for k in range(3):
-        step(*first, numbers(8, 4) * (k + 1.0))
+        step(*first, numbers(8, 4) * (k + 1.0))  # type: ignore[call-arg]
     here, there = TensorFlowVariables(list(first)), TensorFlowVariables(list(second))
     assert here.layout == there.layout
     there.set_weights(here.get_weights(), strict=True)

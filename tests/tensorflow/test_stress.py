@@ -79,7 +79,7 @@ class Crew:
             thread.join(max(0.0, end - time.monotonic()))
         hanging = [thread.name for thread in self._threads if thread.is_alive()]
         if hanging:
-            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)  # type: ignore[arg-type]
             pytest.fail(f"threads that hang: {hanging}; rounds: {self.rounds}")
         for name, error in self._errors:
             raise AssertionError(f"{name}: {error}; rounds: {self.rounds}") from error
@@ -188,12 +188,12 @@ def test_no_variable_is_torn(crew: Any, variables: Any, path: Any) -> None:
     gradients = [tf.ones(v.shape) for v in dense.values()]
     sparse, assigned = constants(), constants()
 
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]
     def add_one() -> None:
         for v in variables.values():
             v.assign_add(tf.ones_like(v))
 
-    @tf.function(jit_compile=True)
+    @tf.function(jit_compile=True)  # type: ignore[untyped-decorator]
     def compiled() -> None:
         for v in dense.values():
             v.assign(v + 2)
@@ -277,7 +277,7 @@ def test_models_that_name_variables_in_another_order_do_not_wait_for_each_other(
     for model in models:
         assert model.unbound == {}
         flat = model.get_flat()
-        crew.add(f"set_flat {id(model)}", lambda model=model, flat=flat: model.set_flat(flat))
+        crew.add(f"set_flat {id(model)}", lambda model=model, flat=flat: model.set_flat(flat))  # type: ignore[misc]
     crew.run()
 
 
