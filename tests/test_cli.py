@@ -131,9 +131,8 @@ def test_example_is_run_with_its_options() -> None:
         "main(['examples', 'linear', '--graph', '--workers', '0'])"
     )
     assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.endswith(
-        "linear.py: error: argument --workers: expected at least 1, got '0'\n"
-    )
+    assert run.stderr.startswith("usage: flatweights examples linear [-h]")
+    assert "error: expected at least 1 worker and 1 step, got {'workers': 0, " in run.stderr
 
 
 @pytest.fixture

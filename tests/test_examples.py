@@ -1,4 +1,4 @@
-"""What the programs of `flatweights.examples` share, and how they fail."""
+"""What the command adds to the programs of `flatweights.examples`, and how they fail."""
 
 import ast
 import errno
@@ -6,20 +6,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from reference import clean_environment, run_python
 
 from flatweights import examples
-from flatweights.examples import (
-    Panel,
-    Returns,
-    explain,
-    make_policy_parser,
-    print_table,
-    report,
-)
+from flatweights.demo._results import print_rows
+from flatweights.examples import Panel, draw, explain
 
 PROGRAMS = sorted(Path(examples.__file__).parent.glob("[!_]*.py"))
 
@@ -43,8 +38,11 @@ ROWS = [
 ]
 
 
+TABLE = list(ROWS[0]), [tuple(row.values()) for row in ROWS]
+
+
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
-def test_a_program_imports_public_names_alone(path: Path) -> None:
+def test_a_program_is_one_file_that_imports_public_names_alone(path: Path) -> None:
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -54,7 +52,7 @@ def test_a_program_imports_public_names_alone(path: Path) -> None:
             imported |= {f"{node.module}.{alias.name}" for alias in node.names}
     ours = {name for name in imported if name.startswith("flatweights")}
     assert ours
-    assert [name for name in ours if "._" in name] == []
+    assert [name for name in ours if "._" in name or "examples" in name] == []
 
 
 @pytest.mark.parametrize("width", [20, 60, 80, 120])
@@ -62,7 +60,7 @@ def test_no_width_cuts_a_number(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    print_table(ROWS)
+    print_rows(*TABLE)
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= width
     assert "…" not in out
@@ -79,25 +77,52 @@ def test_a_narrow_table_is_one_for_each_row_and_a_file_has_no_width(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    print_table(ROWS)
+    print_rows(*TABLE)
     out = capsys.readouterr().out
     assert re.search(r"accuracy +0\.93123456 *\n(.*\n)+.*accuracy +0\.96987654 *\n", out)
     monkeypatch.delenv("COLUMNS")
-    print_table([row | {title * 2: cell for title, cell in row.items()} for row in ROWS])
+    print_rows(2 * list(ROWS[0]), [2 * tuple(row.values()) for row in ROWS])
     assert re.search(r"FedAvg( +\S+){11}\s*\n", capsys.readouterr().out)
 
 
-def test_curves_that_agree_are_both_seen(tmp_path: Path) -> None:
+def widths_of(curves: dict[str, Any]) -> list[float]:
     from matplotlib.figure import Figure
 
-    x = list(range(50))
-    panel = Panel("loss", "step", dict.fromkeys("abc", (x, x)))
     axes = Figure().subplots()
-    panel.draw(axes)
-    widths = [line.get_linewidth() for line in axes.lines]
-    assert np.max(np.diff(widths)) <= -2, "what is drawn later is narrower"
-    report(ROWS, tmp_path / "plot.png", "Alike", panel)
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    Panel("loss", "step", curves).draw(axes)
+    return [line.get_linewidth() for line in axes.lines]
+
+
+def test_curves_that_agree_are_both_seen_and_others_are_of_one_width() -> None:
+    x = list(range(50))
+    alike = widths_of(dict.fromkeys("abc", (x, x)))
+    assert np.max(np.diff(alike)) <= -2, "what is drawn later is narrower"
+    others = widths_of({"a": (x, x), "b": (x, [2 * y for y in x]), "c": (x[:9], x[:9])})
+    assert others == alike[-1:] * 3
+
+
+def test_logarithmic_axes_have_numbers_within_a_decade() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    Panel("ms", "MB", {"": ([1, 2, 3], [12.0, 30.0, 70.0])}, "log").draw(axes)
+    texts = [text.get_text() for text in axes.get_yticklabels()]
+    assert {"20", "50"} <= set(texts)
+    assert not [tick for tick in axes.yaxis.get_minorticklocs() if 12 < tick < 70]
+
+
+def test_what_a_program_returns_is_drawn(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    plots = []
+    curves: Any
+    for curves in (
+        {"loss by round": {"a": [3.0, 2.0, 0.01]}},
+        {"loss by seconds": {"a": ((0.1, 0.2), [1.0, 2.0])}, "accuracy by round": {"": [0.5, 0.7]}},
+    ):
+        draw(tmp_path / "plot.png", "A program.", curves)
+        plots.append(imread(tmp_path / "plot.png").shape[1])
+    assert plots[1] > 1.5 * plots[0], "one panel for each title"
 
 
 def test_rounds_have_whole_numbers_and_seconds_have_fractions() -> None:
@@ -110,34 +135,6 @@ def test_rounds_have_whole_numbers_and_seconds_have_fractions() -> None:
     assert len(seconds.get_xticks()) > 3
 
 
-def test_a_policy_has_learned_once_its_last_hundred_episodes_reach_the_goal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    returns = Returns(make_policy_parser(None, updates=9).parse_args(["--goal=10"]), every=2)
-    is_over = []
-    for steps, ended in ((700, [5.0, *[10.0] * 98]), (20, []), (13, [10.0, 20.0])):
-        returns.add(steps, ended)
-        is_over.append(returns.is_over)
-    assert is_over == [False, False, True], "there were 99 episodes before"
-    returns.report("a test", {"one more": 7})
-    first, second, *_, titles, _, row = capsys.readouterr().out.rstrip().splitlines()
-    assert first == "update 2: 720 steps, mean return 9.9"
-    assert second == "update 3: 733 steps, mean return 10.1"
-    assert re.split(r"\s{2,}", titles.strip())[2:] == ["last 100 episodes", "one more"]
-    assert row.split() == ["3", "733", "10.1", "7"]
-
-
-def test_a_policy_that_has_not_learned_ends_the_program_after_all_updates() -> None:
-    returns = Returns(make_policy_parser(None, updates=2).parse_args(["--goal=10"]), every=9)
-    is_over = []
-    for ended in ([9.0] * 100, []):
-        returns.add(900, ended)
-        is_over.append(returns.is_over)
-    assert is_over == [False, True]
-    with pytest.raises(SystemExit, match=r"^mean return 9\.0, not 10: it needs more --updates$"):
-        returns.report("a test", {})
-
-
 def test_a_full_disk_is_one_line_with_the_remedy(tmp_path: Path) -> None:
     error = OSError(errno.ENOSPC, "No space left on device", "plot.png")
     assert explain(error) == (
@@ -146,7 +143,7 @@ def test_a_full_disk_is_one_line_with_the_remedy(tmp_path: Path) -> None:
     plot = tmp_path / "plot.png"
     plot.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space") as caught:
-        report(ROWS, plot, "", Panel("", "", {"": ([1], [2])}))
+        draw(plot, "", {"loss by round": {"": [1]}})
     assert "free some space" in explain(caught.value)
 
 
@@ -168,19 +165,6 @@ def test_a_ray_that_does_not_start_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert re.match(r"Ray did not start: .*: it needs a folder to write to \(RAY_TMPDIR", line)
-
-
-def test_tensorflow_greets_nobody() -> None:
-    said = run_python(
-        "import os; os.dup2(1, 2)\n"
-        "from flatweights.examples import prepare_tensorflow\n"
-        "prepare_tensorflow()\n"
-        "import tensorflow as tf\n"
-        "assert tf.config.threading.get_intra_op_parallelism_threads() == 1\n"
-        "tf.constant(1) + 1\n"
-        "prepare_tensorflow(threads=2)  # in use: nothing to be done\n"
-    )
-    assert said == ""
 
 
 def test_drivers_that_need_no_tensorflow_import_none() -> None:

@@ -2,10 +2,10 @@
 
 import argparse
 import ast
+import importlib
 import importlib.util
 import os
 import pkgutil
-import runpy
 import signal
 import subprocess
 import sys
@@ -14,6 +14,7 @@ from importlib import resources
 
 import flatweights
 from flatweights import demo, examples
+from flatweights._arguments import PLOT_SUFFIXES, plot_file
 
 _NEEDED = ("tensorflow", "ray", "sklearn", "rich", "matplotlib", "scipy", "gymnasium")
 
@@ -116,10 +117,16 @@ def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         return 0
     if not _is_installed("examples"):
         return 2
-    module = f"flatweights.examples.{options.name}"
-    sys.argv = [options.name, *options.options]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    return 0
+    sys.argv = [f"flatweights examples {options.name}"]  # the name that argparse gives the program
+
+    def program() -> None:
+        main = importlib.import_module(f"flatweights.examples.{options.name}").main
+        curves = main(options.options)
+        if options.plot:
+            examples.draw(options.plot, _first_line(options.name), curves)
+            print(f"plot: {options.plot}")
+
+    return examples.run(program)
 
 
 def _first_line(name: str) -> str:
@@ -160,9 +167,11 @@ def _parser() -> argparse.ArgumentParser:
         "examples",
         help="list the programs to read and to change, or run one",
         description="List the programs of flatweights.examples, or run one.",
-        usage="flatweights examples [-h] [NAME [options of the program]]",
+        usage="flatweights examples [-h] [--plot FILE] [NAME [options of the program]]",
     )
     programs.set_defaults(command=_examples)
+    plot = f"draw the results of the program ({', '.join(PLOT_SUFFIXES)})"
+    programs.add_argument("--plot", type=plot_file, metavar="FILE", help=plot)
     programs.add_argument(
         "name", nargs="?", choices=find_programs(), metavar="NAME", help="which one to run"
     )

@@ -49,8 +49,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--size", choices=tuple(SIZES), default="full", help=size)
     kill = "our way alone: kill a worker's process half-way, go on without it, then with it"
     add("--kill-worker", action="store_true", help=kill)
-    plot = f"draw the training and the times of exchanges ({', '.join(PLOT_SUFFIXES)})"
-    add("--plot", type=plot_file, metavar="FILE", help=plot)
+    plot = f"picture of the results ({', '.join(PLOT_SUFFIXES)}); default: %(default)s"
+    add("--plot", type=plot_file, default="flatweights-demo.png", metavar="FILE", help=plot)
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -68,7 +68,7 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train; print progress, a table and the weights' digest to the standard output.
+    """Train; print progress, a table and the weights' digest; draw a picture.
 
     Raises:
         SystemExit: If Ray did not start.

@@ -29,7 +29,6 @@ from flatweights.demo._results import (
     summary,
 )
 from flatweights.demo._worker import DigitsWorker
-from flatweights.examples import start_ray
 from flatweights.ray import WorkerError, WorkerGroup, average
 
 RESTART_S = 300.0
@@ -106,7 +105,9 @@ def train(options: argparse.Namespace) -> None:
     # Ray prints to the standard output why a worker died, whatever its log level.
     with screen, contextlib.redirect_stdout(io.StringIO()):
         screen.stage("starting Ray")
-        start_ray(options.workers)
+        if not ray.is_initialized():
+            address = os.environ.get("RAY_ADDRESS", "local")
+            ray.init(address, logging_level=logging.ERROR)
         screen.stage("importing TensorFlow and building the networks")
         group = WorkerGroup.create(
             DigitsWorker,
@@ -130,8 +131,7 @@ def train(options: argparse.Namespace) -> None:
             raise
         group.shutdown()
     show()
-    if options.plot:
-        print(f"plot: {options.plot}")
+    print(f"picture: {options.plot}")
     if len(digests) != 1:
         raise SystemExit(f"the workers ended with {len(digests)} different sets of weights")
     print(f"test accuracy {accuracy:.4f}, SHA-256 of the weights {digests.pop()}")

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
 from flatweights import FlatWeights
 from flatweights.demo import SIZES, Size
-from flatweights.examples import load_digits, prepare_tensorflow
 from flatweights.ray import FlatWorker
 
 BATCH = 32
@@ -40,11 +41,16 @@ class DigitsWorker(FlatWorker):
 
     def build(self, options: argparse.Namespace, rank: int) -> Any:
         """Build the network; return the variables that travel as one buffer."""
-        prepare_tensorflow()
         import tensorflow as tf
 
-        digits, self.test = load_digits(options.seed)
-        self.digits = digits.shard(rank, options.workers)
+        tf.config.threading.set_intra_op_parallelism_threads(1)  # the workers share the cores
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+        tf.config.experimental.enable_op_determinism()  # a seed gives the same bits
+        images, labels = load_digits(return_X_y=True)
+        images = (images / 16).astype(np.float32)
+        parts = train_test_split(images, labels, test_size=359, random_state=options.seed)
+        self.digits = [part[rank :: options.workers] for part in (parts[0], parts[2])]
+        self.test = parts[1], parts[3]
         self.rng = np.random.default_rng([options.seed, rank])
         self.local_steps = options.local_steps
         self.model = build_model(SIZES[options.size], options.seed)
@@ -71,7 +77,7 @@ class DigitsWorker(FlatWorker):
 
     def size(self) -> int:
         """Return the number of digits to train on."""
-        return len(self.digits.labels)
+        return len(self.digits[1])
 
     def train(self) -> float:
         """Take the round's steps, or compute its mean gradient; return the seconds."""
@@ -81,7 +87,7 @@ class DigitsWorker(FlatWorker):
         # Batches are of one size, so that TensorFlow traces once.
         size = min(BATCH, self.size())
         chosen = [self.rng.choice(self.size(), size, False) for _ in range(self.local_steps)]
-        batches = [(self.digits.images[batch], self.digits.labels[batch]) for batch in chosen]
+        batches = [[part[batch] for part in self.digits] for batch in chosen]
         if self.gradients is None:
             for batch in batches:
                 self.model.train_on_batch(*batch)

@@ -7,8 +7,8 @@ Adam on the flat vector of weights with the gradient that arrives first, and sen
 new weights to that worker alone. Meanwhile the others compute with older ones: the staleness of a
 gradient is the number of steps between the sending of its weights and its arrival.
 
-    python -m flatweights.examples.cartpole_async
-    python -m flatweights.examples.cartpole_async --workers 4 --plot returns.png
+    flatweights examples cartpole_async
+    flatweights examples --plot returns.png cartpole_async --workers 4
 
 Adam is `flatweights.server.FedAdam`, which steps towards a model: here, towards the one that a
 plain step against the gradient leads to. ``--save`` writes a moving average of the weights. Which
@@ -16,34 +16,48 @@ gradient arrives first depends on the machine, so no two runs are alike: a mean 
 150 to 1,500 updates.
 
 For a task of your own, change `Worker`: `gradient` returns one gradient for each variable of what
-`build` returns. The exchange that is timed is that with one worker.
+`build` returns.
 """
 
+import argparse
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import gymnasium
 import numpy as np
 import ray
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from numpy.typing import NDArray
 
-from flatweights import examples
-from flatweights.examples.cartpole_policy_gradient import Player, build_network
-from flatweights.ray import WorkerGroup
+from flatweights.ray import FlatWorker
 from flatweights.server import ExponentialMovingAverage, FedAdam
 
-DECAY, ENTROPY, MAX_NORM = 0.95, 0.005, 0.5  # see `Rollout.rows`; of the policy; of the gradient
+ENVIRONMENT, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
+UPDATES = 3000
+ENVIRONMENTS, STEPS = 16, 32  # of each actor, and of each environment per gradient
+DISCOUNT, DECAY, ENTROPY, MAX_NORM = 0.98, 0.95, 0.005, 0.5
 LEARNING_RATE, SMOOTHING = 3e-3, 0.95
 
 
-class Worker(Player):
+class Worker(FlatWorker):
     """Plays, and computes gradients from its steps."""
 
     def build(self, seed: int, rank: int) -> Any:
         """Build policy, critic and environments in this process."""
-        policy = super().build(seed, rank)
-        critic, self.value = build_network(1, seed + 1)
+        import keras
         import tensorflow as tf
 
+        tf.config.threading.set_intra_op_parallelism_threads(1)  # the actors share the cores
+        keras.utils.set_random_seed(seed)
+
+        def network(outputs: int) -> Any:
+            start, small = "orthogonal", keras.initializers.Orthogonal(0.01)
+            hidden = [keras.layers.Dense(64, "tanh", kernel_initializer=start) for _ in range(2)]
+            last = keras.layers.Dense(outputs, kernel_initializer=small)
+            return keras.Sequential([keras.Input((OBSERVATIONS,)), *hidden, last])
+
+        policy, critic = network(ACTIONS), network(1)
         trained = policy.trainable_weights + critic.trainable_weights
 
         def differentiate(states: Any, actions: Any, gains: Any, targets: Any) -> Any:
@@ -55,7 +69,13 @@ class Worker(Player):
                 loss = tf.reduce_mean(unlikely * gains - ENTROPY * entropy + 0.5 * error)
             return tape.gradient(loss, trained)
 
+        # Traced once: plain calls of the networks take ten times as long.
+        self.policy, self.critic = tf.function(policy), tf.function(critic, reduce_retracing=True)
         self.differentiate = tf.function(differentiate, reduce_retracing=True)
+        self.rng = np.random.default_rng([seed, rank])
+        self.environments = RecordEpisodeStatistics(gymnasium.make_vec(ENVIRONMENT, ENVIRONMENTS))
+        self.states, _ = self.environments.reset(seed=int(self.rng.integers(2**31)))
+        self.over = np.zeros(ENVIRONMENTS, np.bool_)
         return {"policy": policy, "critic": critic}
 
     def gradient(
@@ -66,42 +86,83 @@ class Worker(Player):
         With it come the version of the weights, returns of episodes, and the number of steps.
         """
         self.set_flat(weights)
-        rollout = self.play()
-        gradients = self.differentiate(*rollout.rows(self.value, DECAY))
-        flat = self.variables.flatten_gradients(gradients, clip_norm=MAX_NORM)
-        return flat, version, rollout.returns, int(rollout.counts.sum())
+        states, columns = [self.states], []
+        for _ in range(STEPS):
+            logits = self.policy(self.states).numpy()
+            # The largest of logits with Gumbel noise is a sample of their softmax.
+            actions = np.argmax(logits + self.rng.gumbel(size=logits.shape), axis=1)
+            counts = ~self.over  # an episode that is over is reset, and its action is ignored
+            self.states, rewards, failed, cut, _ = self.environments.step(actions)
+            self.over = failed | cut
+            states.append(self.states)
+            columns.append((actions, rewards.astype(np.float32), failed.copy(), self.over, counts))
+        actions, rewards, failed, over, counts = map(np.stack, zip(*columns, strict=True))
+        before = np.stack(states)
+        values = self.critic(before.reshape(-1, OBSERVATIONS)).numpy().reshape(before.shape[:2])
+        # Generalised advantage estimates (Schulman et al., ICLR 2016). An episode that ran into the
+        # limit of its length is valued as if it went on.
+        errors = rewards + np.where(failed, 0.0, DISCOUNT) * values[1:] - values[:-1]
+        gains, later = np.zeros(errors.shape, np.float32), np.zeros(ENVIRONMENTS)
+        for t in reversed(range(STEPS)):
+            later = errors[t] + np.where(over[t], 0.0, DISCOUNT * DECAY * later)
+            gains[t] = later
+        rows = (part[counts] for part in (before[:-1], actions, gains, gains + values[:-1]))
+        flat = self.variables.flatten_gradients(self.differentiate(*rows), clip_norm=MAX_NORM)
+        returns = [float(value) for value in self.environments.return_queue]
+        self.environments.return_queue.clear()
+        return flat, version, returns, int(counts.sum())
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program; fail if the goal is not reached."""
-    options = examples.make_policy_parser(__doc__, updates=3000).parse_args(arguments)
-    examples.start_ray(options.workers)
+def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Run the program; return curves. It fails if the goal is not reached."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--workers", type=int, default=2, help="actors that play; default: %(default)s")
+    add("--updates", type=int, default=UPDATES, help="at most; default: %(default)s")
+    add("--goal", type=float, default=475, help="mean return of 100 episodes; default: %(default)s")
+    add("--seed", type=int, default=0, help="of the first weights and the episodes")
+    add("--save", help="a file for the weights")
+    options = parser.parse_args(arguments)
+    if min(options.workers, options.updates) < 1:
+        parser.error(f"expected at least 1 worker and 1 update, got {vars(options)}")
+    ray.init(ignore_reinit_error=True, logging_level="ERROR")
     actor: Any = ray.remote(Worker)
     workers = [actor.remote(options.seed, rank) for rank in range(options.workers)]
     start = ray.get(workers[0].get_flat.remote())
     optimizer = FedAdam(start, learning_rate=LEARNING_RATE, tau=1e-5)
     smoothed = ExponentialMovingAverage(start, decay=SMOOTHING)
     ray.get([worker.ping.remote() for worker in workers])  # all begin together
-    returns, staleness = examples.Returns(options, every=50), []
+    returns, steps, staleness = deque[float](maxlen=100), 0, []
+    curve = list[tuple[float, float]]()
+    is_reached = False
     running = {worker.gradient.remote(optimizer.weights, 0): worker for worker in workers}
-    while not returns.is_over:
+    while not is_reached and len(curve) < options.updates:
         (first,), _ = ray.wait(list(running))
         worker = running.pop(first)
-        gradient, version, ended, steps = ray.get(first)
+        gradient, version, ended, count = ray.get(first)
         staleness.append(optimizer.steps - version)
         # The model to step towards: that of a plain step against the gradient.
         weights = optimizer.step(optimizer.weights - gradient)
         smoothed.step(weights)
         running[worker.gradient.remote(weights, optimizer.steps)] = worker
-        returns.add(steps, ended)
+        steps += count
+        returns.extend(ended)
+        mean = float(np.mean(returns or [0.0]))
+        curve.append((1e-3 * steps, mean))
+        is_reached = len(returns) == 100 and mean >= options.goal
+        if is_reached or len(curve) % 50 == 0:
+            print(f"update {len(curve)}: {steps} steps, mean return {mean:.1f}", flush=True)
     ray.get(list(running))
     if options.save:
         ray.get(workers[0].set_flat.remote(smoothed.weights))
         ray.get(workers[0].get_weights.remote()).save(options.save)
-    print(examples.time_exchange(WorkerGroup(workers[:1])))
-    cells = {"staleness, mean": f"{np.mean(staleness):.2f}", "most": max(staleness)}
-    returns.report("asynchronous actor-critic", cells)
+    print(f"staleness: {np.mean(staleness):.2f} updates on average, {max(staleness)} at most")
+    if not is_reached:
+        raise SystemExit(f"mean return {mean:.1f}, not {options.goal}: it needs more --updates")
+    return {"return by thousand steps": {"": tuple(zip(*curve, strict=True))}}
 
 
 if __name__ == "__main__":
-    examples.run(main)
+    main()

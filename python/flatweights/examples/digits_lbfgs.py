@@ -10,27 +10,29 @@ With ``--actors``, the same fit runs once more, with gradients from actors. The 
 vector to all of them; each returns loss and gradient on its own digits. Their averages, weighted
 by the numbers of digits, are those on all of the data, except for rounding.
 
-    python -m flatweights.examples.digits_lbfgs
-    python -m flatweights.examples.digits_lbfgs --layers 3 --plot digits.png
-    python -m flatweights.examples.digits_lbfgs --actors 2 --layers 4 --width 512
+    flatweights examples digits_lbfgs
+    flatweights examples --plot digits.png digits_lbfgs --layers 3
+    flatweights examples digits_lbfgs --actors 2 --layers 4 --width 512
 
 For a model of your own, change `build_model`, and `loss_of`, the loss on all of your data: L-BFGS
 wants the same answer for the same vector, so random batches will not do. Actors pay where a
-gradient takes longer than an exchange, of which the program prints the time; below that, stay in
-one process.
+gradient takes longer than an exchange (see `flatweights demo`); below that, stay in one process.
 """
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 from scipy.optimize import minimize
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 from threadpoolctl import threadpool_limits
 
-from flatweights import examples
 from flatweights.ray import FlatWorker, WorkerGroup
 
 ENOUGH = 0.95
@@ -39,6 +41,23 @@ ALIKE = 10  # iterations with the same losses; later, rounding errors have grown
 TOLERANCE = 1e-5  # of a loss
 
 Objective = Callable[[NDArray[Any]], tuple[float, NDArray[Any]]]
+Digits = tuple[NDArray[Any], NDArray[Any]]  # images and labels
+
+
+def split_digits(seed: int) -> tuple[Digits, Digits]:
+    """Return digits to train on, and others to test with."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    parts = train_test_split(images, labels, test_size=0.2, random_state=seed)
+    return (parts[0], parts[2]), (parts[1], parts[3])
+
+
+def set_up_tensorflow() -> None:
+    """Use one thread: the model is small, and all ways sum alike."""
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.experimental.enable_op_determinism()
 
 
 def build_model(layers: int, width: int, seed: int) -> Any:
@@ -54,9 +73,10 @@ def build_model(layers: int, width: int, seed: int) -> Any:
     return model
 
 
-def loss_of(model: Any, digits: examples.Digits) -> Any:
+def loss_of(model: Any, digits: Digits) -> Any:
     """Return the loss of ``model`` on all ``digits``, with the penalty."""
-    return model.compute_loss(y=digits.labels, y_pred=model(digits.images))
+    images, labels = digits
+    return model.compute_loss(y=labels, y_pred=model(images))
 
 
 def with_a_loop(model: Any, loss: Callable[[], Any]) -> Objective:
@@ -87,13 +107,13 @@ class Worker(FlatWorker):
 
     def build(self, layers: int, width: int, seed: int, workers: int, rank: int) -> Any:
         """Build the network in this process."""
-        examples.prepare_tensorflow()
+        set_up_tensorflow()
         from flatweights.tensorflow import TensorFlowVariables
 
-        digits, _ = examples.load_digits(seed)
+        (images, labels), _ = split_digits(seed)
         model = build_model(layers, width, seed)
         variables = TensorFlowVariables(model)
-        loss = partial(loss_of, model, digits.shard(rank, workers))
+        loss = partial(loss_of, model, (images[rank::workers], labels[rank::workers]))
         self.objective = variables.value_and_gradient(loss)
         return variables
 
@@ -130,23 +150,25 @@ def fit(
         return minimize(objective, start, callback=record, **options), seconds, losses
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program; fail if actors do not give the same fit, or too little is learned."""
-    parser = examples.make_parser(
-        __doc__,
-        "the losses over time",
-        layers=(10, "of the network"),
-        width=(32, "of a hidden layer"),
-        iterations=(150, "at most"),
+def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Run the program; return curves. It fails if actors give another fit, or learn too little."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    help_ = "that compute gradients, each on its part of the digits; 0: only in this process"
-    parser.add_argument("--actors", type=examples.integer(0), default=0, help=help_)
+    add = parser.add_argument
+    add("--layers", type=int, default=10, help="of the network; default: %(default)s")
+    add("--width", type=int, default=32, help="of a hidden layer; default: %(default)s")
+    add("--iterations", type=int, default=150, help="at most; default: %(default)s")
+    add("--seed", type=int, default=0, help="of the data and the first weights")
+    add("--actors", type=int, default=0, help="that compute gradients, each on a part of the data")
     options = parser.parse_args(arguments)
+    if min(options.layers, options.width, options.iterations) < 1:
+        parser.error(f"expected at least 1 layer, unit and iteration, got {vars(options)}")
     settings, actors = (options.layers, options.width, options.seed), options.actors
-    examples.prepare_tensorflow()  # one thread: the model is small, and all ways sum alike
+    set_up_tensorflow()
     from flatweights.tensorflow import TensorFlowVariables
 
-    digits, test = examples.load_digits(options.seed)
+    digits, test = split_digits(options.seed)
     model = build_model(*settings)
     variables, loss = TensorFlowVariables(model), partial(loss_of, model, digits)
     ways = {
@@ -154,42 +176,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "loop over variables": with_a_loop(model, loss),
     }
     if actors:
-        examples.start_ray(actors)
+        ray.init(ignore_reinit_error=True, logging_level="ERROR")
         group = WorkerGroup.create(Worker, actors, *settings, actors, arguments=lambda rank: [rank])
-        sizes = [len(digits.shard(rank, actors).labels) for rank in range(actors)]
+        sizes = [len(digits[1][rank::actors]) for rank in range(actors)]
         ways[f"{actors} actors"] = with_actors(group, sizes)
     start = variables.get_flat(dtype="f8")
-    rows, curves, accuracies, gap = [], {}, [], 0.0
+    titles = ("iterations", "evaluations", "loss", "train", "test", "seconds", "ms each")
+    print(f"{'':20}" + "".join(f"{title:>13}" for title in titles))
+    curves, accuracies, gap = {}, [], 0.0
     for name, objective in ways.items():
         result, seconds, losses = fit(objective, start, options.iterations)
         variables.set_flat(result.x)  # the best weights need not be the last that were evaluated
-        accuracies.append(model.evaluate(*test, verbose=0)[1])
+        train, accuracy = (model.evaluate(*some, verbose=0)[1] for some in (digits, test))
+        accuracies.append(accuracy)
         curves[name] = seconds, losses
-        rows.append(
-            {
-                "": name,
-                "iterations": result.nit,
-                "evaluations": result.nfev,
-                "loss": f"{result.fun:.4f}",
-                "train": f"{model.evaluate(*digits, verbose=0)[1]:.3f}",
-                "test": f"{accuracies[-1]:.3f}",
-                "seconds": f"{seconds[-1]:.2f}",
-                "ms each": f"{1e3 * seconds[-1] / result.nfev:.2f}",
-            }
-        )
+        cells = f"{result.nit:13}{result.nfev:13}{result.fun:13.4f}{train:13.3f}{accuracy:13.3f}"
+        each = 1e3 * seconds[-1] / result.nfev
+        print(f"{name:20}{cells}{seconds[-1]:13.2f}{each:13.2f}", flush=True)
     if actors:
+        group.shutdown()
         pairs = list(zip(*(losses[:ALIKE] for _, losses in curves.values()), strict=False))
         gap = float(np.max(np.ptp(pairs, axis=1)))
         print(f"the first {len(pairs)} losses: the same within {gap:.0e}")
-        print(examples.time_exchange(group))
-        group.shutdown()
-    panel = examples.Panel("loss", "seconds", curves, "log")
-    examples.report(rows, options.plot, "Handwritten digits, fitted by L-BFGS-B", panel)
     if gap > TOLERANCE:
         raise SystemExit(f"expected the same losses within {TOLERANCE}, got {gap:.0e} between them")
     if min(accuracies) < ENOUGH:
         raise SystemExit(f"accuracy below {ENOUGH}: it needs more --iterations")
+    return {"loss by seconds": curves}
 
 
 if __name__ == "__main__":
-    examples.run(main)
+    main()

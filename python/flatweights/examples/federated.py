@@ -7,9 +7,9 @@ averages their weights by the number of images, and takes a step of its optimize
 et al., AISTATS 2017) takes the average, FedAdam (Reddi et al., ICLR 2021) goes towards it as Adam
 does. Each server gets the same clients, and the same failures.
 
-    python -m flatweights.examples.federated
-    python -m flatweights.examples.federated --failing 0.5 --plot federated.png
-    python -m flatweights.examples.federated --server FedAvg FedAvgM FedAdam FedYogi
+    flatweights examples federated
+    flatweights examples --plot federated.png federated --failing 0.5
+    flatweights examples federated --server FedAvg FedAvgM FedAdam FedYogi
 
 A client keeps nothing between rounds, so a few actors play them all. Clients that fail raise an
 error; in one round of every ``--deaths``, one of them kills the process of its actor. Ray
@@ -21,11 +21,8 @@ For a model and data of your own, change `Client.build` and `split_data`.
 """
 
 import argparse
-import contextlib
-import io
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -33,15 +30,19 @@ from typing import Any
 import numpy as np
 import ray
 from numpy.typing import ArrayLike, NDArray
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
-from flatweights import FlatWeights, examples
-from flatweights.ray import FlatWorker, Round, WorkerGroup, average
+from flatweights import FlatWeights
+from flatweights.ray import FlatWorker, Round, average
 from flatweights.server import FedAdam, FedAvg, FedAvgM, FedYogi, ServerOptimizer
 
 BATCH, LEARNING_RATE = 8, 0.2  # of the clients
 ENOUGH = 0.9
 LAST = 5  # rounds whose mean accuracy is the final one, since single rounds jump
 LINES = 10  # of progress, for each server
+
+Digits = tuple[NDArray[Any], NDArray[Any]]  # images and labels
 
 SERVERS: dict[str, Callable[[FlatWeights], ServerOptimizer[FlatWeights]]] = {
     "FedAvg": FedAvg,
@@ -70,11 +71,14 @@ def split_by_label(
     return [np.flatnonzero(owners == client) for client in range(clients)]
 
 
-def split_data(options: argparse.Namespace) -> tuple[list[examples.Digits], examples.Digits]:
+def split_data(options: argparse.Namespace) -> tuple[list[Digits], Digits]:
     """Return the digits of each client, and those that no client has."""
-    (images, labels), test = examples.load_digits(options.seed)
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    split = train_test_split(images, labels, test_size=0.2, random_state=options.seed)
+    images, test_images, labels, test_labels = split
     parts = split_by_label(labels, options.clients, options.concentration, options.seed)
-    return [examples.Digits(images[part], labels[part]) for part in parts], test
+    return [(images[part], labels[part]) for part in parts], (test_images, test_labels)
 
 
 class Client(FlatWorker):
@@ -82,9 +86,10 @@ class Client(FlatWorker):
 
     def build(self, options: argparse.Namespace) -> Any:
         """Build the model; the same for each client."""
-        examples.prepare_tensorflow()
         import keras
+        import tensorflow as tf
 
+        tf.config.threading.set_intra_op_parallelism_threads(1)  # the actors share the cores
         self.options = options
         self.digits, self.test = split_data(options)
         keras.utils.set_random_seed(options.seed)
@@ -149,7 +154,6 @@ def run_server(
     actors: Sequence[Any],
     optimizer: ServerOptimizer[FlatWeights],
     options: argparse.Namespace,
-    show: Callable[[str], object] = print,
 ) -> tuple[list[float], dict[str, object]]:
     """Train for all rounds; return the accuracy after each, and counts for the table."""
     weights, accuracies, failures, nbytes = ray.put(optimizer.weights), [], list[Exception](), 0
@@ -160,64 +164,78 @@ def run_server(
         failures += result.failed.values()
         nbytes += result.nbytes
         if (number + 1) % max(1, options.rounds // LINES) == 0:
-            show(f"round {number + 1} of {options.rounds}: accuracy {accuracies[-1]:.3f}")
+            line = f"round {number + 1} of {options.rounds}: accuracy {accuracies[-1]:.3f}"
+            print(line, flush=True)
     died = sum(isinstance(error, ray.exceptions.RayActorError) for error in failures)
     counts = {"raised": len(failures) - died, "died": died, "MB received": f"{nbytes / 1e6:.1f}"}
     return accuracies, counts
 
 
 def summarise(accuracies: Sequence[float]) -> dict[str, object]:
-    """Return the final accuracy, the first round that was good enough, and the number of rounds."""
+    """Return the number of rounds, two accuracies, and the first round that was good enough."""
     enough = [number for number, accuracy in enumerate(accuracies, 1) if accuracy >= ENOUGH]
     return {
-        "accuracy": f"{np.mean(accuracies[-LAST:]):.3f}",
-        f"first {ENOUGH}": min(enough, default="never"),
         "rounds": len(accuracies),
+        "last accuracy": f"{accuracies[-1]:.3f}",
+        f"mean of last {len(accuracies[-LAST:])}": f"{np.mean(accuracies[-LAST:]):.3f}",
+        f"first {ENOUGH}": min(enough, default="never"),
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program; fail if too little is learned."""
-    parser = examples.make_parser(
-        __doc__,
-        "accuracy over rounds",
-        rounds=(40, "averages to take"),
-        local_epochs=(5, "over a client's data, in a round"),
-        workers=(2, "actors"),
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, integer, positive = parser.add_argument, examples.integer, examples.positive
-    add("--clients", type=integer(1, 1000), default=100, help="that have data")
-    add("--fraction", type=positive(1), default=0.2, help="of the clients, drawn for a round")
-    add("--failing", type=examples.fraction, default=0.2, help="share of those drawn that fails")
-    add("--deaths", type=integer(0), default=20, help="rounds per death of a process; 0: none")
-    add("--concentration", type=positive(1e9), default=0.1, help="how alike mixes of labels are")
+    add = parser.add_argument
+    add("--rounds", type=int, default=40, help="averages to take; default: %(default)s")
+    add("--local-epochs", type=int, default=5, help="in a round; default: %(default)s")
+    add("--workers", type=int, default=2, help="actors; default: %(default)s")
+    add("--clients", type=int, default=100, help="that have data; default: %(default)s")
+    add("--fraction", type=float, default=0.2, help="of the clients, drawn for a round")
+    add("--failing", type=float, default=0.2, help="share of those drawn that fails")
+    add("--deaths", type=int, default=20, help="rounds per death of a process; 0: none")
+    add("--concentration", type=float, default=0.1, help="how alike mixes of labels are, to 1e9")
     add("--server", nargs="+", choices=SERVERS, default=["FedAvg", "FedAdam"], help="to compare")
+    add("--seed", type=int, default=0, help="of the data and the first weights")
     options = parser.parse_args(arguments)
+    for name, expected, is_valid in (
+        ("rounds", "at least 1", options.rounds >= 1),
+        ("local_epochs", "at least 1", options.local_epochs >= 1),
+        ("workers", "at least 1", options.workers >= 1),
+        ("clients", "1 to 1000", 1 <= options.clients <= 1000),
+        ("fraction", "above 0, at most 1", 0 < options.fraction <= 1),
+        ("failing", "at least 0, below 1", 0 <= options.failing < 1),
+        ("concentration", "above 0, at most 1e9", 0 < options.concentration <= 1e9),
+    ):
+        if not is_valid:
+            value = getattr(options, name)
+            parser.error(f"--{name.replace('_', '-')}: expected {expected}, got {value}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[float]]]:
+    """Run the program; return curves. It fails if too little is learned."""
+    options = parse_options(arguments)
     # Clients fail on purpose, in every round: the table counts them.
     logging.getLogger("flatweights").setLevel(logging.ERROR)
-    show, results = partial(print, file=sys.stdout, flush=True), {}
-    sizes = [len(digits.labels) for digits in split_data(options)[0]]
-    show(f"{options.clients} clients with {min(sizes)} to {max(sizes)} images each")
-    examples.start_ray(options.workers)
-    with contextlib.redirect_stdout(io.StringIO()):  # Ray prints the reason of each death
-        client = ray.remote(max_restarts=-1, max_task_retries=-1)(Client)
-        actors = [client.remote(options) for _ in range(options.workers)]
-        start = ray.get(actors[0].get_weights.remote())
-        for name in options.server:
-            show(f"{name}:")
-            results[name] = run_server(actors, SERVERS[name](start), options, show)
-        show(examples.time_exchange(WorkerGroup(actors)))
-    rows = [
-        {"server": name, **summarise(accuracies), **counts}
-        for name, (accuracies, counts) in results.items()
-    ]
-    rounds = range(1, options.rounds + 1)
-    curves = {name: (rounds, accuracies) for name, (accuracies, _) in results.items()}
-    panel = examples.Panel("accuracy on digits that no client has", "round", curves)
-    examples.report(rows, options.plot, "Digits of clients, some of which fail", panel)
-    if min(np.mean(accuracies[-LAST:]) for accuracies, _ in results.values()) < ENOUGH:
+    sizes = [len(labels) for _, labels in split_data(options)[0]]
+    print(f"{options.clients} clients with {min(sizes)} to {max(sizes)} images each", flush=True)
+    ray.init(ignore_reinit_error=True, logging_level="ERROR")
+    client = ray.remote(max_restarts=-1, max_task_retries=-1)(Client)
+    actors = [client.remote(options) for _ in range(options.workers)]
+    start = ray.get(actors[0].get_weights.remote())
+    curves, rows = dict[str, list[float]](), []
+    for name in options.server:
+        print(f"{name}:", flush=True)
+        curves[name], counts = run_server(actors, SERVERS[name](start), options)
+        rows.append({"server": name, **summarise(curves[name]), **counts})
+    for row in [{title: title for title in rows[0]}, *rows]:
+        print("".join(f"{cell:<16}" for cell in row.values()))
+    if min(np.mean(accuracies[-LAST:]) for accuracies in curves.values()) < ENOUGH:
         raise SystemExit(f"accuracy below {ENOUGH}: it needs more --rounds")
+    return {"accuracy on digits that no client has by round": curves}
 
 
 if __name__ == "__main__":
-    examples.run(main)
+    main()

@@ -6,22 +6,24 @@ the guide (`exchange_as_in_the_guide`) and in that of flatweights (`exchange`): 
 whole difference. `FlatNetwork` is the same actor as a `FlatWorker` in a `WorkerGroup`: its weights
 travel as one buffer instead of a list of arrays, and the exchange is one line.
 
-    python -m flatweights.examples.keras_fit
-    python -m flatweights.examples.keras_fit --workers 4 --rounds 20 --plot keras_fit.png
+    flatweights examples keras_fit
+    flatweights examples --plot keras_fit.png keras_fit --workers 4 --rounds 20
 
 For a model of your own, change `compile_model`; for your data, `Network.__init__`. Each actor's
 optimizer keeps its own state (here: Adam's moments). To average that too, build the optimizer, and
 return ``[self.model, self.model.optimizer]`` from `FlatNetwork.build`.
 """
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from statistics import mean, median
 from typing import Any
 
 import ray
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
-from flatweights import examples
 from flatweights.ray import FlatWorker, WorkerGroup, average
 
 ENOUGH = 0.95
@@ -29,9 +31,11 @@ ENOUGH = 0.95
 
 def compile_model(seed: int) -> Any:
     """Return a network, ready to be fitted; the same for every worker."""
-    examples.prepare_tensorflow()
     import keras
+    import tensorflow as tf
 
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # the actors share the cores
+    tf.config.experimental.enable_op_determinism()  # so that both classes learn the same
     keras.utils.set_random_seed(seed)
     hidden = [keras.layers.Dense(512, activation="relu") for _ in range(4)]
     model = keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(10)])
@@ -45,8 +49,11 @@ class Network:
 
     def __init__(self, seed: int, workers: int, rank: int) -> None:
         """Build the model in this process."""
-        digits, self.test = examples.load_digits(seed)
-        self.digits = digits.shard(rank, workers)
+        images, labels = load_digits(return_X_y=True)
+        parts = train_test_split(images / 16, labels, test_size=0.2, random_state=seed)
+        train_x, test_x, train_y, test_y = parts
+        self.digits = train_x[rank::workers], train_y[rank::workers]
+        self.test = test_x, test_y
         self.model = compile_model(seed)
 
     def train(self) -> float:
@@ -88,15 +95,19 @@ def exchange(workers: Sequence[Any]) -> None:
     ray.get([worker.set_weights.remote(result.ref) for worker in workers])
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program; fail if too little is learned."""
-    options = examples.make_parser(
-        __doc__,
-        "the losses, and the time of each exchange",
-        workers=(2, "actors of either class"),
-        rounds=(10, "fits, each with an exchange after it"),
-    ).parse_args(arguments)
-    examples.start_ray(2 * options.workers)
+def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[float]]]:
+    """Run the program; return curves. It fails if too little is learned."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--workers", type=int, default=2, help="actors of either class; default: %(default)s")
+    add("--rounds", type=int, default=10, help="fits, each with an exchange; default: %(default)s")
+    add("--seed", type=int, default=0, help="of the data and the first weights")
+    options = parser.parse_args(arguments)
+    if min(options.workers, options.rounds) < 1:
+        parser.error(f"expected at least 1 worker and 1 round, got {vars(options)}")
+    ray.init(ignore_reinit_error=True, logging_level="ERROR")
     settings, ranks = (options.seed, options.workers), range(options.workers)
     actor = ray.remote(Network)
     plain = [actor.remote(*settings, rank) for rank in ranks]
@@ -128,25 +139,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     group.shutdown()
 
-    rows = [
-        {
-            "": name,
-            "last loss": f"{losses[network][-1]:.4f}",
-            "accuracy": f"{accuracy[network]:.3f}",
-            "exchange per round": f"{median(times[name]):.1f} ms",
-            "times as fast": f"{median(times[guide]) / median(times[name]):.1f}",
-        }
-        for name, network in zip(ways, ["Network", "Network", "FlatNetwork"], strict=True)
-    ]
-    rounds = range(1, options.rounds + 1)
-    panels = [
-        examples.Panel("loss", "round", {k: (rounds, v) for k, v in losses.items()}, "log"),
-        examples.Panel("exchange, ms", "round", {k: (rounds, v) for k, v in times.items()}),
-    ]
-    examples.report(rows, options.plot, "Compiled Keras models, averaged between fits", *panels)
+    print(f"\n{'':27}{'last loss':>10}{'accuracy':>10}{'exchange':>12}{'times as fast':>15}")
+    for name, network in zip(ways, ["Network", "Network", "FlatNetwork"], strict=True):
+        cells = f"{losses[network][-1]:10.4f}{accuracy[network]:10.3f}{median(times[name]):9.1f} ms"
+        print(f"{name:27}{cells}{median(times[guide]) / median(times[name]):15.1f}")
     if min(accuracy.values()) < ENOUGH:
         raise SystemExit(f"accuracy below {ENOUGH}: it needs more --rounds")
+    return {"loss by round": losses, "exchange, ms by round": times}
 
 
 if __name__ == "__main__":
-    examples.run(main)
+    main()

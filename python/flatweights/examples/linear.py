@@ -8,19 +8,21 @@ With ``--exchange gradients``, the driver has a model, too. Every step, it sends
 each worker returns the gradient of one batch of its own as one vector. The driver averages the
 vectors and applies the mean to its model.
 
-    python -m flatweights.examples.linear
-    python -m flatweights.examples.linear --exchange gradients --graph --plot line.png
+    flatweights examples linear
+    flatweights examples --plot line.png linear --exchange gradients --graph
 
 For a model of your own, change `eager`, or `graph`, which makes the same model of TF1.
 """
 
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
-from flatweights import FlatWeights, examples
+from flatweights import FlatWeights
 from flatweights.ray import FlatWorker, WorkerGroup
 
 TRUTH = {"slope": 0.1, "intercept": 0.3}
@@ -87,7 +89,6 @@ class Worker(FlatWorker):
 
     def build(self, seed: int, build_model: Callable[[int], Model], rank: int) -> Any:
         """Build the model in this process."""
-        examples.prepare_tensorflow()
         self.rng = np.random.default_rng([seed, rank])
         self.model = build_model(seed)
         return self.model.variables
@@ -119,19 +120,22 @@ def average_gradients(group: WorkerGroup, rounds: int, model: Model) -> Iterator
         yield model.variables.get_flat().tolist()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program; fail if the learned line is not the true one."""
-    parser = examples.make_parser(
-        __doc__,
-        "the way to the line",
-        workers=(3, "actors"),
-        steps=(200, f"to take; weights are averaged after every {LOCAL_STEPS} of them"),
+def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[float]]]:
+    """Run the program; return curves. It fails if the learned line is not the true one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add, exchanges = parser.add_argument, ("weights", "gradients")
+    add("--workers", type=int, default=3, help="actors; default: %(default)s")
+    help_ = f"to take, weights are averaged after every {LOCAL_STEPS}; default: %(default)s"
+    add("--steps", type=int, default=200, help=help_)
+    add("--seed", type=int, default=0, help="of the data and the first weights")
     add("--exchange", choices=exchanges, default="weights", help="what is averaged")
     add("--graph", action="store_true", help="a TF1 graph, not eager TensorFlow")
     options = parser.parse_args(arguments)
-    examples.start_ray(options.workers)
+    if min(options.workers, options.steps) < 1:
+        parser.error(f"expected at least 1 worker and 1 step, got {vars(options)}")
+    ray.init(ignore_reinit_error=True, logging_level="ERROR")
     settings = options.seed, graph if options.graph else eager
     group = WorkerGroup.create(Worker, options.workers, *settings, arguments=lambda rank: [rank])
     if options.exchange == "weights":
@@ -139,30 +143,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = average_weights(group, rounds)
     else:
         rounds = options.steps
-        examples.prepare_tensorflow()
         results = average_gradients(group, rounds, settings[1](options.seed))
     learned = []
-    for number, weights in enumerate(results, 1):
-        learned.append(weights)
+    for number, (slope, intercept) in enumerate(results, 1):
+        learned.append([slope, intercept])
         if number % max(1, rounds // LINES) == 0:
-            slope, intercept = weights
             line = f"slope {slope:.4f}, intercept {intercept:.4f}"
             print(f"round {number} of {rounds}: {line}", flush=True)
-    print(examples.time_exchange(group))
     group.shutdown()
 
-    rows = [
-        {"": name, "true": f"{true:.4f}", "learned": f"{value:.4f}"}
-        for (name, true), value in zip(TRUTH.items(), learned[-1], strict=True)
-    ]
+    print(f"\n{'':12}{'true':>8}{'learned':>10}")
+    for (name, true), value in zip(TRUTH.items(), learned[-1], strict=True):
+        print(f"{name:12}{true:8.4f}{value:10.4f}")
     gaps = np.abs(np.subtract(learned, list(TRUTH.values())))
-    curves = {name: (range(1, rounds + 1), gaps[:, i].tolist()) for i, name in enumerate(TRUTH)}
-    panel = examples.Panel("distance to the truth", "average", curves, "log")
-    title = f"Linear regression: averages of {options.exchange}"
-    examples.report(rows, options.plot, title, panel)
     if gaps[-1].max() > TOLERANCE:
         raise SystemExit(f"not within {TOLERANCE} of the truth: it needs more --steps")
+    by_name = {name: gaps[:, i].tolist() for i, name in enumerate(TRUTH)}
+    return {"distance to the truth by average": by_name}
 
 
 if __name__ == "__main__":
-    examples.run(main)
+    main()

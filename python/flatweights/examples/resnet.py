@@ -6,9 +6,9 @@ images; the driver averages the results and sends the average to all of them. Th
 TensorFlow. Beside them, an actor evaluates the average every few rounds. Rounds leave out workers
 that died until Ray has restarted them.
 
-    python -m flatweights.examples.resnet
-    python -m flatweights.examples.resnet --mode graph --plot resnet.png --log-dir logs
-    python -m flatweights.examples.resnet --dataset cifar10 --num-gpus 4 --rounds 2000 --enough 0.9
+    flatweights examples resnet
+    flatweights examples --plot resnet.png resnet --mode graph --log-dir logs
+    flatweights examples resnet --dataset cifar10 --num-gpus 4 --rounds 2000 --enough 0.9
 
 The digits are scikit-learn's handwritten ones, enlarged to 32x32x3. Keras downloads CIFAR to
 ``~/.keras`` at the first use.
@@ -36,8 +36,10 @@ from typing import Any
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
-from flatweights import FlatWeights, examples
+from flatweights import FlatWeights
 from flatweights.ray import FlatWorker, WorkerGroup
 
 RESTARTS = 3  # of each actor
@@ -52,8 +54,11 @@ Images = tuple[NDArray[np.uint8], NDArray[np.int32]]  # 32x32x3 bytes each, and 
 def load_images(dataset: str, seed: int) -> tuple[Images, Images]:
     """Return images to train on, and others to test with."""
     if dataset == "digits":
-        small = [((255 * x).round().reshape(-1, 8, 8, 1), y) for x, y in examples.load_digits(seed)]
-        parts: Any = [(x.repeat(4, 1).repeat(4, 2).repeat(3, 3), y) for x, y in small]
+        small, labels = load_digits(return_X_y=True)  # 0 to 16
+        pixels = (small * (255 / 16)).round().reshape(-1, 8, 8, 1)
+        pixels = pixels.repeat(4, 1).repeat(4, 2).repeat(3, 3)
+        split = train_test_split(pixels, labels, test_size=0.2, random_state=seed)
+        parts: Any = (split[0], split[2]), (split[1], split[3])
     else:
         import keras
 
@@ -167,11 +172,10 @@ class Worker(FlatWorker):
         evaluates = rank == options.workers
         # Not the seed alone, or a training that goes on would see the same batches again.
         self.rng = np.random.default_rng([options.seed, rounds_done, rank])
-        threads = max(1, len(os.sched_getaffinity(0)) // options.workers)
-        gpus = options.num_gpus is not None and not evaluates
-        examples.prepare_tensorflow(threads=threads, deterministic=False, gpus=gpus)
         import tensorflow as tf
 
+        threads = max(1, len(os.sched_getaffinity(0)) // options.workers)
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
         pixels, labels = load_images(options.dataset, options.seed)[evaluates]
         share = slice(None) if evaluates else slice(rank, None, options.workers)
         self.images, self.options, self.writer = (pixels[share], labels[share]), options, None
@@ -254,8 +258,6 @@ def train(
             evaluated = result.ref
         pending[number] = evaluator.log.remote(number, scalars, evaluated)
     collect()
-    alive = [group.actors()[rank] for rank in group.step("ping")]
-    print(examples.time_exchange(WorkerGroup(alive)))
     ray.kill(evaluator)
     group.shutdown()
     return history
@@ -263,34 +265,40 @@ def train(
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = examples.make_parser(
-        __doc__,
-        "loss and accuracy by round",
-        num_residual_units=(5, "in each of three stages"),
-        rounds=(30, "averages to take"),
-        steps=(10, "of each worker in a round"),
-        batch_size=(32, "images of each worker in a step"),
-        eval_every=(5, "rounds"),
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, number = parser.add_argument, examples.integer(1)
+    add = parser.add_argument
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--num-gpus", type=number, help="one worker on each")
-    where.add_argument("--num-workers", type=number, default=2, help="on the CPU")
+    where.add_argument("--num-gpus", type=int, help="one worker on each")
+    where.add_argument("--num-workers", type=int, default=2, help="on the CPU; default: 2")
+    for name, default, help_ in (
+        ("--num-residual-units", 5, "in each of three stages"),
+        ("--rounds", 30, "averages to take"),
+        ("--steps", 10, "of each worker in a round"),
+        ("--batch-size", 32, "images of each worker in a step"),
+        ("--eval-every", 5, "rounds"),
+        ("--seed", 0, "of the data and the first weights"),
+    ):
+        add(name, type=int, default=default, help=f"{help_}; default: %(default)s")
     add("--mode", choices=("eager", "graph"), default="eager", help="graph: of TF1")
     add("--dataset", choices=LABELS, default="digits", help="images to learn")
     rate = "a tenth from half, and from 3/4 of the rounds"
-    add("--learning-rate", type=examples.positive(), default=0.05, help=rate)
-    add("--checkpoint", type=examples.output_file, help="file to write, or to go on from")
+    add("--learning-rate", type=float, default=0.05, help=rate)
+    add("--checkpoint", type=Path, help="file to write, or to go on from")
     add("--log-dir", metavar="DIR", help="write summaries for TensorBoard")
-    add("--enough", type=examples.fraction, default=0.95, help="accuracy to reach")
+    add("--enough", type=float, default=0.95, help="accuracy to reach")
     options = parser.parse_args(arguments)
+    counts = ("num_workers", "num_residual_units", "rounds", "steps", "batch_size", "eval_every")
+    if min(getattr(options, name) for name in counts) < 1:
+        parser.error(f"expected at least 1 of {', '.join(counts)}, got {vars(options)}")
     options.workers = options.num_gpus or options.num_workers
     options.log_dir = options.log_dir and str(Path(options.log_dir).absolute())  # for actors
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program; fail if too little is learned."""
+def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Run the program; return curves. It fails if too little is learned."""
     options = parse_options(arguments)
     done, weights = 0, None
     if options.checkpoint and options.checkpoint.exists():
@@ -304,27 +312,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{options.checkpoint}: {done} of {options.rounds} rounds are done", flush=True)
         if done >= options.rounds:
             raise SystemExit("nothing is left: choose more --rounds or another --checkpoint")
-    examples.start_ray(options.workers, CPU=options.workers, GPU=options.num_gpus or 0)
+    ray.init(ignore_reinit_error=True, logging_level="ERROR")
+    for name, wanted in (("CPU", options.workers), ("GPU", options.num_gpus or 0)):
+        if (there := ray.cluster_resources().get(name, 0)) < wanted:  # actors would wait for ever
+            raise SystemExit(f"{name}s of Ray: expected at least {wanted}, got {there:g}")
     history = train(options, done, weights)
     last = history[options.rounds]
-    row = {
-        "rounds": f"{min(history)} to {max(history)}",
-        "images/s, median": f"{median(v['images per second'] for v in history.values()):.0f}",
-        "loss": f"{last['training/loss']:.4f}",
-        "accuracy": f"{last['evaluation/accuracy']:.4f}",
-    }
-    panels = []
-    for title in ("loss", "accuracy"):
-        curves = {}
-        for kind in ("training", "evaluation"):
-            name = f"{kind}/{title}"
-            points = {n: numbers[name] for n, numbers in history.items() if name in numbers}
-            curves[kind] = list(points), list(points.values())
-        panels.append(examples.Panel(title, "round", curves))
-    examples.report([row], options.plot, "A residual network, data-parallel", *panels)
-    if last["evaluation/accuracy"] < options.enough:
+    speed = median(numbers["images per second"] for numbers in history.values())
+    loss, accuracy = last["training/loss"], last["evaluation/accuracy"]
+    rounds = f"rounds {min(history)} to {max(history)}: {speed:.0f} images per second (median)"
+    print(f"{rounds}, training loss {loss:.4f}, accuracy {accuracy:.4f} on other images")
+    if accuracy < options.enough:
         raise SystemExit(f"accuracy below {options.enough}: it needs more --rounds")
+
+    def curve(name: str) -> tuple[list[int], list[float]]:
+        points = {n: numbers[name] for n, numbers in history.items() if name in numbers}
+        return list(points), list(points.values())
+
+    kinds = ("training", "evaluation")
+    return {f"{x} by round": {k: curve(f"{k}/{x}") for k in kinds} for x in ("loss", "accuracy")}
 
 
 if __name__ == "__main__":
-    examples.run(main)
+    main()
