@@ -24,7 +24,7 @@ from ray_workers import PlainWorker, weights_of
 from reference import clean_environment
 
 from flatweights.ray import Round, WorkerError, WorkerGroup, average
-from flatweights.ray._report import METRICS, readable_bytes
+from flatweights.ray._report import METRICS, readable_bytes, rounds_bar
 
 TESTS = Path(__file__).parents[1]
 SIZE = 40_000
@@ -241,7 +241,7 @@ def test_reasons_in_a_record_are_one_line(group: WorkerGroup) -> None:
 
 
 LINE = re.compile(
-    r"flatweights: round 1: (.*), \d+\.\d{3} s "
+    r"round 1: (.*), \d+\.\d{3} s "
     r"\(wait \d+\.\d{3}, average \d+\.\d{3}, put \d+\.\d{3}, broadcast \d+\.\d{3}\), (.*)"
 )
 
@@ -286,10 +286,10 @@ def test_the_log_warns_once_of_who_has_died(
         group.average("train", min_results=1)
     said, first, second = lines(caplog)
     assert said[0] == "WARNING"
-    assert said[1].startswith("flatweights: rank 1 is left out: ActorDiedError")
+    assert said[1].startswith("rank 1 is left out: ActorDiedError")
     assert first[0] == second[0] == "INFO"
-    assert first[1].startswith("flatweights: round 1: 1 of 2 ranks, 1 failed (1), ")
-    assert second[1].startswith("flatweights: average: 1 of 2 ranks, 1 failed (1), ")
+    assert first[1].startswith("round 1: 1 of 2 ranks, 1 failed (1), ")
+    assert second[1].startswith("average: 1 of 2 ranks, 1 failed (1), ")
     assert "Died" not in first[1] + second[1]
 
 
@@ -303,7 +303,7 @@ def test_the_log_warns_of_late_references(
     (tmp_path / "go on").touch()
     ((level, line),) = lines(caplog)
     assert level == "WARNING"
-    assert line.startswith("flatweights: average: 1 of 2 ranks, 1 late (1), ")
+    assert line.startswith("average: 1 of 2 ranks, 1 late (1), ")
     assert line.endswith("), 320 kB")
 
 
@@ -312,6 +312,18 @@ def test_nothing_is_drawn_without_a_terminal(
 ) -> None:
     assert len(list(group.run(2, "train", progress=True))) == 2
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.filterwarnings('ignore:install "ipywidgets"')
+def test_a_saved_notebook_has_the_last_state_of_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda _, text: shown.append(text))
+    with rounds_bar(2) as show:
+        show(Round(None, (0, 1), {}))
+        show(Round(None, (0,), {1: TimeoutError()}))
+    assert "2/2" in shown[-1]
+    assert "1 of 2 ranks, without 1" in shown[-1]
 
 
 def test_an_error_of_the_metrics_does_not_break_a_round(
@@ -326,7 +338,7 @@ def test_an_error_of_the_metrics_does_not_break_a_round(
         rounds = list(group.run(2, "train"))
         METRICS.hand_over()
     assert [found.used for found in rounds] == [(0, 1, 2)] * 2
-    assert lines(caplog) == [("WARNING", "flatweights: no metrics from now on: OSError: no agent")]
+    assert lines(caplog) == [("WARNING", "no metrics of rounds from now on: OSError: no agent")]
 
 
 def test_a_round_of_nothing_but_weights_has_a_record() -> None:

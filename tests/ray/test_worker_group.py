@@ -613,8 +613,8 @@ def test_the_log_says_who_is_left_out_once(make: Make, caplog: pytest.LogCapture
         restored(group)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
-    assert messages[0].startswith("flatweights: rank 1 is left out: ")
-    assert messages[1] == "flatweights: rank 1 is back"
+    assert messages[0].startswith("rank 1 is left out: ")
+    assert messages[1] == "rank 1 is back"
 
 
 def test_run_trains_averages_and_sends(group: WorkerGroup) -> None:

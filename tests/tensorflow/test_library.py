@@ -255,7 +255,7 @@ def test_first_use_compiles_and_says_so_in_one_line(built: Any) -> None:
     assert first.library.is_relative_to(built.cache)
     assert tf.version.VERSION in first.library.parent.name
     assert built.said == [
-        f"flatweights: compiling its op library for TensorFlow {tf.version.VERSION}, once, into "
+        f"compiling the op library of flatweights for TensorFlow {tf.version.VERSION}, once, into "
         f"{first.library.parent}"
     ]
     assert mode(built.cache) == mode(first.library.parent) == 0o700

@@ -141,7 +141,7 @@ class Metrics:
             self._record(counts, seconds, used)
         except Exception as error:
             self.works = False
-            _log.warning("flatweights: no metrics from now on: %s: %s", type(error).__name__, error)
+            _log.warning("no metrics of rounds from now on: %s: %s", type(error).__name__, error)
 
     def _record(
         self,
@@ -199,7 +199,7 @@ def report(result: Round, *, already_named: Collection[int] = ()) -> None:
     )
     _log.log(
         level,
-        "flatweights: %s: %s, %.3f s (%s), %s%s",
+        "%s: %s, %.3f s (%s), %s%s",
         name,
         ", ".join(counts),
         result.total_seconds,
@@ -267,10 +267,16 @@ def rounds_bar(rounds: int) -> Iterator[Callable[[Round], None]]:
         progress.TimeRemainingColumn(),
         progress.TextColumn("{task.description}"),
     )
-    is_drawn = console.is_terminal or console.is_jupyter
-    with progress.Progress(*columns, console=console, disable=not is_drawn) as bar:
-        task = bar.add_task("", total=rounds)
-        yield lambda result: bar.update(task, advance=1, description=_ranks(result))
+    in_notebook = console.is_jupyter
+    is_drawn = console.is_terminal or in_notebook
+    bar = progress.Progress(*columns, console=console, disable=not is_drawn, transient=in_notebook)
+    try:
+        with bar:
+            task = bar.add_task("", total=rounds)
+            yield lambda result: bar.update(task, advance=1, description=_ranks(result))
+    finally:
+        if in_notebook:  # a saved notebook does not have the widget, in which the bar moved
+            console.print(bar.get_renderable())
 
 
 def _ranks(result: Round) -> str:

@@ -248,7 +248,7 @@ class Roster:
         self._leave_out(arrivals.failed)
         for rank in sorted(arrivals.arrived):
             self._records[rank].why = None
-            _log.warning("flatweights: rank %d is back", rank)
+            _log.warning("rank %d is back", rank)
         return sorted(arrivals.arrived)
 
     def shut_down(self) -> None:
@@ -294,7 +294,7 @@ class Roster:
         for rank, error in failed.items():
             if is_lost(error):
                 if self._records[rank].why is None:
-                    _log.warning("flatweights: rank %d is left out: %s", rank, reason_of(error))
+                    _log.warning("rank %d is left out: %s", rank, reason_of(error))
                 self._records[rank].why = error
 
     def _leave_out(self, failed: Mapping[int, Exception]) -> None:

@@ -174,7 +174,7 @@ class _Elsewhere:
 def _tell_of_tracing(group: Group) -> None:
     count = len(group.variables)
     if count >= _MANY:
-        _log.warning("flatweights: tracing the operations for %d variables, once", count)
+        _log.warning("tracing the operations for %d variables, once", count)
 
 
 def _aliased(array: NDArray[Any], dtype: tf.DType, context: Any) -> tf.Tensor:

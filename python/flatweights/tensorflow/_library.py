@@ -194,7 +194,7 @@ def _compile_into_cache(wanted: dict[str, str], *, again: bool = False) -> Path:
         if not again:
             _raise_earlier_failure(failed, compiler)
         _log.warning(
-            "flatweights: compiling its op library for TensorFlow %s, once, into %s",
+            "compiling the op library of flatweights for TensorFlow %s, once, into %s",
             wanted["tensorflow"],
             folder,
         )

@@ -85,7 +85,7 @@ class Setback:
         """Note a failure. What may pass is tried again, after pauses that double."""
         if reason != self.reason:
             level = logging.WARNING if may_pass else logging.INFO
-            _log.log(level, "flatweights: %s reached through Ray: %s", self._who, reason)
+            _log.log(level, "%s reached through Ray: %s", self._who, reason)
         self.reason = reason
         self._end = time.monotonic() + self._pause if may_pass else math.inf
         self._pause = min(2 * self._pause, _MOST_PAUSE)
@@ -261,7 +261,7 @@ class LaneAnswer(Answer):
             if kind == BROKEN:
                 self._worker.note_broken(self._lane, value)
             else:
-                _log.info("flatweights: rank %d refused a command: %s", self._worker.rank, value)
+                _log.info("rank %d refused a command: %s", self._worker.rank, value)
             self._by_ray = self._worker.call_by_ray(self._call, value)
 
     def look_at_call(self) -> None:

@@ -138,7 +138,7 @@ class Windows:
         except (NoSharedMemoryError, OSError) as error:
             if not self._warned:
                 self._warned = True
-                _log.warning("flatweights: no window, so weights go through Ray: %s", error)
+                _log.warning("no window, so weights go through Ray: %s", error)
             return None
         if is_replaced:
             self._windows[index] = made

@@ -140,7 +140,7 @@ class Meeting:
                 else:
                     self._gather()
         except Exception:
-            _log.exception("flatweights: the host of meeting %r has failed", self._name)
+            _log.exception("the host of meeting %r has failed", self._name)
         for entry in self._entries:
             entry.ticket.set_exception(RuntimeError("the meeting has ended"))
         self._lanes.close()
@@ -405,7 +405,7 @@ class Meeting:
         """Count a member as dead."""
         if seat.is_present:
             seat.gone = MemberDiedError(why)
-            _log.warning("flatweights: meeting %r: rank %d: %s", self._name, seat.rank, why)
+            _log.warning("meeting %r: rank %d: %s", self._name, seat.rank, why)
         if seat.lane is not None:
             self._lanes.give_up(seat.lane)
         if seat.reply is not None:
