@@ -116,10 +116,32 @@ def keras_shared_layers() -> Any:
 def keras_recurrent() -> Any:
     inputs = keras.Input((5, 4), batch_size=2)
     x = keras.layers.Bidirectional(keras.layers.LSTM(3, return_sequences=True))(inputs)
-    x = keras.layers.GRU(3, stateful=True, return_sequences=True, dropout=0.1)(x)
-    x = keras.layers.TimeDistributed(keras.layers.Dense(2))(x)
+    stateful = keras.layers.GRU(3, stateful=True, return_sequences=True, dropout=0.1)
+    x = keras.layers.TimeDistributed(keras.layers.Dense(2))(stateful(x))
     x = keras.layers.RNN([keras.layers.LSTMCell(2), keras.layers.SimpleRNNCell(2)])(x)
     model = keras.Model(inputs, x)
+    return model, [*model.variables, *stateful.states]
+
+
+@kind
+def keras_stateful() -> Any:
+    inputs = keras.Input((3, 4), batch_size=2)
+    lstm = keras.layers.LSTM(3, stateful=True, return_sequences=True)
+    both = keras.layers.Bidirectional(keras.layers.SimpleRNN(2, stateful=True))
+    cells = keras.layers.RNN(
+        [keras.layers.LSTMCell(2), keras.layers.GRUCell(2)], stateful=True, return_sequences=True
+    )
+    model = keras.Model(inputs, both(cells(lstm(inputs))))
+    states = tf.nest.flatten([lstm.states, cells.states, both.states])
+    return model, [*model.variables, *states]
+
+
+@kind
+def keras_lookups() -> Any:
+    words = keras.layers.StringLookup()
+    words.adapt(["a", "b"])
+    inputs = keras.Input((1,), dtype="string")
+    model = keras.Model(inputs, keras.layers.Embedding(3, 2)(words(inputs)))
     return model, model.variables
 
 
@@ -313,11 +335,37 @@ def tf_keras_nested() -> Any:
 def tf_keras_recurrent() -> Any:
     inputs = tf_keras.Input((5, 4), batch_size=2)
     x = tf_keras.layers.Bidirectional(tf_keras.layers.LSTM(3, return_sequences=True))(inputs)
-    x = tf_keras.layers.GRU(3, stateful=True, return_sequences=True)(x)
-    x = tf_keras.layers.TimeDistributed(tf_keras.layers.Dense(2))(x)
+    stateful = tf_keras.layers.GRU(3, stateful=True, return_sequences=True)
+    x = tf_keras.layers.TimeDistributed(tf_keras.layers.Dense(2))(stateful(x))
     x = tf_keras.layers.RNN([tf_keras.layers.LSTMCell(2), tf_keras.layers.SimpleRNNCell(2)])(x)
     model = tf_keras.Model(inputs, x)
-    return model, [*model.variables]
+    return model, [*model.variables, *stateful.states]
+
+
+@kind
+def tf_keras_stateful() -> Any:
+    inputs = tf_keras.Input((3, 4), batch_size=2)
+    lstm = tf_keras.layers.LSTM(3, stateful=True, return_sequences=True)
+    both = tf_keras.layers.Bidirectional(tf_keras.layers.SimpleRNN(2, stateful=True))
+    cells = tf_keras.layers.RNN(
+        [tf_keras.layers.LSTMCell(2), tf_keras.layers.GRUCell(2)],
+        stateful=True,
+        return_sequences=True,
+    )
+    model = tf_keras.Model(inputs, both(cells(lstm(inputs))))
+    layers = [lstm, cells, both.forward_layer, both.backward_layer]
+    return model, [*model.variables, *tf.nest.flatten([layer.states for layer in layers])]
+
+
+@kind
+def tf_keras_lookups() -> Any:
+    words, numbers = tf_keras.layers.StringLookup(), tf_keras.layers.IntegerLookup()
+    words.adapt(["a", "b"])
+    numbers.adapt([7, 8])
+    inputs = [tf_keras.Input((1,), dtype=dtype) for dtype in ("string", "int64")]
+    embedding = tf_keras.layers.Embedding(3, 2)
+    model = tf_keras.Model(inputs, [embedding(words(inputs[0])), embedding(numbers(inputs[1]))])
+    return model, embedding.variables
 
 
 @kind

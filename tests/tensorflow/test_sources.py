@@ -202,6 +202,21 @@ def test_what_is_made_at_the_first_call_is_there_after_it() -> None:
         assert list(TensorFlowVariables(model).variables) == ["dense/kernel", "dense/bias"]
 
 
+def test_states_of_recurrent_layers_are_restored_and_not_trained() -> None:
+    model = tf_keras.Sequential([tf_keras.layers.GRU(2, stateful=True)])
+    model.build((1, 3, 4))
+    without = list(TensorFlowVariables(model, trainable_only=True).variables)
+    assert without == ["gru/cell/kernel", "gru/cell/recurrent_kernel", "gru/cell/bias"]
+    weights = TensorFlowVariables(model)
+    assert list(weights.variables) == [*without, "gru/states/0"]
+    x = numbers(1, 3, 4)
+    before = weights.get_weights()
+    first = model(x)
+    assert not np.array_equal(model(x), first)
+    weights.set_weights(before)
+    np.testing.assert_array_equal(model(x), first)
+
+
 def test_a_variable_that_is_made_later_says_what_to_call() -> None:
     class Lazy(keras.layers.Layer):
         def __init__(self) -> None:

@@ -10,6 +10,7 @@ from flatweights.tensorflow._kinds import (
     inner_variable,
     is_layer_of_keras_2,
     is_sequential_or_functional,
+    is_variable,
     last_name,
 )
 
@@ -18,6 +19,9 @@ def layer_variables(
     layer: Any, layers: Sequence[tuple[Path, Any]], bare: Mapping[int, Path]
 ) -> Iterator[tuple[Path, Any, bool]]:
     """Yield path, variable, and whether it is trained, in Keras's order.
+
+    Then follow the states of stateful recurrent layers, which are not among Keras's variables.
+    Lookup tables of `tf_keras`, which are, hold no numbers that could be moved.
 
     Args:
         layer: A model or layer that is built.
@@ -42,9 +46,22 @@ def layer_variables(
             paths.setdefault(id(variable), (*where, *name))
     # Variables in frozen layers of `tf_keras` still say that they are trainable.
     trained = {id(inner_variable(variable)) for variable in layer.trainable_variables}
-    for variable in layer.variables:
+    for variable in filter(is_variable, layer.variables):
         where = paths.get(id(variable)) or bare.get(id(variable), (*path, last_name(variable)))
         yield where, variable, id(inner_variable(variable)) in trained
+    for where, sub in layers:
+        for step, state in leaves(_states(sub), ("states",)):
+            if is_variable(state):
+                yield (*where, *step), state, False
+
+
+def _states(layer: Any) -> Any:
+    """Return the states that a recurrent layer keeps between calls, nested; else an empty list."""
+    if not (getattr(layer, "stateful", False) and hasattr(layer, "cell")):
+        return []
+    # Not its property: that of a bidirectional layer returns the states of two other layers.
+    held = vars(layer)
+    return held.get("states", held.get("_states", []))
 
 
 def _is_complete(layer: Any) -> bool:
@@ -97,6 +114,7 @@ def _own_variables(layer: Any) -> Iterator[tuple[Path, Any]]:
     """Yield path and variable for the layer's own; nameless ones take their attribute's name."""
     if is_layer_of_keras_2(layer):
         own = [*layer._trainable_weights, *layer._non_trainable_weights]
+        own = list(filter(is_variable, own))
     else:
         own = [*layer._trainable_variables, *layer._non_trainable_variables]
         own += [generator.state for generator in layer._seed_generators]
