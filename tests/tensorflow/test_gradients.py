@@ -995,6 +995,20 @@ def test_the_callers_scopes_do_not_reach_the_step() -> None:
         np.testing.assert_allclose(weights.get_flat(), [0.5], rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["Momentum", "RMSProp", "Ftrl", "Adam"])
+def test_the_step_is_the_dense_one_whatever_the_gradient_was(name: str) -> None:
+    def optimizer() -> Any:
+        return getattr(tf1.train, f"{name}Optimizer")(0.5, *([0.9] if name == "Momentum" else []))
+
+    flat, dense = (tf.Variable(tf.ones((3, 2))) for _ in range(2))
+    weights, ours, theirs = TensorFlowVariables(flat), optimizer(), optimizer()
+    for row in (0, 1, 0):  # and never the last one
+        rows = slices("eager", [[1.0, 2.0]], [row], [3, 2])
+        weights.apply_flat_gradients(ours, weights.flatten_gradients([rows]))
+        theirs.apply_gradients([(tf.convert_to_tensor(rows), dense)])
+    np.testing.assert_allclose(flat, dense, rtol=1e-6)
+
+
 def test_what_a_session_lacks_is_named() -> None:
     with tf.Graph().as_default():
         v = tf1.Variable(np.float32([1]), name="v")

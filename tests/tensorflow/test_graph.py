@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from tf_forks import Forks
 from tf_models import build_graph, mixed_values
 
 from flatweights.tensorflow import TensorFlowVariables
@@ -159,6 +160,47 @@ def test_a_closed_session_raises_and_another_serves(graph: Any) -> None:
         weights.get_flat()
     weights.set_session(initialized())
     assert weights.get_flat() == [1]
+
+
+RESET = """
+import numpy as np
+import tensorflow as tf
+from flatweights.tensorflow import TensorFlowVariables
+
+tf1 = tf.compat.v1
+with tf.Graph().as_default():
+    v = tf1.Variable(np.float32([1, 2]), name="v")
+    weights = TensorFlowVariables(v, tf1.Session())
+    optimizer = tf1.train.GradientDescentOptimizer(0.5)
+    weights.prepare_gradients(optimizer)
+    function = weights.value_and_gradient(lambda: tf.reduce_sum(v * v), dtype=np.float32)
+    calls = [
+        weights.get_flat,
+        lambda: weights.set_flat([3, 4]),
+        lambda: weights.add_flat([3, 4]),
+        lambda: weights.set_weights({"v": [3, 4]}),
+        lambda: weights.apply_flat_gradients(optimizer, [1, 1]),
+        lambda: function([3, 4]),
+    ]
+    for call in calls:
+        weights.sess.run(v.initializer)
+        weights.get_flat()
+        tf1.Session.reset("")  # closes all sessions of the process, and none of them says so
+        try:
+            call()
+        except RuntimeError as error:
+            print(error)
+        weights.set_session(tf1.Session())
+    weights.set_flat([5, 6])
+    print(weights.get_flat())
+"""
+
+
+def test_a_reset_session_is_closed(forks: Forks) -> None:
+    done = forks.run(RESET)
+    *closed, flat = done.stdout.splitlines()
+    assert closed == ["the session is closed: call set_session(sess) with an open one"] * 6
+    assert flat == "[5. 6.]", done.stderr
 
 
 def test_a_finalized_graph_is_refused_at_construction_and_works_after(graph: Any) -> None:

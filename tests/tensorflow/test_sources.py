@@ -304,6 +304,20 @@ def test_a_loaded_saved_model(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded.up.w.numpy(), tree.up.w.numpy())
 
 
+def test_layers_of_exported_models_have_no_names_of_the_process_that_exported_them(
+    tmp_path: Path,
+) -> None:
+    names = []
+    for k in range(2):  # the second one has `dense_1` where the first one has `dense`
+        layers = [keras.Input((3,)), keras.layers.Dense(2), keras.layers.BatchNormalization()]
+        keras.Sequential(layers).export(tmp_path / str(k), verbose=False)
+        loaded = keras.layers.TFSMLayer(tmp_path / str(k), call_endpoint="serve")
+        weights = TensorFlowVariables(keras.Sequential([keras.Input((3,)), loaded]))
+        assert len(weights.variables) == 6
+        names.append(list(weights.variables))
+    assert names[0] == names[1]
+
+
 def test_a_loaded_saved_model_of_a_compiled_tf_keras_model_has_its_optimizer(
     tmp_path: Path,
 ) -> None:

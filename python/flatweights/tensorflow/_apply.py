@@ -19,7 +19,7 @@ from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._gradients import trained_positions
 from flatweights.tensorflow._groups import Group
 from flatweights.tensorflow._kinds import inner_variable, is_of_keras_3
-from flatweights.tensorflow._session import SessionOperations, isolated, uninitialized
+from flatweights.tensorflow._session import SessionOperations, isolated, run, uninitialized
 
 tf1 = tf.compat.v1
 
@@ -160,7 +160,7 @@ class _SessionStep:
         session, raw = self._session.opened()
         with self._lock.ready():
             self._initialize(session, raw)
-        session.run(self._train, dict(zip(self._fed, vectors, strict=True)))
+        run(session, self._train, dict(zip(self._fed, vectors, strict=True)))
 
     def _initialize(self, session: Any, raw: Any) -> None:
         """Initialize the slots that this step created, because nothing else does.
@@ -170,11 +170,11 @@ class _SessionStep:
         """
         if self._checked is not None and self._checked() is raw:
             return
-        names = [name.decode() for name in session.run(self._uninitialized)]
+        names = [name.decode() for name in run(session, self._uninitialized)]
         others = [name for name in names if name not in self._initializers]
         if others:
             raise uninitialized(others)
-        session.run([self._initializers[name] for name in names])
+        run(session, [self._initializers[name] for name in names])
         self._checked = weakref.ref(raw)
 
 

@@ -9,6 +9,7 @@ from flatweights.tensorflow._kinds import (
     Path,
     inner_variable,
     is_layer_of_keras_2,
+    is_of_keras_3,
     is_sequential_or_functional,
     is_variable,
     last_name,
@@ -112,6 +113,12 @@ def leaves(
 
 def _own_variables(layer: Any) -> Iterator[tuple[Path, Any]]:
     """Yield path and variable for the layer's own; nameless ones take their attribute's name."""
+    if is_of_keras_3(layer, "layers.TFSMLayer"):
+        # They have the names, with the counters, of the process that exported the model.
+        for kind in ("trainable_variables", "non_trainable_variables"):
+            for i, variable in enumerate(getattr(layer, f"_{kind}")):
+                yield (kind, str(i)), variable
+        return
     if is_layer_of_keras_2(layer):
         own = [*layer._trainable_weights, *layer._non_trainable_weights]
         own = list(filter(is_variable, own))

@@ -15,7 +15,7 @@ from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._gradients import concat, trained_positions
 from flatweights.tensorflow._groups import layout_at
 from flatweights.tensorflow._kinds import inner_variable
-from flatweights.tensorflow._session import SessionOperations, check_unfinished
+from flatweights.tensorflow._session import SessionOperations, check_unfinished, run
 
 
 class Objective:
@@ -85,7 +85,7 @@ class Objective:
             x: ArrayLike, feed_dict: Mapping[Any, Any] | None = None
         ) -> tuple[float, NDArray[Any]]:
             self._set_flat(x)
-            loss, gradient = session.opened()[0].run(fetches, feed_dict)
+            loss, gradient = run(session.opened()[0], fetches, feed_dict)
             return self._result(loss, np.asarray(gradient))
 
         return evaluate

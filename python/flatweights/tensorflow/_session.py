@@ -14,6 +14,8 @@ from flatweights._locks import TurnLock
 from flatweights.tensorflow._groups import Group, Operations
 from flatweights.tensorflow._library import Library
 
+_CLOSED = "the session is closed: call set_session(sess) with an open one"
+
 _locks: weakref.WeakKeyDictionary[tf.Graph, TurnLock] = weakref.WeakKeyDictionary()
 
 
@@ -82,7 +84,7 @@ class SessionOperations(Operations):
             )
         raw = _raw(session)
         if raw is None:
-            raise RuntimeError("the session is closed: call set_session(sess) with an open one")
+            raise RuntimeError(_CLOSED)
         return session, raw
 
     def place(self) -> Any:
@@ -130,7 +132,7 @@ class SessionOperations(Operations):
 
     def _run(self, fetches: Any, feed: dict[tf.Tensor, NDArray[Any]] | None = None) -> Any:
         # The raw session: hooks of a monitored one must count only training steps.
-        return self.opened()[1].run(fetches, feed)
+        return run(self.opened()[1], fetches, feed)
 
     def _uninitialized(self) -> list[str]:
         names = []
@@ -143,6 +145,20 @@ class SessionOperations(Operations):
                 except tf.errors.FailedPreconditionError:
                     names.append(slot.name)
         return names
+
+
+def run(session: Any, fetches: Any, feed: Mapping[Any, Any] | None = None) -> Any:
+    """Run ``fetches`` in an `opened` session.
+
+    Raises:
+        RuntimeError: If it has been closed since, or by ``Session.reset``, which it does not show.
+    """
+    try:
+        return session.run(fetches, feed)
+    except tf.errors.CancelledError as error:
+        if "Session has been closed" not in error.message:
+            raise
+        raise RuntimeError(_CLOSED) from error
 
 
 def _raw(session: Any) -> Any:

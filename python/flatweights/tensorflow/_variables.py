@@ -643,6 +643,11 @@ class TensorFlowVariables:
         loss and divides them; that of `tf_keras` takes the result of its
         ``get_unscaled_gradients``. Both skip a step whose gradients are not finite.
 
+        The step is that of a dense gradient, also along a vector of `flatten_gradients` that was
+        made of `tf.IndexedSlices`: rows without a gradient have zeros. In a sparse step, TF1's
+        momentum, RMSProp and FTRL leave such rows alone; here they change them. FTRL computes each
+        weight from the sums of its gradients, so a row that never had one becomes 0.
+
         The first call with an optimizer builds a `tf.function`, traced once, or operations of
         the graph (see `prepare_gradients`), and keeps them as long as the optimizer lives. Only
         this call reads which variables are trainable, and the optimizer's settings in Python
