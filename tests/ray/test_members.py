@@ -352,6 +352,17 @@ def test_a_rule_takes_the_place_of_the_mean(puppets: Puppets) -> None:
     for weights, _ in all_of(met, hostile, lambda given: given[2]):
         assert same_bits(weights, models[2])
 
+    class LongError(Exception):
+        def __init__(self, text: str, other: int) -> None:
+            super().__init__(text)
+
+    def fail(given: Any) -> Any:
+        raise LongError("x" * 200_000, 1)
+
+    for error in errors_of(met, hostile, fail):
+        assert str(error).startswith("LongError: xxx")
+        assert len(str(error)) < 2000
+
     def different(member: Member) -> None:
         hostile(member, robust.Median() if member.rank else robust.TrimmedMean(1))
 

@@ -44,6 +44,9 @@ _GRACE = 5.0  # seconds in which the process that had a rank may be seen to have
 _KEPT = 8  # kinds of call of which the last outcome is kept, for members that are late
 _EMPTY = 60.0  # seconds for which a meeting without members waits for the first one
 
+_LONGEST_ERROR = 16 << 10  # bytes of a pickled error
+_LONGEST_TEXT = 1000  # characters of the text that takes the place of a longer one
+
 _log = logging.getLogger("flatweights")
 
 
@@ -100,6 +103,7 @@ class Meeting:
         self._kept: list[Kept] = []
         self._number = 0
         self._is_open = False  # whether all have joined
+        self._ticks = False  # whether the news will soon be read again
 
     def tell(self, news: Callable[[], Any]) -> None:
         """Have the thread of the meeting call ``news``."""
@@ -285,13 +289,14 @@ class Meeting:
             else:
                 weights, fields = self._average(asks, arrivals)
         except Exception as raised:  # all members raise it; a rule may raise anything
-            error = raised.with_traceback(None)
-            error.__context__ = error.__cause__ = None
+            error = _portable(raised)
         finally:
             _core.withdraw_offer()
         arrivals.let_go()
         ways = [(k, "store" if self._seats[k].lane is None else "lane") for k in sorted(asks)]
         fields |= {"number": number, "ways": ways}
+        if fields.get("failed"):
+            fields["failed"] = {rank: _portable(why) for rank, why in fields["failed"].items()}
         has_layout = weights is not None and first.operation == "broadcast"
         layout = weights.layout.pickled if has_layout and weights is not None else None
         outcome = Outcome(number, self._size, self._ranks(), error, layout, fields)
@@ -374,7 +379,8 @@ class Meeting:
             self._lanes.windows.offer(layout.nbytes)
 
     def _ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(seat.rank for seat in self._seats.values() if seat.is_present))
+        present = [seat.rank for seat in [*self._seats.values()] if seat.is_present]
+        return tuple(sorted(present))
 
     def _post(self, outcome: Outcome, weights: FlatWeights | None, seats: Sequence[Seat]) -> None:
         """Give ``seats`` an outcome."""
@@ -427,8 +433,12 @@ class Meeting:
                 self._entries.append(entry)
             else:
                 entry.ticket.set_result(ticket)
-        if self._entries:  # no bell rings when their time is up
-            threading.Timer(SLICE / 4, self.tell, (lambda: None,)).start()
+        if self._entries and not self._ticks:  # no bell rings when their time is up
+            self._ticks = True
+            threading.Timer(SLICE / 4, self.tell, (self._tick,)).start()
+
+    def _tick(self) -> None:
+        self._ticks = False
 
     def _seat(self, entry: Entry, now: float) -> Ticket | None:
         """Return the ticket for a process; None while another process may be about to end.
@@ -496,6 +506,20 @@ class Meeting:
 def _rule_of(pickled: bytes) -> Rule:
     rule: Rule = pickle.loads(pickled)
     return rule
+
+
+def _portable(error: Exception) -> Exception:
+    """Return ``error`` without its frames, or its text if it cannot be sent."""
+    bare = error.with_traceback(None)
+    bare.__context__ = bare.__cause__ = None
+    try:
+        pickled = ray.cloudpickle.dumps(bare)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = b""
+    if 0 < len(pickled) <= _LONGEST_ERROR:
+        return bare
+    return RuntimeError(f"{type(bare).__name__}: {str(bare)[:_LONGEST_TEXT]}")
 
 
 def _named(ranks: Sequence[int]) -> str:
