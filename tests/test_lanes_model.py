@@ -2,8 +2,9 @@
 
 Every interleaving of their steps and deaths is explored. The steps are those of mailbox.hpp: each
 compare-and-swap is one step, and between two of them anything else may happen. Other workers only
-delay the moment at which the driver may write its window, so one worker stands for all. Broken
-variants of the protocol show that the exploration finds what it looks for.
+delay the moment at which the driver may write its window, so one worker stands for all. A member
+needs no calls: its time is up after each slice of a wait, and it waits again. Broken variants of
+the protocol show that the exploration finds what it looks for.
 """
 
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ class Lane(NamedTuple):
     ended: bool = False  # the driver knows that the worker is dead
     holds: bool = False  # whether the worker may read the driver's window
     is_behind: bool = False  # a raw call was made after the last dismissal
+    is_member: bool = False  # the worker comes to its mailbox by itself, again and again
 
 
 class State(NamedTuple):
@@ -80,7 +82,7 @@ def driver_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
     if lane.driver == IDLE and settled and in_order and has_room and not (lane.ended or writes):
         # The command mentions the driver's window: held from before it is posted.
         posted = lane._replace(word=COMMAND, owed=lane.owed + 1, holds=True)
-        if variant == "never calls":
+        if lane.is_member or variant == "never calls":
             yield posted._replace(driver=WAITS)
         elif lane.word == AWAY or not _may_serve(lane):
             yield posted._replace(driver=ASKS)
@@ -92,7 +94,9 @@ def driver_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
         if variant == "counts on a call that was dismissed":
             needs_call = has_ended
         yield lane._replace(driver=CALLS if needs_call else WAITS)
-    if lane.driver == IDLE and settled and lane.worker != DEAD:  # dismiss: a store, then a swap
+    if lane.is_member:
+        has_room = False  # nobody calls or dismisses it
+    elif lane.driver == IDLE and settled and lane.worker != DEAD:  # dismiss: a store, then a swap
         queue = lane.queue.replace(SERVE, DISMISSED)
         in_call = lane.worker != OUT
         yield lane._replace(driver=DISMISSES, queue=queue, is_dismissed=in_call, is_behind=False)
@@ -135,6 +139,8 @@ def worker_steps(lane: Lane, variant: str) -> Iterator[Lane]:
             is_dismissed = lane.queue[0] == DISMISSED
             enters = LOOKS if is_dismissed else ENTERS
             yield left._replace(worker=enters, ends=False, is_dismissed=is_dismissed)
+    if lane.worker == OUT and lane.is_member:
+        yield lane._replace(worker=ENTERS, ends=False)
     if lane.worker == ENTERS:
         yield lane._replace(worker=LOOKS, word=WAITING if lane.word == AWAY else lane.word)
     says_so = variant != "leaves and says so later"
@@ -184,7 +190,7 @@ def check(state: State) -> None:
         raise BrokenError("the driver writes what a worker may read")
     if lane.worker == RUNS and RAW in lane.queue and lane.owed == 0:
         raise BrokenError("a raw call is overtaken")
-    is_called = SERVE in lane.queue or lane.driver in (ASKS, CALLS)
+    is_called = lane.is_member or SERVE in lane.queue or lane.driver in (ASKS, CALLS)
     if lane.word == COMMAND and lane.worker == OUT and not is_called:
         raise BrokenError("a command is lost")
     is_answered = lane.word in (AWAY, WAITING)
@@ -194,9 +200,9 @@ def check(state: State) -> None:
         raise BrokenError("a command is posted over another, or run twice")
 
 
-def explore(variant: str = "") -> set[State]:
+def explore(variant: str = "", *, is_member: bool = False) -> set[State]:
     """Return all states that can be reached."""
-    begin = State()
+    begin = State(Lane(is_member=is_member))
     seen, left = {begin}, [begin]
     graph: dict[State, list[State]] = {}
     while left:
@@ -234,6 +240,17 @@ def test_nothing_is_torn_lost_or_stuck_in_any_interleaving() -> None:
     workers = {state.lane.worker for state in states}
     assert words == {AWAY, WAITING, COMMAND, BUSY}
     assert workers == {OUT, ENTERS, LOOKS, RUNS, LEAVES, GOES, DEAD}
+
+
+def test_nothing_is_torn_lost_or_stuck_between_a_host_and_a_member() -> None:
+    assert {state.lane.word for state in explore(is_member=True)} == {AWAY, WAITING, COMMAND, BUSY}
+    for variant, found in (
+        ("leaves by a plain store", "not run|posted over"),
+        ("posts while one is late", "posted over another"),
+        ("holds are not looked at", "the driver writes"),
+    ):
+        with pytest.raises(BrokenError, match=found):
+            explore(variant, is_member=True)
 
 
 @pytest.mark.parametrize(
