@@ -1,0 +1,96 @@
+"""`AverageLogs`: the losses and metrics of all members."""
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from flatweights.keras._samples import Samples
+from flatweights.keras._seat import CALLS_DIFFER, Seat
+from flatweights.ray import Member
+
+
+class AverageLogs(keras.callbacks.Callback):
+    """Averages the losses and metrics of each epoch over the members of a meeting.
+
+    Put it first in the list of callbacks: those behind it see the averages and so decide alike
+    in all members, such as `keras.callbacks.EarlyStopping`, ``ReduceLROnPlateau`` and
+    ``ModelCheckpoint``. ``fit`` prints and returns the averages, too. If training stops in one
+    member, because of a callback before this one, it stops in all.
+
+    Each value is weighted by the samples that it was computed from: those of the training, or, if
+    its name begins with ``val_``, those of the validation. That is exact for means, such as losses
+    and accuracies; of a metric that is no mean over samples (AUC, precision), the average of the
+    members' values is close to the value over all samples, but not the same.
+
+    >>> import keras
+    >>> import flatweights.ray
+    >>> member = flatweights.ray.join("logs", rank=0, size=1)  # in Ray Train: AverageLogs()
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> data = np.ones((8, 2)), np.ones(8)
+    >>> callbacks = [AverageLogs(member=member), keras.callbacks.EarlyStopping("loss")]
+    >>> history = model.fit(*data, epochs=2, verbose=0, callbacks=callbacks)
+    >>> member.leave()
+    """
+
+    def __init__(self, *, member: Member | None = None, timeout: float | None = None) -> None:
+        """Average in a meeting.
+
+        Args:
+            member: This process's member. If None, that of the worker of Ray Train, shared with
+                the other callbacks and optimizers, which leaves at the end of the training.
+            timeout: Seconds that other members may be late; for ever, if None.
+
+        Raises:
+            TypeError: If ``member`` is none.
+        """
+        super().__init__()
+        self._seat = Seat(member)
+        self._timeout = timeout
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Join, if need be."""
+        self._member = self._seat.take()
+        self._samples = Samples(self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Count anew."""
+        self._samples.begin_epoch()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Take the count of the training before that of the validation begins."""
+        self._samples.begin_test()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Take the count of the validation."""
+        self._samples.end_test()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replace the numbers in ``logs`` by their averages.
+
+        Raises:
+            WorkerError: If a member is dead or late.
+            ValueError: If the members' calls differ: one has other logs, or is not at the end of
+                an epoch.
+        """
+        logs = {} if logs is None else logs
+        # A train_step of one's own may count no samples.
+        counts = {"": self._samples.read() or 1.0, "val_": self._samples.tested or 1.0}
+        own = {name: np.float64(value) for name, value in logs.items() if np.ndim(value) == 0}
+        samples = {n: np.float64(counts["val_" if n.startswith("val_") else ""]) for n in own}
+        part = {
+            "logs": {name: value * samples[name] for name, value in own.items()},
+            "samples": samples,
+            "stops": np.float64(self.model.stop_training),
+        }
+        try:
+            mean = self._member.average(part, timeout=self._timeout, nonfinite="propagate").weights
+        except ValueError as error:
+            raise ValueError(f"epoch {epoch + 1}: {error}. {CALLS_DIFFER}") from error
+        logs.update({name: float(mean["logs"][name] / mean["samples"][name]) for name in own})
+        self.model.stop_training = bool(mean["stops"])
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Leave, if it joined by itself."""
+        self._seat.leave()

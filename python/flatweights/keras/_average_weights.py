@@ -1,0 +1,222 @@
+"""`AverageWeights`: members train by themselves, and average their weights now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import keras
+import numpy as np
+
+from flatweights import FlatWeights
+from flatweights._average import Nonfinite
+from flatweights.keras._samples import Samples
+from flatweights.keras._seat import CALLS_DIFFER, Seat
+from flatweights.ray import Member, Round
+from flatweights.server import ServerOptimizer
+from flatweights.tensorflow import TensorFlowVariables
+
+Outer = ServerOptimizer[FlatWeights] | Callable[[FlatWeights], ServerOptimizer[FlatWeights]]
+
+
+class AverageWeights(keras.callbacks.Callback):
+    """Averages the model's weights over the members of a meeting, every so many epochs or batches.
+
+    All members start from the weights of rank 0. Each then trains by itself; after ``every``
+    epochs or batches, and at the end of training, all go on from the average. An average after
+    an epoch is taken before its validation, which so tests what is saved. Put it before
+    callbacks that save the model.
+
+    With ``outer``, the average is not the next model, but what an optimizer of
+    `flatweights.server` learns from: each member steps its copy of the optimizer, all with the
+    same bits. With ``partial(FedAvgM, momentum=0.9, learning_rate=0.7, nesterov=True)`` this is
+    DiLoCo (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
+    2023), which averages after hundreds of batches. It learns the trainable variables; others,
+    such as moving statistics, become the average.
+
+    >>> import keras
+    >>> import flatweights.ray
+    >>> member = flatweights.ray.join("weights", rank=0, size=1)  # in Ray Train: AverageWeights()
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> averaging = AverageWeights(every=2, unit="batch", member=member)
+    >>> history = model.fit(np.ones((8, 2)), np.ones(8), verbose=0, callbacks=[averaging])
+    >>> averaging.round
+    <Round: 1 of 1 ranks (0), ... s>
+    >>> member.leave()
+
+    Attributes:
+        round: The last `flatweights.ray.Round`; None before the first.
+        outer: The outer optimizer, from the start of the training on; None without one. Its
+            ``save`` writes what a training needs to go on from.
+    """
+
+    round: Round | None
+    outer: ServerOptimizer[FlatWeights] | None
+
+    def __init__(
+        self,
+        every: int = 1,
+        unit: Literal["epoch", "batch"] = "epoch",
+        *,
+        member: Member | None = None,
+        weight: Literal["samples"] | float = "samples",
+        include_optimizer: bool = False,
+        outer: Outer | None = None,
+        timeout: float | None = None,
+        min_results: int | None = None,
+        nonfinite: Nonfinite = "raise",
+    ) -> None:
+        """Average in a meeting.
+
+        Args:
+            every: After how many epochs or batches.
+            unit: ``"epoch"`` or ``"batch"``.
+            member: This process's member. If None, that of the worker of Ray Train, shared with
+                the other callbacks and optimizers, which leaves at the end of the training.
+            weight: This member's weight in the average: the ``"samples"`` that it was trained
+                with since the last one, or a number.
+            include_optimizer: Whether the optimizer's slots are averaged, too.
+            outer: An optimizer of `flatweights.server` for the trainable variables, as
+                `flatweights.tensorflow.TensorFlowVariables` names them, such as one that was
+                loaded: the members start from its weights, which are rank 0's. Or a function that
+                makes one from the first weights.
+            timeout: Seconds that other members may be late; for ever, if None.
+            min_results: How many members make an average; all, if None. One that is late goes on
+                from the average of the others.
+            nonfinite: What to do about NaN and infinity; see `flatweights.average`.
+
+        Raises:
+            TypeError: If ``member`` is none, or ``weight`` no number.
+            ValueError: If ``every`` is below 1, ``unit`` or ``weight`` is none of these, or
+                ``min_results`` is given with ``outer``, whose copies have to see every average.
+        """
+        super().__init__()
+        if unit not in ("epoch", "batch"):
+            raise ValueError(f"unit: expected 'epoch' or 'batch', got {unit!r}")
+        if every < 1:
+            raise ValueError(f"every: expected at least 1, got {every!r}")
+        if weight != "samples" and (isinstance(weight, str) or not 0 < weight < np.inf):
+            raise ValueError(f"weight: expected 'samples' or a positive number, got {weight!r}")
+        if outer is not None and min_results is not None:
+            raise ValueError("min_results: expected None with outer, which all have to step alike")
+        self._every = every
+        self._unit = unit
+        self._seat = Seat(member)
+        self._weight = weight
+        self._includes_optimizer = include_optimizer
+        self._given_outer = outer
+        self._options: dict[str, Any] = {"timeout": timeout, "nonfinite": nonfinite}
+        self._min_results = min_results
+        self.round = None
+        self.outer = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Have all members start from rank 0's weights."""
+        self._member = self._seat.take()
+        self._samples = Samples(self.model)
+        self._counted = 0.0  # of this epoch's samples, those that are in `_since`
+        self._since = 0.0  # samples since the last average
+        self._steps = 0  # epochs or batches since the last average
+        self._trained = False  # whether there were batches since
+        self._batch = -1  # the last one
+        self._is_started = False
+        if self.model.built:
+            self._start()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Count anew."""
+        self._samples.begin_epoch()
+        self._counted = 0.0
+        self._batch = -1
+        self._is_epoch_over = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Average, if it is time."""
+        self._trained = True
+        if not self._is_started:  # the first batch has built the model
+            self._start()
+        if self._unit == "batch":
+            self._steps += batch - self._batch  # several, with steps_per_execution
+            self._batch = batch
+            if self._steps >= self._every:
+                self._average()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Average before the validation, if it is time."""
+        self._samples.begin_test()
+        self._end_epoch()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Average, if it is time and there was no validation."""
+        self._end_epoch()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Average once more, if members were trained since, and leave, if it joined by itself."""
+        self._count()
+        end = {"the end of training": np.float64(self._trained)}
+        try:
+            mean = self._member.average(end, timeout=self._options["timeout"]).weights
+        except ValueError as error:
+            raise ValueError(f"at the end of training: {error}. {CALLS_DIFFER}") from error
+        if mean["the end of training"]:
+            self._average()
+        self._seat.leave()
+
+    def _end_epoch(self) -> None:
+        if self._is_epoch_over:
+            return
+        self._is_epoch_over = True
+        self._count()
+        if self._unit == "epoch":
+            self._steps += 1
+            if self._steps >= self._every:
+                self._average()
+
+    def _count(self) -> None:
+        read = self._samples.read()
+        # Fewer, if another callback has evaluated the model in the middle of the epoch.
+        self._since += max(0.0, read - self._counted)
+        self._counted = read
+
+    def _start(self) -> None:
+        """Find the variables; give all members those of rank 0."""
+        model = self.model
+        if self._includes_optimizer and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        optimizers = [model.optimizer] if self._includes_optimizer else []
+        given, self._learned = self._given_outer, None
+        # Seeds stay each member's own, or all would drop the same units.
+        weights = list(model.weights)
+        if given is not None:
+            self._learned = TensorFlowVariables(list(model.trainable_variables))
+            weights = list(model.non_trainable_weights)
+        plain = [*weights, *optimizers]
+        self._plain = TensorFlowVariables(plain) if plain else None
+        timeout = self._options["timeout"]
+        if self._plain is not None:
+            self._member.broadcast_variables(self._plain, timeout=timeout)
+        if self._learned is not None and given is not None:
+            if isinstance(given, ServerOptimizer):
+                state = self._member.broadcast(given.state, timeout=timeout)
+                self.outer = type(given).from_state(state)
+                self._learned.set_weights(self.outer.weights)
+            else:
+                self._member.broadcast_variables(self._learned, timeout=timeout)
+                self.outer = given(self._learned.get_weights())
+        self._is_started = True
+
+    def _average(self) -> None:
+        self._count()
+        weight = self._weight
+        if weight == "samples":
+            weight = self._since or float(self._trained)
+        if self._learned is not None and self.outer is not None:
+            average = self._member.average(self._learned.get_weights(), weight, **self._options)
+            self._learned.set_weights(self.outer.step(average.weights))
+            self.round = average
+        if self._plain is not None:
+            self.round = self._member.average_variables(
+                self._plain, weight, min_results=self._min_results, **self._options
+            )
+        self._since, self._steps, self._trained = 0.0, 0, False

@@ -1,0 +1,23 @@
+"""Checks which Keras this is."""
+
+import keras
+
+
+def check_keras() -> None:
+    """Raise unless Keras is version 3 and runs on TensorFlow.
+
+    Raises:
+        ImportError: If it does not; it says what works there.
+    """
+    instead = (
+        "Member.average of flatweights.ray averages arrays of any framework, such as those of "
+        "model.get_weights()"
+    )
+    if not hasattr(keras, "backend") or int(keras.__version__.partition(".")[0]) < 3:
+        raise ImportError(f"expected Keras 3, got {keras.__version__}; {instead}")
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise ImportError(f"expected Keras on TensorFlow, got it on {backend}; {instead}")
+
+
+check_keras()

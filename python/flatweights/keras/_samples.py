@@ -1,0 +1,47 @@
+"""How many samples a model was trained with: Keras tells callbacks of batches alone."""
+
+from typing import Any
+
+import keras
+import numpy as np
+
+
+class Samples:
+    """Counts the samples of an epoch, as the weight that Keras gives to the mean of the loss.
+
+    A callback forwards what it is told. A model whose own ``train_step`` does not update that mean
+    has 0 samples.
+
+    Attributes:
+        trained: Those of the epoch's training so far, as of the last `read`.
+        tested: Those of the validation, once it has ended.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Count those of ``model``, which is compiled."""
+        means = (m for m in model.metrics if isinstance(m, keras.metrics.Mean))
+        self._mean = next((mean for mean in means if mean.name == "loss"), None)
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Note that an epoch begins: Keras has reset its metrics."""
+        self.trained = self.tested = 0.0
+        self._is_trained = False
+
+    def read(self) -> float:
+        """Return the number of samples that the model was trained with in this epoch."""
+        if not self._is_trained:
+            self.trained = self._count()
+        return self.trained
+
+    def begin_test(self) -> None:
+        """Note that the validation begins: Keras is about to reset its metrics."""
+        self.read()
+        self._is_trained = True
+
+    def end_test(self) -> None:
+        """Note that the validation has ended."""
+        self.tested = self._count()
+
+    def _count(self) -> float:
+        return 0.0 if self._mean is None else float(np.asarray(self._mean.count))

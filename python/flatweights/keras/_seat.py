@@ -1,0 +1,65 @@
+"""The member that a callback or an optimizer averages with: one of its own, or a shared one."""
+
+import threading
+
+from flatweights.ray import Member, join
+
+CALLS_DIFFER = (
+    "All members need the same callbacks in the same order, validation data in all of them or in "
+    "none, and as many batches in an epoch: give fit the same steps_per_epoch, and repeat the data"
+)
+"""What to do where members have called different things."""
+
+_lock = threading.Lock()
+_shared: Member | None = None
+_seats = 0  # how many hold the shared member
+
+
+class Seat:
+    """A callback's or an optimizer's place in a meeting.
+
+    Those that are given no member share one, which is joined when the first takes its seat and
+    leaves when the last gives it up.
+    """
+
+    def __init__(self, member: Member | None) -> None:
+        """Use ``member``, or the shared one if None."""
+        if not isinstance(member, Member | None):
+            raise TypeError(f"member: expected a Member, got {type(member).__name__}")
+        self._given = member
+        self._is_taken = False
+
+    def take(self) -> Member:
+        """Return the member; join, if it is shared and nobody has yet.
+
+        Raises:
+            RuntimeError: If there is nothing that says which meeting to join.
+        """
+        global _shared, _seats
+        if self._given is not None:
+            return self._given
+        with _lock:
+            if _shared is None:
+                try:
+                    _shared = join()
+                except TypeError as error:
+                    raise RuntimeError(
+                        "member: outside of Ray Train expected flatweights.ray.join(name, "
+                        "rank=..., size=...), got None"
+                    ) from error
+            if not self._is_taken:
+                self._is_taken = True
+                _seats += 1
+            return _shared
+
+    def leave(self) -> None:
+        """Give up the seat; the last one leaves the meeting. A member that was given stays."""
+        global _shared, _seats
+        with _lock:
+            if not self._is_taken:
+                return
+            self._is_taken = False
+            _seats -= 1
+            if _seats == 0 and _shared is not None:
+                _shared.leave()
+                _shared = None
