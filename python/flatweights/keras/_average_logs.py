@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 from flatweights.keras._samples import Samples
-from flatweights.keras._seat import CALLS_DIFFER, Seat
+from flatweights.keras._seat import Seat, calls_are_equal
 from flatweights.ray import Member
 
 
@@ -34,20 +34,27 @@ class AverageLogs(keras.callbacks.Callback):
     >>> member.leave()
     """
 
-    def __init__(self, *, member: Member | None = None, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        member: Member | None = None,
+        timeout: float | None = None,
+        min_results: int | None = None,
+    ) -> None:
         """Average in a meeting.
 
         Args:
             member: This process's member. If None, that of the worker of Ray Train, shared with
                 the other callbacks and optimizers, which leaves at the end of the training.
             timeout: Seconds that other members may be late; for ever, if None.
+            min_results: How many members make an average; all, if None.
 
         Raises:
             TypeError: If ``member`` is none.
         """
         super().__init__()
         self._seat = Seat(member)
-        self._timeout = timeout
+        self._options: dict[str, Any] = {"timeout": timeout, "min_results": min_results}
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Join, if need be."""
@@ -84,10 +91,8 @@ class AverageLogs(keras.callbacks.Callback):
             "samples": samples,
             "stops": np.float64(self.model.stop_training),
         }
-        try:
-            mean = self._member.average(part, timeout=self._timeout, nonfinite="propagate").weights
-        except ValueError as error:
-            raise ValueError(f"epoch {epoch + 1}: {error}. {CALLS_DIFFER}") from error
+        with calls_are_equal(f"the logs of epoch {epoch + 1}"):
+            mean = self._member.average(part, nonfinite="propagate", **self._options).weights
         logs.update({name: float(mean["logs"][name] / mean["samples"][name]) for name in own})
         self.model.stop_training = bool(mean["stops"])
 

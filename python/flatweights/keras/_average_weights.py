@@ -11,7 +11,7 @@ import numpy as np
 from flatweights import FlatWeights
 from flatweights._average import Nonfinite
 from flatweights.keras._samples import Samples
-from flatweights.keras._seat import CALLS_DIFFER, Seat
+from flatweights.keras._seat import Seat, calls_are_equal
 from flatweights.ray import Member, Round
 from flatweights.server import ServerOptimizer
 from flatweights.tensorflow import TensorFlowVariables
@@ -155,10 +155,10 @@ class AverageWeights(keras.callbacks.Callback):
         """Average once more, if members were trained since, and leave, if it joined by itself."""
         self._count()
         end = {"the end of training": np.float64(self._trained)}
-        try:
-            mean = self._member.average(end, timeout=self._options["timeout"]).weights
-        except ValueError as error:
-            raise ValueError(f"at the end of training: {error}. {CALLS_DIFFER}") from error
+        with calls_are_equal("the end of training"):
+            mean = self._member.average(
+                end, timeout=self._options["timeout"], min_results=self._min_results
+            ).weights
         if mean["the end of training"]:
             self._average()
         self._seat.leave()
@@ -211,12 +211,13 @@ class AverageWeights(keras.callbacks.Callback):
         weight = self._weight
         if weight == "samples":
             weight = self._since or float(self._trained)
-        if self._learned is not None and self.outer is not None:
-            average = self._member.average(self._learned.get_weights(), weight, **self._options)
-            self._learned.set_weights(self.outer.step(average.weights))
-            self.round = average
-        if self._plain is not None:
-            self.round = self._member.average_variables(
-                self._plain, weight, min_results=self._min_results, **self._options
-            )
+        with calls_are_equal("weights"):
+            if self._learned is not None and self.outer is not None:
+                weights = self._learned.get_weights()
+                self.round = self._member.average(weights, weight, **self._options)
+                self._learned.set_weights(self.outer.step(self.round.weights))
+            if self._plain is not None:
+                self.round = self._member.average_variables(
+                    self._plain, weight, min_results=self._min_results, **self._options
+                )
         self._since, self._steps, self._trained = 0.0, 0, False

@@ -14,7 +14,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from flatweights import FlatWeights, Layout
 from flatweights._average import Nonfinite
-from flatweights.keras._seat import CALLS_DIFFER, Seat
+from flatweights.keras._seat import Seat, calls_are_equal
 from flatweights.ray import Member
 from flatweights.tensorflow import TensorFlowVariables
 
@@ -35,7 +35,8 @@ def average_gradients(
     ``fit``, in a `tf.function` and in eager loops. Clipping, weight decay, moving averages of the
     weights (``use_ema``) and a `keras.optimizers.LossScaleOptimizer` see the averaged gradient;
     with ``gradient_accumulation_steps``, accumulated gradients are averaged, once for all steps.
-    All gradients travel as one vector; those of embeddings become dense.
+    All gradients travel as one vector; those of embeddings become dense, so that clipping sees the
+    sum of rows that occur twice, and not each of them.
 
     The optimizer is changed in place: it keeps its class, and is saved and loaded like any other,
     without this; after loading, call this again. Under the policy ``mixed_float16``, an
@@ -198,13 +199,12 @@ class _Averaging:
         member = self._seat.take()
         exchange.grads = list(grads)
         try:
-            member.average_variables(
-                cast(TensorFlowVariables, exchange),
-                timeout=self._timeout,
-                nonfinite=self._nonfinite,
-            )
-        except ValueError as error:
-            raise ValueError(f"{error}. {CALLS_DIFFER}") from error
+            with calls_are_equal("gradients"):
+                member.average_variables(
+                    cast(TensorFlowVariables, exchange),
+                    timeout=self._timeout,
+                    nonfinite=self._nonfinite,
+                )
         finally:
             exchange.grads = []
         return exchange.take()
@@ -214,10 +214,8 @@ class _Averaging:
         if self._is_started:
             self._is_started = False
             end = {"the end of training": np.zeros(1)}
-            try:
+            with calls_are_equal("the end of training"):
                 self._seat.take().average(end, timeout=self._timeout)
-            except ValueError as error:
-                raise ValueError(f"at the end of training: {error}. {CALLS_DIFFER}") from error
         self._finalize(var_list)
 
 

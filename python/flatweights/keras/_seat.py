@@ -1,18 +1,33 @@
 """The member that a callback or an optimizer averages with: one of its own, or a shared one."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from flatweights.ray import Member, join
-
-CALLS_DIFFER = (
-    "All members need the same callbacks in the same order, validation data in all of them or in "
-    "none, and as many batches in an epoch: give fit the same steps_per_epoch, and repeat the data"
-)
-"""What to do where members have called different things."""
 
 _lock = threading.Lock()
 _shared: Member | None = None
 _seats = 0  # how many hold the shared member
+
+
+@contextmanager
+def calls_are_equal(what: str) -> Iterator[None]:
+    """Enclose a call of ``what``: if members have called different things, say what to do.
+
+    Raises:
+        ValueError: If they have.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "the same call of all members" not in str(error):
+            raise
+        raise ValueError(
+            f"{what}: {error}. All members need the same model, the same callbacks in the same "
+            "order, validation data in all of them or in none, and as many batches in an epoch: "
+            "give fit the same steps_per_epoch, and repeat the data"
+        ) from error
 
 
 class Seat:

@@ -1,0 +1,155 @@
+"""`AverageWeights` and `AverageLogs` in several processes."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from keras_programs import BATCH, Place, Together, build, images
+
+import flatweights as fw
+from flatweights.server import FedAvgM
+
+
+def compiled(place: Place, kind: str = "dense", **options: Any) -> Any:
+    import keras
+
+    model = build(kind, seed=place.rank)
+    model.compile(keras.optimizers.SGD(0.05), "mse", **options)
+    return model
+
+
+def part(place: Place, kind: str = "dense") -> Any:
+    """Unequal parts: rank k has k + 1 batches more than the last of fewer."""
+    x, y = images(kind)
+    sizes = np.cumsum([BATCH * (rank + 2) for rank in range(place.size)])
+    begin = 0 if place.rank == 0 else sizes[place.rank - 1]
+    return x[begin : sizes[place.rank]], y[begin : sizes[place.rank]]
+
+
+def weights_after(place: Place, epochs: int, every: int, unit: str) -> Any:
+    from flatweights.keras import AverageWeights
+
+    with place.join() as member:
+        averaging = AverageWeights(every, unit, member=member)  # type: ignore[arg-type]
+        model = compiled(place, "normalized")
+        model.fit(*part(place), BATCH, epochs, verbose=0, shuffle=False, callbacks=[averaging])
+        return model.get_weights(), averaging.round.used
+
+
+def weights_by_hand(place: Place, start: Any, epochs: int) -> Any:
+    model = compiled(place, "normalized")
+    model.set_weights(start)
+    model.fit(*part(place), BATCH, epochs, verbose=0, shuffle=False)
+    return model.get_weights()
+
+
+def test_epochs_end_with_the_average_weighted_by_samples(together: Together) -> None:
+    replies = together(2, weights_after, 3, 2, "epoch")
+    weights = compiled(Place(), "normalized").get_weights()  # those of rank 0
+    for epochs in (2, 1):  # every two, and at the end
+        both = [weights_by_hand(Place("", k, 2), weights, epochs) for k in range(2)]
+        weights = fw.average(both, [2.0, 3.0])
+    for ours, used in replies:
+        assert used == (0, 1)
+        assert all(map(np.array_equal, ours, replies[0][0]))
+        assert all(
+            np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(ours, weights, strict=True)
+        )
+
+
+def validated(place: Place) -> Any:
+    """What validation and callbacks behind see."""
+    import keras
+
+    from flatweights.keras import AverageLogs, AverageWeights
+
+    seen: list[dict[str, float]] = []
+
+    class Spy(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append(dict(logs))
+
+    with place.join() as member:
+        model = compiled(place, metrics=["mae"])
+        ours = [AverageLogs(member=member), AverageWeights(member=member)]
+        early = keras.callbacks.EarlyStopping("loss", min_delta=10.0)  # at the second epoch
+        callbacks = [*ours, Spy(), early]
+        x, y = part(place)
+        options = {"verbose": 0, "callbacks": callbacks, "validation_data": (x[:8], y[:8])}
+        fit = model.fit(x, y, BATCH, epochs=5, **options)
+        local = model.evaluate(x[:8], y[:8], verbose=0, return_dict=True)
+        return seen, fit.history, local
+
+
+def test_callbacks_see_the_logs_of_all_and_decide_alike(together: Together) -> None:
+    replies = together(2, validated)
+    for seen, history, _ in replies:
+        assert len(seen) == 2
+        assert seen == replies[0][0]
+        assert {name: [epoch[name] for epoch in seen] for name in seen[0]} == history
+        # The validation is of the averaged weights, which are the model's at the end.
+        for name in ("loss", "mae"):
+            mean = np.mean([local[name] for _, _, local in replies])
+            assert np.isclose(history[f"val_{name}"][-1], mean, rtol=1e-5)
+
+
+def diloco(place: Place) -> Any:
+    from flatweights.keras import AverageWeights
+
+    with place.join() as member:
+        outer = partial(FedAvgM, momentum=0.9, learning_rate=0.7, nesterov=True)
+        averaging = AverageWeights(5, "batch", member=member, outer=outer)
+        model = compiled(place)
+        x, y = map(place.part, images("dense"))
+        model.fit(x, y, BATCH // 2, verbose=0, shuffle=False, callbacks=[averaging])
+        assert averaging.outer is not None
+        return model.get_weights(), averaging.outer.steps, averaging.outer.state["FedAvgM.nesterov"]
+
+
+def test_an_outer_optimizer_steps_once_for_each_average(together: Together) -> None:
+    replies = together(2, diloco)
+    weights = compiled(Place()).get_weights()
+    outer = FedAvgM(
+        fw.FlatWeights(dict(zip("abcd", weights, strict=True))),
+        momentum=0.9,
+        learning_rate=0.7,
+        nesterov=True,
+    )
+    for begin in range(0, 20, 5):
+        results = []
+        for rank in range(2):
+            model, place = compiled(Place()), Place("", rank, 2)
+            model.set_weights(list(outer.weights.values()))
+            x, y = (place.part(z).reshape(20, 6, -1)[begin : begin + 5] for z in images("dense"))
+            model.fit(x.reshape(30, -1), y.reshape(30, -1), 6, verbose=0, shuffle=False)
+            results.append(fw.FlatWeights(dict(zip("abcd", model.get_weights(), strict=True))))
+        outer.step(fw.average(results))
+    for ours, steps, nesterov in replies:
+        assert (steps, nesterov) == (4, 1)
+        assert all(map(np.array_equal, ours, replies[0][0]))
+        pairs = zip(ours, outer.weights.values(), strict=True)
+        assert all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
+
+
+def unequal(place: Place, way: str) -> Any:
+    import keras
+
+    from flatweights.keras import AverageLogs, AverageWeights, average_gradients
+
+    with place.join() as member:
+        optimizer = keras.optimizers.SGD(0.05)
+        callbacks = [AverageLogs(member=member)] if way == "logs" else []
+        if way == "weights":
+            callbacks = [AverageWeights(1, "batch", member=member)]
+        else:
+            average_gradients(optimizer, member=member)
+        model = build("dense", 0)
+        model.compile(optimizer, "mse")
+        model.fit(*part(place), BATCH, epochs=2, verbose=0, callbacks=callbacks)
+
+
+def test_unequal_parts_are_an_error_in_all_members(together: Together) -> None:
+    for way in ("logs", "gradients", "weights"):
+        replies = together(2, unequal, way)
+        for reply in replies:
+            assert "as many batches in an epoch" in reply, (way, reply)

@@ -1,0 +1,144 @@
+"""What `average_gradients` makes of an optimizer, in one process."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras_programs import OPTIMIZERS, build, images, prepare
+
+import flatweights.ray
+from flatweights.keras import AverageLogs, AverageWeights, average_gradients
+
+NAMES = (f"alone {k}" for k in itertools.count())
+
+
+@pytest.fixture(scope="module")
+def member() -> Iterator[flatweights.ray.Member]:
+    prepare()
+    with flatweights.ray.join(next(NAMES), rank=0, size=1) as member:
+        yield member
+
+
+def test_it_is_the_optimizer_that_was_given(member: flatweights.ray.Member) -> None:
+    for make in OPTIMIZERS.values():
+        optimizer, plain = make(keras.optimizers), make(keras.optimizers)
+        config = keras.saving.serialize_keras_object(plain)
+        averaging = average_gradients(optimizer, member=member)
+        assert averaging is optimizer
+        assert type(averaging) is type(plain)
+        config["config"]["name"] = averaging.name
+        assert keras.saving.serialize_keras_object(averaging) == config
+        with pytest.raises(ValueError, match="it averages gradients already"):
+            average_gradients(averaging, member=member)
+
+
+def test_a_model_is_saved_with_it_and_loaded_without(
+    member: flatweights.ray.Member, tmp_path: Path
+) -> None:
+    model = build("dense", 0)
+    model.compile(average_gradients(keras.optimizers.Adam(0.01), member=member), "mse")
+    x, y = images("dense")
+    model.fit(x, y, epochs=1, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for ours, theirs in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
+        assert np.array_equal(ours, theirs)
+    average_gradients(loaded.optimizer, member=member)  # as a training that is resumed does
+    for network in (model, loaded):
+        network.fit(x, y, epochs=1, shuffle=False, verbose=0)
+    assert all(map(np.array_equal, model.get_weights(), loaded.get_weights()))
+
+
+def test_under_the_policy_of_half_precision_the_loss_is_scaled(
+    member: flatweights.ray.Member,
+) -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        optimizer = average_gradients(keras.optimizers.SGD(0.1), member=member)
+        assert type(optimizer) is keras.optimizers.LossScaleOptimizer
+        model = build("dense", 0)
+        model.compile(optimizer, "mse")
+        assert model.optimizer is optimizer
+        with pytest.raises(ValueError, match="nonfinite: expected 'propagate' for a LossScale"):
+            average_gradients(keras.optimizers.SGD(), member=member, nonfinite="raise")
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_an_overflow_halves_the_scale_and_skips_the_step(member: flatweights.ray.Member) -> None:
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
+    average_gradients(optimizer, member=member)
+    variable = keras.Variable([1.0, 2.0])
+    optimizer.build([variable])
+    step = tf.function(lambda grad: optimizer.apply([grad], [variable]))
+    step(tf.constant([np.inf, 0.0]))
+    assert np.asarray(variable).tolist() == [1.0, 2.0]
+    assert float(optimizer.dynamic_scale) == 4.0
+    step(tf.constant([4.0, 0.0]))
+    assert np.asarray(variable).tolist() == [0.0, 2.0]
+
+
+def test_a_scale_around_it_is_told_to_go_inside(member: flatweights.ray.Member) -> None:
+    inner = average_gradients(keras.optimizers.SGD(), member=member)
+    outer = keras.optimizers.LossScaleOptimizer(inner)
+    variable = keras.Variable([1.0])
+    with pytest.raises(RuntimeError, match=r"average_gradients\(keras.optimizers.LossScaleOptim"):
+        tf.function(lambda: outer.apply([tf.ones(1)], [variable]))()
+
+
+def test_xla_is_told_how_to_compile(member: flatweights.ray.Member) -> None:
+    model = build("dense", 0)
+    optimizer = average_gradients(keras.optimizers.SGD(), member=member)
+    model.compile(optimizer, "mse", jit_compile=True)
+    with pytest.raises(RuntimeError, match=r"model\.compile\(\.\.\., jit_compile=False\)"):
+        model.fit(*images("dense"), verbose=0)
+
+
+def test_an_exchange_a_step_of_one_buffer(member: flatweights.ray.Member) -> None:
+    calls: list[int] = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(member, name)
+
+        def average_variables(self, variables: Any, **options: Any) -> Any:
+            calls.append(len(variables.layout))
+            return member.average_variables(variables, **options)
+
+    optimizer = keras.optimizers.Adam(gradient_accumulation_steps=4)
+    average_gradients(optimizer, member=member)
+    seat = optimizer.apply.__self__._seat
+    seat._given = Counting()
+    model = build("dense", 0)
+    model.compile(optimizer, "mse")
+    model.fit(*images("dense"), batch_size=12, verbose=0)  # 20 steps
+    assert calls == [1] * 5
+
+
+def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
+    with pytest.raises(TypeError, match="optimizer: expected one of Keras 3, got builtins"):
+        average_gradients("adam", member=member)
+    for make in (AverageLogs, AverageWeights):
+        with pytest.raises(TypeError, match="member: expected a Member, got int"):
+            make(member=1)  # type: ignore[arg-type]
+    for arguments, message in [
+        ({"every": 0}, "every: expected at least 1, got 0"),
+        ({"unit": "step"}, "unit: expected 'epoch' or 'batch', got 'step'"),
+        ({"weight": "size"}, "weight: expected 'samples' or a positive number, got 'size'"),
+        ({"weight": -1.0}, "weight: expected 'samples' or a positive number, got -1.0"),
+        ({"outer": print, "min_results": 1}, "min_results: expected None with outer"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            AverageWeights(**arguments)
+
+
+def test_without_a_meeting_to_join_it_says_so() -> None:
+    model = build("dense", 0)
+    model.compile("sgd", "mse")
+    with pytest.raises(RuntimeError, match=r"member: outside of Ray Train expected flatweights"):
+        model.fit(*images("dense"), verbose=0, callbacks=[AverageLogs()])

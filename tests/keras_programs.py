@@ -1,0 +1,221 @@
+"""Trainings that several processes do together, and one process by itself, for their tests."""
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+
+STEPS = 20  # batches in an epoch
+BATCH = 12  # of one process, or of all members together
+
+
+class Place(NamedTuple):
+    """Which part of a training a process has.
+
+    Attributes:
+        name: The meeting; empty for a training by itself.
+        rank: The rank of this member.
+        size: How many members there are.
+    """
+
+    name: str = ""
+    rank: int = 0
+    size: int = 1
+
+    def join(self) -> Any:
+        import flatweights.ray
+
+        return flatweights.ray.join(self.name, rank=self.rank, size=self.size)
+
+    def part(self, images: Any) -> Any:
+        """The part of every batch that this process trains on."""
+        batches = images.reshape(STEPS, self.size, BATCH // self.size, *images.shape[1:])
+        return batches[:, self.rank].reshape(-1, *images.shape[1:])
+
+
+@ray.remote(num_cpus=0)
+class Process:
+    """Another process, with Keras imported."""
+
+    def __init__(self) -> None:
+        prepare()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+def prepare() -> None:
+    import tensorflow as tf
+
+    import flatweights.keras
+
+    with contextlib.suppress(RuntimeError):  # other tests have used it
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+    assert flatweights.keras
+
+
+class Together:
+    """Calls a function in several processes, of which this one is the last."""
+
+    def __init__(self) -> None:
+        self._others: list[Any] = []
+        self._meetings = 0
+
+    def __call__(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return what ``function(place, *args)`` returns or raises, by rank."""
+        self._meetings += 1
+        places = [Place(f"test-{self._meetings}", rank, size) for rank in range(size)]
+        while len(self._others) < size - 1:
+            self._others.append(Process.remote())
+        calls = [
+            other.call.remote(outcome, function, place, *args)
+            for other, place in zip(self._others, places, strict=False)
+        ]
+        own = outcome(function, places[-1], *args)
+        return [*ray.get(calls), own]
+
+    def stop(self) -> None:
+        for other in self._others:
+            ray.kill(other)
+        self._others.clear()
+
+
+def outcome(function: Callable[..., Any], *args: Any) -> Any:
+    """What ``function`` returns; of what it raises, the text."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def images(kind: str) -> tuple[Any, Any]:
+    rng = np.random.default_rng(7)
+    shape = (8, 8, 1) if kind == "convolutional" else (8,)
+    x = rng.normal(size=(STEPS * BATCH, *shape)).astype(np.float32)
+    sums = x.reshape(len(x), -1).sum(axis=1, keepdims=True)
+    return x, np.sin(sums).astype(np.float32)
+
+
+def build(kind: str, seed: int) -> Any:
+    """Return a model; ``lazy`` ones have no variables before the first batch."""
+    import keras
+    from keras import layers
+
+    keras.utils.set_random_seed(seed)
+    hidden: list[Any] = [layers.Dense(16, "tanh")]
+    begin: list[Any] = [keras.Input((8,))]
+    if kind == "convolutional":
+        begin = [keras.Input((8, 8, 1))]
+        hidden = [layers.Conv2D(4, 3, activation="tanh"), layers.Flatten(), *hidden]
+    if kind == "embedding":
+        hidden = [embedded(), *hidden]
+    if kind == "normalized":
+        hidden.append(layers.BatchNormalization())
+    return keras.Sequential([*([] if kind == "lazy" else begin), *hidden, layers.Dense(1)])
+
+
+def embedded() -> Any:
+    import keras
+    from keras import ops
+
+    class Bins(keras.layers.Layer):  # type: ignore[misc]
+        """Rows of a table, of which each batch takes a few, some of them twice."""
+
+        def build(self, shape: Any) -> None:
+            self.table = self.add_weight(shape=(50, 3), name="table")
+
+        def call(self, x: Any) -> Any:
+            rows = ops.take(self.table, ops.cast(ops.clip(8 * x + 25, 0, 49), "int32"), axis=0)
+            return ops.reshape(rows, (-1, 24))
+
+    return Bins()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda k: k.SGD(0.05),
+    "momentum": lambda k: k.SGD(k.schedules.ExponentialDecay(0.02, 10, 0.9), momentum=0.9),
+    "Adam, clipped": lambda k: k.Adam(0.01, global_clipnorm=0.5),
+    "clipped each": lambda k: k.AdamW(0.01, clipnorm=0.1, weight_decay=0.01),
+    "accumulated": lambda k: k.Adam(0.01, gradient_accumulation_steps=4, use_ema=True),
+    "scaled": lambda k: k.LossScaleOptimizer(k.SGD(0.05), initial_scale=8.0),
+}
+
+
+def train(
+    place: Place, model: str, optimizer: str, loop: str = "fit", policy: str = "float32"
+) -> Any:
+    """Train for 40 steps; return losses by epoch and the weights."""
+    import keras
+
+    import flatweights.keras as fwk
+
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        member = place.join() if place.name else None
+        network = build(model, seed=place.rank)  # members of other seeds start as rank 0
+        made = OPTIMIZERS[optimizer](keras.optimizers)
+        if member is not None:
+            made = fwk.average_gradients(made, member=member)
+        x, y = map(place.part, images(model))
+        losses = LOOPS[loop](network, made, x, y, BATCH // place.size, member)
+        if member is not None:
+            member.leave()
+        return losses, network.get_weights()
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def _fit(model: Any, optimizer: Any, x: Any, y: Any, size: int, member: Any, **options: Any) -> Any:
+    import flatweights.keras as fwk
+
+    model.compile(optimizer, "mse", **options)
+    logs = [] if member is None else [fwk.AverageLogs(member=member)]
+    fit = model.fit(x, y, size, epochs=2, shuffle=False, verbose=0, callbacks=logs)
+    return fit.history["loss"]
+
+
+def _several_steps(*args: Any) -> Any:
+    return _fit(*args, steps_per_execution=5)
+
+
+def _loop(model: Any, optimizer: Any, x: Any, y: Any, size: int, compiled: bool) -> Any:
+    import tensorflow as tf
+
+    optimizer.build(model.trainable_variables)
+
+    def step(images: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(images, training=True) - labels) ** 2)
+            scaled = optimizer.scale_loss(loss)
+        grads = tape.gradient(scaled, model.trainable_variables)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        return loss
+
+    function = tf.function(step) if compiled else step
+    for _ in range(2):
+        for begin in range(0, len(x), size):
+            function(x[begin : begin + size], y[begin : begin + size])
+    return []
+
+
+LOOPS: dict[str, Callable[..., Any]] = {
+    "fit": _fit,
+    "fit, several steps": _several_steps,
+    "tf.function": lambda *args: _loop(*args[:-1], compiled=True),
+    "eager": lambda *args: _loop(*args[:-1], compiled=False),
+}
+
+
+def close(ours: Sequence[Any], oracle: Sequence[Any], bound: float) -> bool:
+    """Whether all weights are as one process has them, relative to the largest of each variable."""
+    return all(
+        np.abs(a - b).max() <= bound * max(np.abs(b).max(), 1e-3)
+        for a, b in zip(ours, oracle, strict=True)
+    )
