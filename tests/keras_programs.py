@@ -124,7 +124,7 @@ def embedded() -> Any:
     import keras
     from keras import ops
 
-    class Bins(keras.layers.Layer):  # type: ignore[misc]
+    class Bins(keras.layers.Layer):
         """Rows of a table, of which each batch takes a few, some of them twice."""
 
         def build(self, shape: Any) -> None:
@@ -185,7 +185,7 @@ def _several_steps(*args: Any) -> Any:
     return _fit(*args, steps_per_execution=5)
 
 
-def _loop(model: Any, optimizer: Any, x: Any, y: Any, size: int, compiled: bool) -> Any:
+def _loop(compiled: bool, model: Any, optimizer: Any, x: Any, y: Any, size: int) -> Any:
     import tensorflow as tf
 
     optimizer.build(model.trainable_variables)
@@ -208,8 +208,8 @@ def _loop(model: Any, optimizer: Any, x: Any, y: Any, size: int, compiled: bool)
 LOOPS: dict[str, Callable[..., Any]] = {
     "fit": _fit,
     "fit, several steps": _several_steps,
-    "tf.function": lambda *args: _loop(*args[:-1], compiled=True),
-    "eager": lambda *args: _loop(*args[:-1], compiled=False),
+    "tf.function": lambda *args: _loop(True, *args[:-1]),
+    "eager": lambda *args: _loop(False, *args[:-1]),
 }
 
 

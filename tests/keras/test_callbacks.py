@@ -30,7 +30,7 @@ def weights_after(place: Place, epochs: int, every: int, unit: str) -> Any:
     from flatweights.keras import AverageWeights
 
     with place.join() as member:
-        averaging = AverageWeights(every, unit, member=member)  # type: ignore[arg-type]
+        averaging = AverageWeights(every, unit, member=member)
         model = compiled(place, "normalized")
         model.fit(*part(place), BATCH, epochs, verbose=0, shuffle=False, callbacks=[averaging])
         return model.get_weights(), averaging.round.used
@@ -65,7 +65,7 @@ def validated(place: Place) -> Any:
 
     seen: list[dict[str, float]] = []
 
-    class Spy(keras.callbacks.Callback):  # type: ignore[misc]
+    class Spy(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             seen.append(dict(logs))
 

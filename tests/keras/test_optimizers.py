@@ -26,12 +26,11 @@ def member() -> Iterator[flatweights.ray.Member]:
 
 def test_it_is_the_optimizer_that_was_given(member: flatweights.ray.Member) -> None:
     for make in OPTIMIZERS.values():
-        optimizer, plain = make(keras.optimizers), make(keras.optimizers)
-        config = keras.saving.serialize_keras_object(plain)
+        optimizer = make(keras.optimizers)
+        kind, config = type(optimizer), keras.saving.serialize_keras_object(optimizer)
         averaging = average_gradients(optimizer, member=member)
         assert averaging is optimizer
-        assert type(averaging) is type(plain)
-        config["config"]["name"] = averaging.name
+        assert type(averaging) is kind
         assert keras.saving.serialize_keras_object(averaging) == config
         with pytest.raises(ValueError, match="it averages gradients already"):
             average_gradients(averaging, member=member)
@@ -88,7 +87,7 @@ def test_a_scale_around_it_is_told_to_go_inside(member: flatweights.ray.Member) 
     outer = keras.optimizers.LossScaleOptimizer(inner)
     variable = keras.Variable([1.0])
     with pytest.raises(RuntimeError, match=r"average_gradients\(keras.optimizers.LossScaleOptim"):
-        tf.function(lambda: outer.apply([tf.ones(1)], [variable]))()
+        tf.function(lambda grad: outer.apply([grad], [variable]))(tf.ones(1))
 
 
 def test_xla_is_told_how_to_compile(member: flatweights.ray.Member) -> None:
@@ -125,7 +124,7 @@ def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
         average_gradients("adam", member=member)
     for make in (AverageLogs, AverageWeights):
         with pytest.raises(TypeError, match="member: expected a Member, got int"):
-            make(member=1)  # type: ignore[arg-type]
+            make(member=1)
     for arguments, message in [
         ({"every": 0}, "every: expected at least 1, got 0"),
         ({"unit": "step"}, "unit: expected 'epoch' or 'batch', got 'step'"),

@@ -10,7 +10,7 @@ from flatweights.keras._seat import Seat, calls_are_equal
 from flatweights.ray import Member
 
 
-class AverageLogs(keras.callbacks.Callback):
+class AverageLogs(keras.callbacks.Callback):  # type: ignore[misc]
     """Averages the losses and metrics of each epoch over the members of a meeting.
 
     Put it first in the list of callbacks: those behind it see the averages and so decide alike

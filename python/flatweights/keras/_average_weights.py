@@ -19,7 +19,7 @@ from flatweights.tensorflow import TensorFlowVariables
 Outer = ServerOptimizer[FlatWeights] | Callable[[FlatWeights], ServerOptimizer[FlatWeights]]
 
 
-class AverageWeights(keras.callbacks.Callback):
+class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
     """Averages the model's weights over the members of a meeting, every so many epochs or batches.
 
     All members start from the weights of rank 0. Each then trains by itself; after ``every``
@@ -96,7 +96,8 @@ class AverageWeights(keras.callbacks.Callback):
             raise ValueError(f"unit: expected 'epoch' or 'batch', got {unit!r}")
         if every < 1:
             raise ValueError(f"every: expected at least 1, got {every!r}")
-        if weight != "samples" and (isinstance(weight, str) or not 0 < weight < np.inf):
+        given: Any = weight
+        if given != "samples" and (isinstance(given, str) or not 0 < given < np.inf):
             raise ValueError(f"weight: expected 'samples' or a positive number, got {weight!r}")
         if outer is not None and min_results is not None:
             raise ValueError("min_results: expected None with outer, which all have to step alike")

@@ -45,9 +45,8 @@ def average_gradients(
 
     Before the first step, all members get the trainable variables and the optimizer's slots of
     rank 0. In a loop of your own, call ``optimizer.build(model.trainable_variables)`` before the
-    loop and apply gradients in a `tf.function`, or start from equal weights: otherwise the first
-    gradients are of different weights. Other variables, such as BatchNormalization's moving
-    statistics, stay each member's own; `AverageWeights` beside this averages them, too.
+    first gradients are computed, which does that. Other variables, such as BatchNormalization's
+    moving statistics, stay each member's own; `AverageWeights` beside this averages them, too.
 
     >>> import keras
     >>> import flatweights.ray
@@ -108,12 +107,14 @@ class _Averaging:
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
         self._apply: Callable[..., None] = optimizer.apply
         self._finalize: Callable[[Any], None] = optimizer.finalize_variable_values
+        self._make: Callable[[Any], None] = optimizer.build
         self._clip: Callable[[list[Any]], list[Any]] = optimizer._clip_gradients
         # Those that call others' `apply` decide whether, and what of: they have to see averages.
         inner = hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "_inner_optimizers")
         # On the object itself, past Keras' tracking: its class is what is saved.
         methods = vars(optimizer)
         methods["apply"] = self._apply_averages if inner else self._apply_own
+        methods["build"] = self._build
         methods["finalize_variable_values"] = self._end
         if not inner:
             methods["_clip_gradients"] = self._clip_averages
@@ -160,11 +161,17 @@ class _Averaging:
             with tf.init_scope():
                 # Of a model that is built in this function, the first trace only makes variables.
                 if all(_inner(variable).is_initialized() for variable in variables):
-                    if not optimizer.built:
+                    if optimizer.built:
+                        self._start(variables)
+                    else:
                         with keras.name_scope(optimizer.name):
                             optimizer.build(variables)
-                    self._start(variables)
         return list(grads), variables
+
+    def _build(self, variables: Sequence[Any]) -> None:
+        self._make(variables)
+        if tf.executing_eagerly() and not self._is_started:
+            self._start(variables)
 
     def _start(self, variables: Sequence[Any]) -> None:
         """Give all members the variables and slots of rank 0."""
