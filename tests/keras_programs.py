@@ -2,12 +2,18 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+import secrets
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 
+_members: dict[str, Any] = {}
 STEPS = 20  # batches in an epoch
 BATCH = 12  # of one process, or of all members together
 
@@ -25,10 +31,14 @@ class Place(NamedTuple):
     rank: int = 0
     size: int = 1
 
-    def join(self) -> Any:
+    def member(self) -> Any:
+        """This process's member of the meeting, which all tests have in common."""
         import flatweights.ray
 
-        return flatweights.ray.join(self.name, rank=self.rank, size=self.size)
+        if self.name not in _members:
+            join = partial(flatweights.ray.join, self.name, rank=self.rank, size=self.size)
+            _members[self.name] = join(timeout=900)  # a busy machine starts the host slowly
+        return _members[self.name]
 
     def part(self, images: Any) -> Any:
         """The part of every batch that this process trains on."""
@@ -65,12 +75,11 @@ class Together:
 
     def __init__(self) -> None:
         self._others: list[Any] = []
-        self._meetings = 0
+        self._name = secrets.token_hex(4)
 
     def __call__(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what ``function(place, *args)`` returns or raises, by rank."""
-        self._meetings += 1
-        places = [Place(f"test-{self._meetings}", rank, size) for rank in range(size)]
+        places = [Place(f"{self._name}-{size}", rank, size) for rank in range(size)]
         while len(self._others) < size - 1:
             self._others.append(Process.remote())
         calls = [
@@ -81,6 +90,9 @@ class Together:
         return [*ray.get(calls), own]
 
     def stop(self) -> None:
+        for member in _members.values():
+            member.leave()
+        _members.clear()
         for other in self._others:
             ray.kill(other)
         self._others.clear()
@@ -158,15 +170,13 @@ def train(
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
     try:
-        member = place.join() if place.name else None
+        member = place.member() if place.name else None
         network = build(model, seed=place.rank)  # members of other seeds start as rank 0
         made = OPTIMIZERS[optimizer](keras.optimizers)
         if member is not None:
             made = fwk.average_gradients(made, member=member)
         x, y = map(place.part, images(model))
         losses = LOOPS[loop](network, made, x, y, BATCH // place.size, member)
-        if member is not None:
-            member.leave()
         return losses, network.get_weights()
     finally:
         keras.config.set_dtype_policy(before)
@@ -219,3 +229,66 @@ def close(ours: Sequence[Any], oracle: Sequence[Any], bound: float) -> bool:
         np.abs(a - b).max() <= bound * max(np.abs(b).max(), 1e-3)
         for a, b in zip(ours, oracle, strict=True)
     )
+
+
+def train_with_a_death(config: Mapping[str, Any]) -> None:
+    """As a worker of Ray Train: rank 1 dies in the third epoch of the first attempt."""
+    import keras
+    import ray.train
+
+    from flatweights.keras import AverageLogs, average_gradients
+
+    context = ray.train.get_context()
+    place = Place("", context.get_world_rank(), context.get_world_size())
+    marker = Path(config["folder"], "died")
+    epochs, checkpoint = 0, ray.train.get_checkpoint()
+    network = build("dense", seed=place.rank)
+    network.compile(OPTIMIZERS["Adam, clipped"](keras.optimizers), "mse")
+    if checkpoint is not None:
+        epochs = checkpoint.get_metadata()["epochs"]
+        with checkpoint.as_directory() as folder:
+            network = keras.models.load_model(Path(folder, "model.keras"))
+
+    class Report(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                saved = None
+                if place.rank == 0:
+                    self.model.save(Path(folder, "model.keras"))
+                    saved = ray.train.Checkpoint.from_directory(folder)
+                    saved.set_metadata({"epochs": epoch + 1})
+                ray.train.report({"began": epochs, "epochs": epoch + 1, **logs}, checkpoint=saved)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if place.rank == 1 and self.epoch == 2 and batch == 7 and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+    average_gradients(network.optimizer)
+    x, y = map(place.part, images("dense"))
+    network.fit(
+        x,
+        y,
+        BATCH // place.size,
+        epochs=4,
+        initial_epoch=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=[AverageLogs(), Report()],
+    )
+    np.savez(Path(config["folder"], f"{place.rank}.npz"), *network.get_weights())
+
+
+def tried(config: Mapping[str, Any]) -> None:
+    """As a trial of Ray Tune: two tasks train together."""
+    import ray.tune
+
+    name = ray.tune.get_context().get_trial_id()
+    run = ray.remote(num_cpus=0)(train)
+    places = [Place(name, rank, 2) for rank in range(2)]
+    replies = ray.get([run.remote(place, "dense", config["optimizer"]) for place in places])
+    assert all(map(np.array_equal, replies[0][1], replies[1][1]))
+    ray.tune.report({"loss": replies[0][0][-1]})

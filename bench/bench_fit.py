@@ -1,0 +1,225 @@
+"""Keras `fit` on several processes of one node: seconds per step, batches of 16 in each process.
+
+``python -m bench.bench_fit [--quick] [--json FILE] [--plot FILE]``
+
+Ours averages the gradients of every batch; a row of its own averages the weights of every tenth.
+The rival is `tf_keras` under `MultiWorkerMirroredStrategy` with ring communication: Keras 3 raises
+there. "without exchange" is the same Keras 3 model in as many processes that train at the same
+time, each by itself: the rest is the exchange. All processes have one thread for TensorFlow's
+operations. Contenders take turns, one `fit` each, of which the slowest process counts. Before that,
+all members of ours are checked to have the same bits, and to have learned.
+"""
+
+import json
+import os
+import socket
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import ray
+
+from bench import runner
+
+BATCH = 16
+STEPS = {"dense": 200, "residual": 40, "resnet20": 40, "MobileNetV2": 10}
+ALONE = "without exchange"
+WEIGHTS = f"{runner.OURS}, weights of every 10th batch"
+RIVAL = "MultiWorkerMirroredStrategy, ring"
+
+
+def build(keras: Any, kind: str) -> Any:
+    """Return a model of Keras 3 or `tf_keras`, of 6, 39, 97 or 262 variables."""
+    layers = keras.layers
+    if kind == "dense":
+        hidden = [layers.Dense(64, "tanh"), layers.Dense(64, "tanh")]
+        return keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(4)])
+    if kind == "MobileNetV2":
+        return keras.applications.MobileNetV2((32, 32, 3), weights=None, classes=4)
+
+    def convolve(x: Any, width: int, stride: int = 1) -> Any:
+        x = layers.Conv2D(width, 3, stride, "same", use_bias=False)(x)
+        return layers.BatchNormalization()(x)
+
+    inputs = keras.Input((32, 32, 3))
+    x = layers.ReLU()(convolve(inputs, 16))
+    for stage, width in enumerate((16, 32, 64)):
+        for block in range(3 if kind == "resnet20" else 1):
+            stride = 2 if stage and not block else 1
+            short = layers.Conv2D(width, 1, stride, use_bias=False)(x) if stride > 1 else x
+            y = convolve(layers.ReLU()(convolve(x, width, stride)), width)
+            x = layers.ReLU()(layers.Add()([short, y]))
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, layers.Dense(4)(x))
+
+
+def data(kind: str, seed: int) -> tuple[Any, Any]:
+    """Return one process's data."""
+    rng = np.random.default_rng(seed)
+    shape = (64,) if kind == "dense" else (32, 32, 3)
+    x = rng.standard_normal((BATCH * STEPS[kind], *shape), np.float32)
+    return x, rng.standard_normal((len(x), 4), np.float32)
+
+
+def one_thread() -> None:
+    """Give TensorFlow's operations one thread."""
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+
+
+class Ours:
+    """One process with Keras 3."""
+
+    def __init__(self, kind: str, name: str, rank: int, size: int) -> None:
+        """Join the meeting, and compile a model for each way."""
+        one_thread()
+        import keras
+
+        import flatweights.ray
+        from flatweights.keras import AverageWeights, average_gradients
+
+        self._data = data(kind, rank)
+        member = flatweights.ray.join(name, rank=rank, size=size)
+        self._callbacks: dict[str, list[Any]] = {
+            runner.OURS: [],
+            WEIGHTS: [AverageWeights(10, "batch", member=member)],
+            ALONE: [],
+        }
+        self._models = {}
+        for way in self._callbacks:
+            keras.utils.set_random_seed(0)
+            model = self._models[way] = build(keras, kind)
+            optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+            if way == runner.OURS:
+                average_gradients(optimizer, member=member)
+            model.compile(optimizer, "mse")
+
+    def fit(self, way: str) -> tuple[float, float]:
+        """Train for one epoch; return the seconds and the loss."""
+        begin = time.perf_counter()
+        callbacks = self._callbacks[way]
+        history = self._models[way].fit(*self._data, BATCH, verbose=0, callbacks=callbacks)
+        return time.perf_counter() - begin, history.history["loss"][0]
+
+    def weights(self) -> list[Any]:
+        """Return the trained weights of the model whose gradients are averaged."""
+        return [np.asarray(v) for v in self._models[runner.OURS].trainable_variables]
+
+
+class Mirrored:
+    """One process with `tf_keras` under TensorFlow's strategy."""
+
+    def __init__(self, kind: str, addresses: list[str], rank: int) -> None:
+        """Wait for the others, and compile the model."""
+        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+        os.environ["TF_CONFIG"] = json.dumps(cluster)
+        one_thread()
+        import tensorflow as tf
+        import tf_keras
+
+        ring = tf.distribute.experimental.CommunicationImplementation.RING
+        options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(options)
+        with strategy.scope():
+            self._model = build(tf_keras, kind)
+            self._model.compile(tf_keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+        sharding = tf.data.Options()
+        sharding.experimental_distribute.auto_shard_policy = (
+            tf.data.experimental.AutoShardPolicy.OFF
+        )
+        # Each worker takes its part of a global batch: so many samples on each.
+        dataset = tf.data.Dataset.from_tensor_slices(data(kind, rank)).batch(BATCH)
+        self._data = strategy.experimental_distribute_dataset(dataset.with_options(sharding))
+        self._steps = STEPS[kind]
+
+    def fit(self) -> float:
+        """Train for one epoch; return the seconds."""
+        begin = time.perf_counter()
+        self._model.fit(self._data, epochs=1, steps_per_epoch=self._steps, verbose=0)
+        return time.perf_counter() - begin
+
+
+def free_addresses(count: int) -> list[str]:
+    """Return addresses that nobody listens at."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def time_kind(kind: str, size: int, budget: float, *, rival: bool) -> list[runner.Row]:
+    """Time one kind of model on so many processes."""
+    actor: Any = ray.remote(num_cpus=0)(Ours)
+    members = [actor.remote(kind, f"bench {kind} {size}", rank, size) for rank in range(size)]
+    others: list[Any] = []
+    if rival:
+        mirrored: Any = ray.remote(num_cpus=0)(Mirrored)
+        addresses = free_addresses(size)
+        others = [mirrored.remote(kind, addresses, rank) for rank in range(size)]
+
+    def fit(way: str) -> float:
+        replies = ray.get([one.fit.remote(way) for one in members])
+        return float(max(seconds for seconds, _ in replies))
+
+    ways: dict[str, Callable[[], float]] = {
+        way: partial(fit, way) for way in (runner.OURS, WEIGHTS, ALONE)
+    }
+    if others:
+        ways[RIVAL] = lambda: max(ray.get([one.fit.remote() for one in others]))
+    losses = []
+    for _ in range(2):
+        losses.append([loss for _, loss in ray.get([m.fit.remote(runner.OURS) for m in members])])
+    first, *rest = ray.get([member.weights.remote() for member in members])
+    assert all(all(map(np.array_equal, first, weights)) for weights in rest), "members differ"
+    assert np.mean(losses[1]) < np.mean(losses[0]), f"nothing was learned: {losses}"
+
+    for call in ways.values():
+        call()
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    end = time.perf_counter() + budget
+    while time.perf_counter() < end or len(times[runner.OURS]) < 5:
+        for way, call in ways.items():
+            times[way].append(call() / STEPS[kind])
+    case = f"{kind}, {size} processes"
+    rows = [runner.row_of(case, way, seconds) for way, seconds in times.items()]
+    for row in rows:
+        row.ratio = row.seconds / rows[0].seconds
+    for one in (*members, *others):
+        ray.kill(one)
+    return rows
+
+
+def run(options: Namespace) -> list[runner.Row]:
+    """Time all kinds."""
+    rows = []
+    sizes = (2,) if options.quick else (2, 4)
+    kinds = ("dense", "residual") if options.quick else tuple(STEPS)
+    for size in sizes:
+        for kind in kinds:
+            rival = kind in ("dense", "residual")
+            rows += time_kind(kind, size, 5.0 if options.quick else 20.0, rival=rival)
+    return rows
+
+
+def main() -> None:
+    """Run the bench."""
+    options = runner.arguments(__doc__ or "")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        rows = run(options)
+    finally:
+        ray.shutdown()
+    runner.report("fit on several processes, per step", rows, {}, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Trainings that Ray Train and Ray Tune start, in the Ray of these tests."""
+
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import ray
+from keras_programs import (
+    BATCH,
+    OPTIMIZERS,
+    Place,
+    build,
+    close,
+    images,
+    train,
+    train_with_a_death,
+    tried,
+)
+
+from flatweights.examples import keras_parallel
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # those of Ray's libraries
+
+
+def hosts() -> list[str]:
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in actors if actor["name"].startswith("flatweights:")]
+
+
+def test_after_a_death_all_meet_anew_and_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.data_parallel_trainer import DataParallelTrainer
+
+    storage = str(tmp_path / "storage")
+    result = DataParallelTrainer(
+        train_with_a_death,
+        train_loop_config={"folder": str(tmp_path)},
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+        run_config=RunConfig(storage_path=storage, failure_config=FailureConfig(max_failures=2)),
+    ).fit()
+    assert (tmp_path / "died").exists()
+    assert (result.metrics["began"], result.metrics["epochs"]) == (2, 4)
+
+    alone = build("dense", 0)
+    alone.compile(OPTIMIZERS["Adam, clipped"](keras.optimizers), "mse")
+    alone.fit(*images("dense"), BATCH, epochs=4, shuffle=False, verbose=0)
+    for rank in range(2):
+        with np.load(tmp_path / f"{rank}.npz") as saved:
+            assert close(list(saved.values()), alone.get_weights(), 1e-4)
+    end = time.monotonic() + 60
+    while hosts() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert hosts() == []
+
+
+def test_trials_have_meetings_of_their_own(tmp_path: Path) -> None:
+    from ray import tune
+
+    names = ["momentum", "Adam, clipped"]
+    tuner = tune.Tuner(
+        tune.with_resources(tried, {"cpu": 0.5}),
+        param_space={"optimizer": tune.grid_search(names)},
+        run_config=tune.RunConfig(storage_path=str(tmp_path)),
+    )
+    for result in tuner.fit():
+        losses, _ = train(Place(), "dense", result.config["optimizer"])
+        assert np.isclose(result.metrics["loss"], losses[-1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("average", ["gradients", "weights"])
+def test_the_example_learns(
+    average: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "plot.png"
+    keras_parallel.main(["--average", average, "--epochs", "8", "--plot", str(plot)])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if " worker" in line]
+    losses = [float(row[3]) for row in rows]
+    assert len(losses) == 2
+    if average == "gradients":
+        assert np.isclose(losses[0], losses[1], rtol=1e-2)
