@@ -2,17 +2,19 @@
 
 Each worker runs `train`: it compiles a plain Keras model and fits it to its part of the data. With
 ``--average gradients`` the workers average the gradient of every batch, so that together they take
-the steps of one process with all of the data: the table compares the two. With ``--average
+the steps of one worker with all of the data: the table compares the two. With ``--average
 weights`` each trains by itself, and their weights are averaged after every epoch. `AverageLogs`
-shows the loss of all workers to the other callbacks. After each epoch rank 0 saves the model; if a
-worker dies, Ray Train starts all of them again, and they go on from there.
+shows the losses of all workers to the other callbacks. After each epoch rank 0 saves the model; if
+a worker dies, Ray Train starts all of them again, and they go on from there.
 
-    python -m flatweights.examples.keras_parallel
-    python -m flatweights.examples.keras_parallel --workers 4 --average weights --plot parallel.png
+    flatweights examples keras_parallel
+    flatweights examples --plot parallel.png keras_parallel --workers 4 --average weights
 
 For a model of your own, change `compile_model`; for your data, the first lines of `train`.
 """
 
+import argparse
+import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -20,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import ray.train
+from ray import train as ray_train
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.data_parallel_trainer import DataParallelTrainer
-
-from flatweights import examples
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
 BATCH = 64  # of all workers together
 ENOUGH = 0.9
@@ -45,16 +47,18 @@ def compile_model(seed: int) -> Any:
 
 def train(config: Mapping[str, Any]) -> None:
     """Train as one of the workers."""
-    examples.prepare_tensorflow()
     import keras
+    import tensorflow as tf
 
     from flatweights.keras import AverageLogs, AverageWeights, average_gradients
 
-    context = ray.train.get_context()
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # the workers share the cores
+    context = ray_train.get_context()
     rank, workers = context.get_world_rank(), context.get_world_size()
-    digits, test = examples.load_digits(config["seed"])
-    size = BATCH // workers
-    mine = slice(rank, len(digits.labels) // BATCH * BATCH, workers)  # as many for every worker
+    images, labels = load_digits(return_X_y=True)
+    parts = train_test_split(images / 16, labels, test_size=0.2, random_state=config["seed"])
+    train_x, test_x, train_y, test_y = parts
+    mine = slice(rank, len(train_y) // BATCH * BATCH, workers)  # as many for every worker
 
     class Report(keras.callbacks.Callback):  # type: ignore[misc]
         """Reports each epoch to Ray Train, with the model of rank 0."""
@@ -66,10 +70,10 @@ def train(config: Mapping[str, Any]) -> None:
                     self.model.save(Path(folder, FILE))
                     checkpoint = Checkpoint.from_directory(folder)
                     checkpoint.set_metadata({"epochs": epoch + 1})
-                ray.train.report({"epochs": epoch + 1, **logs}, checkpoint=checkpoint)
+                ray_train.report({"epochs": epoch + 1, **logs}, checkpoint=checkpoint)
 
     model, epochs = compile_model(config["seed"]), 0
-    checkpoint = ray.train.get_checkpoint()
+    checkpoint = ray_train.get_checkpoint()
     if checkpoint is not None:  # all workers were started again
         epochs = checkpoint.get_metadata()["epochs"]
         with checkpoint.as_directory() as folder:
@@ -82,71 +86,62 @@ def train(config: Mapping[str, Any]) -> None:
         callbacks.insert(0, AverageWeights())
 
     model.fit(
-        digits.images[mine],
-        digits.labels[mine],
-        batch_size=size,
+        train_x[mine],
+        train_y[mine],
+        batch_size=BATCH // workers,
         epochs=config["epochs"],
         initial_epoch=epochs,
         shuffle=False,
-        validation_data=test,
+        validation_data=(test_x, test_y),
         verbose=0,
         callbacks=callbacks,
     )
 
 
-def run(workers: int, options: Mapping[str, Any], folder: str) -> Any:
-    """Train with so many workers; return Ray Train's result."""
+def run(workers: int, config: Mapping[str, Any], folder: str) -> Any:
+    """Train with so many workers; return Ray Train's table of the epochs."""
     trainer = DataParallelTrainer(
         train,
-        train_loop_config=dict(options),
+        train_loop_config=dict(config),
         scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(
-            name=f"{workers}-workers",
-            storage_path=folder,
-            failure_config=FailureConfig(max_failures=2),
+            storage_path=folder, failure_config=FailureConfig(max_failures=2), name=str(workers)
         ),
     )
-    return trainer.fit()
+    return trainer.fit().metrics_dataframe
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program; fail if too little is learned."""
-    parser = examples.make_parser(
-        __doc__,
-        "the losses",
-        workers=(2, "processes that train together; compared with one"),
-        epochs=(10, "times that the data is gone through"),
+def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[float]]]:
+    """Run the program; return curves. It fails if too little is learned."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--average", choices=["gradients", "weights"], default="gradients", help="what travels"
-    )
+    add = parser.add_argument
+    add("--workers", type=int, default=2, help="compared with one; default: %(default)s")
+    add("--epochs", type=int, default=10, help="default: %(default)s")
+    add("--seed", type=int, default=0, help="of the data and the first weights")
+    ways = ["gradients", "weights"]
+    add("--average", choices=ways, default=ways[0], help="what travels; default: %(default)s")
     options = parser.parse_args(arguments)
-    if BATCH % options.workers:
-        parser.error(f"--workers: expected a divisor of the batch of {BATCH}")
-    examples.start_ray(options.workers + 1, CPU=options.workers)
-    rows, losses = [], {}
-    for workers in (1, options.workers):
+    if min(options.workers, options.epochs) < 1 or BATCH % options.workers:
+        parser.error(f"expected at least 1 epoch, and workers that share {BATCH}: {vars(options)}")
+    cpus = max(options.workers, os.cpu_count() or 1)
+    ray.init(num_cpus=cpus, ignore_reinit_error=True, logging_level="ERROR")
+    losses = {}
+    print(f"{'':12}{'epochs':>8}{'last loss':>12}{'accuracy':>10}{'seconds':>9}", flush=True)
+    for workers in sorted({1, options.workers}):
         begin = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            result = run(workers, vars(options) | {"plot": None}, folder)
-            history = result.metrics_dataframe
-        name = f"{workers} worker{'s' if workers > 1 else ''}"
-        losses[name] = (list(history["epochs"]), list(history["loss"]))
-        last = history.iloc[-1]
-        rows.append(
-            {
-                "": name,
-                "epochs": int(last["epochs"]),
-                "last loss": f"{last['loss']:.4f}",
-                "accuracy": f"{last['val_accuracy']:.3f}",
-                "seconds": f"{time.perf_counter() - begin:.0f}",
-            }
-        )
-    panel = examples.Panel("loss", "epoch", losses, "log")
-    examples.report(rows, options.plot, f"Keras on Ray Train: {options.average} averaged", panel)
-    if float(str(rows[-1]["accuracy"])) < ENOUGH:
+            epochs = run(workers, vars(options), folder)
+        name = f"{workers} workers"
+        losses[name] = [float(loss) for loss in epochs["loss"]]
+        accuracy = float(epochs["val_accuracy"].iloc[-1])
+        cells = f"{len(epochs):8}{losses[name][-1]:12.4f}{accuracy:10.3f}"
+        print(f"{name:12}{cells}{time.perf_counter() - begin:9.1f}", flush=True)
+    if accuracy < ENOUGH:
         raise SystemExit(f"accuracy below {ENOUGH}: it needs more --epochs")
+    return {"loss by epoch": losses}
 
 
 if __name__ == "__main__":
-    examples.run(main)
+    main()
