@@ -42,6 +42,7 @@ copybutton_prompt_is_regexp = True
 html_theme = "furo"
 html_title = f"flatweights {release}"
 html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
 html_show_sourcelink = False
 html_theme_options = {
     "navigation_with_keys": True,

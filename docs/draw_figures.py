@@ -67,45 +67,34 @@ DARK = Theme(
 
 def draw_bytes(record: dict[str, Any], theme: Theme) -> None:
     """Draw the bytes that each step of a round moves, to scale, and the times measured."""
-    _, axes = plt.subplots(figsize=(8, 3.1), layout="constrained")
+    _, axes = plt.subplots(figsize=(5, 3.4), layout="constrained")
     seconds = {(row["case"], row["contender"]): row["seconds"] for row in record["rows"]}
     for position, (way, models) in enumerate(MODELS.items()):
         begin = 0
         for step, count in enumerate(models):
             if count:
-                axes.barh(position, count, left=begin, color=theme.steps[step], height=0.62)
-                axes.text(
-                    *(begin + count / 2, position, str(count)),
-                    ha="center",
-                    va="center",
-                    color=theme.inside,
-                    fontsize=9,
-                )
+                axes.barh(position, count, left=begin, color=theme.steps[step], height=0.5)
+                place = begin + count / 2, position
+                axes.text(*place, str(count), ha="center", va="center", color=theme.inside)
             begin += count
-        times = ", ".join(f"{size}: {_time(seconds[size, way])}" for size in ("1 MB", "100 MB"))
-        axes.text(begin + 0.6, position, f"{begin} models\n{times}", va="center", fontsize=9)
-    axes.set_yticks(range(len(MODELS)), [NAMES[way] for way in MODELS])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 58)
-    axes.set_xticks([])
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)
+        times = " / ".join(_time(seconds[size, way]) for size in ("1 MB", "100 MB"))
+        axes.text(0, position - 0.34, f"{NAMES[way]}: {begin} models, {times}", va="bottom")
+    axes.set_ylim(2.4, -0.75)
+    axes.set_axis_off()
     handles = [plt.Rectangle((0, 0), 1, 1, color=theme.steps[i]) for i in (0, 1, 2, 4)]
     axes.legend(
         *(handles, [STEPS[i] for i in (0, 1, 2, 4)]),
         loc="upper center",
-        bbox_to_anchor=(0.42, 0.02),
-        ncols=4,
+        bbox_to_anchor=(0.5, 0.02),
+        ncols=2,
         frameon=False,
-        fontsize=9,
         handlelength=1.0,
-        columnspacing=1.2,
     )
 
 
 def draw_times(record: dict[str, Any], theme: Theme) -> None:
     """Draw the time of a round against the size of the model."""
-    _, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    _, axes = plt.subplots(figsize=(5, 4), layout="constrained")
     rows = [row for row in record["rows"] if ": " not in row["case"]]
     for way, colour in zip(MODELS, theme.ways, strict=True):
         points = [
@@ -114,29 +103,21 @@ def draw_times(record: dict[str, Any], theme: Theme) -> None:
         sizes, times = zip(*points, strict=True)
         axes.loglog(sizes, times, "o-", color=colour, lw=2, ms=5)
         axes.annotate(
-            *(NAMES[way], (sizes[-1], times[-1])),
-            xytext=(8, 0),
+            *(NAMES[way], (sizes[0], times[0])),
+            xytext=(0, 10),
             textcoords="offset points",
-            va="center",
             color=colour,
         )
     fastest = max(record["limits"].values())
     ends = (_bytes("1 MB"), _bytes("100 MB"))
     traffic = [1e3 * sum(MODELS["flatweights"]) * size / fastest for size in ends]
     axes.loglog(ends, traffic, "--", color=theme.text, lw=1)
-    axes.annotate(
-        *("its memory traffic alone", (ends[1], traffic[1])),
-        xytext=(8, -12),
-        textcoords="offset points",
-        va="center",
-        fontsize=9,
-    )
+    axes.text(2.5 * ends[0], traffic[0], "memory traffic\nof lanes alone", va="center")
     axes.set_xlabel("model, in 100 variables")
     axes.set_ylabel("a round of 4 workers, ms")
     names = list(dict.fromkeys(row["case"] for row in rows))
     axes.set_xticks([_bytes(name) for name in names], names)
     axes.minorticks_off()
-    axes.set_xlim(right=_bytes(names[-1]) * 9)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(color=theme.grid, lw=0.7)
     axes.spines[["top", "right"]].set_visible(False)
@@ -165,6 +146,7 @@ def main() -> None:
         settings = {
             "svg.fonttype": "none",  # letters stay text: selectable, searchable, small
             "svg.hashsalt": "flatweights",
+            "font.size": 11,  # to be read on a telephone, too: figures are narrow, letters large
             "text.color": theme.text,
             "axes.labelcolor": theme.text,
             "axes.edgecolor": theme.text,

@@ -92,7 +92,7 @@ def test_a_driver_that_cannot_make_lanes_says_so_and_tries_again(
         reason = f"OSError: [Errno {errno.EMFILE}] {TOO_MANY}"
         for _ in range(3):
             assert check_round(group).ways == dict.fromkeys((0, 1), f"store: {reason}")
-        assert messages(caplog) == [f"flatweights: workers are reached through Ray: {reason}"]
+        assert messages(caplog) == [f"workers are reached through Ray: {reason}"]
     try_again(group, monkeypatch)
 
 
