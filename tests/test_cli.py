@@ -191,16 +191,36 @@ def test_build_tf_without_tensorflow_says_what_to_install() -> None:
     )
 
 
-def test_reader_that_left_is_no_traceback() -> None:
-    run = subprocess.run(
-        f"{sys.executable} -m flatweights.cli examples | true",
+def in_a_shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command.replace("flatweights", f"{sys.executable} -m flatweights.cli"),
         shell=True,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert run.stderr == ""
+
+
+def test_reader_that_left_is_no_traceback() -> None:
+    assert in_a_shell("flatweights examples | true").stderr == ""
+
+
+# Where output is not buffered, argparse drops what it cannot write.
+@pytest.mark.parametrize(
+    ("command", "unbuffered"),
+    [("info", ""), ("examples", ""), ("examples", "1"), ("--help", "")],
+)
+def test_output_that_cannot_be_written_is_told(
+    command: str, unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "ops")
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    full = in_a_shell(f"flatweights {command} > /dev/full")
+    reason = "flatweights: the output cannot be written: No space left on device\n"
+    assert (full.returncode, full.stderr) == (1, reason)
+    closed = in_a_shell(f"flatweights {command} >&-")
+    assert (closed.returncode, closed.stderr) == (1, "flatweights: the standard output is closed\n")
 
 
 @pytest.mark.parametrize(

@@ -32,19 +32,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: With code 2 for invalid arguments, 0 after ``--help``; at the end of the demo
             or an example, with its code: 130 if it was interrupted.
     """
+    if sys.stdout is None:
+        print("flatweights: the standard output is closed", file=sys.stderr)
+        return 1
     parser = _parser()
-    options = parser.parse_args(arguments)
     try:
-        code: int = options.command(parser, options)
-        sys.stdout.flush()
+        try:
+            options = parser.parse_args(arguments)
+            code: int = options.command(parser, options)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # Nobody reads the output any more; Python would complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if not _lacks_output():
+            raise
+        if not isinstance(error, BrokenPipeError):  # then the reader has left, as `head` does
+            print(f"flatweights: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return code
+
+
+def _lacks_output() -> bool:
+    """Whether the standard output cannot be written; if so, it is given up."""
+    try:
+        print(flush=True)  # since a flush alone has nothing to write where output is not buffered
+    except OSError:
+        # Python would flush it once more at exit, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def find_programs() -> list[str]:

@@ -513,6 +513,70 @@ def test_failure_is_remembered_and_told_by_each_process(
     assert not list(cache.glob("*/_tf.*"))
 
 
+LINKER = "/usr/bin/ld: final link failed: No space left on device"
+PASSING = {
+    "the disk is full": (
+        f"echo '{LINKER}' >&2; echo 'collect2: error: ld returned 1 exit status' >&2; exit 1",
+        f" failed: {LINKER}",
+    ),
+    "no room for temporary files": (
+        "echo 'x.s: Assembler messages:' >&2; "
+        "echo \"x.s: Fatal error: cannot write x.o: 'No space left on device'\" >&2; exit 1",
+        " failed: x.s: Fatal error: cannot write x.o: 'No space left on device'",
+    ),
+    "no memory": (
+        "echo 'virtual memory exhausted: Cannot allocate memory' >&2; exit 1",
+        " failed: virtual memory exhausted: Cannot allocate memory",
+    ),
+    "its compiler is killed": (
+        "echo 'c++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1",
+        " failed: c++: fatal error: Killed signal terminated program cc1plus",
+    ),
+    "it is killed": ("kill -9 $$", " was killed by SIGKILL"),
+    "the time is up": ("exec sleep 120", "timed out after 0.2 seconds"),
+}
+
+
+@pytest.mark.parametrize("case", PASSING)
+def test_failure_that_may_pass_is_told_and_tried_again(
+    case: str, new_process: Any, tmp_path: Path, copier: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, reason = PASSING[case]
+    compiler = Compiler(tmp_path, "passing", body)
+    monkeypatch.setenv("CXX", str(compiler.path))
+    with monkeypatch.context() as patched:
+        if case == "the time is up":
+            patched.setattr(_compile, "_TIMEOUT", 0.2)
+        check_operations_serve(reason)
+    new_process()
+    assert status() == "bound variables, once the first use has compiled the op library"
+    shutil.copy(copier.path, compiler.path)  # there is room again
+    assert build_library(again=False).is_file()
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        (["ld: cannot find -lx", "collect2: error: ld returned 1 exit status"], "cannot find -lx"),
+        (["ld: no such symbol", "clang: error: linker command failed with exit code 1"], "symbol"),
+        (["a.cc:7: warning: old", "a.cc:8: error: too old", "1 error"], "a.cc:8: error: too old"),
+        ([], "no message"),
+    ],
+)
+def test_the_cause_of_a_failure_is_told(
+    errors: list[str],
+    reason: str,
+    new_process: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = "".join(f"echo '{line}' >&2\n" for line in errors) + "exit 1"
+    monkeypatch.setenv("CXX", str(Compiler(tmp_path, "wrong", body).path))
+    check_operations_serve(reason)
+    new_process()
+    assert "cannot be compiled" in status()
+
+
 @pytest.mark.parametrize("record", [b"", b"[]", b"{}", b"\xff", b"null"])
 def test_failure_that_cannot_be_read_is_tried_again(
     record: Any, new_process: Any, failing: Any, monkeypatch: pytest.MonkeyPatch

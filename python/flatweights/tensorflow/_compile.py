@@ -8,11 +8,14 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from errno import EDQUOT, EFBIG, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +29,31 @@ _FLAGS = ("-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
 _TIMEOUT = 600  # seconds
 
 
+# What compilers, assemblers and linkers say of failures that another try may not have.
+_PASSING = re.compile(
+    "|".join(
+        (
+            *(os.strerror(code) for code in (ENOSPC, EDQUOT, EFBIG, ENOMEM, EMFILE, ENFILE, EIO)),
+            "signal terminated program|unable to execute command|virtual memory exhausted",
+        )
+    )
+)
+# Lines that say only that another program failed, which has said why.
+_SUMMARY = re.compile("^collect2: |linker command failed")
+
+
 class LibraryError(Exception):
-    """The op library is not available; the message says why."""
+    """The op library is not available; the message says why.
+
+    Attributes:
+        may_pass: Whether another try may succeed though nothing was changed: the disk is full, the
+            time is up, the compiler was killed.
+    """
+
+    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+        """Raise with ``message``."""
+        super().__init__(message)
+        self.may_pass = may_pass
 
 
 class Target(NamedTuple):
@@ -151,19 +177,34 @@ def compile_library(sources: Path, folder: Path, target: Target | None = None) -
         ]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_TIMEOUT,
+                env=os.environ | {"LC_ALL": "C"},  # for messages in English
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise LibraryError(f"{compiler} did not run: {error}") from error
+            raise LibraryError(f"{compiler} did not run: {error}", may_pass=True) from error
         if done.returncode != 0:
-            lines = done.stderr.strip().splitlines()
-            errors = [line for line in lines if "error" in line] or lines[-1:] or ["no message"]
-            raise LibraryError(f"{compiler} failed: {errors[0].strip()}")
+            raise _failure(compiler, done)
         record = Path(work, RECORD)
         record.write_text(json.dumps(identity(sources, target) | _bytes_of(library), indent=1))
         library.replace(folder / LIBRARY)
         record.replace(folder / RECORD)
     return folder / LIBRARY
+
+
+def _failure(compiler: str, done: "subprocess.CompletedProcess[str]") -> LibraryError:
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        return LibraryError(f"{compiler} was killed by {name}", may_pass=True)
+    lines = [line.strip() for line in done.stderr.strip().splitlines()]
+    passing = [line for line in lines if _PASSING.search(line)]
+    causes = [line for line in lines if not _SUMMARY.search(line)]
+    errors = passing or [line for line in causes if "error" in line] or causes[-1:]
+    message = f"{compiler} failed: {errors[0] if errors else 'no message'}"
+    return LibraryError(message, may_pass=bool(passing))
 
 
 def is_for_this(folder: Path, wanted: dict[str, str], *, check_bytes: bool = True) -> bool:

@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -203,7 +204,9 @@ def _compile_into_cache(wanted: dict[str, str], *, again: bool = False) -> Path:
         try:
             compile_library(PACKAGED, folder)
         except LibraryError as error:
-            failed.write_text(json.dumps({"compiler": compiler, "reason": str(error)}))
+            if not error.may_pass:
+                with suppress(OSError):
+                    failed.write_text(json.dumps({"compiler": compiler, "reason": str(error)}))
             raise
         failed.unlink(missing_ok=True)
     return folder
