@@ -62,14 +62,14 @@ bool shares_slots(const py::list& out, const py::list& sources) {
   return false;
 }
 
-// The ratios of the weights of an average, and their sum.
+// The ratios of the weights of an average, and their sum. One weight is positive: Python checks
+// them before it takes the sources.
 std::pair<std::vector<double>, double> ratios_of(const std::vector<double>& weights,
                                                  std::size_t num_sources) {
   if (weights.empty() || num_sources != weights.size())
     throw py::value_error("expected one weight per source, and at least one source");
   RelativeWeights relative;
   std::vector<double> ratios = relative.add(weights);
-  if (relative.base == 0.0) throw py::value_error("expected a positive weight, got only zeros");
   return {std::move(ratios), relative.ratios};
 }
 

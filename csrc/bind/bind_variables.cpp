@@ -28,28 +28,26 @@ void bind_variables(py::module_& m) {
            py::arg("dtypes"), py::arg("context"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def_property_readonly("try_get", &BoundVariables::getter)
       .def_property_readonly("try_set", &BoundVariables::setter)
-      .def("get_vector", &BoundVariables::get_vector, py::arg("out"), py::arg("guard"))
-      .def("get_packed", &BoundVariables::get_packed, py::arg("buffer"), py::arg("guard"))
-      .def("get_parts", &BoundVariables::get_parts, py::arg("targets"), py::arg("guard"))
-      .def("set_vector", &BoundVariables::set_vector, py::arg("flat"), py::arg("share"),
-           py::arg("guard"))
-      .def("set_packed", &BoundVariables::set_packed, py::arg("buffer"), py::arg("share"),
-           py::arg("guard"))
+      .def("get_vector", &BoundVariables::get_vector, py::arg("out"))
+      .def("get_packed", &BoundVariables::get_packed, py::arg("buffer"))
+      .def("get_parts", &BoundVariables::get_parts, py::arg("targets"))
+      .def("set_vector", &BoundVariables::set_vector, py::arg("flat"), py::arg("share"))
+      .def("set_packed", &BoundVariables::set_packed, py::arg("buffer"), py::arg("share"))
       .def("set_parts", &BoundVariables::set_parts, py::arg("positions"), py::arg("sources"),
-           py::arg("share"), py::arg("guard"))
+           py::arg("share"))
       .def("get_shared", &BoundVariables::get_shared)
       .def(
           "add",
-          [](BoundVariables& self, const py::array& x, bool packed, double a, bool guard) {
-            self.update(&axpy, x, packed, a, guard);
+          [](BoundVariables& self, const py::array& x, bool packed, double a) {
+            self.update(&axpy, x, packed, a);
           },
-          py::arg("x"), py::arg("packed"), py::arg("a"), py::arg("guard"))
+          py::arg("x"), py::arg("packed"), py::arg("a"))
       .def(
           "lerp",
-          [](BoundVariables& self, const py::array& x, bool packed, double a, bool guard) {
-            self.update(&lerp, x, packed, a, guard);
+          [](BoundVariables& self, const py::array& x, bool packed, double a) {
+            self.update(&lerp, x, packed, a);
           },
-          py::arg("x"), py::arg("packed"), py::arg("a"), py::arg("guard"));
+          py::arg("x"), py::arg("packed"), py::arg("a"));
 }
 
 }  // namespace flatweights::bind

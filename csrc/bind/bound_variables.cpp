@@ -76,6 +76,12 @@ py::array new_part(const Slot& slot, const py::dtype& dtype) {
   return py::array(dtype, std::vector<py::ssize_t>(slot.shape.begin(), slot.shape.end()));
 }
 
+// Where `array` begins; the callers in Python have checked vectors: their shape, that they are
+// contiguous, and that they are writable if they are written.
+std::byte* begin_of(const py::array& array) {
+  return static_cast<std::byte*>(const_cast<void*>(array.data()));
+}
+
 void check_count(std::size_t got, std::size_t expected) {
   if (got != expected)
     throw py::value_error("expected " + std::to_string(expected) + " arrays, got " +
@@ -139,70 +145,70 @@ py::object BoundVariables::try_get(const py::object& out) {
     const std::size_t nbytes = bound_.layout.size() * slot_of(0).itemsize;
     py::array_t<std::uint8_t> bytes = new_array(nbytes);
     py::array made(bound_.dtypes[0], {bound_.layout.size()}, bytes.data(), bytes);
-    gather(uniform_sides(made));
+    gather(uniform_parts(made));
     return made;
   }
   if (!is_uniform_vector(out) || !py::reinterpret_borrow<py::array>(out).writeable())
     return py::none();
-  gather(uniform_sides(out));
+  gather(uniform_parts(out));
   return out;
 }
 
 bool BoundVariables::try_set(const py::object& flat) {
   api_.prefetch(variables_);
   if (!uniform_ || !is_uniform_vector(flat) || !is_ready()) return false;
-  scatter(uniform_sides(flat), nullptr, py::none());
+  scatter(uniform_parts(flat), nullptr, py::none());
   return true;
 }
 
-void BoundVariables::get_vector(const py::array& out, bool guard) {
-  check_ready(guard);
+void BoundVariables::get_vector(const py::array& out) {
+  check_ready();
   Casts casts;
-  gather(vector_sides(out, Access::kWrite, casts));
+  gather(vector_parts(out, Access::kWrite, casts));
   cast_all(casts);
 }
 
-void BoundVariables::get_packed(const py::array& buffer, bool guard) {
-  check_ready(guard);
-  gather(packed_sides(buffer, Access::kWrite));
+void BoundVariables::get_packed(const py::array& buffer) {
+  check_ready();
+  gather(packed_parts(buffer, Access::kWrite));
 }
 
-void BoundVariables::get_parts(const py::list& targets, bool guard) {
-  check_ready(guard);
+void BoundVariables::get_parts(const py::list& targets) {
+  api_.prefetch(variables_);
   check_count(targets.size(), positions_.size());
   Casts casts;
-  std::vector<Outside> sides;
-  sides.reserve(positions_.size());
+  std::vector<ArrayPart> parts;
+  parts.reserve(positions_.size());
   for (std::size_t i = 0; i < positions_.size(); ++i)
-    sides.push_back(part_side(i, as_array(targets[i], "array"), Access::kWrite, casts));
-  gather(sides);
+    parts.push_back(array_part(i, as_array(targets[i], "array"), Access::kWrite, casts));
+  gather(parts);
   cast_all(casts);
 }
 
-void BoundVariables::set_vector(const py::array& flat, bool share, bool guard) {
-  check_ready(guard);
+void BoundVariables::set_vector(const py::array& flat, bool share) {
+  check_ready();
   Casts casts;
-  scatter(vector_sides(flat, Access::kRead, casts), nullptr, owner_if(share, flat));
+  scatter(vector_parts(flat, Access::kRead, casts), nullptr, owner_if(share, flat));
 }
 
-void BoundVariables::set_packed(const py::array& buffer, bool share, bool guard) {
-  check_ready(guard);
-  scatter(packed_sides(buffer, Access::kRead), nullptr, owner_if(share, buffer));
+void BoundVariables::set_packed(const py::array& buffer, bool share) {
+  check_ready();
+  scatter(packed_parts(buffer, Access::kRead), nullptr, owner_if(share, buffer));
 }
 
 void BoundVariables::set_parts(const std::vector<std::size_t>& positions, const py::list& sources,
-                               bool share, bool guard) {
-  check_ready(guard);
+                               bool share) {
+  api_.prefetch(variables_);
   check_count(sources.size(), positions.size());
   Casts casts;
   std::vector<std::size_t> chosen;
-  std::vector<Outside> sides(positions_.size());
+  std::vector<ArrayPart> parts(positions_.size());
   for (std::size_t j = 0; j < positions.size(); ++j) {
     chosen.push_back(variable_of(positions[j]));
-    sides[chosen.back()] =
-        part_side(chosen.back(), as_array(sources[j], "array"), Access::kRead, casts);
+    parts[chosen.back()] =
+        array_part(chosen.back(), as_array(sources[j], "array"), Access::kRead, casts);
   }
-  scatter(sides, &chosen, owner_if(share, sources));
+  scatter(parts, &chosen, owner_if(share, sources));
 }
 
 std::vector<bool> BoundVariables::get_shared() const {
@@ -254,10 +260,9 @@ bool BoundVariables::is_ready() const {
   return is_eager() && api_.is_async != nullptr && !api_.is_async(context_);
 }
 
-void BoundVariables::check_ready(bool guard) const {
+void BoundVariables::check_ready() const {
   api_.prefetch(variables_);
-  if (guard && !is_ready())
-    throw UnreadyError("eager execution is tracing a function, or asynchronous");
+  if (!is_ready()) throw UnreadyError("eager execution is tracing a function, or asynchronous");
 }
 
 // Whether `object` is a vector of the model's only dtype.
@@ -268,17 +273,16 @@ bool BoundVariables::is_uniform_vector(const py::object& object) const {
          is_contiguous(array) && same_dtype(array.dtype(), bound_.dtypes[0]);
 }
 
-std::vector<BoundVariables::Outside> BoundVariables::uniform_sides(const py::object& flat) const {
-  auto* const begin =
-      static_cast<std::byte*>(const_cast<void*>(py::reinterpret_borrow<py::array>(flat).data()));
-  std::vector<Outside> sides;
-  sides.reserve(positions_.size());
+std::vector<BoundVariables::ArrayPart> BoundVariables::uniform_parts(const py::object& flat) const {
+  std::byte* const begin = begin_of(py::reinterpret_borrow<py::array>(flat));
+  std::vector<ArrayPart> parts;
+  parts.reserve(positions_.size());
   for (const Slot& slot : bound_.layout.slots())
-    sides.push_back({begin + slot.start * slot.itemsize, slot.dtype, slot.itemsize});
-  return sides;
+    parts.push_back({begin + slot.start * slot.itemsize, slot.dtype, slot.itemsize});
+  return parts;
 }
 
-// Whether the kernels move values between a variable and arrays of `dtype`.
+// Whether the kernels move values between a variable and parts of `dtype`.
 bool BoundVariables::can_move(std::size_t variable, const py::dtype& dtype,
                               DType dtype_class) const {
   const py::dtype& own = bound_.dtypes[positions_[variable]];
@@ -288,8 +292,8 @@ bool BoundVariables::can_move(std::size_t variable, const py::dtype& dtype,
 // The memory of `array`, if the kernels move values from or to it. Else that of a temporary
 // array of the variable's dtype, which `casts` keeps alive: it has the values of `array`, or, where
 // values are read from the variable, `casts` will cast it to `array` afterwards.
-BoundVariables::Outside BoundVariables::part_side(std::size_t variable, const py::array& array,
-                                                  Access access, Casts& casts) const {
+BoundVariables::ArrayPart BoundVariables::array_part(std::size_t variable, const py::array& array,
+                                                     Access access, Casts& casts) const {
   const Place place{bound_, positions_[variable]};
   const Slot& slot = slot_of(variable);
   const py::dtype& dtype = bound_.dtypes[place.slot];
@@ -304,61 +308,54 @@ BoundVariables::Outside BoundVariables::part_side(std::size_t variable, const py
   if (!is_contiguous(own) || !can_move(variable, own.dtype(), class_of(own.dtype())))
     own = access == Access::kRead ? cast(own, dtype) : new_part(slot, dtype);
   if (!own.is(array)) casts.emplace_back(array, own);
-  return {static_cast<std::byte*>(const_cast<void*>(own.data())), class_of(own.dtype()),
-          static_cast<std::size_t>(own.itemsize()), own.is(array)};
+  return {begin_of(own), class_of(own.dtype()), static_cast<std::size_t>(own.itemsize()),
+          own.is(array)};
 }
 
-std::byte* BoundVariables::vector_begin(const py::array& flat, Access access) const {
-  if (flat.ndim() != 1 || static_cast<std::size_t>(flat.size()) != bound_.layout.size() ||
-      !is_contiguous(flat) || (access == Access::kWrite && !flat.writeable()))
-    throw UnreadyError("expected a contiguous vector of the layout's size");
-  return static_cast<std::byte*>(const_cast<void*>(flat.data()));
-}
-
-// The bound slots of a vector.
-std::vector<BoundVariables::Outside> BoundVariables::vector_sides(const py::array& flat,
-                                                                  Access access,
-                                                                  Casts& casts) const {
-  std::byte* const begin = vector_begin(flat, access);
+// The parts of a vector that belong to bound variables.
+std::vector<BoundVariables::ArrayPart> BoundVariables::vector_parts(const py::array& flat,
+                                                                    Access access,
+                                                                    Casts& casts) const {
+  std::byte* const begin = begin_of(flat);
   const py::dtype dtype = flat.dtype();
   const DType dtype_class = classify(dtype);
   const auto itemsize = static_cast<std::size_t>(dtype.itemsize());
-  std::vector<Outside> sides;
-  sides.reserve(positions_.size());
+  std::vector<ArrayPart> parts;
+  parts.reserve(positions_.size());
   for (std::size_t i = 0; i < positions_.size(); ++i) {
     const Slot& slot = slot_of(i);
     std::byte* const data = begin + slot.start * itemsize;
-    sides.push_back(can_move(i, dtype, dtype_class)
-                        ? Outside{data, dtype_class, itemsize}
-                        : part_side(i,
-                                    view(flat, dtype, {slot.shape.begin(), slot.shape.end()}, data),
-                                    access, casts));
+    parts.push_back(
+        can_move(i, dtype, dtype_class)
+            ? ArrayPart{data, dtype_class, itemsize}
+            : array_part(i, view(flat, dtype, {slot.shape.begin(), slot.shape.end()}, data), access,
+                         casts));
   }
-  return sides;
+  return parts;
 }
 
-// The slots of a vector that an update reads; integers, which it does not change, have no memory.
-std::vector<BoundVariables::Outside> BoundVariables::averaged_sides(const py::array& x) const {
-  std::byte* const begin = vector_begin(x, Access::kRead);
+// The parts of a vector that an update reads; integers, which it does not change, have none.
+std::vector<BoundVariables::ArrayPart> BoundVariables::averaged_parts(const py::array& x) const {
+  std::byte* const begin = begin_of(x);
   const py::dtype dtype = x.dtype();
-  std::vector<Outside> sides(positions_.size());
+  std::vector<ArrayPart> parts(positions_.size());
   for (const std::size_t i : averaged_) {
     const Slot& slot = slot_of(i);
     if (!same_dtype(dtype, bound_.dtypes[positions_[i]]))
       throw py::type_error(Place{bound_, positions_[i]}.text() + ": expected its own dtype");
-    sides[i] = {begin + slot.start * slot.itemsize, slot.dtype, slot.itemsize};
+    parts[i] = {begin + slot.start * slot.itemsize, slot.dtype, slot.itemsize};
   }
-  return sides;
+  return parts;
 }
 
-std::vector<BoundVariables::Outside> BoundVariables::packed_sides(const py::array& buffer,
-                                                                  Access access) const {
+std::vector<BoundVariables::ArrayPart> BoundVariables::packed_parts(const py::array& buffer,
+                                                                    Access access) const {
   std::byte* const begin = check_packed(buffer, bound_, "buffer", access);
-  std::vector<Outside> sides;
-  sides.reserve(positions_.size());
+  std::vector<ArrayPart> parts;
+  parts.reserve(positions_.size());
   for (std::size_t i = 0; i < positions_.size(); ++i)
-    sides.push_back({begin + slot_of(i).offset, slot_of(i).dtype, slot_of(i).itemsize});
-  return sides;
+    parts.push_back({begin + slot_of(i).offset, slot_of(i).dtype, slot_of(i).itemsize});
+  return parts;
 }
 
 // Runs `body(memory, lock)` with the chosen variables locked, without the GIL.
@@ -375,34 +372,34 @@ void BoundVariables::with_locked(VariableAccess access, const std::vector<std::s
   if (failure.trouble != VariableTrouble::kNone) raise(failure);
 }
 
-void BoundVariables::gather(const std::vector<Outside>& sides) {
+void BoundVariables::gather(const std::vector<ArrayPart>& parts) {
   check_environment();
   std::vector<Copy> copies;
-  copies.reserve(sides.size());
+  copies.reserve(parts.size());
   with_locked(
       VariableAccess::kRead, nullptr, nullptr,
       [&](const std::vector<VariableMemory>& memory, const VariablesLock&) {
-        for (std::size_t i = 0; i < sides.size(); ++i) {
+        for (std::size_t i = 0; i < parts.size(); ++i) {
           if (memory[i].data == nullptr) continue;
-          copies.push_back({sides[i].data, static_cast<const std::byte*>(memory[i].data),
-                            slot_of(i).size, sides[i].itemsize, sides[i].dtype, slot_of(i).dtype});
+          copies.push_back({parts[i].data, static_cast<const std::byte*>(memory[i].data),
+                            slot_of(i).size, parts[i].itemsize, parts[i].dtype, slot_of(i).dtype});
         }
         copy_all(copies);
       });
 }
 
-void BoundVariables::scatter(const std::vector<Outside>& sides,
+void BoundVariables::scatter(const std::vector<ArrayPart>& parts,
                              const std::vector<std::size_t>* chosen, const py::object& owner) {
   check_environment();
   std::vector<Copy> copies;
-  copies.reserve(sides.size());
+  copies.reserve(parts.size());
   std::vector<const void*> aliased;
   VariableAlias alias{};
   if (!owner.is_none()) {
-    for (std::size_t i = 0; i < sides.size(); ++i) {
-      const bool aligned = reinterpret_cast<std::uintptr_t>(sides[i].data) % kAlignment == 0;
-      const bool converted = sides[i].dtype != slot_of(i).dtype;
-      aliased.push_back(aligned && sides[i].is_callers && !converted ? sides[i].data : nullptr);
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      const bool aligned = reinterpret_cast<std::uintptr_t>(parts[i].data) % kAlignment == 0;
+      const bool converted = parts[i].dtype != slot_of(i).dtype;
+      aliased.push_back(aligned && parts[i].is_callers && !converted ? parts[i].data : nullptr);
     }
     drop_released();
     alias = {aliased.data(), hold_owner(owner), &release_owner, &wake_sweep};
@@ -410,20 +407,19 @@ void BoundVariables::scatter(const std::vector<Outside>& sides,
   with_locked(
       VariableAccess::kOverwrite, chosen, owner.is_none() ? nullptr : &alias,
       [&](const std::vector<VariableMemory>& memory, VariablesLock& lock) {
-        for (std::size_t i = 0; i < sides.size(); ++i) {
+        for (std::size_t i = 0; i < parts.size(); ++i) {
           if (memory[i].data == nullptr) continue;
-          copies.push_back({static_cast<std::byte*>(memory[i].data), sides[i].data, slot_of(i).size,
-                            slot_of(i).itemsize, slot_of(i).dtype, sides[i].dtype});
+          copies.push_back({static_cast<std::byte*>(memory[i].data), parts[i].data, slot_of(i).size,
+                            slot_of(i).itemsize, slot_of(i).dtype, parts[i].dtype});
         }
         copy_all(copies);
         lock.commit();
       });
 }
 
-void BoundVariables::update(Update operation, const py::array& x, bool packed, double a,
-                            bool guard) {
-  check_ready(guard);
-  const std::vector<Outside> sides = packed ? packed_sides(x, Access::kRead) : averaged_sides(x);
+void BoundVariables::update(Update operation, const py::array& x, bool packed, double a) {
+  packed ? api_.prefetch(variables_) : check_ready();
+  const std::vector<ArrayPart> values = packed ? packed_parts(x, Access::kRead) : averaged_parts(x);
   check_environment();
   std::vector<Copy> copies;
   std::vector<InPlacePart> parts;
@@ -436,7 +432,7 @@ void BoundVariables::update(Update operation, const py::array& x, bool packed, d
                   if (place.data == nullptr) continue;
                   const Slot& slot = slot_of(i);
                   auto* const y = static_cast<std::byte*>(place.data);
-                  parts.push_back({slot.dtype, slot.size, y, sides[i].data});
+                  parts.push_back({slot.dtype, slot.size, y, values[i].data});
                   if (place.before != nullptr)
                     copies.push_back(
                         {y, static_cast<const std::byte*>(place.before), slot.size, slot.itemsize});

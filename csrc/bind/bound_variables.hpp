@@ -22,8 +22,9 @@ struct UnreadyError : std::runtime_error {
 };
 
 // The bound variables of one model. Every function that moves them checks all arguments
-// with the GIL held, then locks, checks and moves without it. With `guard`, raises UnreadyError
-// if eager TensorFlow is not ready; raises it, too, if variables have to be bound again.
+// with the GIL held, then locks, checks and moves without it, and raises UnreadyError if variables
+// have to be bound again. Functions that move vectors and packed buffers raise it, too, if eager
+// TensorFlow is not ready; callers of those that move single parts have seen to that.
 class BoundVariables {
  public:
   // Binds the slots at `positions` of `bound`, ascending, by their ids; `context` is that of
@@ -48,28 +49,27 @@ class BoundVariables {
   static py::object setter(const py::object& self);
 
   // Where dtypes differ, a get casts as `cast_all` does, and a set as `settable` and `cast_all` do.
-  void get_vector(const py::array& out, bool guard);
-  void set_vector(const py::array& flat, bool share, bool guard);
+  void get_vector(const py::array& out);
+  void set_vector(const py::array& flat, bool share);
 
-  void get_packed(const py::array& buffer, bool guard);
-  void set_packed(const py::array& buffer, bool share, bool guard);
+  void get_packed(const py::array& buffer);
+  void set_packed(const py::array& buffer, bool share);
 
   // One array for each bound slot; for the slots at `positions`, all of them bound.
-  void get_parts(const py::list& targets, bool guard);
-  void set_parts(const std::vector<std::size_t>& positions, const py::list& sources, bool share,
-                 bool guard);
+  void get_parts(const py::list& targets);
+  void set_parts(const std::vector<std::size_t>& positions, const py::list& sources, bool share);
 
   // For each bound slot, whether its variable aliases memory that was shared with it.
   [[nodiscard]] std::vector<bool> get_shared() const;
 
   // Changes the averaged variables by `operation`, `axpy` or `lerp`, with `x` in their dtypes: a
-  // vector, or a packed buffer.
+  // vector, or a packed buffer, whose caller has seen to it that TensorFlow is ready.
   using Update = void (*)(std::span<const InPlacePart> parts, double a);
-  void update(Update operation, const py::array& x, bool packed, double a, bool guard);
+  void update(Update operation, const py::array& x, bool packed, double a);
 
  private:
-  // Memory outside TensorFlow that belongs to one variable.
-  struct Outside {
+  // The part of an array that is copied from or to one variable.
+  struct ArrayPart {
     std::byte* data = nullptr;
     DType dtype = DType::kOther;
     std::size_t itemsize = 0;
@@ -83,25 +83,24 @@ class BoundVariables {
   [[nodiscard]] bool tells_eager_mode() const;
   [[nodiscard]] bool is_eager() const;
   [[nodiscard]] bool is_ready() const;
-  void check_ready(bool guard) const;
+  void check_ready() const;
   [[nodiscard]] bool is_uniform_vector(const py::object& object) const;
 
   [[nodiscard]] bool can_move(std::size_t variable, const py::dtype& dtype,
                               DType dtype_class) const;
-  [[nodiscard]] Outside part_side(std::size_t variable, const py::array& array, Access access,
-                                  Casts& casts) const;
-  [[nodiscard]] std::byte* vector_begin(const py::array& flat, Access access) const;
-  [[nodiscard]] std::vector<Outside> uniform_sides(const py::object& flat) const;
-  [[nodiscard]] std::vector<Outside> vector_sides(const py::array& flat, Access access,
-                                                  Casts& casts) const;
-  [[nodiscard]] std::vector<Outside> averaged_sides(const py::array& x) const;
-  [[nodiscard]] std::vector<Outside> packed_sides(const py::array& buffer, Access access) const;
+  [[nodiscard]] ArrayPart array_part(std::size_t variable, const py::array& array, Access access,
+                                     Casts& casts) const;
+  [[nodiscard]] std::vector<ArrayPart> uniform_parts(const py::object& flat) const;
+  [[nodiscard]] std::vector<ArrayPart> vector_parts(const py::array& flat, Access access,
+                                                    Casts& casts) const;
+  [[nodiscard]] std::vector<ArrayPart> averaged_parts(const py::array& x) const;
+  [[nodiscard]] std::vector<ArrayPart> packed_parts(const py::array& buffer, Access access) const;
 
   template <class F>
   void with_locked(VariableAccess access, const std::vector<std::size_t>* chosen,
                    const VariableAlias* alias, F&& body);
-  void gather(const std::vector<Outside>& sides);
-  void scatter(const std::vector<Outside>& sides, const std::vector<std::size_t>* chosen,
+  void gather(const std::vector<ArrayPart>& parts);
+  void scatter(const std::vector<ArrayPart>& parts, const std::vector<std::size_t>* chosen,
                const py::object& owner);
   [[noreturn]] void raise(const VariableFailure& failure) const;
 

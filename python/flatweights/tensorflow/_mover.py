@@ -1,6 +1,6 @@
 """Moves all variables of a model: bound ones by the core, others by TensorFlow's operations.
 
-Mirrored variables are read from their first replica, and all replicas are set.
+Mirrored variables are read from their first replica. Whatever sets that sets all others after it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ class Update(NamedTuple):
         in_place: Changes one vector by another.
     """
 
-    bound: Callable[[_core.BoundVariables, NDArray[Any], bool, float, bool], None]
+    bound: Callable[[_core.BoundVariables, NDArray[Any], bool, float], None]
     in_place: Callable[[NDArray[Any], NDArray[Any], float], None]
 
 
@@ -60,13 +60,27 @@ class Mover:
         set_all: The same for `try_set`.
     """
 
-    def __init__(self, operations: Operations, layout: Layout, library: Library | None) -> None:
-        """Take the ``operations`` on the variables at the slots of ``layout``."""
+    def __init__(
+        self,
+        operations: Operations,
+        layout: Layout,
+        library: Library | None,
+        replicas: Mapping[str, Sequence[tf.Variable]] | None = None,
+    ) -> None:
+        """Take the ``operations`` on the variables at the slots of ``layout``.
+
+        Args:
+            operations: What moves variables that are not bound.
+            layout: The slots of the variables.
+            library: What binds variables.
+            replicas: By name, the other replicas of mirrored variables, which follow these.
+        """
         self._operations = operations
         self._layout = layout
         self._library = library
+        self._replicas = _movers_of(replicas or {}, layout, library)
         # The core checks eager variables at each call; sessions are checked here.
-        self._guard = operations.context is not None
+        self._is_eager = operations.context is not None
         self._averaged = [i for i, slot in enumerate(layout.slots) if is_averaged(slot.dtype)]
         self._averaged_dtypes = {layout.slots[i].dtype for i in self._averaged}
         self._take(
@@ -85,7 +99,7 @@ class Mover:
         """Return, per slot, whether its variable aliases memory that was shared with it."""
         shared = [False] * len(self._layout.slots)
         binding = self._binding
-        if binding.bound is not None and (self._guard or self._is_here(binding)):
+        if binding.bound is not None and (self._is_eager or self._is_here(binding)):
             for i, aliases in zip(binding.positions, binding.bound.get_shared(), strict=True):
                 shared[i] = aliases
         return shared
@@ -97,9 +111,9 @@ class Mover:
 
     def _take(self, binding: Binding) -> None:
         self._binding = binding
-        everything = binding.bound if self._guard and not binding.others else None
+        everything = binding.bound if self._is_eager and not binding.others else None
         self.get_all = None if everything is None else everything.try_get
-        self.set_all = None if everything is None else everything.try_set
+        self.set_all = None if everything is None or self._replicas else everything.try_set
 
     def try_get(self, out: Any) -> NDArray[Any] | None:
         """Read all variables into ``out``, or a new vector if it is None.
@@ -113,50 +127,48 @@ class Mover:
     def try_set(self, flat: Any) -> bool:
         """Write all variables from ``flat``; False if that takes more than moving bytes."""
         bound = self._whole()
-        return bound is not None and bound.try_set(flat)
+        is_set = bound is not None and bound.try_set(flat)
+        if is_set:
+            self._follow()
+        return is_set
 
     def get_vector(self, out: NDArray[Any]) -> None:
         """Read all variables into the vector ``out``, cast to its dtype."""
-        if not self._try_bound(_Bound.get_vector, out, self._guard):
+        if not self._try_bound(_Bound.get_vector, out):
             self._gather(self._layout.vector_views(out))
 
     def get_packed(self, buffer: NDArray[np.uint8]) -> None:
         """Read all variables into the packed ``buffer``."""
-        if not self._try_bound(_Bound.get_packed, buffer, self._guard):
+        if not self._try_bound(_Bound.get_packed, buffer):
             self._gather(self._layout.packed_views(buffer))
 
     def set_vector(self, flat: NDArray[Any], *, share: bool = False) -> None:
         """Write all variables from the contiguous vector ``flat``, cast as by `settable`."""
-        if not self._try_bound(_Bound.set_vector, flat, share, self._guard):
+        if not self._try_bound(_Bound.set_vector, flat, share):
             views = enumerate(self._layout.vector_views(flat))
-            values = {i: settable(self._layout, i, view) for i, view in views}
-            self.set_parts(values, share=share)
+            self._scatter({i: settable(self._layout, i, view) for i, view in views}, share=share)
+        self._follow()
 
     def set_packed(self, buffer: NDArray[np.uint8], *, share: bool = False) -> None:
         """Write all variables from the packed ``buffer``."""
-        if not self._try_bound(_Bound.set_packed, buffer, share, self._guard):
-            self.set_parts(dict(enumerate(self._layout.packed_views(buffer))), share=share)
+        if not self._try_bound(_Bound.set_packed, buffer, share):
+            self._scatter(dict(enumerate(self._layout.packed_views(buffer))), share=share)
+        self._follow()
 
     def set_parts(self, values: Mapping[int, NDArray[Any]], *, share: bool = False) -> None:
         """Write the variables at these positions, from arrays that `settable` returned."""
-
-        def move(binding: Binding) -> None:
-            positions = [i for i in binding.positions if i in values]
-            if binding.bound is not None and positions:
-                arrays = [values[i] for i in positions]
-                binding.bound.set_parts(positions, arrays, share, False)
-            others = {i: values[i] for group in binding.others for i in group.slots if i in values}
-            if others:
-                self._operations.write(others)
-
-        self._with_binding(move)
+        self._scatter(values, share=share)
+        self._follow()
 
     def update(self, update: Update, flat: NDArray[Any], a: float) -> None:
         """Change all variables of a floating dtype by the contiguous vector ``flat``."""
-        if self._averaged_dtypes <= {flat.dtype} and self._try_bound(
-            update.bound, flat, False, a, self._guard
+        if not (
+            self._averaged_dtypes <= {flat.dtype} and self._try_bound(update.bound, flat, False, a)
         ):
-            return
+            self._update(update, flat, a)
+        self._follow()
+
+    def _update(self, update: Update, flat: NDArray[Any], a: float) -> None:
         packed = self._layout.new_buffer()
         parts = self._layout.packed_views(packed)
         views = self._layout.vector_views(flat)
@@ -174,7 +186,7 @@ class Mover:
                 update.in_place(y, x, a)
                 values.update(zip(group.slots, changed, strict=True))
             if binding.bound is not None:
-                update.bound(binding.bound, packed, True, a, False)
+                update.bound(binding.bound, packed, True, a)
             if values:
                 self._operations.write(values)
 
@@ -194,7 +206,7 @@ class Mover:
     def _whole(self) -> _core.BoundVariables | None:
         """Return the bound variables if all are bound and the binding is valid; else None."""
         binding = self._binding
-        if binding.others or not (self._guard or self._is_here(binding)):
+        if binding.others or not (self._is_eager or self._is_here(binding)):
             return None
         return binding.bound
 
@@ -229,44 +241,48 @@ class Mover:
 
         def move(binding: Binding) -> None:
             if binding.bound is not None:
-                binding.bound.get_parts([targets[i] for i in binding.positions], False)
+                binding.bound.get_parts([targets[i] for i in binding.positions])
             if binding.others:
                 values = self._operations.read(list(binding.others))
                 move_parts([targets[i] for i in values], list(values.values()))
 
         self._with_binding(move)
 
+    def _scatter(self, values: Mapping[int, NDArray[Any]], *, share: bool) -> None:
+        """Write the variables at these positions, each from its array."""
 
-class Replicas:
-    """The other replicas of the variables that a mover moves; usually there are none."""
+        def move(binding: Binding) -> None:
+            positions = [i for i in binding.positions if i in values]
+            if binding.bound is not None and positions:
+                binding.bound.set_parts(positions, [values[i] for i in positions], share)
+            others = {i: values[i] for group in binding.others for i in group.slots if i in values}
+            if others:
+                self._operations.write(others)
 
-    def __init__(
-        self,
-        first: Mover,
-        layout: Layout,
-        replicas: Mapping[str, Sequence[tf.Variable]],
-        library: Library | None,
-    ) -> None:
-        """Take the ``replicas`` of some variables of ``layout``, which ``first`` moves."""
-        self._first = first
-        self._layout = layout
-        self._movers: list[tuple[list[int], Mover]] = []
-        # Variables of different strategies may differ in their number of replicas.
-        for k in range(max(map(len, replicas.values()), default=0)):
-            names = [name for name, others in replicas.items() if len(others) > k]
-            variables = [replicas[name][k] for name in names]
-            positions = [layout.index(name) for name in names]
-            own = layout_at(layout, positions)
-            operations = EagerOperations(make_groups(variables, own), library)
-            self._movers.append((positions, Mover(operations, own, library)))
+        self._with_binding(move)
 
-    def follow(self) -> None:
+    def _follow(self) -> None:
         """Give all replicas the values of the first."""
-        if not self._movers:
+        if not self._replicas:
             return
         with _replicas_lock.ready():
             packed = self._layout.new_buffer()
-            self._first.get_packed(packed)
+            self.get_packed(packed)
             parts = self._layout.packed_views(packed)
-            for positions, mover in self._movers:
+            for positions, mover in self._replicas:
                 mover.set_parts({j: parts[i] for j, i in enumerate(positions)})
+
+
+def _movers_of(
+    replicas: Mapping[str, Sequence[tf.Variable]], layout: Layout, library: Library | None
+) -> list[tuple[list[int], Mover]]:
+    """Return one mover for each set of further replicas, and the slots of their variables."""
+    movers = []
+    # Variables of different strategies may differ in their number of replicas.
+    for k in range(max(map(len, replicas.values()), default=0)):
+        names = [name for name, others in replicas.items() if len(others) > k]
+        positions = [layout.index(name) for name in names]
+        own = layout_at(layout, positions)
+        operations = EagerOperations(make_groups([replicas[n][k] for n in names], own), library)
+        movers.append((positions, Mover(operations, own, library)))
+    return movers

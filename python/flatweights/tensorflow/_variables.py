@@ -28,7 +28,7 @@ from flatweights.tensorflow._gradients import Gradients
 from flatweights.tensorflow._groups import Operations, make_groups
 from flatweights.tensorflow._library import load_library
 from flatweights.tensorflow._match import match_slots
-from flatweights.tensorflow._mover import ADD, LERP, Mover, Replicas, Update
+from flatweights.tensorflow._mover import ADD, LERP, Mover, Update
 from flatweights.tensorflow._objective import Objective
 from flatweights.tensorflow._session import SessionOperations
 
@@ -135,10 +135,9 @@ class TensorFlowVariables:
             )
             self._session.set_session(sess)
             is_usable = self._session.place() is not None
-        self._mover = Mover(operations, self._layout, library)
+        self._mover = Mover(operations, self._layout, library, discovered.replicas)
         if is_usable:
             self._mover.bind()
-        self._replicas = Replicas(self._mover, self._layout, discovered.replicas, library)
         self._gradients = Gradients(self._variables, self._layout)
         self._steps = Steps(self._variables, self._layout, self._session)
 
@@ -353,7 +352,6 @@ class TensorFlowVariables:
             if share:
                 check_frozen(as_array(new_weights, "new_weights"), "new_weights")
             self._mover.set_vector(flat, share=share)
-        self._replicas.follow()
 
     def _vector(self, value: ArrayLike, argument: str) -> NDArray[Any]:
         flat = as_array(value, argument)
@@ -417,7 +415,6 @@ class TensorFlowVariables:
                 f"expected dtypes with arithmetic, got {', '.join(self._without_arithmetic)}"
             )
         self._mover.update(update, flat, a)
-        self._replicas.follow()
 
     def get_weights(self) -> FlatWeights:
         """Return the weights by name, over one packed buffer that nothing else aliases.
@@ -474,13 +471,12 @@ class TensorFlowVariables:
                 if share:
                     self._check_frozen(dict(enumerate(new_weights.values())))
                 self._mover.set_packed(new_weights.buffer, share=share)
-                return self._replicas.follow()
+                return
         keys = match_slots(new_weights, self._layout, strict=strict, rename=rename)
         if share:
             self._check_frozen({i: new_weights[key] for i, key in keys.items()})
         values = {i: settable(self._layout, i, new_weights[key]) for i, key in keys.items()}
         self._mover.set_parts(values, share=share)
-        return self._replicas.follow()
 
     def _check_frozen(self, values: Mapping[int, ArrayLike]) -> None:
         for i, value in values.items():
@@ -553,7 +549,6 @@ class TensorFlowVariables:
         except (AssertionError, TypeError, ValueError) as error:
             raise type(error)(f"{os.fspath(path)}: {error}") from error
         self._mover.set_parts(values)
-        self._replicas.follow()
 
     def flatten_gradients(
         self,
