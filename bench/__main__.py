@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench import runner
 
-BENCHES = ("average", "flatten", "inplace", "variables", "exchange", "contention", "wire")
+BENCHES = ("average", "flatten", "inplace", "variables", "exchange", "contention", "wire", "robust")
 
 
 def main() -> None:

@@ -62,6 +62,49 @@ def flower_aggregate_in_place(sources: Arrays) -> Any:
     return total
 
 
+def flower_median(sources: Arrays) -> Any:
+    """Flower's FedMedian: stacks, and ``np.median``."""
+    return np.median(np.stack(sources), axis=0)
+
+
+def flower_trimmed_mean(sources: Arrays, fraction: float) -> Any:
+    """Flower's FedTrimmedAvg, and SciPy's ``trim_mean``: stacks, and ``np.partition``."""
+    cut = int(fraction * len(sources))
+    ordered = np.partition(np.stack(sources), (cut, len(sources) - cut - 1), axis=0)
+    return np.mean(ordered[cut : len(sources) - cut], axis=0)
+
+
+def flower_distances(sources: Arrays) -> Any:
+    """Flower's distances for Krum: squared norms minus twice the products."""
+    stacked = np.stack(sources)
+    norms = np.square(stacked).sum(axis=1)
+    return norms[:, None] + norms[None, :] - 2 * stacked @ stacked.T
+
+
+def tensorflow_median(sources: Arrays) -> Callable[[], Any]:
+    """Return the median by ``tf.sort``, in a ``tf.function``."""
+    import tensorflow as tf
+
+    tensors = [tf.constant(source) for source in sources]
+    count = len(sources)
+
+    def median(*given: Any) -> Any:
+        ordered = tf.sort(tf.stack(given), axis=0)
+        return (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+
+    compiled = tf.function(median)
+    return lambda: compiled(*tensors)
+
+
+def bottleneck_median(sources: Arrays) -> Callable[[], Any] | None:
+    """Return the median of stacked arrays by bottleneck; None where it is not installed."""
+    try:
+        import bottleneck
+    except ImportError:
+        return None
+    return lambda: bottleneck.median(np.stack(sources), axis=0)
+
+
 def tensorflow_add_n(sources: Arrays, *, jit: bool) -> Callable[[], Any]:
     """Return ``tf.add_n`` over tensors made beforehand, divided; fused by XLA or not."""
     import tensorflow as tf

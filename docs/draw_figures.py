@@ -1,7 +1,8 @@
 """Draws the figures of these pages: ``python docs/draw_figures.py``.
 
-Reads ``figures/rounds.json``, which ``python -m bench.bench_sizes --json`` has written, and writes
-each figure twice beside it, for light and for dark pages.
+Reads ``figures/rounds.json``, which ``python -m bench.bench_sizes --json`` has written, and
+``figures/hostile.json``, accuracies by round of ``flatweights examples federated`` with the options
+in it; writes each figure twice beside them, for light and for dark pages.
 """
 
 import json
@@ -123,9 +124,26 @@ def draw_times(record: dict[str, Any], theme: Theme) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-FIGURES: dict[str, Callable[[dict[str, Any], Theme], None]] = {
-    "bytes-of-a-round": draw_bytes,
-    "time-of-a-round": draw_times,
+def draw_hostile(record: dict[str, Any], theme: Theme) -> None:
+    """Draw the accuracy by round with hostile clients, for the mean and for robust rules."""
+    _, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    colours = (theme.ways[0], *theme.steps[:3], theme.steps[4])
+    for (name, accuracies), colour in zip(record["accuracy"].items(), colours, strict=True):
+        rounds = range(1, len(accuracies) + 1)
+        axes.plot(rounds, accuracies, "o-", color=colour, lw=2, ms=4, label=name)
+    axes.set_xlabel("round")
+    axes.set_ylabel("accuracy")
+    axes.set_ylim(0, 1)
+    axes.grid(color=theme.grid, lw=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, labelcolor=theme.text, loc="center right")
+
+
+# By name: the record that the figure shows, and what draws it.
+FIGURES: dict[str, tuple[str, Callable[[dict[str, Any], Theme], None]]] = {
+    "bytes-of-a-round": ("rounds", draw_bytes),
+    "time-of-a-round": ("rounds", draw_times),
+    "hostile-clients": ("hostile", draw_hostile),
 }
 
 
@@ -141,7 +159,6 @@ def _time(seconds: float) -> str:
 
 def main() -> None:
     """Draw all figures in both colours."""
-    record = json.loads((FOLDER / "rounds.json").read_text())
     for colours, theme in (("light", LIGHT), ("dark", DARK)):
         settings = {
             "svg.fonttype": "none",  # letters stay text: selectable, searchable, small
@@ -153,7 +170,8 @@ def main() -> None:
             "xtick.color": theme.text,
             "ytick.color": theme.text,
         }
-        for name, draw in FIGURES.items():
+        for name, (source, draw) in FIGURES.items():
+            record = json.loads((FOLDER / f"{source}.json").read_text())
             with mpl.rc_context(settings):
                 draw(record, theme)
                 file = FOLDER / f"{name}-{colours}.svg"

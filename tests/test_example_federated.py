@@ -73,12 +73,18 @@ def test_sizes_differ_and_seeds_matter() -> None:
     st.floats(0.0, 0.99),
     st.integers(0, 5),
     st.integers(0, 10),
+    st.integers(0, 6),
 )
 def test_a_round_has_distinct_clients_of_which_some_fail(
-    clients: int, fraction: float, failing: float, deaths: int, number: int
+    clients: int, fraction: float, failing: float, deaths: int, number: int, hostile: int
 ) -> None:
     options = argparse.Namespace(
-        clients=clients, fraction=fraction, failing=failing, deaths=deaths, seed=3
+        clients=clients,
+        fraction=fraction,
+        failing=failing,
+        deaths=deaths,
+        hostile=hostile,
+        seed=3,
     )
     drawn = draw_clients(number, options)
     names = [client for client, _ in drawn]
@@ -87,7 +93,8 @@ def test_a_round_has_distinct_clients_of_which_some_fail(
     assert abs(len(names) - max(1.0, fraction * clients)) <= 0.5
     fates = Counter(fate for _, fate in drawn)
     assert fates["trains"] >= 1
-    assert fates["trains"] + fates["raises"] + fates["dies"] == len(drawn)
+    assert fates["trains"] + fates["lies"] + fates["raises"] + fates["dies"] == len(drawn)
+    assert fates["lies"] == min(hostile, fates["trains"] + fates["lies"] - 1)
     if len(drawn) > 1:
         wanted = min(failing * len(drawn), len(drawn) - 1)
         assert abs(fates["raises"] + fates["dies"] - wanted) <= 0.5
@@ -96,7 +103,7 @@ def test_a_round_has_distinct_clients_of_which_some_fail(
 
 
 def test_one_round_of_so_many_has_a_death() -> None:
-    options = argparse.Namespace(clients=50, fraction=0.2, failing=0.2, deaths=4, seed=0)
+    options = argparse.Namespace(clients=50, fraction=0.2, failing=0.2, deaths=4, hostile=0, seed=0)
     died = [
         sum(fate == "dies" for _, fate in draw_clients(number, options)) for number in range(12)
     ]

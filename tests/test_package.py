@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from reference import run_python
 
 import flatweights as fw
+import flatweights.robust
 import flatweights.server
 import flatweights.wire
 from flatweights import _core
@@ -71,7 +72,7 @@ def test_the_configuration_names_versions_and_choices() -> None:
     assert all(isinstance(text, str) and text for text in config.values())
 
 
-PUBLIC = [flatweights.server, flatweights.wire, fw]
+PUBLIC = [flatweights.robust, flatweights.server, flatweights.wire, fw]
 
 
 @pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)

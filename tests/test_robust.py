@@ -1,5 +1,7 @@
 """Robust averages against NumPy, against exact fractions, and through all kinds of model."""
 
+import doctest
+import importlib
 import itertools
 from fractions import Fraction
 from typing import Any
@@ -287,3 +289,9 @@ def test_what_has_no_order_or_leaves_nothing_is_refused() -> None:
     buffer = np.ones(8)
     with pytest.raises(ValueError, match="overlaps"):
         robust.median([buffer[:4], np.ones(4)], out=buffer[2:6])
+
+
+@pytest.mark.parametrize("name", ["_centers", "_coordinates", "_rules", "_selection"])
+def test_examples_in_docstrings_are_right(name: str) -> None:
+    module = importlib.import_module(f"flatweights.robust.{name}")
+    assert doctest.testmod(module, extraglobs={"np": np}).failed == 0

@@ -10,6 +10,11 @@ does. Each server gets the same clients, and the same failures.
     flatweights examples federated
     flatweights examples --plot federated.png federated --failing 0.5
     flatweights examples federated --server FedAvg FedAvgM FedAdam FedYogi
+    flatweights examples federated --server FedAvg --hostile 2 --rule mean trimmed_mean
+
+With ``--hostile``, so many clients of each round send the opposite of what they learned, five times
+as large. The mean does not learn then; the rules of `flatweights.robust` do, if clients are alike
+enough to tell a hostile one from the others (``--concentration 10``).
 
 A client keeps nothing between rounds, so a few actors play them all. Clients that fail raise an
 error; in one round of every ``--deaths``, one of them kills the process of its actor. Ray
@@ -21,6 +26,7 @@ For a model and data of your own, change `Client.build` and `split_data`.
 """
 
 import argparse
+import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -33,7 +39,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from flatweights import FlatWeights
+from flatweights import FlatWeights, lerp_, robust
 from flatweights.ray import FlatWorker, Round, average
 from flatweights.server import FedAdam, FedAvg, FedAvgM, FedYogi, ServerOptimizer
 
@@ -41,6 +47,7 @@ BATCH, LEARNING_RATE = 8, 0.2  # of the clients
 ENOUGH = 0.9
 LAST = 5  # rounds whose mean accuracy is the final one, since single rounds jump
 LINES = 10  # of progress, for each server
+LIE = 5.0  # how many times the opposite of what it learned a hostile client sends
 
 Digits = tuple[NDArray[Any], NDArray[Any]]  # images and labels
 
@@ -49,6 +56,16 @@ SERVERS: dict[str, Callable[[FlatWeights], ServerOptimizer[FlatWeights]]] = {
     "FedAvgM": partial(FedAvgM, momentum=0.5),
     "FedAdam": partial(FedAdam, learning_rate=0.02, tau=1e-3),
     "FedYogi": partial(FedYogi, learning_rate=0.02, tau=1e-3),
+}
+
+# What takes the place of the mean, for so many hostile clients of a round.
+RULES: dict[str, Callable[[int], robust.Rule | None]] = {
+    "mean": lambda hostile: None,
+    "median": lambda hostile: robust.Median(),
+    "trimmed_mean": lambda hostile: robust.TrimmedMean(hostile),
+    "krum": lambda hostile: robust.Krum(hostile),
+    "multi_krum": lambda hostile: robust.MultiKrum(hostile, hostile + 3),
+    "geometric_median": lambda hostile: robust.GeometricMedian(),
 }
 
 
@@ -102,7 +119,8 @@ class Client(FlatWorker):
     def train(self, weights: FlatWeights, number: int, client: int, fate: str) -> Any:
         """Train ``weights`` on the digits of ``client`` in a round; return them and their number.
 
-        A client whose ``fate`` is "raises" or "dies" does that in the end instead.
+        A client whose ``fate`` is "raises" or "dies" does that in the end instead; one that "lies"
+        returns the opposite of what it learned.
         """
         images, labels = self.digits[client]
         rng = np.random.default_rng([self.options.seed, number, client])
@@ -116,7 +134,10 @@ class Client(FlatWorker):
             os._exit(1)
         if fate == "raises":
             raise ConnectionError(f"client {client} is off line")
-        return self.get_weights(), len(labels)
+        learned = self.get_weights()
+        if fate == "lies":
+            lerp_(learned, weights, 1 + LIE)
+        return learned, len(labels)
 
     def accuracy(self, weights: FlatWeights) -> float:
         """Return the accuracy of ``weights`` on digits that no client has."""
@@ -126,11 +147,13 @@ class Client(FlatWorker):
 
 
 def draw_clients(number: int, options: argparse.Namespace) -> list[tuple[int, str]]:
-    """Return the clients of a round, and the fate of each: "trains", "raises" or "dies"."""
+    """Return the clients of a round, and what each does: train, lie, raise or die."""
     rng = np.random.default_rng([options.seed, number])
     count = max(1, round(options.fraction * options.clients))
     failing = min(round(options.failing * count), count - 1)
-    fates = ["raises"] * failing + ["trains"] * (count - failing)
+    lying = min(options.hostile, count - failing - 1)
+    fates = ["raises"] * failing + ["lies"] * lying
+    fates += ["trains"] * (count - len(fates))
     if failing and options.deaths and number % options.deaths == options.deaths // 2:
         fates[0] = "dies"
     clients = rng.choice(options.clients, count, replace=False)
@@ -138,27 +161,41 @@ def draw_clients(number: int, options: argparse.Namespace) -> list[tuple[int, st
 
 
 def play_round(
-    actors: Sequence[Any], weights: Any, number: int, clients: Sequence[tuple[int, str]]
+    actors: Sequence[Any],
+    weights: Any,
+    number: int,
+    clients: Sequence[tuple[int, str]],
+    rule: robust.Rule | None = None,
 ) -> Round:
-    """Let ``clients`` train from ``weights``; average their weights by their numbers of images."""
+    """Let ``clients`` train from ``weights``; average theirs by ``rule``, or numbers of images."""
     refs = []
     for rank, (client, fate) in enumerate(clients):
         train = actors[rank % len(actors)].train
         if fate == "dies":  # repeated, it would end the next process too
             train = train.options(max_task_retries=0)
         refs.append(train.remote(weights, number, client, fate))
-    return average(refs, weights=lambda result: result[1], min_results=1)
+    if rule is not None:
+        return average(refs, rule=rule, min_results=1)
+    # Lies may make the mean diverge: that shows in the accuracy.
+    lies = any(fate == "lies" for _, fate in clients)
+    return average(
+        refs,
+        weights=lambda result: result[1],
+        min_results=1,
+        nonfinite="propagate" if lies else "raise",
+    )
 
 
 def run_server(
     actors: Sequence[Any],
     optimizer: ServerOptimizer[FlatWeights],
     options: argparse.Namespace,
+    rule: robust.Rule | None = None,
 ) -> tuple[list[float], dict[str, object]]:
     """Train for all rounds; return the accuracy after each, and counts for the table."""
     weights, accuracies, failures, nbytes = ray.put(optimizer.weights), [], list[Exception](), 0
     for number in range(options.rounds):
-        result = play_round(actors, weights, number, draw_clients(number, options))
+        result = play_round(actors, weights, number, draw_clients(number, options), rule)
         weights = ray.put(optimizer.step(result.weights))
         accuracies.append(ray.get(actors[number % len(actors)].accuracy.remote(weights)))
         failures += result.failed.values()
@@ -198,6 +235,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--concentration", type=float, default=0.1, help="how alike mixes of labels are, to 1e9")
     add("--server", nargs="+", choices=SERVERS, default=["FedAvg", "FedAdam"], help="to compare")
     add("--seed", type=int, default=0, help="of the data and the first weights")
+    add("--hostile", type=int, default=0, help="clients that lie in a round")
+    add("--rule", nargs="+", choices=RULES, default=["mean"], help="to average by, to compare")
     options = parser.parse_args(arguments)
     for name, expected, is_valid in (
         ("rounds", "at least 1", options.rounds >= 1),
@@ -206,6 +245,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("clients", "1 to 1000", 1 <= options.clients <= 1000),
         ("fraction", "above 0, at most 1", 0 < options.fraction <= 1),
         ("failing", "at least 0, below 1", 0 <= options.failing < 1),
+        ("hostile", "at least 0", options.hostile >= 0),
         ("concentration", "above 0, at most 1e9", 0 < options.concentration <= 1e9),
     ):
         if not is_valid:
@@ -226,13 +266,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
     actors = [client.remote(options) for _ in range(options.workers)]
     start = ray.get(actors[0].get_weights.remote())
     curves, rows = dict[str, list[float]](), []
-    for name in options.server:
-        print(f"{name}:", flush=True)
-        curves[name], counts = run_server(actors, SERVERS[name](start), options)
-        rows.append({"server": name, **summarise(curves[name]), **counts})
+    for server, name in itertools.product(options.server, options.rule):
+        title = server if options.rule == ["mean"] else f"{server}, {name}"
+        print(f"{title}:", flush=True)
+        optimizer, rule = SERVERS[server](start), RULES[name](options.hostile)
+        curves[title], counts = run_server(actors, optimizer, options, rule)
+        rows.append({"server": server, "rule": name, **summarise(curves[title]), **counts})
     for row in [{title: title for title in rows[0]}, *rows]:
-        print("".join(f"{cell:<16}" for cell in row.values()))
-    if min(np.mean(accuracies[-LAST:]) for accuracies in curves.values()) < ENOUGH:
+        print("".join(f"{cell:<17}" for cell in row.values()))
+    worst = min(np.mean(accuracies[-LAST:]) for accuracies in curves.values())
+    if worst < ENOUGH and not options.hostile:
         raise SystemExit(f"accuracy below {ENOUGH}: it needs more --rounds")
     return {"accuracy on digits that no client has by round": curves}
 

@@ -294,7 +294,7 @@ def bulyan(
     >>> from flatweights import robust
     >>> sources = [np.array([x]) for x in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, -1e9)]
     >>> robust.bulyan(sources, 1)
-    array([4.])
+    array([3.])
 
     Args:
         sources: Models, all of one kind, as for `flatweights.average`, of real numbers.
