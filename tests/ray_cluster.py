@@ -72,18 +72,25 @@ def shared_ray(ray_folder: Path) -> Iterator[None]:
     forks.stop()
 
 
-def _start() -> Any:
-    """Start a node, and connect to it."""
+def start_lean_ray(**options: Any) -> Any:
+    """Start a node of two CPUs without what no test uses, and connect to it."""
     import ray
     from ray.cluster_utils import Cluster
 
-    options = LEAN | {"num_cpus": 2, "object_store_memory": _STORE}
+    node = LEAN | {"num_cpus": 2} | options
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    ray.init(cluster.address, log_to_driver=False)
+    return cluster.head_node
+
+
+def _start() -> Any:
+    """Start one, and again if it does not come up."""
+    import ray
+
     attempts_left = 2
     while True:
         try:
-            cluster = Cluster(initialize_head=True, head_node_args=options)
-            ray.init(cluster.address, log_to_driver=False)
-            return cluster.head_node
+            return start_lean_ray(object_store_memory=_STORE)
         except Exception:
             # A raylet gives its agent, a Python process, 15 s to start, and else aborts:
             # too few on a machine that is very busy, and there is no setting.

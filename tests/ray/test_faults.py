@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from ray_cluster import LEAN
+from ray_cluster import start_lean_ray
 from ray_programs import output_of, program
 from ray_workers import PlainWorker, trained, wait_for, weights_of
 from reference import same_bits
@@ -29,14 +29,6 @@ pytestmark = pytest.mark.starts_actors
 LARGE = 40_000  # elements; beyond 100 KiB weights lie in shared memory
 MIB = 2**20
 SMALLEST_STORE = 75 * MIB  # Ray takes no less
-
-
-def start_lean_ray(store: int = SMALLEST_STORE, **system: Any) -> None:
-    """Start a Ray whose workers are copies, as those of most tests."""
-    from ray.cluster_utils import Cluster
-
-    node = LEAN | {"num_cpus": 2, "object_store_memory": store, "_system_config": system}
-    ray.init(Cluster(initialize_head=True, head_node_args=node).address, log_to_driver=False)
 
 
 def make_group(n: int, size: int, **options: Any) -> WorkerGroup:
@@ -97,7 +89,10 @@ def test_ctrl_c_in_a_round_leaves_the_last_round(way: str, tmp_path: Path) -> No
 def fill_the_store() -> None:
     os.environ["FLATWEIGHTS_RAY"] = "store"
     # No room on the disk to spill to.
-    start_lean_ray(local_fs_capacity_threshold=1e-6)
+    start_lean_ray(
+        object_store_memory=SMALLEST_STORE,
+        _system_config={"local_fs_capacity_threshold": 1e-6},
+    )
     size = 20 * MIB // 8
     group = make_group(4, size, max_inflight=2)
     start = weights_of(1.0, size)
@@ -179,7 +174,7 @@ def go_round(rounds: str, mib: str, ranks: str) -> None:
     # N + 2 buffers; without the 16th the allocator of the store now and then finds no hole.
     room = (n + 2) * nbytes * 17 // 16
     store = max(SMALLEST_STORE, room)
-    start_lean_ray(store)
+    start_lean_ray(object_store_memory=store)
     rest = store - room  # Ray's smallest store is larger: the rest is taken
     ballast = ray.get(ray.put(np.zeros(max(0, rest), np.uint8)))
     group = make_group(n, size)
@@ -194,7 +189,7 @@ def go_round(rounds: str, mib: str, ranks: str) -> None:
             info = me.memory_full_info()
             heap.append(info.uss)
             if len(used) == 2:
-                early = settled_use(rest) - rest
+                early = settled_use(rest + 2 * nbytes) - rest
     seconds = time.monotonic() - begin
     assert found is not None
     assert found.weights["w"][0] == int(rounds) * (n + 1) / 2

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import ray
 from ray.util.metrics import Counter
+from ray_cluster import start_lean_ray
 from ray_pool import Actors, Lend, only_late
 from ray_workers import PlainWorker, weights_of
 from reference import clean_environment
@@ -78,13 +79,7 @@ def tells_of_all(text: str) -> bool:
 
 def some_rounds(folder: str) -> None:
     """Four rounds of which one fails: a program of its own, whose counters begin at zero."""
-    ray.init(
-        "local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        _system_config={"metrics_report_interval_ms": 200},
-    )
+    start_lean_ray(_system_config={"metrics_report_interval_ms": 200})
     group = WorkerGroup.create(PlainWorker, 3, arguments=lambda rank: (rank, SIZE), num_cpus=0)
     group.broadcast(weights_of(1.0, SIZE))
     records = [found.record() for found in group.run(1, "train", progress=True)]
