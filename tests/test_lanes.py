@@ -166,8 +166,8 @@ def test_a_message_that_cannot_be_read_holds_nothing() -> None:
     assert [mailbox.holds(True, index) for index in (2, 3)] == [0, 0]
     for content, error in (
         (b"short", "expected a header, got 5 bytes"),
-        (join_message(5, b"", [good])[:-1], "expected 1 places in 23 bytes"),
-        (join_message(5, b"", [good._replace(window=64)]), "window: expected less than 64"),
+        (join_message(5, b"", [good])[:-1], "expected 1 extents in 23 bytes"),
+        (join_message(5, b"", [good._replace(window=64)]), "expected a window below 64"),
     ):
         mailbox.withdraw()
         mailbox.post(content, 1)
@@ -698,6 +698,18 @@ def test_a_worker_without_descriptors_says_that_this_may_pass() -> None:
     with no_descriptors():
         found = WorkerLanes().attach(b"\0flatweights-nowhere", b"t" * 16)
     assert found == NoLane("OSError: [Errno 24] Too many open files", may_pass=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_window_is_not_offered_to_a_fork() -> None:
+    """The fork would write into memory that its parent sends."""
+    window = _core.Window(1000)
+    window.offer(1000)
+    child = os.fork()
+    if child == 0:
+        os._exit(int(window.offset_of(_core.empty(1000)) >= 0))
+    assert os.waitpid(child, 0)[1] == 0
+    assert window.offset_of(_core.empty(1000)) == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -21,6 +21,7 @@
 #include "flatweights/doorbell.hpp"
 #include "flatweights/mailbox.hpp"
 #include "flatweights/memory_file.hpp"
+#include "flatweights/message.hpp"
 #include "flatweights/window.hpp"
 #include "new_array.hpp"
 #include "offered_window.hpp"
@@ -250,76 +251,39 @@ struct PeerWindow {
   }
 };
 
-// What a message in a mailbox begins with: its kind, and where its buffers lie in windows of the
-// sender. lanes/_message.py writes it; a stream of bytes follows.
-struct MessageHeader {
-  std::uint32_t kind, count;
-};
-struct Place {
-  std::uint32_t window, generation;
-  std::uint64_t offset, nbytes;
-};
-
-// The message that the other side than `reader` has put into a mailbox.
-struct ReceivedMessage {
-  MessageHeader header{};
-  std::vector<Place> places;
-  std::span<const std::byte> stream;
-
-  ReceivedMessage(const Mailbox& box, Side reader)
-      : stream(reader == Side::kWorker ? box.command() : box.answer()) {
-    read_into(std::span(&header, 1));
-    if (header.count > stream.size() / sizeof(Place))
-      throw py::value_error("message: expected " + std::to_string(header.count) + " places in " +
-                            std::to_string(stream.size()) + " bytes");
-    places.resize(header.count);
-    read_into(std::span(places));
-    for (const Place& place : places) check_index(place.window);
-  }
-
- private:
-  template <class T>
-  void read_into(std::span<T> parts) {
-    if (stream.size() < parts.size_bytes())
-      throw py::value_error("message: expected a header, got " + std::to_string(stream.size()) +
-                            " bytes");
-    std::copy_n(stream.begin(), parts.size_bytes(), std::as_writable_bytes(parts).begin());
-    stream = stream.subspan(parts.size_bytes());
-  }
-};
-
-void release(const BoundMailbox& mailbox, Side holder, std::span<const Place> places) {
-  for (const Place& place : places) mailbox.box().drop_hold(holder, place.window);
+void release(const BoundMailbox& mailbox, Side holder, std::span<const Extent> extents) {
+  for (const Extent& extent : extents) mailbox.box().drop_hold(holder, extent.window);
 }
 
 // Its kind, views of its buffers, and its stream. `windows` has generation and `PeerWindow` by
-// index; an IndexError says which window of the message is not among them: its places stay held,
+// index; an IndexError says which window of the message is not among them: its extents stay held,
 // for it may be read again. If a view cannot be made, nothing is held.
 py::tuple read_message(const BoundMailbox& mailbox, bool of_worker, const py::dict& windows) {
   const Side reader = side_of(of_worker);
-  const ReceivedMessage message(mailbox.box(), reader);
+  const Message message(mailbox.box(), reader);
+  const std::span<const Extent> extents = message.extents();
   std::vector<PeerWindow> memory;
-  for (const Place& place : message.places) {
-    const py::int_ index(place.window);
+  for (const Extent& extent : extents) {
+    const py::int_ index(extent.window);
     std::pair<std::uint32_t, py::object> known;
     if (windows.contains(index)) known = py::cast<decltype(known)>(windows[index]);
-    if (!known.second || known.first != place.generation)
-      throw py::index_error("window " + std::to_string(place.window) + ": expected generation " +
-                            std::to_string(place.generation) + ", got " +
+    if (!known.second || known.first != extent.generation)
+      throw py::index_error("window " + std::to_string(extent.window) + ": expected generation " +
+                            std::to_string(extent.generation) + ", got " +
                             (known.second ? std::to_string(known.first) : "none"));
     memory.push_back(py::cast<const PeerWindow&>(known.second));
   }
-  py::list views(message.places.size());
-  for (std::size_t k = 0; k < message.places.size(); ++k) {
-    const Place& place = message.places[k];
+  py::list views(extents.size());
+  for (std::size_t k = 0; k < extents.size(); ++k) {
+    const Extent& extent = extents[k];
     try {
-      views[k] = memory[k].view(mailbox, of_worker, place.window, place.offset, place.nbytes);
+      views[k] = memory[k].view(mailbox, of_worker, extent.window, extent.offset, extent.nbytes);
     } catch (...) {
-      release(mailbox, reader, std::span(message.places).subspan(k));
+      release(mailbox, reader, extents.subspan(k));
       throw;
     }
   }
-  return py::make_tuple(message.header.kind, views, as_bytes(message.stream));
+  return py::make_tuple(message.kind(), views, as_bytes(message.stream()));
 }
 
 // The offset of `buffer` in the window; -1 if it lies elsewhere.
@@ -360,7 +324,7 @@ void bind_lanes(py::module_& m) {
           "release_message",
           [](const BoundMailbox& s, bool of_worker) {
             const Side reader = side_of(of_worker);
-            release(s, reader, ReceivedMessage(s.box(), reader).places);
+            release(s, reader, Message(s.box(), reader).extents());
           },
           py::arg("of_worker"))
       .def("answer_with", &BoundMailbox::answer_with, py::arg("answer"), py::arg("ends"))

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "bindings.hpp"
+#include "flatweights/control_groups.hpp"
 #include "flatweights/kernels.hpp"
 #include "flatweights/parallel.hpp"
 #include "flatweights/streaming.hpp"
@@ -15,6 +16,10 @@ namespace py = pybind11;
 void bind_parallel(py::module_& m) {
   m.def("get_isa", [] { return kernels().name; });
   m.def("get_num_threads", &num_threads);
+  // `root` is where /proc and /sys are looked for.
+  m.def("processor_limit", &processor_limit, py::arg("root") = "");
+  m.def("memory_limit", &memory_limit, py::arg("root") = "");
+  m.def("free_memory", &free_memory, py::arg("root") = "");
   m.def("get_stream_above", &stream_above);
   m.def(
       "set_num_threads",

@@ -4,15 +4,10 @@
 #include <cmath>
 #include <string>
 
+#include "numpy_types.hpp"
+
 namespace flatweights::bind {
 namespace {
-
-// NumPy's type numbers, which its C interface promises not to change.
-constexpr int kNumPyLastInteger = 10;
-constexpr int kNumPyFloat32 = 11;
-constexpr int kNumPyLongDouble = 13;
-constexpr int kNumPyFloat16 = 23;
-constexpr int kNumPyFirstUser = 256;
 
 bool is_of_user(const py::dtype& dtype) { return dtype.num() >= kNumPyFirstUser; }
 

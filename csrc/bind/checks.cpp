@@ -5,19 +5,10 @@
 
 #include "flatweights/kernels.hpp"
 #include "flatweights/streaming.hpp"
+#include "numpy_types.hpp"
 
 namespace flatweights::bind {
 namespace {
-
-// NumPy's type numbers, which its C interface promises not to change.
-constexpr int kNumPyBool = 0;
-constexpr int kNumPyLastInteger = 10;
-constexpr int kNumPyFloat32 = 11;
-constexpr int kNumPyFloat64 = 12;
-constexpr int kNumPyComplex64 = 14;
-constexpr int kNumPyComplex128 = 15;
-constexpr int kNumPyFloat16 = 23;
-constexpr int kNumPyFirstUser = 256;
 
 std::string shape_text(const std::vector<std::size_t>& shape) {
   std::string text = "(";

@@ -1,5 +1,7 @@
 #include "offered_window.hpp"
 
+#include <unistd.h>
+
 #include <utility>
 
 #include "new_array.hpp"
@@ -13,6 +15,7 @@ namespace {
 struct Offer {
   std::shared_ptr<Window> window;
   std::size_t nbytes = 0;
+  pid_t process = 0;  // a fork has a copy of the offer, which is not for it
 };
 
 thread_local Offer offered;
@@ -20,11 +23,12 @@ thread_local Offer offered;
 }  // namespace
 
 void offer_window(std::shared_ptr<Window> window, std::size_t nbytes) {
-  offered = Offer{std::move(window), nbytes};
+  offered = Offer{std::move(window), nbytes, getpid()};
 }
 
 std::shared_ptr<Window> take_offered_window(std::size_t nbytes) {
-  if (offered.window == nullptr || offered.nbytes != nbytes || !offered.window->take()) return {};
+  if (offered.window == nullptr || offered.nbytes != nbytes) return {};
+  if (offered.process != getpid() || !offered.window->take()) return {};
   return std::exchange(offered, Offer{}).window;
 }
 

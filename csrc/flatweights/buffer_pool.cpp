@@ -4,16 +4,16 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
+#include <cstdint>
 #include <mutex>
 #include <new>
-#include <string>
 #include <vector>
 
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
 
+#include "flatweights/control_groups.hpp"
 #include "flatweights/environment.hpp"
 
 namespace flatweights {
@@ -26,26 +26,15 @@ constexpr std::size_t kLine = 64;
 constexpr std::size_t kUsuallyKept = std::size_t{1} << 30;
 constexpr std::size_t kShare = 32;  // 1/32 of the memory
 
-// Bytes that this process and others of its control groups may use.
-std::size_t memory_limit() {
-  std::size_t limit = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) *
-                      static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  std::vector<std::string> files{"/sys/fs/cgroup/memory.max",
-                                 "/sys/fs/cgroup/memory/memory.limit_in_bytes"};
-  std::ifstream own("/proc/self/cgroup");
-  for (std::string line; std::getline(own, line);)
-    if (line.rfind("0::/", 0) == 0 && line.size() > 4)
-      files.push_back("/sys/fs/cgroup" + line.substr(3) + "/memory.max");
-  for (const std::string& file : files) {
-    std::size_t bytes = 0;
-    // An unlimited group says "max", which is not a number.
-    if (std::ifstream(file) >> bytes) limit = std::min(limit, bytes);
-  }
-  return limit;
+// The memory of the machine, or less if the control groups set a limit.
+std::size_t usable_memory() {
+  const auto machine = static_cast<std::uint64_t>(sysconf(_SC_PHYS_PAGES)) *
+                       static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+  return static_cast<std::size_t>(std::min(machine, memory_limit()));
 }
 
 // A share of the memory, in whole MiB.
-std::size_t usually_kept() { return std::min(kUsuallyKept, memory_limit() / kShare) >> 20 << 20; }
+std::size_t usually_kept() { return std::min(kUsuallyKept, usable_memory() / kShare) >> 20 << 20; }
 
 std::mutex mutex;
 

@@ -2,14 +2,12 @@
 
 #include <atomic>
 #include <cerrno>
-#include <cmath>
 #include <cstdlib>
-#include <fstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
-#include <vector>
 
+#include "flatweights/control_groups.hpp"
 #include "flatweights/float_environment.hpp"
 #include "flatweights/thread_pool.hpp"
 
@@ -37,35 +35,6 @@ unsigned parse_count(const char* text, const char*& rest) {
   return static_cast<unsigned>(std::min(value, kMostThreads));
 }
 
-// Returns the processors that a cgroup's quota and period allow; 0 if they set no limit.
-unsigned processors_of_quota(double quota, double period) {
-  if (!(quota > 0) || !(period > 0)) return 0;
-  return static_cast<unsigned>(std::max(1.0, std::floor(quota / period)));
-}
-
-unsigned cgroup_limit() {
-  unsigned limit = 0;
-  const auto consider = [&limit](unsigned found) {
-    if (found != 0 && (limit == 0 || found < limit)) limit = found;
-  };
-  std::vector<std::string> folders{"/sys/fs/cgroup"};
-  std::ifstream own("/proc/self/cgroup");
-  for (std::string line; std::getline(own, line);)
-    if (line.rfind("0::/", 0) == 0 && line.size() > 4)
-      folders.push_back("/sys/fs/cgroup" + line.substr(3));
-  for (const std::string& folder : folders) {
-    std::ifstream file(folder + "/cpu.max");
-    double quota = 0, period = 0;
-    // An unlimited group says "max", which is not a number.
-    if (file >> quota >> period) consider(processors_of_quota(quota, period));
-  }
-  std::ifstream quota_file("/sys/fs/cgroup/cpu/cpu.cfs_quota_us");
-  std::ifstream period_file("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
-  double quota = 0, period = 0;
-  if (quota_file >> quota && period_file >> period) consider(processors_of_quota(quota, period));
-  return limit;
-}
-
 unsigned usable_processors() {
   unsigned count = std::max(1u, std::thread::hardware_concurrency());
 #ifdef __linux__
@@ -73,7 +42,7 @@ unsigned usable_processors() {
   if (sched_getaffinity(0, sizeof(affinity), &affinity) == 0)
     count = static_cast<unsigned>(std::max(1, CPU_COUNT(&affinity)));
 #endif
-  const unsigned limit = cgroup_limit();
+  const unsigned limit = processor_limit();
   return limit == 0 ? count : std::min(count, limit);
 }
 

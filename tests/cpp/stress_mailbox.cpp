@@ -23,11 +23,14 @@
 
 #include "flatweights/doorbell.hpp"
 #include "flatweights/mailbox.hpp"
+#include "flatweights/message.hpp"
 
 namespace {
 
 using flatweights::Doorbell;
+using flatweights::Extent;
 using flatweights::Mailbox;
+using flatweights::Message;
 
 constexpr unsigned kWorkers = 3;
 constexpr std::uint32_t kCommands = 20000;
@@ -74,6 +77,33 @@ struct Shared {
 
 std::uint64_t mixed(std::uint64_t value) { return value * 0x9e3779b97f4a7c15U + 1; }
 
+// A message as lanes/_message.py writes it: its extent and its stream say the number.
+struct Letter {
+  std::uint32_t kind = 7, count = 1;
+  Extent extent;
+  std::uint64_t number;
+
+  explicit Letter(std::uint64_t given) : extent{1, 2, given, mixed(given)}, number(given) {}
+  [[nodiscard]] std::span<const std::byte> bytes() const {
+    return std::as_bytes(std::span(this, 1));
+  }
+};
+
+// The number of the message that the other side than `reader` has put into a mailbox.
+std::uint64_t read_number(const Mailbox& box, Mailbox::Side reader) {
+  const Message message(box, reader);
+  std::uint64_t number = 0;
+  expect(message.kind() == 7 && message.extents().size() == 1 &&
+             message.stream().size() == sizeof number,
+         "a message of another form");
+  std::memcpy(&number, message.stream().data(), sizeof number);
+  const Extent& extent = message.extents()[0];
+  expect(extent.window == 1 && extent.generation == 2 && extent.offset == number &&
+             extent.nbytes == mixed(number),
+         "a message is torn");
+  return number;
+}
+
 class Random {
  public:
   explicit Random(unsigned seed) : engine_(seed) {}
@@ -100,22 +130,18 @@ void serve(Shared& shared, unsigned seed) {
       if (outcome == Mailbox::Awaited::kInterrupted) continue;
       if (outcome == Mailbox::Awaited::kLeft) break;
       expect(call > shared.dismissed.load(), "a call that was dismissed takes a command");
-      std::uint64_t number = 0;
-      const std::span<const std::byte> command = shared.mailbox.command();
-      expect(command.size() == sizeof number, "a command of another size");
-      std::memcpy(&number, command.data(), sizeof number);
+      const std::uint64_t number = read_number(shared.mailbox, Mailbox::Side::kWorker);
       if (number != kLast) {
         expect(number > before, "a command was taken twice, or out of order");
         before = number;
         for (std::size_t i = 0; i < kWindow; ++i) shared.window[i] = mixed(number + i);
       }
       const bool stays = k < stay && number != kLast;
-      const std::uint64_t answer = mixed(number);
-      const std::span<const std::byte> letter = std::as_bytes(std::span(&answer, 1));
+      const Letter answer(mixed(number));
       if (stays)
-        shared.mailbox.answer_and_stay(letter);
+        shared.mailbox.answer_and_stay(answer.bytes());
       else
-        shared.mailbox.answer_and_leave(letter, call);
+        shared.mailbox.answer_and_leave(answer.bytes(), call);
       shared.bell->count_down();
       if (number == kLast) return;
       if (!stays) break;
@@ -126,10 +152,7 @@ void serve(Shared& shared, unsigned seed) {
 bool is_answered(const Shared& shared) { return shared.mailbox.is_settled(); }
 
 void check_answer(const Shared& shared, std::uint64_t number) {
-  std::uint64_t answer = 0;
-  const std::span<const std::byte> given = shared.mailbox.answer();
-  expect(given.size() == sizeof answer, "an answer of another size");
-  std::memcpy(&answer, given.data(), sizeof answer);
+  const std::uint64_t answer = read_number(shared.mailbox, Mailbox::Side::kDriver);
   expect(answer == mixed(number), "an answer to another command");
   if (number == kLast) return;
   for (std::size_t i = 0; i < kWindow; ++i)
@@ -137,7 +160,7 @@ void check_answer(const Shared& shared, std::uint64_t number) {
 }
 
 void post(Shared& shared, std::uint64_t number) {
-  switch (shared.mailbox.post(std::as_bytes(std::span(&number, 1)), shared.calls.load())) {
+  switch (shared.mailbox.post(Letter(number).bytes(), shared.calls.load())) {
     case Mailbox::Posted::kNeedsCall:
       shared.calls.fetch_add(1);
       break;

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +11,6 @@ from flatweights import _core
 from flatweights._core import move_parts
 
 _LINE = 64
-_SPARE = 0.05  # share of the memory that windows leave free: other allocations need some
 
 _log = logging.getLogger("flatweights")
 
@@ -158,57 +156,8 @@ def check_free_memory(nbytes: int) -> None:
     A memory file counts towards the control group of the process that fills it, and beyond the
     limit of a group the kernel kills one of its processes. So the limit is checked before.
     """
-    free = _free_of_machine()
-    for group, limit in _limited_groups():
-        free = min(free, limit * (1 - _SPARE) - _used_by(group))
+    free = _core.free_memory()
     if nbytes > free:
         raise NoSharedMemoryError(
-            f"{nbytes:,} bytes of shared memory do not fit: {max(0, int(free)):,} are free"
+            f"{nbytes:,} bytes of shared memory do not fit: {free:,} are free"
         )
-
-
-def _free_of_machine() -> float:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 * (1 - _SPARE)
-    return float("inf")
-
-
-def _limited_groups() -> list[tuple[Path, int]]:
-    """Return the control groups of this process that have a limit, and the limits."""
-    groups = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, name = Path("/sys/fs/cgroup"), "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the path is the host's, and its own group is the root.
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if root == folder or root in folder.parents:
-                limit = _number_in(folder / name)
-                if limit is not None and limit < 1 << 60:
-                    groups.append((folder, limit))
-    return groups
-
-
-def _used_by(group: Path) -> float:
-    """Return the bytes that ``group`` uses, without file pages that the kernel can reclaim."""
-    used = _number_in(group / "memory.current") or _number_in(group / "memory.usage_in_bytes") or 0
-    try:
-        for line in (group / "memory.stat").read_text().splitlines():
-            if line.startswith(("inactive_file ", "total_inactive_file ")):
-                return used - int(line.split()[1])
-    except OSError:
-        pass
-    return used
-
-
-def _number_in(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # "max"
-        return None

@@ -1,0 +1,67 @@
+// A message in a mailbox: a header, the extents of its buffers in windows, and a stream of bytes.
+//
+// lanes/_message.py writes messages. Readers trust nothing in them: a peer that is broken may have
+// written anything, but neither more than a mailbox holds nor after it has handed the message over.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "flatweights/mailbox.hpp"
+
+namespace flatweights {
+
+// Where a buffer lies: the index of a window, how often that was replaced, and bytes in it.
+struct Extent {
+  std::uint32_t window, generation;
+  std::uint64_t offset, nbytes;
+};
+
+class Message {
+ public:
+  // Reads the message that the other side than `reader` has put into `box`: only while it is the
+  // turn of `reader`, and for as long. Throws std::invalid_argument if it is malformed.
+  Message(const Mailbox& box, Mailbox::Side reader)
+      : stream_(reader == Mailbox::Side::kWorker ? box.command() : box.answer()) {
+    read_into(std::span(&header_, 1));
+    if (header_.count > stream_.size() / sizeof(Extent))
+      throw std::invalid_argument("message: expected " + std::to_string(header_.count) +
+                                  " extents in " + std::to_string(stream_.size()) + " bytes");
+    extents_.resize(header_.count);
+    read_into(std::span(extents_));
+    for (const Extent& extent : extents_)
+      if (extent.window >= Mailbox::kWindows)
+        throw std::invalid_argument("message: expected a window below " +
+                                    std::to_string(Mailbox::kWindows) + ", got " +
+                                    std::to_string(extent.window));
+  }
+
+  [[nodiscard]] std::uint32_t kind() const noexcept { return header_.kind; }
+  [[nodiscard]] std::span<const Extent> extents() const noexcept { return extents_; }
+  [[nodiscard]] std::span<const std::byte> stream() const noexcept { return stream_; }
+
+ private:
+  struct Header {
+    std::uint32_t kind, count;
+  };
+
+  template <class T>
+  void read_into(std::span<T> parts) {
+    if (stream_.size() < parts.size_bytes())
+      throw std::invalid_argument("message: expected a header, got " +
+                                  std::to_string(stream_.size()) + " bytes");
+    std::copy_n(stream_.begin(), parts.size_bytes(), std::as_writable_bytes(parts).begin());
+    stream_ = stream_.subspan(parts.size_bytes());
+  }
+
+  std::span<const std::byte> stream_;
+  Header header_{};
+  std::vector<Extent> extents_;
+};
+
+}  // namespace flatweights
