@@ -19,7 +19,7 @@ import pytest
 
 import flatweights as fw
 from flatweights.ray import _failpoints
-from flatweights.ray.lanes._driver import DriverLane, Lanes, Reply
+from flatweights.ray.lanes._driver import DriverLane, Lanes
 from flatweights.ray.lanes._message import Message, make_message
 from flatweights.ray.lanes._worker import WEIGHTS, WorkerLanes
 
@@ -154,7 +154,7 @@ def _start_server() -> None:
         forkserver.ensure_running()
 
 
-class LaneWorker:
+class WorkerProcess:
     """A process, and the driver's end of the lane to it.
 
     Args:
@@ -208,7 +208,7 @@ class LaneWorker:
 
 
 def start_worker(rank: int, size: int) -> tuple[int, Connection]:
-    """Start what a `LaneWorker` is made of."""
+    """Start what a `WorkerProcess` is made of."""
     _start_server()
     ours, theirs = _processes.Pipe()
     process = _processes.Process(target=_work, args=(theirs, rank, size), daemon=True)
@@ -222,11 +222,11 @@ class Driver:
     """Lanes to some workers, and calls over them."""
 
     def __init__(
-        self, count: int, size: int = LARGE, *, workers: Sequence[LaneWorker] | None = None
+        self, count: int, size: int = LARGE, *, workers: Sequence[WorkerProcess] | None = None
     ) -> None:
         self.lanes = Lanes()
         self.workers = [
-            *(workers or (LaneWorker(*start_worker(rank, size)) for rank in range(count)))
+            *(workers or (WorkerProcess(*start_worker(rank, size)) for rank in range(count)))
         ]
         for worker in self.workers:
             worker.attach(self.lanes)
@@ -241,7 +241,7 @@ class Driver:
         for worker in self.workers:
             worker.post(command, self.lanes)
 
-    def wait(self, workers: Sequence[LaneWorker] | None = None, seconds: float = 60) -> bool:
+    def wait(self, workers: Sequence[WorkerProcess] | None = None, seconds: float = 60) -> bool:
         """Wait for the answers of ``workers``, of all if None; return whether they are there."""
         end = time.monotonic() + seconds
         missing = [worker.lane for worker in (self.workers if workers is None else workers)]
@@ -252,7 +252,7 @@ class Driver:
             self.lanes.wait(missing, max(0.0, end - time.monotonic()), len(missing))
         return True
 
-    def answers(self, method: str, *args: Any, wants_window: bool = True) -> list[Reply]:
+    def answers(self, method: str, *args: Any, wants_window: bool = True) -> list[tuple[int, Any]]:
         self.post(method, *args, wants_window=wants_window)
         assert self.wait()
         return [worker.lane.take() for worker in self.workers]
@@ -270,9 +270,10 @@ class Driver:
         self.lanes.close()
 
 
-def value_of(reply: Reply) -> Any:
+def value_of(answer: tuple[int, Any]) -> Any:
     """Return the value that a worker has answered with."""
-    return fw.FlatWeights.wrap(*reply.content) if reply.kind == WEIGHTS else reply.content
+    kind, content = answer
+    return fw.FlatWeights.wrap(*content) if kind == WEIGHTS else content
 
 
 def sealed(weights: fw.FlatWeights) -> fw.FlatWeights:
@@ -287,7 +288,7 @@ def weights_of(value: float) -> fw.FlatWeights:
 
 
 def _drive(point: str, action: str, pipe: Connection, worker: tuple[int, Connection]) -> None:
-    driver = Driver(1, workers=[LaneWorker(*worker)])
+    driver = Driver(1, workers=[WorkerProcess(*worker)])
     mean = weights_of(1.0)
     left = [3]
 

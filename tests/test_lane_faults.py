@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from lane_processes import Driver, LaneWorker, start_driver, value_of, weights_of
+from lane_processes import Driver, WorkerProcess, start_driver, value_of, weights_of
 
 from flatweights.ray._failpoints import DRIVER, WORKER
 
@@ -25,11 +25,11 @@ def driver() -> Iterator[Driver]:
     made.close()
 
 
-def state_of(worker: LaneWorker) -> str:
+def state_of(worker: WorkerProcess) -> str:
     return Path(f"/proc/{worker.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
-def check_late(driver: Driver, late: LaneWorker, other: LaneWorker) -> None:
+def check_late(driver: Driver, late: WorkerProcess, other: WorkerProcess) -> None:
     """Go on with ``other`` alone, and then with both again."""
     end = time.monotonic() + 60
     while state_of(late) != "T":
@@ -49,7 +49,7 @@ def check_late(driver: Driver, late: LaneWorker, other: LaneWorker) -> None:
         assert (value_of(late.lane.take())["w"] == 2.0).all()
 
 
-def come_to_wait(driver: Driver, worker: LaneWorker) -> None:
+def come_to_wait(driver: Driver, worker: WorkerProcess) -> None:
     """Send commands until the worker has died or stopped as it waited for one.
 
     It does not wait after an answer that comes when its call has lasted long enough.

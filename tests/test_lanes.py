@@ -22,7 +22,7 @@ from flatweights import _core
 from flatweights.ray.lanes._driver import Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message, join_message
-from flatweights.ray.lanes._windows import Place, Windows
+from flatweights.ray.lanes._windows import Extent, Windows
 from flatweights.ray.lanes._worker import (
     BROKEN,
     BY_CALL,
@@ -54,7 +54,7 @@ def one() -> Iterator[Driver]:
 def view_of(window: _core.Window, mailbox: _core.Mailbox, offset: int, nbytes: int) -> Any:
     """Return what the worker reads where a command says that it lies there."""
     mailbox.withdraw()
-    mailbox.post(join_message(0, b"", [Place(0, 1, offset, nbytes)]), 1)
+    mailbox.post(join_message(0, b"", [Extent(0, 1, offset, nbytes)]), 1)
     mailbox.add_hold(True, 0)
     peer = _core.PeerWindow(window.descriptor, window.nonce)
     _, (view,), _ = mailbox.read_message(True, {0: (1, peer)})
@@ -122,7 +122,7 @@ def test_a_mailbox_of_another_size_is_refused() -> None:
 def test_a_mailbox_takes_one_command_at_a_time() -> None:
     mailbox = _core.Mailbox()
     mailbox.post(join_message(5, b"first"), 1)
-    for command in (b"second", bytes(_core.MAILBOX_ROOM + 1)):
+    for command in (b"second", bytes(_core.MAILBOX_BYTES + 1)):
         with pytest.raises(RuntimeError, match=f"not ready for a command of {len(command)} bytes"):
             mailbox.post(command, 1)
     assert mailbox.read_message(True, {}) == (5, [], b"first")
@@ -139,28 +139,28 @@ def test_a_message_that_cannot_be_read_holds_nothing() -> None:
     window, mailbox = _core.Window(100), _core.Mailbox()
     windows = {2: (7, _core.PeerWindow(window.descriptor, window.nonce))}
 
-    def post(*places: Place) -> None:
+    def post(*extents: Extent) -> None:
         mailbox.withdraw()
-        mailbox.post(join_message(5, b"stream", places), 1)
-        for place in places:
-            mailbox.add_hold(True, place.window)
+        mailbox.post(join_message(5, b"stream", extents), 1)
+        for extent in extents:
+            mailbox.add_hold(True, extent.window)
 
-    good = Place(2, 7, 10, 20)
-    post(good, Place(2, 7, 90, 10))
+    good = Extent(2, 7, 10, 20)
+    post(good, Extent(2, 7, 90, 10))
     kind, views, stream = mailbox.read_message(True, windows)
     assert (kind, [view.nbytes for view in views], stream) == (5, [20, 10], b"stream")
     assert mailbox.holds(True, 2) == 2
     views.clear()
     for unknown, error in (
-        (Place(3, 7, 0, 1), "^window 3: expected generation 7, got none$"),
-        (Place(2, 6, 0, 1), "^window 2: expected generation 6, got 7$"),
+        (Extent(3, 7, 0, 1), "^window 3: expected generation 7, got none$"),
+        (Extent(2, 6, 0, 1), "^window 2: expected generation 6, got 7$"),
     ):
         post(good, unknown)
         with pytest.raises(IndexError, match=error):
             mailbox.read_message(True, windows)
-        assert mailbox.holds(True, unknown.window) >= 1, "it may be announced meanwhile"
+        assert mailbox.holds(True, unknown.window) >= 1, "it may be sent meanwhile"
         mailbox.release_message(True)
-    post(good, Place(2, 7, 90, 11), good)
+    post(good, Extent(2, 7, 90, 11), good)
     with pytest.raises(ValueError, match=r"expected at most 100 bytes, got 90 \+ 11"):
         mailbox.read_message(True, windows)
     assert [mailbox.holds(True, index) for index in (2, 3)] == [0, 0]
@@ -214,7 +214,7 @@ def test_a_window_that_is_held_is_not_written() -> None:
     second = windows.copy_in([memoryview(b"b" * 3000), memoryview(b"c" * 10)])
     assert first is not None
     assert second is not None
-    assert [place.window for place in first + second] == [0, 1, 1]
+    assert [extent.window for extent in first + second] == [0, 1, 1]
     assert second[1].offset % 64 == 0
     held.add(1)
     assert windows.copy_in([memoryview(b"d" * 3000)]) is None
@@ -267,7 +267,7 @@ def test_a_result_that_the_driver_keeps_is_not_overwritten(one: Driver) -> None:
     # No window is left: the result goes through the call.
     one.post("get", 4.0)
     assert one.wait()
-    assert worker.lane.take().kind == BY_CALL
+    assert worker.lane.take()[0] == BY_CALL
     (_, value) = worker.outcomes(worker.calls)[-1]
     assert (value["w"] == 4.0).all()
     assert [weights["w"][-1] for weights in kept] == [0, 1, 2, 3]
@@ -343,7 +343,7 @@ def test_a_command_that_cannot_be_read_is_refused(one: Driver) -> None:
     command = one.command("echo", 1)
     worker.post(command._replace(content=command.content[:-5]), one.lanes)
     assert one.wait()
-    assert worker.lane.take().kind == REFUSED
+    assert worker.lane.take()[0] == REFUSED
     assert one.answers("echo", 2)[0] == (VALUE, 2)
 
 
@@ -422,24 +422,24 @@ def test_a_command_that_is_withdrawn_is_not_run(one: Driver) -> None:
 
 def test_weights_of_the_layout_that_came_last_are_a_buffer_alone(one: Driver) -> None:
     other = fw.FlatWeights({"v": np.arange(6_000.0), "m": np.ones(3, np.int8)})
-    kinds = [answer.kind for _ in range(3) for answer in one.answers("get", 2.0)]
+    kinds = [answer[0] for _ in range(3) for answer in one.answers("get", 2.0)]
     assert kinds == [VALUE, WEIGHTS, WEIGHTS]
     one.values("set", other, wants_window=False)
     kinds = []
     for _ in range(3):
         (answer,) = one.answers("get")
-        kinds.append(answer.kind)
+        kinds.append(answer[0])
         weights = value_of(answer)
         assert weights.layout == other.layout
         assert weights.buffer.tobytes() == other.buffer.tobytes()
     assert kinds == [VALUE, WEIGHTS, WEIGHTS]
     # Other results are messages as before, and change nothing of what is known.
     kinds = [
-        one.answers(method, *args)[0].kind  # type: ignore[arg-type]
+        one.answers(method, *args)[0][0]  # type: ignore[arg-type]
         for method, *args in (["get_dict"], ["get_with", 1])
     ]
     assert kinds == [VALUE, VALUE]
-    assert one.answers("get")[0].kind == WEIGHTS
+    assert one.answers("get")[0][0] == WEIGHTS
 
 
 def test_a_death_is_known_at_once_and_gives_back_what_was_held(driver: Driver) -> None:
@@ -455,8 +455,8 @@ def test_a_death_is_known_at_once_and_gives_back_what_was_held(driver: Driver) -
     assert (value_of(second.lane.take())["w"] == 9.0).all()
     second.post(driver.command("forget"), driver.lanes)
     assert driver.wait([second])
-    places = driver.lanes.windows.copy_in([memoryview(bytes(8 * LARGE))])
-    assert [place.window for place in places or ()] == [0], "it is free"
+    extents = driver.lanes.windows.copy_in([memoryview(bytes(8 * LARGE))])
+    assert [extent.window for extent in extents or ()] == [0], "it is free"
 
 
 def test_a_stopped_worker_is_late_and_writes_only_its_own(driver: Driver) -> None:
@@ -540,7 +540,7 @@ def test_there_is_no_lane_to_elsewhere_or_to_other_threads(one: Driver) -> None:
 def test_where_there_is_no_memory_results_go_through_the_call(one: Driver) -> None:
     one.values("limit_memory", 100_000, wants_window=False)
     (answer,) = one.answers("get", 2.0)
-    assert answer.kind == BY_CALL
+    assert answer[0] == BY_CALL
 
 
 def test_a_lane_whose_windows_cannot_be_mapped_is_broken_and_holds_none(one: Driver) -> None:
@@ -548,15 +548,15 @@ def test_a_lane_whose_windows_cannot_be_mapped_is_broken_and_holds_none(one: Dri
     one.values("limit_memory", 100_000, wants_window=False)
     weights = fw.FlatWeights({"w": np.ones(LARGE)})
     (answer,) = one.answers("set_and_keep", weights, wants_window=False)
-    assert answer.kind == BROKEN
-    assert "Cannot allocate memory" in answer.content
+    assert answer[0] == BROKEN
+    assert "Cannot allocate memory" in answer[1]
     assert not one.is_held(0)
     while not worker.lane.is_closed:
         one.lanes.wait([], 60)
     worker.outcomes(worker.called)
     worker.process.rlimit(resource.RLIMIT_AS, (-1, -1))
     worker.attach(one.lanes)
-    assert one.answers("set_and_keep", weights, wants_window=False)[0].kind == VALUE
+    assert one.answers("set_and_keep", weights, wants_window=False)[0][0] == VALUE
 
 
 def test_descriptors_and_windows_stay_few(one: Driver) -> None:
@@ -739,7 +739,7 @@ def test_a_packet_that_cannot_be_read_breaks_no_wait_and_is_named_later() -> Non
     lanes.wait([], 60)
     lane.post(Message(join_message(0, b""), []), lanes.windows)
     assert worker.mailbox.wait(0.0, 1)
-    worker.mailbox.answer_with(join_message(VALUE, b"", [Place(3, 2, 0, 1)]), 0)
+    worker.mailbox.answer_with(join_message(VALUE, b"", [Extent(3, 2, 0, 1)]), 0)
     error = r"^window 3: expected generation 2, got none \(LaneError: expected a window, got a pac"
     with pytest.raises(LaneError, match=error):
         lane.take()

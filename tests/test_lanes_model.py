@@ -72,14 +72,14 @@ def lane_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
 
 
 def driver_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
-    settled = lane.word in (AWAY, WAITING)
+    answered = lane.word in (AWAY, WAITING)
     if variant == "posts while one is late":
-        settled = True
+        answered = True
         if lane.driver == WAITS:
             yield lane._replace(driver=IDLE)
     in_order = not lane.is_behind or variant == "does not dismiss after a raw call"
     has_room = len(lane.queue) < MOST_CALLS
-    if lane.driver == IDLE and settled and in_order and has_room and not (lane.ended or writes):
+    if lane.driver == IDLE and answered and in_order and has_room and not (lane.ended or writes):
         # The command mentions the driver's window: held from before it is posted.
         posted = lane._replace(word=COMMAND, owed=lane.owed + 1, holds=True)
         if lane.is_member or variant == "never calls":
@@ -96,7 +96,7 @@ def driver_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
         yield lane._replace(driver=CALLS if needs_call else WAITS)
     if lane.is_member:
         has_room = False  # nobody calls or dismisses it
-    elif lane.driver == IDLE and settled and lane.worker != DEAD:  # dismiss: a store, then a swap
+    elif lane.driver == IDLE and answered and lane.worker != DEAD:  # dismiss: a store, then a swap
         queue = lane.queue.replace(SERVE, DISMISSED)
         in_call = lane.worker != OUT
         yield lane._replace(driver=DISMISSES, queue=queue, is_dismissed=in_call, is_behind=False)
@@ -104,7 +104,7 @@ def driver_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
         yield lane._replace(driver=IDLE, word=AWAY if lane.word == WAITING else lane.word)
     if lane.driver == CALLS:
         yield _called(lane, SERVE)._replace(driver=WAITS)
-    if lane.driver == IDLE and has_room and lane.worker != DEAD and settled:
+    if lane.driver == IDLE and has_room and lane.worker != DEAD and answered:
         yield _called(lane, SERVE)  # ahead of time
         yield _called(lane, RAW)
     if lane.driver == WAITS and lane.word == COMMAND:  # withdraw

@@ -1,3 +1,9 @@
+// Mailboxes, doorbells and windows for Python: each in a memory file of its own.
+//
+// The protocols are in mailbox.hpp, doorbell.hpp and window.hpp. Here is what they ask of Python:
+// whoever sleeps releases the GIL, and wakes up for signals; a view of a peer's window holds that
+// window, by the count in the mailbox, for exactly as long as any array over it lives; a fork of
+// the process drops no view of its parent. Errors of the system are OSError with their number.
 #include <fcntl.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -205,8 +211,8 @@ struct BoundMailbox {
   // `ends`: the call of Ray's that this answer ends; 0, if the worker stays.
   void answer_with(const py::bytes& answer, std::uint32_t ends) const {
     if (box().state() != Mailbox::State::kBusy) throw std::runtime_error("mailbox: no command");
-    if (as_span(answer).size() > Mailbox::kRoom)
-      throw py::value_error("answer: expected at most " + std::to_string(Mailbox::kRoom) +
+    if (as_span(answer).size() > Mailbox::kBytes)
+      throw py::value_error("answer: expected at most " + std::to_string(Mailbox::kBytes) +
                             " bytes, got " + std::to_string(as_span(answer).size()));
     if (ends == 0)
       box().answer_and_stay(as_span(answer));
@@ -306,8 +312,8 @@ void bind_lanes(py::module_& m) {
       .def_property_readonly("descriptor",
                              [](const BoundMailbox& s) { return s.file->descriptor(); })
       .def("close_descriptor", [](const BoundMailbox& s) { s.file->close_descriptor(); })
-      .def_property_readonly("is_settled",
-                             [](const BoundMailbox& s) { return s.box().is_settled(); })
+      .def_property_readonly("is_answered",
+                             [](const BoundMailbox& s) { return s.box().is_answered(); })
       .def_static("watch", &BoundMailbox::watch, py::arg("mailboxes"), py::arg("enough"),
                   py::arg("seconds"))
       .def("post", &BoundMailbox::post, py::arg("command"), py::arg("calls"))
@@ -409,7 +415,7 @@ void bind_lanes(py::module_& m) {
       .def(py::init(&PeerWindow::open), py::arg("descriptor"), py::arg("nonce"))
       .def_property_readonly("nbytes", [](const PeerWindow& s) { return s.file->size(); });
 
-  m.attr("MAILBOX_ROOM") = Mailbox::kRoom;
+  m.attr("MAILBOX_BYTES") = Mailbox::kBytes;
 }
 
 }  // namespace flatweights::bind

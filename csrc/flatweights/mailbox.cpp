@@ -42,7 +42,7 @@ void wake(std::atomic<std::uint32_t>& word) {
 }  // namespace
 
 Mailbox::Posted Mailbox::post(std::span<const std::byte> command, std::uint32_t calls) noexcept {
-  if (!is_settled() || command.size() > kRoom) return Posted::kRefused;
+  if (!is_answered() || command.size() > kBytes) return Posted::kRefused;
   std::copy(command.begin(), command.end(), command_);
   command_size_ = static_cast<std::uint32_t>(command.size());
   std::uint32_t word = word_.load();
@@ -58,10 +58,10 @@ Mailbox::Posted Mailbox::post(std::span<const std::byte> command, std::uint32_t 
 bool Mailbox::watch(std::span<const Mailbox* const> boxes, std::size_t enough,
                     std::int64_t nanoseconds) noexcept {
   const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(nanoseconds);
-  const auto is_settled = [](const Mailbox* box) { return box->is_settled(); };
+  const auto is_answered = [](const Mailbox* box) { return box->is_answered(); };
   for (;;) {
-    const auto settled = std::count_if(boxes.begin(), boxes.end(), is_settled);
-    if (static_cast<std::size_t>(settled) >= enough) return true;
+    const auto answered = std::count_if(boxes.begin(), boxes.end(), is_answered);
+    if (static_cast<std::size_t>(answered) >= enough) return true;
     if (std::chrono::steady_clock::now() >= end) return false;
     std::this_thread::yield();
   }
@@ -79,7 +79,7 @@ void Mailbox::dismiss(std::uint32_t calls) noexcept {
 }
 
 std::span<const std::byte> Mailbox::answer() const noexcept {
-  return {answer_, std::min<std::size_t>(answer_size_, kRoom)};
+  return {answer_, std::min<std::size_t>(answer_size_, kBytes)};
 }
 
 void Mailbox::enter(std::uint32_t call) noexcept {
@@ -126,11 +126,11 @@ Mailbox::Awaited Mailbox::await(std::int64_t nanoseconds, std::uint32_t call) no
 }
 
 std::span<const std::byte> Mailbox::command() const noexcept {
-  return {command_, std::min<std::size_t>(command_size_, kRoom)};
+  return {command_, std::min<std::size_t>(command_size_, kBytes)};
 }
 
 void Mailbox::answer_as(State state, std::span<const std::byte> answer) noexcept {
-  const std::size_t size = std::min(answer.size(), kRoom);
+  const std::size_t size = std::min(answer.size(), kBytes);
   std::copy_n(answer.begin(), size, answer_);
   answer_size_ = static_cast<std::uint32_t>(size);
   word_.store(word_of(word_.load() >> 2, state));

@@ -43,7 +43,7 @@ namespace flatweights {
 
 class Mailbox {
  public:
-  static constexpr std::size_t kRoom = std::size_t{128} << 10;  // of a command, of an answer
+  static constexpr std::size_t kBytes = std::size_t{128} << 10;  // of a command, of an answer
   static constexpr std::size_t kWindows = 64;                   // of each side
 
   enum class State : std::uint32_t { kAway = 0, kWaiting = 1, kCommand = 2, kBusy = 3 };
@@ -57,21 +57,22 @@ class Mailbox {
   [[nodiscard]] State state() const noexcept { return state_of(word_.load()); }
   // Whether every command that was posted has been answered. Sequentially consistent with the
   // doorbell's count: a driver arms the bell, then calls this.
-  [[nodiscard]] bool is_settled() const noexcept {
+  [[nodiscard]] bool is_answered() const noexcept {
     const std::uint32_t word = word_.load();
     return state_of(word) == State::kAway || state_of(word) == State::kWaiting;
   }
 
-  // Driver. `post` refuses unless settled; `command` is at most kRoom long. `calls`: how many
-  // calls of Ray's were made; where all of them have ended or were dismissed, the command needs
-  // another.
+  // Driver. `post` refuses unless the last command was answered; `command` is at most kBytes long.
+  // `calls`: how many calls of Ray's were made; where all of them have ended or were dismissed, the
+  // command needs another.
   Posted post(std::span<const std::byte> command, std::uint32_t calls) noexcept;
-  // Polls until `enough` of `boxes` are settled, for at most `nanoseconds`, and yields in between;
+  // Polls until `enough` of `boxes` are answered, for at most `nanoseconds`, and yields in between;
   // returns whether they are. An idle processor takes longer to wake than a small command to run.
   static bool watch(std::span<const Mailbox* const> boxes, std::size_t enough,
                     std::int64_t nanoseconds) noexcept;
   bool withdraw() noexcept;
-  // The calls up to number `calls` take no command any more, nor wait for one. Only while settled.
+  // The calls up to number `calls` take no command any more, nor wait for one. Only while the last
+  // command is answered.
   void dismiss(std::uint32_t calls) noexcept;
   [[nodiscard]] std::span<const std::byte> answer() const noexcept;
 
@@ -81,7 +82,7 @@ class Mailbox {
   void enter(std::uint32_t call) noexcept;
   Awaited await(std::int64_t nanoseconds, std::uint32_t call) noexcept;
   [[nodiscard]] std::span<const std::byte> command() const noexcept;
-  // Only while BUSY. An answer is at most kRoom long. After the first, the worker waits on.
+  // Only while BUSY. An answer is at most kBytes long. After the first, the worker waits on.
   void answer_and_stay(std::span<const std::byte> answer) noexcept;
   void answer_and_leave(std::span<const std::byte> answer, std::uint32_t call) noexcept;
 
@@ -113,8 +114,8 @@ class Mailbox {
   alignas(64) std::uint32_t command_size_;
   alignas(64) std::uint32_t answer_size_;
   alignas(64) std::atomic<std::uint32_t> holds_[2][kWindows];
-  alignas(64) std::byte command_[kRoom];
-  alignas(64) std::byte answer_[kRoom];
+  alignas(64) std::byte command_[kBytes];
+  alignas(64) std::byte answer_[kBytes];
 };
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);

@@ -149,7 +149,7 @@ void serve(Shared& shared, unsigned seed) {
   }
 }
 
-bool is_answered(const Shared& shared) { return shared.mailbox.is_settled(); }
+bool is_answered(const Shared& shared) { return shared.mailbox.is_answered(); }
 
 void check_answer(const Shared& shared, std::uint64_t number) {
   const std::uint64_t answer = read_number(shared.mailbox, Mailbox::Side::kDriver);

@@ -42,7 +42,7 @@ from flatweights._layout import Layout, unpickle_layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._result import is_arrays
 from flatweights.ray._round import ShardedWeights
-from flatweights.ray._wire import Message, Travels
+from flatweights.ray._wire import Travels, WireMessage
 from flatweights.wire import WireDType
 
 _SLICE = 1e-3  # seconds that one way is waited for while there are others
@@ -289,7 +289,7 @@ def argument_of(payload: Payload | None) -> Any:
         return None
     if RayWorker not in payload.ready:
         value = payload.value
-        is_message = isinstance(value, FlatWeights | Message)
+        is_message = isinstance(value, FlatWeights | WireMessage)
         if isinstance(value, ShardedWeights) or (is_message and payload.nbytes <= BY_VALUE):
             argument = value
         elif isinstance(value, ray.ObjectRef):

@@ -9,7 +9,7 @@ WORKER = ("called", "taken", "read", "run", "gathered", "answered", "rung", "wai
 """Points of `WorkerLane.serve`: in the Ray call, with a command, with its arguments, with its
 result, with an answer in the window, after the answer, after the bell, with its time up."""
 
-DRIVER = ("announced", "posted", "calling", "called", "waiting", "averaging", "sending")
+DRIVER = ("shared", "posted", "calling", "called", "waiting", "averaging", "sending")
 """Points of a round of a `WorkerGroup`."""
 
 MEMBER = ("asking", "asked", "told")

@@ -33,7 +33,7 @@ from flatweights.ray._report import METRICS
 from flatweights.ray._round import Round, ShardedRound, ShardedWeights
 from flatweights.ray._store import put
 from flatweights.ray._wire import GroupWire, Travels, nbytes_of
-from flatweights.ray.lanes._calls import GroupLanes, LaneWorker
+from flatweights.ray.lanes._calls import GroupLanes, NearWorker
 
 _log = logging.getLogger("flatweights")
 
@@ -103,7 +103,7 @@ class Roster:
         self.lanes = GroupLanes(len(actors))
         self.latest = Latest(wire=wire)
         self._records = [
-            Record(LaneWorker(actor, rank, self.lanes)) for rank, actor in enumerate(actors)
+            Record(NearWorker(actor, rank, self.lanes)) for rank, actor in enumerate(actors)
         ]
         self._is_shut_down = False
         self._begin_to_count()

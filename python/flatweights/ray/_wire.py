@@ -19,7 +19,7 @@ from flatweights.wire import (
     dtype_on_wire,
 )
 
-Message = Difference | Snapshot
+WireMessage = Difference | Snapshot
 """A message of a group to its workers."""
 
 Travels = Literal["weights", "gradients"]
@@ -34,7 +34,7 @@ class WorkerWire:
         self._weights: DeltaEncoder | None = None
         self._gradients: GradientEncoder | None = None
 
-    def receive(self, message: Message, take: Callable[[FlatWeights], Any]) -> None:
+    def receive(self, message: WireMessage, take: Callable[[FlatWeights], Any]) -> None:
         """Pass the weights of ``message`` to ``take``, read-only; keep them unless it raises.
 
         Raises:
@@ -96,7 +96,7 @@ class GroupWire:
         """Whether workers have weights that differences can be taken from."""
         return self._driver is not None
 
-    def message(self, weights: Any) -> "tuple[Message, GroupWire]":
+    def message(self, weights: Any) -> "tuple[WireMessage, GroupWire]":
         """Return a message that brings workers to ``weights``, and the wire once it is sent.
 
         A difference; the first time, and for another layout, a snapshot.
@@ -114,7 +114,7 @@ class GroupWire:
             )
         model = weights if isinstance(weights, FlatWeights) else FlatWeights(weights)
         driver = self._driver
-        message: Message
+        message: WireMessage
         if driver is not None and driver.weights.layout.digest == model.layout.digest:
             message, driver = driver.after(model)
         else:

@@ -18,7 +18,7 @@ from flatweights.ray._calls import Head, Stamp, weights_of
 from flatweights.ray._errors import RefusedWeightsError, StaleWorkerError
 from flatweights.ray._round import ShardedWeights
 from flatweights.ray._shard_tasks import Reading, read_result
-from flatweights.ray._wire import Message, WorkerWire
+from flatweights.ray._wire import WireMessage, WorkerWire
 from flatweights.ray.lanes._worker import NoLane, WorkerLanes
 from flatweights.wire import MissedUpdateError
 
@@ -266,7 +266,7 @@ def _receive(
     worker: FlatWorker, state: _GroupState, version: Stamp | None, new_weights: Any
 ) -> None:
     new_weights = weights_of(new_weights)
-    if isinstance(new_weights, Message):
+    if isinstance(new_weights, WireMessage):
         try:
             state.wire.receive(new_weights, functools.partial(_set, worker))
         except MissedUpdateError as error:

@@ -166,7 +166,7 @@ class GroupLanes:
 class LaneAnswer(Answer):
     """The answer to a command, or to the call of Ray's that brings it."""
 
-    def __init__(self, worker: "LaneWorker", lane: DriverLane, call: Call) -> None:
+    def __init__(self, worker: "NearWorker", lane: DriverLane, call: Call) -> None:
         """Wait for the worker's answer to the command that was just posted.
 
         Args:
@@ -241,13 +241,13 @@ class LaneAnswer(Answer):
             try:
                 self._read()
             except BaseException as error:  # after an interrupt it may be half read
-                self._worker.lose(self._lane, "its answer could not be read")
+                self._worker.give_up(self._lane, "its answer could not be read")
                 if not isinstance(error, Exception):
                     raise
                 self._error = LostResultError(_text_of(error))
             return self._by_ray is None
         if self._lane.is_closed:
-            self._worker.lose(self._lane, "the worker died")
+            self._worker.give_up(self._lane, "the worker died")
             self._by_ray = RayAnswer(self._lane.latest_call())
         return False
 
@@ -271,7 +271,7 @@ class LaneAnswer(Answer):
             return
         if self._is_there() or self._by_ray is not None:
             return
-        self._worker.lose(self._lane, "its call failed")
+        self._worker.give_up(self._lane, "its call failed")
         self._by_ray = RayAnswer(ref)
 
     def take(self) -> Any:
@@ -295,7 +295,7 @@ class LaneAnswer(Answer):
             self._by_ray.let_go()
 
 
-class LaneWorker(Worker):
+class NearWorker(Worker):
     """A worker that is called through a lane, once it has attached; until then, as an actor.
 
     Attributes:
@@ -327,7 +327,7 @@ class LaneWorker(Worker):
             return self._ray.call(call)
         if call.head[2] is not None:
             return self.call_by_ray(call, "the result is encoded")
-        if call.payload is not None and LaneWorker not in call.payload.ready:
+        if call.payload is not None and NearWorker not in call.payload.ready:
             return self.call_by_ray(call, "these weights go through Ray")
         command = self._group.command(call)
         if command is None:
@@ -345,14 +345,14 @@ class LaneWorker(Worker):
     def prepare(self, payload: Payload) -> None:
         """Make sure that the weights cannot change, so that workers can read them in place."""
         lane = self._ready()
-        if lane is not None and LaneWorker in payload.ready:
+        if lane is not None and NearWorker in payload.ready:
             return
         if lane is None or not is_arrays(payload.value):
             self._ray.prepare(payload)
             return
         if any(part.flags.writeable for part in parts_of(payload.value)):
             payload.value = self._frozen(payload)
-        payload.ready[LaneWorker] = True
+        payload.ready[NearWorker] = True
 
     def end(self) -> None:
         """End the actor's process."""
@@ -365,7 +365,7 @@ class LaneWorker(Worker):
         assert lanes is not None
         return lanes
 
-    def lose(self, lane: DriverLane, why: str) -> None:
+    def give_up(self, lane: DriverLane, why: str) -> None:
         """Give ``lane`` up; the next call asks the worker to attach anew."""
         if self._lane is lane:
             self.lanes.give_up(lane)
@@ -374,7 +374,7 @@ class LaneWorker(Worker):
 
     def note_broken(self, lane: DriverLane, reason: str) -> None:
         """Give ``lane`` up, of which the worker says that it is of no use; try again later."""
-        self.lose(lane, reason)
+        self.give_up(lane, reason)
         self._setback.note(reason, may_pass=True)
 
     def _post(self, lane: DriverLane, command: Message, call: Call) -> LaneAnswer | None:
@@ -385,7 +385,7 @@ class LaneWorker(Worker):
                 lane.dismiss()
             is_there = lane.post(command, self.lanes.windows)
         except Exception as error:
-            self.lose(lane, _text_of(error))
+            self.give_up(lane, _text_of(error))
             return None
         if not is_there:
             lane.serve(self._serve)
@@ -401,7 +401,7 @@ class LaneWorker(Worker):
             if not (self._lane.is_closed or self._lane.is_given_up):
                 return self._lane
             why = "the worker died" if self._lane.is_closed else "a call was broken off"
-            self.lose(self._lane, why)
+            self.give_up(self._lane, why)
         lanes = self._group.lanes
         if lanes is None:
             self.way = f"store: {self._group.setback.reason}"

@@ -8,7 +8,7 @@ import secrets
 import select
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flatweights import _core
 from flatweights._layout import Layout
@@ -17,27 +17,13 @@ from flatweights.ray._calls import Packed
 from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._end import LaneEnd, LaneError, receive_packet
 from flatweights.ray.lanes._message import Message
-from flatweights.ray.lanes._windows import Place, Windows
+from flatweights.ray.lanes._windows import Extent, Windows
 from flatweights.ray.lanes._worker import BY_CALL, NUMBER, VALUE, WEIGHTS, check_user
 
 _MOST_WINDOWS = 16
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
 _TOKEN = 16
 _WATCH = 150e-6  # seconds that a driver polls mailboxes before it sleeps
-
-
-class Reply(NamedTuple):
-    """The outcome of a command.
-
-    Attributes:
-        kind: ``VALUE``, ``WEIGHTS``, ``BY_CALL``, ``REFUSED`` or ``BROKEN`` of
-            `flatweights.ray.lanes._worker`.
-        content: Of these, in turn: the result; the result, as `Packed`; the number of the Ray call
-            that returns it; the reason, of the last two.
-    """
-
-    kind: int
-    content: Any
 
 
 class DriverLane(LaneEnd):
@@ -54,14 +40,14 @@ class DriverLane(LaneEnd):
         self.calls: dict[int, Any] = {}
         self.is_given_up = False
         self._count = 0  # of calls that were made
-        self._sent: list[Place] = []  # of the command in the mailbox
+        self._sent: list[Extent] = []  # of the command in the mailbox
         self._is_read = True
         self._layout: Layout | None = None  # of the last weights that came as a message
 
     @property
     def is_answered(self) -> bool:
         """Whether the last command was answered."""
-        return self.mailbox.is_settled
+        return self.mailbox.is_answered
 
     def post(self, command: Message, windows: Windows) -> bool:
         """Post a command; return whether a Ray call that takes it was made already: else `serve`.
@@ -76,10 +62,10 @@ class DriverLane(LaneEnd):
         try:
             if not self._is_read:  # the worker writes its window again once it is read
                 self.take()
-            self.announce(windows, command.places)
-            reach("announced")
-            self.hold(command.places)
-            self._sent, self._is_read = command.places, False
+            self.send_windows(windows, command.extents)
+            reach("shared")
+            self.hold(command.extents)
+            self._sent, self._is_read = command.extents, False
             is_expected = self.mailbox.post(command.content, self._count)
             reach("posted")
             return is_expected
@@ -116,10 +102,15 @@ class DriverLane(LaneEnd):
         """
         self.mailbox.dismiss(self._count)
 
-    def take(self) -> Reply:
-        """Return the answer. Arrays in it are views, valid until the next command.
+    def take(self) -> tuple[int, Any]:
+        """Return kind and content of the answer. Arrays are views, valid until the next command.
 
         A view that is kept longer does no harm: its window is not written meanwhile.
+
+        Returns:
+            One of the kinds in `flatweights.ray.lanes._worker`; and, for ``VALUE``, the result; for
+            ``WEIGHTS``, the result as `Packed`; for ``BY_CALL``, the number of the Ray call that
+            returns it; for ``REFUSED`` and ``BROKEN``, the reason.
         """
         self._is_read = True
         kind, buffers, stream = self.read()
@@ -127,15 +118,15 @@ class DriverLane(LaneEnd):
             (buffer,) = buffers
             if self._layout is None or self._layout.digest != stream.decode():
                 raise LaneError("the layout of the weights is not known")
-            return Reply(kind, Packed(buffer, self._layout))
+            return kind, Packed(buffer, self._layout)
         if kind == VALUE:
             value = pickle.loads(stream, buffers=buffers)
             if type(value) is FlatWeights:
                 self._layout = value.layout
-            return Reply(kind, value)
+            return kind, value
         if kind == BY_CALL:
-            return Reply(kind, NUMBER.unpack(stream)[0])
-        return Reply(kind, stream.decode())
+            return kind, NUMBER.unpack(stream)[0]
+        return kind, stream.decode()
 
     def withdraw(self) -> None:
         """Take a command back, unless the worker has taken it."""

@@ -14,7 +14,7 @@ import struct
 from typing import Any
 
 from flatweights import _core
-from flatweights.ray.lanes._windows import Place, Windows
+from flatweights.ray.lanes._windows import Extent, Windows
 
 _WINDOW = struct.Struct("<IIQ16s")  # index, generation, bytes, nonce
 _MOST = 256  # bytes of a packet
@@ -83,13 +83,13 @@ class LaneEnd:
         self.is_closed = True
         self.connection.close()
 
-    def announce(self, windows: Windows, places: list[Place]) -> None:
-        """Send the peer those windows of ``places`` that it does not have yet.
+    def send_windows(self, windows: Windows, extents: list[Extent]) -> None:
+        """Send the peer those windows of ``extents`` that it does not have yet.
 
         Raises:
             OSError: If the peer is dead, or its socket is full.
         """
-        for index, generation, _, _ in places:
+        for index, generation, _, _ in extents:
             if self._announced.get(index) == generation:
                 continue
             window, _ = windows[index]
@@ -99,15 +99,15 @@ class LaneEnd:
             if self._is_worker:  # its windows have one reader
                 window.close_descriptor()
 
-    def hold(self, places: list[Place]) -> None:
-        """Count the windows of ``places``, which are this side's, as held by the peer."""
-        for place in places:
-            self.mailbox.add_hold(not self._is_worker, place.window)
+    def hold(self, extents: list[Extent]) -> None:
+        """Count the windows of ``extents``, which are this side's, as held by the peer."""
+        for extent in extents:
+            self.mailbox.add_hold(not self._is_worker, extent.window)
 
-    def release(self, places: list[Place]) -> None:
-        """Undo `hold` for ``places`` that the peer will never read."""
-        for place in places:
-            self.mailbox.drop_hold(not self._is_worker, place.window)
+    def release(self, extents: list[Extent]) -> None:
+        """Undo `hold` for ``extents`` that the peer will never read."""
+        for extent in extents:
+            self.mailbox.drop_hold(not self._is_worker, extent.window)
 
     def read(self) -> tuple[int, list[Any], bytes]:
         """Return kind, buffers and stream of the peer's message.

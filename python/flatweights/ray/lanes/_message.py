@@ -19,11 +19,11 @@ import ray
 
 from flatweights import _core
 from flatweights._weights import FlatWeights
-from flatweights.ray.lanes._windows import Place, Windows
+from flatweights.ray.lanes._windows import Extent, Windows
 
 # The core reads them; both ends are on one machine, so the byte order is its own.
 _HEADER = struct.Struct("=II")  # kind, number of buffers
-_PLACE = struct.Struct("=IIQQ")
+_EXTENT = struct.Struct("=IIQQ")
 IN_BAND = 1024  # bytes of the largest buffer that travels in the stream
 
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), pickle.PickleBuffer, FlatWeights}
@@ -34,11 +34,11 @@ class Message(NamedTuple):
 
     Attributes:
         content: What goes into a mailbox.
-        places: The buffers that it mentions.
+        extents: The buffers that it mentions.
     """
 
     content: bytes
-    places: list[Place]
+    extents: list[Extent]
 
 
 class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
@@ -88,13 +88,13 @@ def _is_plain(value: Any) -> bool:
 
 def fits(stream: bytes, count: int) -> bool:
     """Whether a message of ``stream`` and ``count`` buffers fits into a mailbox."""
-    return _HEADER.size + count * _PLACE.size + len(stream) <= _core.MAILBOX_ROOM
+    return _HEADER.size + count * _EXTENT.size + len(stream) <= _core.MAILBOX_BYTES
 
 
-def join_message(kind: int, stream: bytes, places: Sequence[Place] = ()) -> bytes:
+def join_message(kind: int, stream: bytes, extents: Sequence[Extent] = ()) -> bytes:
     """Return the content of a message."""
-    table = [_PLACE.pack(*place) for place in places]
-    return b"".join([_HEADER.pack(kind, len(places)), *table, stream])
+    table = [_EXTENT.pack(*extent) for extent in extents]
+    return b"".join([_HEADER.pack(kind, len(extents)), *table, stream])
 
 
 def make_message(
@@ -127,36 +127,38 @@ def make_message(
             return None
         box.clear()
         return Message(join_message(kind, stream), [])
-    places = [windows.find(buffer) for buffer in buffers]
+    extents = [windows.find(buffer) for buffer in buffers]
     if frozen:
-        places = [p if b.readonly else None for p, b in zip(places, buffers, strict=True)]
-    if not _copy_in(windows, places, dict(enumerate(buffers))):
+        extents = [p if b.readonly else None for p, b in zip(extents, buffers, strict=True)]
+    if not _copy_in(windows, extents, dict(enumerate(buffers))):
         return None
     # From here on nothing in this function keeps the value alive.
     del buffers
     box.clear()
     if not frozen:
-        kept = {i: place for i, place in enumerate(places) if place and windows.is_taken(place)}
+        kept = {
+            i: extent for i, extent in enumerate(extents) if extent and windows.is_taken(extent)
+        }
         for i in kept:
-            places[i] = None
-        if not _copy_in(windows, places, kept):
-            copies = [windows.copy_of(kept.get(i) or place) for i, place in enumerate(places)]
+            extents[i] = None
+        if not _copy_in(windows, extents, kept):
+            copies = [windows.copy_of(kept.get(i) or extent) for i, extent in enumerate(extents)]
             box.append(pickle.loads(stream, buffers=copies))
             return None
-    whole = [place for place in places if place is not None]
+    whole = [extent for extent in extents if extent is not None]
     return Message(join_message(kind, stream, whole), whole)
 
 
 def _copy_in(
-    windows: Windows, places: list[Place | None], sources: Mapping[int, memoryview | Place]
+    windows: Windows, extents: list[Extent | None], sources: Mapping[int, memoryview | Extent]
 ) -> bool:
-    """Copy the ``sources`` that have no place yet into a window; return whether one was free."""
-    missing = [i for i, place in enumerate(places) if place is None]
+    """Copy the ``sources`` that have no extent yet into a window; return whether one was free."""
+    missing = [i for i, extent in enumerate(extents) if extent is None]
     if not missing:
         return True
     copied = windows.copy_in([sources[i] for i in missing])
     if copied is None:
         return False
-    for i, place in zip(missing, copied, strict=True):
-        places[i] = place
+    for i, extent in zip(missing, copied, strict=True):
+        extents[i] = extent
     return True

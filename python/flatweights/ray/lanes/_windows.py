@@ -15,7 +15,7 @@ _LINE = 64
 _log = logging.getLogger("flatweights")
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Where a buffer lies: the window, and the position in it.
 
     Attributes:
@@ -67,23 +67,23 @@ class Windows:
         if index is not None:
             self._windows[index].offer(nbytes)
 
-    def find(self, buffer: memoryview | NDArray[np.uint8]) -> Place | None:
-        """Return the place of ``buffer``; None if it lies in no window."""
+    def find(self, buffer: memoryview | NDArray[np.uint8]) -> Extent | None:
+        """Return the extent of ``buffer``; None if it lies in no window."""
         for index, window in enumerate(self._windows):
             offset = window.offset_of(buffer)
             if offset >= 0:
-                return Place(index, self._generations[index], offset, buffer.nbytes)
+                return Extent(index, self._generations[index], offset, buffer.nbytes)
         return None
 
-    def is_taken(self, place: Place) -> bool:
-        """Whether an array of this process is over the window of ``place``."""
-        return self._windows[place.window].is_taken
+    def is_taken(self, extent: Extent) -> bool:
+        """Whether an array of this process is over the window of ``extent``."""
+        return self._windows[extent.window].is_taken
 
-    def copy_in(self, buffers: Sequence[memoryview | Place]) -> list[Place] | None:
+    def copy_in(self, buffers: Sequence[memoryview | Extent]) -> list[Extent] | None:
         """Copy ``buffers`` into a free window; None if there is none.
 
         Args:
-            buffers: Memory of this process, or places in other windows.
+            buffers: Memory of this process, or extents in other windows.
         """
         ends = np.cumsum([-(-buffer.nbytes // _LINE) * _LINE for buffer in buffers]).tolist()
         index = self._free(ends[-1])
@@ -91,24 +91,24 @@ class Windows:
             return None
         memory = self._windows[index].memory()
         starts = [0, *ends[:-1]]
-        places = [
-            Place(index, self._generations[index], start, buffer.nbytes)
+        extents = [
+            Extent(index, self._generations[index], start, buffer.nbytes)
             for start, buffer in zip(starts, buffers, strict=True)
         ]
         sources = [
             self._windows[b.window].memory()[b.offset : b.offset + b.nbytes]
-            if isinstance(b, Place)
+            if isinstance(b, Extent)
             else np.frombuffer(b, np.uint8)
             for b in buffers
         ]
-        move_parts([memory[p.offset : p.offset + p.nbytes] for p in places], sources)
-        return places
+        move_parts([memory[p.offset : p.offset + p.nbytes] for p in extents], sources)
+        return extents
 
-    def copy_of(self, place: Place | None) -> NDArray[np.uint8]:
-        """Return a copy of the bytes at ``place``."""
-        assert place is not None
-        memory = self._windows[place.window].memory()
-        return np.array(memory[place.offset : place.offset + place.nbytes])
+    def copy_of(self, extent: Extent | None) -> NDArray[np.uint8]:
+        """Return a copy of the bytes at ``extent``."""
+        assert extent is not None
+        memory = self._windows[extent.window].memory()
+        return np.array(memory[extent.offset : extent.offset + extent.nbytes])
 
     def _free(self, nbytes: int) -> int | None:
         """Return the index of a free window of ``nbytes`` or more, made if need be."""

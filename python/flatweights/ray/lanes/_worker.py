@@ -182,16 +182,16 @@ class WorkerLane(LaneEnd):
             )
         if message is None:
             return None
-        answer, places = message
+        answer, extents = message
         try:
-            self.announce(self._windows, places)
+            self.send_windows(self._windows, extents)
         except OSError:
             box.append(None)  # the driver is gone
             return None
-        self.hold(places)
+        self.hold(extents)
         self._layout = layout
-        if places:
-            self._last_nbytes = max(place.nbytes for place in places)
+        if extents:
+            self._last_nbytes = max(extent.nbytes for extent in extents)
         reach("gathered")
         return answer
 
@@ -204,18 +204,18 @@ class WorkerLane(LaneEnd):
         weights = box[0]
         if type(weights) is not FlatWeights or weights.layout is not self._layout:
             return None
-        place = self._windows.find(weights.buffer)
-        if place is None:
+        extent = self._windows.find(weights.buffer)
+        if extent is None:
             return None
         box.clear()
         del weights
-        if self._windows.is_taken(place):  # an array over them is alive, and may be written to
-            copied = self._windows.copy_in([place])
+        if self._windows.is_taken(extent):  # an array over them is alive, and may be written to
+            copied = self._windows.copy_in([extent])
             if copied is None:
-                box.append(FlatWeights.wrap(self._windows.copy_of(place), self._layout))
+                box.append(FlatWeights.wrap(self._windows.copy_of(extent), self._layout))
                 return None
-            (place,) = copied
-        return Message(join_message(WEIGHTS, self._layout.digest.encode(), [place]), [place])
+            (extent,) = copied
+        return Message(join_message(WEIGHTS, self._layout.digest.encode(), [extent]), [extent])
 
 
 class WorkerLanes:

@@ -135,7 +135,7 @@ class SeatAnswer(Answer):
         if seat.gone is not None:
             self._error = seat.gone
         elif lane is not None and lane.is_answered and seat.has is not None:
-            content = lane.take().content
+            _, content = lane.take()
         elif lane is not None and lane.is_closed:
             self._error = MemberDiedError(f"{seat.who} has ended without leave()")
         if seat.letters and (lane is None or (content is not None and len(content) == 1)):
