@@ -44,7 +44,7 @@ namespace flatweights {
 class Mailbox {
  public:
   static constexpr std::size_t kBytes = std::size_t{128} << 10;  // of a command, of an answer
-  static constexpr std::size_t kWindows = 64;                   // of each side
+  static constexpr std::size_t kWindows = 64;                    // of each side
 
   enum class State : std::uint32_t { kAway = 0, kWaiting = 1, kCommand = 2, kBusy = 3 };
   // kExpected: the worker is waiting, or a call that has not ended will take the command.
