@@ -77,7 +77,7 @@ class PlainWorker(FlatWorker):
             weights["w"][1] = np.nan
         if action == "other layout":
             return FlatWeights({"v": np.zeros(3)})
-        if where:
+        if where and Path(where).is_dir():
             (Path(where) / f"{self.rank} trained").touch()
         if action == "hang":
             wait_for(Path(where) / "go on")
