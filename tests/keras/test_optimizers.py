@@ -36,6 +36,7 @@ def test_it_is_the_optimizer_that_was_given(member: flatweights.ray.Member) -> N
             average_gradients(averaging, member=member)
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras saves variables like this
 def test_a_model_is_saved_with_it_and_loaded_without(
     member: flatweights.ray.Member, tmp_path: Path
 ) -> None:
