@@ -31,7 +31,7 @@ def hosts() -> list[str]:
 
 def test_after_a_death_all_meet_anew_and_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.data_parallel_trainer import DataParallelTrainer
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     storage = str(tmp_path / "storage")
     result = DataParallelTrainer(

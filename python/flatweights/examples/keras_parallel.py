@@ -24,7 +24,7 @@ from typing import Any
 import ray
 from ray import train as ray_train
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
-from ray.train.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
