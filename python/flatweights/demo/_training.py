@@ -107,7 +107,7 @@ def train(options: argparse.Namespace) -> None:
         screen.stage("starting Ray")
         if not ray.is_initialized():
             address = os.environ.get("RAY_ADDRESS", "local")
-            ray.init(address, logging_level=logging.ERROR)
+            ray.init(address, include_dashboard=False, logging_level=logging.ERROR)
         screen.stage("importing TensorFlow and building the networks")
         group = WorkerGroup.create(
             DigitsWorker,

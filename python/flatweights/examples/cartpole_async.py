@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     options = parser.parse_args(arguments)
     if min(options.workers, options.updates) < 1:
         parser.error(f"expected at least 1 worker and 1 update, got {vars(options)}")
-    ray.init(ignore_reinit_error=True, logging_level="ERROR")
+    ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")
     actor: Any = ray.remote(Worker)
     workers = [actor.remote(options.seed, rank) for rank in range(options.workers)]
     start = ray.get(workers[0].get_flat.remote())

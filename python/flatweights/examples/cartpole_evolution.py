@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     options = parser.parse_args(arguments)
     if min(options.workers, options.updates) < 1:
         parser.error(f"expected at least 1 worker and 1 update, got {vars(options)}")
-    ray.init(ignore_reinit_error=True, logging_level="ERROR")
+    ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")
     table = ray.put(np.random.default_rng(options.seed).standard_normal(NOISE, np.float32))
     noise = ray.get(table)  # a view of the object store
     parts = np.array_split(range(PAIRS), options.workers)

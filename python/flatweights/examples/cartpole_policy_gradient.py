@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     options = parser.parse_args(arguments)
     if min(options.workers, options.updates) < 1:
         parser.error(f"expected at least 1 worker and 1 update, got {vars(options)}")
-    ray.init(ignore_reinit_error=True, logging_level="ERROR")
+    ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")
     group = WorkerGroup.create(Player, options.workers, options.seed, arguments=lambda rank: [rank])
     learner, returns, steps = Learner(options.seed, options.updates), deque[float](maxlen=100), 0
     curve = list[tuple[float, float]]()

@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         "loop over variables": with_a_loop(model, loss),
     }
     if actors:
-        ray.init(ignore_reinit_error=True, logging_level="ERROR")
+        ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")
         group = WorkerGroup.create(Worker, actors, *settings, actors, arguments=lambda rank: [rank])
         sizes = [len(digits[1][rank::actors]) for rank in range(actors)]
         ways[f"{actors} actors"] = with_actors(group, sizes)

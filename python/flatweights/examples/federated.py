@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
     logging.getLogger("flatweights").setLevel(logging.ERROR)
     sizes = [len(labels) for _, labels in split_data(options)[0]]
     print(f"{options.clients} clients with {min(sizes)} to {max(sizes)} images each", flush=True)
-    ray.init(ignore_reinit_error=True, logging_level="ERROR")
+    ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")
     client = ray.remote(max_restarts=-1, max_task_retries=-1)(Client)
     actors = [client.remote(options) for _ in range(options.workers)]
     start = ray.get(actors[0].get_weights.remote())

@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
     options = parser.parse_args(arguments)
     if min(options.workers, options.rounds) < 1:
         parser.error(f"expected at least 1 worker and 1 round, got {vars(options)}")
-    ray.init(ignore_reinit_error=True, logging_level="ERROR")
+    ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")
     settings, ranks = (options.seed, options.workers), range(options.workers)
     actor = ray.remote(Network)
     plain = [actor.remote(*settings, rank) for rank in ranks]

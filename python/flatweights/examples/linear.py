@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
     options = parser.parse_args(arguments)
     if min(options.workers, options.steps) < 1:
         parser.error(f"expected at least 1 worker and 1 step, got {vars(options)}")
-    ray.init(ignore_reinit_error=True, logging_level="ERROR")
+    ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")
     settings = options.seed, graph if options.graph else eager
     group = WorkerGroup.create(Worker, options.workers, *settings, arguments=lambda rank: [rank])
     if options.exchange == "weights":

@@ -312,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         print(f"{options.checkpoint}: {done} of {options.rounds} rounds are done", flush=True)
         if done >= options.rounds:
             raise SystemExit("nothing is left: choose more --rounds or another --checkpoint")
-    ray.init(ignore_reinit_error=True, logging_level="ERROR")
+    ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")
     for name, wanted in (("CPU", options.workers), ("GPU", options.num_gpus or 0)):
         if (there := ray.cluster_resources().get(name, 0)) < wanted:  # actors would wait for ever
             raise SystemExit(f"{name}s of Ray: expected at least {wanted}, got {there:g}")
