@@ -10,7 +10,7 @@ one copy.
     flatweights examples --plot returns.png cartpole_policy_gradient --workers 4
 
 For a task of your own, change `ENVIRONMENT` (any of Gymnasium's whose actions are numbered) and
-`build_network`; the loss is in `Learner`. A mean return of 475, of at most 500, takes some 90
+`build_network`; the loss is in `Learner`. A mean return of 475, of at most 500, takes 70 to 250
 updates.
 """
 
