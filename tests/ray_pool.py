@@ -52,12 +52,15 @@ class Actors:
             *,
             max_inflight: int = 4,
             wire_dtype: Any = None,
+            initial: Any = "lowest",
             **options: Any,
         ) -> WorkerGroup:
             kinds = [_Kind(worker, rank, size, tuple(sorted(options.items()))) for rank in range(n)]
             actors = [self._take(kind, options) for kind in kinds]
             lent.extend((k, a, a.pid.remote()) for k, a in zip(kinds, actors, strict=True))
-            return WorkerGroup(actors, max_inflight=max_inflight, wire_dtype=wire_dtype)
+            return WorkerGroup(
+                actors, max_inflight=max_inflight, wire_dtype=wire_dtype, initial=initial
+            )
 
         try:
             yield lend
@@ -114,3 +117,12 @@ def restored(group: WorkerGroup, timeout: float = 60) -> list[int]:
             return found
         time.sleep(0.02)
     raise AssertionError(f"nobody is back: {group.unhealthy}")
+
+
+def wait_until_dead(actor: Any) -> None:
+    """Wait until Ray has ended an actor that was killed: it takes a while."""
+    while True:
+        try:
+            ray.get(actor.ping.remote())
+        except ray.exceptions.ActorDiedError:
+            return

@@ -48,12 +48,22 @@ class RunningAverage:
     >>> running.add(np.array([3.0, 6.0]))
     >>> running.mean(), running.total_weight
     (array([1.5, 3. ]), 4.0)
+    >>> running
+    <RunningAverage of an array, 2 elements, total weight 4>
     """
 
     def __init__(self) -> None:
         """Start empty; the first source sets kind, shapes and dtypes."""
         self._turns = TurnLock()
         self._state: _State | None = None  # assigned only when complete
+
+    def __repr__(self) -> str:
+        """The kind of the sources, their size and weight."""
+        state = self._state
+        if state is None:
+            return "<RunningAverage of nothing yet>"
+        kind, size = state.template.kind.value, state.template.layout.size
+        return f"<RunningAverage of {kind}, {size:,} elements, total weight {self.total_weight:g}>"
 
     @property
     def total_weight(self) -> float:

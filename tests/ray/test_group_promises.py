@@ -26,7 +26,7 @@ from flatweights.ray import (
     average,
 )
 from flatweights.ray import _engine as engine
-from flatweights.ray import _roster as roster
+from flatweights.ray import _latest as latest
 from flatweights.ray._calls import Head, Stamp
 from flatweights.ray._shard_tasks import ShardOwner
 
@@ -62,6 +62,11 @@ class Told(PlainWorker):
 
     def raise_two_arguments(self) -> None:
         raise TwoArgumentsError(1, 2)
+
+    def raise_text(self, rank: int, size: int) -> FlatWeights:
+        if rank == self.rank:
+            raise OSError("x" * size + "end")
+        return self.get_weights()
 
     def takes_all(self, **options: Any) -> tuple[FlatWeights, Any]:
         return self.get_weights(), options
@@ -366,7 +371,7 @@ def test_weights_that_could_not_be_put_are_not_the_latest(
     wired.broadcast(start_of(1.0, LARGE))
     wired.broadcast(start_of(1.5, LARGE))
     with monkeypatch.context() as patched:
-        patched.setattr(roster, "put", raising(error))
+        patched.setattr(latest, "put", raising(error))
         with pytest.raises(error):
             wired.broadcast(start_of(3.0, LARGE))
     without_rank_0(wired)
@@ -429,7 +434,7 @@ def test_a_call_whose_weights_could_not_be_put_runs_nowhere(
     heal(wired)
     wired.step("forget_calls", broadcast=start_of(1.0, LARGE))
     with monkeypatch.context() as patched:
-        patched.setattr(roster, "put", raising(error))
+        patched.setattr(latest, "put", raising(error))
         with pytest.raises(error):
             wired.average("train", broadcast=start_of(3.0, LARGE))
     assert wired.step("how_often") == {0: 0, 1: 0, 2: 0}
@@ -545,7 +550,9 @@ def test_run_gives_restore_no_more_time_than_it_has(
 ) -> None:
     given: list[float | None] = []
     with monkeypatch.context() as patched:
-        patched.setattr(group._roster, "probe", lambda deadline: given.append(deadline.timeout))
+        patched.setattr(
+            group._roster, "restore", lambda deadline, **_: given.append(deadline.timeout)
+        )
         for timeout in (2.0, 60.0, None):
             without_rank_0(group)
             list(group.run(1, "get_weights", timeout=timeout))
@@ -569,6 +576,82 @@ def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(
         with pytest.raises((TypeError, ValueError), match="timeout: expected seconds"):
             call()
     assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
+
+
+@pytest.mark.parametrize("timeout", [1e16, 1e308, 10**400, np.float32(1e30)])
+def test_a_timeout_may_be_longer_than_clocks_count(group: WorkerGroup, timeout: Any) -> None:
+    group.broadcast(start_of(2.0), timeout=timeout)
+    assert group.step("ping", timeout=timeout) == dict.fromkeys(range(3), "pong")
+    without_rank_0(group)
+    assert group.restore(timeout=timeout) == [0]
+    assert group.average("get_weights", timeout=timeout).used == (0, 1, 2)
+    (found,) = group.run(1, "train", timeout=timeout)
+    assert found.used == (0, 1, 2)
+    assert average([ray.put(np.ones(2))], timeout=timeout).weights.tolist() == [1.0, 1.0]
+
+
+def test_texts_of_errors_are_cut_where_they_are_shown(
+    group: WorkerGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(WorkerError) as caught:
+        group.average("raise_text", 1, 3_000_000)
+    assert len(str(caught.value)) < 4000
+    assert str(caught.value).startswith("rank 1: OSError: xxx")
+    assert str(caught.value).endswith("... [3,000,003 characters] ... " + "x" * 497 + "end")
+    with caplog.at_level("INFO", logger="flatweights"):
+        found = group.average("raise_text", 1, 3_000_000, min_results=2)
+    assert len(found.record()["failed"]["1"]) < 4000
+    assert "rank 1: OSError: xxx" in caplog.text
+    assert len(caplog.text) < 10_000
+
+
+def test_a_driver_of_ray_client_is_told_before_it_starts_actors(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    calls: list[Callable[[], Any]] = [
+        lambda: WorkerGroup.create(PlainWorker, 1, num_cpus=0),
+        lambda: WorkerGroup(list(group.actors().values())),
+        lambda: average([ray.put(np.zeros(2))]),
+    ]
+    monkeypatch.setattr(PlainWorker, "__init__", raising(AssertionError))
+    for call in calls:
+        with pytest.raises(RuntimeError, match="expected a driver in Ray's cluster, got one that"):
+            call()
+
+
+# What a method returns is weights or gradients.
+
+
+def test_a_result_that_is_no_model_of_the_workers_is_named(group: WorkerGroup) -> None:
+    actors = list(group.actors().values())
+    wrong: dict[str, Any] = {
+        "parts of the names 'loss'": {"loss": [0.3]},
+        "parts of the names 'x', 'y'": FlatWeights({"x": np.ones(2), "y": np.ones(2)}),
+        r"2 parts of the shapes \[\(5,\), \(5,\)\]": [np.ones(5), np.ones(5)],
+        r"an array of the shape \(7,\)": np.ones(7),
+        r"an array of the shape \(\)": np.float64(3),
+    }
+    again = WorkerGroup(actors)
+    again.broadcast(start_of(1.0))
+    for got, value in wrong.items():
+        refused = f"^rank 0: expected weights .* from 'give', got {got}: is it"
+        with pytest.raises(TypeError, match=refused):
+            again.average("give", 0, value, value)
+        with pytest.raises(TypeError, match=refused):
+            list(again.run(1, "give", 0, (value, "extras"), (value, "extras")))
+    right: list[Any] = [
+        start_of(1.0),
+        {"n": np.int64(3)},
+        [np.ones(5)],
+        np.ones(6),
+        np.ones(3),
+        FlatWeights({"v": np.ones(5, np.float32), "m": np.int64(3)}),
+    ]
+    for value in right:
+        assert again.average("give", 0, value, value).used == (0, 1, 2)
+    unknown = WorkerGroup(actors, initial=None)
+    assert unknown.average("give", 0, np.ones(7), np.ones(7)).used == (0, 1, 2)
 
 
 def test_numbers_that_are_no_integers_are_refused(group: WorkerGroup) -> None:

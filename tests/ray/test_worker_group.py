@@ -429,7 +429,7 @@ def test_a_restart_between_rounds_is_noticed(make: Make) -> None:
 def test_before_any_broadcast_a_restarted_worker_does_not_come_back(
     make: Make, tmp_path: Path
 ) -> None:
-    group = make(3, max_task_retries=-1)
+    group = make(3, max_task_retries=-1, initial=None)
     start = weights_of(2.0)
     group.step("set_weights", start)  # the group does not know of it
     found = group.average("act", {2: "die once"}, str(tmp_path), min_results=2)
@@ -664,7 +664,7 @@ def test_after_a_broken_round_a_late_rank_takes_no_time_from_others(
     with pytest.raises(WorkerError, match="rank 1: ArithmeticError"):
         list(group.run(1, "act", {1: "raise"}))
     ends: list[Any] = []
-    settle, send = group._roster._settle, group._roster._send_in_full
+    settle, send = group._roster._settle, group._roster._send_latest
 
     def settled(deadline: Any) -> None:
         ends.append(deadline.end)
@@ -675,7 +675,7 @@ def test_after_a_broken_round_a_late_rank_takes_no_time_from_others(
         return send(ranks, deadline)
 
     monkeypatch.setattr(group._roster, "_settle", settled)
-    monkeypatch.setattr(group._roster, "_send_in_full", sent)
+    monkeypatch.setattr(group._roster, "_send_latest", sent)
     next(group.run(1, "train", timeout=60))
     assert ends[0] < ends[1], "the time to send begins once the late ranks were waited for"
 

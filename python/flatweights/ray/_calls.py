@@ -300,6 +300,15 @@ def argument_of(payload: Payload | None) -> Any:
     return payload.ready[RayWorker]
 
 
+def sent_weights(payload: Payload) -> Any:
+    """Return the weights of a payload that was prepared, as they were sent."""
+    sent = payload.ready.get(RayWorker, payload.value)
+    if isinstance(sent, ray.ObjectRef):
+        sent = ray.get(sent)
+    sent = weights_of(sent)
+    return sent.get() if isinstance(sent, ShardedWeights) else sent
+
+
 class RayWorker(Worker):
     """A worker that is called as an actor."""
 

@@ -14,11 +14,12 @@ from flatweights._running_average import RunningAverage
 from flatweights._sources import Template, check_flat_weights
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._calls import Answer, RayAnswer
-from flatweights.ray._engine import AnyRule, Arrivals, Deadline, LettingGo, Request, Weights
+from flatweights.ray._engine import AnyRule, Arrivals, Deadline, Request, Weights, letting_go
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import report
 from flatweights.ray._result import copied, split
 from flatweights.ray._round import Round
+from flatweights.ray._store import check_cluster
 from flatweights.ray._wire import nbytes_of, widen
 from flatweights.robust._rules import Rule
 
@@ -114,6 +115,7 @@ def average(
 
 def references(refs: Iterable[Any], *, fetch: bool = True) -> dict[int, Answer]:
     """Return answers by rank for ``refs``, checked to be references, one at least."""
+    check_cluster()
     if not isinstance(refs, Iterable):
         raise TypeError(f"refs: expected a list of references, got {type(refs).__name__}")
     answers: dict[int, Answer] = {}
@@ -145,6 +147,7 @@ class DriverAverage:
         *,
         decode: Callable[[Any], Any] = widen,
         finish: Callable[[Any], Any] = lambda mean: mean,
+        accept: Callable[[Any, str], None] = lambda model, where: None,
     ) -> None:
         """Prepare the average.
 
@@ -154,12 +157,15 @@ class DriverAverage:
             out: Where to write.
             decode: Decodes the weights that a worker returned to a model.
             finish: Turns the mean of these models into the average; it may change the mean.
+            accept: Raises unless the first of these models, or its layout, is one to be averaged;
+                errors name it by the text.
         """
         self._arrivals = arrivals
         self._request = request
         self._out = out
         self._decode = decode
         self._finish = finish
+        self._accept = accept
         self._order = sorted(arrivals.answers)
         self._next = 0  # place in the order of the first rank that was not added
         self._held: dict[int, Any] = {}
@@ -174,7 +180,7 @@ class DriverAverage:
 
     def run(self) -> Round:
         """Wait, average, and let go of all values, in an error too."""
-        with LettingGo(self, self._arrivals):
+        with letting_go(self.let_go, self._arrivals.let_go):
             # "skip" may leave too few, which is known only after the pass that writes ``out``.
             skips = self._request.nonfinite == "skip" and self._out is not None
             at_once = self._request.rule is not None or (self._may_hold_all() and not skips)
@@ -281,6 +287,7 @@ class DriverAverage:
         if any(m.layout is not layout and m.layout.digest != layout.digest for m in models):
             return None
         check_flat_weights(layout, f"rank {ranks[0]}")
+        self._accept(layout, f"rank {ranks[0]}")
         reach("averaging")
         begin = time.monotonic()
         mean = layout.new_buffer()
@@ -309,11 +316,7 @@ class DriverAverage:
         if self._find_spoiled([self._first], [mean]):
             spoiled: dict[int, Exception] = {}
             for rank in self._used:
-                value = [self._arrivals.take(rank)]  # one is mapped at a time
-                if rank not in self._arrivals.failed:
-                    model = [self._decode(split(value.pop())[0])]
-                    spoiled |= self._find_spoiled([rank], model)
-                    model.clear()
+                spoiled |= self._take_and_screen(rank)
             if spoiled and self._request.nonfinite == "raise":
                 raise next(iter(spoiled.values()))
             self._arrivals.quarantine(spoiled)
@@ -333,12 +336,21 @@ class DriverAverage:
         """
         near = set(self._order[self._next : self._next + self._request.max_inflight])
         for rank in sorted(came, reverse=True):
-            if self._arrivals.answers[rank].packed() is not None:
-                continue
-            value = [self._arrivals.take(rank)]
-            if rank in near and rank in self._arrivals.arrived:
-                self._held[rank] = value.pop()
-            value.clear()
+            if self._arrivals.answers[rank].packed() is None:
+                self._take(rank, hold=rank in near)
+
+    # Functions of their own, so that a value is not mapped any longer when they return.
+
+    def _take(self, rank: int, *, hold: bool) -> None:
+        value = self._arrivals.take(rank)
+        if hold and rank in self._arrivals.arrived:
+            self._held[rank] = value
+
+    def _take_and_screen(self, rank: int) -> dict[int, Exception]:
+        value = self._arrivals.take(rank)
+        if rank in self._arrivals.failed:
+            return {}
+        return self._find_spoiled([rank], [self._decode(split(value)[0])])
 
     def _runs(self, *, to_the_end: bool, most: int) -> Iterator[dict[int, Any]]:
         """Yield values by runs of consecutive ranks.
@@ -395,6 +407,7 @@ class DriverAverage:
         model = self._decode(received)
         name = f"rank {rank}"
         if self._template is None:
+            self._accept(model, name)
             self._template, self._first = Template.of(model, name), rank
         else:
             try:

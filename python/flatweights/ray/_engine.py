@@ -1,14 +1,14 @@
 """The request of a round, the wait for its answers, and the check that enough ranks are left."""
 
+import contextlib
 import math
 import operator
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from flatweights._average import Nonfinite, check_nonfinite, read_weight, read_weights
 from flatweights.ray._calls import Answer, wait_any
@@ -16,6 +16,8 @@ from flatweights.ray._errors import WorkerError, late_error
 from flatweights.ray._report import METRICS
 from flatweights.ray._store import FULL, too_small
 from flatweights.robust._rules import Rule, as_rule
+
+_FOREVER = 1e8  # seconds, three years: clocks that count nanoseconds overflow later
 
 AnyRule = Rule | Callable[[list[Any]], Any]
 Weights = Iterable[float] | Callable[[Any], float] | None
@@ -96,14 +98,18 @@ def check_count(value: int, name: str, most: int | None = None) -> int:
 
 
 def check_timeout(timeout: float | None) -> float | None:
-    """Return ``timeout``, checked to be seconds; None for infinity."""
+    """Return ``timeout``, checked to be seconds; None for those that no clock counts."""
     if timeout is None:
         return None
     if not hasattr(timeout, "__float__"):
         raise TypeError(f"timeout: expected seconds or None, got {timeout!r}")
-    if not timeout >= 0:
+    try:
+        seconds = float(timeout)
+    except OverflowError:  # an integer
+        seconds = math.inf if timeout > 0 else -math.inf
+    if not seconds >= 0:
         raise ValueError(f"timeout: expected seconds, not negative, got {timeout!r}")
-    return None if timeout == math.inf else timeout
+    return None if seconds > _FOREVER else seconds
 
 
 class Deadline(NamedTuple):
@@ -303,40 +309,25 @@ class Arrivals:
         self._following.clear()
 
 
-class Holder(Protocol):
-    """Something that holds values of answers."""
-
-    def let_go(self) -> None:
-        """Hold none any longer."""
-
-
-class LettingGo:
-    """A context manager that lets go of all values of a round at its end.
+@contextlib.contextmanager
+def letting_go(*let_go: Callable[[], None]) -> Iterator[None]:
+    """Let go of all values of a round at its end, by calling each of ``let_go``.
 
     All code that touches values runs inside it. If an error leaves it, the frames of its traceback
     are cleared, since they would keep values alive. Errors that were being handled before are left
     as they are.
     """
-
-    def __init__(self, *holders: Holder) -> None:
-        """Take the objects that hold values."""
-        self._holders = holders
-        self._outer = sys.exc_info()[1]
-
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Let go."""
-        for holder in self._holders:
-            holder.let_go()
+    outer = sys.exc_info()[1]
+    try:
+        yield
+    except BaseException as error:
         if isinstance(error, Exception):
             METRICS.count_failed_round()
-        while error is not None and error is not self._outer:
-            traceback.clear_frames(error.__traceback__)
-            error = error.__context__
+        link: BaseException | None = error
+        while link is not None and link is not outer:
+            traceback.clear_frames(link.__traceback__)
+            link = link.__context__
+        raise
+    finally:
+        for release in let_go:
+            release()

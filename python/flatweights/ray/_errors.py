@@ -8,6 +8,8 @@ from typing import Any
 
 import ray
 
+from flatweights.ray._result import shortened
+
 # What a method raised, if it does not unpickle here; older versions of Ray do not have it.
 _UNSERIALIZABLE: Any = getattr(ray.exceptions, "UnserializableException", ())
 
@@ -53,6 +55,11 @@ def is_lost(error: Exception) -> bool:
     return isinstance(error, (ray.exceptions.RayError, TimeoutError)) and not is_raised
 
 
+def raised(failed: Mapping[int, Exception]) -> dict[int, Exception]:
+    """Return those of the errors that methods raised."""
+    return {rank: error for rank, error in failed.items() if not is_lost(error)}
+
+
 def is_refusal(error: Exception) -> bool:
     """Whether the worker has not set the weights that a call brought."""
     return isinstance(getattr(error, "cause", error), RefusedWeightsError)
@@ -63,17 +70,22 @@ def is_stale(error: Exception) -> bool:
     return isinstance(getattr(error, "cause", None), StaleWorkerError)
 
 
+def is_restarting(error: Exception | None) -> bool:
+    """Whether Ray is restarting the actor: it may answer soon."""
+    return isinstance(error, ray.exceptions.ActorUnavailableError)
+
+
 def late_error(timeout: float | None) -> TimeoutError:
     """Return the error of a rank that did not answer in time."""
-    return TimeoutError(f"no result after {timeout} s")
+    return TimeoutError(f"no result after {timeout if timeout is None else f'{timeout:g}'} s")
 
 
 def reason_of(error: Exception) -> str:
     """Return the type and text of what a worker raised, without Ray's error around it."""
     shown = _shown(error)
     if isinstance(shown, _UNSERIALIZABLE):  # a traceback, what the method raised last
-        return str(shown).strip().splitlines()[-1]
-    return f"{type(shown).__name__}: {shown}"
+        return shortened(str(shown).strip().splitlines()[-1])
+    return f"{type(shown).__name__}: {shortened(str(shown))}"
 
 
 def reason_in_a_line(error: Exception) -> str:
@@ -82,7 +94,8 @@ def reason_in_a_line(error: Exception) -> str:
     if isinstance(shown, _UNSERIALIZABLE):
         return reason_of(shown)
     name = type(shown).__name__
-    lines = [line.strip() for line in _COLOURS.sub("", str(shown)).splitlines() if line.strip()]
+    text = _COLOURS.sub("", str(shown))
+    lines = [shortened(line) for line in map(str.strip, text.splitlines()) if line]
     if not lines:
         return name
     if "creation task" in lines[0]:  # the constructor raised: a traceback, the error last

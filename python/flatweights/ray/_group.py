@@ -7,8 +7,8 @@ import functools
 import math
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import ray
 
@@ -24,16 +24,58 @@ from flatweights.ray._engine import (
     check_count,
     check_timeout,
 )
-from flatweights.ray._errors import WorkerError, is_lost
+from flatweights.ray._errors import WorkerError, raised
 from flatweights.ray._report import report, rounds_bar
+from flatweights.ray._result import check_result
 from flatweights.ray._roster import Roster, note_seconds
 from flatweights.ray._round import Round
 from flatweights.ray._sharded import ShardedAverage, ShardedPlan
+from flatweights.ray._store import check_cluster
 from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray._worker import FlatWorker
 from flatweights.wire import WireDType
 
+_READS = ("get_weights", "get_flat", "ping")  # methods that need no initial weights
 _PROBE = 10.0  # seconds that an unhealthy worker is given to answer
+
+ByRank = Callable[[int], Sequence[Any]]
+"""A function of the rank that gives arguments."""
+
+
+class _Work(NamedTuple):
+    """The call that all workers of a round get.
+
+    Attributes:
+        method: Name of the method.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        arguments: A function of the rank that gives more arguments.
+    """
+
+    method: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    arguments: ByRank | None
+
+    @classmethod
+    def of(
+        cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], arguments: ByRank | None
+    ) -> _Work:
+        """Check that the method has a name: a call without one would only set weights."""
+        if not isinstance(method, str):
+            raise TypeError(f"method: expected a name, got {method!r}")
+        if arguments is not None and not callable(arguments):
+            raise TypeError(f"arguments: expected a function of the rank, got {arguments!r}")
+        return cls(method, args, kwargs, arguments)
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the method works on weights, rather than reads them."""
+        return self.method not in _READS
+
+    def arguments_of(self, ranks: Iterable[int]) -> dict[int, Sequence[Any]]:
+        """Return the additional arguments by rank."""
+        return {rank: tuple(self.arguments(rank)) if self.arguments else () for rank in ranks}
 
 
 class WorkerGroup:
@@ -47,9 +89,9 @@ class WorkerGroup:
     Weights that the group sends have a version, and every call says which one it means. So
     an actor that Ray restarts (``max_restarts``) does not answer with the weights that it
     was built with, and what it computed from older weights is in no later average. An actor
-    that is late is not asked again before it has answered; that answer is dropped. Before
-    the first `broadcast` there are no weights to send: a restarted actor stays unhealthy
-    until there are.
+    that is late is not asked again before it has answered; that answer is dropped. The first
+    call brings all the same weights (``initial``). Without them, a restarted actor stays
+    unhealthy until there is a `broadcast`.
 
     A group is for one thread: calls from several at a time are not supported.
 
@@ -75,6 +117,7 @@ class WorkerGroup:
         *,
         max_inflight: int = 4,
         wire_dtype: WireDType | None = None,
+        initial: Any = "lowest",
     ) -> None:
         """Take actors of `FlatWorker` classes, by rank.
 
@@ -87,13 +130,20 @@ class WorkerGroup:
                 All workers have the same weights: those that were broadcast, except for the
                 rounding of one difference. Weights have to be by name, with the same layout
                 both ways.
+            initial: The weights that all workers start from, which the first call brings them,
+                unless it brings others: what `broadcast` takes; or ``"lowest"``, those of the
+                lowest healthy rank; or None, if workers are to start from weights of their own.
+                `FlatWorker.get_weights`, `FlatWorker.get_flat` and `FlatWorker.ping` read what
+                workers have, and bring none.
 
         Raises:
-            ValueError: If there is no actor, or ``wire_dtype`` is another one.
-            TypeError: If one is no actor of a `FlatWorker` class.
+            ValueError: If there is no actor, or ``wire_dtype`` is not one of these.
+            TypeError: If one is not an actor of a `FlatWorker` class.
         """
-        self._roster = Roster(actors, None if wire_dtype is None else GroupWire(wire_dtype))
+        wire = None if wire_dtype is None else GroupWire(wire_dtype)
+        self._roster = Roster(actors, wire, initial)
         self._max_inflight = check_count(max_inflight, "max_inflight")
+        self._count = 0  # of averages
         self._in_round = False  # of run(): workers may have trained since the latest weights
         self._arguments: list[Sequence[Any]] = []  # of the actors, for those that are restarted
 
@@ -105,6 +155,7 @@ class WorkerGroup:
         *args: Any,
         max_inflight: int = 4,
         wire_dtype: WireDType | None = None,
+        initial: Any = "lowest",
         arguments: Callable[[int], Sequence[Any]] | None = None,
         **ray_options: Any,
     ) -> WorkerGroup:
@@ -116,13 +167,15 @@ class WorkerGroup:
             *args: Arguments for each constructor, and so for `FlatWorker.build`.
             max_inflight: See `average`.
             wire_dtype: See the constructor.
+            initial: See the constructor.
             arguments: A function of the rank that gives more arguments, after ``args``.
             **ray_options: Ray's options for the actors: ``num_gpus=1``, ``max_restarts=-1``.
 
         Raises:
-            TypeError: If ``worker`` is no subclass of `FlatWorker`.
+            TypeError: If ``worker`` is not a subclass of `FlatWorker`.
             ValueError: If ``n`` is less than 1.
         """
+        check_cluster()
         remote = worker if isinstance(worker, ray.actor.ActorClass) else None
         plain = remote.__ray_actor_class__ if remote is not None else worker
         if not (isinstance(plain, type) and issubclass(plain, FlatWorker)):
@@ -139,11 +192,15 @@ class WorkerGroup:
             # Ray lets go of large arguments once an actor is built, and a restart wants them.
             args = _by_reference(args)
             arguments_of = [_by_reference(own) for own in arguments_of]
-        group = cls(
-            [remote.remote(*args, *own) for own in arguments_of],
-            max_inflight=max_inflight,
-            wire_dtype=wire_dtype,
-        )
+        actors: list[Any] = []
+        try:
+            for own in arguments_of:
+                actors.append(remote.remote(*args, *own))
+            group = cls(actors, max_inflight=max_inflight, wire_dtype=wire_dtype, initial=initial)
+        except BaseException:
+            for actor in actors:
+                ray.kill(actor)
+            raise
         group._arguments = [args, *arguments_of]
         return group
 
@@ -174,6 +231,8 @@ class WorkerGroup:
         *args: Any,
         broadcast: Any = None,
         timeout: float | None = None,
+        ranks: Iterable[int] | None = None,
+        arguments: ByRank | None = None,
         **kwargs: Any,
     ) -> dict[int, Any]:
         """Call ``method`` of all healthy workers; return the results by rank.
@@ -185,23 +244,27 @@ class WorkerGroup:
             *args: Arguments; ``ray.put`` large ones once.
             broadcast: Weights that the workers set first, in the same call; see `average`.
             timeout: Seconds to wait; for ever, if None.
+            ranks: The ranks to call; all, if None.
+            arguments: A function of the rank that gives more arguments, after ``args``.
             **kwargs: Keyword arguments.
 
         Raises:
             WorkerError: If a method raised, or no rank has answered.
-            TypeError: If ``method`` is no name.
+            TypeError: If ``method`` is not a name.
+            ValueError: If ``ranks`` are not those of workers, each once.
         """
-        _check_method(method)
-        timeout = check_timeout(timeout)
-        ranks, broadcast = self._roster.begin(broadcast, timeout)
+        roster, work = self._roster, _Work.of(method, args, kwargs, arguments)
+        timeout, asked = check_timeout(timeout), roster.check(ranks)
+        called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
+        by_rank = work.arguments_of(called)
         arrivals = Arrivals(Deadline.after(timeout))
-        with self._roster.bringing(broadcast, ranks, arrivals) as payload:
-            call = self._roster.call(method, args, kwargs, payload)
-            self._roster.send_out(call, arrivals, ranks)
+        with roster.bringing(broadcast, called, arrivals) as payload:
+            call = roster.call(method, args, kwargs, payload)
+            roster.send_out(call, arrivals, called, by_rank)
             results = arrivals.collect()
-        by_methods = _raised(arrivals.failed)
+        by_methods = raised(arrivals.failed)
         if by_methods or not results:
-            raise WorkerError(by_methods or self.unhealthy)
+            raise WorkerError(by_methods or roster.unhealthy(asked))
         return results
 
     def average(
@@ -217,6 +280,8 @@ class WorkerGroup:
         travels: Travels = "weights",
         sharded: ShardedAverage | None = None,
         rule: AnyRule | None = None,
+        ranks: Iterable[int] | None = None,
+        arguments: ByRank | None = None,
         **kwargs: Any,
     ) -> Round:
         """Call ``method`` of all healthy workers and average what they return.
@@ -254,15 +319,21 @@ class WorkerGroup:
                 or a ``wire_dtype``.
             rule: What takes the place of the mean; see `flatweights.ray.average`. It cannot be
                 combined with ``sharded``.
+            ranks: The ranks to call, such as a sample of them; all, if None. `Round.used`,
+                `Round.failed` and `Round.late` name no others. Workers that are not called do not
+                get the weights of ``broadcast`` before a later call.
+            arguments: A function of the rank that gives more arguments, after ``args``.
             **kwargs: Keyword arguments of the method.
 
         Raises:
             WorkerError: If fewer than ``min_results`` ranks can give a result; those that
                 died or are late are unhealthy then.
-            TypeError: As `flatweights.ray.average`.
-            ValueError: As `flatweights.ray.average`.
+            TypeError: As `flatweights.ray.average`; or if the method returned neither weights
+                of the workers nor gradients.
+            ValueError: As `flatweights.ray.average`; or if ``ranks`` are not those of workers,
+                each once.
         """
-        _check_method(method)
+        work = _Work.of(method, args, kwargs, arguments)
         request = self._request(
             weights,
             sharded,
@@ -271,7 +342,7 @@ class WorkerGroup:
             nonfinite=nonfinite,
             rule=rule,
         )
-        result = self._average(method, args, kwargs, request, broadcast, out, travels, sharded)
+        result = self._average(work, request, ranks, broadcast, out, travels, sharded)
         report(result, already_named=self.unhealthy)
         return result
 
@@ -285,10 +356,9 @@ class WorkerGroup:
 
     def _average(
         self,
-        method: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        work: _Work,
         request: Request,
+        ranks: Iterable[int] | None,
         broadcast: Any = None,
         out: Any = None,
         travels: Travels = "weights",
@@ -298,29 +368,33 @@ class WorkerGroup:
         roster, wire = self._roster, self._roster.latest.wire
         if sharded is not None and (out is not None or wire is not None):
             raise ValueError("sharded: expected neither out nor a wire_dtype with it")
-        ranks, broadcast = roster.begin(broadcast, request.timeout)
-        before = roster.unhealthy()
-        if len(ranks) < (request.min_results or 1):
+        asked, timeout, method = roster.check(ranks), request.timeout, work.method
+        need = check_count(request.min_results or 1, "min_results", len(asked))
+        called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
+        before, by_rank = roster.unhealthy(asked), work.arguments_of(called)
+        if len(called) < need:
             raise WorkerError(before)
         patience = math.inf if sharded is None else sharded.patience
-        arrivals = Arrivals(Deadline.after(request.timeout), patience=patience)
+        arrivals = Arrivals(Deadline.after(timeout), patience=patience)
         try:
-            with roster.bringing(broadcast, ranks, arrivals) as payload:
+            with roster.bringing(broadcast, called, arrivals) as payload:
                 wire = roster.latest.wire
                 is_encoded = wire is not None and (travels == "gradients" or wire.has_sent)
-                call = roster.call(method, args, kwargs, payload, travels if is_encoded else None)
+                encoded = travels if is_encoded else None
+                call = roster.call(method, work.args, work.kwargs, payload, encoded)
                 plan: ShardedPlan | DriverAverage
                 if sharded is not None:
                     plan = ShardedPlan(sharded, arrivals, request)
-                    self._send_out_cut(call, plan, ranks)
+                    self._send_out_cut(call, plan, by_rank)
                 else:
-                    roster.send_out(call, arrivals, ranks)
-                    plan = DriverAverage(arrivals, request, out)
+                    roster.send_out(call, arrivals, called, by_rank)
+                    options: dict[str, Any] = {}
                     if wire is not None and is_encoded:
                         finish = functools.partial(wire.decode, travels=travels)
-                        plan = DriverAverage(
-                            arrivals, request, out, decode=wire.widen, finish=finish
-                        )
+                        options = {"decode": wire.widen, "finish": finish}
+                    elif roster.layout is not None:
+                        options["accept"] = functools.partial(check_result, roster.layout, method)
+                    plan = DriverAverage(arrivals, request, out, **options)
                 roster.lanes.offer()
                 result: Round = plan.run()
                 if sharded is None and out is None:
@@ -328,7 +402,8 @@ class WorkerGroup:
         except WorkerError as error:
             raise WorkerError(before | error.failed) from error.__cause__
         result.failed = dict(sorted((before | result.failed).items()))
-        result.ways = {rank: roster[rank].worker.way for rank in ranks}
+        result.ways = {rank: roster[rank].worker.way for rank in called}
+        self._count += 1
         return result
 
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
@@ -356,8 +431,8 @@ class WorkerGroup:
         if weights is None:
             raise TypeError("weights: expected weights to send, got None")
         timeout = check_timeout(timeout)
-        ranks, rest = self._roster.begin(weights, timeout)
-        if rest is None:
+        ranks, weights = self._roster.begin(weights, timeout)
+        if weights is None:
             return ranks
         arrivals = Arrivals(Deadline.after(timeout))
         with self._roster.bringing(weights, ranks, arrivals, alone=True) as payload:
@@ -365,22 +440,22 @@ class WorkerGroup:
             self._roster.send_out(self._roster.call(payload=payload), arrivals, ranks)
             arrivals.collect()
             note_seconds(weights, "broadcast", time.monotonic() - begin)
-        raised = _raised(arrivals.failed)
-        if raised or not arrivals.arrived:
-            raise WorkerError(raised or self.unhealthy)
+        by_workers = raised(arrivals.failed)
+        if by_workers or not arrivals.arrived:
+            raise WorkerError(by_workers or self.unhealthy)
         return sorted(arrivals.arrived)
 
     def restore(self, *, timeout: float | None = _PROBE) -> list[int]:
         """Send unhealthy workers the latest weights; return the ranks that have them.
 
-        They are healthy again. It asks each worker once: one that Ray is still restarting, or that
-        still owes a late answer, stays unhealthy. Call it again later, as `run` does before
-        each round.
+        They are healthy again. It waits for workers that still owe a late answer, and for those
+        that Ray is restarting, until its time is up; not for those that Ray gave up. `run` does
+        the same before each round, without waiting.
 
         Args:
-            timeout: Seconds to wait for the answers of those that were asked; for ever, if None.
+            timeout: Seconds to wait; for ever, if None.
         """
-        return self._roster.probe(Deadline.after(timeout))
+        return self._roster.restore(Deadline.after(timeout))
 
     def run(
         self,
@@ -393,6 +468,9 @@ class WorkerGroup:
         nonfinite: Nonfinite = "raise",
         sharded: ShardedAverage | None = None,
         rule: AnyRule | None = None,
+        ranks: Iterable[int] | Callable[[int], Iterable[int]] | None = None,
+        arguments: ByRank | None = None,
+        round_arguments: Callable[[int], Sequence[Any]] | None = None,
         progress: bool = False,
         **kwargs: Any,
     ) -> Iterator[Round]:
@@ -413,6 +491,11 @@ class WorkerGroup:
             nonfinite: What to do about NaN and infinity.
             sharded: See `average`; workers fetch the shards, and no whole buffer is in the driver.
             rule: See `average`.
+            ranks: The ranks to call; or a function of the number of the round, from 1, that gives
+                them. All get the average.
+            arguments: A function of the rank that gives more arguments, the last ones.
+            round_arguments: A function of the number of the round, from 1, that gives more
+                arguments, after ``args``: a step, a learning rate, a seed.
             progress: Show a progress bar, and the ranks that the last average is not of, if
                 the standard output is a terminal or a notebook (needs ``rich``).
             **kwargs: Keyword arguments of the method.
@@ -424,7 +507,7 @@ class WorkerGroup:
             rounds = operator.index(rounds)
         except TypeError:
             raise TypeError(f"rounds: expected an integer, got {rounds!r}") from None
-        _check_method(method)
+        work = _Work.of(method, args, kwargs, arguments)
         request = self._request(
             weights,
             sharded,
@@ -433,13 +516,21 @@ class WorkerGroup:
             nonfinite=nonfinite,
             rule=rule,
         )
-        average = functools.partial(self._average, method, args, kwargs, request, sharded=sharded)
+
+        def average(number: int) -> Round:
+            more = () if round_arguments is None else tuple(round_arguments(number))
+            asked = ranks(number) if callable(ranks) else ranks
+            this = work._replace(args=(*args, *more))
+            return self._average(this, request, asked, sharded=sharded)
+
+        if not callable(ranks):
+            ranks = self._roster.check(ranks)
         return self._rounds(rounds, average, request.timeout, progress)
 
     def _rounds(
         self,
         rounds: int,
-        average: Callable[[], Round],
+        average: Callable[[int], Round],
         timeout: float | None,
         progress: bool,
     ) -> Iterator[Round]:
@@ -449,11 +540,11 @@ class WorkerGroup:
                 begin = time.monotonic()
                 if self._in_round:
                     self._roster.distrust()
-                if self.unhealthy:
+                if self._roster.unhealthy():
                     patience = _PROBE if timeout is None else min(_PROBE, timeout)
-                    self._roster.probe(Deadline.after(patience))
+                    self._roster.restore(Deadline.after(patience), patient=False)
                 self._in_round = True
-                result = average()
+                result = average(number)
                 self.broadcast(result, timeout=timeout)
                 self._in_round = False
                 result.seconds["round"] = time.monotonic() - begin
@@ -465,34 +556,52 @@ class WorkerGroup:
                 del result  # while the next one is made
 
     def shutdown(self) -> None:
-        """End all actors; their processes are gone soon after."""
+        """End all actors; their processes are gone soon after.
+
+        A group is a context manager that does so at its end::
+
+            with WorkerGroup.create(Worker, 4) as group:
+                ...
+        """
         self._roster.shut_down()
         self._arguments.clear()
 
-    def _send_out_cut(self, call: Call, plan: ShardedPlan, ranks: Sequence[int]) -> None:
-        """As `_send_out`, for a plan over shards; workers cut the result unless nodes add up."""
+    def __enter__(self) -> WorkerGroup:
+        """Return the group."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Shut down, after an error too."""
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        """Ranks, health, rounds and the way to the workers.
+
+        As ``<WorkerGroup of 4 ranks, 3 healthy (2: ActorDiedError), 2 rounds, lanes>``.
+        """
+        roster = self._roster
+        whys = [f"{rank}: {type(why).__name__}" for rank, why in roster.unhealthy().items()]
+        healthy = f"{len(roster) - len(whys)} healthy" + (f" ({', '.join(whys)})" if whys else "")
+        ways = {roster[rank].worker.way.partition(":")[0] for rank in roster.healthy()}
+        names = [name for way, name in (("lane", "lanes"), ("store", "store")) if way in ways]
+        parts = [f"{len(roster)} ranks", healthy, f"{self._count} rounds", " and ".join(names)]
+        return f"<{type(self).__name__} of {', '.join(filter(None, parts))}>"
+
+    def _send_out_cut(
+        self, call: Call, plan: ShardedPlan, by_rank: Mapping[int, Sequence[Any]]
+    ) -> None:
+        """As `Roster.send_out`, for a plan over shards; workers cut unless nodes add up."""
         head, method, args, kwargs, payload = call
         weights = argument_of(payload)
         num_shards = plan.reading.num_shards
-        for rank in ranks:
-            handle = self._roster[rank].worker.handle
+        for rank, more in by_rank.items():
+            handle, args = self._roster[rank].worker.handle, (*call.args, *more)
             if num_shards:
                 run = handle.call_cut.options(num_returns=1 + num_shards)
                 refs = run.remote(head, weights, plan.reading, rank, method, *args, **kwargs)
             else:
                 refs = [handle.call_version.remote(head, weights, method, *args, **kwargs)]
             plan.expect(rank, *refs)
-
-
-def _check_method(method: str) -> None:
-    """Raise unless ``method`` is a name: a call without one would only set weights."""
-    if not isinstance(method, str):
-        raise TypeError(f"method: expected a name, got {method!r}")
-
-
-def _raised(failed: Mapping[int, Exception]) -> dict[int, Exception]:
-    """Return those of the errors that methods raised."""
-    return {rank: error for rank, error in failed.items() if not is_lost(error)}
 
 
 def _by_reference(arguments: Sequence[Any]) -> tuple[Any, ...]:

@@ -141,7 +141,7 @@ class Metrics:
             self._record(counts, seconds, used)
         except Exception as error:
             self.works = False
-            _log.warning("no metrics of rounds from now on: %s: %s", type(error).__name__, error)
+            _log.warning("no metrics of rounds from now on: %s", reason_in_a_line(error))
 
     def _record(
         self,

@@ -1,11 +1,16 @@
 """The result of a worker: weights, or weights and extras; imports nothing of Ray."""
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
+
+_MOST_SHOWN = 2000  # characters of a text that a worker sent
 
 
 def split(result: Any) -> tuple[Any, Any]:
@@ -33,6 +38,48 @@ def copied(extras: Any) -> Any:
     if type(extras) in (list, tuple):
         return type(extras)(map(copied, extras))
     return extras
+
+
+def check_result(layout: Layout, method: str, model: Any, where: str) -> None:
+    """Raise `TypeError` unless ``model`` can be weights of ``layout``, or gradients of them.
+
+    Gradients may be of some of the weights only.
+
+    Args:
+        layout: Of the weights of the workers.
+        method: The name of the method.
+        model: What a method returned; or its layout, for `FlatWeights`.
+        where: How the error names the worker.
+    """
+    if isinstance(model, FlatWeights):
+        model = model.layout
+    if isinstance(model, (Layout, Mapping)):
+        names = model.names if isinstance(model, Layout) else model
+        got = f"parts of the names {shortened(', '.join(map(repr, names)))}"
+        is_theirs = any(name in layout for name in names)
+        if isinstance(model, Layout):  # by position
+            is_theirs = is_theirs or model.signature == layout.signature
+    elif isinstance(model, (list, tuple)):
+        shapes = [np.shape(part) for part in model if not isinstance(part, (Mapping, list, tuple))]
+        got = f"{len(model)} parts of the shapes {shortened(str(shapes))}"
+        is_theirs = not Counter(shapes) - Counter(slot.shape for slot in layout.slots)
+    else:
+        got = f"an array of the shape {np.shape(model)}"
+        is_theirs = np.ndim(model) > 0 and math.prod(np.shape(model)) <= layout.size
+    if not is_theirs:
+        raise TypeError(
+            f"{where}: expected weights of the workers ({len(layout)} parts, {layout.size} "
+            f"elements) or gradients of them from {method!r}, got {got}: is it to return "
+            "self.get_weights()?"
+        )
+
+
+def shortened(text: str) -> str:
+    """Return the beginning and the end of a text that is too long to be shown."""
+    if len(text) <= _MOST_SHOWN:
+        return text
+    begin, end = text[: _MOST_SHOWN * 3 // 4], text[-_MOST_SHOWN // 4 :]
+    return f"{begin} ... [{len(text):,} characters] ... {end}"
 
 
 def parts_of(model: Any) -> list[Any]:

@@ -16,24 +16,38 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
-from flatweights._weights import FlatWeights
-from flatweights.ray._calls import BY_VALUE, Answer, Call, Payload, Stamp, Worker, wait_any
+from flatweights._layout import Layout
+from flatweights._weights import FlatWeights, sealed
+from flatweights.ray._calls import Answer, Call, Payload, RayAnswer, Stamp, Worker, wait_any
 from flatweights.ray._engine import Arrivals, Deadline
-from flatweights.ray._errors import WorkerError, is_lost, is_refusal, late_error, reason_of
+from flatweights.ray._errors import (
+    WorkerError,
+    is_lost,
+    is_refusal,
+    is_restarting,
+    late_error,
+    raised,
+    reason_of,
+)
 from flatweights.ray._failpoints import reach
+from flatweights.ray._latest import Latest, is_subset, merged
 from flatweights.ray._report import METRICS
-from flatweights.ray._round import Round, ShardedRound, ShardedWeights
-from flatweights.ray._store import put
-from flatweights.ray._wire import GroupWire, Travels, nbytes_of
+from flatweights.ray._result import copied
+from flatweights.ray._round import Round
+from flatweights.ray._store import check_cluster
+from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray.lanes._calls import GroupLanes, NearWorker
+
+_PAUSE = 0.05  # seconds until an actor that Ray is restarting is asked again
 
 _log = logging.getLogger("flatweights")
 
@@ -55,38 +69,28 @@ class Record:
     version: Stamp | None = None
 
 
-class Latest(NamedTuple):
-    """The weights that workers should have.
-
-    Attributes:
-        version: Their stamp; None before the first are sent.
-        payload: The weights as they were sent.
-        wire: The wire after them, if there is one.
-        full: The same weights for workers that missed earlier ones; None until needed, or if
-            ``payload`` serves.
-    """
-
-    version: Stamp | None = None
-    payload: Payload | None = None
-    wire: GroupWire | None = None
-    full: Payload | None = None
-
-
 class Roster:
     """The records of the workers, by rank, and the latest weights.
 
     Attributes:
         latest: The weights that workers should have.
         lanes: Those to workers on this machine.
+        layout: That of the weights that workers started from; None if it is not known.
     """
 
-    def __init__(self, handles: Sequence[Any], wire: GroupWire | None) -> None:
+    def __init__(self, handles: Sequence[Any], wire: GroupWire | None, initial: Any) -> None:
         """Take actors of `FlatWorker` classes; all count as healthy.
+
+        Args:
+            handles: The actors.
+            wire: The wire, if weights travel in 16 bits.
+            initial: The weights that all workers start from; see `WorkerGroup`.
 
         Raises:
             ValueError: If there is none, or one is given twice.
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
+        check_cluster()
         actors = list(handles)
         if not actors:
             raise ValueError("expected at least one actor, got none")
@@ -101,10 +105,12 @@ class Roster:
             if first != rank:
                 raise ValueError(f"rank {rank}: expected another actor than that of rank {first}")
         self.lanes = GroupLanes(len(actors))
-        self.latest = Latest(wire=wire)
+        self.latest = Latest(len(actors), wire)
         self._records = [
             Record(NearWorker(actor, rank, self.lanes)) for rank, actor in enumerate(actors)
         ]
+        self.layout: Layout | None = None
+        self._initial = initial
         self._is_shut_down = False
         self._begin_to_count()
 
@@ -122,39 +128,70 @@ class Roster:
     def __getitem__(self, rank: int) -> Record:
         return self._records[rank]
 
-    def healthy(self) -> list[int]:
-        """Return the ranks that are called."""
-        return [rank for rank, record in enumerate(self._records) if record.why is None]
+    def check(self, ranks: Iterable[int] | None) -> Sequence[int]:
+        """Return ``ranks`` in order, checked to be those of workers, each once; all for None.
 
-    def unhealthy(self) -> dict[int, Exception]:
-        """Return, by rank, why workers are not called."""
-        whys = enumerate(record.why for record in self._records)
-        return {rank: why for rank, why in whys if why is not None}
+        Raises:
+            TypeError: If one is not an integer.
+            ValueError: If there is none, one is out of range, or is given twice.
+        """
+        if ranks is None:
+            return range(len(self))
+        checked = sorted(map(operator.index, ranks))
+        if not checked or checked[0] < 0 or checked[-1] >= len(self):
+            raise ValueError(f"ranks: expected some of 0 to {len(self) - 1}, got {checked}")
+        if len({*checked}) < len(checked):
+            raise ValueError(f"ranks: expected each once, got {checked}")
+        return checked
 
-    def begin(self, weights: Any, timeout: float | None) -> tuple[list[int], Any]:
-        """Return the ranks to call, and the weights that these calls are to bring.
+    def healthy(self, ranks: Iterable[int] | None = None) -> list[int]:
+        """Return those of ``ranks``, or of all, that are called."""
+        asked = range(len(self)) if ranks is None else ranks
+        return [rank for rank in asked if self._records[rank].why is None]
 
-        Waits for answers that healthy ranks owe to broken-off calls. If the calls bring no
-        weights, ranks that may lack the latest are sent them. If no rank is healthy, ``weights``
-        are sent at once to those that can be reached: these ranks are returned, and None.
+    def unhealthy(self, ranks: Iterable[int] | None = None) -> dict[int, Exception]:
+        """Return, for those of ``ranks``, or of all, that are not called, why."""
+        asked = range(len(self)) if ranks is None else ranks
+        return {rank: why for rank in asked if (why := self._records[rank].why) is not None}
+
+    def begin(
+        self,
+        weights: Any,
+        timeout: float | None,
+        ranks: Sequence[int] | None = None,
+        *,
+        starts: bool = True,
+    ) -> tuple[list[int], Any]:
+        """Return those of ``ranks`` to call, and the weights that these calls are to bring.
+
+        Waits for answers that healthy ranks owe to broken-off calls. The first calls bring the
+        initial weights. If later ones bring no weights, ranks that may lack the latest are sent
+        them. If no rank is healthy, ``weights`` are sent at once to those that can be reached:
+        these ranks are returned, and None.
 
         Args:
             weights: The weights to bring; None for those that the workers have.
+            starts: Whether workers need the initial weights for these calls.
             timeout: Seconds for each of these steps: a late rank may take all of them, and the
                 others are not late.
+            ranks: The ranks; all, if None.
 
         Raises:
             WorkerError: If no rank is healthy, and none took the weights.
         """
         self._settle(Deadline.after(timeout))
+        is_first = self.latest.version is None and self._initial is not None
+        if is_first and starts and self.healthy():
+            weights = self._start(weights, timeout)
         if weights is None:
             version = self.latest.version
-            lacking = [k for k in self.healthy() if self._records[k].version != version]
+            lacking = [k for k in self.healthy(ranks) if self._records[k].version != version]
             if version is not None and lacking:
-                self._leave_out(self._send_in_full(lacking, Deadline.after(timeout)).failed)
+                self._send_latest(lacking, Deadline.after(timeout))
         elif not self.healthy():
-            return self._send_to_unhealthy(weights, Deadline.after(timeout)), None
-        return self.healthy(), weights
+            took = self._send_to_unhealthy(weights, Deadline.after(timeout))
+            return [rank for rank in took if ranks is None or rank in ranks], None
+        return self.healthy(ranks), weights
 
     def call(
         self,
@@ -178,10 +215,25 @@ class Roster:
         head = self._next_stamp(), self.latest.version, encoding
         return Call(head, method, args, kwargs, payload)
 
-    def send_out(self, call: Call, arrivals: Arrivals, ranks: Iterable[int]) -> None:
-        """Call ``ranks``; their answers are to arrive in ``arrivals``."""
+    def send_out(
+        self,
+        call: Call,
+        arrivals: Arrivals,
+        ranks: Iterable[int],
+        by_rank: Mapping[int, Sequence[Any]] = {},
+    ) -> None:
+        """Call ``ranks``; their answers are to arrive in ``arrivals``.
+
+        Args:
+            call: The call.
+            arrivals: Where the answers arrive.
+            ranks: The ranks.
+            by_rank: More arguments by rank.
+        """
         for rank in ranks:
-            arrivals.expect(rank, self._records[rank].worker.call(call))
+            more = by_rank.get(rank)
+            this = call._replace(args=(*call.args, *more)) if more else call
+            arrivals.expect(rank, self._records[rank].worker.call(this))
 
     @contextlib.contextmanager
     def bringing(
@@ -215,7 +267,7 @@ class Roster:
             # Also if something other than a rank's failure has broken the round off.
             self._close(arrivals)
             if payload is not None:
-                refused = _raised(arrivals.failed) if alone else _refusals(arrivals)
+                refused = raised(arrivals.failed) if alone else _refusals(arrivals)
                 took = _took(arrivals, refused)
                 is_over = arrivals.unanswered.keys() <= {*arrivals.late}
                 if not arrivals.answers or (refused and not took and is_over):
@@ -234,22 +286,23 @@ class Roster:
         for record in self._records:
             record.version = None
 
-    def probe(self, deadline: Deadline) -> list[int]:
+    def restore(self, deadline: Deadline, *, patient: bool = True) -> list[int]:
         """Send unhealthy ranks the latest weights; return those that have them.
 
-        Ranks that owe an answer are not asked. None are once the actors were ended.
+        Args:
+            deadline: When to stop.
+            patient: Whether to wait for answers that are owed, and for actors that Ray restarts,
+                rather than ask each rank once.
         """
         if self._is_shut_down:
             return []
         unhealthy = self.unhealthy()
         self._drop_owed(unhealthy, 0.0)
-        asked = [rank for rank in unhealthy if self._records[rank].owed is None]
-        arrivals = self._send_in_full(asked, deadline)
-        self._leave_out(arrivals.failed)
-        for rank in sorted(arrivals.arrived):
+        back = sorted(self._send_latest([*unhealthy], deadline, patient=patient))
+        for rank in back:
             self._records[rank].why = None
             _log.warning("rank %d is back", rank)
-        return sorted(arrivals.arrived)
+        return back
 
     def shut_down(self) -> None:
         """End all; none is called any more."""
@@ -258,11 +311,60 @@ class Roster:
             record.owed = None
             record.why = RuntimeError("the group was shut down")
         self._is_shut_down = True
-        self.latest = Latest()
+        self.latest = Latest(len(self))
 
     def _next_stamp(self) -> Stamp:
         self._count += 1
         return self._name, self._count
+
+    def _start(self, weights: Any, timeout: float | None) -> Any:
+        """Return the first weights to send: all workers start from the same.
+
+        Args:
+            weights: Those that were to be sent; None for the initial ones. If they are a subset,
+                the others are the initial ones.
+            timeout: Seconds for the rank whose weights are the initial ones.
+
+        Raises:
+            WorkerError: If ``weights`` are None, and the weights of no rank can be had.
+        """
+        initial = self._initial
+        if isinstance(initial, str):
+            try:
+                initial = self._weights_of_lowest(timeout)
+            except WorkerError:
+                if weights is None:
+                    raise
+                return weights
+        model = weights.weights if isinstance(weights, Round) else weights
+        if isinstance(initial, Mapping):
+            self.latest.names = tuple(initial)
+            self.layout = initial.layout if isinstance(initial, FlatWeights) else Layout.of(initial)
+        if weights is None:
+            return initial
+        return merged(initial, model) if is_subset(model, self.latest.names) else weights
+
+    def _weights_of_lowest(self, timeout: float | None) -> Any:
+        """Return a copy of the weights of the lowest healthy rank; ranks that are lost are noted.
+
+        Raises:
+            WorkerError: If that rank raises, or none is left.
+        """
+        for rank in self.healthy():
+            # Not by a version: an actor that was restarted before the start is as good as another.
+            arrivals = Arrivals(Deadline.after(timeout))
+            arrivals.expect(rank, RayAnswer(self._records[rank].worker.handle.get_weights.remote()))
+            try:
+                values = copied(arrivals.collect())
+            finally:
+                self._close(arrivals)
+            if values:
+                return sealed(values[rank])
+            if self._records[rank].why is None:
+                error = arrivals.failed[rank]
+                asked = "get_weights, which all workers start from unless initial= is given"
+                raise WorkerError({rank: RuntimeError(f"{asked}: {reason_of(error)}")}) from error
+        raise WorkerError(self.unhealthy())
 
     def _settle(self, deadline: Deadline) -> None:
         """Wait for the answers that healthy ranks owe to calls that were broken off."""
@@ -283,8 +385,7 @@ class Roster:
         self.lanes.done()
         for rank, answer in arrivals.unanswered.items():
             rest = answer if rank in arrivals.late else answer.abandon()
-            if rest is not None:
-                self._records[rank].owed = rest
+            self._records[rank].owed = rest
         arrivals.let_go()
         self._note_lost(arrivals.failed)
         self._note_lost(dict.fromkeys(arrivals.late, late_error(arrivals.deadline.timeout)))
@@ -313,39 +414,14 @@ class Roster:
         An error before that changes nothing.
         """
         begin = time.monotonic()
-        payload, wire = self._to_send(weights)
+        latest = self.latest.after(weights, self._next_stamp())
+        assert latest.payload is not None
         for rank in ranks:
-            self._records[rank].worker.prepare(payload)
+            self._records[rank].worker.prepare(latest.payload)
         note_seconds(weights, "put", time.monotonic() - begin)
-        self.latest = Latest(self._next_stamp(), payload, wire)
+        self.latest = latest
         reach("sending")
-        return payload
-
-    def _to_send(self, weights: Any) -> tuple[Payload, GroupWire | None]:
-        """Return the payload for ``weights``, and the wire once it is sent."""
-        value, wire = weights, self.latest.wire
-        if isinstance(weights, ShardedRound) and wire is None and not weights.is_changed:
-            value = weights.shards
-        elif isinstance(weights, Round):
-            value = weights.weights
-        if wire is not None:
-            model = ray.get(value) if isinstance(value, ray.ObjectRef) else value
-            message, wire = wire.message(model)
-            return self._payload(message), wire
-        if isinstance(value, FlatWeights) and value.buffer.nbytes <= BY_VALUE:
-            # The caller's may change before a restart wants it.
-            value = value.copy() if value.buffer.flags.writeable else value
-        payload = self._payload(value)
-        if isinstance(weights, Round) and not isinstance(value, ShardedWeights):
-            payload.put = weights.current_ref
-        return payload, None
-
-    def _payload(self, value: Any) -> Payload:
-        """Return ``value`` as a payload."""
-        is_sharded = isinstance(value, ShardedWeights)
-        nbytes = value.layout.nbytes if is_sharded else nbytes_of(value) or 0
-        ranks = len(self)  # not the roster: a cycle would keep its actors
-        return Payload(value, nbytes, lambda: put(value, ranks))
+        return latest.payload
 
     def _send_to_unhealthy(self, weights: Any, deadline: Deadline) -> list[int]:
         """Send ``weights`` to all ranks, none of which is healthy; return those that took them.
@@ -356,40 +432,68 @@ class Roster:
         before, took = self.latest, list[int]()
         try:
             self._make_latest(weights, ())
-            took = self.probe(deadline)
+            took = self.restore(deadline, patient=False)
         finally:
             if not took and not any(record.owed for record in self._records):
                 self.latest = before
         if not took:
             raise WorkerError(self.unhealthy())
-        if isinstance(weights, Round):
-            sent = self.latest.full or self.latest.payload
-            assert sent is not None
+        sent = self.latest.in_full()
+        if isinstance(weights, Round) and sent is not None:
             weights.nbytes_sent = len(took) * sent.nbytes
         return took
 
-    def _send_in_full(self, ranks: Iterable[int], deadline: Deadline) -> Arrivals:
-        """Send the latest weights to ``ranks``, which may have missed earlier ones.
+    def _send_latest(
+        self, ranks: Sequence[int], deadline: Deadline, *, patient: bool = False
+    ) -> set[int]:
+        """Send the latest weights to ``ranks``, which may have missed some; return who has them.
 
-        If none were sent yet, these ranks only say whether they were restarted.
+        If none were sent yet, these ranks only say whether they were restarted. Those that fail are
+        unhealthy.
+
+        Args:
+            ranks: The ranks. One that owes an answer is not asked, unless ``patient``.
+            deadline: When to stop.
+            patient: Whether to wait for answers that are owed, and for actors that Ray restarts.
         """
-        latest = self.latest
-        if latest.wire is not None and latest.wire.has_sent and latest.full is None:
-            self.latest = latest = latest._replace(full=self._payload(latest.wire.snapshot()))
-        payload = latest.full or latest.payload
+        payload = None if self.latest.version is None else self.latest.in_full()
         arrivals = Arrivals(deadline)
-        try:
-            if payload is not None:
-                for rank in ranks:
+
+        def ask(ranks: Sequence[int]) -> None:
+            for rank in ranks:
+                if payload is not None:
                     self._records[rank].worker.prepare(payload)
             self.send_out(self.call(payload=payload), arrivals, ranks)
-            arrivals.collect()
+
+        def is_to_be_asked_again(rank: int) -> bool:
+            record = self._records[rank]
+            if record.owed is not None:
+                record.owed.let_go()
+                record.owed = None
+                arrivals.arrived.discard(rank)
+                return True
+            arrivals.take(rank)
+            is_over = deadline.end is not None and time.monotonic() + _PAUSE > deadline.end
+            if patient and is_restarting(arrivals.failed.get(rank)) and not is_over:
+                time.sleep(_PAUSE)
+                del arrivals.failed[rank]
+                return True
+            return False
+
+        try:
+            owing = {rank: owed for rank in ranks if (owed := self._records[rank].owed)}
+            for rank, owed in owing.items() if patient else ():
+                arrivals.expect(rank, owed)
+            ask([rank for rank in ranks if rank not in owing])
+            while (came := arrivals.wait()) is not None:
+                ask([rank for rank in came if is_to_be_asked_again(rank)])
         finally:
             self._close(arrivals)
+            self._leave_out(arrivals.failed)
             if payload is not None:
                 self._note_taken(arrivals.arrived)
                 METRICS.count_sent(len(arrivals.arrived) * payload.nbytes)
-        return arrivals
+        return arrivals.arrived
 
 
 def note_seconds(weights: Any, step: str, seconds: float) -> None:
@@ -399,11 +503,6 @@ def note_seconds(weights: Any, step: str, seconds: float) -> None:
         weights.seconds[step] = seconds
 
 
-def _raised(failed: Mapping[int, Exception]) -> dict[int, Exception]:
-    """Return those of the errors that methods raised."""
-    return {rank: error for rank, error in failed.items() if not is_lost(error)}
-
-
 def _refusals(arrivals: Arrivals) -> dict[int, Exception]:
     """Return the errors of ranks that could not set the weights that a call brought."""
     return {rank: error for rank, error in arrivals.failed.items() if is_refusal(error)}
@@ -411,4 +510,4 @@ def _refusals(arrivals: Arrivals) -> dict[int, Exception]:
 
 def _took(arrivals: Arrivals, refused: Mapping[int, Exception]) -> set[int]:
     """Return the ranks that have answered a call that brought weights, and have not refused."""
-    return arrivals.arrived | _raised(arrivals.failed).keys() - refused.keys()
+    return arrivals.arrived | raised(arrivals.failed).keys() - refused.keys()

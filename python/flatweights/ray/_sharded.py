@@ -20,10 +20,10 @@ from flatweights.ray._driver import references
 from flatweights.ray._engine import (
     Arrivals,
     Deadline,
-    LettingGo,
     Request,
     Weights,
     check_count,
+    letting_go,
 )
 from flatweights.ray._errors import reason_of
 from flatweights.ray._report import report
@@ -269,7 +269,7 @@ class ShardedPlan:
 
     def run(self) -> ShardedRound:
         """Wait, read, average; nothing is held afterwards but the references to the shards."""
-        with LettingGo(self, self._arrivals):
+        with letting_go(self.let_go, self._arrivals.let_go):
             return self._run()
 
     def let_go(self) -> None:

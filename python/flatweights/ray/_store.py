@@ -5,12 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import ray
+import ray.util.client
 
 from flatweights.ray._errors import StoreTooSmallError
 from flatweights.ray._wire import nbytes_of
 
 FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 """The errors of a result for which there was no room."""
+
+
+def check_cluster() -> None:
+    """Raise unless this process is part of Ray's cluster: a driver of Ray Client is not.
+
+    Raises:
+        RuntimeError: If Ray is connected by ``ray://``.
+    """
+    if ray.util.client.ray.is_connected():
+        raise RuntimeError(
+            "expected a driver in Ray's cluster, got one that is connected by Ray Client (ray://), "
+            "which has no object store of its own: run it on a node of the cluster, with "
+            "ray.init(address='auto') or as ray job submit -- python PROGRAM"
+        )
 
 
 def put(weights: Any, ranks: int) -> Any:

@@ -85,7 +85,7 @@ class GroupWire:
         """Continue from the broadcaster of earlier messages; without one, begin with a snapshot.
 
         Raises:
-            ValueError: If ``wire_dtype`` is no dtype of the wire.
+            ValueError: If ``wire_dtype`` is not a dtype of the wire.
         """
         dtype_on_wire(wire_dtype)
         self.wire_dtype = wire_dtype
@@ -95,6 +95,12 @@ class GroupWire:
     def has_sent(self) -> bool:
         """Whether workers have weights that differences can be taken from."""
         return self._driver is not None
+
+    @property
+    def weights(self) -> FlatWeights:
+        """The exact weights of the last message, before rounding, read-only."""
+        assert self._driver is not None
+        return self._driver.weights
 
     def message(self, weights: Any) -> "tuple[WireMessage, GroupWire]":
         """Return a message that brings workers to ``weights``, and the wire once it is sent.

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Head, Stamp, weights_of
-from flatweights.ray._errors import RefusedWeightsError, StaleWorkerError
+from flatweights.ray._errors import RefusedWeightsError, StaleWorkerError, reason_of
 from flatweights.ray._round import ShardedWeights
 from flatweights.ray._shard_tasks import Reading, read_result
 from flatweights.ray._wire import WireMessage, WorkerWire
@@ -201,7 +201,7 @@ class FlatWorker:
                 except Exception as error:
                     if method is None:
                         raise
-                    raise RefusedWeightsError(f"{type(error).__name__}: {error}") from error
+                    raise RefusedWeightsError(reason_of(error)) from error
             state.check(stamp[0], version)
             if method is None:
                 return None
@@ -266,6 +266,11 @@ def _receive(
     worker: FlatWorker, state: _GroupState, version: Stamp | None, new_weights: Any
 ) -> None:
     new_weights = weights_of(new_weights)
+    if state.version is None and _was_restarted() and _is_subset(worker, new_weights):
+        raise ValueError(
+            f"expected all weights, got {len(new_weights)} of {len(worker.variables.variables)}: "
+            "restarted, and not sent the others since"
+        )
     if isinstance(new_weights, WireMessage):
         try:
             state.wire.receive(new_weights, functools.partial(_set, worker))
@@ -276,6 +281,12 @@ def _receive(
     else:
         _set(worker, new_weights)
     state.version = version
+
+
+def _is_subset(worker: FlatWorker, new_weights: Any) -> bool:
+    variables: Any = worker.__dict__.get("variables")  # subclasses need not have any
+    is_by_name = isinstance(new_weights, Mapping) and variables is not None
+    return is_by_name and len(new_weights) < len(variables.variables)
 
 
 def _set(worker: FlatWorker, new_weights: Mapping[str, ArrayLike] | NDArray[Any]) -> None:

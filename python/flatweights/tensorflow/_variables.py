@@ -141,6 +141,12 @@ class TensorFlowVariables:
         self._gradients = Gradients(self._variables, self._layout)
         self._steps = Steps(self._variables, self._layout, self._session)
 
+    def __repr__(self) -> str:
+        """Sizes, and how many variables are not bound."""
+        unbound = f", {len(self.unbound)} unbound" if self.unbound else ""
+        name = type(self).__name__
+        return f"<{name} of {len(self._layout)} variables, {self._layout.size:,} elements{unbound}>"
+
     @property
     def variables(self) -> dict[str, Any]:
         """The variables by name, in order."""

@@ -1,0 +1,127 @@
+"""The weights that the workers of a group should have, in full for those that missed some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import ray
+
+from flatweights._weights import FlatWeights, sealed
+from flatweights.ray._calls import BY_VALUE, Payload, Stamp, sent_weights
+from flatweights.ray._round import Round, ShardedRound, ShardedWeights
+from flatweights.ray._store import put
+from flatweights.ray._wire import GroupWire, nbytes_of
+
+
+class Latest:
+    """The weights that a group sent last; the next ones are another object.
+
+    Attributes:
+        version: Their stamp; None before the first are sent.
+        payload: The weights as they were sent.
+        wire: The wire after them, if there is one.
+        names: Those of all weights, as far as they are known.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        wire: GroupWire | None = None,
+        payload: Payload | None = None,
+        version: Stamp | None = None,
+        names: tuple[str, ...] = (),
+        base: Payload | None = None,
+    ) -> None:
+        """Take the values of the attributes.
+
+        Args:
+            ranks: How many workers the group has.
+            wire: See above.
+            payload: See above.
+            version: See above.
+            names: See above.
+            base: All weights as they were before, if ``payload`` has only some of them.
+        """
+        self.version = version
+        self.payload = payload
+        self.wire = wire
+        self._ranks = ranks
+        self.names = names
+        self._base = base
+        self._full: Payload | None = None
+
+    def after(self, weights: Any, version: Stamp) -> Latest:
+        """Return what is the latest once ``weights`` are sent with the stamp ``version``.
+
+        Raises:
+            ValueError: If they are a subset, and the ones before are not known by name.
+        """
+        value, wire, base = weights, self.wire, None
+        if isinstance(weights, ShardedRound) and wire is None and not weights.is_changed:
+            value = weights.shards
+        elif isinstance(weights, Round):
+            value = weights.weights
+        if wire is not None:
+            model = ray.get(value) if isinstance(value, ray.ObjectRef) else value
+            if is_subset(model, self.names):
+                model = merged(wire.weights, model)
+            message, wire = wire.message(model)
+            payload = self._new_payload(message)
+            return Latest(self._ranks, wire, payload, version, tuple(model))
+        if is_subset(value, self.names):
+            base = self._base_for(value)
+        if isinstance(value, FlatWeights) and value.buffer.nbytes <= BY_VALUE:
+            # The caller's may change before a restart wants it.
+            value = value.copy() if value.buffer.flags.writeable else value
+        payload = self._new_payload(value)
+        if isinstance(weights, Round) and not isinstance(value, ShardedWeights):
+            payload.put = weights.current_ref
+        names = self.names if base or not isinstance(value, Mapping) else tuple(value)
+        return Latest(self._ranks, None, payload, version, names, base)
+
+    def in_full(self) -> Payload | None:
+        """Return the weights for workers that may have missed earlier ones; None if there are none.
+
+        All of them, if only a subset was sent last; a snapshot, if there is a wire.
+        """
+        if self._full is None and self.wire is not None and self.wire.has_sent:
+            self._full = self._new_payload(self.wire.snapshot())
+        elif self._full is None and self._base is not None and self.payload is not None:
+            full = merged(sent_weights(self._base), sent_weights(self.payload))
+            self._full = self._new_payload(full)
+        return self._full or self.payload
+
+    def _base_for(self, subset: Mapping[str, Any]) -> Payload | None:
+        """Return all weights, for a ``subset`` that is sent next; its own may be older."""
+        if self._base is not None and self.payload is not None:
+            last = sent_weights(self.payload)
+            if subset.keys() >= last.keys():
+                return self._base
+        base = self.in_full()
+        if base is not None and not isinstance(sent_weights(base), Mapping):
+            raise ValueError(
+                f"weights: expected all {len(self.names)} parts, got {len(subset)}: a subset can "
+                "follow weights by name, and those sent before are not by name"
+            )
+        return base
+
+    def _new_payload(self, value: Any) -> Payload:
+        is_sharded = isinstance(value, ShardedWeights)
+        nbytes = value.layout.nbytes if is_sharded else nbytes_of(value) or 0
+        ranks = self._ranks  # not self: a cycle would keep the weights
+        return Payload(value, nbytes, lambda: put(value, ranks))
+
+
+def is_subset(weights: Any, names: Any) -> bool:
+    """Whether ``weights`` are by name, and only some of ``names``."""
+    is_smaller = isinstance(weights, Mapping) and len(weights) < len(names)
+    return is_smaller and set(names).issuperset(weights)
+
+
+def merged(weights: Mapping[str, Any], subset: Mapping[str, Any]) -> FlatWeights:
+    """Return a copy of ``weights`` with the values of ``subset``."""
+    whole = FlatWeights(weights)
+    whole.update({name: np.asarray(part) for name, part in subset.items()})
+    return sealed(whole)
