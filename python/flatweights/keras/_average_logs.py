@@ -1,5 +1,7 @@
 """`AverageLogs`: the losses and metrics of all members."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import keras

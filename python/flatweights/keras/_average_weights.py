@@ -18,6 +18,9 @@ from flatweights.tensorflow import TensorFlowVariables
 
 Outer = ServerOptimizer[FlatWeights] | Callable[[FlatWeights], ServerOptimizer[FlatWeights]]
 
+Unit = Literal["epoch", "batch"]
+Weight = Literal["samples"] | float
+
 
 class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
     """Averages the model's weights over the members of a meeting, every so many epochs or batches.
@@ -57,10 +60,10 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(
         self,
         every: int = 1,
-        unit: Literal["epoch", "batch"] = "epoch",
+        unit: Unit = "epoch",
         *,
         member: Member | None = None,
-        weight: Literal["samples"] | float = "samples",
+        weight: Weight = "samples",
         include_optimizer: bool = False,
         outer: Outer | None = None,
         timeout: float | None = None,

@@ -1,5 +1,7 @@
 """The state of a server optimizer, in one packed buffer."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
