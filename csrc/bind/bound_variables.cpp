@@ -36,10 +36,7 @@ PyObject* with_python_errors(F&& body) noexcept {
   return nullptr;
 }
 
-BoundVariables& variables_of(PyObject* self) {
-  auto* const instance = reinterpret_cast<py::detail::instance*>(self);
-  return *instance->get_value_and_holder().value_ptr<BoundVariables>();
-}
+BoundVariables& variables_of(PyObject* self) { return py::cast<BoundVariables&>(py::handle(self)); }
 
 PyObject* get_for(PyObject* self, PyObject* out) {
   return with_python_errors([&] {
@@ -232,6 +229,9 @@ std::size_t BoundVariables::variable_of(std::size_t position) const {
 
 // Whether the op library reads the same as TensorFlow's attribute `is_eager`, tried with both
 // values: it relies on a declaration that no public header promises.
+//
+// TensorFlow exports no such function to extensions, only a mangled name. It is looked up because
+// the attribute takes 0.16 us, and `get_flat(out)` of two small variables 0.8 us.
 bool BoundVariables::tells_eager_mode() const {
   if (api_.eager_mode == nullptr) return false;
   const py::object before = thread_.attr("is_eager");
