@@ -32,6 +32,7 @@ MODULES = [
     "_inplace",
     "_layout",
     "_locks",
+    "_numbers",
     "_running_average",
     "_safetensors",
     "_sources",

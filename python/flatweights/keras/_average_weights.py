@@ -45,7 +45,7 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
     >>> averaging = AverageWeights(every=2, unit="batch", member=member)
     >>> history = model.fit(np.ones((8, 2)), np.ones(8), verbose=0, callbacks=[averaging])
     >>> averaging.round
-    <Round: 1 of 1 ranks (0), ... s>
+    <Round ...: 1 of 1 ranks (0), ... s>
     >>> member.leave()
 
     Attributes:
