@@ -16,7 +16,7 @@ from flatweights._dtypes import (
     is_integer,
     promote,
 )
-from flatweights._layout import Layout, settable
+from flatweights._layout import Layout, cast_for_slot
 
 STRUCTURED = [
     np.dtype([("x", "f4"), ("y", "i2")]),
@@ -140,7 +140,7 @@ def test_what_may_be_set_can_be_set() -> None:
     allowed = 0
     for source, target in itertools.product(dtypes, repeat=2):
         if is_settable(source, target):
-            array = settable(layout_of((3,), target), 0, np.ones(3, source))
+            array = cast_for_slot(layout_of((3,), target), 0, np.ones(3, source))
             written = np.empty(3, target)
             move_parts([written], [array])
             assert np.all(written == np.ones(3, target)), (source, target)
@@ -185,7 +185,7 @@ def test_complex_values_set_complex_parts_alone() -> None:
     ],
 )
 def test_integers_take_rounded_values(values: Any, target: Any, expected: list[Any]) -> None:
-    array = settable(layout_of(values.shape, target), 0, values)
+    array = cast_for_slot(layout_of(values.shape, target), 0, values)
     assert array.dtype == target
     assert array.astype(object).tolist() == expected
 
@@ -208,15 +208,15 @@ def test_integers_take_rounded_values(values: Any, target: Any, expected: list[A
 )
 def test_integers_refuse_values_that_do_not_fit(value: Any, target: Any) -> None:
     with pytest.raises(ValueError, match=r"^slot 0 'a': expected values that fit \w+, got some"):
-        settable(layout_of((), target), 0, value)
+        cast_for_slot(layout_of((), target), 0, value)
 
 
 def test_setting_names_the_place_and_both_kinds() -> None:
     layout = layout_of((2,), np.float32)
     with pytest.raises(ValueError, match=r"^slot 0 'a': expected float32 \(2,\), got float64 \(3,"):
-        settable(layout, 0, np.zeros(3))
+        cast_for_slot(layout, 0, np.zeros(3))
     with pytest.raises(TypeError, match=r"^slot 0 'a': expected float32 \(2,\), got complex"):
-        settable(layout, 0, np.zeros(2, complex))
+        cast_for_slot(layout, 0, np.zeros(2, complex))
 
 
 def test_casts_that_overflow_are_silent() -> None:

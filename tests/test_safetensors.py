@@ -428,10 +428,10 @@ def test_a_reader_keeps_the_file_that_was_replaced(path: Path) -> None:
     from flatweights import _safetensors
 
     FlatWeights({"w": np.zeros(3)}).save(path)
-    layout, parts = _safetensors.read(path)
+    saved = _safetensors.read(path)
     FlatWeights({"w": np.ones(3)}).save(path)
-    assert layout is not None
-    assert parts["w"].tolist() == [0, 0, 0]
+    assert saved.is_ours
+    assert FlatWeights.wrap(saved.buffer, saved.layout)["w"].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])

@@ -156,11 +156,11 @@ void bind_layout(py::module_& m) {
            py::arg("into"))
       .def("vector_views", &vector_views, py::arg("flat"))
       .def(
-          "settable",
+          "cast_for_slot",
           [](const BoundLayout& self, std::size_t slot, const py::array& value,
              const std::optional<py::dtype>& dtype) {
             if (slot >= self.dtypes.size()) throw py::index_error("no such slot");
-            return settable(value, dtype.value_or(self.dtypes[slot]), Place{self, slot});
+            return cast_for_slot(value, dtype.value_or(self.dtypes[slot]), Place{self, slot});
           },
           py::arg("slot"), py::arg("value"), py::arg("dtype"));
   m.def("is_settable", &is_settable, py::arg("source"), py::arg("target"));

@@ -299,7 +299,7 @@ BoundVariables::ArrayPart BoundVariables::array_part(std::size_t variable, const
   const py::dtype& dtype = bound_.dtypes[place.slot];
   py::array own = array;
   if (access == Access::kRead)
-    own = settable(array, dtype, place);
+    own = cast_for_slot(array, dtype, place);
   else if (!has_shape(array, slot.shape) || !array.writeable())
     throw py::value_error(place.text() + ": expected a writable array, got " + describe(array));
   const auto class_of = [&](const py::dtype& other) {

@@ -48,7 +48,8 @@ class BoundVariables {
   static py::object getter(const py::object& self);
   static py::object setter(const py::object& self);
 
-  // Where dtypes differ, a get casts as `cast_all` does, and a set as `settable` and `cast_all` do.
+  // Where dtypes differ, a get casts as `cast_all` does, and a set as `cast_for_slot` and
+  // `cast_all` do.
   void get_vector(const py::array& out);
   void set_vector(const py::array& flat, bool share);
 

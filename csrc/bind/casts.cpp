@@ -99,7 +99,7 @@ bool is_settable(const py::dtype& from, const py::dtype& to) {
   return is_real(to) ? is_real(from) : can_cast(from, to, "same_kind");
 }
 
-py::array settable(const py::array& value, const py::dtype& dtype, const Place& place) {
+py::array cast_for_slot(const py::array& value, const py::dtype& dtype, const Place& place) {
   const std::vector<std::size_t>& shape = place.bound.layout.slots()[place.slot].shape;
   const bool shape_agrees = has_shape(value, shape);
   if (!shape_agrees || !is_settable(value.dtype(), dtype)) {

@@ -21,8 +21,8 @@ namespace flatweights::bind {
 // `value`, after checking that it may set a part of `dtype` and of the shape of the slot at
 // `place`; if that is an integer dtype other than its own, a rounded copy. Raises if a value does
 // not fit it.
-[[nodiscard]] py::array settable(const py::array& value, const py::dtype& dtype,
-                                 const Place& place);
+[[nodiscard]] py::array cast_for_slot(const py::array& value, const py::dtype& dtype,
+                                      const Place& place);
 
 // Targets and sources of casts that the kernels do not carry out: of other dtypes, or strided.
 using Casts = std::vector<std::pair<py::array, py::array>>;

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
+from flatweights._layout import Layout
 from flatweights._numbers import real_number
 from flatweights._sources import Template, check_flat_weights
 from flatweights._weights import FlatWeights
@@ -93,19 +95,57 @@ def _average_packed(sources: Any, out: Any) -> FlatWeights | None:
 
     A fast path: it halves the time of small models.
     """
-    if type(sources) is not list or not sources or type(sources[0]) is not FlatWeights:
+    if type(sources) is not list or not sources:
         return None
-    layout = sources[0].layout
-    for model in sources if out is None else (*sources, out):
+    for model in sources:
         if type(model) is not FlatWeights:
             return None
-        if model.layout is not layout and model.layout.digest != layout.digest:
-            return None
-    check_flat_weights(layout, "source 0")
-    result = FlatWeights.empty(layout) if out is None else out
-    buffers = [[model.buffer] for model in sources]
-    _core.average_into(layout.core, True, [result.buffer], buffers, [1.0] * len(sources))
+    if out is not None and type(out) is not FlatWeights:
+        return None
+    # Their properties would cost a function call each.
+    layouts = [model._layout for model in sources]
+    buffers = [[model._buffer] for model in sources]
+    if out is None:
+        target = layouts[0].new_buffer()
+    else:
+        layouts.append(out._layout)
+        target = out._buffer
+    weights = [1.0] * len(buffers)
+    if mean_of_packed(target, layouts, buffers, weights, "source 0") is None:
+        return None
+    result: FlatWeights = FlatWeights.wrap(target, layouts[0]) if out is None else out
     return result
+
+
+def mean_of_packed(
+    out: NDArray[np.uint8],
+    layouts: list[Layout],
+    buffers: list[list[NDArray[np.uint8]]],
+    weights: list[float],
+    where: str,
+) -> bool | None:
+    """Write the weighted mean of packed buffers to ``out``; return whether all sums were finite.
+
+    Args:
+        out: Packed buffer of the first layout.
+        layouts: Those of all buffers.
+        buffers: One packed buffer in a list for each model.
+        weights: One for each, as `read_weights` returns them.
+        where: How errors name the first model.
+
+    Returns:
+        None, with nothing done, unless all layouts have one digest.
+
+    Raises:
+        TypeError: If a slot has a dtype without a mean.
+        ValueError: If ``out`` is read-only, or overlaps a model without being it.
+    """
+    layout = layouts[0]
+    for other in layouts:
+        if other is not layout and other.digest != layout.digest:
+            return None
+    check_flat_weights(layout, where)
+    return _core.average_into(layout.core, True, [out], buffers, weights)
 
 
 def average_used(
@@ -115,17 +155,19 @@ def average_used(
     out: Source | None = None,
     nonfinite: Nonfinite = "propagate",
     names: Sequence[str] | None = None,
+    template: Template | None = None,
 ) -> tuple[Source, list[int]]:
     """Return the mean as `average` does, and the positions of the sources that are in it.
 
-    Errors about NaN and infinity name sources by ``names``, if given.
+    Errors about NaN and infinity name sources by ``names``, if given. If the ``template`` of the
+    sources is known, it is not made once more.
     """
     models = list(sources)
     if not models:
         raise ValueError("expected at least one source, got none")
     check_nonfinite(nonfinite)
     factors = read_weights(weights, len(models))
-    template = Template.of(models[0])
+    template = template or Template.of(models[0])
     result: Any = template.new() if out is None else out
     written = template.read_out(result)
     parts = template.read_all(models, written)

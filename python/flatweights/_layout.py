@@ -392,7 +392,7 @@ def _decompress(pickled: bytes) -> bytes:
     return text
 
 
-def settable(
+def cast_for_slot(
     layout: Layout, i: int, value: ArrayLike, dtype: np.dtype[Any] | None = None
 ) -> NDArray[Any]:
     """Return ``value`` as an array that `_core.move_parts` can write to slot ``i``.
@@ -413,7 +413,7 @@ def settable(
     """
     if type(value) is not np.ndarray:  # the place would cost more than the check
         value = as_array(value, place_of(i, layout.slots[i]))
-    return layout.core.settable(i, value, dtype)
+    return layout.core.cast_for_slot(i, value, dtype)
 
 
 def named_arrays(parts: Parts) -> tuple[list[str], list[NDArray[Any]]]:

@@ -20,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from flatweights._layout import Layout, place_of
-from flatweights._weights import FlatWeights
 
 # Files of other programs have neither of these keys. A file with only one is damaged.
 _LAYOUT = "flatweights.layout"
@@ -63,13 +62,15 @@ class Saved(NamedTuple):
     """What a file holds.
 
     Attributes:
-        layout: The layout it was saved with; None for a file of another program.
-        parts: In the order of the layout; without one, sorted by name, since the file's own
-            order has no meaning.
+        layout: The layout of the buffer. For a file of another program its slots are sorted by
+            name, since the file's own order has no meaning.
+        buffer: The packed form of the parts.
+        is_ours: Whether `write` wrote the file, so that the order of the slots has a meaning.
     """
 
-    layout: Layout | None
-    parts: FlatWeights
+    layout: Layout
+    buffer: NDArray[np.uint8]
+    is_ours: bool
 
 
 class _Tensor(NamedTuple):
@@ -204,31 +205,27 @@ def _read(file: io.FileIO) -> Saved:
     if before.st_size == 0:
         raise ValueError("expected a safetensors file, got an empty one")
     metadata, tensors = _header(file, before.st_size)
-    if _LAYOUT in metadata or _CHECKSUM in metadata:
+    is_ours = _LAYOUT in metadata or _CHECKSUM in metadata
+    if is_ours:
         layout = _checked_layout(tensors, metadata)
     else:
-        layout = None
-        tensors = dict(sorted(tensors.items()))
-    weights = FlatWeights.empty(
-        layout
-        or Layout(
-            list(tensors), [t.shape for t in tensors.values()], [t[0] for t in tensors.values()]
-        )
-    )
+        names = sorted(tensors)
+        layout = Layout(names, [tensors[n].shape for n in names], [tensors[n].dtype for n in names])
+    buffer = layout.new_buffer()
     checksum = zlib.crc32(metadata.get(_LAYOUT, "").encode())
-    for slot in weights.layout.slots:
-        data = weights.buffer[slot.offset : slot.offset + slot.nbytes]
-        _fill(data.data, file, tensors[slot.name if layout is None else _key(slot.name)].begin)
-        if layout is not None:
+    for slot in layout.slots:
+        data = buffer[slot.offset : slot.offset + slot.nbytes]
+        _fill(data.data, file, tensors[_key(slot.name) if is_ours else slot.name].begin)
+        if is_ours:
             checksum = zlib.crc32(data.data, checksum)
     after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise ValueError(
             "expected a file that does not change, got one that changed while it was read"
         )
-    if layout is not None and metadata[_CHECKSUM] != f"{checksum:08x}":
+    if is_ours and metadata[_CHECKSUM] != f"{checksum:08x}":
         raise ValueError(f"expected checksum {metadata[_CHECKSUM]}, got {checksum:08x}")
-    return Saved(layout, weights)
+    return Saved(layout, buffer, is_ours)
 
 
 def _fill(target: memoryview, file: io.FileIO, begin: int) -> None:

@@ -112,9 +112,15 @@ class Template:
             ValueError: If its keys, its number of parts or its digest differ, or a strided part
                 overlaps ``written``.
         """
+        parts = self._arrays(source, where)
+        for part in parts:
+            if not part.flags.c_contiguous:
+                break
+        else:  # the usual case
+            return parts
         return [
             part if part.flags.c_contiguous else self._copied(part, i, where, written)
-            for i, part in enumerate(self._arrays(source, where))
+            for i, part in enumerate(parts)
         ]
 
     def _copied(

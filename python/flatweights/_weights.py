@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from flatweights._core import move_parts
-from flatweights._layout import Layout, Parts, named_arrays, settable
+from flatweights._layout import Layout, Parts, cast_for_slot, named_arrays
 
 _SHOWN_PARTS = 10
 _SHOWN_ELEMENTS = 100
@@ -144,8 +144,8 @@ class FlatWeights(dict[str, NDArray[Any]]):
         """
         from flatweights import _safetensors
 
-        parts = _safetensors.read(path).parts
-        return cls.wrap(parts.buffer, parts.layout)
+        saved = _safetensors.read(path)
+        return cls.wrap(saved.buffer, saved.layout)
 
     def _view(self, buffer: NDArray[np.uint8], layout: Layout) -> None:
         layout.core.put_packed_views(buffer, layout.names, self)
@@ -245,7 +245,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
             if name not in self:
                 self._refuse_key(name)
             i = self._layout.index(name)
-            array = settable(self._layout, i, value)
+            array = cast_for_slot(self._layout, i, value)
             # A source in this buffer must not change while its neighbours are written.
             if array is not self[name] and np.may_share_memory(array, self._buffer):
                 array = array.copy()

@@ -8,10 +8,9 @@ from typing import Any
 
 import ray
 
-from flatweights import _core
-from flatweights._average import Nonfinite, average_used
+from flatweights._average import Nonfinite, average_used, mean_of_packed
 from flatweights._running_average import RunningAverage
-from flatweights._sources import Template, check_flat_weights
+from flatweights._sources import Template
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._calls import Answer, RayAnswer
 from flatweights.ray._engine import AnyRule, Arrivals, Deadline, Request, Weights, letting_go
@@ -231,6 +230,7 @@ class DriverAverage:
                     out=self._out,
                     nonfinite=self._request.nonfinite,
                     names=[f"rank {rank}" for rank in ranks],
+                    template=self._template,
                 )
             else:
                 mean, used = self._apply(self._request.rule, models, weights)
@@ -283,22 +283,20 @@ class DriverAverage:
         weights = [request.weights[rank] for rank in ranks]
         if len(models) < len(ranks) or not any(weights):
             return None
-        layout = models[0].layout
-        if any(m.layout is not layout and m.layout.digest != layout.digest for m in models):
-            return None
-        check_flat_weights(layout, f"rank {ranks[0]}")
-        self._accept(layout, f"rank {ranks[0]}")
+        self._accept(models[0].layout, f"rank {ranks[0]}")
         reach("averaging")
         begin = time.monotonic()
-        mean = layout.new_buffer()
-        buffers = [[model.buffer] for model in models]
-        is_finite = _core.average_into(layout.core, True, [mean], buffers, weights)
+        mean = models[0].layout.new_buffer()
+        layouts, buffers = [model.layout for model in models], [[model.buffer] for model in models]
+        is_finite = mean_of_packed(mean, layouts, buffers, weights, f"rank {ranks[0]}")
+        if is_finite is None:
+            return None
         if not (is_finite or request.nonfinite == "propagate"):
             return None
         self._used = ranks
         self._nbytes = dict.fromkeys(ranks, mean.nbytes)
         self._seconds += time.monotonic() - begin
-        return FlatWeights.wrap(sealed(mean), layout)
+        return FlatWeights.wrap(sealed(mean), models[0].layout)
 
     def _streamed(self) -> Any:
         """Add runs of ranks to a running sum while waiting for others."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from flatweights._core import move_parts
 from flatweights._flatten import new_vector
-from flatweights._layout import Layout, settable
+from flatweights._layout import Layout, cast_for_slot
 from flatweights._locks import TurnLock
 from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._gradients import trained_positions
@@ -70,7 +70,7 @@ class Steps:
         views = self._layout.vector_views(flat)
         vectors = []
         for group in step.groups:
-            values = [settable(self._layout, i, views[i]) for i in group.slots]
+            values = [cast_for_slot(self._layout, i, views[i]) for i in group.slots]
             # An optimizer may keep an alias of its gradient, so it gets a copy.
             vectors.append(new_vector(group.layout.size, group.layout.dtype))
             move_parts(group.layout.vector_views(vectors[-1]), values)

@@ -14,7 +14,7 @@ from flatweights._core import is_settable, move_parts
 from flatweights._dtypes import is_averaged, is_integer, promote
 from flatweights._flatten import new_vector
 from flatweights._inplace import clip_by_norm_
-from flatweights._layout import Layout, Slot, place_of, settable
+from flatweights._layout import Layout, Slot, cast_for_slot, place_of
 from flatweights._numbers import finite
 from flatweights._trees import as_array
 from flatweights.tensorflow._eager import eagerly, wait
@@ -229,7 +229,7 @@ def _dense(gradient: Any, slot: Slot, i: int) -> tf.Tensor:
 
 
 def _cast(tensor: tf.Tensor, target: tf.DType, where: str) -> tf.Tensor:
-    """Return the op that casts as `settable` does: to integers, it rounds and checks values."""
+    """Return the op that casts as `cast_for_slot` does; for integers, it rounds and checks."""
     source = tensor.dtype
     if source == target or not (target.is_integer or target.is_bool):
         return tf.cast(tensor, target)
@@ -261,7 +261,7 @@ def _piece(
             return rows
         gradient = np.empty(layout.slots[i].shape, _dtype_of_sums(rows.values.dtype))
         _write_rows(gradient, rows)
-    return settable(layout, i, gradient, dtype)
+    return cast_for_slot(layout, i, gradient, dtype)
 
 
 def _checked_rows(slices: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> Rows:

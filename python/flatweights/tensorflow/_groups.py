@@ -159,4 +159,4 @@ class Operations(ABC):
 
     @abstractmethod
     def write(self, values: Mapping[int, NDArray[Any]]) -> None:
-        """Set the variables at these positions to copies of arrays that `settable` returned."""
+        """Set the variables at these positions to copies of results of `cast_for_slot`."""

@@ -15,7 +15,7 @@ from flatweights import _core
 from flatweights._core import move_parts
 from flatweights._dtypes import is_averaged
 from flatweights._inplace import axpy_, lerp_
-from flatweights._layout import Layout, settable
+from flatweights._layout import Layout, cast_for_slot
 from flatweights._locks import TurnLock
 from flatweights.tensorflow._binding import Binding, bind, unbound
 from flatweights.tensorflow._eager import EagerOperations
@@ -143,10 +143,12 @@ class Mover:
             self._gather(self._layout.packed_views(buffer))
 
     def set_vector(self, flat: NDArray[Any], *, share: bool = False) -> None:
-        """Write all variables from the contiguous vector ``flat``, cast as by `settable`."""
+        """Write all variables from the contiguous vector ``flat``, cast as by `cast_for_slot`."""
         if not self._try_bound(_Bound.set_vector, flat, share):
             views = enumerate(self._layout.vector_views(flat))
-            self._scatter({i: settable(self._layout, i, view) for i, view in views}, share=share)
+            self._scatter(
+                {i: cast_for_slot(self._layout, i, view) for i, view in views}, share=share
+            )
         self._follow()
 
     def set_packed(self, buffer: NDArray[np.uint8], *, share: bool = False) -> None:
@@ -156,7 +158,7 @@ class Mover:
         self._follow()
 
     def set_parts(self, values: Mapping[int, NDArray[Any]], *, share: bool = False) -> None:
-        """Write the variables at these positions, from arrays that `settable` returned."""
+        """Write the variables at these positions, from arrays that `cast_for_slot` returned."""
         self._scatter(values, share=share)
         self._follow()
 
@@ -172,7 +174,7 @@ class Mover:
         packed = self._layout.new_buffer()
         parts = self._layout.packed_views(packed)
         views = self._layout.vector_views(flat)
-        values = [settable(self._layout, i, views[i]) for i in self._averaged]
+        values = [cast_for_slot(self._layout, i, views[i]) for i in self._averaged]
         move_parts([parts[i] for i in self._averaged], values)
 
         def move(binding: Binding) -> None:

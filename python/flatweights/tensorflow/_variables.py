@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from flatweights._core import is_settable
 from flatweights._dtypes import is_averaged, is_floating, is_integer
 from flatweights._flatten import new_vector
-from flatweights._layout import Layout, place_of, settable
+from flatweights._layout import Layout, cast_for_slot, place_of
 from flatweights._numbers import finite
 from flatweights._safetensors import read
 from flatweights._trees import as_array
@@ -121,8 +121,9 @@ class TensorFlowVariables:
             for slot in self._layout.slots
             if is_floating(slot.dtype) and not is_averaged(slot.dtype)
         ]
-        # A server elsewhere that does not have the op rejects the whole graph.
-        library = None if getattr(sess, "sess_str", "") else load_library()
+        # The session's address of a server; one that does not have the op rejects the whole graph.
+        is_elsewhere = bool(getattr(sess, "sess_str", ""))
+        library = None if is_elsewhere else load_library()
         groups = make_groups(list(discovered.variables.values()), self._layout)
         operations: Operations
         self._session: SessionOperations | None = None
@@ -481,7 +482,7 @@ class TensorFlowVariables:
         keys = match_slots(new_weights, self._layout, strict=strict, rename=rename)
         if share:
             self._check_frozen({i: new_weights[key] for i, key in keys.items()})
-        values = {i: settable(self._layout, i, new_weights[key]) for i, key in keys.items()}
+        values = {i: cast_for_slot(self._layout, i, new_weights[key]) for i, key in keys.items()}
         self._mover.set_parts(values, share=share)
 
     def _check_frozen(self, values: Mapping[int, ArrayLike]) -> None:
@@ -542,16 +543,18 @@ class TensorFlowVariables:
             TypeError: If a dtype cannot be cast.
             RuntimeError: As `set_flat`.
         """
-        layout, parts = read(path)
+        saved = read(path)
+        parts = FlatWeights.wrap(saved.buffer, saved.layout)
         try:
             keys = match_slots(parts, self._layout, strict=strict, rename=rename)
             names = {i: (rename or {}).get(key, key) for i, key in keys.items()}
-            if layout is None and any(self._layout.names[i] != name for i, name in names.items()):
+            by_position = any(self._layout.names[i] != name for i, name in names.items())
+            if by_position and not saved.is_ours:
                 raise ValueError(
                     f"expected names of the model, got {list(names.values())}, and no layout that "
                     "tells their order; rename= can map them"
                 )
-            values = {i: settable(self._layout, i, parts[key]) for i, key in keys.items()}
+            values = {i: cast_for_slot(self._layout, i, parts[key]) for i, key in keys.items()}
         except (AssertionError, TypeError, ValueError) as error:
             raise type(error)(f"{os.fspath(path)}: {error}") from error
         self._mover.set_parts(values)
@@ -711,7 +714,7 @@ class TensorFlowVariables:
 
         Raises:
             TypeError: If ``dtype`` is not floating, or cannot hold the gradient.
-            ValueError: If the loss is no scalar of a floating dtype, or depends on none of the
+            ValueError: If the loss is not a scalar of a floating dtype, or depends on none of the
                 trainable variables.
             RuntimeError: If the graph is finalized; if called inside a `tf.function`.
         """
