@@ -180,6 +180,7 @@ OPTIONS = Namespace(
     deaths=1,  # in every round
     failing=0.4,
     fraction=0.25,
+    hostile=0,
     local_epochs=1,
     rounds=1,
     seed=0,

@@ -271,9 +271,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
         print(f"{title}:", flush=True)
         optimizer, rule = SERVERS[server](start), RULES[name](options.hostile)
         curves[title], counts = run_server(actors, optimizer, options, rule)
-        rows.append({"server": server, "rule": name, **summarise(curves[title]), **counts})
-    for row in [{title: title for title in rows[0]}, *rows]:
-        print("".join(f"{cell:<17}" for cell in row.values()))
+        rows.append({"server": title, **summarise(curves[title]), **counts})
+    print("".join(f"{title:<26}" for title in rows[0]))
+    for row in rows:
+        print("".join(f"{cell!s:<26}" for cell in row.values()))
     worst = min(np.mean(accuracies[-LAST:]) for accuracies in curves.values())
     if worst < ENOUGH and not options.hostile:
         raise SystemExit(f"accuracy below {ENOUGH}: it needs more --rounds")
