@@ -54,8 +54,13 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "a generator": lambda handle, value: handle.keep_each.remote(value),
     "in a thread": lambda handle, value: in_thread(lambda: handle.keep.remote(value)),
     "with a reference": lambda handle, value: handle.keep.remote(value, ray.put(value)),
-    "by another group": lambda handle, value: WorkerGroup([handle]).step("keep", value),
+    "by another group": lambda handle, value: other_group(handle).step("keep", value),
 }
+
+
+def other_group(handle: Any) -> WorkerGroup:
+    """Return a group that sends its worker no weights: those of the first group stay."""
+    return WorkerGroup([handle], initial=None)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -466,7 +466,7 @@ ONES = np.ones(7)
     ("call", "error", "message"),
     [
         (lambda w: w.add_flat(ONES[1:]), ValueError, r"delta: expected shape \(7,\), got \(6,\)"),
-        (lambda w: w.add_flat(None), ValueError, r"delta: expected shape \(7,\), got \(\)"),
+        (lambda w: w.add_flat(None), TypeError, "delta: expected an array, got NoneType"),
         (lambda w: w.lerp_flat(ONES[None], 0.5), ValueError, r"target: .* got \(1, 7\)"),
         (lambda w: w.add_flat(ONES * 1j), TypeError, r"'w': expected float32 \(2,\), got complex"),
         (lambda w: w.lerp_flat(["a"] * 7, 1), TypeError, r"expected float32 \(2,\), got <U1"),
