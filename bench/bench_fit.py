@@ -126,7 +126,7 @@ class Mirrored:
 
         ring = tf.distribute.experimental.CommunicationImplementation.RING
         options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(options)
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         with strategy.scope():
             self._model = build(tf_keras, kind)
             self._model.compile(tf_keras.optimizers.SGD(0.01, momentum=0.9), "mse")
@@ -213,7 +213,9 @@ def run(options: Namespace) -> list[runner.Row]:
 def main() -> None:
     """Run the bench."""
     options = runner.arguments(__doc__ or "")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        "local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     try:
         rows = run(options)
     finally:
