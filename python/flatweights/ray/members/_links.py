@@ -7,7 +7,8 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import ray
@@ -25,6 +26,8 @@ from flatweights.ray.members._asks import Ask, Outcome
 from flatweights.ray.members._host import Host
 from flatweights.ray.members._meeting import Ticket
 from flatweights.ray.members._seats import as_array
+
+Made = TypeVar("Made")
 
 _GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its host
 
@@ -46,13 +49,17 @@ class Link(ABC):
     def offer(self, nbytes: int) -> None:  # noqa: B027 - a link through Ray has no such memory
         """Have the next buffer of ``nbytes`` that this thread makes lie where the host reads it."""
 
-    def new_buffer(self, layout: Layout) -> NDArray[np.uint8]:
-        """Return such a buffer."""
-        self.offer(layout.nbytes)
+    def make(self, nbytes: int, call: Callable[[], Made]) -> Made:
+        """Return the result of ``call``, which makes such a buffer."""
+        self.offer(nbytes)
         try:
-            return layout.new_buffer()
+            return call()
         finally:
             _core.withdraw_offer()
+
+    def new_buffer(self, layout: Layout) -> NDArray[np.uint8]:
+        """Return such a buffer."""
+        return self.make(layout.nbytes, layout.new_buffer)
 
     def exchange(
         self, ask: Ask, layout: Layout, buffer: NDArray[np.uint8] | None

@@ -394,7 +394,7 @@ class Meeting:
         ref: Any = None
         for seat in seats:
             seat.has = outcome.number
-            seat.answer = SeatAnswer(self._lanes, self._layouts, seat, self._news)
+            seat.answer = self._next_ask(seat)
             try:
                 if seat.lane is not None:
                     assert message is not None
@@ -462,8 +462,11 @@ class Meeting:
             raise ValueError(f"rank: expected one that is free, got {rank}, which is {taken}'s")
         token = self._lanes.new_token()
         seat = self._seats[rank] = Seat(rank, entry.who, token)
-        seat.answer = SeatAnswer(self._lanes, self._layouts, seat, self._news)
+        seat.answer = self._next_ask(seat)
         return Ticket(rank, token, self._lanes.address if entry.wants_lane else None)
+
+    def _next_ask(self, seat: Seat) -> SeatAnswer:
+        return SeatAnswer(self._lanes, self._layouts, seat, self._news)
 
     def _seat_of(self, token: bytes) -> Seat | None:
         return next((seat for seat in [*self._seats.values()] if seat.token == token), None)
@@ -477,7 +480,7 @@ class Meeting:
             if seat is None:
                 raise LaneError("no such member")
             seat.lane = self._lanes.connect(token, nonce)
-            seat.answer = SeatAnswer(self._lanes, self._layouts, seat, self._news)
+            seat.answer = self._next_ask(seat)
         except (LaneError, OSError) as error:
             done.set_exception(error)
         else:

@@ -233,11 +233,7 @@ class Member:
         check_flat_weights(layout, "variables")
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule)
         with self._call() as link:
-            link.offer(layout.nbytes)
-            try:
-                buffer = variables.get_weights().buffer
-            finally:
-                _core.withdraw_offer()
+            buffer = link.make(layout.nbytes, variables.get_weights).buffer
             outcome, mean = link.exchange(ask, layout, buffer)
             variables.set_weights(FlatWeights.wrap(mean, layout))
             return self._round(outcome, None)
@@ -295,11 +291,7 @@ class Member:
         with self._call() as link:
             buffer = None
             if ask.root == self.rank:
-                link.offer(layout.nbytes)
-                try:
-                    buffer = variables.get_weights().buffer
-                finally:
-                    _core.withdraw_offer()
+                buffer = link.make(layout.nbytes, variables.get_weights).buffer
             outcome, sent = link.exchange(ask, layout, buffer)
             if ask.root != self.rank:
                 variables.set_weights(FlatWeights.wrap(sent, layout))
