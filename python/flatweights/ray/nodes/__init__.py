@@ -1,0 +1,1 @@
+"""Rounds between nodes: one agent for each node, and the streams between them."""

@@ -1,0 +1,789 @@
+"""Streams: one socket between each pair of nodes, over which all of them swap bytes at once.
+
+Each process has a `Streams`: a listener on the node's own address, and a thread that admits
+peers. `Streams.open` connects the process to its peers, and gives `Links`.
+
+- Of the pair (i, j) with i < j, i connects to j. It sends the key of j's listener, the epoch, and
+  its place i. j compares the key before it looks at the rest. Once it has called `open` with that
+  epoch, too, it answers with the epoch. So an answer says that both ends are ready.
+- An epoch is used once. Sockets of an older one are closed, and connections for it refused.
+- In a swap each node sends one frame to each other node: the number of the swap and the length of
+  the data (8 bytes each), then the data. At step s it sends to the node s places after it, so no
+  two nodes begin to send to the same one. It reads from all at once.
+- After any error all sockets of the links are shut down, which ends the other thread and, within
+  a moment, the swaps of all peers.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+Buffer: TypeAlias = Any  # what has the buffer protocol, contiguous; a type of its own since 3.12
+
+_KEY = 32  # bytes of a listener's key
+_EPOCH = 16  # bytes of an epoch
+_HELLO = struct.Struct(f"<{_KEY}s{_EPOCH}sI")  # key, epoch, place of the sender
+_FRAME = struct.Struct("<QQ")  # number of the swap, length of the data
+
+_BLOCK = 256 << 10  # bytes that one call reads: they stay in the cache for who adds them up
+_MOST_VIEWS = 64  # buffers that one call sends
+_STRANGERS = 64  # connections that have not sent a hello yet
+_GUESTS = 1024  # connections with the right key whose epoch has not been opened here yet
+_PAST = 64  # epochs that are remembered as ended
+_HELLO_TIME = 5.0  # seconds in which a hello has to arrive
+_GUEST_TIME = 60.0  # seconds for which a guest may wait; it may come again
+_PAUSE = 0.05  # seconds until the next attempt to connect, or to accept
+
+_log = logging.getLogger("flatweights")
+
+
+class StreamError(OSError):
+    """A stream cannot be made, or broke.
+
+    Attributes:
+        peer: The place of the peer among the nodes; -1 if it is not known.
+    """
+
+    def __init__(self, peer: int, reason: str) -> None:
+        """Say which peer, and why."""
+        super().__init__(reason if peer < 0 else f"peer {peer}: {reason}")
+        self.peer = peer
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by what the constructor takes."""
+        return type(self), (self.peer, self.reason)
+
+
+class Address(NamedTuple):
+    """Where a process listens, and the key that it asks for.
+
+    Attributes:
+        host: The node's address.
+        port: The port.
+        key: 32 random bytes of this listener.
+    """
+
+    host: str
+    port: int
+    key: bytes
+
+    def __repr__(self) -> str:
+        """Show where, and not the key."""
+        return f"Address({self.host}:{self.port})"
+
+
+class Streams:
+    """The sockets of one process to its peers on other nodes: one each, kept between rounds.
+
+    Attributes:
+        address: What the peers need to connect.
+    """
+
+    def __init__(self, host: str) -> None:
+        """Listen on ``host`` alone, on a port that is free.
+
+        Args:
+            host: The address of this node.
+
+        Raises:
+            OSError: If ``host`` is not an address of this machine.
+        """
+        self._listener = _listen(host)
+        port = self._listener.getsockname()[1]
+        self.address = Address(host, port, secrets.token_bytes(_KEY))
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
+        self._opening = threading.Lock()  # held by `open`
+        self._links: Links | None = None
+        self._peers: tuple[Address, ...] = ()
+        self._epoch: bytes | None = None  # the one that is open, or being opened
+        self._me = 0
+        self._lower: dict[int, socket.socket] = {}  # admitted sockets of `_epoch`, by place
+        self._past: collections.deque[bytes] = collections.deque(maxlen=_PAST)
+        self._guests: dict[socket.socket, _Guest] = {}
+        self._strangers: dict[socket.socket, _Stranger] = {}  # of the thread alone
+        self._told: set[str] = set()  # kinds of refusals that were logged
+        self._is_closed = False
+        _all.add(self)
+        self._thread = threading.Thread(
+            target=self._admit_all, name="flatweights-streams", daemon=True
+        )
+        self._thread.start()
+
+    def open(
+        self, peers: Sequence[Address], me: int, epoch: bytes, end: float | None = None
+    ) -> Links:
+        """Return links to ``peers``, connected; those of the last call if it was for the same.
+
+        Args:
+            peers: The addresses of all nodes, in their order, with that of this process.
+            me: The place of this process among them.
+            epoch: 16 bytes that whoever has all nodes open their links chose at random for this.
+            end: When to give up (`time.monotonic`), if not before.
+
+        Raises:
+            StreamError: If a peer cannot be reached, or has not opened its links in time.
+            ValueError: If ``me`` is not the place of this process, or the epoch was used before.
+        """
+        peers = tuple(peers)
+        if not (0 <= me < len(peers) and peers[me] == self.address):
+            raise ValueError(f"peers: expected {self.address} at {me}, got {list(peers)}")
+        if len(epoch) != _EPOCH:
+            raise ValueError(f"epoch: expected {_EPOCH} bytes, got {len(epoch)}")
+        with self._opening:
+            if epoch == self._epoch and self._links is not None:
+                if peers != self._peers or me != self._me:
+                    raise ValueError("epoch: the same as before, with other peers")
+                if self._links.is_closed:
+                    raise ValueError("epoch: its links have ended; choose another one")
+                return self._links
+            self._begin(peers, me, epoch)
+            sockets: dict[int, socket.socket] = {}
+            try:
+                higher = {place: peers[place] for place in range(me + 1, len(peers))}
+                _connect(higher, epoch, me, sockets, end)
+                self._wait_for_lower(end)
+                with self._lock:
+                    sockets.update(self._lower)
+                    self._links = Links(sockets, me, len(peers))
+            except BaseException:
+                self._end_epoch()
+                for connection in sockets.values():
+                    _shut(connection)
+                    connection.close()
+                raise
+            return self._links
+
+    def close(self) -> None:
+        """Close all links and the listener, and wait for the thread. More calls do nothing."""
+        with self._lock:
+            self._is_closed = True
+            self._arrived.notify_all()
+        self._end_epoch()
+        _shut(self._listener)  # wakes the thread
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _begin(self, peers: tuple[Address, ...], me: int, epoch: bytes) -> None:
+        """Let connections for ``epoch`` in, and no others."""
+        self._end_epoch()
+        with self._lock:
+            if self._is_closed:
+                raise StreamError(-1, "the streams are closed")
+            if epoch in self._past:
+                raise ValueError("epoch: it was used before")
+            self._peers, self._me, self._epoch = peers, me, epoch
+            for connection, guest in list(self._guests.items()):
+                if guest.epoch == epoch:
+                    del self._guests[connection]
+                    self._admit(connection, guest)
+
+    def _end_epoch(self) -> None:
+        with self._lock:
+            links, lower, epoch = self._links, self._lower, self._epoch
+            self._links, self._lower, self._epoch = None, {}, None
+            if epoch is not None:
+                self._past.append(epoch)
+        if links is not None:
+            links.close()
+        for connection in lower.values():
+            if links is None:
+                _shut(connection)
+                connection.close()
+
+    def _wait_for_lower(self, end: float | None) -> None:
+        with self._lock:
+            while not self._is_closed:
+                missing = [place for place in range(self._me) if place not in self._lower]
+                if not missing:
+                    return
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    text = "it has not connected in time"
+                    raise StreamError(missing[0], text) from TimeoutError(text)
+                self._arrived.wait(left)
+            raise StreamError(-1, "the streams were closed")
+
+    # The thread
+
+    def _admit_all(self) -> None:
+        """Accept connections until the listener is closed; the thread does nothing else."""
+        try:
+            while not self._is_closed:
+                self._admit_some()
+        finally:
+            with self._lock:
+                connections = [*self._strangers, *self._guests]
+                self._strangers.clear()
+                self._guests.clear()
+            for connection in connections:
+                connection.close()
+            self._listener.close()
+
+    def _admit_some(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        by_descriptor: dict[int, socket.socket] = {}
+        with self._lock:
+            waiting: dict[socket.socket, _Stranger | _Guest] = {**self._strangers, **self._guests}
+        for connection in waiting:
+            by_descriptor[connection.fileno()] = connection
+            poll.register(connection, select.POLLIN)
+        first = min((one.end for one in waiting.values()), default=None)
+        events = poll.poll(_milliseconds(first))
+        for descriptor, _ in events:
+            ready = by_descriptor.get(descriptor)
+            if ready is None:
+                self._accept()
+            elif ready in self._strangers:
+                self._listen_to(ready)
+            else:
+                self._drop_guest(ready, "gave up, or sent more than a hello")
+        now = time.monotonic()
+        for connection, one in waiting.items():
+            if one.end <= now and connection in self._strangers:
+                self._refuse(connection, "no hello in time")
+            elif one.end <= now:
+                self._drop_guest(connection, "an epoch that was not opened here")
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # closed; gone again; or there are no descriptors left
+            if not self._is_closed and not isinstance(error, (BlockingIOError, ConnectionError)):
+                self._tell("error", f"cannot accept connections: {error}")
+                time.sleep(_PAUSE)
+            return
+        connection.setblocking(False)
+        if len(self._strangers) >= _STRANGERS:
+            self._refuse(next(iter(self._strangers)), "too many connections without a hello")
+        self._strangers[connection] = _Stranger(time.monotonic() + _HELLO_TIME, bytearray())
+        self._listen_to(connection)
+
+    def _listen_to(self, connection: socket.socket) -> None:
+        """Read more of a stranger's hello: its key first, and the rest if that is right."""
+        hello = self._strangers[connection].hello
+        try:
+            while len(hello) < _HELLO.size:
+                wanted = (_KEY if len(hello) < _KEY else _HELLO.size) - len(hello)
+                piece = connection.recv(wanted)
+                if not piece:
+                    self._refuse(connection, "closed before a hello")
+                    return
+                hello += piece
+                if len(hello) == _KEY and not hmac.compare_digest(hello, self.address.key):
+                    self._refuse(connection, "a wrong key")
+                    return
+        except BlockingIOError:
+            return
+        except OSError:
+            self._refuse(connection, "closed before a hello")
+            return
+        del self._strangers[connection]
+        _, epoch, place = _HELLO.unpack(hello)
+        guest = _Guest(time.monotonic() + _GUEST_TIME, epoch, place)
+        with self._lock:
+            if epoch == self._epoch:
+                self._admit(connection, guest)
+                return
+            if epoch in self._past:
+                self._refuse(connection, "an epoch that has ended")
+                return
+            if len(self._guests) >= _GUESTS:
+                self._refuse(self._guests_first(), "too many connections for other epochs")
+            self._guests[connection] = guest
+
+    def _guests_first(self) -> socket.socket:
+        connection = next(iter(self._guests))
+        del self._guests[connection]
+        return connection
+
+    def _admit(self, connection: socket.socket, guest: _Guest) -> None:
+        """Take a connection for the epoch that is open; the lock is held."""
+        if not 0 <= guest.place < self._me:
+            self._refuse(connection, f"a place that connects to {self._me} of none")
+        elif guest.place in self._lower:
+            self._refuse(connection, "a place that is connected")
+        else:
+            try:
+                _set_up(connection)
+                connection.send(guest.epoch)
+            except OSError:
+                self._refuse(connection, "closed before the answer")
+                return
+            self._lower[guest.place] = connection
+            self._arrived.notify_all()
+
+    def _drop_guest(self, connection: socket.socket, reason: str) -> None:
+        with self._lock:
+            guest = self._guests.pop(connection, None)
+        if guest is not None:
+            self._refuse(connection, reason)
+
+    def _refuse(self, connection: socket.socket, reason: str) -> None:
+        self._strangers.pop(connection, None)
+        who = "an unknown address"
+        with contextlib.suppress(OSError):
+            who = connection.getpeername()[0]
+        self._tell(reason, f"refused a connection from {who}: {reason}")
+        connection.close()
+
+    def _tell(self, kind: str, text: str) -> None:
+        """Log ``text``, unless one of its kind was logged before."""
+        if kind not in self._told:
+            self._told.add(kind)
+            _log.warning("streams at %s:%d: %s", self.address.host, self.address.port, text)
+
+    def _forget(self) -> None:
+        """Close this process's copies of the sockets: it is a fork, and they are its parent's."""
+        self._is_closed = True
+        links = () if self._links is None else self._links.sockets()
+        for connection in (
+            self._listener,
+            *links,
+            *self._lower.values(),
+            *self._guests,
+            *self._strangers,
+        ):
+            connection.close()
+
+
+class Links:
+    """The sockets to all peers of one epoch.
+
+    Attributes:
+        me: The place of this process.
+        size: How many nodes there are.
+        is_closed: Whether they are closed, or broke. They stay so.
+        sent_bytes: Bytes sent to each node, in their order.
+        received_bytes: Bytes received from each node.
+    """
+
+    def __init__(self, sockets: Mapping[int, socket.socket], me: int, size: int) -> None:
+        """Take connected sockets, by place."""
+        self.me = me
+        self.size = size
+        self.is_closed = False
+        self.sent_bytes = [0] * size
+        self.received_bytes = [0] * size
+        self._sockets = dict(sockets)
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None  # why they ended
+        self._is_swapping = False
+
+    def sockets(self) -> Iterable[socket.socket]:
+        """Return the sockets."""
+        return self._sockets.values()
+
+    def swap(
+        self,
+        number: int,
+        sends: Mapping[int, Callable[[], Sequence[Buffer]]],
+        receives: Mapping[int, Sequence[Buffer]],
+        *,
+        patience: float,
+        end: float | None = None,
+    ) -> None:
+        """Send bytes to all peers and receive bytes from all of them, at the same time.
+
+        All nodes have to call it, with the same number. No bytes are copied.
+
+        Args:
+            number: What tells this swap from those before and after it.
+            sends: By place, a function that returns the buffers to send, back to back. It is called
+                in another thread, just before they go. A place that is not there gets 0 bytes.
+            receives: By place, the writable buffers to fill.
+            patience: Seconds without a byte from a peer, or to it, after which it has stalled.
+            end: When the swap has to be over (`time.monotonic`).
+
+        Raises:
+            StreamError: If a peer closes its links, stalls, or sends another swap or length than
+                expected. The links have ended then.
+        """
+        targets = {place: _views(receives.get(place, ())) for place in self._sockets}
+        with self._in_use():
+            clock = _Clock(patience, end)
+            sender = threading.Thread(
+                target=self._send_all,
+                args=(number, sends, clock),
+                name="flatweights-sender",
+                daemon=True,
+            )
+            try:
+                sender.start()
+                self._receive_all(number, targets, clock)
+                sender.join()
+            except BaseException as error:
+                self._fail(error)
+            finally:
+                _join(sender)
+            if self._error is not None:
+                raise self._error
+
+    def close(self) -> None:
+        """Close the sockets. A swap that runs in another thread ends with an error."""
+        self._fail(StreamError(-1, "the links were closed"))
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        with self._lock:
+            if self._is_swapping:
+                raise RuntimeError("a swap over these links is still going on")
+            if self.is_closed:
+                raise StreamError(-1, f"the links have ended: {self._error}")
+            self._is_swapping = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_swapping = False
+                self._close_unused()
+
+    def _fail(self, error: BaseException) -> None:
+        """End the links, and all that waits for them here or elsewhere, for the first reason."""
+        with self._lock:
+            if not self.is_closed:
+                self.is_closed = True
+                self._error = error
+                for connection in self._sockets.values():
+                    _shut(connection)
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        """Close the sockets of links that have ended once no thread uses them; the lock is held."""
+        if self.is_closed and not self._is_swapping:
+            for connection in self._sockets.values():
+                connection.close()
+
+    def _send_all(
+        self, number: int, sends: Mapping[int, Callable[[], Sequence[Buffer]]], clock: _Clock
+    ) -> None:
+        try:
+            for step in range(1, self.size):
+                place = (self.me + step) % self.size
+                give = sends.get(place)
+                self._send(place, number, _views(() if give is None else give()), clock)
+        except BaseException as error:
+            self._fail(error)
+
+    def _send(self, place: int, number: int, views: list[memoryview], clock: _Clock) -> None:
+        connection = self._sockets[place]
+        length = sum(view.nbytes for view in views)
+        views.insert(0, memoryview(_FRAME.pack(number, length)))
+        views.reverse()  # the next one is last
+        poll = select.poll()
+        poll.register(connection, select.POLLOUT)
+        while views:
+            try:
+                count = connection.sendmsg(views[: -1 - _MOST_VIEWS : -1])
+            except BlockingIOError:
+                if not poll.poll(clock.milliseconds([place])):
+                    clock.check(place, f"sending swap {number}")
+                continue
+            except OSError as error:
+                raise StreamError(place, f"it closed the stream ({error})") from error
+            clock.moved(place)
+            self.sent_bytes[place] += count
+            while count >= views[-1].nbytes:
+                count -= views.pop().nbytes
+                if not views:
+                    return
+            if count:
+                views[-1] = views[-1][count:]
+
+    def _receive_all(
+        self, number: int, targets: dict[int, list[memoryview]], clock: _Clock
+    ) -> None:
+        poll = select.poll()
+        readers = {}
+        for place, views in targets.items():
+            connection = self._sockets[place]
+            readers[connection.fileno()] = _Reader(place, connection, number, views)
+            poll.register(connection, select.POLLIN)
+        clock = clock.fresh()
+        while readers:
+            places = [reader.place for reader in readers.values()]
+            events = poll.poll(clock.milliseconds(places))
+            for descriptor, _ in events:
+                reader = readers[descriptor]
+                count = reader.read()
+                if count:
+                    clock.moved(reader.place)
+                    self.received_bytes[reader.place] += count
+                if reader.is_done:
+                    poll.unregister(descriptor)
+                    del readers[descriptor]
+            if not events:
+                for place in places:
+                    clock.check(place, f"receiving swap {number}")
+
+
+class _Reader:
+    """Reads one frame."""
+
+    def __init__(
+        self, place: int, connection: socket.socket, number: int, views: list[memoryview]
+    ) -> None:
+        self.place = place
+        self.is_done = False
+        self._connection = connection
+        self._expected = (number, sum(view.nbytes for view in views))
+        self._frame = bytearray(_FRAME.size)
+        self._views = [*reversed(views), memoryview(self._frame)]  # the next one is last
+        self._in_frame = True
+
+    def read(self) -> int:
+        """Read what is there, a block at most, and return how many bytes that was."""
+        try:
+            count = self._connection.recv_into(self._views[-1][:_BLOCK])
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise StreamError(self.place, f"it closed the stream ({error})") from error
+        if count == 0:
+            raise StreamError(self.place, f"it closed the stream in swap {self._expected[0]}")
+        rest = self._views[-1][count:]
+        if rest:
+            self._views[-1] = rest
+            return count
+        self._views.pop()
+        if self._in_frame:
+            self._in_frame = False
+            self._check()
+        self.is_done = not self._views
+        return count
+
+    def _check(self) -> None:
+        got = _FRAME.unpack(self._frame)
+        if got != self._expected:
+            raise StreamError(
+                self.place,
+                f"expected swap {self._expected[0]} of {self._expected[1]} bytes,"
+                f" got swap {got[0]} of {got[1]} bytes",
+            )
+
+
+class _Clock:
+    """When each peer has stalled."""
+
+    def __init__(self, patience: float, end: float | None) -> None:
+        self._patience = patience
+        self._end = end
+        self._began = time.monotonic()
+        self._last = self._began
+
+    def fresh(self) -> _Clock:
+        """Return one for another thread."""
+        return _Clock(self._patience, self._end)
+
+    def moved(self, place: int) -> None:
+        """Note that bytes went from or to ``place``."""
+        self._last = time.monotonic()
+
+    def milliseconds(self, places: Sequence[int]) -> int | None:
+        """Return how long to wait for any of ``places``."""
+        stall = self._last + self._patience
+        return _milliseconds(stall if self._end is None else min(stall, self._end))
+
+    def check(self, place: int, doing: str) -> None:
+        """Raise if ``place`` has stalled, or the time is up."""
+        now = time.monotonic()
+        if self._end is not None and now >= self._end:
+            text = f"the time is up after {now - self._began:.3g} s, {doing}"
+        elif now >= self._last + self._patience:
+            text = f"it has stalled for {self._patience:g} s, {doing}"
+        else:
+            return
+        raise StreamError(place, text) from TimeoutError(text)
+
+
+class _Stranger(NamedTuple):
+    """A connection that has not sent a whole hello."""
+
+    end: float
+    hello: bytearray
+
+
+class _Guest(NamedTuple):
+    """A connection with the right key, for an epoch that is not open yet."""
+
+    end: float
+    epoch: bytes
+    place: int
+
+
+def _connect(
+    higher: Mapping[int, Address],
+    epoch: bytes,
+    me: int,
+    sockets: dict[int, socket.socket],
+    end: float | None,
+) -> None:
+    """Connect to all of ``higher``, and wait for their answers.
+
+    Args:
+        higher: Addresses by place.
+        epoch: The epoch.
+        me: The place of this process.
+        sockets: Gets the connected sockets; in the end, those of all places.
+        end: When to give up.
+    """
+    calls = {place: _Call(place, address, epoch, me) for place, address in higher.items()}
+    try:
+        while calls:
+            poll = select.poll()
+            by_descriptor = {}
+            pause = None
+            for call in calls.values():
+                if call.connection is None and time.monotonic() >= call.since:
+                    call.begin()
+                if call.connection is None:
+                    pause = call.since
+                else:
+                    by_descriptor[call.connection.fileno()] = call
+                    poll.register(call.connection, call.events)
+            until = min((time for time in (pause, end) if time is not None), default=None)
+            for descriptor, _ in poll.poll(_milliseconds(until)):
+                call = by_descriptor[descriptor]
+                if call.go_on() and call.connection is not None:
+                    sockets[call.place] = call.connection
+                    del calls[call.place]
+            if calls and end is not None and time.monotonic() >= end:
+                call = next(iter(calls.values()))
+                text = f"no answer in time from {call.address.host}:{call.address.port}"
+                raise StreamError(call.place, text) from TimeoutError(text)
+    finally:
+        for call in calls.values():
+            if call.connection is not None:
+                call.connection.close()
+
+
+class _Call:
+    """A connection that is being made."""
+
+    def __init__(self, place: int, address: Address, epoch: bytes, me: int) -> None:
+        self.place = place
+        self.address = address
+        self.connection: socket.socket | None = None
+        self.events = select.POLLOUT
+        self.since = 0.0  # when to connect
+        self._hello = _HELLO.pack(address.key, epoch, me)
+        self._epoch = epoch
+        self._answer = b""
+
+    def begin(self) -> None:
+        """Begin to connect."""
+        self.connection = socket.socket(_family(self.address.host), socket.SOCK_STREAM)
+        self.connection.setblocking(False)
+        self.events, self._answer = select.POLLOUT, b""
+        _set_up(self.connection)
+        try:
+            self.connection.connect((self.address.host, self.address.port))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise self._unreachable(error) from error
+
+    def go_on(self) -> bool:
+        """Do what can be done now, and return whether the peer has answered."""
+        assert self.connection is not None
+        if self.events == select.POLLOUT:
+            code = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise self._unreachable(OSError(code, os.strerror(code)))
+            self.events = select.POLLIN
+            with contextlib.suppress(OSError):  # seen below
+                self.connection.send(self._hello)
+            return False
+        try:
+            piece = self.connection.recv(_EPOCH - len(self._answer))
+        except BlockingIOError:
+            return False
+        except OSError:
+            piece = b""
+        if not piece:  # pushed out by others that connect; or it has not opened this epoch
+            self.connection.close()
+            self.connection = None
+            self.since = time.monotonic() + _PAUSE
+            return False
+        self._answer += piece
+        if len(self._answer) < _EPOCH:
+            return False
+        if self._answer != self._epoch:
+            raise StreamError(self.place, f"a wrong answer from {self.address!r}")
+        return True
+
+    def _unreachable(self, error: OSError) -> StreamError:
+        return StreamError(
+            self.place, f"cannot connect to {self.address.host}:{self.address.port}: {error}"
+        )
+
+
+def _listen(host: str) -> socket.socket:
+    listener = socket.socket(_family(host), socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+        listener.listen(1024)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _set_up(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _shut(connection: socket.socket) -> None:
+    """End a connection for all processes that have the socket, and for its peer."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _views(buffers: Sequence[Buffer]) -> list[memoryview]:
+    """Return views of the bytes of ``buffers``, of those that are not empty."""
+    views = [memoryview(buffer) for buffer in buffers]
+    return [view.cast("B") for view in views if view.nbytes]
+
+
+def _join(thread: threading.Thread) -> None:
+    """Wait for the thread, whatever interrupts."""
+    while thread.is_alive():
+        with contextlib.suppress(KeyboardInterrupt):
+            thread.join()
+
+
+def _milliseconds(end: float | None) -> int | None:
+    """Return how long to poll until ``end``, rounded up."""
+    return None if end is None else max(0, int((end - time.monotonic()) * 1000) + 1)
+
+
+_all: weakref.WeakSet[Streams] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for streams in list(_all):
+        streams._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,179 @@
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from flatweights.ray.nodes._streams import Links, StreamError, Streams
+
+Bytes = NDArray[np.uint8]
+
+
+class Nodes:
+    """Several nodes, all of them in this process."""
+
+    def __init__(self, size: int) -> None:
+        self.streams = [Streams("127.0.0.1") for _ in range(size)]
+        self.pool = ThreadPoolExecutor(size)
+        self.links: list[Links] = []
+        self.number = 0
+
+    def together(self, call: Callable[[int], object]) -> list[object]:
+        """Call for each node at once, and return results or what was raised."""
+        futures = [self.pool.submit(call, place) for place in range(len(self.streams))]
+        return [future.exception() or future.result() for future in futures]
+
+    def open(self, epoch: bytes | None = None) -> "Nodes":
+        peers = [streams.address for streams in self.streams]
+        epoch = epoch or secrets.token_bytes(16)
+        links = self.together(
+            lambda place: self.streams[place].open(peers, place, epoch, time.monotonic() + 10)
+        )
+        self.links = [each for each in links if isinstance(each, Links)]
+        assert len(self.links) == len(links), links
+        return self
+
+    def swap(self, data: Sequence[Sequence[Sequence[Bytes]]], patience: float = 10) -> list[object]:
+        """Send ``data[i][j]`` from node i to node j; return by node what it received, by peer."""
+        size, number = len(self.streams), self.number
+        self.number += 1
+
+        def swap_at(me: int) -> object:
+            others = [place for place in range(size) if place != me]
+            into = {place: [np.zeros_like(each) for each in data[place][me]] for place in others}
+            sends = {place: (lambda place=place: data[me][place]) for place in others}
+            self.links[me].swap(number, sends, into, patience=patience)
+            return into
+
+        return self.together(swap_at)
+
+    def check(self, nbytes: int = 10_000) -> None:
+        """Assert that a swap is right."""
+        size = len(self.streams)
+        data = [[[random_bytes(nbytes)] for _ in range(size)] for _ in range(size)]
+        assert_received(data, self.swap(data))
+
+    def close(self) -> None:
+        for streams in self.streams:
+            streams.close()
+        self.pool.shutdown()
+
+
+def random_bytes(nbytes: int) -> Bytes:
+    return np.frombuffer(secrets.token_bytes(nbytes), np.uint8)
+
+
+def assert_received(data: Sequence[Sequence[Sequence[Bytes]]], received: list[object]) -> None:
+    for me, into in enumerate(received):
+        assert isinstance(into, dict), into
+        for place, buffers in into.items():
+            for got, sent in zip(buffers, data[place][me], strict=True):
+                np.testing.assert_array_equal(got, sent)
+
+
+@contextlib.contextmanager
+def nodes(size: int) -> Iterator[Nodes]:
+    made = Nodes(size)
+    try:
+        yield made.open()
+    finally:
+        made.close()
+
+
+def errors(outcomes: list[object]) -> list[StreamError]:
+    assert all(isinstance(each, StreamError) for each in outcomes), outcomes
+    return [each for each in outcomes if isinstance(each, StreamError)]
+
+
+@settings(max_examples=15)
+@given(st.integers(2, 5), st.integers(1, 3), st.data())
+def test_each_node_receives_what_the_others_send(
+    size: int, swaps: int, draw: st.DataObject
+) -> None:
+    lengths = st.lists(st.sampled_from([0, 1, 7, 1000, 300_000, 1_000_001]), max_size=3)
+    with nodes(size) as some:
+        for _ in range(swaps):
+            data = [
+                [[random_bytes(count) for count in draw.draw(lengths)] for _ in range(size)]
+                for _ in range(size)
+            ]
+            assert_received(data, some.swap(data))
+
+
+def test_a_peer_may_have_nothing_to_send() -> None:
+    with nodes(3) as some:
+        outcomes = some.together(lambda me: some.links[me].swap(0, {}, {}, patience=10))
+        assert outcomes == [None, None, None]
+        some.number = 1
+        some.check()
+
+
+def test_the_same_epoch_has_the_same_links() -> None:
+    epoch = secrets.token_bytes(16)
+    with nodes(3) as some:
+        before = some.open(epoch).links
+        assert all(a is b for a, b in zip(before, some.open(epoch).links, strict=True))
+        after = some.open().links
+        assert all(links.is_closed for links in before)
+        assert not any(links.is_closed for links in after)
+        some.check()
+
+
+@pytest.mark.parametrize(("number", "length"), [(0, 99), (1, 100)])
+def test_another_number_or_length_than_expected_names_the_peer(number: int, length: int) -> None:
+    with nodes(2) as some:
+
+        def swap(me: int) -> None:
+            if me == 0:
+                sends = {1: lambda: [np.zeros(100, np.uint8)]}
+                some.links[0].swap(0, sends, {}, patience=10)
+            else:
+                some.links[1].swap(number, {}, {0: [np.zeros(length, np.uint8)]}, patience=10)
+
+        _, outcome = some.together(swap)
+        assert isinstance(outcome, StreamError)
+        assert outcome.peer == 0
+        text = f"expected swap {number} of {length} bytes, got swap 0 of 100 bytes"
+        assert text in str(outcome)
+
+
+def test_a_peer_that_stalls_is_named() -> None:
+    with nodes(3) as some:
+
+        def swap(me: int) -> None:
+            if me != 2:
+                some.links[me].swap(0, {}, {}, patience=0.2)
+
+        first, second, _ = some.together(swap)
+        assert {error.peer for error in errors([first, second])} & {2}
+
+
+def test_close_ends_a_swap() -> None:
+    with nodes(2) as some:
+        threading.Timer(0.1, some.links[0].close).start()
+        began = time.monotonic()
+        assert "closed" in str(errors([some.pool.submit(swap_alone, some.links[0]).result()])[0])
+        assert time.monotonic() - began < 5
+
+
+def swap_alone(links: Links) -> object:
+    try:
+        links.swap(0, {}, {}, patience=20)
+    except StreamError as error:
+        return error
+    return None
+
+
+def test_nothing_listens_after_close() -> None:
+    streams = Streams("127.0.0.1")
+    streams.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((streams.address.host, streams.address.port))
