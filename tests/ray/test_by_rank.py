@@ -12,7 +12,7 @@ from reference import assert_same
 
 import flatweights as fw
 from flatweights import FlatWeights
-from flatweights.ray import ShardedAverage, WorkerError, WorkerGroup
+from flatweights.ray import WorkerError, WorkerGroup
 
 
 class Adding(PlainWorker):
@@ -58,11 +58,8 @@ def test_large_arguments_by_rank_arrive(group: WorkerGroup) -> None:
         assert array.tolist() == [rank] * 50_000
 
 
-@pytest.mark.parametrize("plan", ["driver", "sharded"])
-def test_only_the_ranks_that_are_asked_are_called(group: WorkerGroup, plan: str) -> None:
-    with ShardedAverage(1) as sharded:
-        options: dict[str, Any] = {"sharded": sharded} if plan == "sharded" else {}
-        found = group.average("add", arguments=lambda rank: [rank], ranks=[3, 1], **options)
+def test_only_the_ranks_that_are_asked_are_called(group: WorkerGroup) -> None:
+    found = group.average("add", arguments=lambda rank: [rank], ranks=[3, 1])
     assert (found.used, found.failed, found.late) == ((1, 3), {}, ())
     assert_same(found.weights, fw.average([added(1), added(3)]))
     assert sorted(group.step("told", ranks=(2,))) == [2]

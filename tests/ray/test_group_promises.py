@@ -18,7 +18,6 @@ from flatweights import FlatWeights
 from flatweights.ray import (
     RefusedWeightsError,
     Round,
-    ShardedAverage,
     StaleWorkerError,
     StoreTooSmallError,
     WorkerError,
@@ -28,7 +27,6 @@ from flatweights.ray import (
 from flatweights.ray import _engine as engine
 from flatweights.ray import _latest as latest
 from flatweights.ray._calls import Head, Stamp
-from flatweights.ray._shard_tasks import ShardOwner
 
 LARGE = 80_000  # elements; in 16 bits, too, beyond what travels by value
 
@@ -126,22 +124,11 @@ def without_rank_0(group: WorkerGroup) -> None:
     group._roster[0].why = TimeoutError("away")
 
 
-PLANS: dict[str, dict[str, Any]] = {"at once": {}, "streamed": {}, "sharded": {}, "per node": {}}
-
-
-@pytest.fixture(scope="module")
-def sharded() -> Iterator[dict[str, ShardedAverage]]:
-    with ShardedAverage(2) as by_shard, ShardedAverage(1, per_node=True) as by_node:
-        yield {"sharded": by_shard, "per node": by_node}
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_errors_name_the_ranks_of_the_group(
-    group: WorkerGroup, sharded: dict[str, ShardedAverage], plan: str
-) -> None:
+@pytest.mark.parametrize("plan", ["at once", "streamed"])
+def test_errors_name_the_ranks_of_the_group(group: WorkerGroup, plan: str) -> None:
     if plan == "streamed":
         group = WorkerGroup(list(group.actors().values()), max_inflight=1)
-    options = {"sharded": sharded.get(plan), "min_results": 1}
+    options: dict[str, Any] = {"min_results": 1}
     without_rank_0(group)
     good, nan = np.ones(3), np.array([1.0, np.nan, 1.0])
     with pytest.raises(ValueError, match=r"^rank 2: holds NaN"):
@@ -290,7 +277,6 @@ def send(
     group: WorkerGroup,
     how: str,
     weights: Any,
-    sharded: ShardedAverage | None = None,
     argument: Any = None,
 ) -> None:
     """Send ``weights``, alone or with a call."""
@@ -300,20 +286,20 @@ def send(
     elif how == "step":
         group.step(*call, broadcast=weights)
     else:
-        group.average(*call, broadcast=weights, sharded=sharded)
+        group.average(*call, broadcast=weights)
 
 
 @pytest.mark.parametrize(
     ("how", "what"),
-    [(how, "task") for how in ("broadcast", "step", "average", "sharded", "per node")]
+    [(how, "task") for how in ("broadcast", "step", "average")]
     + [("average", what) for what in ("owner", "class")],
 )
 def test_weights_that_reached_nobody_are_not_the_latest(
-    group: WorkerGroup, sharded: dict[str, ShardedAverage], how: str, what: str
+    group: WorkerGroup, how: str, what: str
 ) -> None:
     group.step("forget_calls")
     with pytest.raises(WorkerError, match=r"rank [012]: .*(lost|OwnerDiedError)"):
-        send(group, how, BROKEN[what](), sharded.get(how))
+        send(group, how, BROKEN[what]())
     assert group.healthy_actor_ids() == [0, 1, 2]
     without_rank_0(group)
     assert group.restore(timeout=60) == [0]
@@ -331,13 +317,11 @@ def test_ranks_whose_call_did_not_begin_get_its_weights_with_the_next(
     assert group.healthy_actor_ids() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("how", ["broadcast", "average", "sharded"])
-def test_weights_that_cannot_be_sent_are_not_the_latest(
-    group: WorkerGroup, sharded: dict[str, ShardedAverage], how: str
-) -> None:
+@pytest.mark.parametrize("how", ["broadcast", "average"])
+def test_weights_that_cannot_be_sent_are_not_the_latest(group: WorkerGroup, how: str) -> None:
     of_another_session = ray.ObjectRef.from_random()
     with pytest.raises(ValueError, match="owner is unknown"):
-        send(group, how, of_another_session, sharded.get(how))
+        send(group, how, of_another_session)
     assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
     without_rank_0(group)
     assert group.restore(timeout=60) == [0]
@@ -401,22 +385,21 @@ def test_an_interrupt_while_workers_take_weights_leaves_one_version(
     assert len({*bits(wired)}) == 1
 
 
-@pytest.mark.parametrize("plan", ["wire", "sharded", "per node"])
+@pytest.mark.parametrize("is_wired", [False, True], ids=["plain", "16 bits"])
 def test_a_call_that_brings_weights_gives_what_two_calls_give(
-    group: WorkerGroup, wired: WorkerGroup, sharded: dict[str, ShardedAverage], plan: str
+    group: WorkerGroup, wired: WorkerGroup, is_wired: bool
 ) -> None:
-    if plan == "wire":
+    if is_wired:
         heal(wired)
         group = wired
-    options = {"sharded": sharded.get(plan)}
     start = start_of(1.0, LARGE if group is wired else 5)
 
     def as_two_calls(broadcast: Any) -> Round:
         group.broadcast(broadcast)
-        return group.average("train", **options)
+        return group.average("train")
 
     def as_one_call(broadcast: Any) -> Round:
-        return group.average("train", broadcast=broadcast, **options)
+        return group.average("train", broadcast=broadcast)
 
     averages = []
     for call in (as_two_calls, as_one_call):
@@ -741,16 +724,3 @@ def test_a_round_shows_ranks_and_seconds() -> None:
     assert "<td>[0, 4]</td>" in table
     assert "rank 1: ValueError: &lt;NaN&gt;; rank 3: OSError: gone" in table
     assert len(table) < 1000
-
-
-def test_a_piece_that_is_gone_is_a_rank_that_is_lost() -> None:
-    """If a node dies, Ray cuts its results again elsewhere, and may have nothing to cut."""
-    layout = fw.Layout.of({"0": np.zeros(8)})
-    refs = {4: ray.put(np.zeros(64, np.uint8)), 7: ray.put(None)}
-    for merges in (False, True):
-        outcome, shard = ShardOwner().average(
-            layout, refs, dict.fromkeys(refs, 1.0), 2, 10.0, merges=merges
-        )
-        assert shard is None
-        assert list(outcome.lost) == [7]
-        assert isinstance(outcome.lost[7], ray.exceptions.ObjectLostError)

@@ -12,7 +12,7 @@ from reference import assert_same, same_bits
 
 import flatweights as fw
 from flatweights import FlatWeights, robust
-from flatweights.ray import ShardedAverage, WorkerError, WorkerGroup, average
+from flatweights.ray import WorkerError, WorkerGroup, average
 
 RULES = [
     robust.Median(),
@@ -114,7 +114,6 @@ def test_wrong_rules_are_refused_before_anybody_works(group: WorkerGroup) -> Non
         ({"rule": robust.Median}, TypeError, "rule: expected a value such as"),
         ({"rule": robust.Median(), "weights": [1.0] * 5}, TypeError, "weights: Median has none"),
         ({"rule": max, "weights": [1.0] * 5}, TypeError, "weights: max has none"),
-        ({"rule": robust.Median(), "sharded": ShardedAverage(2)}, ValueError, "no sharded="),
     ]
     for arguments, error, text in wrong:
         with pytest.raises(error, match=text):

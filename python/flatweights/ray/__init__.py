@@ -11,8 +11,7 @@ from flatweights.ray._errors import (
     WorkerError,
 )
 from flatweights.ray._group import WorkerGroup
-from flatweights.ray._round import Round, ShardedRound, ShardedWeights
-from flatweights.ray._sharded import ShardedAverage
+from flatweights.ray._round import Round
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.members._asks import MemberDiedError, MemberError
 from flatweights.ray.members._member import Member, join
@@ -24,9 +23,6 @@ __all__ = [
     "MemberError",
     "RefusedWeightsError",
     "Round",
-    "ShardedAverage",
-    "ShardedRound",
-    "ShardedWeights",
     "StaleWorkerError",
     "StoreTooSmallError",
     "WorkerError",

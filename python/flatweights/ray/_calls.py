@@ -41,7 +41,6 @@ from numpy.typing import NDArray
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._result import is_arrays
-from flatweights.ray._round import ShardedWeights
 from flatweights.ray._wire import Travels, WireMessage
 from flatweights.wire import WireDType
 
@@ -147,8 +146,8 @@ class Payload:
     """Weights on their way to workers.
 
     Attributes:
-        value: `FlatWeights`, a dict of arrays, a vector, a message of the wire, `ShardedWeights`,
-            or a reference of Ray's to one of them. It may be the caller's, and change after the
+        value: `FlatWeights`, a dict of arrays, a vector, a message of the wire, or a reference of
+            Ray's to one of them. It may be the caller's, and change after the
             broadcast. So a way that does not call `put` in `Worker.prepare`, but copies the
             weights elsewhere, sets `value` and `put` to that copy: a restart may want them later.
         nbytes: Their bytes; 0 if they are not known.
@@ -240,15 +239,9 @@ class RayAnswer(Answer):
         ref: The reference; None once it was let go of.
     """
 
-    def __init__(self, ref: Any, *, fetch: bool = True) -> None:
-        """Take a reference.
-
-        Args:
-            ref: The reference; several answers may have the same.
-            fetch: Whether it is there once its object is on this node, rather than on any.
-        """
+    def __init__(self, ref: Any) -> None:
+        """Take a reference; several answers may have the same."""
         self.ref = ref
-        self._fetch = fetch
 
     @classmethod
     def wait(
@@ -256,11 +249,10 @@ class RayAnswer(Answer):
     ) -> list[Answer]:
         """Return those that are there, once there is one: each may have failed."""
         refs = list({answer.ref: None for answer in answers})
-        fetch = all(answer._fetch for answer in answers)
-        there, _ = ray.wait(refs, num_returns=1, timeout=timeout, fetch_local=fetch)
+        there, _ = ray.wait(refs, num_returns=1, timeout=timeout)
         # All that have arrived meanwhile.
         if there and len(refs) > 1:
-            there, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=fetch)
+            there, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         arrived = set(there)
         return [answer for answer in answers if answer.ref in arrived]
 
@@ -290,7 +282,7 @@ def argument_of(payload: Payload | None) -> Any:
     if RayWorker not in payload.ready:
         value = payload.value
         is_message = isinstance(value, FlatWeights | WireMessage)
-        if isinstance(value, ShardedWeights) or (is_message and payload.nbytes <= BY_VALUE):
+        if is_message and payload.nbytes <= BY_VALUE:
             argument = value
         elif isinstance(value, ray.ObjectRef):
             argument = (value,)
@@ -305,8 +297,7 @@ def sent_weights(payload: Payload) -> Any:
     sent = payload.ready.get(RayWorker, payload.value)
     if isinstance(sent, ray.ObjectRef):
         sent = ray.get(sent)
-    sent = weights_of(sent)
-    return sent.get() if isinstance(sent, ShardedWeights) else sent
+    return weights_of(sent)
 
 
 class RayWorker(Worker):

@@ -112,7 +112,7 @@ def average(
     return result
 
 
-def references(refs: Iterable[Any], *, fetch: bool = True) -> dict[int, Answer]:
+def references(refs: Iterable[Any]) -> dict[int, Answer]:
     """Return answers by rank for ``refs``, checked to be references, one at least."""
     check_cluster()
     if not isinstance(refs, Iterable):
@@ -124,7 +124,7 @@ def references(refs: Iterable[Any], *, fetch: bool = True) -> dict[int, Answer]:
                 f"rank {rank}: expected a ray.ObjectRef, got {type(ref).__name__}; "
                 "flatweights.average takes the values themselves"
             )
-        answers[rank] = RayAnswer(ref, fetch=fetch)
+        answers[rank] = RayAnswer(ref)
     if not answers:
         raise ValueError("expected at least one reference, got none")
     return answers

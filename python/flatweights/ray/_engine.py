@@ -145,19 +145,12 @@ class Arrivals:
         heard: Those of them that have come.
     """
 
-    def __init__(
-        self,
-        deadline: Deadline,
-        answers: Mapping[int, Answer] = {},
-        *,
-        patience: float = math.inf,
-    ) -> None:
+    def __init__(self, deadline: Deadline, answers: Mapping[int, Answer] = {}) -> None:
         """Take answers by rank; `expect` adds more.
 
         Args:
             deadline: When ranks that have not answered are late.
             answers: The answers.
-            patience: Seconds without progress after which answers of `follow` have failed.
         """
         self.answers: dict[int, Answer] = {}
         self.arrived: set[int] = set()
@@ -168,10 +161,7 @@ class Arrivals:
         self.deadline = deadline
         self.listening: dict[Answer, None] = {}
         self.heard: list[Answer] = []
-        self._patience = patience
         self._pending: dict[Answer, int] = {}
-        self._following: dict[Answer, int] = {}
-        self._last = time.monotonic()
         for rank, answer in answers.items():
             self.expect(rank, answer)
 
@@ -200,10 +190,6 @@ class Arrivals:
         owing = {*self.late, *self._pending.values()}
         return {rank: answer for rank, answer in self.answers.items() if rank in owing}
 
-    def follow(self, rank: int, answer: Answer) -> None:
-        """Wait for ``answer``, too: a second one, about the result of a rank that has answered."""
-        self._following[answer] = rank
-
     def wait(self, *, all_at_once: bool = False) -> list[int] | None:
         """Wait for something to happen; return the ranks of answers that came.
 
@@ -213,16 +199,12 @@ class Arrivals:
         Returns:
             The ranks, maybe none; None if there is nothing left to wait for.
         """
-        if not self._pending and not self._following:
+        if not self._pending:
             return None
         begin = time.monotonic()
         end = self.deadline.end
-        ends = [end] if self._pending and end is not None else []
-        if self._following and self._patience < math.inf:
-            ends.append(self._last + self._patience)
-        awaited = [*self._pending, *self._following, *self.listening]
-        enough = len(self._pending) if all_at_once and not self._following else 1
-        there = wait_any(awaited, min(ends, default=None), enough)
+        enough = len(self._pending) if all_at_once else 1
+        there = wait_any([*self._pending, *self.listening], end, enough)
         if self.listening:
             self.heard += [answer for answer in there if answer in self.listening]
             there = [answer for answer in there if answer not in self.listening]
@@ -230,19 +212,11 @@ class Arrivals:
                 self.listening.pop(answer, None)
         now = time.monotonic()
         self.seconds_waited += now - begin
-        self._last = now if there else self._last
-        came = sorted(
-            self._pending.pop(answer) if answer in self._pending else self._following.pop(answer)
-            for answer in there
-        )
+        came = sorted(self._pending.pop(answer) for answer in there)
         self.arrived.update(came)
         if end is not None and now >= end:
             self.late = sorted({*self.late, *self._pending.values()})
             self._pending.clear()
-        if self._following and now - self._last >= self._patience:
-            error = TimeoutError(f"the result was there, but not read in {self._patience} s")
-            self.lose(dict.fromkeys(self._following.values(), error))
-            self._following.clear()
         return came
 
     def collect(self) -> dict[int, Any]:
@@ -304,9 +278,6 @@ class Arrivals:
         for rank, answer in self.answers.items():
             if rank not in owed:
                 answer.let_go()
-        for answer in self._following:
-            answer.let_go()
-        self._following.clear()
 
 
 @contextlib.contextmanager

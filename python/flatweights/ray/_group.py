@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import ray
 
 from flatweights._average import Nonfinite
-from flatweights.ray._calls import BY_VALUE, Call, argument_of
+from flatweights.ray._calls import BY_VALUE
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import (
     AnyRule,
@@ -29,7 +28,6 @@ from flatweights.ray._report import report, rounds_bar
 from flatweights.ray._result import check_result
 from flatweights.ray._roster import Roster, note_seconds
 from flatweights.ray._round import Round
-from flatweights.ray._sharded import ShardedAverage, ShardedPlan
 from flatweights.ray._store import check_cluster
 from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray._worker import FlatWorker
@@ -278,7 +276,6 @@ class WorkerGroup:
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
         travels: Travels = "weights",
-        sharded: ShardedAverage | None = None,
         rule: AnyRule | None = None,
         ranks: Iterable[int] | None = None,
         arguments: ByRank | None = None,
@@ -314,11 +311,7 @@ class WorkerGroup:
             travels: With a ``wire_dtype``, what the method returns: ``"weights"``, or
                 ``"gradients"``, which are rounded themselves and may be a vector; it comes
                 back as the part ``"vector"``.
-            sharded: Averages without the driver, and gives a `ShardedRound`. Workers then cut their
-                results into shards, unless nodes add up first. It cannot be combined with ``out``
-                or a ``wire_dtype``.
-            rule: What takes the place of the mean; see `flatweights.ray.average`. It cannot be
-                combined with ``sharded``.
+            rule: What takes the place of the mean; see `flatweights.ray.average`.
             ranks: The ranks to call, such as a sample of them; all, if None. `Round.used`,
                 `Round.failed` and `Round.late` name no others. Workers that are not called do not
                 get the weights of ``broadcast`` before a later call.
@@ -336,22 +329,17 @@ class WorkerGroup:
         work = _Work.of(method, args, kwargs, arguments)
         request = self._request(
             weights,
-            sharded,
             timeout=timeout,
             min_results=min_results,
             nonfinite=nonfinite,
             rule=rule,
         )
-        result = self._average(work, request, ranks, broadcast, out, travels, sharded)
+        result = self._average(work, request, ranks, broadcast, out, travels)
         report(result, already_named=self.unhealthy)
         return result
 
-    def _request(self, weights: Weights, sharded: ShardedAverage | None, **options: Any) -> Request:
+    def _request(self, weights: Weights, **options: Any) -> Request:
         """Return the checked arguments of a round, for all ranks of the group."""
-        if sharded is not None:
-            if options.pop("rule") is not None:
-                raise ValueError("rule: expected no sharded= with it: a rule needs all results")
-            return sharded.request(len(self._roster), weights, **options)
         return Request.of(len(self._roster), weights, max_inflight=self._max_inflight, **options)
 
     def _average(
@@ -362,42 +350,33 @@ class WorkerGroup:
         broadcast: Any = None,
         out: Any = None,
         travels: Travels = "weights",
-        sharded: ShardedAverage | None = None,
     ) -> Round:
         """As `average`, which reports it."""
-        roster, wire = self._roster, self._roster.latest.wire
-        if sharded is not None and (out is not None or wire is not None):
-            raise ValueError("sharded: expected neither out nor a wire_dtype with it")
+        roster = self._roster
         asked, timeout, method = roster.check(ranks), request.timeout, work.method
         need = check_count(request.min_results or 1, "min_results", len(asked))
         called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
         before, by_rank = roster.unhealthy(asked), work.arguments_of(called)
         if len(called) < need:
             raise WorkerError(before)
-        patience = math.inf if sharded is None else sharded.patience
-        arrivals = Arrivals(Deadline.after(timeout), patience=patience)
+        arrivals = Arrivals(Deadline.after(timeout))
         try:
             with roster.bringing(broadcast, called, arrivals) as payload:
                 wire = roster.latest.wire
                 is_encoded = wire is not None and (travels == "gradients" or wire.has_sent)
                 encoded = travels if is_encoded else None
                 call = roster.call(method, work.args, work.kwargs, payload, encoded)
-                plan: ShardedPlan | DriverAverage
-                if sharded is not None:
-                    plan = ShardedPlan(sharded, arrivals, request)
-                    self._send_out_cut(call, plan, by_rank)
-                else:
-                    roster.send_out(call, arrivals, called, by_rank)
-                    options: dict[str, Any] = {}
-                    if wire is not None and is_encoded:
-                        finish = functools.partial(wire.decode, travels=travels)
-                        options = {"decode": wire.widen, "finish": finish}
-                    elif roster.layout is not None:
-                        options["accept"] = functools.partial(check_result, roster.layout, method)
-                    plan = DriverAverage(arrivals, request, out, **options)
+                roster.send_out(call, arrivals, called, by_rank)
+                options: dict[str, Any] = {}
+                if wire is not None and is_encoded:
+                    finish = functools.partial(wire.decode, travels=travels)
+                    options = {"decode": wire.widen, "finish": finish}
+                elif roster.layout is not None:
+                    options["accept"] = functools.partial(check_result, roster.layout, method)
+                plan = DriverAverage(arrivals, request, out, **options)
                 roster.lanes.offer()
-                result: Round = plan.run()
-                if sharded is None and out is None:
+                result = plan.run()
+                if out is None:
                     roster.lanes.made(result.weights)
         except WorkerError as error:
             raise WorkerError(before | error.failed) from error.__cause__
@@ -413,9 +392,8 @@ class WorkerGroup:
         healthy again. If none takes them, and none is late, nothing has changed.
 
         Args:
-            weights: What `FlatWorker.set_weights` takes, a vector, a `Round` (of a `ShardedRound`
-                workers fetch the shards themselves), its `ShardedRound.shards`, or a reference
-                to one of the former. It is put into the object store once, unless it is small.
+            weights: What `FlatWorker.set_weights` takes, a vector, a `Round`, or a reference to
+                one of the former. It is put into the object store once, unless it is small.
                 With a ``wire_dtype``, no vector.
             timeout: Seconds to wait; for ever, if None.
 
@@ -466,7 +444,6 @@ class WorkerGroup:
         timeout: float | None = None,
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
-        sharded: ShardedAverage | None = None,
         rule: AnyRule | None = None,
         ranks: Iterable[int] | Callable[[int], Iterable[int]] | None = None,
         arguments: ByRank | None = None,
@@ -489,7 +466,6 @@ class WorkerGroup:
                 the average.
             min_results: How many ranks make an average.
             nonfinite: What to do about NaN and infinity.
-            sharded: See `average`; workers fetch the shards, and no whole buffer is in the driver.
             rule: See `average`.
             ranks: The ranks to call; or a function of the number of the round, from 1, that gives
                 them. All get the average.
@@ -510,7 +486,6 @@ class WorkerGroup:
         work = _Work.of(method, args, kwargs, arguments)
         request = self._request(
             weights,
-            sharded,
             timeout=timeout,
             min_results=min_results,
             nonfinite=nonfinite,
@@ -521,7 +496,7 @@ class WorkerGroup:
             more = () if round_arguments is None else tuple(round_arguments(number))
             asked = ranks(number) if callable(ranks) else ranks
             this = work._replace(args=(*args, *more))
-            return self._average(this, request, asked, sharded=sharded)
+            return self._average(this, request, asked)
 
         if not callable(ranks):
             ranks = self._roster.check(ranks)
@@ -586,22 +561,6 @@ class WorkerGroup:
         names = [name for way, name in (("lane", "lanes"), ("store", "store")) if way in ways]
         parts = [f"{len(roster)} ranks", healthy, f"{self._count} rounds", " and ".join(names)]
         return f"<{type(self).__name__} of {', '.join(filter(None, parts))}>"
-
-    def _send_out_cut(
-        self, call: Call, plan: ShardedPlan, by_rank: Mapping[int, Sequence[Any]]
-    ) -> None:
-        """As `Roster.send_out`, for a plan over shards; workers cut unless nodes add up."""
-        head, method, args, kwargs, payload = call
-        weights = argument_of(payload)
-        num_shards = plan.reading.num_shards
-        for rank, more in by_rank.items():
-            handle, args = self._roster[rank].worker.handle, (*call.args, *more)
-            if num_shards:
-                run = handle.call_cut.options(num_returns=1 + num_shards)
-                refs = run.remote(head, weights, plan.reading, rank, method, *args, **kwargs)
-            else:
-                refs = [handle.call_version.remote(head, weights, method, *args, **kwargs)]
-            plan.expect(rank, *refs)
 
 
 def _by_reference(arguments: Sequence[Any]) -> tuple[Any, ...]:

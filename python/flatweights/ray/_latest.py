@@ -10,7 +10,7 @@ import ray
 
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._calls import BY_VALUE, Payload, Stamp, sent_weights
-from flatweights.ray._round import Round, ShardedRound, ShardedWeights
+from flatweights.ray._round import Round
 from flatweights.ray._store import put
 from flatweights.ray._wire import GroupWire, nbytes_of
 
@@ -58,11 +58,8 @@ class Latest:
         Raises:
             ValueError: If they are a subset, and the ones before are not known by name.
         """
-        value, wire, base = weights, self.wire, None
-        if isinstance(weights, ShardedRound) and wire is None and not weights.is_changed:
-            value = weights.shards
-        elif isinstance(weights, Round):
-            value = weights.weights
+        value = weights.weights if isinstance(weights, Round) else weights
+        wire, base = self.wire, None
         if wire is not None:
             model = ray.get(value) if isinstance(value, ray.ObjectRef) else value
             if is_subset(model, self.names):
@@ -76,7 +73,7 @@ class Latest:
             # The caller's may change before a restart wants it.
             value = value.copy() if value.buffer.flags.writeable else value
         payload = self._new_payload(value)
-        if isinstance(weights, Round) and not isinstance(value, ShardedWeights):
+        if isinstance(weights, Round):
             payload.put = weights.current_ref
         names = self.names if base or not isinstance(value, Mapping) else tuple(value)
         return Latest(self._ranks, None, payload, version, names, base)
@@ -108,10 +105,8 @@ class Latest:
         return base
 
     def _new_payload(self, value: Any) -> Payload:
-        is_sharded = isinstance(value, ShardedWeights)
-        nbytes = value.layout.nbytes if is_sharded else nbytes_of(value) or 0
         ranks = self._ranks  # not self: a cycle would keep the weights
-        return Payload(value, nbytes, lambda: put(value, ranks))
+        return Payload(value, nbytes_of(value) or 0, lambda: put(value, ranks))
 
 
 def is_subset(weights: Any, names: Any) -> bool:

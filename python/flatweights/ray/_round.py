@@ -1,4 +1,4 @@
-"""The outcome of a round: the average, in the driver or in shards, and which ranks it is of."""
+"""The outcome of a round: the average, and which ranks it is of."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from typing import Any
 
 import ray
 
-from flatweights._layout import Layout
-from flatweights._sources import Kind, Template
-from flatweights._trees import Tree
-from flatweights._weights import sealed
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._result import parts_of
-from flatweights.ray._shards import as_kind, assemble, in_place
 from flatweights.ray._store import put
 
 
@@ -187,101 +182,3 @@ def _consists_of(model: Any, arrays: Sequence[Any]) -> bool:
     """Whether the arrays of ``model`` are these very objects."""
     parts = parts_of(model)
     return len(parts) == len(arrays) and all(map(operator.is_, parts, arrays))
-
-
-class ShardedWeights:
-    """A model whose shards are objects of their own, on the nodes that averaged them.
-
-    It is small, and can be sent to any process as it is: the references travel in it. When a
-    process asks for the model, Ray moves the shards to its node.
-    """
-
-    def __init__(self, template: Template, containers: Tree | None, refs: Sequence[Any]) -> None:
-        """Take one reference per shard.
-
-        Args:
-            template: Describes the model; private to the package.
-            containers: Those of a dict, a list or a tree, in their own order.
-            refs: References to the shards.
-        """
-        self._template = template
-        self._containers = containers
-        self.refs = tuple(refs)
-
-    @property
-    def layout(self) -> Layout:
-        """The layout of the whole model; those of dicts by sorted keys."""
-        return self._template.layout
-
-    def get(self) -> Any:
-        """Return the model, of the kind that the workers returned, put together here.
-
-        Raises:
-            ray.exceptions.RayError: If a node that held a shard is gone, and nobody has a copy.
-        """
-        return self._ordered(assemble(self._template, ray.get(list(self.refs))))
-
-    def get_in_place(self) -> Any:
-        """Return the model as views of the object store, read-only: a dict for `FlatWeights`.
-
-        Of a dict or a list, only parts that lie in several shards are copied; an array is one
-        part.
-
-        Raises:
-            ray.exceptions.RayError: As `get`.
-        """
-        parts = in_place(self._template, ray.get(list(self.refs)))
-        return sealed(self._ordered(as_kind(self._template, parts)))
-
-    def _ordered(self, model: Any) -> Any:
-        if self._containers is None or self._template.kind not in (Kind.MAPPING, Kind.TREE):
-            return model
-        return self._containers.build(self._containers.leaves(model, "the average"))
-
-    def __repr__(self) -> str:
-        """Sizes."""
-        return f"<ShardedWeights: {self.layout.nbytes} bytes in {len(self.refs)} shards>"
-
-
-class ShardedRound(Round):
-    """The average of one round of a `ShardedAverage`, and which ranks it is of.
-
-    A `Round`; but the average lies in shards on several nodes until somebody asks for
-    `weights` (or `Round.ref`), which put it together here. Workers take the `shards`.
-
-    Attributes:
-        shards: The average, to be sent to workers: by `WorkerGroup.broadcast`, or to
-            `FlatWorker.set_shards`.
-        groups: With ``per_node``, the ranks that were added up first, in the order in which the
-            sums were merged; otherwise none.
-    """
-
-    def __init__(
-        self,
-        shards: ShardedWeights,
-        used: Sequence[int],
-        *,
-        groups: Sequence[Sequence[int]] = (),
-        **attributes: Any,
-    ) -> None:
-        """Take the shards, and the attributes of a `Round`."""
-        super().__init__(None, used, **attributes)
-        self.shards = shards
-        self.groups = tuple(map(tuple, groups))
-
-    @property
-    def weights(self) -> Any:
-        """The average, of the kind that the workers returned: put together here, once.
-
-        Raises:
-            ray.exceptions.RayError: If a node that held a shard is gone, and nobody has a copy.
-        """
-        if self._weights is None:
-            self._weights = sealed(self.shards.get())
-            self._fetched = parts_of(self._weights)
-        return self._weights
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether somebody has put other arrays into the dict or list that `weights` is."""
-        return self._weights is not None and not _consists_of(self._weights, self._fetched)

@@ -1,4 +1,4 @@
-"""A packed buffer, cut into shards of equal bytes; imports nothing of Ray."""
+"""Shards of equal bytes of the packed form; imports nothing of Ray."""
 
 import functools
 from bisect import bisect_right
@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights._core import move_parts
-from flatweights._flatten import new_vector
 from flatweights._layout import ALIGNMENT, Layout
 from flatweights._sources import Kind, Template
 from flatweights._trees import Tree
@@ -81,16 +80,6 @@ def canonical(model: Any) -> tuple[Any, Tree | None]:
     return ordered.build(ordered.leaves(model, "source")), containers
 
 
-def cut(template: Template, model: Any, count: int) -> list[Bytes]:
-    """Return the bytes of ``model`` in each shard.
-
-    Those of an array and of `FlatWeights` are views; of dicts and lists, views of a packed copy.
-    The last shard of an array ends where its elements do.
-    """
-    packed = _packed(template, model)
-    return [packed[r.begin : r.end] for r in shards_of(template.layout, count)]
-
-
 def _packed(template: Template, model: Any) -> Bytes:
     arrays = template.read(model, "source")
     if template.packed:
@@ -115,19 +104,6 @@ def bytes_of(model: Any) -> Bytes:
     return buffer
 
 
-def assemble(template: Template, shards: Sequence[Bytes]) -> Any:
-    """Return the model of these ``shards``; each byte is moved once."""
-    if template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
-        result = template.new()
-        buffer = result.buffer if template.packed else result.reshape(-1).view(np.uint8)
-        _join(buffer, shards)
-        return result
-    buffer = template.layout.new_buffer()
-    _join(buffer, shards)
-    views = template.layout.packed_views(buffer)
-    return as_kind(template, views)
-
-
 def as_kind(template: Template, parts: Sequence[NDArray[Any]]) -> Any:
     """Return ``parts`` as an array, a list, a tree, or a dict (also for `FlatWeights`)."""
     if template.kind is Kind.ARRAY:
@@ -138,35 +114,3 @@ def as_kind(template: Template, parts: Sequence[NDArray[Any]]) -> Any:
         return list(parts)
     names = template.layout.names if template.packed else template.keys
     return dict(zip(names, parts, strict=True))
-
-
-def _join(target: Bytes, shards: Sequence[Bytes]) -> None:
-    edges = np.cumsum([0, *(shard.size for shard in shards)])
-    rows = [target[a:b] for a, b in pairwise(edges)]
-    # The last shard of an array may have come with padding.
-    move_parts(rows, [shard[: row.size] for row, shard in zip(rows, shards, strict=True)])
-
-
-def in_place(template: Template, shards: Sequence[Bytes]) -> list[NDArray[Any]]:
-    """Return the parts, in the order of the slots, as views of ``shards`` where they can be.
-
-    Parts that were cut are put together, the others not copied: an array is one part.
-    """
-    bounds = shards_of(template.layout, max(1, len(shards)))
-    begins = [bound.begin for bound in bounds]
-    views: list[NDArray[Any]] = []
-    for slot in template.layout.slots:
-        end = slot.offset + slot.nbytes
-        rows = []
-        k = max(0, bisect_right(begins, slot.offset) - 1)
-        while slot.nbytes and k < len(bounds) and bounds[k].begin < end:
-            begin = bounds[k].begin
-            rows.append(shards[k][max(0, slot.offset - begin) : min(end, bounds[k].end) - begin])
-            k += 1
-        if len(rows) == 1:
-            views.append(rows[0].view(slot.dtype).reshape(slot.shape))
-            continue
-        whole = new_vector(slot.nbytes, np.dtype(np.uint8))
-        _join(whole, rows)
-        views.append(whole.view(slot.dtype).reshape(slot.shape))
-    return views

@@ -16,8 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Head, Stamp, weights_of
 from flatweights.ray._errors import RefusedWeightsError, StaleWorkerError, reason_of
-from flatweights.ray._round import ShardedWeights
-from flatweights.ray._shard_tasks import Reading, read_result
 from flatweights.ray._wire import WireMessage, WorkerWire
 from flatweights.ray.lanes._worker import NoLane, WorkerLanes
 from flatweights.wire import MissedUpdateError
@@ -137,14 +135,6 @@ class FlatWorker:
         """Set weights by name; see `TensorFlowVariables.set_weights`."""
         self.variables.set_weights(new_weights, share=share)
 
-    def set_shards(self, shards: ShardedWeights) -> None:
-        """Set weights from the shards of a `ShardedRound`, fetched here; none goes by the driver.
-
-        The shards are read in place: calls `set_weights` with a dict, or `set_flat` with a vector
-        if vectors were averaged.
-        """
-        _set(self, shards.get_in_place())
-
     def get_flat(self) -> NDArray[Any]:
         """Return the weights as one vector; see `TensorFlowVariables.get_flat`."""
         return self.variables.get_flat()
@@ -177,8 +167,8 @@ class FlatWorker:
 
         Args:
             head: Which call it is, which weights it means, and whether to encode the result.
-            new_weights: These weights: a mapping, a vector, `ShardedWeights` or a message of the
-                wire. None, if this actor was sent them before.
+            new_weights: These weights: a mapping, a vector or a message of the wire. None, if
+                this actor was sent them before.
             method: Name of the method; None, if the weights are only set.
             *args: Its arguments.
             **kwargs: Its keyword arguments.
@@ -216,23 +206,6 @@ class FlatWorker:
                 return state.wire.encode(result, travels, wire_dtype)
             except MissedUpdateError as error:
                 raise StaleWorkerError(str(error)) from error
-
-    def call_cut(
-        self,
-        head: Head,
-        new_weights: Any,
-        reading: Reading,
-        rank: int,
-        method: str,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """As `call_version`, but return the result cut for a `ShardedAverage`.
-
-        So only the shards go into the object store.
-        """
-        result = self.call_version(head, new_weights, method, *args, **kwargs)
-        return read_result(result, rank, reading)
 
     @property
     def _group_state(self) -> _GroupState:
@@ -276,8 +249,6 @@ def _receive(
             state.wire.receive(new_weights, functools.partial(_set, worker))
         except MissedUpdateError as error:
             raise StaleWorkerError(str(error)) from error
-    elif isinstance(new_weights, ShardedWeights):
-        worker.set_shards(new_weights)
     else:
         _set(worker, new_weights)
     state.version = version

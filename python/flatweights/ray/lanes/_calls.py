@@ -3,8 +3,8 @@
 The first call of a group goes through Ray, and asks the worker to attach. From then on, commands
 go into the worker's mailbox. If the worker is in no call of `FlatWorker.serve_lane`, the driver
 makes one, through Ray, so that the command is taken. That call also returns errors, and results
-that are too large for the lane or refer to objects of Ray. References, messages of the wire,
-shards and large arguments go through `RayWorker` from the start. A worker that died
+that are too large for the lane or refer to objects of Ray. References, messages of the wire
+and large arguments go through `RayWorker` from the start. A worker that died
 counts as having answered: its Ray call raises the error that says how it died.
 """
 
