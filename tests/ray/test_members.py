@@ -138,6 +138,15 @@ def same_bits(a: Any, b: Any) -> bool:
 KINDS = ("dict", "FlatWeights", "list", "array", "tree")
 
 
+def test_layouts_that_were_forgotten_are_sent_again(puppets: Puppets) -> None:
+    def averages(member: Member) -> list[float]:
+        sizes = [*range(1, 71), 1]
+        models = [np.full(size, float(member.rank)) for size in sizes]
+        return [float(member.average(model).weights[-1]) for model in models]
+
+    assert all_of(puppets.meet(2), averages) == [[0.5] * 71] * 2
+
+
 def test_averages_have_the_bits_of_flatweights_average(puppets: Puppets) -> None:
     def averages(member: Member) -> list[Any]:
         weight = float(member.rank + 1)

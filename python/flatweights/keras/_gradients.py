@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from flatweights import FlatWeights, Layout
+from flatweights import Layout
 from flatweights._average import Nonfinite
 from flatweights.keras._seat import Seat, calls_are_equal
 from flatweights.ray import Member
@@ -207,11 +207,7 @@ class _Averaging:
         exchange.grads = list(grads)
         try:
             with calls_are_equal("gradients"):
-                member.average_variables(
-                    cast(TensorFlowVariables, exchange),
-                    timeout=self._timeout,
-                    nonfinite=self._nonfinite,
-                )
+                member.average_variables(exchange, timeout=self._timeout, nonfinite=self._nonfinite)
         finally:
             exchange.grads = []
         return exchange.take()
@@ -248,15 +244,15 @@ class _Exchange:
         self._shapes = [slot.shape for slot in self._model.layout.slots]
         self._mean: NDArray[Any] | None = None
 
-    def get_weights(self) -> FlatWeights:
+    def _gather_into(self, buffer: NDArray[np.uint8]) -> None:
         """Gather the gradients."""
-        flat = FlatWeights.empty(self.layout)
-        self._model.flatten_gradients(self.grads, out=flat["gradients"])
-        return flat
+        (flat,) = self.layout.packed_views(buffer)
+        self._model.flatten_gradients(self.grads, out=flat)
 
-    def set_weights(self, mean: FlatWeights) -> None:
+    def _scatter(self, buffer: NDArray[np.uint8]) -> None:
         """Keep a copy of the average."""
-        self._mean = mean.copy()["gradients"]
+        (mean,) = self.layout.packed_views(buffer)
+        self._mean = mean.copy()
 
     def take(self) -> tf.Tensor:
         """Return the average, as a tensor over its memory, which is TensorFlow's from now on."""

@@ -430,8 +430,18 @@ class TensorFlowVariables:
             RuntimeError: As `get_flat`.
         """
         weights = FlatWeights.empty(self._layout)
-        self._mover.get_packed(weights.buffer)
+        self._gather_into(weights.buffer)
         return weights
+
+    # What members of `flatweights.ray` need: no view of each part.
+
+    def _gather_into(self, buffer: NDArray[np.uint8]) -> None:
+        """Read all variables into a packed ``buffer`` of the layout."""
+        self._mover.get_packed(buffer)
+
+    def _scatter(self, buffer: NDArray[np.uint8]) -> None:
+        """Set all variables from a packed ``buffer`` of the layout."""
+        self._mover.set_packed(buffer)
 
     def set_weights(
         self,

@@ -18,7 +18,7 @@ from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._end import LaneEnd, LaneError, receive_packet
 from flatweights.ray.lanes._message import Message
 from flatweights.ray.lanes._windows import Extent, Windows
-from flatweights.ray.lanes._worker import BY_CALL, NUMBER, VALUE, WEIGHTS, check_user
+from flatweights.ray.lanes._worker import ASK, BY_CALL, NUMBER, VALUE, WEIGHTS, check_user
 
 _MOST_WINDOWS = 16
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
@@ -110,10 +110,13 @@ class DriverLane(LaneEnd):
         Returns:
             One of the kinds in `flatweights.ray.lanes._worker`; and, for ``VALUE``, the result; for
             ``WEIGHTS``, the result as `Packed`; for ``BY_CALL``, the number of the Ray call that
-            returns it; for ``REFUSED`` and ``BROKEN``, the reason.
+            returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``ASK``, its stream and its
+            buffers.
         """
         self._is_read = True
         kind, buffers, stream = self.read()
+        if kind == ASK:
+            return kind, (stream, buffers)
         if kind == WEIGHTS:
             (buffer,) = buffers
             if self._layout is None or self._layout.digest != stream.decode():

@@ -4,7 +4,6 @@ The host posts each outcome as a command, and the member's next ask is the answe
 between two calls the mailbox is BUSY: the member works, and the host waits for its answer.
 """
 
-import pickle
 import time
 from typing import Any
 
@@ -13,8 +12,8 @@ from numpy.typing import NDArray
 
 from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._message import make_message
-from flatweights.ray.lanes._worker import VALUE, WorkerLane
+from flatweights.ray.lanes._message import buffer_message
+from flatweights.ray.lanes._worker import ASK, WorkerLane
 
 _SLICE = 0.25  # seconds between two looks whether the host is alive
 _STAY = 1  # the number of the one call of the mailbox's protocol that a member is in
@@ -31,16 +30,13 @@ class MemberLane(WorkerLane):
         """Offer a free window to the next buffer of ``nbytes`` that this thread makes."""
         self._windows.offer(nbytes)
 
-    def ask(
-        self, content: tuple[Any, ...], buffer: NDArray[np.uint8] | None, *, is_urgent: bool
-    ) -> bool:
-        """Answer the last command with ``content``, plain data, and a buffer that lies in a window.
+    def ask(self, stream: bytes, buffer: NDArray[np.uint8] | None, *, is_urgent: bool) -> bool:
+        """Answer the last command with ``stream``, and a buffer that lies in a window.
 
-        The buffer, which is read-only, is copied into one if it lies elsewhere. It must not change
-        before the outcome.
+        The buffer is copied into one if it lies elsewhere. It must not change before the outcome.
 
         Args:
-            content: The ask.
+            stream: The ask.
             buffer: The packed weights.
             is_urgent: Whether the host is woken before all others have asked.
 
@@ -54,8 +50,7 @@ class MemberLane(WorkerLane):
             self.receive()
         if self.is_closed or self._doorbell is None:
             raise HostDiedError("the host has closed its end")
-        shipped = None if buffer is None else pickle.PickleBuffer(buffer.data)
-        message = make_message(VALUE, [(*content, shipped)], self._windows, frozen=True)
+        message = buffer_message(ASK, stream, buffer, self._windows)
         if message is None:
             return False
         try:
@@ -72,8 +67,8 @@ class MemberLane(WorkerLane):
         reach("asked")
         return True
 
-    def outcome(self, seconds: float | None) -> tuple[Any, ...]:
-        """Wait for the next command; return its content and buffers.
+    def outcome(self, seconds: float | None) -> tuple[bytes, list[Any]]:
+        """Wait for the next command; return its stream and its buffers.
 
         Raises:
             TimeoutError: If none comes in so many ``seconds``; none for ever, if None.
@@ -94,6 +89,5 @@ class MemberLane(WorkerLane):
             _, buffers, stream = self.read()
         except (LaneError, ValueError) as error:
             raise HostDiedError(f"the outcome could not be read: {error}") from error
-        content: tuple[Any, ...] = pickle.loads(stream, buffers=buffers)
         reach("told")
-        return content
+        return stream, buffers

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import ray
+from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._weights import FlatWeights
@@ -95,6 +96,34 @@ def join_message(kind: int, stream: bytes, extents: Sequence[Extent] = ()) -> by
     """Return the content of a message."""
     table = [_EXTENT.pack(*extent) for extent in extents]
     return b"".join([_HEADER.pack(kind, len(extents)), *table, stream])
+
+
+def buffer_message(
+    kind: int, stream: bytes, buffer: NDArray[np.uint8] | None, windows: Windows
+) -> Message | None:
+    """Return a message of a stream and at most one buffer, which nobody writes to any more.
+
+    The buffer is not moved if it lies in a window; else it is copied into one.
+
+    Args:
+        kind: What kind of message.
+        stream: The stream.
+        buffer: The buffer; one without bytes does not travel.
+        windows: Those of this process.
+
+    Returns:
+        None if the stream is too long, or no window is free.
+    """
+    extents: list[Extent] = []
+    if not fits(stream, 1):
+        return None
+    if buffer is not None and buffer.nbytes:
+        extent = windows.find(buffer)
+        copied = windows.copy_in([buffer.data]) if extent is None else [extent]
+        if copied is None:
+            return None
+        extents = copied
+    return Message(join_message(kind, stream, extents), extents)
 
 
 def make_message(

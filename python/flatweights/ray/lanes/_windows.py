@@ -112,15 +112,11 @@ class Windows:
 
     def _free(self, nbytes: int) -> int | None:
         """Return the index of a free window of ``nbytes`` or more, made if need be."""
-        free = [
-            index
-            for index, window in enumerate(self._windows)
-            if not window.is_taken and not self._holds(index)
-        ]
-        for index in free:
+        for index, window in enumerate(self._windows):
             # One that is much too large was made for another model.
-            if nbytes <= self._windows[index].nbytes <= 4 * nbytes + 4096:
+            if nbytes <= window.nbytes <= 4 * nbytes + 4096 and self._is_free(index, window):
                 return index
+        free = [index for index, window in enumerate(self._windows) if self._is_free(index, window)]
         is_full = len(self._windows) >= self._most
         if not free and is_full:
             return None
@@ -144,6 +140,9 @@ class Windows:
         self._windows.append(made)
         self._generations.append(1)
         return len(self._windows) - 1
+
+    def _is_free(self, index: int, window: _core.Window) -> bool:
+        return not window.is_taken and not self._holds(index)
 
 
 class NoSharedMemoryError(MemoryError):

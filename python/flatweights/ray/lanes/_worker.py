@@ -39,6 +39,7 @@ BY_CALL = 1  # the result is that of a Ray call; holds its number, a `NUMBER`
 REFUSED = 2  # the command cannot be unpickled, and was not run; holds the reason
 WEIGHTS = 3  # the buffer of `FlatWeights`, whose layout is that of the last ones sent as a VALUE
 BROKEN = 4  # the lane is of no use, and the command was not run; holds the reason
+ASK = 5  # that of a member; holds a stream and at most one buffer
 
 _MOST_WINDOWS = 4
 NUMBER = struct.Struct("<Q")

@@ -7,6 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 from flatweights._average import Nonfinite
 
+_MOST_LAYOUTS = 64  # that need not be sent again
+
 Operation = Literal["average", "broadcast", "leave"]
 
 
@@ -80,14 +82,37 @@ class Outcome(NamedTuple):
         number: Counts the calls of the meeting, from 1; 0 says that all members have joined.
         size: How many members the meeting has.
         ranks: Those that take part at present.
+        before: How many calls there were when this member joined; of the first outcome.
         error: What all members raise.
-        layout: That of the weights, pickled; None without weights.
-        fields: The attributes of the `Round`.
+        layout: That of the weights, pickled, unless all members have said what they expect.
+        used: As all that follow, an attribute of the `Round`.
+        failed: By rank.
+        late: Ranks.
+        quarantined: Ranks.
+        scores: By rank.
+        seconds: By step.
+        nbytes: Of the weights that were read.
+        ways: By rank.
     """
 
     number: int
     size: int
     ranks: tuple[int, ...]
+    before: int = 0
     error: Exception | None = None
     layout: bytes | None = None
-    fields: Mapping[str, Any] = {}
+    used: tuple[int, ...] = ()
+    failed: Mapping[int, Exception] = {}
+    late: tuple[int, ...] = ()
+    quarantined: tuple[int, ...] = ()
+    scores: Mapping[int, float] = {}
+    seconds: Mapping[str, float] = {}
+    nbytes: int = 0
+    ways: Mapping[int, str] = {}
+
+
+def remember(known: dict[str, Any], digest: str, layout: Any = None) -> None:
+    """Add a layout that a member sends its host, and forget the oldest: both ends forget alike."""
+    known[digest] = layout
+    if len(known) > _MOST_LAYOUTS:
+        del known[next(iter(known))]

@@ -68,26 +68,30 @@ class Host:
         watch = functools.partial(_watch, self._meeting, token, stays[0])
         threading.Thread(target=watch, daemon=True).start()
 
-    def exchange(self, token: bytes, content: tuple[Any, ...] | None) -> tuple[Any, ...]:
-        """Ask for a call; return what `MemberLane.outcome` does. No content: the first outcome."""
-        reply: Future[tuple[Any, ...]] = Future()
+    def exchange(self, token: bytes, stream: bytes | None = None, buffer: Any = None) -> Any:
+        """Ask for a call; return the stream of the outcome, and references to the weights.
+
+        Without a stream, it is the first outcome.
+        """
+        reply: Future[Any] = Future()
         self._running.append(token)
         try:
-            letter = Letter(content, reply)
+            letter = Letter(stream, buffer, reply)
             self._meeting.tell(functools.partial(self._meeting.put, token, letter))
             return reply.result()
         finally:
             self._running.remove(token)
 
-    def deliver(self, token: bytes, content: tuple[Any, ...]) -> None:
+    def deliver(self, token: bytes, stream: bytes, buffer: Any) -> None:
         """Take an ask that does not fit into a lane; the lane then says that it is here."""
         done: Future[None] = Future()
-        self._meeting.tell(functools.partial(self._meeting.put, token, Letter(content, None)))
+        letter = Letter(stream, buffer, None)
+        self._meeting.tell(functools.partial(self._meeting.put, token, letter))
         self._meeting.tell(functools.partial(done.set_result, None))
         done.result()
 
-    def fetch(self, number: int) -> tuple[Any, ...]:
-        """Return an outcome that did not fit into a lane.
+    def fetch(self, number: int) -> tuple[bytes, Any]:
+        """Return an outcome that did not fit into a lane: its stream and its buffer.
 
         Raises:
             KeyError: If it is no longer kept.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -17,19 +17,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
-from flatweights._weights import sealed
 from flatweights.ray.lanes._calls import choice
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._member import HostDiedError, MemberLane
-from flatweights.ray.lanes._message import IN_BAND
-from flatweights.ray.members._asks import Ask, Outcome
+from flatweights.ray.lanes._worker import NUMBER
+from flatweights.ray.members._asks import Ask, Outcome, remember
 from flatweights.ray.members._host import Host
 from flatweights.ray.members._meeting import Ticket
 from flatweights.ray.members._seats import as_array
 
-Made = TypeVar("Made")
-
 _GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its host
+_LEAVE = pickle.dumps((tuple(Ask("leave")), None))
 
 
 class Link(ABC):
@@ -44,22 +42,18 @@ class Link(ABC):
         self.is_asking = False
         self._host = host
         self._ticket = ticket
-        self._known: set[str] = set()  # digests of layouts that the host has been sent
+        self._known: dict[str, None] = {}  # digests of layouts that the host has been sent
 
     def offer(self, nbytes: int) -> None:  # noqa: B027 - a link through Ray has no such memory
         """Have the next buffer of ``nbytes`` that this thread makes lie where the host reads it."""
 
-    def make(self, nbytes: int, call: Callable[[], Made]) -> Made:
-        """Return the result of ``call``, which makes such a buffer."""
-        self.offer(nbytes)
+    def new_buffer(self, layout: Layout) -> NDArray[np.uint8]:
+        """Return a packed buffer, which lies where the host reads it if that is possible."""
+        self.offer(layout.nbytes)
         try:
-            return call()
+            return layout.new_buffer()
         finally:
             _core.withdraw_offer()
-
-    def new_buffer(self, layout: Layout) -> NDArray[np.uint8]:
-        """Return such a buffer."""
-        return self.make(layout.nbytes, layout.new_buffer)
 
     def exchange(
         self, ask: Ask, layout: Layout, buffer: NDArray[np.uint8] | None
@@ -76,18 +70,20 @@ class Link(ABC):
             TimeoutError: If it does not answer.
             Exception: The error of the outcome.
         """
-        shipped = None if layout.digest in self._known else layout.pickled
+        digest = layout.digest
+        is_known = digest in self._known
         self.is_asking = True
         patience = None if ask.timeout is None else ask.timeout + _GRACE
-        sealed_buffer = None if buffer is None else sealed(buffer)
-        *fields, sent = self._swap((tuple(ask), shipped), sealed_buffer, patience)
+        stream = pickle.dumps((tuple(ask), None if is_known else layout.pickled))
+        told, sent = self._swap(stream, buffer, patience)
         self.is_asking = False
-        self._known.add(layout.digest)
-        outcome = Outcome(*fields)
+        if not is_known:
+            remember(self._known, digest)
+        outcome = Outcome(*pickle.loads(told))
         if outcome.error is not None:
             raise outcome.error
         got = layout if outcome.layout is None else unpickle_layout(outcome.layout)
-        if got.digest != layout.digest:
+        if got.digest != digest:
             raise ValueError(f"expected weights of {layout}, got those of {got}")
         return outcome, as_array(sent)
 
@@ -105,9 +101,9 @@ class Link(ABC):
 
     @abstractmethod
     def _swap(
-        self, content: tuple[Any, ...], buffer: NDArray[np.uint8] | None, patience: float | None
-    ) -> tuple[Any, ...]:
-        """Send ``content``, an `Ask` as a tuple first, and the weights; return the outcome."""
+        self, stream: bytes, buffer: NDArray[np.uint8] | None, patience: float | None
+    ) -> tuple[bytes, Any]:
+        """Send an ask and its weights; return the stream of the outcome, and its weights."""
 
 
 class LaneLink(Link):
@@ -119,38 +115,37 @@ class LaneLink(Link):
         self._lane = lane
 
     def offer(self, nbytes: int) -> None:
-        """Offer a window, if the buffer is to lie in one."""
-        if nbytes > IN_BAND:
-            self._lane.offer(nbytes)
+        """Offer a window."""
+        self._lane.offer(nbytes)
 
     def start(self, timeout: float | None) -> Outcome:
         """Wait for the first command."""
-        return Outcome(*self._outcome(timeout)[:-1])
+        return Outcome(*pickle.loads(self._outcome(timeout)[0]))
 
     def leave(self) -> None:
         """Answer the last command."""
-        self._lane.ask((tuple(Ask("leave")), None), None, is_urgent=True)
+        self._lane.ask(_LEAVE, None, is_urgent=True)
 
     def close(self) -> None:
         """Close the socket."""
         self._lane.close()
 
     def _swap(
-        self, content: tuple[Any, ...], buffer: NDArray[np.uint8] | None, patience: float | None
-    ) -> tuple[Any, ...]:
+        self, stream: bytes, buffer: NDArray[np.uint8] | None, patience: float | None
+    ) -> tuple[bytes, Any]:
         is_urgent = patience is not None
-        if not self._lane.ask(content, buffer, is_urgent=is_urgent):
+        if not self._lane.ask(stream, buffer, is_urgent=is_urgent):
             # There is no window, or it is too long for a mailbox.
-            ray.get(self._host.deliver.remote(self._ticket.token, (*content, buffer)))
-            self._lane.ask((), None, is_urgent=is_urgent)
+            ray.get(self._host.deliver.remote(self._ticket.token, stream, buffer))
+            self._lane.ask(b"", None, is_urgent=is_urgent)
         return self._outcome(patience)
 
-    def _outcome(self, patience: float | None) -> tuple[Any, ...]:
-        content = self._lane.outcome(patience)
-        if len(content) == 1:  # its number
-            fetched: tuple[Any, ...] = ray.get(self._host.fetch.remote(content[0]))
+    def _outcome(self, patience: float | None) -> tuple[bytes, Any]:
+        stream, buffers = self._lane.outcome(patience)
+        if len(stream) <= NUMBER.size:
+            fetched: tuple[bytes, Any] = ray.get(self._host.fetch.remote(*NUMBER.unpack(stream)))
             return fetched
-        return content
+        return stream, buffers[0] if buffers else None
 
 
 class StoreLink(Link):
@@ -164,14 +159,13 @@ class StoreLink(Link):
         ray.get(host.watch.remote(ticket.token, [self._stays]))
 
     def start(self, timeout: float | None) -> Outcome:
-        """Call without content."""
-        call = self._host.exchange.remote(self._ticket.token, None)
-        return Outcome(*self._take(call, timeout)[:-1])
+        """Call without a stream."""
+        call = self._host.exchange.remote(self._ticket.token)
+        return Outcome(*pickle.loads(self._take(call, timeout)[0]))
 
     def leave(self) -> None:
         """Deliver an ask whose outcome nobody waits for."""
-        content = (tuple(Ask("leave")), None, None)
-        ray.get(self._host.deliver.remote(self._ticket.token, content))
+        ray.get(self._host.deliver.remote(self._ticket.token, _LEAVE, None))
 
     def close(self) -> None:
         """Tell the host, unless it has seen that the member left."""
@@ -179,19 +173,19 @@ class StoreLink(Link):
             self._host.lose.remote(self._ticket.token)
 
     def _swap(
-        self, content: tuple[Any, ...], buffer: NDArray[np.uint8] | None, patience: float | None
-    ) -> tuple[Any, ...]:
-        call = self._host.exchange.remote(self._ticket.token, (*content, buffer))
+        self, stream: bytes, buffer: NDArray[np.uint8] | None, patience: float | None
+    ) -> tuple[bytes, Any]:
+        call = self._host.exchange.remote(self._ticket.token, stream, buffer)
         return self._take(call, patience)
 
-    def _take(self, call: Any, patience: float | None) -> tuple[Any, ...]:
+    def _take(self, call: Any, patience: float | None) -> tuple[bytes, Any]:
         try:
-            *fields, refs = ray.get(call, timeout=patience)
+            stream, refs = ray.get(call, timeout=patience)
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(f"no answer of the host within {patience} s") from None
         except ray.exceptions.RayTaskError as error:
             raise HostDiedError(str(error.cause)) from None
-        return (*fields, None if refs is None else ray.get(refs[0]))
+        return stream, None if refs is None else ray.get(refs[0])
 
 
 class Entered(NamedTuple):

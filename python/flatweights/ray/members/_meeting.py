@@ -24,18 +24,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._layout import Layout
-from flatweights._weights import FlatWeights, sealed
+from flatweights.ray._calls import Packed
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import Arrivals, Deadline, Request
 from flatweights.ray._errors import WorkerError, late_error
 from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._driver import Lanes
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._message import IN_BAND, Message, make_message
+from flatweights.ray.lanes._message import Message, buffer_message
+from flatweights.ray.lanes._worker import NUMBER
 from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome
 from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer
 from flatweights.robust._rules import Rule
@@ -79,8 +81,9 @@ class Kept(NamedTuple):
     """The last outcome of one kind of call, for members that are late."""
 
     ask: Ask
-    outcome: Outcome
-    weights: FlatWeights | None
+    number: int
+    stream: bytes
+    weights: Packed
 
 
 class Meeting:
@@ -98,8 +101,7 @@ class Meeting:
         self._seats: dict[int, Seat] = {}
         self._news: deque[Callable[[], None]] = deque()  # what the thread is to do
         self._entries: list[Entry] = []
-        self._layouts: dict[str, Layout] = {}
-        self._news_answer = SeatAnswer(self._lanes, self._layouts, None, self._news)
+        self._news_answer = SeatAnswer(self._lanes, None, self._news)
         self._kept: list[Kept] = []
         self._number = 0
         self._is_open = False  # whether all have joined
@@ -123,15 +125,15 @@ class Meeting:
         """Return the ranks that do not take part."""
         return [rank for rank in range(self._size) if rank not in self._ranks()]
 
-    def fetch(self, number: int) -> tuple[Any, ...]:
-        """Return an outcome, and its weights.
+    def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
+        """Return the stream of an outcome, and its weights.
 
         Raises:
             KeyError: If it is no longer kept.
         """
         for kept in [*self._kept]:
-            if kept.outcome.number == number:
-                return (*kept.outcome, None if kept.weights is None else kept.weights.buffer)
+            if kept.number == number:
+                return kept.stream, kept.weights.buffer
         raise KeyError(f"outcome {number} is no longer kept")
 
     def run(self) -> None:
@@ -160,11 +162,13 @@ class Meeting:
         ready = [seat for seat in self._seats.values() if seat.is_ready]
         if len(ready) == self._size:
             self._is_open = True
-            self._post(self._welcome(), None, ready)
+            self._welcome(ready)
 
-    def _welcome(self) -> Outcome:
-        """Return the first outcome of a member: which call was the last one."""
-        return Outcome(0, self._size, self._ranks(), fields={"number": self._number})
+    def _welcome(self, seats: Sequence[Seat]) -> None:
+        """Give new members their first outcome: which call was the last one."""
+        if seats:
+            welcome = Outcome(0, self._size, self._ranks(), before=self._number)
+            self._post(0, pickle.dumps(tuple(welcome)), None, seats)
 
     def _awaited(self, which: Callable[[Seat], bool]) -> list[SeatAnswer]:
         """Return the answers of those present members for whom ``which`` is true."""
@@ -197,7 +201,7 @@ class Meeting:
                     self._read_news()
                     arrivals.listen(answer)
                     again = [s for s in self._seats.values() if s.is_ready and s.has is None]
-                    self._post(self._welcome(), None, again)
+                    self._welcome(again)
                     for seat in again:
                         assert seat.answer is not None
                         self._expect(seat.answer, arrivals)
@@ -244,10 +248,10 @@ class Meeting:
             arrivals.forget(seat.rank)
             return
         kept = next((kept for kept in self._kept if ask.is_served_by(kept.ask)), None)
-        if kept is not None and kept.outcome.number > seat.has:
+        if kept is not None and kept.number > seat.has:
             answer.let_go()
             arrivals.forget(seat.rank)
-            self._post(kept.outcome, kept.weights, [seat])
+            self._post(kept.number, kept.stream, kept.weights.buffer, [seat])
             if seat.answer is not None and seat.is_present:
                 self._expect(seat.answer, arrivals)
             return
@@ -270,42 +274,30 @@ class Meeting:
             elif seat.rank not in arrivals.late:
                 arrivals.late = sorted([*arrivals.late, seat.rank])
         first = asks[min(asks)]
-        error: Exception | None = None
-        weights: FlatWeights | None = None
-        fields: dict[str, Any] = {}
-        begin = time.monotonic()
+        weights: Packed | None = None
         try:
             self._check_agree(asks)
             if first.operation == "broadcast":
-                weights = self._relay(first, arrivals)
-                fields = {
-                    "used": [first.root],
-                    "failed": dict(sorted(arrivals.failed.items())),
-                    "late": arrivals.late,
-                    "quarantined": (),
-                    "seconds": {"wait": arrivals.seconds_waited, "copy": time.monotonic() - begin},
-                    "nbytes": weights.buffer.nbytes,
-                }
+                weights, outcome = self._relay(first, arrivals)
             else:
-                weights, fields = self._average(asks, arrivals)
+                weights, outcome = self._average(asks, arrivals)
         except Exception as raised:  # all members raise it; a rule may raise anything
-            error = _portable(raised)
+            outcome = Outcome(number, self._size, (), error=_portable(raised))
         finally:
             _core.withdraw_offer()
         arrivals.let_go()
-        ways = [(k, "store" if self._seats[k].lane is None else "lane") for k in sorted(asks)]
-        fields |= {"number": number, "ways": ways}
-        if fields.get("failed"):
-            fields["failed"] = {rank: _portable(why) for rank, why in fields["failed"].items()}
-        has_layout = weights is not None and first.operation == "broadcast"
-        layout = weights.layout.pickled if has_layout and weights is not None else None
-        outcome = Outcome(number, self._size, self._ranks(), error, layout, fields)
+        failed = {rank: _portable(why) for rank, why in outcome.failed.items()}
+        ways = {k: "store" if self._seats[k].lane is None else "lane" for k in sorted(asks)}
+        outcome = outcome._replace(ranks=self._ranks(), failed=failed, ways=ways)
+        has_errors = outcome.error is not None or failed
+        stream = (ray.cloudpickle if has_errors else pickle).dumps(tuple(outcome))
         if weights is not None:
             self._kept = [k for k in self._kept if not first.is_served_by(k.ask)][: _KEPT - 1]
-            digest = weights.layout.digest
-            self._kept.insert(0, Kept(first._replace(digest=digest), outcome, weights))
+            asked = first._replace(digest=weights.layout.digest)
+            self._kept.insert(0, Kept(asked, number, stream, weights))
         reach("sending")
-        self._post(outcome, weights, [self._seats[rank] for rank in asks])
+        buffer = None if weights is None else weights.buffer
+        self._post(number, stream, buffer, [self._seats[rank] for rank in asks])
 
     def _check_agree(self, asks: dict[int, Ask]) -> None:
         """Raise `ValueError`, naming all ranks, unless all ask for the same call."""
@@ -321,9 +313,7 @@ class Meeting:
             calls = "; ".join(f"{_named(ranks)}: {ask}" for ask, ranks in alike)
             raise ValueError(f"expected the same call of all members, got {calls}")
 
-    def _average(
-        self, asks: dict[int, Ask], arrivals: Arrivals
-    ) -> tuple[FlatWeights, dict[str, Any]]:
+    def _average(self, asks: dict[int, Ask], arrivals: Arrivals) -> tuple[Packed, Outcome]:
         first = asks[min(asks)]
         weights = [asks[rank].weight if rank in asks else 0.0 for rank in range(self._size)]
         if not any(weights):
@@ -338,29 +328,32 @@ class Meeting:
             rule=None if first.rule is None else _rule_of(first.rule[1]),
         )
         arrivals.check(request)
-        assert first.digest is not None
-        self._offer(self._layouts[first.digest])
+        packed = arrivals.answers[min(asks)].packed()
+        assert packed is not None
+        self._lanes.windows.offer(packed.layout.nbytes)
         result = DriverAverage(arrivals, request).run()
-        fields = {
-            "used": result.used,
-            "failed": result.failed,
-            "late": result.late,
-            "quarantined": result.quarantined,
-            "seconds": result.seconds,
-            "nbytes": result.nbytes,
-        }
-        if result.scores:
-            fields["scores"] = result.scores
-        mean: FlatWeights = result.weights
-        return mean, fields
+        outcome = Outcome(
+            self._number,
+            self._size,
+            (),
+            used=result.used,
+            failed=result.failed,
+            late=result.late,
+            quarantined=result.quarantined,
+            scores=result.scores,
+            seconds=result.seconds,
+            nbytes=result.nbytes,
+        )
+        return Packed(result.weights.buffer, result.weights.layout), outcome
 
-    def _relay(self, first: Ask, arrivals: Arrivals) -> FlatWeights:
+    def _relay(self, first: Ask, arrivals: Arrivals) -> tuple[Packed, Outcome]:
         """Return a copy of the root's weights.
 
         Raises:
             WorkerError: If the root is dead or late.
         """
         assert first.root is not None
+        begin = time.monotonic()
         answer = arrivals.answers.get(first.root)
         packed = None if answer is None else answer.packed()
         if packed is None:
@@ -368,42 +361,48 @@ class Meeting:
             if first.root in arrivals.late:
                 why = late_error(arrivals.deadline.timeout)
             raise WorkerError({first.root: why or RuntimeError("it has left the meeting")})
-        self._offer(packed.layout)
+        self._lanes.windows.offer(packed.layout.nbytes)
         copied = packed.layout.new_buffer()
         _core.move_parts([copied], [packed.buffer])
-        return FlatWeights.wrap(sealed(copied), packed.layout)
-
-    def _offer(self, layout: Layout) -> None:
-        """Have the next buffer of ``layout`` made in a window, unless messages hold it."""
-        if layout.nbytes > IN_BAND:
-            self._lanes.windows.offer(layout.nbytes)
+        outcome = Outcome(
+            self._number,
+            self._size,
+            (),
+            layout=packed.layout.pickled,
+            used=(first.root,),
+            failed=dict(sorted(arrivals.failed.items())),
+            late=tuple(arrivals.late),
+            seconds={"wait": arrivals.seconds_waited, "copy": time.monotonic() - begin},
+            nbytes=copied.nbytes,
+        )
+        return Packed(copied, packed.layout), outcome
 
     def _ranks(self) -> tuple[int, ...]:
         present = [seat.rank for seat in [*self._seats.values()] if seat.is_present]
         return tuple(sorted(present))
 
-    def _post(self, outcome: Outcome, weights: FlatWeights | None, seats: Sequence[Seat]) -> None:
+    def _post(
+        self, number: int, stream: bytes, buffer: NDArray[np.uint8] | None, seats: Sequence[Seat]
+    ) -> None:
         """Give ``seats`` an outcome."""
-        buffer = None if weights is None else weights.buffer
-        content = (*outcome, buffer)
+        windows = self._lanes.windows
         message: Message | None = None
-        if any(seat.lane is not None for seat in seats):
-            message = make_message(1, [content], self._lanes.windows, frozen=True)
-            if message is None:  # no window, or too long for a mailbox: it is fetched through Ray
-                message = make_message(1, [(outcome.number,)], None, frozen=True)
         ref: Any = None
         for seat in seats:
-            seat.has = outcome.number
+            seat.has = number
             seat.answer = self._next_ask(seat)
             try:
                 if seat.lane is not None:
+                    message = message or buffer_message(0, stream, buffer, windows)
+                    # Without a window, or too long for a mailbox, it is fetched through Ray.
+                    message = message or buffer_message(0, NUMBER.pack(number), None, windows)
                     assert message is not None
-                    seat.lane.post(message, self._lanes.windows)
+                    seat.lane.post(message, windows)
                 elif seat.reply is not None:
                     reply, seat.reply = seat.reply, None
                     if buffer is not None and ref is None:
                         ref = ray.put(buffer)
-                    reply.set_result((*content[:-1], None if buffer is None else [ref]))
+                    reply.set_result((stream, None if ref is None else [ref]))
             except Exception as error:  # it died meanwhile
                 self._lose(seat, f"{seat.who}: {type(error).__name__}: {error}")
 
@@ -466,7 +465,7 @@ class Meeting:
         return Ticket(rank, token, self._lanes.address if entry.wants_lane else None)
 
     def _next_ask(self, seat: Seat) -> SeatAnswer:
-        return SeatAnswer(self._lanes, self._layouts, seat, self._news)
+        return SeatAnswer(self._lanes, seat, self._news)
 
     def _seat_of(self, token: bytes) -> Seat | None:
         return next((seat for seat in [*self._seats.values()] if seat.token == token), None)
@@ -493,7 +492,7 @@ class Meeting:
             if letter.reply is not None:
                 error = MemberDiedError("the host has counted this member as dead")
                 letter.reply.set_exception(error)
-        elif letter.content is None:
+        elif letter.stream is None:
             seat.reply = letter.reply
         else:
             seat.letters.append(letter)

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import ray
@@ -21,7 +21,7 @@ from flatweights import _core
 from flatweights._average import Nonfinite, check_nonfinite, read_weight
 from flatweights._layout import Layout
 from flatweights._sources import Template, check_flat_weights
-from flatweights._weights import FlatWeights, sealed
+from flatweights._weights import sealed
 from flatweights.ray._engine import check_count, check_timeout
 from flatweights.ray._round import Round
 from flatweights.ray.lanes._member import HostDiedError
@@ -32,9 +32,23 @@ from flatweights.robust._rules import Rule, as_rule
 
 if TYPE_CHECKING:
     from flatweights.ray._engine import AnyRule
-    from flatweights.tensorflow import TensorFlowVariables
 
 Model = TypeVar("Model")
+
+
+class Variables(Protocol):
+    """What is averaged in place: a `flatweights.tensorflow.TensorFlowVariables`."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the variables."""
+
+    def _gather_into(self, buffer: NDArray[np.uint8]) -> None:
+        """Read all variables into a packed ``buffer``, whose padding is zero."""
+
+    def _scatter(self, buffer: NDArray[np.uint8]) -> None:
+        """Set all variables from a packed ``buffer``."""
+
 
 _RETRY = 0.05  # seconds between two tries to find the host of a meeting
 _RESTART = 10.0  # seconds in which another host may take the place of one that has ended
@@ -138,7 +152,7 @@ class Member:
         self.rank = rank
         self.size = outcome.size
         self._ranks = outcome.ranks
-        self._before: int = outcome.fields["number"]  # calls before it has joined
+        self._before = outcome.before
         self._link = link
         self._turn = threading.Lock()
         self._over: str = ""
@@ -202,7 +216,7 @@ class Member:
 
     def average_variables(
         self,
-        variables: TensorFlowVariables,
+        variables: Variables,
         weight: float = 1.0,
         *,
         timeout: float | None = None,
@@ -233,9 +247,10 @@ class Member:
         check_flat_weights(layout, "variables")
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule)
         with self._call() as link:
-            buffer = link.make(layout.nbytes, variables.get_weights).buffer
+            buffer = link.new_buffer(layout)
+            variables._gather_into(buffer)
             outcome, mean = link.exchange(ask, layout, buffer)
-            variables.set_weights(FlatWeights.wrap(mean, layout))
+            variables._scatter(mean)
             return self._round(outcome, None)
 
     def broadcast(self, weights: Model, root: int = 0, *, timeout: float | None = None) -> Model:
@@ -271,7 +286,7 @@ class Member:
             return model
 
     def broadcast_variables(
-        self, variables: TensorFlowVariables, root: int = 0, *, timeout: float | None = None
+        self, variables: Variables, root: int = 0, *, timeout: float | None = None
     ) -> Round:
         """Set ``variables`` to those of rank ``root``, in place, in all members.
 
@@ -291,10 +306,11 @@ class Member:
         with self._call() as link:
             buffer = None
             if ask.root == self.rank:
-                buffer = link.make(layout.nbytes, variables.get_weights).buffer
+                buffer = link.new_buffer(layout)
+                variables._gather_into(buffer)
             outcome, sent = link.exchange(ask, layout, buffer)
             if ask.root != self.rank:
-                variables.set_weights(FlatWeights.wrap(sent, layout))
+                variables._scatter(sent)
             return self._round(outcome, None)
 
     def leave(self) -> None:
@@ -393,13 +409,22 @@ class Member:
 
     def _round(self, outcome: Outcome, weights: Any) -> Round:
         self._note(outcome)
-        fields = dict(outcome.fields)
-        ways = dict(fields.pop("ways"))
+        failed, late = outcome.failed, outcome.late
         if outcome.number <= self._before:  # the call of another process that had this rank
-            fields["failed"] = {k: e for k, e in fields["failed"].items() if k != self.rank}
-            fields["late"] = sorted({*fields["late"], self.rank})
-        result = Round(weights, **fields)
-        result.ways = ways
+            failed = {rank: why for rank, why in failed.items() if rank != self.rank}
+            late = tuple(sorted({*late, self.rank}))
+        result = Round(
+            weights,
+            outcome.used,
+            failed=failed,
+            late=late,
+            seconds=outcome.seconds,
+            nbytes=outcome.nbytes,
+            quarantined=outcome.quarantined,
+            number=outcome.number,
+            scores=outcome.scores,
+        )
+        result.ways = dict(outcome.ways)
         return result
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -16,16 +18,16 @@ from flatweights._layout import Layout, unpickle_layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Answer, Packed
 from flatweights.ray.lanes._driver import DriverLane, Lanes
-from flatweights.ray.members._asks import Ask, MemberDiedError
+from flatweights.ray.members._asks import Ask, MemberDiedError, remember
 
 SLICE = 1.0  # seconds between two looks at what rings no bell
-_LAYOUTS = 64  # that a meeting remembers
 
 
 class Letter(NamedTuple):
-    """An ask that came through Ray, and what its caller waits for: an outcome."""
+    """An ask that came through Ray: its stream, its buffer, and what its caller waits for."""
 
-    content: tuple[Any, ...] | None
+    stream: bytes | None
+    buffer: NDArray[np.uint8] | None
     reply: Future[Any] | None
 
 
@@ -44,6 +46,7 @@ class Seat:
         answer: What the host waits for: its next ask.
         letters: Asks of its that came through Ray.
         reply: What its call through Ray waits for: an outcome.
+        layouts: Those that its asks have brought, by digest.
     """
 
     rank: int
@@ -56,6 +59,7 @@ class Seat:
     answer: SeatAnswer | None = None
     letters: deque[Letter] = field(default_factory=deque)
     reply: Future[Any] | None = None
+    layouts: dict[str, Layout] = field(default_factory=dict)
 
     @property
     def is_present(self) -> bool:
@@ -71,21 +75,17 @@ class Seat:
 class SeatAnswer(Answer):
     """What the host waits for: the next ask of a member, or news that came through Ray."""
 
-    def __init__(
-        self, lanes: Lanes, layouts: dict[str, Layout], seat: Seat | None, news: Any
-    ) -> None:
+    def __init__(self, lanes: Lanes, seat: Seat | None, news: Any) -> None:
         """Wait for the next ask of ``seat``; without one, for ``news``.
 
         Args:
             lanes: Those of the host.
-            layouts: By digest; those that asks bring are added.
             seat: The member.
             news: What has come through Ray.
         """
         self.seat = seat
         self.ask: Ask | None = None
         self._lanes = lanes
-        self._layouts = layouts
         self._news = news
         self._value: Packed | None = None
         self._error: Exception | None = None
@@ -131,28 +131,25 @@ class SeatAnswer(Answer):
     def _read(self, seat: Seat) -> None:
         """Read the ask, if it has come."""
         lane = seat.lane
-        content: tuple[Any, ...] | None = None
+        stream: bytes | None = None
+        buffer: Any = None
         if seat.gone is not None:
             self._error = seat.gone
         elif lane is not None and lane.is_answered and seat.has is not None:
-            _, content = lane.take()
+            stream, buffers = lane.take()[1]
+            buffer = buffers[0] if buffers else None
         elif lane is not None and lane.is_closed:
             self._error = MemberDiedError(f"{seat.who} has ended without leave()")
-        if seat.letters and (lane is None or (content is not None and len(content) == 1)):
-            letter = seat.letters.popleft()
-            seat.reply, content = letter.reply, letter.content
-        if content is None:
+        if seat.letters and (lane is None or stream == b""):
+            stream, buffer, seat.reply = seat.letters.popleft()
+        if stream is None:
             return
-        ask, layout, buffer = content
-        asked = Ask(*ask)
+        asked, layout = _ask_in(stream)
         if layout is not None:
             known = unpickle_layout(layout)
-            self._layouts[known.digest] = known
-            if len(self._layouts) > _LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
-        if buffer is not None:
-            assert asked.digest is not None
-            self._value = Packed(as_array(buffer), self._layouts[asked.digest])
+            remember(seat.layouts, known.digest, known)
+        if asked.digest is not None and asked.root in (None, seat.rank):
+            self._value = Packed(as_array(buffer), seat.layouts[asked.digest])
         self.ask = asked
 
     def take(self) -> Any:
@@ -170,6 +167,13 @@ class SeatAnswer(Answer):
         self._value = None
 
 
+@functools.lru_cache(maxsize=256)
+def _ask_in(stream: bytes) -> tuple[Ask, bytes | None]:
+    """Return an ask, the same one for the same stream; and the layout that comes with it."""
+    fields, layout = pickle.loads(stream)
+    return Ask(*fields), layout
+
+
 def as_array(buffer: Any) -> NDArray[np.uint8]:
-    """Return the packed buffer that came with an ask or an outcome."""
-    return buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
+    """Return the packed buffer that came with an ask or an outcome; none has no bytes."""
+    return np.empty(0, np.uint8) if buffer is None else buffer
