@@ -41,6 +41,8 @@ def ray_folder() -> Iterator[Path]:
         # On a busy machine a node needs longer than Ray's 30 s to start; one that has aborted
         # is waited for as long, too.
         environment.setenv("RAY_raylet_start_wait_time_s", "90")
+        # A node aborts if its agent, a Python program, takes longer than this: 30 s, unless told.
+        environment.setenv("RAY_agent_register_timeout_ms", "90000")
         yield folder
     shutil.rmtree(folder, ignore_errors=True)
 

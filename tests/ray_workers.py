@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
 from flatweights import FlatWeights, RunningAverage
@@ -97,6 +98,10 @@ class PlainWorker(FlatWorker):
 
     def pid(self) -> int:
         return os.getpid()
+
+    def node(self) -> str:
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
 
 
 class Dying:

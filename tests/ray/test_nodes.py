@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_cluster import LEAN
 from ray_pool import restored
 from ray_programs import output_of
@@ -37,25 +36,27 @@ def start_cluster() -> Any:
         "health_check_timeout_ms": 5000,
         "health_check_failure_threshold": 4,
     }
-    head = {"_system_config": health, **NODE}
+    head = {"resources": {"home": 1, "away": 2}, "_system_config": health, **NODE}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     ray.init(cluster.address, log_to_driver=False)
     return cluster
 
 
-def place_actor(rank: int, node: Any) -> Any:
-    """Start a worker on ``node``; if that is gone, Ray restarts it on another."""
+def place_actor(rank: int, **resources: float) -> Any:
     actor = ray.remote(num_cpus=0, max_restarts=-1)(PlainWorker)
-    there = NodeAffinitySchedulingStrategy(node.node_id, soft=True)
-    return actor.options(scheduling_strategy=there).remote(rank, LARGE)
+    return actor.options(resources=resources).remote(rank, LARGE)
 
 
 def lose_nodes() -> None:
     cluster = start_cluster()
-    home, nodes = cluster.head_node, [cluster.add_node(**NODE) for _ in range(2)]
+    # Ranks 1 and 3 run on a node each, and have no room here before the last step.
+    stopgap = place_actor(4, away=2)
+    ray.get(stopgap.ping.remote())
+    nodes = [cluster.add_node(resources={"away": 1}, **NODE) for _ in range(2)]
     cluster.wait_for_nodes()
-    places = (home, nodes[0], home, nodes[1])
-    actors = [place_actor(rank, node) for rank, node in enumerate(places)]
+    actors = [place_actor(k, **({"away": 0.6} if k % 2 else {"home": 0.1})) for k in range(4)]
+    where_is = {node.node_id: node for node in nodes}
+    nodes = [where_is[ray.get(actors[rank].node.remote())] for rank in (1, 3)]
     group = WorkerGroup(actors, max_inflight=2)
     start = weights_of(1.0, LARGE)
     assert group.broadcast(start) == [0, 1, 2, 3]
@@ -103,6 +104,7 @@ def lose_nodes() -> None:
 
     # The workers that Ray restarts on the node that is left get the weights of the others.
     group.broadcast(last)
+    ray.kill(stopgap)
     while len(group.healthy_actor_ids()) < 4:
         restored(group)
     back = group.average("train")
