@@ -12,7 +12,7 @@ from reference import same_bits
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights._sources import Template
-from flatweights.ray._shards import _packed, as_kind, bytes_of, canonical, model_of, shards_of
+from flatweights.ray._shards import as_kind, canonical, model_of, packed_bytes, shards_of
 
 
 def make_parts(rng: np.random.Generator, size: int) -> dict[str, NDArray[Any]]:
@@ -78,11 +78,11 @@ def test_the_averages_of_shards_are_those_of_the_whole(
         values = [KINDS[kind](rng, size) for _ in range(3)]
         models = [canonical(value)[0] for value in values]
         template = Template.of(models[0])
-        packed = [_packed(template, model) for model in models]
+        packed = [packed_bytes(template, model) for model in models]
         mean = np.empty_like(packed[0])
         for shard in shards_of(template.layout, count):
             pieces = [model_of(p[shard.begin : shard.end], shard.layout) for p in packed]
-            mean[shard.begin : shard.end] = bytes_of(fw.average(pieces, weights))
+            fw.average(pieces, weights, out=model_of(mean[shard.begin : shard.end], shard.layout))
         if mean.size == template.layout.nbytes:
             got = as_kind(template, template.layout.packed_views(mean))
         else:  # an array has no padding

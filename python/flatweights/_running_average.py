@@ -206,6 +206,32 @@ def _unpickle(
     return running
 
 
+class SumState(NamedTuple):
+    """A sum as plain memory, to be sent: see `state_of` and `running_of`.
+
+    Attributes:
+        memory: The sums.
+        weights: What is known of the weights of the sources.
+        kept: By slot, the parts without a mean.
+    """
+
+    memory: NDArray[np.float64]
+    weights: tuple[float, float, float]
+    kept: Mapping[int, NDArray[Any]]
+
+
+def state_of(running: RunningAverage) -> SumState:
+    """Return the state of a running average to which something was added."""
+    state = running._state
+    assert state is not None
+    return SumState(state.sum.memory, state.sum.weights, state.kept)
+
+
+def running_of(template: Template, state: SumState) -> RunningAverage:
+    """Return the running average of a state, whose memory belongs to the caller."""
+    return _unpickle(RunningAverage, template, *state)
+
+
 def _kept_parts(template: Template, source: Any) -> dict[int, NDArray[Any]]:
     kept = [i for i, slot in enumerate(template.layout.slots) if not is_averaged(slot.dtype)]
     views = template.views(source) if kept else []

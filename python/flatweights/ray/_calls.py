@@ -137,9 +137,25 @@ class Answer(ABC):
         """
         return self
 
+    def overdue(self) -> "Answer":
+        """Return what is there once the worker is free again, for an answer that is late."""
+        return self
+
     @abstractmethod
     def let_go(self) -> None:
         """Give back the memory of the value; it is not taken again. A second time is harmless."""
+
+
+class Holders(NamedTuple):
+    """Which agents have the average of an exchange between nodes.
+
+    Attributes:
+        number: That of the exchange.
+        tokens: Those of the agents.
+    """
+
+    number: int
+    tokens: frozenset[str]
 
 
 class Payload:
@@ -153,6 +169,7 @@ class Payload:
         nbytes: Their bytes; 0 if they are not known.
         put: Puts them into Ray's object store and returns the reference.
         ready: The form in which each way sends it, by its `Worker` class; `Worker.prepare` adds it.
+        held: Which agents of other nodes have it, if it is the average that they made.
     """
 
     def __init__(self, value: Any, nbytes: int, put: Callable[[], Any]) -> None:
@@ -161,6 +178,7 @@ class Payload:
         self.nbytes = nbytes
         self.put = put
         self.ready: dict[type[Worker], Any] = {}
+        self.held: Holders | None = None
 
 
 class Call(NamedTuple):

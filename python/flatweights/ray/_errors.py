@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,9 @@ from flatweights.ray._result import shortened
 
 # What a method raised, if it does not unpickle here; older versions of Ray do not have it.
 _UNSERIALIZABLE: Any = getattr(ray.exceptions, "UnserializableException", ())
+
+_LONGEST_ERROR = 16 << 10  # bytes of a pickled error
+_LONGEST_TEXT = 1000  # characters of the text that takes the place of a longer one
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes|$)")
@@ -102,6 +106,20 @@ def reason_in_a_line(error: Exception) -> str:
         return f"{name}: {lines[-1]}"
     detail = _EXIT_DETAIL.search(lines[-1])
     return f"{name}: {lines[0]}" + (f" {detail[1]}" if detail else "")
+
+
+def portable(error: Exception) -> Exception:
+    """Return ``error`` without its frames, or its text if it cannot be sent."""
+    bare = error.with_traceback(None)
+    bare.__context__ = bare.__cause__ = None
+    try:
+        pickled = ray.cloudpickle.dumps(bare)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = b""
+    if 0 < len(pickled) <= _LONGEST_ERROR:
+        return bare
+    return RuntimeError(f"{type(bare).__name__}: {str(bare)[:_LONGEST_TEXT]}")
 
 
 def _shown(error: Exception) -> Exception:

@@ -31,6 +31,8 @@ from flatweights.ray._round import Round
 from flatweights.ray._store import check_cluster
 from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray._worker import FlatWorker
+from flatweights.ray.nodes._exchange import NodesAverage
+from flatweights.ray.nodes._plan import Sums, check_sums
 from flatweights.wire import WireDType
 
 _READS = ("get_weights", "get_flat", "ping")  # methods that need no initial weights
@@ -116,6 +118,7 @@ class WorkerGroup:
         max_inflight: int = 4,
         wire_dtype: WireDType | None = None,
         initial: Any = "lowest",
+        sums: Sums = "float64",
     ) -> None:
         """Take actors of `FlatWorker` classes, by rank.
 
@@ -133,13 +136,16 @@ class WorkerGroup:
                 lowest healthy rank; or None, if workers are to start from weights of their own.
                 `FlatWorker.get_weights`, `FlatWorker.get_flat` and `FlatWorker.ping` read what
                 workers have, and bring none.
+            sums: How sums of several workers of a node travel to other nodes: ``"float64"``, or
+                ``"float32"``, which has half the bytes: the average of a node's workers, rounded to
+                their dtype. That adds an error of half a unit in the last place of it.
 
         Raises:
-            ValueError: If there is no actor, or ``wire_dtype`` is not one of these.
+            ValueError: If there is no actor, or ``wire_dtype`` or ``sums`` is not one of these.
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         wire = None if wire_dtype is None else GroupWire(wire_dtype)
-        self._roster = Roster(actors, wire, initial)
+        self._roster = Roster(actors, wire, initial, sums)
         self._max_inflight = check_count(max_inflight, "max_inflight")
         self._count = 0  # of averages
         self._in_round = False  # of run(): workers may have trained since the latest weights
@@ -154,6 +160,7 @@ class WorkerGroup:
         max_inflight: int = 4,
         wire_dtype: WireDType | None = None,
         initial: Any = "lowest",
+        sums: Sums = "float64",
         arguments: Callable[[int], Sequence[Any]] | None = None,
         **ray_options: Any,
     ) -> WorkerGroup:
@@ -166,6 +173,7 @@ class WorkerGroup:
             max_inflight: See `average`.
             wire_dtype: See the constructor.
             initial: See the constructor.
+            sums: See the constructor.
             arguments: A function of the rank that gives more arguments, after ``args``.
             **ray_options: Ray's options for the actors: ``num_gpus=1``, ``max_restarts=-1``.
 
@@ -180,8 +188,9 @@ class WorkerGroup:
             raise TypeError(f"worker: expected a subclass of FlatWorker, got {worker!r}")
         check_count(n, "n")
         check_count(max_inflight, "max_inflight")
+        check_sums(sums)  # before an actor is started
         if wire_dtype is not None:
-            GroupWire(wire_dtype)  # raises before an actor is started
+            GroupWire(wire_dtype)
         remote = remote or ray.remote(plain)
         if ray_options:
             remote = remote.options(**ray_options)
@@ -194,7 +203,13 @@ class WorkerGroup:
         try:
             for own in arguments_of:
                 actors.append(remote.remote(*args, *own))
-            group = cls(actors, max_inflight=max_inflight, wire_dtype=wire_dtype, initial=initial)
+            group = cls(
+                actors,
+                max_inflight=max_inflight,
+                wire_dtype=wire_dtype,
+                initial=initial,
+                sums=sums,
+            )
         except BaseException:
             for actor in actors:
                 ray.kill(actor)
@@ -366,22 +381,27 @@ class WorkerGroup:
                 is_encoded = wire is not None and (travels == "gradients" or wire.has_sent)
                 encoded = travels if is_encoded else None
                 call = roster.call(method, work.args, work.kwargs, payload, encoded)
-                roster.send_out(call, arrivals, called, by_rank)
                 options: dict[str, Any] = {}
                 if wire is not None and is_encoded:
                     finish = functools.partial(wire.decode, travels=travels)
                     options = {"decode": wire.widen, "finish": finish}
                 elif roster.layout is not None:
                     options["accept"] = functools.partial(check_result, roster.layout, method)
-                plan = DriverAverage(arrivals, request, out, **options)
-                roster.lanes.offer()
+                why = roster.why_no_agents(called, request, is_encoded=is_encoded)
+                plan: DriverAverage | NodesAverage
+                if why is None:
+                    plan = NodesAverage(roster.agents, arrivals, request, out, **options)
+                    roster.send_out(call, arrivals, called, by_rank, plan.reading)
+                else:
+                    roster.send_out(call, arrivals, called, by_rank)
+                    plan = DriverAverage(arrivals, request, out, **options)
+                    roster.lanes.offer()
                 result = plan.run()
-                if out is None:
-                    roster.lanes.made(result.weights)
+                roster.note_size(result, is_kept=out is None)
         except WorkerError as error:
             raise WorkerError(before | error.failed) from error.__cause__
         result.failed = dict(sorted((before | result.failed).items()))
-        result.ways = {rank: roster[rank].worker.way for rank in called}
+        result.ways = roster.ways(called, why) | result.ways
         self._count += 1
         return result
 

@@ -27,8 +27,8 @@ import ray
 
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._calls import Answer, Call, Payload, RayAnswer, Stamp, Worker, wait_any
-from flatweights.ray._engine import Arrivals, Deadline
+from flatweights.ray._calls import Answer, Call, Payload, RayAnswer, Stamp, wait_any
+from flatweights.ray._engine import Arrivals, Deadline, Request
 from flatweights.ray._errors import (
     WorkerError,
     is_lost,
@@ -46,6 +46,9 @@ from flatweights.ray._round import Round
 from flatweights.ray._store import check_cluster
 from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray.lanes._calls import GroupLanes, NearWorker
+from flatweights.ray.nodes._agents import AgentEnd, Agents
+from flatweights.ray.nodes._plan import Sums
+from flatweights.ray.nodes._results import Reading
 
 _PAUSE = 0.05  # seconds until an actor that Ray is restarting is asked again
 
@@ -63,7 +66,7 @@ class Record:
         version: The stamp of the last weights that it is known to have taken.
     """
 
-    worker: Worker
+    worker: NearWorker
     why: Exception | None = None
     owed: Answer | None = None
     version: Stamp | None = None
@@ -74,20 +77,28 @@ class Roster:
 
     Attributes:
         latest: The weights that workers should have.
-        lanes: Those to workers on this machine.
+        lanes: Those to workers on this node.
+        agents: Those of other nodes.
         layout: That of the weights that workers started from; None if it is not known.
     """
 
-    def __init__(self, handles: Sequence[Any], wire: GroupWire | None, initial: Any) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Any],
+        wire: GroupWire | None,
+        initial: Any,
+        sums: Sums = "float64",
+    ) -> None:
         """Take actors of `FlatWorker` classes; all count as healthy.
 
         Args:
             handles: The actors.
             wire: The wire, if weights travel in 16 bits.
             initial: The weights that all workers start from; see `WorkerGroup`.
+            sums: How sums travel between nodes.
 
         Raises:
-            ValueError: If there is none, or one is given twice.
+            ValueError: If there is none, or one is given twice; or ``sums`` is no such dtype.
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         check_cluster()
@@ -105,6 +116,7 @@ class Roster:
             if first != rank:
                 raise ValueError(f"rank {rank}: expected another actor than that of rank {first}")
         self.lanes = GroupLanes(len(actors))
+        self.agents = Agents(self.lanes, len(actors), sums)
         self.latest = Latest(len(actors), wire)
         self._records = [
             Record(NearWorker(actor, rank, self.lanes)) for rank, actor in enumerate(actors)
@@ -221,16 +233,35 @@ class Roster:
         arrivals: Arrivals,
         ranks: Iterable[int],
         by_rank: Mapping[int, Sequence[Any]] = {},
+        reading: Reading | None = None,
     ) -> None:
         """Call ``ranks``; their answers are to arrive in ``arrivals``.
+
+        Agents call the workers of their nodes, if results are to stay there, or if they have the
+        weights that the call brings.
 
         Args:
             call: The call.
             arrivals: Where the answers arrive.
             ranks: The ranks.
             by_rank: More arguments by rank.
+            reading: How agents read results, which then stay on their nodes.
         """
+        held = None if call.payload is None else call.payload.held
+        near: list[int] = []
+        far: dict[AgentEnd, dict[int, NearWorker]] = {}
         for rank in ranks:
+            worker = self._records[rank].worker
+            agent = self.agents.of(worker, starts=reading is not None)
+            if agent is not None and (reading is not None or agent.has(held)):
+                far.setdefault(agent, {})[rank] = worker
+            else:
+                near.append(rank)
+        for agent, workers in far.items():
+            number = self.agents.next_number()
+            for rank, answer in agent.call(number, call, workers, by_rank, reading).items():
+                arrivals.expect(rank, answer)
+        for rank in near:
             more = by_rank.get(rank)
             this = call._replace(args=(*call.args, *more)) if more else call
             arrivals.expect(rank, self._records[rank].worker.call(this))
@@ -281,6 +312,30 @@ class Roster:
                 if isinstance(weights, Round):
                     weights.nbytes_sent = len(took) * payload.nbytes
 
+    def why_no_agents(
+        self, ranks: Iterable[int], request: Request, *, is_encoded: bool
+    ) -> str | None:
+        """Return why an average is made without agents; empty if all ranks are here."""
+        if not any(self._records[rank].worker.far_node for rank in ranks):
+            return ""
+        if request.rule is not None:
+            return "a rule needs all results in one place"
+        if is_encoded:
+            return "results travel in 16 bits"
+        return self.agents.why_not()
+
+    def ways(self, ranks: Iterable[int], why: str | None) -> dict[int, str]:
+        """Return how ``ranks`` were reached; ``why`` not by agents, if they were not."""
+        workers = {rank: self._records[rank].worker for rank in ranks}
+        return {k: f"store: {why}" if why and w.far_node else w.way for k, w in workers.items()}
+
+    def note_size(self, result: Round, *, is_kept: bool) -> None:
+        """Note the size of an average, for the next one; ``is_kept``, if it was made here."""
+        if result.used:
+            self.agents.nbytes = result.nbytes // len(result.used)
+        if is_kept:
+            self.lanes.made(result.weights)
+
     def distrust(self) -> None:
         """Have all workers sent the latest weights again before their next call."""
         for record in self._records:
@@ -310,6 +365,7 @@ class Roster:
             record.worker.end()
             record.owed = None
             record.why = RuntimeError("the group was shut down")
+        self.agents.shut_down()
         self._is_shut_down = True
         self.latest = Latest(len(self))
 
@@ -384,7 +440,7 @@ class Roster:
         """Note the failed, late and missing answers of a round that is over, or was broken off."""
         self.lanes.done()
         for rank, answer in arrivals.unanswered.items():
-            rest = answer if rank in arrivals.late else answer.abandon()
+            rest = answer.overdue() if rank in arrivals.late else answer.abandon()
             self._records[rank].owed = rest
         arrivals.let_go()
         self._note_lost(arrivals.failed)
@@ -417,7 +473,10 @@ class Roster:
         latest = self.latest.after(weights, self._next_stamp())
         assert latest.payload is not None
         for rank in ranks:
-            self._records[rank].worker.prepare(latest.payload)
+            worker = self._records[rank].worker
+            agent = self.agents.of(worker)
+            if agent is None or not agent.has(latest.payload.held):
+                worker.prepare(latest.payload)
         note_seconds(weights, "put", time.monotonic() - begin)
         self.latest = latest
         reach("sending")

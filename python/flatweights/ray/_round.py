@@ -37,7 +37,12 @@ class Round:
         nbytes_sent: Bytes of weights that a `WorkerGroup` sent to workers that took the average.
         number: Which round of `WorkerGroup.run` it was, from 1.
         ways: By rank, how a `WorkerGroup` reached its worker: ``"lane"``, through memory that both
-            map, or ``"store"``, through Ray, and why.
+            map; ``"agent"``, through that of its node, and by what it exchanged; or ``"store"``,
+            through Ray, and why.
+        groups: The ranks that nodes added up first, in the order in which the sums were merged;
+            none if the average has the bits of `flatweights.average` over `used`.
+        link: Bytes that this node exchanged with others, ``"in"`` and ``"out"``; none if there
+            was no exchange.
     """
 
     def __init__(
@@ -67,6 +72,9 @@ class Round:
         self.number = number
         self.scores = dict(scores or {})
         self.ways: dict[int, str] = {}
+        self.groups: tuple[tuple[int, ...], ...] = ()
+        self.link: dict[str, int] = {}
+        self.held: Any = None  # which agents have the average
         self._ref: Any = None
         self._session: tuple[str, str] | None = None  # of Ray, in which it was put
         self._in_store: list[Any] = []  # the parts that were put, if none of them can change
@@ -113,7 +121,7 @@ class Round:
             ``round``, its number or None; ``used``, ``late`` and ``quarantined``, lists of
             ranks; ``failed``, by rank the reason in one line; ``seconds`` by step;
             ``bytes``, those read as ``in`` and those sent as ``out``; ``ways`` and ``scores``,
-            by rank.
+            by rank; ``groups`` and ``link``.
         """
         return {
             "round": self.number,
@@ -124,6 +132,8 @@ class Round:
             "seconds": dict(self.seconds),
             "bytes": {"in": self.nbytes, "out": self.nbytes_sent},
             "ways": {str(rank): way for rank, way in self.ways.items()},
+            "groups": [list(group) for group in self.groups],
+            "link": dict(self.link),
             "scores": {str(rank): score for rank, score in self.scores.items()},
         }
 

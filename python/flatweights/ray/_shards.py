@@ -80,7 +80,8 @@ def canonical(model: Any) -> tuple[Any, Tree | None]:
     return ordered.build(ordered.leaves(model, "source")), containers
 
 
-def _packed(template: Template, model: Any) -> Bytes:
+def packed_bytes(template: Template, model: Any) -> Bytes:
+    """Return all bytes of ``model``: views of an array and of `FlatWeights`, else a packed copy."""
     arrays = template.read(model, "source")
     if template.packed:
         return arrays[0]
@@ -96,12 +97,6 @@ def model_of(shard: Bytes, layout: Layout) -> Any:
     if len(layout) == 1 and shard.size != layout.nbytes:  # the last of an array
         return shard.view(layout.slots[0].dtype)
     return FlatWeights.wrap(shard, layout)
-
-
-def bytes_of(model: Any) -> Bytes:
-    """Return the bytes that `model_of` made ``model`` of."""
-    buffer: Bytes = model.buffer if isinstance(model, FlatWeights) else model.view(np.uint8)
-    return buffer
 
 
 def as_kind(template: Template, parts: Sequence[NDArray[Any]]) -> Any:

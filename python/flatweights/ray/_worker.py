@@ -214,8 +214,11 @@ class FlatWorker:
         state: _GroupState = kept.get("_of_groups") or kept.setdefault("_of_groups", _GroupState())
         return state
 
-    def attach_lane(self, address: bytes, token: bytes) -> bytes | NoLane:
-        """Make a lane to a `WorkerGroup` on this machine; groups call it."""
+    def attach_lane(self, address: bytes, token: bytes, node: str) -> bytes | NoLane:
+        """Make a lane to a `WorkerGroup` on this ``node``; groups call it."""
+        here = ray.get_runtime_context().get_node_id()
+        if here != node:
+            return NoLane("the worker is on another node", may_pass=False, node=here)
         return self._group_state.lanes.attach(address, token)
 
     def serve_lane(self, token: bytes, number: int) -> Any:

@@ -301,6 +301,8 @@ class NearWorker(Worker):
     Attributes:
         rank: Its rank in the group.
         way: How it is reached: ``"lane"``, or ``"store"`` and why.
+        far_node: The node that it is on, if that is known, and is not the driver's.
+        log: Of the calls on the actor's handles; with a lane, or an agent.
     """
 
     def __init__(self, handle: Any, rank: int, lanes: GroupLanes) -> None:
@@ -312,7 +314,8 @@ class NearWorker(Worker):
         self._lane: DriverLane | None = None
         self._attaching: Any = None  # the call that asks the worker to attach, with the token
         self._token = b""
-        self._log: CallLog | None = None  # of the calls on the actor's handles; with the lane
+        self.log: CallLog | None = None
+        self.far_node = ""
         self._setback = Setback(f"rank {rank} is")
         self.way = f"store: {lanes.setback.reason}" if lanes.setback.reason else ""
 
@@ -358,6 +361,11 @@ class NearWorker(Worker):
         """End the actor's process."""
         self._ray.end()
 
+    def look_for_node(self) -> None:
+        """Ask the worker for its node once more: the one where it was is perhaps gone."""
+        self.far_node = ""
+        self._setback = Setback(f"rank {self.rank} is")
+
     @property
     def lanes(self) -> Lanes:
         """The lanes of the group, one of which this worker has had."""
@@ -379,9 +387,9 @@ class NearWorker(Worker):
 
     def _post(self, lane: DriverLane, command: Message, call: Call) -> LaneAnswer | None:
         """Post a command; None if the worker does not take it."""
-        assert self._log is not None
+        assert self.log is not None
         try:
-            if self._log.last != self._token:  # the command must not overtake other calls
+            if self.log.last != self._token:  # the command must not overtake other calls
                 lane.dismiss()
             is_there = lane.post(command, self.lanes.windows)
         except Exception as error:
@@ -415,12 +423,12 @@ class NearWorker(Worker):
         """Ask the worker to attach, or see whether it has."""
         if self._attaching is None:
             try:
-                self._log = CallLog.of(self.handle)
+                self.log = CallLog.of(self.handle)
             except LaneError as error:
                 self._fail(str(error), may_pass=False)
                 return
             self._token = lanes.new_token()
-            self._attaching = self.handle.attach_lane.remote(lanes.address, self._token)
+            self._attaching = self.handle.attach_lane.remote(lanes.address, self._token, _node())
             self.way = "store: it attaches"
         timeout = _INSIST if self._group.insists else 0
         if not ray.wait([self._attaching], timeout=timeout)[0]:
@@ -429,7 +437,8 @@ class NearWorker(Worker):
         try:
             made = ray.get(attached)
             if isinstance(made, NoLane):
-                self._fail(*made)
+                self._fail(made.reason, made.may_pass)
+                self.far_node = made.node
             else:
                 self._lane = lanes.connect(self._token, made)
         except (LaneError, OSError) as error:
@@ -461,6 +470,11 @@ class NearWorker(Worker):
         _core.withdraw_offer()
         payload.put = lambda: put(made, self._group.ranks)
         return made
+
+
+def _node() -> str:
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
 
 
 def _text_of(error: Exception) -> str:

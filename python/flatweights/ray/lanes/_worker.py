@@ -52,10 +52,12 @@ class NoLane(NamedTuple):
     Attributes:
         reason: The reason.
         may_pass: Whether asking again later may help.
+        node: The node of the worker, if it is another one than the driver's.
     """
 
     reason: str
     may_pass: bool
+    node: str = ""
 
 
 class WorkerLane(LaneEnd):

@@ -32,7 +32,7 @@ from flatweights import _core
 from flatweights.ray._calls import Packed
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import Arrivals, Deadline, Request
-from flatweights.ray._errors import WorkerError, late_error
+from flatweights.ray._errors import WorkerError, late_error, portable
 from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._driver import Lanes
 from flatweights.ray.lanes._end import LaneError
@@ -45,9 +45,6 @@ from flatweights.robust._rules import Rule
 _GRACE = 5.0  # seconds in which the process that had a rank may be seen to have ended
 _KEPT = 8  # kinds of call of which the last outcome is kept, for members that are late
 _EMPTY = 60.0  # seconds for which a meeting without members waits for the first one
-
-_LONGEST_ERROR = 16 << 10  # bytes of a pickled error
-_LONGEST_TEXT = 1000  # characters of the text that takes the place of a longer one
 
 _log = logging.getLogger("flatweights")
 
@@ -282,11 +279,11 @@ class Meeting:
             else:
                 weights, outcome = self._average(asks, arrivals)
         except Exception as raised:  # all members raise it; a rule may raise anything
-            outcome = Outcome(number, self._size, (), error=_portable(raised))
+            outcome = Outcome(number, self._size, (), error=portable(raised))
         finally:
             _core.withdraw_offer()
         arrivals.let_go()
-        failed = {rank: _portable(why) for rank, why in outcome.failed.items()}
+        failed = {rank: portable(why) for rank, why in outcome.failed.items()}
         ways = {k: "store" if self._seats[k].lane is None else "lane" for k in sorted(asks)}
         outcome = outcome._replace(ranks=self._ranks(), failed=failed, ways=ways)
         has_errors = outcome.error is not None or failed
@@ -508,20 +505,6 @@ class Meeting:
 def _rule_of(pickled: bytes) -> Rule:
     rule: Rule = pickle.loads(pickled)
     return rule
-
-
-def _portable(error: Exception) -> Exception:
-    """Return ``error`` without its frames, or its text if it cannot be sent."""
-    bare = error.with_traceback(None)
-    bare.__context__ = bare.__cause__ = None
-    try:
-        pickled = ray.cloudpickle.dumps(bare)
-        pickle.loads(pickled)
-    except Exception:
-        pickled = b""
-    if 0 < len(pickled) <= _LONGEST_ERROR:
-        return bare
-    return RuntimeError(f"{type(bare).__name__}: {str(bare)[:_LONGEST_TEXT]}")
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -1,1 +1,1 @@
-"""Rounds between nodes: one agent for each node, and the streams between them."""
+"""Rounds between nodes: an agent on each, and the exchange of pieces between them."""

@@ -1,0 +1,263 @@
+"""An agent: it calls the workers of one node for a driver on another, and adds up what they return.
+
+It reaches them as a driver reaches its own: through lanes. What they return stays here; the driver
+gets a header of each, and says which of them are averaged, with which other nodes. A driver that is
+not answered in time says that the round is over, and each wait here ends.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+
+from flatweights.ray._calls import Answer, Call, Head, Payload, wait_any, weights_of
+from flatweights.ray._errors import portable
+from flatweights.ray._failpoints import reach
+from flatweights.ray._store import put
+from flatweights.ray._wire import nbytes_of
+from flatweights.ray.lanes._calls import GroupLanes, NearWorker
+from flatweights.ray.nodes._node import NodeEnd, Route, Traffic
+from flatweights.ray.nodes._plan import Plan
+from flatweights.ray.nodes._results import Reading
+from flatweights.ray.nodes._streams import Address, StreamError
+
+_SLICE = 0.1  # seconds after which answers are reported, although others are missing
+
+
+class Held(NamedTuple):
+    """In place of weights: the average of an exchange, which the agent has.
+
+    Attributes:
+        number: That of the exchange.
+    """
+
+    number: int
+
+
+class Failure(NamedTuple):
+    """In place of a value: what a call of a worker raised."""
+
+    error: Exception
+
+
+class Command(NamedTuple):
+    """One call, for all workers of a node.
+
+    Attributes:
+        number: Counts the commands of a group.
+        head: The header; see `Call`.
+        method: See `Call`.
+        args: See `Call`.
+        kwargs: See `Call`.
+        ranks: By rank, the actor, and more arguments.
+        weights: What the calls bring: None, what `argument_of` returns, or `Held`.
+        fences: References that are there once calls that the driver made itself have run.
+        reading: How to read the results, which stay here; None, if the driver gets them.
+    """
+
+    number: int
+    head: Head
+    method: str | None
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    ranks: Mapping[int, tuple[Any, Sequence[Any]]]
+    weights: Any
+    fences: Sequence[Any]
+    reading: Reading | None
+
+
+class NodeAgent:
+    """What an agent does, as a plain object: Ray wraps all methods of an actor's class."""
+
+    def __init__(self, ranks: int, host: str) -> None:
+        """Prepare for workers of a group of so many ``ranks``; ``host`` is this node's address."""
+        self._ranks = ranks
+        self._lanes = GroupLanes(ranks)
+        self._workers: dict[int, NearWorker] = {}
+        self._end = NodeEnd(self._lanes, host)
+        self._turn = threading.Lock()
+        self._over = 0  # the number of the last command whose round is over
+        self._reading: Reading | None = None
+        self._answers: dict[int, Answer] = {}
+        self._pending: dict[Answer, int] = {}
+        self._owed: dict[int, Answer] = {}  # by rank, to commands that are over
+        self._held: tuple[int, Payload] | None = None
+
+    def address(self) -> Address | str:
+        """Return where other nodes connect; or why they cannot."""
+        try:
+            return self._end.address
+        except OSError as error:
+            return str(error)
+
+    def work(self, command: Command) -> dict[int, Any]:
+        """Call workers; return what `more` does."""
+        with self._turn:
+            self._close_round()
+            if self._is_on(command.number):
+                self._begin(command)
+            return self._news(command.number)
+
+    def more(self, number: int) -> dict[int, Any]:
+        """Return headers, values or failures by rank, once there are any; none if it is over."""
+        with self._turn:
+            return self._news(number)
+
+    def finish(self, number: int) -> None:
+        """Hold no result of the command ``number`` any longer, and wait for none."""
+        self._over = max(self._over, number)
+        with self._turn:
+            if self._over == number:
+                self._close_round()
+
+    def stream(self, plan: Plan, me: int, route: Route) -> Traffic | Exception:
+        """Exchange with other nodes; see `NodeEnd.stream`."""
+        with self._turn:
+            reach("exchanging")
+            try:
+                return self._end.stream(plan, me, route)
+            except (StreamError, ValueError) as error:  # the latter, if links have ended
+                return error.with_traceback(None)
+
+    def cut(self, plan: Plan, me: int) -> Any:
+        """See `NodeEnd.cut`: one object for each piece."""
+        with self._turn:
+            reach("exchanging")
+            return tuple(self._end.cut(plan, me))
+
+    def merge(self, plan: Plan, me: int, contributions: Sequence[Any]) -> Any:
+        """See `NodeEnd.merge`."""
+        with self._turn:
+            return self._end.merge(plan, me, contributions)
+
+    def place(self, plan: Plan, me: int, pieces: Sequence[Any]) -> None:
+        """See `NodeEnd.place`."""
+        with self._turn:
+            self._end.place(plan, me, pieces)
+
+    def _is_on(self, number: int) -> bool:
+        """Whether the round of a command is not over."""
+        return number > self._over
+
+    def _begin(self, command: Command) -> None:
+        ranks = command.ranks
+        owed = [self._owed[rank] for rank in ranks if rank in self._owed]
+        while owed and self._is_on(command.number):
+            for answer in wait_any(owed, time.monotonic() + _SLICE):
+                answer.let_go()
+                owed.remove(answer)
+        fences = list(command.fences)
+        while fences and self._is_on(command.number):
+            _, fences = ray.wait(fences, num_returns=len(fences), timeout=_SLICE)
+        if not self._is_on(command.number):
+            return
+        for rank in ranks:
+            self._owed.pop(rank, None)
+        payload = self._payload(command.weights)
+        call = Call(command.head, command.method, command.args, command.kwargs, payload)
+        self._reading = command.reading
+        for rank, (handle, _) in ranks.items():
+            worker = self._workers.get(rank)
+            if worker is None or worker.handle != handle:
+                worker = self._workers[rank] = NearWorker(handle, rank, self._lanes)
+            if payload is not None:
+                worker.prepare(payload)
+        for rank, (_, more) in ranks.items():
+            this = call._replace(args=(*call.args, *more)) if more else call
+            answer = self._workers[rank].call(this)
+            self._answers[rank] = answer
+            self._pending[answer] = rank
+
+    def _payload(self, weights: Any) -> Payload | None:
+        if weights is None:
+            return None
+        number = weights.number if isinstance(weights, Held) else 0
+        if number and self._held is not None and self._held[0] == number:
+            return self._held[1]
+        if number:
+            value = self._end.weights(number)
+        else:
+            value = weights_of(ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights)
+        ranks = self._ranks
+        payload = Payload(value, nbytes_of(value) or 0, lambda: put(value, ranks))
+        if number:
+            self._held = number, payload
+        return payload
+
+    def _news(self, number: int) -> dict[int, Any]:
+        while self._pending and self._is_on(number):
+            there = wait_any(self._pending, time.monotonic() + _SLICE, len(self._pending))
+            if there:
+                ranks = sorted(self._pending.pop(answer) for answer in there)
+                return {rank: self._read(rank) for rank in ranks}
+        return {}
+
+    def _read(self, rank: int) -> Any:
+        try:
+            value = self._answers[rank].take()
+        except Exception as error:
+            return Failure(portable(error))
+        if self._reading is None:
+            return value
+        return self._end.results.read(rank, value, self._reading)
+
+    def _close_round(self) -> None:
+        self._lanes.done()
+        self._end.results.models.clear()
+        for rank, answer in self._answers.items():
+            if answer in self._pending:
+                self._owed[rank] = answer
+            else:
+                answer.let_go()
+        self._answers.clear()
+        self._pending.clear()
+
+
+class Agent:
+    """The actor."""
+
+    def __init__(self, ranks: int) -> None:
+        """Start; see `NodeAgent`."""
+        # An actor without CPUs is given one thread; but while it adds up, its workers wait.
+        os.environ.pop("OMP_NUM_THREADS", None)
+        self._agent = NodeAgent(ranks, ray.util.get_node_ip_address())
+
+    def ping(self) -> None:
+        """Return: it can be reached."""
+
+    def address(self) -> Address | str:
+        """See `NodeAgent.address`."""
+        return self._agent.address()
+
+    def work(self, command: Command) -> dict[int, Any]:
+        """See `NodeAgent.work`."""
+        return self._agent.work(command)
+
+    def more(self, number: int) -> dict[int, Any]:
+        """See `NodeAgent.more`."""
+        return self._agent.more(number)
+
+    def finish(self, number: int) -> None:
+        """See `NodeAgent.finish`."""
+        self._agent.finish(number)
+
+    def stream(self, plan: Plan, me: int, route: Route) -> Traffic | Exception:
+        """See `NodeAgent.stream`."""
+        return self._agent.stream(plan, me, route)
+
+    def cut(self, plan: Plan, me: int) -> Any:
+        """See `NodeAgent.cut`."""
+        return self._agent.cut(plan, me)
+
+    def merge(self, plan: Plan, me: int, *contributions: Any) -> Any:
+        """See `NodeAgent.merge`."""
+        return self._agent.merge(plan, me, contributions)
+
+    def place(self, plan: Plan, me: int, *pieces: Any) -> None:
+        """See `NodeAgent.place`."""
+        self._agent.place(plan, me, pieces)

@@ -1,0 +1,320 @@
+"""The driver's end of the agents: their calls, and the answers of workers through them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from flatweights.ray._calls import Answer, Call, Holders, argument_of
+from flatweights.ray.lanes._calls import GroupLanes, NearWorker, Setback
+from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.lanes._order import CallLog
+from flatweights.ray.nodes._agent import Agent, Command, Failure, Held
+from flatweights.ray.nodes._node import NodeEnd
+from flatweights.ray.nodes._plan import Sums, check_sums
+from flatweights.ray.nodes._results import Reading
+from flatweights.ray.nodes._streams import Address
+
+_VARIABLE = "FLATWEIGHTS_BETWEEN_NODES"
+_SMALL = 256 * 1024  # bytes of a model below which a round through the driver is faster
+
+Choice = Literal["", "driver", "objects", "streams"]
+
+
+def choice() -> Choice:
+    """Return the value of ``FLATWEIGHTS_BETWEEN_NODES``, or nothing.
+
+    Raises:
+        ValueError: If it has a value that is none of a way.
+    """
+    value = os.environ.get(_VARIABLE, "")
+    if value in ("", "driver", "objects", "streams"):
+        return value  # type: ignore[return-value]
+    raise ValueError(f"{_VARIABLE}: expected driver, objects or streams, got {value!r}")
+
+
+class NodeCall:
+    """One command of an agent, on its way.
+
+    Attributes:
+        ref: What the agent returns next; None once it has failed.
+        values: What it has returned, by rank.
+    """
+
+    def __init__(self, agent: AgentEnd, command: Command) -> None:
+        """Send the command."""
+        self.agent = agent
+        self.number = command.number
+        self.values: dict[int, Any] = {}
+        self._missing = {*command.ranks}
+        self._is_finished = False
+        self.ref: Any = agent.handle.work.remote(command)
+
+    def look(self) -> None:
+        """Take what the agent has returned, and ask for more."""
+        try:
+            news = ray.get(self.ref)
+        except ray.exceptions.RayError as error:
+            self.ref = None
+            self.agent.note_failure(error)
+            self.values |= dict.fromkeys(self._missing, Failure(error.with_traceback(None)))
+            return
+        self.values |= news
+        self._missing -= news.keys()
+        self.ref = self.agent.handle.more.remote(self.number) if self._missing else None
+
+    def finish(self) -> None:
+        """Tell the agent that the round is over."""
+        if not self._is_finished:
+            self._is_finished = True
+            self.agent.handle.finish.remote(self.number)
+
+
+class NodeAnswer(Answer):
+    """The answer of a worker that an agent has called."""
+
+    def __init__(self, call: NodeCall, rank: int, handle: Any) -> None:
+        """Wait for what the agent says of ``rank``."""
+        self.call = call
+        self._rank = rank
+        self._handle = handle
+        self._after: Any = None  # there once the worker has run a call that is over
+
+    @property
+    def is_in_store(self) -> bool:
+        """It is a header, or small."""
+        return False
+
+    @property
+    def ref(self) -> Any:
+        """What is waited for."""
+        return self.call.ref if self._after is None else self._after
+
+    @property
+    def _is_there(self) -> bool:
+        return self._after is None and self._rank in self.call.values
+
+    @classmethod
+    def wait(
+        cls, answers: Sequence[NodeAnswer], timeout: float | None, enough: int = 1
+    ) -> list[Answer]:
+        """Return those that are there."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            there: list[Answer] = [one for one in answers if one._is_there]
+            refs = list({one.ref: None for one in answers if one.ref is not None})
+            if there or not refs:
+                return there
+            left = None if end is None else max(0.0, end - time.monotonic())
+            ready, _ = ray.wait(refs, num_returns=1, timeout=left)
+            there += [one for one in answers if one._after in ready]
+            if there or not ready:
+                return there
+            for call in {one.call for one in answers}:
+                if call.ref in ready:
+                    call.look()
+
+    def take(self) -> Any:
+        """Return the header or the value."""
+        value = self.call.values[self._rank]
+        if type(value) is Failure:
+            raise value.error
+        return value
+
+    def overdue(self) -> Answer:
+        """Return what is there once the worker is free again."""
+        self.call.finish()
+        if self._after is None:
+            self._after = self._handle.ping.remote()
+        return self
+
+    abandon = overdue
+
+    def let_go(self) -> None:
+        """Have the agent drop what it has, with that of the other ranks."""
+        self.call.finish()
+        self._after = None
+
+
+class AgentEnd:
+    """The driver's end of one agent.
+
+    Attributes:
+        node: The node.
+        token: Tells it from all others, also on the same node.
+        handle: The actor.
+        is_dead: Whether it has failed.
+        held: The exchanges whose averages it has.
+    """
+
+    def __init__(self, node: str, ranks: int) -> None:
+        """Start an agent on ``node``, for a group of so many ``ranks``."""
+        self.node = node
+        self.token = secrets.token_hex(8)
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        options = {"num_cpus": 0, "max_concurrency": 4, "scheduling_strategy": where}
+        self.handle = ray.remote(Agent).options(**options).remote(ranks)
+        self.is_dead = False
+        self.held: set[int] = set()
+        self._sent = 0  # the exchange whose average its workers were sent last
+        self._address: Any = self.handle.address.remote()
+
+    def address(self, timeout: float) -> Address | str:
+        """Return where it takes streams; or why it does not."""
+        if isinstance(self._address, ray.ObjectRef):
+            try:
+                self._address = ray.get(self._address, timeout=timeout)
+            except ray.exceptions.RayError as error:
+                return f"the agent of a node does not answer: {type(error).__name__}"
+        address: Address | str = self._address
+        return address
+
+    def call(
+        self,
+        number: int,
+        call: Call,
+        workers: Mapping[int, NearWorker],
+        by_rank: Mapping[int, Sequence[Any]],
+        reading: Reading | None,
+    ) -> dict[int, NodeAnswer]:
+        """Have workers of its node called; return their answers.
+
+        Args:
+            number: Counts the commands of the group.
+            call: The call.
+            workers: The workers by rank.
+            by_rank: More arguments by rank.
+            reading: How their results are read; None, if they are to come here.
+        """
+        payload = call.payload
+        weights = None
+        if payload is not None and payload.held is not None and self.has(payload.held):
+            self._sent = payload.held.number
+            weights = Held(self._sent)
+        elif payload is not None:
+            weights = argument_of(payload)
+        fences = [fence for worker in workers.values() if (fence := self._fence(worker))]
+        ranks = {rank: (w.handle, by_rank.get(rank, ())) for rank, w in workers.items()}
+        command = Command(number, *call[:4], ranks, weights, fences, reading)
+        made = NodeCall(self, command)
+        return {rank: NodeAnswer(made, rank, worker.handle) for rank, worker in workers.items()}
+
+    def has(self, held: Holders | None) -> bool:
+        """Whether it has the average of an exchange."""
+        return held is not None and self.token in held.tokens and held.number in self.held
+
+    def begin_exchange(self) -> None:
+        """Note that it gives up averages that its workers were not sent."""
+        self.held &= {self._sent}
+
+    def _fence(self, worker: NearWorker) -> Any:
+        """Return what is there after all calls that this process has made on the worker's handle.
+
+        None, if the last one was made by this agent.
+        """
+        try:
+            log = CallLog.of(worker.handle)
+        except LaneError:
+            return worker.handle.ping.remote()
+        if log.last == self.token:
+            return None
+        fence = worker.handle.ping.remote()
+        log.last = self.token
+        worker.log = log  # or nothing would hold it
+        return fence
+
+    def note_failure(self, error: Exception) -> None:
+        """Note an error of a call: an agent that is dead is not called any more."""
+        if isinstance(error, ray.exceptions.RayActorError):
+            self.is_dead = True
+
+
+class Agents:
+    """The agents of a group, by node, and the driver's own part of exchanges.
+
+    Attributes:
+        sums: How sums travel.
+        nbytes: Bytes of the last model; 0 before the first.
+        seconds: How long the last exchange took.
+        streams: Why there are no streams at present.
+        epoch: The nodes of the last exchange over streams, and what told it from others.
+    """
+
+    def __init__(self, lanes: GroupLanes, ranks: int, sums: Sums = "float64") -> None:
+        """Start none yet.
+
+        Raises:
+            ValueError: If the environment variable or ``sums`` is malformed.
+        """
+        check_sums(sums)
+        self.sums = sums
+        self.choice = choice()
+        self.nbytes = 0
+        self.seconds = 0.0
+        tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+        self.streams = Setback("other nodes are", "Ray uses TLS" if tls else "")
+        self.epoch: tuple[tuple[str, ...], bytes] = (), b""
+        self._lanes = lanes
+        self._ranks = ranks
+        self._by_node: dict[str, AgentEnd] = {}
+        self._end: NodeEnd | None = None
+        self._number = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as new ones."""
+        return type(self), (self._lanes, self._ranks, self.sums)
+
+    def next_number(self) -> int:
+        """Return the number of the next command or exchange."""
+        self._number += 1
+        return self._number
+
+    @property
+    def end(self) -> NodeEnd:
+        """This process's part of exchanges."""
+        if self._end is None:
+            self._end = NodeEnd(self._lanes, ray.util.get_node_ip_address())
+        return self._end
+
+    def why_not(self) -> str | None:
+        """Return why a round is to go through the driver; None, if it is not."""
+        if self.choice == "driver":
+            return f"{_VARIABLE}=driver"
+        if self._lanes.setback.reason and not self._lanes.setback.is_over:
+            return self._lanes.setback.reason
+        if not self.nbytes:
+            return "the size of the weights is not known yet"
+        if not self.choice and self.nbytes < _SMALL:
+            return f"models of less than {_SMALL >> 10} KiB go through the driver"
+        return None
+
+    def of(self, worker: NearWorker, *, starts: bool = False) -> AgentEnd | None:
+        """Return the agent of the node of ``worker``, unless that is this node, or is not known.
+
+        Args:
+            worker: The worker.
+            starts: Whether to start one if there is none.
+        """
+        agent = self._by_node.get(worker.far_node)
+        if agent is not None and agent.is_dead:
+            del self._by_node[agent.node]
+            worker.look_for_node()
+            return None
+        if agent is None and starts and worker.far_node:
+            agent = self._by_node[worker.far_node] = AgentEnd(worker.far_node, self._ranks)
+        return agent
+
+    def shut_down(self) -> None:
+        """End all."""
+        for agent in self._by_node.values():
+            ray.kill(agent.handle)
+        self._by_node.clear()
+        if self._end is not None:
+            self._end.close()
+            self._end = None

@@ -1,0 +1,379 @@
+"""One average between nodes: agents are told who is averaged, and exchange pieces.
+
+The driver takes part as the agent of its own node, and of all ranks that have no agent. The ways:
+
+- Streams. An exchange has succeeded once the driver has the average; an agent that lacks it is sent
+  it later. If it fails, nodes that do not answer are left out, and the others exchange again from
+  the values that they still have; if all answer, these go on over objects.
+- Objects of Ray's store, which it moves between nodes: about half as fast, but it always works.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from flatweights import _core
+from flatweights._average import read_weights
+from flatweights._sources import Kind, Template
+from flatweights._weights import sealed
+from flatweights.ray._calls import Holders
+from flatweights.ray._engine import Arrivals, Request, letting_go
+from flatweights.ray._errors import late_error, reason_of
+from flatweights.ray._failpoints import reach
+from flatweights.ray._result import copied
+from flatweights.ray._round import Round
+from flatweights.ray._shards import as_kind
+from flatweights.ray.nodes._agents import AgentEnd, Agents, NodeAnswer
+from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
+from flatweights.ray.nodes._plan import Plan
+from flatweights.ray.nodes._results import Header, Reading
+from flatweights.ray.nodes._streams import Address, StreamError
+
+_GRACE = 0.5  # seconds for which an exchange may go on when the time of a round is up
+_ANSWER = 1.0  # seconds that an agent is given to show that it can be reached
+_START = 30.0  # seconds that a new agent is given to listen
+_ROOM = 1.25  # times the duration of the last exchange that the wait for results leaves for it
+
+Place = AgentEnd | None
+"""A node in an exchange: by its agent, None for the driver's own."""
+
+
+class NodesAverage:
+    """One average that nodes add up.
+
+    Attributes:
+        reading: How results are read where they lie.
+    """
+
+    def __init__(
+        self,
+        agents: Agents,
+        arrivals: Arrivals,
+        request: Request,
+        out: Any = None,
+        *,
+        accept: Callable[[Any, str], None] = lambda model, where: None,
+    ) -> None:
+        """Prepare the average.
+
+        Args:
+            agents: Those of the group.
+            arrivals: The answers to wait for: of ranks here, and of those that agents call.
+            request: The arguments of the round.
+            out: Where to write.
+            accept: See `DriverAverage`.
+        """
+        self.reading = Reading(
+            screen=request.nonfinite != "propagate",
+            weigh=request.weights if callable(request.weights) else None,
+        )
+        self._agents = agents
+        self._arrivals = arrivals
+        self._request = request
+        self._out = out
+        self._accept = accept
+        self._headers: dict[int, Header] = {}
+        self._places: dict[int, Place] = {}
+        self._traffic = Traffic(0, 0)
+        self._way = ""  # of the exchange
+        self._end = arrivals.deadline.end
+        if self._end is not None:
+            # The exchange is to be over in time, too.
+            left = self._end - time.monotonic()
+            room = min(_ROOM * agents.seconds, left / 2)
+            arrivals.deadline = arrivals.deadline._replace(end=self._end - room)
+
+    def run(self) -> Round:
+        """Wait, exchange, and let go of all values, in an error too."""
+        with letting_go(self._agents.end.results.models.clear, self._arrivals.let_go):
+            return self._run()
+
+    def _run(self) -> Round:
+        arrivals = self._arrivals
+        while (came := arrivals.wait(all_at_once=True)) is not None:
+            for rank in came:
+                self._receive(rank)
+            arrivals.check(self._request)
+        begin = time.monotonic()
+        plan, took = self._exchange()
+        headers, used = self._headers, sorted(rank for group in plan.groups for rank in group)
+        template = plan.template
+        self._agents.nbytes = template.layout.nbytes
+        self._agents.seconds = time.monotonic() - begin
+        mean = self._agents.end.weights(plan.number)
+        if self._out is not None:
+            target = template.read_out(self._out)
+            template.match(self._out, "out")
+            _core.move_parts(target, template.read(mean, "the average"))
+            mean = self._out
+        elif template.kind in (Kind.MAPPING, Kind.TREE):
+            containers = headers[used[0]].containers
+            assert containers is not None
+            mean = sealed(containers.build(containers.leaves(mean, "the average")))
+        result = Round(
+            mean,
+            used,
+            failed=dict(sorted(arrivals.failed.items())),
+            quarantined=sorted(arrivals.quarantined),
+            late=arrivals.late,
+            extras={k: copied(headers[k].extras) for k in used if headers[k].extras is not None},
+            seconds={"wait": arrivals.seconds_waited, "average": self._agents.seconds},
+            nbytes=sum(headers[rank].nbytes for rank in used),
+        )
+        far = [rank for rank, place in self._places.items() if place is not None]
+        result.ways = dict.fromkeys(far, f"agent: {self._way}")
+        result.groups = plan.merged_groups()
+        result.link = {"in": self._traffic.received, "out": self._traffic.sent}
+        if self._out is None and template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
+            result.held = Holders(plan.number, frozenset(took))
+        return result
+
+    def _receive(self, rank: int) -> None:
+        """Read the result of a rank here, or the header of one elsewhere."""
+        answer = self._arrivals.answers[rank]
+        value = self._arrivals.take(rank)
+        if rank in self._arrivals.failed:
+            return
+        self._places[rank] = None
+        if isinstance(answer, NodeAnswer):
+            self._places[rank] = answer.call.agent
+            self._headers[rank] = value
+        else:
+            results = self._agents.end.results
+            self._headers[rank] = results.read(rank, value, self.reading)
+
+    def _exchange(self) -> tuple[Plan, set[str]]:
+        """Exchange, without lost nodes; return the plan, and which agents have the average."""
+        why = self._why_no_streams()
+        while True:
+            self._check_time()
+            used, weights, template = self._settle()
+            places = list(dict.fromkeys(self._places[rank] for rank in used))
+            places += [] if None in places else [None]  # the driver takes part without ranks, too
+            groups = tuple(tuple(k for k in used if self._places[k] is place) for place in places)
+            number = self._agents.next_number()
+            plan = Plan(number, template, groups, weights, self._agents.sums)
+            agents = [place for place in places if place is not None]
+            for agent in agents:
+                agent.begin_exchange()
+            reach("exchanging")
+            self._way = f"objects ({why})" if why else "streams"
+            try:
+                took = self._over_objects(plan, places) if why else self._by_stream(plan, places)
+            except _BrokenError as error:
+                self._agents.epoch = (), b""
+                lost = self._unreachable(agents)
+                if not lost and why:
+                    raise RuntimeError(f"the exchange failed: {error}") from error.__cause__
+                why = why if lost or why else str(error)
+                if not lost:
+                    self._agents.streams.note(why, may_pass=True)
+                for agent in lost:
+                    reason = ConnectionError(f"its node could not be reached: {error}")
+                    ranks = [rank for rank in used if self._places[rank] is agent]
+                    self._arrivals.lose(dict.fromkeys(ranks, _lost_error(reason)))
+                continue
+            for agent in took:
+                agent.held.add(number)
+            return plan, {agent.token for agent in took}
+
+    def _settle(self) -> tuple[list[int], dict[int, float], Template]:
+        """Return the ranks that are averaged, their weights, and their template."""
+        arrivals, request = self._arrivals, self._request
+        arrivals.check(request)
+        template: Template | None = None
+        first = 0
+        spoiled: dict[int, Exception] = {}
+        for rank in sorted(self._headers.keys() - arrivals.failed.keys()):
+            header = self._headers[rank]
+            if header.error is not None:
+                raise header.error
+            assert header.template is not None
+            if template is None:
+                template, first = header.template, rank
+                self._accept(_stand_in(template), f"rank {rank}")
+            _match(template, header.template, rank, first)
+            if header.spoiled is not None:
+                spoiled[rank] = header.spoiled
+        assert template is not None
+        if spoiled and request.nonfinite == "raise":
+            raise next(iter(spoiled.values()))
+        arrivals.quarantine(spoiled)
+        arrivals.check(request)
+        ranks = sorted(self._headers.keys() - arrivals.failed.keys())
+        asked = request.weights
+        values = [self._headers[k].weight or 0.0 if callable(asked) else asked[k] for k in ranks]
+        weights = dict(zip(ranks, read_weights(values, len(ranks)), strict=True))
+        return ranks, weights, template
+
+    def _check_time(self) -> None:
+        """Count the ranks of all agents as lost once the time of the round is up."""
+        if self._end is not None and time.monotonic() > self._end + _GRACE:
+            ranks = [rank for rank, place in self._places.items() if place is not None]
+            timeout = self._arrivals.deadline.timeout
+            self._arrivals.lose(dict.fromkeys(ranks, late_error(timeout)))
+
+    def _left(self) -> float | None:
+        return None if self._end is None else max(0.0, self._end + _GRACE - time.monotonic())
+
+    def _why_no_streams(self) -> str:
+        """Return why there can be no streams; nothing if there can."""
+        agents = self._agents
+        if agents.choice == "objects":
+            return "FLATWEIGHTS_BETWEEN_NODES=objects"
+        if not agents.streams.is_over:
+            return agents.streams.reason
+        left = self._left()
+        for place in {*self._places.values()}:
+            address = self._address(place, _START if left is None else min(left, _START))
+            if isinstance(address, str):
+                agents.streams.note(address, may_pass=True)
+                return address
+        return ""
+
+    def _address(self, place: Place, timeout: float = 0.0) -> Address | str:
+        if place is not None:
+            return place.address(timeout)
+        try:
+            return self._agents.end.address
+        except OSError as error:
+            return str(error)
+
+    def _by_stream(self, plan: Plan, places: Sequence[Place]) -> list[AgentEnd]:
+        """Exchange over streams; return the agents that have the average.
+
+        Raises:
+            _BrokenError: If the driver does not have it.
+        """
+        addresses = [self._address(place) for place in places]
+        tokens = tuple("" if place is None else place.token for place in places)
+        if self._agents.epoch[0] != tokens:
+            self._agents.epoch = tokens, secrets.token_bytes(16)
+        route = Route(tuple(addresses), self._agents.epoch[1], self._left())  # type: ignore[arg-type]
+        calls: dict[AgentEnd, Any] = {}
+        for me, place in enumerate(places):
+            if place is not None:
+                calls[place] = place.handle.stream.remote(plan, me, route)
+        try:
+            self._traffic = self._agents.end.stream(plan, places.index(None), route)
+        except StreamError as error:
+            ray.wait(list(calls.values()), num_returns=len(calls), timeout=PATIENCE / 2)
+            raise _BrokenError(f"{type(error).__name__}: {error}") from error
+        # They are as far as the driver, if they are not stuck.
+        there, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=PATIENCE)
+        outcomes = {place: _outcome(ref) for place, ref in calls.items() if ref in there}
+        took = [place for place, outcome in outcomes.items() if isinstance(outcome, Traffic)]
+        if len(took) < len(calls):
+            self._agents.epoch = (), b""  # links of theirs have ended
+        return took
+
+    def _over_objects(self, plan: Plan, places: Sequence[Place]) -> list[AgentEnd]:
+        """Exchange over objects of Ray's; return the agents that have the average.
+
+        Raises:
+            _BrokenError: If something was lost, or a node does not answer.
+        """
+        end, me, count = self._agents.end, places.index(None), len(places)
+        agents = {k: place for k, place in enumerate(places) if place is not None}
+        parts: dict[int, Any] = {me: [ray.put(part) for part in end.cut(plan, me)]}
+        for k, agent in agents.items():
+            refs = agent.handle.cut.options(num_returns=count).remote(plan, k)
+            parts[k] = [refs] if count == 1 else refs
+        means: dict[int, Any] = {}
+        for k, agent in agents.items():
+            pieces = [parts[node][k] for node in range(count)]
+            means[k] = agent.handle.merge.remote(plan, k, *pieces)
+        mine = self._fetch([parts[node][me] for node in range(count)], places)
+        means[me] = ray.put(end.merge(plan, me, mine))
+        del mine
+        all_means = [means[node] for node in range(count)]
+        placed = [agent.handle.place.remote(plan, k, *all_means) for k, agent in agents.items()]
+        end.place(plan, me, self._fetch(all_means, places))
+        self._traffic = _counted(plan, me)
+        there, _ = (
+            ray.wait(placed, num_returns=len(placed), timeout=PATIENCE) if placed else ([], [])
+        )
+        done = zip(agents.values(), placed, strict=True)
+        return [agent for agent, ref in done if ref in there and _outcome(ref) is None]
+
+    def _fetch(self, refs: list[Any], places: Sequence[Place]) -> list[Any]:
+        """Return the values of ``refs``, which agents make, while all agents can be reached."""
+        agents = [place for place in places if place is not None]
+        while len(ray.wait(refs, num_returns=len(refs), timeout=PATIENCE)[0]) < len(refs):
+            if self._unreachable(agents) or self._left() == 0.0:
+                raise _BrokenError("an object did not come in time")
+        try:
+            return ray.get(refs)  # type: ignore[no-any-return]
+        except ray.exceptions.RayError as error:
+            raise _BrokenError(reason_of(error)) from error
+
+    def _unreachable(self, agents: Sequence[AgentEnd]) -> list[AgentEnd]:
+        """Return the agents that do not answer."""
+        pings: dict[AgentEnd, Any] = {agent: agent.handle.ping.remote() for agent in agents}
+        if not pings:
+            return []
+        there, _ = ray.wait(list(pings.values()), num_returns=len(pings), timeout=_ANSWER)
+        silent = [agent for agent, ref in pings.items() if ref not in there]
+        for agent, ref in pings.items():
+            error = _outcome(ref) if ref in there else None
+            if isinstance(error, Exception):
+                agent.note_failure(error)
+                silent.append(agent)
+        return silent
+
+
+class _BrokenError(Exception):
+    """An exchange has failed; the values are still where they were."""
+
+
+def _lost_error(error: Exception) -> Exception:
+    """Return ``error`` as one of a worker that is lost."""
+    return TimeoutError(str(error))
+
+
+def _outcome(ref: Any) -> Any:
+    """Return what a call that has ended returned or raised."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayError as error:
+        return error
+
+
+def _counted(plan: Plan, me: int) -> Traffic:
+    """Return the bytes that an exchange moves from and to a node, as the plan has them."""
+    nodes = [node for node in range(len(plan.groups)) if node != me]
+    own = plan.bounds(me).stop - plan.bounds(me).start
+    sent = sum(sum(plan.sizes(me, node)) + own for node in nodes)
+    others = [plan.bounds(node) for node in nodes]
+    received = sum(sum(plan.sizes(node, me)) for node in nodes)
+    return Traffic(sent, received + sum(bounds.stop - bounds.start for bounds in others))
+
+
+def _match(template: Template, other: Template, rank: int, first: int) -> None:
+    """Raise unless the result of ``rank`` is a model like that of rank ``first``."""
+    if template == other:
+        return
+    where = f"rank {rank}"
+    try:
+        if template.kind is not other.kind:
+            raise TypeError(f"{where}: expected {template.kind.value}, got {other.kind.value}")
+        if template.packed:
+            template.check_layout(other.layout, where)
+            return
+        template.match(_stand_in(other), where)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error} (rank {first} gave what is expected)") from None
+
+
+def _stand_in(template: Template) -> Any:
+    """Return something with the names, shapes and dtypes of a model, but without its memory."""
+    if template.packed:
+        return template.layout
+    slots = template.layout.slots
+    return as_kind(template, [np.broadcast_to(np.zeros((), s.dtype), s.shape) for s in slots])

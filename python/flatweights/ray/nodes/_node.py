@@ -1,0 +1,168 @@
+"""One node's part of an exchange: its sums go out, its piece is averaged, the others' come in."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flatweights import _core
+from flatweights._sources import Kind
+from flatweights._weights import FlatWeights, sealed
+from flatweights.ray._shards import Bytes, as_kind
+from flatweights.ray.lanes._calls import GroupLanes
+from flatweights.ray.nodes._plan import Plan
+from flatweights.ray.nodes._results import Results
+from flatweights.ray.nodes._streams import Address, Streams
+
+PATIENCE = 2.0
+"""Seconds without a byte from a node after which an exchange over streams is broken off."""
+OPENING = 5.0
+"""Seconds that nodes are given to connect to each other."""
+
+
+class Traffic(NamedTuple):
+    """Bytes of one exchange.
+
+    Attributes:
+        sent: Those that left this node.
+        received: Those that came.
+    """
+
+    sent: int
+    received: int
+
+
+class Route(NamedTuple):
+    """How nodes reach each other by streams.
+
+    Attributes:
+        peers: The addresses of all nodes, in the order of the plan.
+        epoch: Tells this attempt from others.
+        left: Seconds until it has failed; None for as many as it takes.
+    """
+
+    peers: tuple[Address, ...]
+    epoch: bytes
+    left: float | None
+
+
+class NodeEnd:
+    """The part of one process, driver or agent, in the exchanges of a group.
+
+    Attributes:
+        results: What the ranks of this node have returned.
+    """
+
+    def __init__(self, lanes: GroupLanes, host: str) -> None:
+        """Take the lanes, in whose windows averages are made, and the node's own address."""
+        self.results = Results()
+        self._lanes = lanes
+        self._host = host
+        self._streams: Streams | None = None
+        self._mean: tuple[Plan, Any, Bytes] | None = None
+
+    @property
+    def address(self) -> Address:
+        """Where other nodes connect; from now on this process listens there.
+
+        Raises:
+            OSError: If it cannot.
+        """
+        if self._streams is None:
+            self._streams = Streams(self._host)
+        return self._streams.address
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._streams is not None:
+            self._streams.close()
+            self._streams = None
+
+    def stream(self, plan: Plan, me: int, route: Route) -> Traffic:
+        """Exchange with all other nodes, piece by piece.
+
+        Raises:
+            StreamError: If a node does not answer, or answers nonsense.
+        """
+        assert self._streams is not None
+        now = time.monotonic()
+        end = None if route.left is None else now + route.left
+        opened = now + OPENING if end is None else min(end, now + OPENING)
+        links = self._streams.open(route.peers, me, route.epoch, opened)
+        before = Traffic(sum(links.sent_bytes), sum(links.received_bytes))
+        others = [node for node in range(len(plan.groups)) if node != me]
+        coming = {node: plan.new_contribution(node, me) for node in others}
+        models = self.results.models
+        links.swap(
+            2 * plan.number,
+            {k: functools.partial(plan.contribution, me, k, models) for k in others},
+            coming,
+            patience=PATIENCE,
+            end=end,
+        )
+        mean = self._new_mean(plan)
+        coming[me] = plan.contribution(me, me, models)
+        own = mean[plan.bounds(me)]
+        plan.merge(me, [coming[node] for node in range(len(plan.groups))], own)
+        links.swap(
+            2 * plan.number + 1,
+            dict.fromkeys(others, lambda: [own]),
+            {k: [mean[plan.bounds(k)]] for k in others},
+            patience=PATIENCE,
+            end=end,
+        )
+        after = Traffic(sum(links.sent_bytes), sum(links.received_bytes))
+        return Traffic(after.sent - before.sent, after.received - before.received)
+
+    def cut(self, plan: Plan, me: int) -> list[list[Bytes]]:
+        """Return what this node sends of each piece, for an exchange over Ray's objects."""
+        models = self.results.models
+        return [plan.contribution(me, piece, models) for piece in range(len(plan.groups))]
+
+    def merge(self, plan: Plan, me: int, contributions: Sequence[Sequence[Bytes]]) -> Bytes:
+        """Return the average of this node's piece."""
+        own = self._new_mean(plan)[plan.bounds(me)]
+        plan.merge(me, contributions, own)
+        return own
+
+    def place(self, plan: Plan, me: int, pieces: Sequence[Bytes]) -> None:
+        """Take the averages of all pieces; this node's own is in its place."""
+        assert self._mean is not None
+        mean = self._mean[2]
+        others = [k for k in range(len(plan.groups)) if k != me and len(pieces[k])]
+        _core.move_parts([mean[plan.bounds(k)] for k in others], [pieces[k] for k in others])
+
+    def weights(self, number: int) -> Any:
+        """Return the average of the exchange ``number``, read-only: a dict of anything nested.
+
+        Raises:
+            KeyError: If it is another one that this process has.
+        """
+        if self._mean is None or self._mean[0].number != number:
+            raise KeyError(f"the average of exchange {number} is not here")
+        template, model = self._mean[0].template, self._mean[1]
+        if template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
+            return sealed(model)
+        return sealed(as_kind(template, template.layout.packed_views(model)))
+
+    def _new_mean(self, plan: Plan) -> Bytes:
+        """Return new memory for the average, in a window if one is free."""
+        template = plan.template
+        self._mean = None
+        self._lanes.nbytes = template.layout.nbytes
+        self._lanes.offer()
+        try:
+            if template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
+                model = template.new()
+            else:
+                model = template.layout.new_buffer()
+        finally:
+            _core.withdraw_offer()
+        array = model.buffer if isinstance(model, FlatWeights) else model
+        flat: Bytes = array.reshape(-1).view(np.uint8)
+        self._mean = plan, model, flat
+        return flat

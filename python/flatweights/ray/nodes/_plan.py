@@ -1,0 +1,217 @@
+"""Who adds up what in an exchange between nodes: the same on all of them; imports nothing of Ray.
+
+The packed form of the model is cut into one piece per node. Each node adds up its own ranks, sends
+every other node its part of that (reduce-scatter), averages its own piece over all nodes, and sends
+that to every other node (all-gather). The way of the sums decides the bits:
+
+- Few ranks of a node send their values as they are, while these have no more bytes than a sum.
+  Where all nodes do, the average has the bits of `flatweights.average` over all ranks.
+- Otherwise a node sends its `RunningAverage`; sums are merged in the order of the nodes.
+- With ``sums="float32"``, a node sends the average of its ranks, in their own dtypes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from flatweights._average import average_used
+from flatweights._dtypes import is_averaged
+from flatweights._flatten import new_vector
+from flatweights._layout import Layout
+from flatweights._running_average import RunningAverage, SumState, running_of, state_of
+from flatweights._sources import Kind, Template
+from flatweights.ray._shards import Bytes, Shard, model_of, shards_of
+
+Sums = Literal["float64", "float32"]
+"""The dtype in which sums of several ranks travel between nodes."""
+
+
+def check_sums(sums: str) -> None:
+    """Raise `ValueError` unless ``sums`` is one of the dtypes."""
+    if sums not in ("float64", "float32"):
+        raise ValueError(f"sums: expected 'float64' or 'float32', got {sums!r}")
+
+
+Form = Literal["values", "sum", "mean"]
+"""What a node sends of its ranks."""
+
+Group = tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    """One exchange.
+
+    Attributes:
+        number: Counts the exchanges of a group, from 1.
+        template: That of the models.
+        groups: By node, its ranks whose models are averaged; none of a node that only takes part.
+        weights: By rank.
+        sums: See `Sums`.
+    """
+
+    number: int
+    template: Template
+    groups: tuple[Group, ...]
+    weights: Mapping[int, float]
+    sums: Sums
+
+    @property
+    def pieces(self) -> tuple[Shard, ...]:
+        """The pieces; there may be fewer than nodes, and the last nodes have none then."""
+        return shards_of(self.template.layout, len(self.groups))
+
+    def bounds(self, node: int) -> slice:
+        """Return where the piece of ``node`` lies among all bytes."""
+        pieces = self.pieces
+        if node >= len(pieces):
+            return slice(0, 0)
+        return slice(pieces[node].begin, min(pieces[node].end, nbytes_of(self.template)))
+
+    def form(self, node: int) -> Form:
+        """Return what ``node`` sends."""
+        group, layout = self.groups[node], self.template.layout
+        if self.sums == "float32" and len(group) > 1 and any(self.weights[k] for k in group):
+            return "mean"
+        return "values" if len(group) * values_nbytes(layout) <= sum_nbytes(layout) else "sum"
+
+    def merged_groups(self) -> tuple[Group, ...]:
+        """Return the groups in the order of their merger; none if all nodes send values."""
+        forms = {self.form(node) for node, group in enumerate(self.groups) if group}
+        return () if forms <= {"values"} else tuple(filter(None, self.groups))
+
+    def sizes(self, node: int, piece: int) -> list[int]:
+        """Return the bytes of the buffers that ``node`` sends of a ``piece``."""
+        bounds, form = self.bounds(piece), self.form(node)
+        nbytes = bounds.stop - bounds.start
+        sizes = [nbytes] * (len(self.groups[node]) if form == "values" else 1)
+        if form == "sum" and nbytes:
+            shard = self.pieces[piece]
+            return [sum_nbytes(shard.layout), _WEIGHTS, sum(map(_nbytes, _kept_of(shard.layout)))]
+        return sizes
+
+    def new_contribution(self, node: int, piece: int) -> list[Bytes]:
+        """Return buffers for what ``node`` sends of a ``piece``."""
+        return [new_vector(size, _BYTE) for size in self.sizes(node, piece)]
+
+    def contribution(self, node: int, piece: int, models: Mapping[int, Bytes]) -> list[Bytes]:
+        """Return what ``node`` sends of a ``piece``, as `new_contribution` expects it.
+
+        Args:
+            node: The node.
+            piece: The piece.
+            models: All bytes of its ranks' models.
+        """
+        bounds, form = self.bounds(piece), self.form(node)
+        parts = [models[rank][bounds] for rank in self.groups[node]]
+        if bounds.stop == bounds.start:
+            return self.new_contribution(node, piece)
+        if form == "values":
+            return parts
+        shard, weights = self.pieces[piece], [self.weights[rank] for rank in self.groups[node]]
+        sources = [model_of(part, shard.layout) for part in parts]
+        if form == "mean":
+            (mean,) = self.new_contribution(node, piece)
+            average_used(sources, weights, out=model_of(mean, shard.layout))
+            return [mean]
+        total = RunningAverage()
+        total.add_all(sources, weights)
+        memory, sum_weights, kept = state_of(total)
+        kept_bytes = [_as_bytes(np.ascontiguousarray(part)) for part in kept.values()]
+        return [
+            _as_bytes(memory),
+            _as_bytes(np.array(sum_weights, np.float64)),
+            np.concatenate(kept_bytes) if kept_bytes else new_vector(0, _BYTE),
+        ]
+
+    def merge(self, piece: int, contributions: Sequence[Sequence[Bytes]], out: Bytes) -> None:
+        """Write the average of a ``piece`` to ``out``.
+
+        Args:
+            piece: The piece.
+            contributions: What each node has sent of it.
+            out: Its bytes.
+        """
+        if not out.size:
+            return
+        layout = self.pieces[piece].layout
+        target = model_of(out, layout)
+        if not self.merged_groups():
+            models = {
+                rank: model_of(part, layout)
+                for group, parts in zip(self.groups, contributions, strict=True)
+                for rank, part in zip(group, parts, strict=True)
+            }
+            ranks = sorted(models)
+            weights = [self.weights[rank] for rank in ranks]
+            average_used([models[rank] for rank in ranks], weights, out=target)
+            return
+        total = RunningAverage()
+        for node, (group, parts) in enumerate(zip(self.groups, contributions, strict=True)):
+            form, weights = self.form(node), [self.weights[rank] for rank in group]
+            if form == "values" and group:
+                of_node = RunningAverage()
+                of_node.add_all([model_of(part, layout) for part in parts], weights)
+                total.merge(of_node)
+            elif form == "mean":
+                total.add(model_of(parts[0], layout), sum(weights))
+            elif form == "sum":
+                total.merge(_sum_of(parts, layout, target))
+        total.mean(out=target)
+
+
+_BYTE = np.dtype(np.uint8)
+_WEIGHTS = 24  # bytes of the weights of a sum
+
+
+def nbytes_of(template: Template) -> int:
+    """Return the bytes of a packed model: of an array, those of its elements."""
+    layout = template.layout
+    return layout.slots[0].nbytes if template.kind is Kind.ARRAY else layout.nbytes
+
+
+@functools.lru_cache(maxsize=64)
+def values_nbytes(layout: Layout) -> int:
+    """Return the bytes of those parts of a model of ``layout`` that have a mean."""
+    return sum(slot.nbytes for slot in layout.slots if is_averaged(slot.dtype))
+
+
+@functools.lru_cache(maxsize=64)
+def sum_nbytes(layout: Layout) -> int:
+    """Return the bytes of a sum over models of ``layout``."""
+    per_number = {"f4": 8, "f8": 16, "c8": 16, "c16": 32}
+    total = 0
+    for slot in layout.slots:
+        if is_averaged(slot.dtype):
+            total += slot.size * per_number.get(f"{slot.dtype.kind}{slot.dtype.itemsize}", 8)
+    return total
+
+
+def _sum_of(contribution: Sequence[Bytes], layout: Layout, like: Any) -> RunningAverage:
+    """Return the `RunningAverage` that a contribution holds, of models like ``like``."""
+    memory, weights, kept = contribution
+    parts, start = {}, 0
+    for i, slot in enumerate(layout.slots):
+        if not is_averaged(slot.dtype):
+            parts[i] = kept[start : start + slot.nbytes].view(slot.dtype).reshape(slot.shape)
+            start += slot.nbytes
+    base, ratios, total = weights.view(np.float64).tolist()
+    sums = memory.view(np.float64)
+    return running_of(Template.of(like), SumState(sums, (base, ratios, total), parts))
+
+
+def _kept_of(layout: Layout) -> list[Any]:
+    return [slot for slot in layout.slots if not is_averaged(slot.dtype)]
+
+
+def _nbytes(slot: Any) -> int:
+    nbytes: int = slot.nbytes
+    return nbytes
+
+
+def _as_bytes(array: Any) -> Bytes:
+    view: Bytes = array.reshape(-1).view(np.uint8)
+    return view

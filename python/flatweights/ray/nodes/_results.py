@@ -1,0 +1,82 @@
+"""What the ranks of one node have returned in one round; the driver gets a header of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from flatweights._average import read_weight
+from flatweights._sources import Template
+from flatweights._trees import Tree
+from flatweights.ray._result import split
+from flatweights.ray._shards import Bytes, canonical, packed_bytes
+from flatweights.ray._wire import nbytes_of, widen
+
+
+class Header(NamedTuple):
+    """The description of a rank's result, which stays on its node.
+
+    Attributes:
+        template: That of the weights; dicts by sorted keys.
+        containers: Those of a dict, a list or a tree, in their own order.
+        weight: Its weight, if a function of the result gives that.
+        extras: The part of the result beside the weights.
+        spoiled: The error about NaN or infinity, if the weights were screened and hold any.
+        nbytes: Bytes of the weights as they were returned.
+        error: Why it cannot be averaged, if it cannot: the caller's mistake.
+    """
+
+    template: Template | None = None
+    containers: Tree | None = None
+    weight: float | None = None
+    extras: Any = None
+    spoiled: Exception | None = None
+    nbytes: int = 0
+    error: Exception | None = None
+
+
+class Reading(NamedTuple):
+    """How results are read.
+
+    Attributes:
+        screen: Whether to look for NaN and infinity in them.
+        weigh: A function of a result that gives its weight.
+    """
+
+    screen: bool
+    weigh: Callable[[Any], float] | None
+
+
+class Results:
+    """The models of a node's ranks, as bytes where they lie.
+
+    Attributes:
+        models: By rank, all bytes of the packed form.
+    """
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self.models: dict[int, Bytes] = {}
+
+    def read(self, rank: int, result: Any, reading: Reading) -> Header:
+        """Keep the weights in ``result``; return what the driver is to know of them."""
+        try:
+            received, extras = split(result)
+            model, containers = canonical(widen(received))
+            where = f"rank {rank}"
+            template = Template.of(model, where)
+            weight = reading.weigh and read_weight(reading.weigh(result), f"weight of {where}")
+            spoiled = None
+            if reading.screen:
+                spoiled = template.find_nonfinite(template.read(model, where), where)
+            nbytes = nbytes_of(received) or template.layout.nbytes
+            self.models[rank] = packed_bytes(template, model)
+            return Header(template, containers, weight, extras, spoiled, nbytes)
+        except Exception as error:  # the driver raises it
+            return Header(error=error.with_traceback(None))
+
+    def keep(self, ranks: Iterable[int]) -> None:
+        """Drop all models but those of ``ranks``."""
+        wanted = {*ranks}
+        for rank in self.models.keys() - wanted:
+            del self.models[rank]
