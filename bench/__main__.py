@@ -12,7 +12,17 @@ from pathlib import Path
 
 from bench import runner
 
-BENCHES = ("average", "flatten", "inplace", "variables", "exchange", "contention", "wire", "robust")
+BENCHES = (
+    "average",
+    "flatten",
+    "inplace",
+    "variables",
+    "exchange",
+    "contention",
+    "wire",
+    "robust",
+    "nodes",
+)
 
 
 def main() -> None:

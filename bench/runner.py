@@ -153,11 +153,16 @@ def _error(result: Any, oracle: NDArray[Any]) -> float:
 
 def arguments(description: str) -> argparse.Namespace:
     """Return the options that every bench has."""
+    return parser(description).parse_args()
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Return the parser of `arguments`, for a bench that has more of them."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer sizes, less time for each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times, ours = 1")
-    return parser.parse_args()
+    return parser
 
 
 def report(

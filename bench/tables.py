@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import runner
+from bench import bench_nodes, runner
 
 README = Path(__file__).with_name("README.md")
 
@@ -20,6 +20,8 @@ README = Path(__file__).with_name("README.md")
 def table_of(record: dict[str, Any]) -> str:
     """Return one bench's table as Markdown, below the commit and the sweeps of its run."""
     commit = f"Commit {record['machine']['commit']}."
+    if "nodes" in record:
+        return f"{commit}\n\n{_nodes(record['nodes'])}"
     if "limits" not in record:
         return f"{commit}\n\n{_processes(record['rows'])}"
     limits = record["limits"]
@@ -27,14 +29,24 @@ def table_of(record: dict[str, Any]) -> str:
     best = runner.best_rate(rows, limits)
     sweeps = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in limits.items())
     lines = [f"{commit} Sweeps, GB/s: {sweeps}.", ""]
-    lines += _head(runner.COLUMNS, texts=2)
-    case = None
-    for row in rows:
-        name = row.contender
-        bold = f"**{name}**" if name.startswith(runner.OURS) else name
-        lines.append(_line(["" if row.case == case else row.case, bold, *runner.cells(row, best)]))
-        case = row.case
+    lines += _cases(runner.COLUMNS, [(r.case, r.contender, runner.cells(r, best)) for r in rows])
     return "\n".join(lines)
+
+
+def _nodes(rows: Sequence[dict[str, Any]]) -> str:
+    found = [bench_nodes.Row(**row) for row in rows]
+    lines = [(row.case, row.contender, row.cells()) for row in found]
+    return "\n".join(_cases(bench_nodes.COLUMNS, lines))
+
+
+def _cases(columns: Sequence[str], rows: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
+    """Return the lines of a table of which a row is a case, a contender, and cells."""
+    lines, last = _head(columns, texts=2), None
+    for case, name, cells in rows:
+        bold = f"**{name}**" if name.startswith(runner.OURS) else name
+        lines.append(_line(["" if case == last else case, bold, *cells]))
+        last = case
+    return lines
 
 
 def _processes(rows: Sequence[dict[str, Any]]) -> str:

@@ -223,6 +223,17 @@ def test_output_that_cannot_be_written_is_told(
     assert (closed.returncode, closed.stderr) == (1, "flatweights: the standard output is closed\n")
 
 
+PLAN = ["plan", "--nodes", "4", "--workers", "8", "--model", "500MB"]
+
+
+def test_plan_prints_what_ray_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    from flatweights.ray import plan
+
+    assert main([*PLAN, "--link", "10Gbit"]) == 0
+    expected = plan(nodes=4, workers=8, model=500_000_000, link=10e9)
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -245,6 +256,9 @@ def test_output_that_cannot_be_written_is_told(
             ["demo", "--kill-worker", "--mode", "gradients"],
             "expected --mode weights",
         ),
+        (["plan", "--nodes", "0"], "--nodes: expected an integer from 1 to 1000000, got '0'"),
+        ([*PLAN, "--link", "10GB"], "link: expected bits per second, such as 10e9 or '10Gbit'"),
+        ([*PLAN, "--link", "1Gbit", "--dtype", "int8"], "dtype: expected one that has a mean"),
     ],
 )
 def test_bad_arguments_say_what_was_expected(

@@ -14,7 +14,7 @@ from importlib import resources
 
 import flatweights
 from flatweights import demo, examples
-from flatweights._arguments import PLOT_SUFFIXES, plot_file
+from flatweights._arguments import PLOT_SUFFIXES, integer, plot_file
 
 _NEEDED = ("tensorflow", "ray", "sklearn", "rich", "matplotlib", "scipy", "gymnasium")
 
@@ -126,6 +126,21 @@ def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return 2
 
 
+def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("ray") is None:
+        remedy = "pip install 'flatweights[ray]'"
+        print(f"flatweights plan: ray not installed: {remedy}", file=sys.stderr)
+        return 2
+    from flatweights.ray import plan
+
+    given = {name: getattr(options, name) for name in ("model", "link", "dtype", "memory")}
+    try:
+        print(plan(nodes=options.nodes, workers=options.workers, **given))
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    return 0
+
+
 def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.name is None:
         width = max(map(len, find_programs()))
@@ -194,6 +209,24 @@ def _parser() -> argparse.ArgumentParser:
         "name", nargs="?", choices=find_programs(), metavar="NAME", help="which one to run"
     )
     programs.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+    costs = commands.add_parser(
+        "plan",
+        help="print what a round between nodes costs, by each way that it can take",
+        description=(
+            "Print, for each way that a round between nodes can take, the bytes that the busiest "
+            "link carries and how long a round takes, and which way a group chooses by itself."
+        ),
+    )
+    costs.set_defaults(command=_plan)
+    count = integer(1, 10**6)
+    costs.add_argument("--nodes", type=count, required=True, help="nodes with workers")
+    costs.add_argument("--workers", type=count, required=True, help="workers on each node")
+    costs.add_argument("--model", required=True, metavar="SIZE", help="size of a model: 500MB")
+    costs.add_argument("--link", required=True, metavar="RATE", help="rate of a link: 10Gbit")
+    costs.add_argument("--dtype", default="float32", help="that of most weights (float32)")
+    memory = "what a node's processes read and write a second (10GB)"
+    costs.add_argument("--memory", default="10GB", metavar="SIZE", help=memory)
 
     train = commands.add_parser(
         "demo",

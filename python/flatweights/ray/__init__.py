@@ -3,6 +3,7 @@
 Imports Ray, and TensorFlow only where a `FlatWorker` is built.
 """
 
+from flatweights.ray._costs import ExchangePlan, WayCost, plan
 from flatweights.ray._driver import average
 from flatweights.ray._errors import (
     RefusedWeightsError,
@@ -17,6 +18,7 @@ from flatweights.ray.members._asks import MemberDiedError, MemberError
 from flatweights.ray.members._member import Member, join
 
 __all__ = [
+    "ExchangePlan",
     "FlatWorker",
     "Member",
     "MemberDiedError",
@@ -25,8 +27,10 @@ __all__ = [
     "Round",
     "StaleWorkerError",
     "StoreTooSmallError",
+    "WayCost",
     "WorkerError",
     "WorkerGroup",
     "average",
     "join",
+    "plan",
 ]

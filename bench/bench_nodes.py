@@ -1,0 +1,484 @@
+"""Rounds between nodes, over links shaped to a rate: ours, the guide's loop, and two rings.
+
+``python -m bench.bench_nodes [--quick] [--case NODES WORKERS MB MBIT] [--json FILE] [--plot FILE]``
+
+Makes its nodes itself (see `bench.nodes`): it needs root, ``ip`` and ``tc``, and says so and ends
+where it lacks one. Workers are actors without TensorFlow, and do not train: a round is what the
+exchange costs. Contenders take turns, and the first round of each turn is not timed. The limit is
+the time of an allreduce: 2 (K - 1) / K models through each link in each direction. "of the way" is
+the time of the bytes that the contender's way must bring through one link, one after the other;
+"count" are those of the busier direction of the busiest link, and "of it" what the counters of the
+nodes' interfaces say over that: all bytes, of which headers are 4.6 % at 1,500 bytes a packet.
+"predicted" is what `flatweights.ray.plan` says, over what was measured. The ring over plain sockets
+is the limit in practice.
+"""
+
+import functools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from bench import machine, models, nodes, runner
+from bench.nodes import Nodes, Traffic
+from bench.rings import Kind, Ring
+from flatweights import FlatWeights
+from flatweights.ray import FlatWorker, WorkerGroup, plan
+from flatweights.ray._costs import WayCost
+
+MB = 1_000_000
+
+OURS = runner.OURS
+GUIDE = "the guide's loop"
+RINGS: dict[Kind, str] = {
+    "sockets": "ring over plain sockets",
+    "tensorflow": "TensorFlow's ring",
+}
+
+_PARTS = 10  # of a model
+_TURNS = 3
+_MOST = 50  # rounds of a turn
+_WAY = "FLATWEIGHTS_BETWEEN_NODES"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is exchanged, and over what.
+
+    Attributes:
+        nodes: How many take part.
+        workers: How many there are on each.
+        nbytes: Bytes of the model.
+        mbit: Million bits per second of each link and direction; None: not limited.
+        queue: Milliseconds that a byte waits in a link's queue at most.
+    """
+
+    nodes: int
+    workers: int
+    nbytes: int
+    mbit: float | None
+    queue: float = 20.0
+
+    def __str__(self) -> str:
+        size = f"{self.nbytes / MB:.0f} MB" if self.nbytes >= MB else f"{self.nbytes / 1e3:.0f} kB"
+        rate = "unshaped" if self.mbit is None else f"{self.mbit:.0f} Mbit/s"
+        queue = "" if self.queue == 20 else f", queue {self.queue:.0f} ms"
+        return f"{self.nodes} x {self.workers}, {size}, {rate}{queue}"
+
+    @property
+    def least(self) -> float:
+        """Bytes through each link and direction in an allreduce."""
+        return 2 * (self.nodes - 1) / self.nodes * self.nbytes
+
+
+POLICY = 4 * sum(int(np.prod(shape)) for shape in models.POLICY)
+QUICK = (Case(4, 1, 20 * MB, 500), Case(4, 4, 20 * MB, 400))
+CASES = (
+    *(Case(nodes, 1, 20 * MB, 300) for nodes in (3, 4, 6)),
+    *(Case(nodes, 1, 100 * MB, 1000) for nodes in (3, 4, 6)),
+    Case(4, 4, 20 * MB, 400),
+    Case(4, 1, 20 * MB, 500, queue=3),
+    Case(4, 1, 20 * MB, 500),
+    Case(4, 1, 20 * MB, 500, queue=100),
+    Case(2, 1, 100 * MB, None),
+    Case(3, 1, POLICY, 1000),
+)
+
+
+COLUMNS = (
+    *("case", "contender", "time", "±%", "% of limit", "% of the way's", "vs. ours"),
+    *("MB out / in", "count", "of it", "predicted"),
+)
+
+
+@dataclass
+class Row:
+    """How long one contender took for a round of one case.
+
+    Attributes:
+        case: Nodes, workers on each, model and links.
+        contender: Who did it; ours begin with `OURS`.
+        nodes: How many there were.
+        seconds: Median.
+        spread: Half the distance between the quartiles, relative to the median.
+        ratio: Time over that of `OURS`.
+        limit: Seconds of an allreduce at the rate of the links; None where they have none.
+        way_limit: Seconds of the bytes that the contender's way brings through one link.
+        sent: Bytes per round through the busiest link out of a node.
+        received: Bytes per round through the busiest link into one.
+        count: Bytes that the way must bring through the busiest link and direction.
+        predicted: Seconds that `flatweights.ray.plan` says; None of rings.
+    """
+
+    case: str
+    contender: str
+    nodes: int
+    seconds: float
+    spread: float
+    ratio: float
+    limit: float | None
+    way_limit: float | None
+    sent: float
+    received: float
+    count: float
+    predicted: float | None
+
+    def cells(self) -> list[str]:
+        """Return what the columns after the contender's say; see `COLUMNS`."""
+
+        def over(least: float | None) -> str:
+            return "" if least is None else f"{100 * least / self.seconds:.0f}"
+
+        time = f"{self.seconds:.3f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.2f} ms"
+        busiest = max(self.sent, self.received) / self.count
+        return [
+            *(time, f"{100 * self.spread:.0f}", over(self.limit), over(self.way_limit)),
+            *(f"{self.ratio:.2f}", f"{self.sent / MB:.1f} / {self.received / MB:.1f}"),
+            *(f"{self.count / MB:.1f}", f"{busiest:.2f}"),
+            "" if self.predicted is None else f"{self.predicted / self.seconds:.2f}",
+        ]
+
+
+class Worker(FlatWorker):
+    """A worker that holds arrays."""
+
+    def __init__(self, nbytes: int, seed: int) -> None:
+        """Make the arrays; the base's constructor would import TensorFlow."""
+        self._nbytes, self._seed = nbytes, seed
+        self._model = FlatWeights(parts_of(nbytes, seed))
+
+    def begin(self) -> None:
+        """Have the weights to begin with again."""
+        self._model.update(parts_of(self._nbytes, self._seed))
+
+    def get_weights(self) -> FlatWeights:
+        """Return the weights."""
+        return self._model
+
+    def set_weights(self, new_weights: Any, *, share: bool = False) -> None:
+        """Copy them."""
+        self._model.update(new_weights)
+
+    def get_dict(self) -> dict[str, Any]:
+        """Return a dict of arrays, as in Ray's guide."""
+        return {name: np.array(part) for name, part in self._model.items()}
+
+    def set_dict(self, weights: dict[str, Any]) -> None:
+        """Assign each."""
+        self._model.update(weights)
+
+    def sample(self) -> Any:
+        """Return the first of the weights."""
+        return self._model["p0"][:1000].copy()
+
+
+def parts_of(nbytes: int, seed: int) -> dict[str, NDArray[Any]]:
+    """Return the parts of a model by name."""
+    vector = models.random_vector(nbytes // 4, seed=seed)
+    return {f"p{i}": part for i, part in enumerate(np.array_split(vector, _PARTS))}
+
+
+@dataclass
+class Contender:
+    """A way to do rounds.
+
+    Attributes:
+        name: See `Row`.
+        cost: What `flatweights.ray.plan` says of it.
+        prepare: Brings workers back to it from another contender; the time does not count.
+        rounds: Does as many rounds, and returns the seconds of each.
+    """
+
+    name: str
+    cost: WayCost
+    prepare: Callable[[], Any]
+    rounds: Callable[[int], list[float]]
+
+
+class Rounds:
+    """Ways to do rounds over one set of workers, and the two rings."""
+
+    def __init__(self, case: Case, cluster: Nodes) -> None:
+        """Start the workers, ``case.workers`` on each node, and the rings."""
+        actor = ray.remote(num_cpus=0)(Worker)
+        ranks = range(case.nodes * case.workers)
+        self._case = case
+        self._workers = [
+            actor.options(resources={f"node{rank % case.nodes}": 1}).remote(case.nbytes, rank)
+            for rank in ranks
+        ]
+        self._oracle: NDArray[Any] = np.zeros(case.nbytes // 4)
+        for rank in ranks:
+            self._oracle += np.concatenate([*parts_of(case.nbytes, rank).values()])
+        self._oracle /= len(ranks)
+        self._rings = {kind: Ring(kind, cluster, case.nodes) for kind in RINGS}
+        rate = 100e9 if case.mbit is None else case.mbit * 1e6
+        of = functools.partial(plan, nodes=case.nodes, model=case.nbytes, link=rate)
+        self._plan = of(workers=case.workers)
+        self._ring = of(workers=1)["streams"]
+
+    def contenders(self) -> Iterator[Contender]:
+        """Yield the contenders, each after a round whose result is checked."""
+        for kind, ring in self._rings.items():
+            times = functools.partial(ring.times, self._case.nbytes)
+            yield Contender(RINGS[kind], self._ring, functools.partial(times, 1), times)
+        self._check(GUIDE, self._guide())
+        guide = lambda count: [_seconds(self._guide) for _ in range(count)]  # noqa: E731
+        yield Contender(GUIDE, self._plan[GUIDE], self._guide, guide)
+        for name, (way, key, options) in ours_of(self._case).items():
+            yield self._group(name, way, self._plan[key], options)
+
+    def close(self) -> None:
+        """End the workers and the rings."""
+        for ring in self._rings.values():
+            ring.close()
+        for worker in self._workers:
+            ray.kill(worker)
+
+    def _guide(self) -> Any:
+        """A round as in Ray's guide: a dict of arrays from each, the mean back to all."""
+        given = ray.get([worker.get_dict.remote() for worker in self._workers])
+        mean = {k: sum(w[k] for w in given) / len(given) for k in given[0]}
+        ref = ray.put(mean)
+        ray.get([worker.set_dict.remote(ref) for worker in self._workers])
+        return mean
+
+    def _group(self, name: str, way: str, cost: WayCost, options: dict[str, Any]) -> Contender:
+        _choose(way)
+        group = WorkerGroup(self._workers, initial=None, **options)
+        latest: Any = None
+
+        def prepare() -> None:
+            # Another contender has set weights since: all have the same again, of this group.
+            _choose(way)
+            group.broadcast(latest)
+            rounds(1)
+
+        def rounds(count: int) -> list[float]:
+            nonlocal latest
+            times, begin = [], time.perf_counter()
+            for result in group.run(count, "get_weights"):
+                times.append(time.perf_counter() - begin)
+                latest = result
+                begin = time.perf_counter()
+            return times
+
+        ray.get([worker.begin.remote() for worker in self._workers])
+        rounds(1)
+        self._check(name, latest.weights)
+        ways = sorted(set(latest.ways.values()))
+        print(f"{self._case}: {name}: {', '.join(ways)}", file=sys.stderr, flush=True)
+        return Contender(name, cost, prepare, rounds)
+
+    def _check(self, name: str, mean: Any) -> None:
+        """Raise unless a round has brought the mean to all workers."""
+        found = np.concatenate([mean[f"p{i}"] for i in range(_PARTS)])
+        tolerance = 1e-2 if "16 bits" in name else 1e-5
+        np.testing.assert_allclose(found, self._oracle, atol=tolerance, err_msg=name)
+        first = ray.get([worker.sample.remote() for worker in self._workers])
+        for one in first:
+            np.testing.assert_allclose(one, self._oracle[: one.size], atol=tolerance, err_msg=name)
+
+
+def ours_of(case: Case) -> dict[str, tuple[str, Any, dict[str, Any]]]:
+    """Return, by name, the way that is forced, its key in a plan, and options of the group."""
+    small = case.nbytes < MB
+    default = "driver" if small else "streams"
+    found: dict[str, tuple[str, Any, dict[str, Any]]] = {OURS: ("", default, {})}
+    found[f"{OURS}, over objects"] = ("objects", "objects", {})
+    found[f"{OURS}, in the driver"] = ("driver", "driver", {})
+    if small:
+        found[f"{OURS}, over streams"] = ("streams", "streams", {})
+    if case.workers == 1 and not small:
+        key = ("driver", 'wire_dtype="bfloat16"')
+        found[f"{OURS}, 16 bits"] = ("", key, {"wire_dtype": "bfloat16"})
+    return found
+
+
+def _choose(way: str) -> None:
+    os.environ.pop(_WAY, None)
+    if way:
+        os.environ[_WAY] = way
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def run_case(case: Case, cluster: Nodes, budget: float) -> list[Row]:
+    """Return the rows of one case.
+
+    Args:
+        case: What is exchanged.
+        cluster: The nodes.
+        budget: Seconds of rounds for each contender.
+    """
+    cluster.shape(case.mbit, queue=case.queue)
+    rounds = Rounds(case, cluster)
+    contenders = list(rounds.contenders())
+    times: dict[str, list[float]] = {one.name: [] for one in contenders}
+    passed: dict[str, list[Traffic]] = {}
+    for _ in range(_TURNS):
+        for one in contenders:
+            one.prepare()
+            known = times[one.name]
+            each = statistics.median(known) if known else math.inf
+            count = max(1, min(_MOST, int(budget / _TURNS / each)))
+            before = cluster.traffic()
+            known += one.rounds(count)
+            ends = zip(cluster.traffic(), before, strict=True)
+            passed[one.name] = [end.since(begin, count) for end, begin in ends]
+    rounds.close()
+    ours = statistics.median(times[OURS])
+    rate = None if case.mbit is None else case.mbit * 1e6 / 8
+    return [_row(case, one, times[one.name], passed[one.name], ours, rate) for one in contenders]
+
+
+def _row(
+    case: Case,
+    one: Contender,
+    times: Sequence[float],
+    passed: Sequence[Traffic],
+    ours: float,
+    rate: float | None,
+) -> Row:
+    row = runner.row_of(str(case), one.name, times)
+    return Row(
+        case=row.case,
+        contender=row.contender,
+        nodes=case.nodes,
+        seconds=row.seconds,
+        spread=row.spread,
+        ratio=row.seconds / ours,
+        limit=None if rate is None else case.least / rate,
+        way_limit=None if rate is None else one.cost.critical / rate,
+        sent=max(link.sent for link in passed),
+        received=max(link.received for link in passed),
+        count=max(one.cost.sent, one.cost.received),
+        predicted=None if rate is None or one.name in RINGS.values() else one.cost.seconds,
+    )
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """Return all rows as a table."""
+    table = Table(*COLUMNS)
+    for column in table.columns:
+        column.no_wrap = True
+    for column in table.columns[2:]:
+        column.justify = "right"
+    case = None
+    for row in rows:
+        if case is not None and row.case != case:
+            table.add_section()
+        style = "bold" if row.contender.startswith(OURS) else None
+        first = row.case if row.case != case else ""
+        table.add_row(first, row.contender, *row.cells(), style=style)
+        case = row.case
+    return table
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw the time of a round against the number of nodes, for each size of model."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        over, _, what = row.case.partition(", ")
+        if over.endswith("x 1") and row.limit is not None and "queue" not in what:
+            panels.setdefault(what, []).append(row)
+    panels = {what: of for what, of in panels.items() if len({row.nodes for row in of}) > 1}
+    if not panels:
+        return
+    figure, all_axes = plt.subplots(
+        1, len(panels), figsize=(5 * len(panels), 4), layout="constrained", squeeze=False
+    )
+    for axes, (what, of) in zip(all_axes[0], panels.items(), strict=True):
+        for name in dict.fromkeys(row.contender for row in of):
+            line = [(row.nodes, row.seconds) for row in of if row.contender == name]
+            axes.plot(*zip(*line, strict=True), "o-", lw=2 if name == OURS else 1, label=name)
+        limits = sorted({(row.nodes, row.limit or 0.0) for row in of})
+        axes.plot(*zip(*limits, strict=True), "k--", lw=1, label="limit of an allreduce")
+        axes.set_title(what)
+        axes.set_xlabel("nodes, one worker each")
+        axes.set_xticks([count for count, _ in limits])
+        axes.set_ylabel("a round, s")
+        axes.set_ylim(bottom=0)
+        axes.grid(lw=0.5)
+    all_axes[0][0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def run(options: Namespace) -> None:
+    """Run the bench: in this process, again in namespaces of its own, again on the first node."""
+    again = ["-m", "bench.bench_nodes", *sys.argv[1:]]
+    cases = [_case_of(given) for given in options.case or []] or (QUICK if options.quick else CASES)
+    if nodes.is_among_nodes():
+        return drive(cases, options)
+    why = nodes.missing()
+    if why is not None:
+        print(f"bench_nodes: skipped: it needs {why}")
+        return None
+    nodes.enter(again)
+    cluster = Nodes.make(max(case.nodes for case in cases))
+    cluster.start_ray()
+    driver = cluster.inside(0, [sys.executable, *again])
+    raise SystemExit(subprocess.run(driver, env=cluster.environment(), check=False).returncode)
+
+
+def _case_of(given: Sequence[float]) -> Case:
+    count, workers, mb, mbit = given
+    return Case(int(count), int(workers), int(mb * MB), mbit or None)
+
+
+def drive(cases: Sequence[Case], options: Namespace) -> None:
+    """Run the cases, from the first node."""
+    cluster = Nodes.of_this_process()
+    ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="error")
+    rows: list[Row] = []
+    for case in cases:
+        print(f"{case} ...", file=sys.stderr, flush=True)
+        rows += run_case(case, cluster, budget=3.0 if options.quick else 9.0)
+    ray.shutdown()
+    info = machine.describe()
+    console = Console(width=170)
+    console.print("[bold]nodes[/bold]")
+    console.print("  ".join(f"{key}: {value}" for key, value in info.items()), highlight=False)
+    console.print(table_of(rows))
+    if options.json:
+        record = {"machine": info, "nodes": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(record, indent=1))
+    if options.plot:
+        draw(rows, options.plot)
+
+
+def arguments() -> Namespace:
+    """Return the options."""
+    parser = runner.parser(__doc__ or "")
+    names = ("NODES", "WORKERS", "MB", "MBIT")
+    what = "one case instead: nodes, workers on each, size of the model, rate (0: not shaped)"
+    parser.add_argument("--case", nargs=4, type=float, action="append", metavar=names, help=what)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(arguments())

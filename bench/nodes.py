@@ -1,0 +1,273 @@
+"""Nodes on one machine, with a network between them: what benches and checks between nodes run on.
+
+A node is a network namespace with one link to a bridge, a token bucket in each direction of it, and
+a ``/tmp/ray`` and a ``/dev/shm`` of its own. All nodes live in one process namespace, and end with
+the process that made them however that ends: nothing is left behind, and several sets of nodes can
+exist side by side.
+
+    from bench import nodes
+
+    nodes.enter(sys.argv)                       # this process again, in namespaces of its own
+    cluster = nodes.Nodes.make(4)
+    cluster.shape(500)                          # Mbit/s
+    cluster.start_ray()
+    subprocess.run(cluster.inside(0, [sys.executable, "driver.py"]), env=cluster.environment())
+
+In ``driver.py``, and in whatever it starts, `Nodes.of_this_process` has the same methods: to cut a
+link and to mend it, to slow it down, and to count its bytes.
+"""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NETWORK = "10.91.0"
+PORT = 6379
+
+_ROOT = Path(__file__).parents[1]
+_TOOLS = ("ip", "tc", "unshare", "nsenter")
+_ENTERED = "FLATWEIGHTS_BENCH_ENTERED"
+_KEEPERS = "FLATWEIGHTS_BENCH_NODES"
+_STARTS = 120.0  # seconds that a node is given to start
+
+# What keeps a node's namespaces: private mounts, then nothing to do.
+_KEEP = """
+mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && mount -t tmpfs tmpfs /dev/shm &&
+ip link set lo up && exec sleep infinity
+"""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that passed one node's link.
+
+    Attributes:
+        sent: Those that left the node.
+        received: Those that reached it.
+    """
+
+    sent: int
+    received: int
+
+    def since(self, before: "Traffic", rounds: int = 1) -> "Traffic":
+        """Return what passed in each of some rounds."""
+        sent, received = self.sent - before.sent, self.received - before.received
+        return Traffic(sent // rounds, received // rounds)
+
+
+def is_among_nodes() -> bool:
+    """Whether this process was started with the environment of nodes."""
+    return _KEEPERS in os.environ
+
+
+def missing() -> str | None:
+    """Return what nodes cannot be made without, and is not here; None if all is."""
+    if os.geteuid() != 0:
+        return "root"
+    absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if absent:
+        return f"the command {absent[0]}"
+    # A container's root may lack the right, and its kernel the module.
+    trial = "ip link add fw0 type veth peer name fw1 && tc qdisc add dev fw0 root tbf rate 1mbit "
+    trial += "burst 64kb latency 20ms"
+    words = ["unshare", "--net", "--mount", "--pid", "--fork", "sh", "-c", trial]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    said = (done.stderr.strip().splitlines() or ["?"])[-1]
+    return f"the right to make namespaces and shaped links ({said})" if done.returncode else None
+
+
+def enter(command: Sequence[str]) -> None:
+    """Replace this process by itself in process, network and mount namespaces of its own.
+
+    Does nothing where it has been done. When the process dies, the kernel ends all that it started.
+
+    Args:
+        command: The arguments of the interpreter.
+    """
+    if os.environ.get(_ENTERED):
+        return
+    os.environ[_ENTERED] = "1"
+    words = ["unshare", "--fork", "--pid", "--net", "--mount", "--propagation", "private"]
+    words += ["--mount-proc", "--kill-child", sys.executable, *command]
+    os.execvp(words[0], words)
+
+
+class Nodes:
+    """Nodes, by number from 0, and the links between them."""
+
+    def __init__(self, keepers: Sequence[int]) -> None:
+        """Take, by node, the process that keeps its namespaces."""
+        self._keepers = list(keepers)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._keepers)
+
+    @classmethod
+    def make(cls, count: int) -> "Nodes":
+        """Make nodes whose links are not shaped; after `enter`."""
+        _run("ip", "link", "set", "lo", "up")
+        _run("ip", "link", "add", "bridge0", "type", "bridge")
+        _run("ip", "link", "set", "bridge0", "up")
+        words = ["unshare", "--net", "--mount", "--propagation", "private", "sh", "-ec", _KEEP]
+        nodes = cls([subprocess.Popen(words).pid for _ in range(count)])
+        for node, keeper in enumerate(nodes._keepers):
+            kept = functools.partial(_is_kept, keeper)
+            _wait(kept, f"node {node} has no namespaces")
+            port = nodes._port(node)
+            peer = ["peer", "name", "eth0", "netns", str(keeper)]
+            _run("ip", "link", "add", port, "type", "veth", *peer)
+            _run("ip", "link", "set", port, "master", "bridge0", "up")
+            _run(*nodes._at(node), "ip", "addr", "add", f"{nodes.address(node)}/24", "dev", "eth0")
+            _run(*nodes._at(node), "ip", "link", "set", "eth0", "up")
+        return nodes
+
+    @classmethod
+    def of_this_process(cls) -> "Nodes":
+        """Return the nodes among which this process was started."""
+        return cls([int(pid) for pid in os.environ[_KEEPERS].split(",")])
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of processes on the nodes."""
+        mine = {
+            _KEEPERS: ",".join(map(str, self._keepers)),
+            "PYTHONPATH": str(_ROOT),
+            "RAY_ADDRESS": f"{self.address(0)}:{PORT}",
+            "RAY_AUTH_MODE": "disabled",  # nobody else is in this network
+            "RAY_worker_niceness": "0",  # the nodes share processors, the driver among them
+            "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_raylet_start_wait_time_s": str(int(_STARTS)),
+        }
+        return os.environ | mine
+
+    def address(self, node: int) -> str:
+        """Return the address of a node."""
+        return f"{NETWORK}.{node + 1}"
+
+    def inside(self, node: int, command: Sequence[str]) -> list[str]:
+        """Return ``command`` such that it runs on a node."""
+        # To enter a node's mounts is to be at their root.
+        here = ["sh", "-c", 'cd "$0" && exec "$@"', str(Path.cwd())]
+        return ["nsenter", "-t", str(self._keepers[node]), "-m", "-n", "--", *here, *command]
+
+    def start_ray(self, *, store: int = 1_500_000_000) -> None:
+        """Start a Ray of all nodes; each has a resource ``node0``, ``node1`` ... to place actors.
+
+        Args:
+            store: Bytes of each node's object store.
+        """
+        for node in range(len(self)):
+            words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+            words += [f"--node-ip-address={self.address(node)}", f"--object-store-memory={store}"]
+            words += ["--num-cpus=1", f"--resources={json.dumps({f'node{node}': 1e6})}"]
+            head = [f"--port={PORT}", "--head", "--include-dashboard=false"]
+            words += head if node == 0 else [f"--address={self.address(0)}:{PORT}"]
+            with Path(os.devnull).open("r+") as quiet:
+                subprocess.Popen(
+                    self.inside(node, words),
+                    env=self.environment(),
+                    stdin=quiet,
+                    stdout=quiet,
+                    stderr=quiet,
+                )
+            if node == 0:
+                self._wait_for_raylet(0)
+        for node in range(len(self)):
+            self._wait_for_raylet(node)
+
+    def shape(self, mbit: float | None, *, queue: float = 20.0) -> None:
+        """Limit all links, in both directions.
+
+        Args:
+            mbit: Million bits per second; no limit, if None.
+            queue: Milliseconds that a byte waits at most before it is dropped.
+        """
+        for node in range(len(self)):
+            self.slow(node, mbit, queue=queue)
+
+    def slow(self, node: int, mbit: float | None, *, queue: float = 20.0) -> None:
+        """As `shape`, one link."""
+        ends = ((self._outside, self._port(node)), (self._at(node), "eth0"))
+        for at, device in ends:
+            if mbit is None:
+                _run(*at, "tc", "qdisc", "del", "dev", device, "root", check=False)
+                continue
+            # The bucket holds what flows in 2 ms: a kernel's timer is not exact to less.
+            bucket = max(int(mbit * 1e6 / 8 * 2e-3), 65536)
+            words = ["tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{mbit}mbit"]
+            _run(*at, *words, "burst", str(bucket), "latency", f"{queue}ms")
+
+    def cut(self, node: int) -> None:
+        """Cut the link of a node: nothing gets through, and nobody is told."""
+        _run(*self._outside, "ip", "link", "set", self._port(node), "down")
+
+    def mend(self, node: int) -> None:
+        """Put a link back that was cut."""
+        _run(*self._outside, "ip", "link", "set", self._port(node), "up")
+
+    def kill(self, node: int) -> None:
+        """Kill all processes of a node; it stays empty."""
+        space = _network_of(self._keepers[node])
+        for folder in Path("/proc").iterdir():
+            pid = int(folder.name) if folder.name.isdigit() else 0
+            if pid and pid != self._keepers[node] and _network_of(pid) == space:
+                os.kill(pid, 9)
+
+    def traffic(self) -> list[Traffic]:
+        """Return, by node, the bytes that have passed its link."""
+        found = []
+        for node in range(len(self)):
+            words = [*self._at(node), "ip", "-s", "-j", "link", "show", "dev", "eth0"]
+            counts = json.loads(_run(*words))[0]["stats64"]
+            found.append(Traffic(counts["tx"]["bytes"], counts["rx"]["bytes"]))
+        return found
+
+    def _at(self, node: int) -> list[str]:
+        """Return what runs a command in the network of a node, with this process's files."""
+        return ["nsenter", "-t", str(self._keepers[node]), "-n", "--"]
+
+    @property
+    def _outside(self) -> list[str]:
+        """As `_at`, of the bridge."""
+        return ["nsenter", "-t", "1", "-n", "--"]
+
+    def _port(self, node: int) -> str:
+        return f"port{node}"
+
+    def _wait_for_raylet(self, node: int) -> None:
+        folder = Path(f"/proc/{self._keepers[node]}/root/tmp/ray")
+        found = lambda: any(folder.glob("session_2*/sockets/raylet"))  # noqa: E731
+        _wait(found, f"node {node}: no Ray after {_STARTS:.0f} s")
+
+
+def _run(*words: str, check: bool = True) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _wait(condition: Callable[[], bool], otherwise: str) -> None:
+    end = time.monotonic() + _STARTS
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(otherwise)
+        time.sleep(0.05)
+
+
+def _is_kept(pid: int) -> bool:
+    return Path(f"/proc/{pid}/comm").read_text().strip() == "sleep"
+
+
+def _network_of(pid: int) -> Path | None:
+    try:
+        return Path(f"/proc/{pid}/ns/net").readlink()
+    except OSError:  # it has ended
+        return None

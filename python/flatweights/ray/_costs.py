@@ -1,0 +1,278 @@
+"""What a round between nodes costs, by the way it takes: a model of links and memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from flatweights._dtypes import is_averaged
+
+WayName = Literal["the guide's loop", "driver", "objects", "streams"]
+
+# The share of a link's rate that the weights of a round get, headers and waiting taken off, of
+# ways as they ran over links of 300 to 1,000 Mbit/s; and seconds that a round takes besides.
+_SHARE: Mapping[WayName, float] = {
+    "the guide's loop": 0.93,
+    "driver": 0.93,
+    "objects": 0.45,
+    "streams": 0.8,
+}
+_FIXED: Mapping[WayName, float] = {
+    "the guide's loop": 8e-3,
+    "driver": 6e-3,
+    "objects": 30e-3,
+    "streams": 10e-3,
+}
+
+_AGENTS_FROM = 256 * 1024  # bytes of the smallest model that agents exchange
+
+
+@dataclass(frozen=True)
+class WayCost:
+    """What a round costs that takes one way.
+
+    Attributes:
+        way: ``"the guide's loop"`` (`ray.get` of all results in the driver, ``sum(ws) / n``, one
+            `ray.put`); ``"driver"``, where a group averages in the driver; ``"objects"`` or
+            ``"streams"``, where one agent per node exchanges pieces with the others.
+        options: What it was asked for: ``sums="float32"``, ``wire_dtype="bfloat16"``; else empty.
+        sent: Bytes of weights through the busiest link out of a node.
+        received: Bytes of weights through the busiest link into one.
+        critical: Bytes that pass one link one after the other: their time is the least of a round.
+        seconds: How long a round takes, without the workers' training.
+        formula: What a link carries, in each direction: M is the model, N the number of
+            workers, K of nodes, W of workers on each.
+    """
+
+    way: WayName
+    options: str
+    sent: float
+    received: float
+    critical: float
+    seconds: float
+    formula: str
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """What a round costs by each way, and which one a group takes.
+
+    Attributes:
+        ways: By way and options, what a round costs.
+        chosen: The one that a group takes by itself.
+        title: What was asked.
+    """
+
+    ways: tuple[WayCost, ...]
+    chosen: WayCost
+    title: str
+
+    def __getitem__(self, key: str | tuple[str, str]) -> WayCost:
+        """Return the cost of a way, or of a way with options."""
+        way, options = (key, "") if isinstance(key, str) else key
+        for cost in self.ways:
+            if (cost.way, cost.options) == (way, options):
+                return cost
+        raise KeyError(key)
+
+    def __str__(self) -> str:
+        """A table for a terminal; the chosen way has an arrow."""
+        rows = [("", "way", "out", "in", "seconds", "bytes of the busiest link")]
+        for cost in self.ways:
+            mark = "->" if cost is self.chosen else ""
+            name = f"{cost.way}, {cost.options}" if cost.options else cost.way
+            sizes = (_size(cost.sent), _size(cost.received))
+            seconds = f"{cost.seconds:,.0f}" if cost.seconds >= 100 else f"{cost.seconds:.3g}"
+            rows.append((mark, name, *sizes, seconds, cost.formula))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for row in rows:
+            mark, name, *numbers, formula = row
+            cells = [mark.ljust(widths[0]), name.ljust(widths[1])]
+            cells += [text.rjust(widths[2 + i]) for i, text in enumerate(numbers)]
+            lines.append("  ".join([*cells, formula]).rstrip())
+        return "\n".join([self.title, "", *lines])
+
+
+def plan(
+    *,
+    nodes: int,
+    workers: int,
+    model: int | str,
+    link: float | str,
+    dtype: str = "float32",
+    memory: float | str = "10GB",
+) -> ExchangePlan:
+    """Return what a round between nodes costs, by each way that it can take.
+
+    Each node has one link, of which both directions work at once. The driver is on a node with
+    workers. Times were fitted to links of 300 to 1,000 Mbit/s, where they are within a fifth; on
+    faster ones processors and memory decide more than is counted here.
+
+    >>> print(plan(nodes=4, workers=8, model="500MB", link="10Gbit")["driver"].formula)
+    of the driver: (N - W) M in, then (K - 1) M out
+
+    Args:
+        nodes: How many nodes have workers.
+        workers: How many workers each has.
+        model: Bytes of the model, such as ``500_000_000`` or ``"500MB"``.
+        link: Bits per second of a node's link in each direction, such as ``10e9`` or ``"10Gbit"``.
+        dtype: That of most of the weights.
+        memory: Bytes per second that the processes of a node read and write together, such as
+            ``10e9`` or ``"10GB"``.
+
+    Raises:
+        ValueError: If a number is not positive, or a text is no number with a unit.
+        TypeError: If weights of ``dtype`` have no mean.
+    """
+    nbytes = _number(model, "model", _BYTES)
+    bits = _number(link, "link", _BITS)
+    setting = _Setting(
+        nodes=_count(nodes, "nodes"),
+        workers=_count(workers, "workers"),
+        nbytes=nbytes,
+        link=bits / 8,
+        memory=_number(memory, "memory", _BYTES),
+        wide=_width_of_sums(dtype),
+        is_float32=np.dtype(dtype) == np.float32,
+    )
+    title = f"{nodes} nodes of {workers} workers, {_size(nbytes)}, {bits / 1e9:g} Gbit/s"
+    ways = tuple(setting.ways())
+    best = "streams" if nodes > 1 and nbytes >= _AGENTS_FROM else "driver"
+    chosen = next(cost for cost in ways if cost.way == best and not cost.options)
+    return ExchangePlan(ways, chosen, title)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What a plan is for.
+
+    Attributes:
+        nodes: How many have workers.
+        workers: How many each has.
+        nbytes: Bytes of the model.
+        link: Bytes per second of a link in one direction.
+        memory: Bytes per second that a node's processes read and write.
+        wide: Bytes of a sum for each byte of a model.
+        is_float32: Whether the weights have this dtype, which may travel in 16 bits.
+    """
+
+    nodes: int
+    workers: int
+    nbytes: float
+    link: float
+    memory: float
+    wide: float
+    is_float32: bool
+
+    def ways(self) -> Iterator[WayCost]:
+        """Yield the costs of all ways."""
+        yield self._by_driver("the guide's loop")
+        yield self._by_driver("driver")
+        if self.is_float32:
+            yield self._by_driver("driver", size=0.5, options='wire_dtype="bfloat16"')
+        agents: tuple[WayName, ...] = ("objects", "streams") if self.nodes > 1 else ()
+        for way in agents:
+            yield self._by_agents(way)
+            if self.workers > 1:
+                yield self._by_agents(way, sums=1.0, options='sums="float32"')
+
+    def _by_driver(self, way: WayName, *, size: float = 1.0, options: str = "") -> WayCost:
+        every = self.nodes * self.workers
+        # All workers of the node gather and set; the driver reads all and writes one. The guide's
+        # loop copies into the store, adds with a temporary for each, and puts.
+        moved = 4 * self.workers + every + 3
+        if way == "the guide's loop":
+            moved = 6 * self.workers + 3 * every + 3
+        received, returned = size * (every - self.workers), size * (self.nodes - 1)
+        sent = max(returned, size * self.workers) if returned else 0.0
+        factor = "" if size == 1 else f"{size:g} x "
+        formula = f"of the driver: {factor}(N - W) M in, then {factor}(K - 1) M out"
+        return self._cost(way, options, sent, received, received + returned, moved, formula)
+
+    def _by_agents(self, way: WayName, *, sums: float | None = None, options: str = "") -> WayCost:
+        # The ranks' own values, while these are no more bytes than a sum.
+        sums = min(self.workers, self.wide) if sums is None else sums
+        links = (self.nodes - 1) / self.nodes * (sums + 1)
+        moved = 5 * self.workers + 3 * sums + 3
+        if way == "objects":
+            moved += 2 * (sums + 1)
+        formula = f"(K - 1) / K x ({sums:g} + 1) M each way"
+        return self._cost(way, options, links, links, links, moved, formula)
+
+    def _cost(
+        self,
+        way: WayName,
+        options: str,
+        sent: float,
+        received: float,
+        critical: float,
+        moved: float,
+        formula: str,
+    ) -> WayCost:
+        """Return the cost of a way; sizes are in models, of which ``moved`` pass the memory."""
+        seconds = critical * self.nbytes / (self.link * _SHARE[way])
+        seconds += moved * self.nbytes / self.memory + _FIXED[way]
+        out, into, least = (count * self.nbytes for count in (sent, received, critical))
+        return WayCost(way, options, out, into, least, seconds, formula)
+
+
+_BYTES = "bytes, such as 500_000_000 or '500MB'"
+_BITS = "bits per second, such as 10e9 or '10Gbit'"
+_PREFIXES = {"": 1e0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_TEXT = re.compile(
+    r"([0-9][0-9_]*(?:\.[0-9]+)?) *([kmgt]?)(i?)(b|bytes?|bits?)?(?:/s)?", re.IGNORECASE
+)
+
+
+def _number(given: float | str, name: str, expected: str) -> float:
+    """Return bytes or bits, from a number or a text with a unit.
+
+    Raises:
+        ValueError: If it is not positive, or no such text.
+    """
+    value = _value_of(given, is_bits=expected is _BITS) if isinstance(given, str) else given
+    if value is None or not 0 < value < math.inf:
+        raise ValueError(f"{name}: expected {expected}, got {given!r}")
+    return float(value)
+
+
+def _value_of(text: str, *, is_bits: bool) -> float | None:
+    found = _TEXT.fullmatch(text.strip())
+    if found is None:
+        return None
+    number, prefix, binary, unit = found.groups()
+    in_bits = (unit or "").lower().startswith("bit") or (is_bits and unit is None)
+    if in_bits is not is_bits:
+        return None
+    step = 1024.0 ** "kmgt".index(prefix.lower()) * 1024 if binary and prefix else None
+    return float(number) * (step or _PREFIXES[prefix.lower()])
+
+
+def _count(value: int, name: str) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: expected an integer, at least 1, got {value!r}")
+    return value
+
+
+def _width_of_sums(dtype: str) -> float:
+    """Return the bytes of a sum for each byte of a model of ``dtype``."""
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype: expected the name of a dtype, got {dtype!r}") from None
+    if not is_averaged(kind):
+        raise TypeError(f"dtype: expected one that has a mean, got {dtype!r}")
+    return 4.0 if kind.itemsize == 2 else 2.0  # float64 and its compensation
+
+
+def _size(nbytes: float) -> str:
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes:.0f} B"

@@ -1,0 +1,114 @@
+"""What `flatweights.ray.plan` says, against exchanges that are counted one message at a time."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from flatweights.ray import plan
+
+M = 1_000_000
+GBIT = 1e9
+
+
+class Links:
+    """Bytes that pass the link of each node, message by message."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[int] = Counter()
+        self.received: Counter[int] = Counter()
+
+    def send(self, sender: int, receiver: int, nbytes: float) -> None:
+        if sender != receiver:
+            self.sent[sender] += nbytes  # type: ignore[assignment]
+            self.received[receiver] += nbytes  # type: ignore[assignment]
+
+
+def through_the_driver(nodes: int, workers: int) -> Links:
+    links = Links()
+    for rank in range(nodes * workers):
+        links.send(rank // workers, 0, M)
+    for node in range(nodes):
+        links.send(0, node, M)
+    return links
+
+
+def by_agents(nodes: int, of_node: float, mean: float) -> Links:
+    links = Links()
+    for sender in range(nodes):
+        for receiver in range(nodes):
+            links.send(sender, receiver, of_node * M / nodes)  # its part of what a node adds up
+            links.send(sender, receiver, mean * M / nodes)  # a piece of the mean
+    return links
+
+
+@pytest.mark.parametrize(("nodes", "workers"), [(2, 1), (3, 1), (4, 4), (6, 2), (125, 8)])
+def test_bytes_are_those_of_the_messages(nodes: int, workers: int) -> None:
+    found = plan(nodes=nodes, workers=workers, model=M, link=GBIT)
+    exact = {1: 1, 2: 2}.get(workers, 2)  # models: its own values, or a float64 sum
+    expected: dict[Any, Links] = {
+        "the guide's loop": through_the_driver(nodes, workers),
+        "driver": through_the_driver(nodes, workers),
+        "objects": by_agents(nodes, exact, 1),
+        "streams": by_agents(nodes, exact, 1),
+    }
+    if workers > 1:
+        expected["streams", 'sums="float32"'] = by_agents(nodes, 1, 1)
+    for key, links in expected.items():
+        assert found[key].sent == pytest.approx(max(links.sent.values())), key
+        assert found[key].received == pytest.approx(max(links.received.values())), key
+        least = found[key].critical / (GBIT / 8)
+        assert found[key].seconds > least, key
+
+
+def test_sums_of_16_bits_are_four_times_as_wide() -> None:
+    for workers, models in ((1, 1), (3, 3), (4, 4), (8, 4)):
+        found = plan(nodes=2, workers=workers, model=M, link=GBIT, dtype="bfloat16")["streams"]
+        assert found.sent == M * (models + 1) / 2
+
+
+def test_small_models_and_single_nodes_go_through_the_driver() -> None:
+    assert plan(nodes=4, workers=1, model="30kB", link=GBIT).chosen.way == "driver"
+    assert plan(nodes=4, workers=1, model="30MB", link=GBIT).chosen.way == "streams"
+    alone = plan(nodes=1, workers=8, model="30MB", link=GBIT)
+    assert (alone.chosen.way, alone.chosen.sent, alone.chosen.received) == ("driver", 0, 0)
+
+
+def test_texts_have_units() -> None:
+    for model, nbytes in (("500MB", 500e6), ("1.5 GB", 1.5e9), ("2MiB", 2**21), ("10_000", 1e4)):
+        assert plan(nodes=2, workers=1, model=model, link=1e9)["driver"].sent == nbytes
+    seconds = [
+        plan(nodes=2, workers=1, model=M, link=link)["driver"].seconds
+        for link in (1e10, "10Gbit", "10 Gbit/s", "10000Mbit", "10g")
+    ]
+    assert len(set(seconds)) == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "expected"),
+    [
+        ("nodes", 0, "nodes: expected an integer, at least 1, got 0"),
+        ("workers", 1.5, "workers: expected an integer, at least 1, got 1.5"),
+        ("model", "1Mbit", "model: expected bytes, such as 500_000_000 or '500MB', got '1Mbit'"),
+        ("model", -1, "model: expected bytes"),
+        ("model", float("nan"), "model: expected bytes"),
+        ("link", "fast", "link: expected bits per second"),
+        ("link", "10GB", "link: expected bits per second"),
+        ("memory", "1.2.3GB", "memory: expected bytes"),
+        ("dtype", "int8", "dtype: expected one that has a mean, got 'int8'"),
+        ("dtype", "float33", "dtype: expected the name of a dtype, got 'float33'"),
+    ],
+)
+def test_bad_arguments_say_what_was_expected(argument: str, value: Any, expected: str) -> None:
+    given = {"nodes": 2, "workers": 1, "model": M, "link": GBIT} | {argument: value}
+    with pytest.raises((TypeError, ValueError)) as raised:
+        plan(**given)
+    assert expected in str(raised.value)
+
+
+def test_table_marks_the_way_that_is_chosen() -> None:
+    lines = str(plan(nodes=4, workers=8, model="500MB", link="10Gbit")).splitlines()
+    assert lines[0] == "4 nodes of 8 workers, 500 MB, 10 Gbit/s"
+    (chosen,) = [line for line in lines if line.startswith("->")]
+    assert chosen.split()[1] == "streams"
+    assert "(K - 1) / K x (2 + 1) M each way" in chosen
