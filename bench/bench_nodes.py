@@ -277,6 +277,7 @@ class Rounds:
                 begin = time.perf_counter()
             return times
 
+        rounds(2)  # the first tells the group the size, with the second its agents are up
         ray.get([worker.begin.remote() for worker in self._workers])
         rounds(1)
         self._check(name, latest.weights)
@@ -303,6 +304,9 @@ def ours_of(case: Case) -> dict[str, tuple[str, Any, dict[str, Any]]]:
     found[f"{OURS}, in the driver"] = ("driver", "driver", {})
     if small:
         found[f"{OURS}, over streams"] = ("streams", "streams", {})
+    if case.workers > 1:
+        key = ("streams", 'sums="float32"')
+        found[f"{OURS}, float32 sums"] = ("", key, {"sums": "float32"})
     if case.workers == 1 and not small:
         key = ("driver", 'wire_dtype="bfloat16"')
         found[f"{OURS}, 16 bits"] = ("", key, {"wire_dtype": "bfloat16"})

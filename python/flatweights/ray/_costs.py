@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from flatweights._dtypes import is_averaged
+from flatweights.ray.nodes._agents import SMALL
 
 WayName = Literal["the guide's loop", "driver", "objects", "streams"]
 
@@ -28,8 +29,6 @@ _FIXED: Mapping[WayName, float] = {
     "objects": 30e-3,
     "streams": 10e-3,
 }
-
-_AGENTS_FROM = 256 * 1024  # bytes of the smallest model that agents exchange
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def plan(
     )
     title = f"{nodes} nodes of {workers} workers, {_size(nbytes)}, {bits / 1e9:g} Gbit/s"
     ways = tuple(setting.ways())
-    best = "streams" if nodes > 1 and nbytes >= _AGENTS_FROM else "driver"
+    best = "streams" if nodes > 1 and nbytes >= SMALL else "driver"
     chosen = next(cost for cost in ways if cost.way == best and not cost.options)
     return ExchangePlan(ways, chosen, title)
 

@@ -22,7 +22,7 @@ from flatweights.ray.nodes._results import Reading
 from flatweights.ray.nodes._streams import Address
 
 _VARIABLE = "FLATWEIGHTS_BETWEEN_NODES"
-_SMALL = 256 * 1024  # bytes of a model below which a round through the driver is faster
+SMALL = 256 * 1024  # bytes of a model below which a round through the driver is faster
 
 Choice = Literal["", "driver", "objects", "streams"]
 
@@ -290,8 +290,8 @@ class Agents:
             return self._lanes.setback.reason
         if not self.nbytes:
             return "the size of the weights is not known yet"
-        if not self.choice and self.nbytes < _SMALL:
-            return f"models of less than {_SMALL >> 10} KiB go through the driver"
+        if not self.choice and self.nbytes < SMALL:
+            return f"models of less than {SMALL >> 10} KiB go through the driver"
         return None
 
     def of(self, worker: NearWorker, *, starts: bool = False) -> AgentEnd | None:
