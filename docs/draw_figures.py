@@ -2,7 +2,8 @@
 
 Reads ``figures/rounds.json``, which ``python -m bench.bench_sizes --json`` has written, and
 ``figures/hostile.json``, accuracies by round of ``flatweights examples federated`` with the options
-in it; writes each figure twice beside them, for light and for dark pages.
+in it; bytes between nodes are counted. Writes each figure twice beside them, for light and for dark
+pages.
 """
 
 import json
@@ -16,6 +17,7 @@ from matplotlib import pyplot as plt
 
 FOLDER = Path(__file__).with_name("figures")
 WORKERS = 4
+NODES = 4
 STORE = "flatweights, object store"
 NAMES = {"dict of arrays": "the guide's loop", STORE: "object store", "flatweights": "lanes"}
 
@@ -139,11 +141,43 @@ def draw_hostile(record: dict[str, Any], theme: Theme) -> None:
     axes.legend(frameon=False, labelcolor=theme.text, loc="center right")
 
 
-# By name: the record that the figure shows, and what draws it.
+def draw_links(record: dict[str, Any], theme: Theme) -> None:
+    """Draw the bytes over the busiest link between nodes, against the workers of each node."""
+    _, axes = plt.subplots(figsize=(5, 4), layout="constrained")
+    workers = range(1, 9)
+    far = NODES - 1
+    lines: dict[str, list[float]] = {
+        "guide's loop, and through the driver": [far * n for n in workers],
+        "agents": [far / NODES * (1 + min(n, 2)) for n in workers],
+        'agents, sums="float32"': [far / NODES * 2 for n in workers],
+    }
+    colours = (theme.ways[0], theme.ways[2], theme.ways[1])
+    for (name, models), colour, above in zip(lines.items(), colours, (8, 7, -17), strict=True):
+        axes.plot(workers, models, "o-", color=colour, lw=2, ms=5)
+        axes.annotate(
+            *(name, (workers[-1], models[-1])),
+            xytext=(0, above),
+            textcoords="offset points",
+            ha="right",
+            color=colour,
+        )
+    axes.set_yscale("log")
+    axes.set_ylim(1, 32)
+    axes.set_yticks([1, 1.5, 2.25, 3, 6, 12, 24])
+    axes.minorticks_off()
+    axes.set_xlabel(f"workers on each of {NODES} nodes")
+    axes.set_ylabel("models over the busiest link, one way")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(color=theme.grid, lw=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+# By name: the record that the figure shows, if it was measured, and what draws it.
 FIGURES: dict[str, tuple[str, Callable[[dict[str, Any], Theme], None]]] = {
     "bytes-of-a-round": ("rounds", draw_bytes),
     "time-of-a-round": ("rounds", draw_times),
     "hostile-clients": ("hostile", draw_hostile),
+    "bytes-between-nodes": ("", draw_links),
 }
 
 
@@ -171,7 +205,7 @@ def main() -> None:
             "ytick.color": theme.text,
         }
         for name, (source, draw) in FIGURES.items():
-            record = json.loads((FOLDER / f"{source}.json").read_text())
+            record = json.loads((FOLDER / f"{source}.json").read_text()) if source else {}
             with mpl.rc_context(settings):
                 draw(record, theme)
                 file = FOLDER / f"{name}-{colours}.svg"
