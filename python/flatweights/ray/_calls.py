@@ -93,7 +93,13 @@ class Packed(NamedTuple):
 
 
 class Answer(ABC):
-    """The answer to one call, on its way."""
+    """The answer to one call, on its way.
+
+    Attributes:
+        place: The agent that has the value, if it is on another node; what is taken is a header.
+    """
+
+    place: Any = None
 
     @property
     def is_in_store(self) -> bool:

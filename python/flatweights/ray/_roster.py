@@ -46,6 +46,7 @@ from flatweights.ray._round import Round
 from flatweights.ray._store import check_cluster
 from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray.lanes._calls import GroupLanes, NearWorker
+from flatweights.ray.nodes._agent import Agent
 from flatweights.ray.nodes._agents import AgentEnd, Agents
 from flatweights.ray.nodes._plan import Sums
 from flatweights.ray.nodes._results import Reading
@@ -116,7 +117,7 @@ class Roster:
             if first != rank:
                 raise ValueError(f"rank {rank}: expected another actor than that of rank {first}")
         self.lanes = GroupLanes(len(actors))
-        self.agents = Agents(self.lanes, len(actors), sums)
+        self.agents = Agents(self.lanes.offer_of, sums, Agent, (len(actors),))
         self.latest = Latest(len(actors), wire)
         self._records = [
             Record(NearWorker(actor, rank, self.lanes)) for rank, actor in enumerate(actors)
@@ -322,7 +323,8 @@ class Roster:
             return "a rule needs all results in one place"
         if is_encoded:
             return "results travel in 16 bits"
-        return self.agents.why_not()
+        setback = self.lanes.setback
+        return self.agents.why_not() if setback.is_over or not setback.reason else setback.reason
 
     def ways(self, ranks: Iterable[int], why: str | None) -> dict[int, str]:
         """Return how ``ranks`` were reached; ``why`` not by agents, if they were not."""

@@ -147,8 +147,12 @@ class GroupLanes:
 
     def offer(self) -> None:
         """Have the next average made in a window, if there is a free one."""
-        if self._lanes is not None and self.nbytes:
-            self._lanes.windows.offer(self.nbytes, most_taken=_MOST_OFFERED)
+        self.offer_of(self.nbytes)
+
+    def offer_of(self, nbytes: int) -> None:
+        """Have the next average, of ``nbytes``, made in a window, if there is a free one."""
+        if self._lanes is not None and nbytes:
+            self._lanes.windows.offer(nbytes, most_taken=_MOST_OFFERED)
 
     def done(self) -> None:
         """Withdraw the offer, and forget the last command."""

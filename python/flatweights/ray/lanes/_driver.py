@@ -175,6 +175,10 @@ class Lanes:
         self._tokens.add(token)
         return token
 
+    def expect(self, token: bytes) -> None:
+        """Take a connection with ``token``, which another process has made."""
+        self._tokens.add(token)
+
     def forget(self, token: bytes) -> None:
         """Take no connection with ``token`` any more: its worker has made no lane."""
         self._tokens.discard(token)

@@ -93,6 +93,8 @@ class Outcome(NamedTuple):
         seconds: By step.
         nbytes: Of the weights that were read.
         ways: By rank.
+        groups: Ranks.
+        link: Bytes.
     """
 
     number: int
@@ -109,6 +111,8 @@ class Outcome(NamedTuple):
     seconds: Mapping[str, float] = {}
     nbytes: int = 0
     ways: Mapping[int, str] = {}
+    groups: tuple[tuple[int, ...], ...] = ()
+    link: Mapping[str, int] = {}
 
 
 def remember(known: dict[str, Any], digest: str, layout: Any = None) -> None:

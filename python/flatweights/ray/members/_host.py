@@ -32,7 +32,7 @@ class Host:
         os.environ.pop("OMP_NUM_THREADS", None)
         context = ray.get_runtime_context()
         self._node = context.get_node_id()
-        self._meeting = Meeting(name, size)
+        self._meeting = Meeting(name, size, self._node, context.current_actor)
         self._running: list[bytes] = []  # the exchanges that have not returned, by token
         serve = functools.partial(_serve, self._meeting, self._running, context.current_actor)
         threading.Thread(target=serve, name="flatweights-meeting", daemon=True).start()
@@ -44,8 +44,7 @@ class Host:
             ValueError: If ``size`` is not that of the meeting, or ``rank`` is taken or too large.
         """
         ticket: Future[Ticket] = Future()
-        wants_lane = wants_lane and node == self._node
-        self._meeting.enter(Entry(rank, size, who, wants_lane, time.monotonic(), ticket))
+        self._meeting.enter(Entry(rank, size, who, node, wants_lane, time.monotonic(), ticket))
         return ticket.result()
 
     def attach(self, token: bytes, nonce: bytes) -> None:
@@ -90,6 +89,11 @@ class Host:
         self._meeting.tell(functools.partial(done.set_result, None))
         done.result()
 
+    def hand(self, token: bytes, stream: bytes | None, buffer: Any) -> None:
+        """Take an ask from the agent of a node; without a stream, the member is ready."""
+        letter = Letter(stream, buffer, None)
+        self._meeting.tell(functools.partial(self._meeting.put, token, letter))
+
     def fetch(self, number: int) -> tuple[bytes, Any]:
         """Return an outcome that did not fit into a lane: its stream and its buffer.
 
@@ -98,9 +102,9 @@ class Host:
         """
         return self._meeting.fetch(number)
 
-    def lose(self, token: bytes) -> None:
+    def lose(self, token: bytes, why: str = "it has ended without leave()") -> None:
         """Count a member as dead that has dropped its end."""
-        lose = functools.partial(self._meeting.lose, token, "it has ended without leave()")
+        lose = functools.partial(self._meeting.lose, token, why)
         self._meeting.tell(lose)
 
     def absent(self) -> list[int]:

@@ -235,7 +235,7 @@ def enter(
     try:
         entering = host.enter.remote(rank, size, who, node, wants_lane)
         ticket: Ticket = ray.get(entering, timeout=_left(end))
-        link = _link(host, ticket)
+        link = _link(host, ticket, who)
         return Entered(link, ticket, link.start(_left(end)))
     except BaseException as error:
         late = isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError))
@@ -254,21 +254,28 @@ def enter(
         raise
 
 
-def _link(host: Any, ticket: Ticket) -> Link:
-    if ticket.address is None:
+def _link(host: Any, ticket: Ticket, who: str) -> Link:
+    address, other = ticket.address, host
+    if ticket.branch is not None:
+        other = ticket.branch
+        try:
+            address = ray.get(other.enter.remote(ticket.rank, who, ticket.token))
+        except ray.exceptions.RayError:
+            address = None
+    if address is None:
         return StoreLink(host, ticket)
     try:
-        lane = MemberLane(ticket.address, ticket.token)
+        lane = MemberLane(address, ticket.token)
     except (OSError, LaneError, MemoryError):
         if choice() == "lanes":
             raise
         return StoreLink(host, ticket)
     try:
-        ray.get(host.attach.remote(ticket.token, lane.mailbox.nonce))
+        ray.get(other.attach.remote(ticket.token, lane.mailbox.nonce))
     except BaseException:
         lane.close()
         raise
-    return LaneLink(host, ticket, lane)
+    return LaneLink(other, ticket, lane)
 
 
 def _left(end: float | None) -> float | None:

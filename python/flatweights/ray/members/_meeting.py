@@ -29,17 +29,21 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights.ray._calls import Packed
+from flatweights.ray._calls import Holders, Packed
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import Arrivals, Deadline, Request
-from flatweights.ray._errors import WorkerError, late_error, portable
+from flatweights.ray._errors import WorkerError, late_error, portable, reason_in_a_line
 from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._driver import Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message, buffer_message
 from flatweights.ray.lanes._worker import NUMBER
 from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome
+from flatweights.ray.members._branch import AwayAnswer, BranchAgent, Post
 from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer
+from flatweights.ray.nodes._agent import Held
+from flatweights.ray.nodes._agents import AgentEnd, Agents
+from flatweights.ray.nodes._exchange import NodesAverage
 from flatweights.robust._rules import Rule
 
 _GRACE = 5.0  # seconds in which the process that had a rank may be seen to have ended
@@ -56,11 +60,13 @@ class Ticket(NamedTuple):
         rank: Its rank.
         token: What tells the host which member calls.
         address: Where to make a lane to; None, if it is to call through Ray.
+        branch: The agent of its node, to which it makes a lane instead, if it is on another one.
     """
 
     rank: int
     token: bytes
     address: bytes | None
+    branch: Any = None
 
 
 class Entry(NamedTuple):
@@ -69,6 +75,7 @@ class Entry(NamedTuple):
     rank: int | None
     size: int
     who: str
+    node: str
     wants_lane: bool
     since: float
     ticket: Future[Ticket]
@@ -86,15 +93,25 @@ class Kept(NamedTuple):
 class Meeting:
     """The members, by rank, and their calls."""
 
-    def __init__(self, name: str, size: int) -> None:
-        """Prepare for ``size`` members.
+    def __init__(self, name: str, size: int, node: str, host: Any) -> None:
+        """Prepare.
+
+        Args:
+            name: The name.
+            size: How many members there are.
+            node: This node.
+            host: The actor of this process.
 
         Raises:
             OSError: If there can be no lanes on this system.
         """
         self._name = name
         self._size = size
+        self._node = node
         self._lanes = Lanes()
+        offer, calls = self._lanes.windows.offer, 2 * size + 8
+        self._agents = Agents(offer, "float64", BranchAgent, (size, host), calls)
+        self._watched: set[str] = set()  # the tokens of agents
         self._seats: dict[int, Seat] = {}
         self._news: deque[Callable[[], None]] = deque()  # what the thread is to do
         self._entries: list[Entry] = []
@@ -144,6 +161,7 @@ class Meeting:
                     self._gather()
         except Exception:
             _log.exception("the host of meeting %r has failed", self._name)
+        self._agents.shut_down()
         for entry in self._entries:
             entry.ticket.set_exception(RuntimeError("the meeting has ended"))
         self._lanes.close()
@@ -272,12 +290,13 @@ class Meeting:
                 arrivals.late = sorted([*arrivals.late, seat.rank])
         first = asks[min(asks)]
         weights: Packed | None = None
+        holders: Holders | None = None
         try:
             self._check_agree(asks)
             if first.operation == "broadcast":
                 weights, outcome = self._relay(first, arrivals)
             else:
-                weights, outcome = self._average(asks, arrivals)
+                weights, outcome, holders = self._average(asks, arrivals)
         except Exception as raised:  # all members raise it; a rule may raise anything
             outcome = Outcome(number, self._size, (), error=portable(raised))
         finally:
@@ -285,6 +304,7 @@ class Meeting:
         arrivals.let_go()
         failed = {rank: portable(why) for rank, why in outcome.failed.items()}
         ways = {k: "store" if self._seats[k].lane is None else "lane" for k in sorted(asks)}
+        ways |= outcome.ways
         outcome = outcome._replace(ranks=self._ranks(), failed=failed, ways=ways)
         has_errors = outcome.error is not None or failed
         stream = (ray.cloudpickle if has_errors else pickle).dumps(tuple(outcome))
@@ -294,7 +314,7 @@ class Meeting:
             self._kept.insert(0, Kept(asked, number, stream, weights))
         reach("sending")
         buffer = None if weights is None else weights.buffer
-        self._post(number, stream, buffer, [self._seats[rank] for rank in asks])
+        self._post(number, stream, buffer, [self._seats[rank] for rank in asks], holders)
 
     def _check_agree(self, asks: dict[int, Ask]) -> None:
         """Raise `ValueError`, naming all ranks, unless all ask for the same call."""
@@ -310,7 +330,9 @@ class Meeting:
             calls = "; ".join(f"{_named(ranks)}: {ask}" for ask, ranks in alike)
             raise ValueError(f"expected the same call of all members, got {calls}")
 
-    def _average(self, asks: dict[int, Ask], arrivals: Arrivals) -> tuple[Packed, Outcome]:
+    def _average(
+        self, asks: dict[int, Ask], arrivals: Arrivals
+    ) -> tuple[Packed, Outcome, Holders | None]:
         first = asks[min(asks)]
         weights = [asks[rank].weight if rank in asks else 0.0 for rank in range(self._size)]
         if not any(weights):
@@ -325,10 +347,18 @@ class Meeting:
             rule=None if first.rule is None else _rule_of(first.rule[1]),
         )
         arrivals.check(request)
-        packed = arrivals.answers[min(asks)].packed()
-        assert packed is not None
-        self._lanes.windows.offer(packed.layout.nbytes)
-        result = DriverAverage(arrivals, request).run()
+        answers: dict[int, Any] = {rank: arrivals.answers[rank] for rank in asks}
+        self._agents.nbytes = answers[min(asks)].layout.nbytes
+        is_away = any(answer.away is not None for answer in answers.values())
+        if is_away and request.rule is None and self._agents.why_not() is None:
+            for rank, answer in answers.items():
+                if answer.away is not None:
+                    arrivals.answers[rank] = AwayAnswer(answer)
+            arrivals.deadline = arrivals.deadline._replace(end=None)  # it was for late members
+            result = NodesAverage(self._agents, arrivals, request).run()
+        else:
+            self._lanes.windows.offer(self._agents.nbytes)
+            result = DriverAverage(arrivals, request).run()
         outcome = Outcome(
             self._number,
             self._size,
@@ -340,8 +370,11 @@ class Meeting:
             scores=result.scores,
             seconds=result.seconds,
             nbytes=result.nbytes,
+            ways=result.ways,
+            groups=result.groups,
+            link=result.link,
         )
-        return Packed(result.weights.buffer, result.weights.layout), outcome
+        return Packed(result.weights.buffer, result.weights.layout), outcome, result.held
 
     def _relay(self, first: Ask, arrivals: Arrivals) -> tuple[Packed, Outcome]:
         """Return a copy of the root's weights.
@@ -379,12 +412,26 @@ class Meeting:
         return tuple(sorted(present))
 
     def _post(
-        self, number: int, stream: bytes, buffer: NDArray[np.uint8] | None, seats: Sequence[Seat]
+        self,
+        number: int,
+        stream: bytes,
+        buffer: NDArray[np.uint8] | None,
+        seats: Sequence[Seat],
+        holders: Holders | None = None,
     ) -> None:
-        """Give ``seats`` an outcome."""
+        """Give ``seats`` an outcome.
+
+        Args:
+            number: That of the outcome.
+            stream: The outcome.
+            buffer: Its weights.
+            seats: The members.
+            holders: Which agents have the weights already.
+        """
         windows = self._lanes.windows
         message: Message | None = None
         ref: Any = None
+        away: dict[AgentEnd, list[bytes]] = {}
         for seat in seats:
             seat.has = number
             seat.answer = self._next_ask(seat)
@@ -395,6 +442,9 @@ class Meeting:
                     message = message or buffer_message(0, NUMBER.pack(number), None, windows)
                     assert message is not None
                     seat.lane.post(message, windows)
+                elif seat.is_waiting and seat.agent is not None:
+                    seat.is_waiting = False
+                    away.setdefault(seat.agent, []).append(seat.token)
                 elif seat.reply is not None:
                     reply, seat.reply = seat.reply, None
                     if buffer is not None and ref is None:
@@ -402,6 +452,14 @@ class Meeting:
                     reply.set_result((stream, None if ref is None else [ref]))
             except Exception as error:  # it died meanwhile
                 self._lose(seat, f"{seat.who}: {type(error).__name__}: {error}")
+        for agent, tokens in away.items():
+            weights: Any = None
+            if holders is not None and agent.has(holders):
+                weights = Held(holders.number)
+            elif buffer is not None:
+                ref = ray.put(buffer) if ref is None else ref
+                weights = [ref]
+            agent.handle.post.remote(Post(number, stream, weights, tokens))
 
     def _lose(self, seat: Seat, why: str) -> None:
         """Count a member as dead."""
@@ -459,7 +517,29 @@ class Meeting:
         token = self._lanes.new_token()
         seat = self._seats[rank] = Seat(rank, entry.who, token)
         seat.answer = self._next_ask(seat)
-        return Ticket(rank, token, self._lanes.address if entry.wants_lane else None)
+        if not entry.wants_lane:
+            return Ticket(rank, token, None)
+        if entry.node == self._node:
+            return Ticket(rank, token, self._lanes.address)
+        agent = seat.agent = self._agents.at(entry.node, starts=True)
+        assert agent is not None
+        if agent.token not in self._watched:
+            self._watched.add(agent.token)
+            threading.Thread(target=self._watch, args=(agent,), daemon=True).start()
+        return Ticket(rank, token, None, agent.handle)
+
+    def _watch(self, agent: AgentEnd) -> None:
+        """Wait for the end of an agent, in a thread of its own."""
+        try:
+            ray.get(agent.handle.stay.remote())
+        except Exception as error:
+            agent.is_dead = True
+            self.tell(functools.partial(self._lose_all, agent, reason_in_a_line(error)))
+
+    def _lose_all(self, agent: AgentEnd, why: str) -> None:
+        for seat in self._seats.values():
+            if seat.agent is agent and seat.is_present:
+                self._lose(seat, f"{seat.who}: the agent of its node: {why}")
 
     def _next_ask(self, seat: Seat) -> SeatAnswer:
         return SeatAnswer(self._lanes, seat, self._news)
@@ -489,10 +569,14 @@ class Meeting:
             if letter.reply is not None:
                 error = MemberDiedError("the host has counted this member as dead")
                 letter.reply.set_exception(error)
-        elif letter.stream is None:
-            seat.reply = letter.reply
         else:
-            seat.letters.append(letter)
+            if letter.reply is not None:  # it has made no lane to the agent of its node
+                seat.agent = None
+            seat.is_waiting = seat.agent is not None
+            if letter.stream is None:
+                seat.reply = letter.reply
+            else:
+                seat.letters.append(letter)
 
     def lose(self, token: bytes, why: str) -> None:
         """Count a member as dead."""

@@ -66,8 +66,8 @@ def join(
     Any process of a Ray program can be a member: a task, an actor, the driver, a worker of Ray
     Train, a trial of Ray Tune. It returns once ``size`` members have joined. The first one starts
     the host, an actor without CPUs on its node, which ends with the last member. Within a node,
-    members and host exchange weights through memory that both map; members on other nodes reach
-    the host through Ray's object store.
+    members and host exchange weights through memory that both map; on each other node the host
+    starts an agent, which its members reach in the same way.
 
     In a worker of Ray Train no argument is needed: name, rank and size come from its context, and
     each attempt of a run is a meeting of its own.
@@ -425,6 +425,8 @@ class Member:
             scores=outcome.scores,
         )
         result.ways = dict(outcome.ways)
+        result.groups = outcome.groups
+        result.link = dict(outcome.link)
         return result
 
 

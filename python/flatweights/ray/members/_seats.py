@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
 from flatweights._layout import Layout, unpickle_layout
@@ -19,6 +20,7 @@ from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Answer, Packed
 from flatweights.ray.lanes._driver import DriverLane, Lanes
 from flatweights.ray.members._asks import Ask, MemberDiedError, remember
+from flatweights.ray.nodes._agents import AgentEnd
 
 SLICE = 1.0  # seconds between two looks at what rings no bell
 
@@ -27,8 +29,18 @@ class Letter(NamedTuple):
     """An ask that came through Ray: its stream, its buffer, and what its caller waits for."""
 
     stream: bytes | None
-    buffer: NDArray[np.uint8] | None
+    buffer: NDArray[np.uint8] | Away | None
     reply: Future[Any] | None
+
+
+class Away(NamedTuple):
+    """In place of weights: they stay on the member's node.
+
+    Attributes:
+        spoiled: The error about NaN or infinity, if they were screened and hold any.
+    """
+
+    spoiled: Exception | None
 
 
 @dataclass
@@ -47,6 +59,8 @@ class Seat:
         letters: Asks of its that came through Ray.
         reply: What its call through Ray waits for: an outcome.
         layouts: Those that its asks have brought, by digest.
+        agent: The agent of its node, if that has the lane to it.
+        is_waiting: Whether a call through that agent waits for an outcome.
     """
 
     rank: int
@@ -60,6 +74,8 @@ class Seat:
     letters: deque[Letter] = field(default_factory=deque)
     reply: Future[Any] | None = None
     layouts: dict[str, Layout] = field(default_factory=dict)
+    agent: AgentEnd | None = None
+    is_waiting: bool = False
 
     @property
     def is_present(self) -> bool:
@@ -69,7 +85,8 @@ class Seat:
     @property
     def is_ready(self) -> bool:
         """Whether it can be given an outcome."""
-        return self.is_present and (self.lane is not None or self.reply is not None)
+        can_be_told = self.lane is not None or self.reply is not None or self.is_waiting
+        return self.is_present and can_be_told
 
 
 class SeatAnswer(Answer):
@@ -85,6 +102,9 @@ class SeatAnswer(Answer):
         """
         self.seat = seat
         self.ask: Ask | None = None
+        self.stream = b""
+        self.away: Away | None = None
+        self._layout: Layout | None = None
         self._lanes = lanes
         self._news = news
         self._value: Packed | None = None
@@ -148,23 +168,39 @@ class SeatAnswer(Answer):
         if layout is not None:
             known = unpickle_layout(layout)
             remember(seat.layouts, known.digest, known)
-        if asked.digest is not None and asked.root in (None, seat.rank):
-            self._value = Packed(as_array(buffer), seat.layouts[asked.digest])
-        self.ask = asked
+        if asked.digest is not None:
+            self._layout = seat.layouts[asked.digest]
+        if isinstance(buffer, Away):
+            self.away = buffer
+        elif self._layout is not None and asked.root in (None, seat.rank):
+            self._value = Packed(as_array(buffer), self._layout)
+        self.ask, self.stream = asked, stream
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that the ask names."""
+        assert self._layout is not None
+        return self._layout
 
     def take(self) -> Any:
         """Return the weights."""
         if self._error is not None:
             raise self._error
-        return None if self._value is None else FlatWeights.wrap(*self._value)
+        packed = self.packed()
+        return None if packed is None else FlatWeights.wrap(*packed)
 
     def packed(self) -> Packed | None:
-        """Return the weights without views of their parts."""
+        """Return the weights without views of their parts; they are fetched if they are away."""
+        if self._value is None and self.away is not None:
+            assert self.seat is not None
+            assert self.seat.agent is not None
+            buffer = ray.get(self.seat.agent.handle.give.remote(self.seat.rank))
+            self._value = Packed(buffer, self.layout)
         return self._value
 
     def let_go(self) -> None:
         """Drop the weights."""
-        self._value = None
+        self._value = self.away = None
 
 
 @functools.lru_cache(maxsize=256)

@@ -72,15 +72,21 @@ class Command(NamedTuple):
 
 
 class NodeAgent:
-    """What an agent does, as a plain object: Ray wraps all methods of an actor's class."""
+    """What an agent does, as a plain object: Ray wraps all methods of an actor's class.
+
+    Attributes:
+        lanes: Those to workers of this node.
+        end: This node's part of exchanges.
+        turn: Held by whoever uses it.
+    """
 
     def __init__(self, ranks: int, host: str) -> None:
         """Prepare for workers of a group of so many ``ranks``; ``host`` is this node's address."""
+        self.lanes = GroupLanes(ranks)
+        self.end = NodeEnd(self.lanes.offer_of, host)
+        self.turn = threading.Lock()
         self._ranks = ranks
-        self._lanes = GroupLanes(ranks)
         self._workers: dict[int, NearWorker] = {}
-        self._end = NodeEnd(self._lanes, host)
-        self._turn = threading.Lock()
         self._over = 0  # the number of the last command whose round is over
         self._reading: Reading | None = None
         self._answers: dict[int, Answer] = {}
@@ -91,13 +97,13 @@ class NodeAgent:
     def address(self) -> Address | str:
         """Return where other nodes connect; or why they cannot."""
         try:
-            return self._end.address
+            return self.end.address
         except OSError as error:
             return str(error)
 
     def work(self, command: Command) -> dict[int, Any]:
         """Call workers; return what `more` does."""
-        with self._turn:
+        with self.turn:
             self._close_round()
             if self._is_on(command.number):
                 self._begin(command)
@@ -105,40 +111,40 @@ class NodeAgent:
 
     def more(self, number: int) -> dict[int, Any]:
         """Return headers, values or failures by rank, once there are any; none if it is over."""
-        with self._turn:
+        with self.turn:
             return self._news(number)
 
     def finish(self, number: int) -> None:
         """Hold no result of the command ``number`` any longer, and wait for none."""
         self._over = max(self._over, number)
-        with self._turn:
+        with self.turn:
             if self._over == number:
                 self._close_round()
 
     def stream(self, plan: Plan, me: int, route: Route) -> Traffic | Exception:
         """Exchange with other nodes; see `NodeEnd.stream`."""
-        with self._turn:
+        with self.turn:
             reach("exchanging")
             try:
-                return self._end.stream(plan, me, route)
+                return self.end.stream(plan, me, route)
             except (StreamError, ValueError) as error:  # the latter, if links have ended
                 return error.with_traceback(None)
 
     def cut(self, plan: Plan, me: int) -> Any:
         """See `NodeEnd.cut`: one object for each piece."""
-        with self._turn:
+        with self.turn:
             reach("exchanging")
-            return tuple(self._end.cut(plan, me))
+            return tuple(self.end.cut(plan, me))
 
     def merge(self, plan: Plan, me: int, contributions: Sequence[Any]) -> Any:
         """See `NodeEnd.merge`."""
-        with self._turn:
-            return self._end.merge(plan, me, contributions)
+        with self.turn:
+            return self.end.merge(plan, me, contributions)
 
     def place(self, plan: Plan, me: int, pieces: Sequence[Any]) -> None:
         """See `NodeEnd.place`."""
-        with self._turn:
-            self._end.place(plan, me, pieces)
+        with self.turn:
+            self.end.place(plan, me, pieces)
 
     def _is_on(self, number: int) -> bool:
         """Whether the round of a command is not over."""
@@ -164,7 +170,7 @@ class NodeAgent:
         for rank, (handle, _) in ranks.items():
             worker = self._workers.get(rank)
             if worker is None or worker.handle != handle:
-                worker = self._workers[rank] = NearWorker(handle, rank, self._lanes)
+                worker = self._workers[rank] = NearWorker(handle, rank, self.lanes)
             if payload is not None:
                 worker.prepare(payload)
         for rank, (_, more) in ranks.items():
@@ -180,7 +186,7 @@ class NodeAgent:
         if number and self._held is not None and self._held[0] == number:
             return self._held[1]
         if number:
-            value = self._end.weights(number)
+            value = self.end.weights(number)
         else:
             value = weights_of(ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights)
         ranks = self._ranks
@@ -204,11 +210,11 @@ class NodeAgent:
             return Failure(portable(error))
         if self._reading is None:
             return value
-        return self._end.results.read(rank, value, self._reading)
+        return self.end.results.read(rank, value, self._reading)
 
     def _close_round(self) -> None:
-        self._lanes.done()
-        self._end.results.models.clear()
+        self.lanes.done()
+        self.end.results.models.clear()
         for rank, answer in self._answers.items():
             if answer in self._pending:
                 self._owed[rank] = answer

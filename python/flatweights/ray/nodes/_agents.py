@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights.ray._calls import Answer, Call, Holders, argument_of
-from flatweights.ray.lanes._calls import GroupLanes, NearWorker, Setback
+from flatweights.ray.lanes._calls import NearWorker, Setback
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._order import CallLog
 from flatweights.ray.nodes._agent import Agent, Command, Failure, Held
@@ -22,7 +22,10 @@ from flatweights.ray.nodes._results import Reading
 from flatweights.ray.nodes._streams import Address
 
 _VARIABLE = "FLATWEIGHTS_BETWEEN_NODES"
-SMALL = 256 * 1024  # bytes of a model below which a round through the driver is faster
+_CALLS = 4  # of an agent that may run at a time
+
+SMALL = 256 * 1024
+"""Bytes of a model below which a round through the driver is faster."""
 
 Choice = Literal["", "driver", "objects", "streams"]
 
@@ -82,6 +85,7 @@ class NodeAnswer(Answer):
     def __init__(self, call: NodeCall, rank: int, handle: Any) -> None:
         """Wait for what the agent says of ``rank``."""
         self.call = call
+        self.place = call.agent
         self._rank = rank
         self._handle = handle
         self._after: Any = None  # there once the worker has run a call that is over
@@ -153,13 +157,23 @@ class AgentEnd:
         held: The exchanges whose averages it has.
     """
 
-    def __init__(self, node: str, ranks: int) -> None:
-        """Start an agent on ``node``, for a group of so many ``ranks``."""
+    def __init__(
+        self, node: str, actor: type[Agent], args: Sequence[Any], max_concurrency: int
+    ) -> None:
+        """Start an agent on ``node``.
+
+        Args:
+            node: The node.
+            actor: The class.
+            args: What its constructor takes.
+            max_concurrency: How many of its calls run at a time.
+        """
         self.node = node
         self.token = secrets.token_hex(8)
         where = NodeAffinitySchedulingStrategy(node, soft=False)
-        options = {"num_cpus": 0, "max_concurrency": 4, "scheduling_strategy": where}
-        self.handle = ray.remote(Agent).options(**options).remote(ranks)
+        options: Any = {"num_cpus": 0, "max_concurrency": max_concurrency}
+        made: Any = ray.remote(actor).options(scheduling_strategy=where, **options)
+        self.handle = made.remote(*args)
         self.is_dead = False
         self.held: set[int] = set()
         self._sent = 0  # the exchange whose average its workers were sent last
@@ -236,7 +250,7 @@ class AgentEnd:
 
 
 class Agents:
-    """The agents of a group, by node, and the driver's own part of exchanges.
+    """The agents of a group or a meeting, by node, and this process's own part of exchanges.
 
     Attributes:
         sums: How sums travel.
@@ -246,8 +260,22 @@ class Agents:
         epoch: The nodes of the last exchange over streams, and what told it from others.
     """
 
-    def __init__(self, lanes: GroupLanes, ranks: int, sums: Sums = "float64") -> None:
+    def __init__(
+        self,
+        offer: Callable[[int], None],
+        sums: Sums,
+        actor: type[Agent],
+        args: Sequence[Any],
+        max_concurrency: int = _CALLS,
+    ) -> None:
         """Start none yet.
+
+        Args:
+            offer: See `NodeEnd`.
+            sums: How sums travel.
+            actor: The class of agents.
+            args: What its constructor takes.
+            max_concurrency: How many calls of an agent run at a time.
 
         Raises:
             ValueError: If the environment variable or ``sums`` is malformed.
@@ -260,15 +288,15 @@ class Agents:
         tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
         self.streams = Setback("other nodes are", "Ray uses TLS" if tls else "")
         self.epoch: tuple[tuple[str, ...], bytes] = (), b""
-        self._lanes = lanes
-        self._ranks = ranks
+        self._offer = offer
+        self._agents = actor, args, max_concurrency
         self._by_node: dict[str, AgentEnd] = {}
         self._end: NodeEnd | None = None
         self._number = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as new ones."""
-        return type(self), (self._lanes, self._ranks, self.sums)
+        return type(self), (self._offer, self.sums, *self._agents)
 
     def next_number(self) -> int:
         """Return the number of the next command or exchange."""
@@ -279,15 +307,13 @@ class Agents:
     def end(self) -> NodeEnd:
         """This process's part of exchanges."""
         if self._end is None:
-            self._end = NodeEnd(self._lanes, ray.util.get_node_ip_address())
+            self._end = NodeEnd(self._offer, ray.util.get_node_ip_address())
         return self._end
 
     def why_not(self) -> str | None:
         """Return why a round is to go through the driver; None, if it is not."""
         if self.choice == "driver":
             return f"{_VARIABLE}=driver"
-        if self._lanes.setback.reason and not self._lanes.setback.is_over:
-            return self._lanes.setback.reason
         if not self.nbytes:
             return "the size of the weights is not known yet"
         if not self.choice and self.nbytes < SMALL:
@@ -303,11 +329,17 @@ class Agents:
         """
         agent = self._by_node.get(worker.far_node)
         if agent is not None and agent.is_dead:
-            del self._by_node[agent.node]
             worker.look_for_node()
-            return None
-        if agent is None and starts and worker.far_node:
-            agent = self._by_node[worker.far_node] = AgentEnd(worker.far_node, self._ranks)
+        return self.at(worker.far_node, starts=starts) if worker.far_node else None
+
+    def at(self, node: str, *, starts: bool) -> AgentEnd | None:
+        """Return the agent of ``node``; start one if there is none, if ``starts``."""
+        agent = self._by_node.get(node)
+        if agent is not None and agent.is_dead:
+            agent = None
+            del self._by_node[node]
+        if agent is None and starts:
+            agent = self._by_node[node] = AgentEnd(node, *self._agents)
         return agent
 
     def shut_down(self) -> None:

@@ -29,7 +29,7 @@ from flatweights.ray._failpoints import reach
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
 from flatweights.ray._shards import as_kind
-from flatweights.ray.nodes._agents import AgentEnd, Agents, NodeAnswer
+from flatweights.ray.nodes._agents import AgentEnd, Agents
 from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._results import Header, Reading
@@ -96,6 +96,8 @@ class NodesAverage:
 
     def _run(self) -> Round:
         arrivals = self._arrivals
+        for rank in sorted(arrivals.arrived):
+            self._receive(rank)
         while (came := arrivals.wait(all_at_once=True)) is not None:
             for rank in came:
                 self._receive(rank)
@@ -140,9 +142,8 @@ class NodesAverage:
         value = self._arrivals.take(rank)
         if rank in self._arrivals.failed:
             return
-        self._places[rank] = None
-        if isinstance(answer, NodeAnswer):
-            self._places[rank] = answer.call.agent
+        self._places[rank] = answer.place
+        if answer.place is not None:
             self._headers[rank] = value
         else:
             results = self._agents.end.results

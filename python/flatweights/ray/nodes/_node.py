@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +13,7 @@ from flatweights import _core
 from flatweights._sources import Kind
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._shards import Bytes, as_kind
-from flatweights.ray.lanes._calls import GroupLanes
-from flatweights.ray.nodes._plan import Plan
+from flatweights.ray.nodes._plan import Plan, nbytes_of
 from flatweights.ray.nodes._results import Results
 from flatweights.ray.nodes._streams import Address, Streams
 
@@ -57,10 +56,15 @@ class NodeEnd:
         results: What the ranks of this node have returned.
     """
 
-    def __init__(self, lanes: GroupLanes, host: str) -> None:
-        """Take the lanes, in whose windows averages are made, and the node's own address."""
+    def __init__(self, offer: Callable[[int], None], host: str) -> None:
+        """Prepare.
+
+        Args:
+            offer: Has the next array of so many bytes that this thread makes lie in a window.
+            host: The node's own address.
+        """
         self.results = Results()
-        self._lanes = lanes
+        self._offer = offer
         self._host = host
         self._streams: Streams | None = None
         self._mean: tuple[Plan, Any, Bytes] | None = None
@@ -153,8 +157,7 @@ class NodeEnd:
         """Return new memory for the average, in a window if one is free."""
         template = plan.template
         self._mean = None
-        self._lanes.nbytes = template.layout.nbytes
-        self._lanes.offer()
+        self._offer(nbytes_of(template))
         try:
             if template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
                 model = template.new()

@@ -1,0 +1,266 @@
+"""A branch: the agent of a meeting on another node than its host's.
+
+The members of its node make lanes to it, as others do to the host. Large weights stay here: the
+host gets the asks alone, and has branches exchange pieces; small ones go to it with the ask.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from flatweights._sources import Kind, Template
+from flatweights.ray._calls import Answer
+from flatweights.ray.lanes._calls import GroupLanes
+from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.lanes._message import buffer_message
+from flatweights.ray.lanes._worker import NUMBER
+from flatweights.ray.members._asks import MemberDiedError
+from flatweights.ray.members._seats import SLICE, Away, Letter, Seat, SeatAnswer
+from flatweights.ray.nodes._agent import Agent, Held
+from flatweights.ray.nodes._agents import SMALL
+from flatweights.ray.nodes._node import NodeEnd
+from flatweights.ray.nodes._results import Header
+
+_KEPT = 4  # outcomes that members may fetch
+
+
+class AwayAnswer(Answer):
+    """The ask of a member whose weights a branch has, for an exchange."""
+
+    def __init__(self, answer: SeatAnswer) -> None:
+        """Take the ask."""
+        assert answer.seat is not None
+        assert answer.away is not None
+        self.place = answer.seat.agent
+        layout = answer.layout
+        template = Template(Kind.FLAT_WEIGHTS, layout)
+        self._header = Header(template, spoiled=answer.away.spoiled, nbytes=layout.nbytes)
+        self._answer = answer
+
+    @classmethod
+    def wait(
+        cls, answers: Sequence[Any], timeout: float | None, enough: int = 1
+    ) -> Sequence[Answer]:
+        """Return all: they are there."""
+        return answers
+
+    def take(self) -> Header:
+        """Return the header."""
+        return self._header
+
+    def let_go(self) -> None:
+        """Let go of the ask."""
+        self._answer.let_go()
+
+
+class Post(NamedTuple):
+    """An outcome for members of one branch.
+
+    Attributes:
+        number: Its number.
+        stream: The outcome.
+        weights: Its weights: None; a reference in a list; or `Held`.
+        tokens: The members.
+    """
+
+    number: int
+    stream: bytes
+    weights: Any
+    tokens: Sequence[bytes]
+
+
+class Branch:
+    """The members of one node. One thread owns their seats, as in a meeting."""
+
+    def __init__(self, host: Any, lanes: GroupLanes, end: NodeEnd, turn: threading.Lock) -> None:
+        """Begin.
+
+        Args:
+            host: The actor to which asks go.
+            lanes: Those of this process.
+            end: This node's part of exchanges.
+            turn: The lock of whoever uses ``end``.
+
+        Raises:
+            OSError: If there can be no lanes.
+        """
+        made = lanes.lanes
+        if made is None:
+            raise OSError(lanes.setback.reason)
+        self._host = host
+        self._lanes = made
+        self._end = end
+        self._turn = turn
+        self._seats: dict[bytes, Seat] = {}
+        self._asked: set[bytes] = set()  # those that wait for an outcome
+        self._posts: dict[int, tuple[bytes, Any]] = {}
+        self._news: deque[Callable[[], None]] = deque()
+        self._news_answer = SeatAnswer(made, None, self._news)
+        threading.Thread(target=self._run, name="flatweights-branch", daemon=True).start()
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Return what ``method`` returns in the thread of the branch."""
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(method(*args))
+            except Exception as error:
+                done.set_exception(error)
+
+        self._news.append(run)
+        self._lanes.ring()
+        return done.result()
+
+    def enter(self, rank: int, who: str, token: bytes) -> bytes:
+        """Take a member with the ticket of the host; return where it is to make its lane."""
+        self._lanes.expect(token)
+        self._seats[token] = Seat(rank, who, token)
+        return self._lanes.address
+
+    def attach(self, token: bytes, nonce: bytes) -> None:
+        """Make the lane to a member, and tell the host that it is ready.
+
+        Raises:
+            LaneError: If it has not connected.
+        """
+        seat = self._seats.get(token)
+        if seat is None:
+            raise LaneError("no such member")
+        seat.lane = self._lanes.connect(token, nonce)
+        seat.answer = SeatAnswer(self._lanes, seat, self._news)
+        self._host.hand.remote(token, None, None)
+
+    def deliver(self, token: bytes, stream: bytes, buffer: Any) -> None:
+        """Take an ask that does not fit into a lane."""
+        self._seats[token].letters.append(Letter(stream, buffer, None))
+
+    def fetch(self, number: int) -> tuple[bytes, Any]:
+        """Return an outcome that did not fit into a lane: its stream and its buffer.
+
+        Raises:
+            KeyError: If it is no longer kept.
+        """
+        return self._posts[number]
+
+    def give(self, rank: int) -> NDArray[np.uint8]:
+        """Return the weights of a member."""
+        with self._turn:
+            return self._end.results.models[rank]
+
+    def post(self, post: Post) -> None:
+        """Give members an outcome."""
+        weights = post.weights
+        buffer: Any = None
+        if isinstance(weights, Held):
+            buffer = self._end.weights(weights.number).buffer
+        elif weights is not None:
+            buffer = ray.get(weights[0])
+        self._posts[post.number] = post.stream, buffer
+        if len(self._posts) > _KEPT:
+            del self._posts[next(iter(self._posts))]
+        windows = self._lanes.windows
+        message = buffer_message(0, post.stream, buffer, windows)
+        message = message or buffer_message(0, NUMBER.pack(post.number), None, windows)
+        assert message is not None
+        for token in post.tokens:
+            seat = self._seats[token]
+            self._end.results.models.pop(seat.rank, None)
+            seat.has = post.number
+            seat.answer = SeatAnswer(self._lanes, seat, self._news)
+            self._asked.discard(token)
+            try:
+                assert seat.lane is not None
+                seat.lane.post(message, windows)
+            except Exception as error:  # it died meanwhile
+                self._lose(seat, f"{seat.who}: {type(error).__name__}: {error}")
+
+    def _run(self) -> None:
+        while True:
+            seats = [
+                seat
+                for token, seat in self._seats.items()
+                if seat.is_present and seat.answer is not None and token not in self._asked
+            ]
+            awaited = [seat.answer for seat in seats if seat.answer is not None]
+            for answer in SeatAnswer.wait([self._news_answer, *awaited], SLICE):
+                if answer.seat is not None:
+                    self._hear(answer, answer.seat)
+            while self._news:
+                self._news.popleft()()
+
+    def _hear(self, answer: SeatAnswer, seat: Seat) -> None:
+        ask = answer.ask
+        if ask is None:
+            try:
+                answer.take()
+            except MemberDiedError as error:
+                self._lose(seat, str(error))
+            return
+        self._asked.add(seat.token)
+        seat.left = ask.operation == "leave"
+        packed = answer.packed()
+        if packed is None or packed.buffer.nbytes < SMALL:
+            buffer = None if packed is None else packed.buffer
+            self._host.hand.remote(seat.token, answer.stream, buffer)
+            return
+        with self._turn:
+            self._end.results.models[seat.rank] = packed.buffer
+        spoiled = None
+        if ask.nonfinite != "propagate" and ask.rule is None:
+            template = Template(Kind.FLAT_WEIGHTS, packed.layout)
+            spoiled = template.find_nonfinite([packed.buffer], f"rank {seat.rank}")
+        self._host.hand.remote(seat.token, answer.stream, Away(spoiled))
+
+    def _lose(self, seat: Seat, why: str) -> None:
+        seat.gone = MemberDiedError(why)
+        if seat.lane is not None:
+            self._lanes.give_up(seat.lane)
+        self._host.lose.remote(seat.token, why)
+
+
+class BranchAgent(Agent):
+    """The actor; see `Branch`."""
+
+    def __init__(self, ranks: int, host: Any) -> None:
+        """Start, for a meeting of so many ``ranks``."""
+        super().__init__(ranks)
+        agent = self._agent
+        self._branch = Branch(host, agent.lanes, agent.end, agent.turn)
+
+    def stay(self) -> None:
+        """Never return: the host learns from the error when this process has died."""
+        threading.Event().wait()
+
+    def enter(self, rank: int, who: str, token: bytes) -> bytes:
+        """See `Branch.enter`."""
+        address: bytes = self._branch.call(self._branch.enter, rank, who, token)
+        return address
+
+    def attach(self, token: bytes, nonce: bytes) -> None:
+        """See `Branch.attach`."""
+        self._branch.call(self._branch.attach, token, nonce)
+
+    def deliver(self, token: bytes, stream: bytes, buffer: Any) -> None:
+        """See `Branch.deliver`."""
+        self._branch.call(self._branch.deliver, token, stream, buffer)
+
+    def fetch(self, number: int) -> tuple[bytes, Any]:
+        """See `Branch.fetch`."""
+        return self._branch.fetch(number)
+
+    def give(self, rank: int) -> NDArray[np.uint8]:
+        """See `Branch.give`."""
+        return self._branch.give(rank)
+
+    def post(self, post: Post) -> None:
+        """See `Branch.post`."""
+        self._branch.call(self._branch.post, post)
