@@ -1,10 +1,12 @@
 import contextlib
+import functools
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,8 +143,14 @@ def test_another_number_or_length_than_expected_names_the_peer(number: int, leng
         _, outcome = some.together(swap)
         assert isinstance(outcome, StreamError)
         assert outcome.peer == 0
-        text = f"expected swap {number} of {length} bytes, got swap 0 of 100 bytes"
+        text = f"expected swap {number}, {length} bytes; got swap 0, 100 bytes"
         assert text in str(outcome)
+
+
+def await_bytes(links: Links, patience: float = 10, end: float | None = None) -> None:
+    """Wait for bytes from all peers that send none."""
+    into = {place: [np.zeros(1, np.uint8)] for place in range(links.size) if place != links.me}
+    links.swap(0, {}, into, patience=patience, end=end)
 
 
 def test_a_peer_that_stalls_is_named() -> None:
@@ -150,26 +158,30 @@ def test_a_peer_that_stalls_is_named() -> None:
 
         def swap(me: int) -> None:
             if me != 2:
-                some.links[me].swap(0, {}, {}, patience=0.2)
+                one = np.zeros(1, np.uint8)
+                sends = {1 - me: lambda: [one]}
+                into = {place: [one.copy()] for place in (1 - me, 2)}
+                some.links[me].swap(0, sends, into, patience=0.2)
 
         first, second, _ = some.together(swap)
-        assert {error.peer for error in errors([first, second])} & {2}
+        assert 2 in {error.peer for error in errors([first, second])}
+
+
+def test_the_time_of_a_swap_may_be_up() -> None:
+    with nodes(2) as some:
+        with pytest.raises(StreamError, match="peer 1: the time is up") as caught:
+            await_bytes(some.links[0], end=time.monotonic() + 0.1)
+        assert isinstance(caught.value.__cause__, TimeoutError)
+        with pytest.raises(StreamError, match="peer 0: it closed the stream"):
+            await_bytes(some.links[1])
 
 
 def test_close_ends_a_swap() -> None:
     with nodes(2) as some:
-        threading.Timer(0.1, some.links[0].close).start()
-        began = time.monotonic()
-        assert "closed" in str(errors([some.pool.submit(swap_alone, some.links[0]).result()])[0])
-        assert time.monotonic() - began < 5
-
-
-def swap_alone(links: Links) -> object:
-    try:
-        links.swap(0, {}, {}, patience=20)
-    except StreamError as error:
-        return error
-    return None
+        swap = some.pool.submit(await_bytes, some.links[0])
+        some.links[0].close()
+        with pytest.raises(StreamError, match=r"closed|ended"):
+            swap.result()
 
 
 def test_nothing_listens_after_close() -> None:
@@ -177,3 +189,83 @@ def test_nothing_listens_after_close() -> None:
     streams.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((streams.address.host, streams.address.port))
+
+
+def test_what_goes_may_depend_on_what_came() -> None:
+    """An allreduce in one swap: sums of blocks go to all once the block has come from all."""
+    size, blocks, nbytes = 4, 5, 3000
+    with nodes(size) as some:
+        data = [
+            [[random_bytes(nbytes) for _ in range(blocks)] for _ in range(size)]
+            for _ in range(size)
+        ]
+
+        def reduce(me: int) -> NDArray[np.uint8]:
+            others = [place for place in range(size) if place != me]
+            came = {place: np.zeros((blocks, nbytes), np.uint8) for place in others}
+            result = np.zeros((size, blocks, nbytes), np.uint8)
+            count = [0] * blocks
+
+            def arrived(place: int, index: int) -> int | None:
+                if index >= blocks:
+                    return None
+                count[index] += 1
+                if count[index] < len(others):
+                    return None
+                result[me, index] = data[me][me][index] + sum(came[k][index] for k in others)
+                return blocks + min(
+                    (k for k in range(blocks) if count[k] < len(others)), default=blocks
+                )
+
+            some.links[me].swap(
+                0,
+                {k: functools.partial(chain, data[me][k], result[me]) for k in others},
+                {k: [*came[k], *result[k]] for k in others},
+                patience=10,
+                ready=blocks,
+                arrived=arrived,
+            )
+            return result
+
+        expected = [
+            [sum(data[node][piece][k] for node in range(size)) for k in range(blocks)]
+            for piece in range(size)
+        ]
+        for result in some.together(reduce):
+            np.testing.assert_array_equal(result, expected)
+
+
+def test_what_never_becomes_ready_is_an_error() -> None:
+    with nodes(2) as some:
+        one = np.zeros(10, np.uint8)
+
+        def swap(me: int) -> None:
+            sends = {1 - me: lambda: [one, one]}
+            some.links[me].swap(0, sends, {1 - me: [one.copy()]}, patience=10, ready=1)
+
+        for outcome in some.together(swap):
+            assert isinstance(outcome, (RuntimeError, StreamError)), outcome
+        assert all(links.is_closed for links in some.links)
+
+
+@pytest.mark.parametrize("where", ["sends", "arrived"])
+def test_what_a_function_raises_ends_all_links(where: str) -> None:
+    def fails(*_: int) -> Any:
+        raise KeyError("mine")
+
+    with nodes(3) as some:
+
+        def swap(me: int) -> None:
+            one = np.zeros(10, np.uint8)
+            sends: dict[int, Any] = {place: lambda: [one] for place in range(3) if place != me}
+            into = {place: [one.copy()] for place in sends}
+            if me == 1 and where == "sends":
+                sends[2] = fails
+            arrived = fails if me == 1 and where == "arrived" else None
+            some.links[me].swap(0, sends, into, patience=10, arrived=arrived)
+            some.links[me].swap(1, sends, into, patience=10)
+
+        first, second, third = some.together(swap)
+        assert isinstance(second, KeyError)
+        assert {error.peer for error in errors([first, third])} & {1}
+        assert all(links.is_closed for links in some.links)

@@ -7,9 +7,11 @@ peers. `Streams.open` connects the process to its peers, and gives `Links`.
   its place i. j compares the key before it looks at the rest. Once it has called `open` with that
   epoch, too, it answers with the epoch. So an answer says that both ends are ready.
 - An epoch is used once. Sockets of an older one are closed, and connections for it refused.
-- In a swap each node sends one frame to each other node: the number of the swap and the length of
-  the data (8 bytes each), then the data. At step s it sends to the node s places after it, so no
-  two nodes begin to send to the same one. It reads from all at once.
+- In a swap each node sends buffers to each other node, each of them in a frame: the number of the
+  swap and the length (8 bytes each), then the bytes. The receiver checks both before it reads more.
+- A node gives all peers the same share of its link, a turn of some bytes each. It begins with the
+  node after it, so no two nodes begin with the same one; a peer that takes nothing now is passed
+  over. It reads whatever arrives. So all links are in use until the end of a swap.
 - After any error all sockets of the links are shut down, which ends the other thread and, within
   a moment, the swaps of all peers.
 """
@@ -20,6 +22,7 @@ import collections
 import contextlib
 import hmac
 import logging
+import math
 import os
 import secrets
 import select
@@ -28,7 +31,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 Buffer: TypeAlias = Any  # what has the buffer protocol, contiguous; a type of its own since 3.12
@@ -38,8 +41,11 @@ _EPOCH = 16  # bytes of an epoch
 _HELLO = struct.Struct(f"<{_KEY}s{_EPOCH}sI")  # key, epoch, place of the sender
 _FRAME = struct.Struct("<QQ")  # number of the swap, length of the data
 
-_BLOCK = 256 << 10  # bytes that one call reads: they stay in the cache for who adds them up
-_MOST_VIEWS = 64  # buffers that one call sends
+_BLOCK = 256 << 10  # bytes that one call reads
+_TURN = 1 << 20  # bytes that a peer is sent before it is the next one's turn
+_UNSENT = (
+    256 << 10
+)  # bytes that the kernel takes beyond those on their way: what goes is decided late
 _STRANGERS = 64  # connections that have not sent a hello yet
 _GUESTS = 1024  # connections with the right key whose epoch has not been opened here yet
 _PAST = 64  # epochs that are remembered as ended
@@ -392,45 +398,63 @@ class Links:
     def swap(
         self,
         number: int,
-        sends: Mapping[int, Callable[[], Sequence[Buffer]]],
+        sends: Mapping[int, Callable[[], Iterable[Buffer]]],
         receives: Mapping[int, Sequence[Buffer]],
         *,
         patience: float,
         end: float | None = None,
+        ready: int | None = None,
+        arrived: Callable[[int, int], int | None] | None = None,
     ) -> None:
-        """Send bytes to all peers and receive bytes from all of them, at the same time.
+        """Send buffers to all peers and receive buffers from all of them, at the same time.
 
-        All nodes have to call it, with the same number. No bytes are copied.
+        All nodes have to call it with the same number, and what one sends to another has to be cut
+        into buffers of the same lengths on both sides. No bytes are copied. What a node sends may
+        depend on what it receives, as the second step of an allreduce does: `ready` holds buffers
+        back, and `arrived` releases them.
 
         Args:
             number: What tells this swap from those before and after it.
-            sends: By place, a function that returns the buffers to send, back to back. It is called
-                in another thread, just before they go. A place that is not there gets 0 bytes.
+            sends: By place, a function that returns the buffers to send, or makes them one by one.
+                It is called in another thread; a buffer is asked for just before it goes. A place
+                that is not there gets none.
             receives: By place, the writable buffers to fill.
             patience: Seconds without a byte from a peer, or to it, after which it has stalled.
             end: When the swap has to be over (`time.monotonic`).
+            ready: How many buffers may go to each peer for now; all of them if None.
+            arrived: Called in this thread with a place and an index, when that buffer of
+                ``receives`` is full. It may return a new, larger ``ready``.
 
         Raises:
-            StreamError: If a peer closes its links, stalls, or sends another swap or length than
-                expected. The links have ended then.
+            StreamError: If a peer closes its links, stalls, or sends another number or length than
+                expected. The links have ended then, as after anything that a function raises.
         """
-        targets = {place: _views(receives.get(place, ())) for place in self._sockets}
+        readers = [
+            _Reader(place, connection, number, receives.get(place, ()))
+            for place, connection in self._sockets.items()
+        ]
+        order = [(self.me + step) % self.size for step in range(1, self.size)]
+        writers = [_Writer(k, self._sockets[k], number, sends.get(k, tuple)) for k in order]
+        limits = _Limits(patience, end, time.monotonic())
         with self._in_use():
-            clock = _Clock(patience, end)
+            gate = _Gate(ready)
             sender = threading.Thread(
                 target=self._send_all,
-                args=(number, sends, clock),
+                args=(writers, gate, limits),
                 name="flatweights-sender",
                 daemon=True,
             )
             try:
                 sender.start()
-                self._receive_all(number, targets, clock)
+                self._receive_all(readers, gate, limits, arrived)
+                gate.end()
                 sender.join()
             except BaseException as error:
                 self._fail(error)
             finally:
+                gate.end()
                 _join(sender)
+                gate.close()
             if self._error is not None:
                 raise self._error
 
@@ -469,146 +493,288 @@ class Links:
             for connection in self._sockets.values():
                 connection.close()
 
-    def _send_all(
-        self, number: int, sends: Mapping[int, Callable[[], Sequence[Buffer]]], clock: _Clock
-    ) -> None:
+    def _send_all(self, writers: list[_Writer], gate: _Gate, limits: _Limits) -> None:
+        """Send all buffers; run by a thread of its own."""
         try:
-            for step in range(1, self.size):
-                place = (self.me + step) % self.size
-                give = sends.get(place)
-                self._send(place, number, _views(() if give is None else give()), clock)
+            poll = select.poll()
+            poll.register(gate.descriptor, select.POLLIN)
+            blocked: dict[int, _Writer] = {}
+            while writers:
+                is_over = gate.is_over  # then nothing becomes ready after this
+                able = [one for one in writers if not one.is_blocked and one.is_ready(gate.ready)]
+                if able:
+                    one = min(able, key=lambda one: one.turns)  # of equals the first one
+                    self.sent_bytes[one.place] += one.send()
+                    if one.is_blocked:
+                        descriptor = one.connection.fileno()
+                        blocked[descriptor] = one
+                        poll.register(descriptor, select.POLLOUT)
+                    elif one.is_done:
+                        writers.remove(one)
+                    continue
+                if is_over and not blocked:
+                    _check_sent(writers)
+                    return
+                for descriptor, _ in poll.poll(limits.milliseconds(blocked.values())):
+                    if descriptor == gate.descriptor:
+                        gate.pass_through()
+                    else:
+                        blocked.pop(descriptor).is_blocked = False
+                        poll.unregister(descriptor)
+                limits.check(blocked.values(), "takes")
         except BaseException as error:
             self._fail(error)
 
-    def _send(self, place: int, number: int, views: list[memoryview], clock: _Clock) -> None:
-        connection = self._sockets[place]
-        length = sum(view.nbytes for view in views)
-        views.insert(0, memoryview(_FRAME.pack(number, length)))
-        views.reverse()  # the next one is last
-        poll = select.poll()
-        poll.register(connection, select.POLLOUT)
-        while views:
-            try:
-                count = connection.sendmsg(views[: -1 - _MOST_VIEWS : -1])
-            except BlockingIOError:
-                if not poll.poll(clock.milliseconds([place])):
-                    clock.check(place, f"sending swap {number}")
-                continue
-            except OSError as error:
-                raise StreamError(place, f"it closed the stream ({error})") from error
-            clock.moved(place)
-            self.sent_bytes[place] += count
-            while count >= views[-1].nbytes:
-                count -= views.pop().nbytes
-                if not views:
-                    return
-            if count:
-                views[-1] = views[-1][count:]
-
     def _receive_all(
-        self, number: int, targets: dict[int, list[memoryview]], clock: _Clock
+        self,
+        readers: list[_Reader],
+        gate: _Gate,
+        limits: _Limits,
+        arrived: Callable[[int, int], int | None] | None,
     ) -> None:
         poll = select.poll()
-        readers = {}
-        for place, views in targets.items():
-            connection = self._sockets[place]
-            readers[connection.fileno()] = _Reader(place, connection, number, views)
-            poll.register(connection, select.POLLIN)
-        clock = clock.fresh()
-        while readers:
-            places = [reader.place for reader in readers.values()]
-            events = poll.poll(clock.milliseconds(places))
-            for descriptor, _ in events:
-                reader = readers[descriptor]
-                count = reader.read()
-                if count:
-                    clock.moved(reader.place)
-                    self.received_bytes[reader.place] += count
+        left = {}
+        for reader in readers:
+            if not reader.is_done:
+                descriptor = reader.connection.fileno()
+                left[descriptor] = reader
+                poll.register(descriptor, select.POLLIN)
+        while left:
+            for descriptor, _ in poll.poll(limits.milliseconds(left.values())):
+                reader = left[descriptor]
+                index = reader.index
+                self.received_bytes[reader.place] += reader.read()
+                if reader.index > index and arrived is not None:
+                    gate.open(arrived(reader.place, index))
                 if reader.is_done:
                     poll.unregister(descriptor)
-                    del readers[descriptor]
-            if not events:
-                for place in places:
-                    clock.check(place, f"receiving swap {number}")
+                    del left[descriptor]
+            limits.check(left.values(), "sends")
+
+
+def _check_sent(writers: Iterable[_Writer]) -> None:
+    for one in writers:
+        if one.has_next():
+            raise RuntimeError(f"peer {one.place}: a buffer has not become ready to be sent")
+
+
+class _Writer:
+    """What one peer is to be sent.
+
+    Attributes:
+        place: The peer.
+        connection: The socket to it.
+        turns: How many turns it has had.
+        is_blocked: Whether the socket takes nothing now.
+        is_done: Whether all is sent.
+        since: When it was blocked.
+    """
+
+    def __init__(
+        self,
+        place: int,
+        connection: socket.socket,
+        number: int,
+        give: Callable[[], Iterable[Buffer]],
+    ) -> None:
+        self.place = place
+        self.connection = connection
+        self.turns = 0
+        self.is_blocked = False
+        self.is_done = False
+        self.since = 0.0
+        self._number = number
+        self._give = give
+        self._buffers: Iterator[Buffer] | None = None
+        self._index = 0  # of the next buffer
+        self._rest: list[memoryview] = []  # of the present frame
+        self._left = _TURN  # bytes of the turn
+
+    @property
+    def missing(self) -> int:
+        """How much it lacks, to compare: the peer that lacks most has stalled first."""
+        return -self.turns
+
+    def is_ready(self, ready: float) -> bool:
+        """Whether there is something to send, if ``ready`` buffers may go."""
+        return bool(self._rest) or self._index < ready
+
+    def send(self) -> int:
+        """Send up to the end of the turn; return how many bytes that was.
+
+        Raises:
+            StreamError: If the peer has closed its end.
+        """
+        if not self._rest and not self.has_next():
+            self.is_done = True
+            return 0
+        first = self._rest[0]
+        pieces = [first, *self._rest[1:]] if first.nbytes < self._left else [first[: self._left]]
+        try:
+            count = self.connection.sendmsg([pieces[0], *(p[: self._left] for p in pieces[1:])])
+        except BlockingIOError:
+            self.is_blocked = True
+            self.since = time.monotonic()
+            return 0
+        except OSError as error:
+            raise StreamError(self.place, f"it closed the stream ({error})") from error
+        self._left -= count
+        if self._left <= 0:
+            self._left = _TURN
+            self.turns += 1
+        sent = count
+        while self._rest and count >= self._rest[0].nbytes:
+            count -= self._rest.pop(0).nbytes
+        if count:
+            self._rest[0] = self._rest[0][count:]
+        return sent
+
+    def has_next(self) -> bool:
+        """Take the next buffer, and return whether there is one."""
+        if self._buffers is None:
+            self._buffers = iter(self._give())
+        try:
+            view = _view(next(self._buffers))
+        except StopIteration:
+            return False
+        self._index += 1
+        self._rest = [memoryview(_FRAME.pack(self._number, view.nbytes))]
+        if view.nbytes:
+            self._rest.append(view)
+        return True
 
 
 class _Reader:
-    """Reads one frame."""
+    """What one peer sends.
+
+    Attributes:
+        place: The peer.
+        connection: The socket to it.
+        index: The buffer that is being filled.
+        is_done: Whether all are full.
+        since: When bytes came last.
+    """
 
     def __init__(
-        self, place: int, connection: socket.socket, number: int, views: list[memoryview]
+        self, place: int, connection: socket.socket, number: int, buffers: Sequence[Buffer]
     ) -> None:
         self.place = place
-        self.is_done = False
-        self._connection = connection
-        self._expected = (number, sum(view.nbytes for view in views))
-        self._frame = bytearray(_FRAME.size)
-        self._views = [*reversed(views), memoryview(self._frame)]  # the next one is last
-        self._in_frame = True
+        self.connection = connection
+        self.index = 0
+        self.is_done = not buffers
+        self.since = time.monotonic()
+        self._number = number
+        self._views = [_view(buffer) for buffer in buffers]
+        self._frame = memoryview(bytearray(_FRAME.size))
+        self._rest = self._frame
+        self._in_frame = True  # or in the buffer
+
+    @property
+    def missing(self) -> int:
+        """How much is missing, to compare."""
+        data = 0 if self._in_frame else self._rest.nbytes
+        return data + sum(view.nbytes for view in self._views[self.index + (not self._in_frame) :])
 
     def read(self) -> int:
-        """Read what is there, a block at most, and return how many bytes that was."""
+        """Read what is there, a block of one buffer at most; return how many bytes that was.
+
+        Raises:
+            StreamError: If the peer has closed its end, or sends another frame than expected.
+        """
         try:
-            count = self._connection.recv_into(self._views[-1][:_BLOCK])
+            count = self.connection.recv_into(self._rest[:_BLOCK])
         except BlockingIOError:
             return 0
         except OSError as error:
             raise StreamError(self.place, f"it closed the stream ({error})") from error
         if count == 0:
-            raise StreamError(self.place, f"it closed the stream in swap {self._expected[0]}")
-        rest = self._views[-1][count:]
-        if rest:
-            self._views[-1] = rest
-            return count
-        self._views.pop()
-        if self._in_frame:
+            raise StreamError(self.place, f"it closed the stream in swap {self._number}")
+        self.since = time.monotonic()
+        self._rest = self._rest[count:]
+        if not self._rest.nbytes and self._in_frame:
+            self._check_frame()
             self._in_frame = False
-            self._check()
-        self.is_done = not self._views
+            self._rest = self._views[self.index]
+        if not self._rest.nbytes and not self._in_frame:
+            self._in_frame = True
+            self._rest = self._frame
+            self.index += 1
+            self.is_done = self.index == len(self._views)
         return count
 
-    def _check(self) -> None:
+    def _check_frame(self) -> None:
+        expected = self._number, self._views[self.index].nbytes
         got = _FRAME.unpack(self._frame)
-        if got != self._expected:
+        if got != expected:
             raise StreamError(
                 self.place,
-                f"expected swap {self._expected[0]} of {self._expected[1]} bytes,"
-                f" got swap {got[0]} of {got[1]} bytes",
+                f"buffer {self.index}: expected swap {expected[0]}, {expected[1]} bytes;"
+                f" got swap {got[0]}, {got[1]} bytes",
             )
 
 
-class _Clock:
-    """When each peer has stalled."""
+class _Gate:
+    """How many buffers may go to each peer; opened by one thread, waited for by another.
 
-    def __init__(self, patience: float, end: float | None) -> None:
-        self._patience = patience
-        self._end = end
-        self._began = time.monotonic()
-        self._last = self._began
+    Attributes:
+        ready: How many.
+        is_over: Whether it opens no further.
+        descriptor: Readable after the gate has opened.
+    """
 
-    def fresh(self) -> _Clock:
-        """Return one for another thread."""
-        return _Clock(self._patience, self._end)
+    def __init__(self, ready: int | None) -> None:
+        self.ready = math.inf if ready is None else ready
+        self.is_over = False
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def moved(self, place: int) -> None:
-        """Note that bytes went from or to ``place``."""
-        self._last = time.monotonic()
+    def open(self, ready: int | None) -> None:
+        """Let ``ready`` buffers go, if that is more than before."""
+        if ready is not None and ready > self.ready:
+            self.ready = ready
+            os.eventfd_write(self.descriptor, 1)
 
-    def milliseconds(self, places: Sequence[int]) -> int | None:
-        """Return how long to wait for any of ``places``."""
-        stall = self._last + self._patience
-        return _milliseconds(stall if self._end is None else min(stall, self._end))
+    def end(self) -> None:
+        """Have the other thread know that it opens no further."""
+        self.is_over = True
+        os.eventfd_write(self.descriptor, 1)
 
-    def check(self, place: int, doing: str) -> None:
-        """Raise if ``place`` has stalled, or the time is up."""
-        now = time.monotonic()
-        if self._end is not None and now >= self._end:
-            text = f"the time is up after {now - self._began:.3g} s, {doing}"
-        elif now >= self._last + self._patience:
-            text = f"it has stalled for {self._patience:g} s, {doing}"
-        else:
+    def pass_through(self) -> None:
+        """Wait for the next opening from now on."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
+
+    def close(self) -> None:
+        """Close the descriptor, once no thread waits."""
+        os.close(self.descriptor)
+
+
+class _Limits(NamedTuple):
+    """When a swap has failed."""
+
+    patience: float
+    end: float | None
+    began: float
+
+    def milliseconds(self, waiting: Iterable[_Writer | _Reader]) -> int | None:
+        """Return how long to wait for any of ``waiting``."""
+        stalls = [one.since + self.patience for one in waiting]
+        return _milliseconds(
+            min([*stalls, *([] if self.end is None else [self.end])], default=None)
+        )
+
+    def check(self, waiting: Collection[_Writer | _Reader], doing: str) -> None:
+        """Raise if one of ``waiting`` has stalled, or the time is up."""
+        if not waiting:
             return
-        raise StreamError(place, text) from TimeoutError(text)
+        now = time.monotonic()
+        if self.end is not None and now >= self.end:
+            late, text = waiting, f"the time is up after {now - self.began:.3g} s"
+        else:
+            late = [one for one in waiting if now >= one.since + self.patience]
+            text = f"it has stalled: it {doing} nothing for {self.patience:g} s"
+        if late:
+            worst = max(late, key=lambda one: one.missing)
+            raise StreamError(worst.place, text) from TimeoutError(text)
 
 
 class _Stranger(NamedTuple):
@@ -751,6 +917,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 def _set_up(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
@@ -760,10 +927,10 @@ def _shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _views(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """Return views of the bytes of ``buffers``, of those that are not empty."""
-    views = [memoryview(buffer) for buffer in buffers]
-    return [view.cast("B") for view in views if view.nbytes]
+def _view(buffer: Buffer) -> memoryview:
+    """Return a view of the bytes of ``buffer``."""
+    view = memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def _join(thread: threading.Thread) -> None:
