@@ -35,7 +35,7 @@ _ROOT = Path(__file__).parents[1]
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 _ENTERED = "FLATWEIGHTS_BENCH_ENTERED"
 _KEEPERS = "FLATWEIGHTS_BENCH_NODES"
-_STARTS = 120.0  # seconds that a node is given to start
+_STARTS = 300.0  # seconds that a node is given to start
 
 # What keeps a node's namespaces: private mounts, then nothing to do.
 _KEEP = """

@@ -114,7 +114,7 @@ def plan(
     faster ones processors and memory decide more than is counted here.
 
     >>> print(plan(nodes=4, workers=8, model="500MB", link="10Gbit")["driver"].formula)
-    of the driver: (N - W) M in, then (K - 1) M out
+    driver: (N - W) M in, (K - 1) M out
 
     Args:
         nodes: How many nodes have workers.
@@ -191,7 +191,7 @@ class _Setting:
         received, returned = size * (every - self.workers), size * (self.nodes - 1)
         sent = max(returned, size * self.workers) if returned else 0.0
         factor = "" if size == 1 else f"{size:g} x "
-        formula = f"of the driver: {factor}(N - W) M in, then {factor}(K - 1) M out"
+        formula = f"driver: {factor}(N - W) M in, {factor}(K - 1) M out"
         return self._cost(way, options, sent, received, received + returned, moved, formula)
 
     def _by_agents(self, way: WayName, *, sums: float | None = None, options: str = "") -> WayCost:
