@@ -9,6 +9,7 @@
 #include "bindings.hpp"
 #include "bound_variables.hpp"
 #include "checks.hpp"
+#include "python_calls.hpp"
 #include "released_owners.hpp"
 #include "variables_library.hpp"
 
@@ -21,6 +22,9 @@ void bind_variables(py::module_& m) {
       .def(py::init<const std::string&>(), py::arg("path"))
       .def_property_readonly("nonce",
                              [](const VariablesLibrary& library) { return library.api().nonce; });
+  py::class_<PythonCall>(m, "PythonCall")
+      .def(py::init<py::function, std::vector<py::dtype>>(), py::arg("function"), py::arg("dtypes"))
+      .def_property_readonly("id", &PythonCall::id);
   py::class_<BoundVariables>(m, "BoundVariables")
       .def(py::init<const VariablesLibrary&, const BoundLayout&, std::vector<std::size_t>,
                     const std::vector<std::int64_t>&, const std::vector<int>&, const py::object&>(),

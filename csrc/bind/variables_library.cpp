@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 
+#include "python_calls.hpp"
 #include "released_owners.hpp"
 
 namespace flatweights::bind {
@@ -18,6 +19,7 @@ VariablesLibrary::VariablesLibrary(const std::string& path) {
   if (api_ == nullptr || api_->version != kVariablesApiVersion)
     throw py::import_error(path + ": expected an op library of this version of flatweights");
   sweep_owners(api_->sweep);
+  api_->set_python_caller(&call_python);
 }
 
 }  // namespace flatweights::bind

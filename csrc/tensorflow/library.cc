@@ -7,6 +7,7 @@
 
 #include "alias_buffer.hpp"
 #include "bound_ids.hpp"
+#include "call_python.hpp"
 #include "locked_variables.hpp"
 #include "variables_api.hpp"
 
@@ -110,6 +111,7 @@ flatweights_variables_api() {
       [] { return fw::LingeringRoots::instance().sweep(); },
       fw::ExecutorFunctions::instance().found() ? &fw::is_async : nullptr,
       fw::find_eager_mode(),
+      [](fw::PythonCaller caller) { fw::python_caller() = caller; },
   };
   return &api;
 }

@@ -8,7 +8,7 @@
 namespace flatweights {
 
 // Raised with every change of the declarations below; libraries of another version are not used.
-inline constexpr std::uint32_t kVariablesApiVersion = 3;
+inline constexpr std::uint32_t kVariablesApiVersion = 4;
 
 // The exported function, `const VariablesApi*()`.
 inline constexpr char kVariablesApiSymbol[] = "flatweights_variables_api";
@@ -58,6 +58,18 @@ struct VariableAlias {
   void (*linger)();              // called, on any thread, when only `sweep` can find that out
 };
 
+// A tensor that a function of Python's reads, and the one that it writes: maybe the same memory.
+struct CalledTensor {
+  const void* input;
+  void* output;
+  std::size_t size;  // elements of each
+};
+
+// Calls the function with this id, from any thread. Returns false with the reason in `text`, which
+// has room for `room` characters.
+using PythonCaller = bool (*)(std::int64_t id, const CalledTensor* tensors, std::size_t count,
+                              char* text, std::size_t room);
+
 struct VariablesApi {
   std::uint32_t version;
 
@@ -102,6 +114,9 @@ struct VariablesApi {
   // that reading the attribute gives, without the cost of Python and pybind11. Call it, and read
   // the value at once, with the GIL held. Null where this TensorFlow does not tell.
   const bool* (*eager_mode)(void* context);
+
+  // Sets what the op FlatweightsCallPython calls.
+  void (*set_python_caller)(PythonCaller caller);
 };
 
 }  // namespace flatweights

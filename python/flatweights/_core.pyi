@@ -123,6 +123,15 @@ class VariablesLibrary:
     @property
     def nonce(self) -> int: ...
 
+class PythonCall:
+    def __init__(
+        self,
+        function: Callable[[list[_Array], list[_Array]], object],
+        dtypes: Sequence[np.dtype[Any]],
+    ) -> None: ...
+    @property
+    def id(self) -> int: ...
+
 class BoundVariables:
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -9,14 +10,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
-from tensorflow.python.eager import context as eager_context
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from flatweights import Layout
 from flatweights._average import Nonfinite
+from flatweights._core import move_parts
 from flatweights.keras._seat import Seat, calls_are_equal
 from flatweights.ray import Member
 from flatweights.tensorflow import TensorFlowVariables
+from flatweights.tensorflow._python_op import compute_in_python
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
@@ -35,7 +37,7 @@ def average_gradients(
     ``fit``, in a `tf.function` and in eager loops. Clipping, weight decay, moving averages of the
     weights (``use_ema``) and a `keras.optimizers.LossScaleOptimizer` see the averaged gradient;
     with ``gradient_accumulation_steps``, accumulated gradients are averaged, once for all steps.
-    All gradients travel as one vector; those of embeddings become dense, so that clipping sees the
+    All gradients travel as one buffer; those of embeddings become dense, so that clipping sees the
     sum of rows that occur twice, and not each of them.
 
     The optimizer is changed in place: it keeps its class, and is saved and loaded like any other,
@@ -186,31 +188,31 @@ class _Averaging:
             return []
         key = tuple(id(_inner(variable)) for variable in variables)
         exchange = self._exchanges.get(key)
+        dense = [tf.convert_to_tensor(grad) for grad in grads]
         if exchange is None:
             with tf.init_scope():
-                exchange = self._exchanges[key] = _Exchange(variables)
-        dense = [tf.convert_to_tensor(grad) for grad in grads]
-        if tf.executing_eagerly():
-            return exchange.cut(self._exchange(exchange, dense), dense)
+                exchange = self._exchanges[key] = _Exchange(variables, dense)
+        compute = functools.partial(self._exchange, exchange)
         with tf.device("CPU:0"):
-            flat = tf.py_function(
-                lambda *tensors: self._exchange(exchange, tensors), dense, exchange.dtype
-            )
-        flat.set_shape([exchange.size])
-        return exchange.cut(flat, dense)
+            averages: list[tf.Tensor] = compute_in_python(compute, dense)
+        return averages
 
-    def _exchange(self, exchange: _Exchange, grads: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Return the average of ``grads`` as one vector."""
+    def _exchange(
+        self,
+        exchange: _Exchange,
+        grads: list[NDArray[Any]],
+        averages: list[NDArray[Any]],
+    ) -> None:
+        """Write the averages of ``grads`` to ``averages``."""
         if not self._is_started:
             self._start(exchange.variables)
         member = self._seat.take()
-        exchange.grads = list(grads)
+        exchange.grads, exchange.averages = grads, averages
         try:
             with calls_are_equal("gradients"):
                 member.average_variables(exchange, timeout=self._timeout, nonfinite=self._nonfinite)
         finally:
-            exchange.grads = []
-        return exchange.take()
+            exchange.grads, exchange.averages = [], []
 
     def _end(self, var_list: Any) -> None:
         """At the end of `fit`, see that all members have come to it."""
@@ -227,44 +229,24 @@ class _Exchange:
 
     Attributes:
         variables: Which they are of.
-        grads: One eager tensor per variable, while they are averaged.
-        size: Their number of elements.
-        dtype: That of the vector.
-        layout: Of the vector.
+        layout: One vector for each.
+        grads: Their arrays, while they are averaged.
+        averages: Where the averages go, meanwhile.
     """
 
-    def __init__(self, variables: Sequence[Any]) -> None:
+    def __init__(self, variables: Sequence[Any], grads: Sequence[tf.Tensor]) -> None:
         self.variables = variables
-        self.grads: list[tf.Tensor] = []
-        self._model = TensorFlowVariables(list(variables))
-        self.size = self._model.layout.size
-        self.dtype = tf.as_dtype(self._model.layout.dtype)
-        self.layout = Layout(["gradients"], [(self.size,)], [self._model.layout.dtype])
-        self._sizes = [slot.size for slot in self._model.layout.slots]
-        self._shapes = [slot.shape for slot in self._model.layout.slots]
-        self._mean: NDArray[Any] | None = None
+        slots = TensorFlowVariables(list(variables)).layout.slots
+        names, shapes = [slot.name for slot in slots], [(slot.size,) for slot in slots]
+        self.layout = Layout(names, shapes, [grad.dtype.as_numpy_dtype for grad in grads])
+        self.grads: list[NDArray[Any]] = []
+        self.averages: list[NDArray[Any]] = []
 
     def _gather_into(self, buffer: NDArray[np.uint8]) -> None:
-        """Gather the gradients."""
-        (flat,) = self.layout.packed_views(buffer)
-        self._model.flatten_gradients(self.grads, out=flat)
+        move_parts(self.layout.packed_views(buffer), self.grads)
 
     def _scatter(self, buffer: NDArray[np.uint8]) -> None:
-        """Keep a copy of the average."""
-        (mean,) = self.layout.packed_views(buffer)
-        self._mean = mean.copy()
-
-    def take(self) -> tf.Tensor:
-        """Return the average, as a tensor over its memory, which is TensorFlow's from now on."""
-        mean, self._mean = self._mean, None
-        device = eager_context.context().device_name
-        return tf.__internal__.EagerTensor(mean, device, self.dtype.as_datatype_enum)
-
-    def cut(self, flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the parts of ``flat``, in the dtypes of ``like``."""
-        parts = tf.split(flat, self._sizes)
-        shaped = zip(parts, self._shapes, like, strict=True)
-        return [tf.cast(tf.reshape(part, shape), one.dtype) for part, shape, one in shaped]
+        move_parts(self.averages, self.layout.packed_views(buffer))
 
 
 def _is_averaged(grad: Any, variable: Any) -> bool:

@@ -49,12 +49,14 @@ class Library(NamedTuple):
 
     Attributes:
         path: Where it was loaded from.
-        bind: The function that adds its op: resource handle in, int64 (3,) out.
+        bind: The function that adds the op that binds: resource handle in, int64 (3,) out.
+        call: The function that adds the op that has a `_core.PythonCall` compute tensors.
         core: The form that `_core.BoundVariables` takes.
     """
 
     path: Path
     bind: Any
+    call: Any
     core: _core.VariablesLibrary
 
 
@@ -163,7 +165,12 @@ def _load() -> Library:
         raise LibraryError(f"its op library cannot be compiled: {error}") from error
     try:
         module = tf.load_op_library(str(path))
-        return Library(path, module.flatweights_bind_variable, _core.VariablesLibrary(str(path)))
+        return Library(
+            path,
+            module.flatweights_bind_variable,
+            module.flatweights_call_python,
+            _core.VariablesLibrary(str(path)),
+        )
     except (tf.errors.OpError, OSError, RuntimeError, ImportError, AttributeError) as error:
         raise LibraryError(
             f"its op library {path} cannot be loaded (delete it, and it is compiled again): {error}"

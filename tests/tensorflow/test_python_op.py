@@ -1,0 +1,94 @@
+"""Tensors that functions of Python's compute, by the op library and without it."""
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from flatweights.tensorflow import _python_op
+from flatweights.tensorflow._python_op import compute_in_python
+
+DTYPES = ("float32", "float64", "bfloat16", "int8", "complex64", "bool")
+
+
+def reverse(inputs: list[Any], outputs: list[Any]) -> None:
+    for source, target in zip(inputs, outputs, strict=True):
+        target[:] = source[::-1].copy()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensors_of_any_shape_and_dtype_are_computed(compiled: bool) -> None:
+    rng = np.random.default_rng(1)
+    values = [tf.cast(rng.normal(size=shape), d) for shape in [(), (0,), (3, 4)] for d in DTYPES]
+    before = [np.copy(value.numpy()) for value in values]
+    step = tf.function(lambda *tensors: compute_in_python(reverse, tensors))
+    results = step(*values) if compiled else compute_in_python(reverse, values)
+    for result, value, kept in zip(results, values, before, strict=True):
+        assert result.dtype == value.dtype
+        assert result.shape == value.shape
+        assert np.array_equal(result.numpy().reshape(-1), kept.reshape(-1)[::-1])
+        assert np.array_equal(value.numpy(), kept)  # what is read stays as it was
+
+
+def test_it_runs_in_loops_and_at_each_call() -> None:
+    calls: list[float] = []
+
+    def count(inputs: list[Any], outputs: list[Any]) -> None:
+        calls.append(float(inputs[0][0]))
+        outputs[0][:] = inputs[0] + 1
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def several(x: tf.Tensor) -> tf.Tensor:
+        for _ in tf.range(3):
+            (x,) = compute_in_python(count, [x])
+        compute_in_python(count, [x])  # nobody wants what it gives
+        return x
+
+    assert several(tf.zeros(2)).numpy().tolist() == [3, 3]
+    assert calls == [0, 1, 2, 3]
+
+
+def test_what_it_raises_is_told() -> None:
+    def fail(inputs: list[Any], outputs: list[Any]) -> None:
+        raise LookupError("no such thing")
+
+    function = tf.function(lambda x: compute_in_python(fail, [x]))
+    with pytest.raises(tf.errors.OpError, match="LookupError: no such thing"):
+        function(tf.zeros(2))
+    with pytest.raises(LookupError, match="no such thing"):
+        compute_in_python(fail, [tf.zeros(2)])
+
+
+def test_a_graph_keeps_its_function_and_nothing_else_does(path: str) -> None:
+    class Owner:
+        """Refers to its graph, which refers to it."""
+
+        def __init__(self) -> None:
+            self.function = tf.function(lambda x: compute_in_python(self.compute, [x]))
+
+        def compute(self, inputs: list[Any], outputs: list[Any]) -> None:
+            outputs[0][:] = 7
+
+    owner = Owner()
+    concrete = owner.function.get_concrete_function(tf.zeros(1))
+    gone = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert concrete(tf.zeros(1))[0].numpy() == 7
+    del concrete
+    gc.collect()
+    assert gone() is None or path == "ops"  # TensorFlow keeps functions of its own op
+
+
+def test_a_graph_without_its_function_says_so(path: str) -> None:
+    if path == "ops":
+        pytest.skip("TensorFlow keeps functions of its own op")
+    step = tf.function(lambda x: compute_in_python(reverse, [x]))
+    concrete = step.get_concrete_function(tf.zeros(1))
+    delattr(concrete.graph, _python_op._CALLS)
+    gc.collect()
+    with pytest.raises(tf.errors.UnknownError, match="the function of this graph is gone"):
+        concrete(tf.zeros(1))
