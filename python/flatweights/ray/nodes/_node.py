@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._shards import Bytes, as_kind
 from flatweights.ray.nodes._plan import Plan, nbytes_of
 from flatweights.ray.nodes._results import Results
+from flatweights.ray.nodes._stream_exchange import StreamExchange
 from flatweights.ray.nodes._streams import Address, Streams
 
 PATIENCE = 2.0
@@ -98,27 +98,8 @@ class NodeEnd:
         opened = now + OPENING if end is None else min(end, now + OPENING)
         links = self._streams.open(route.peers, me, route.epoch, opened)
         before = Traffic(sum(links.sent_bytes), sum(links.received_bytes))
-        others = [node for node in range(len(plan.groups)) if node != me]
-        coming = {node: plan.new_contribution(node, me) for node in others}
-        models = self.results.models
-        links.swap(
-            2 * plan.number,
-            {k: functools.partial(plan.contribution, me, k, models) for k in others},
-            coming,
-            patience=PATIENCE,
-            end=end,
-        )
-        mean = self._new_mean(plan)
-        coming[me] = plan.contribution(me, me, models)
-        own = mean[plan.bounds(me)]
-        plan.merge(me, [coming[node] for node in range(len(plan.groups))], own)
-        links.swap(
-            2 * plan.number + 1,
-            dict.fromkeys(others, lambda: [own]),
-            {k: [mean[plan.bounds(k)]] for k in others},
-            patience=PATIENCE,
-            end=end,
-        )
+        exchange = StreamExchange(plan, me, self.results.models, self._new_mean(plan))
+        exchange.run(links, patience=PATIENCE, end=end)
         after = Traffic(sum(links.sent_bytes), sum(links.received_bytes))
         return Traffic(after.sent - before.sent, after.received - before.received)
 

@@ -51,6 +51,8 @@ class Plan(NamedTuple):
         groups: By node, its ranks whose models are averaged; none of a node that only takes part.
         weights: By rank.
         sums: See `Sums`.
+        blocks: How many pieces each node has, one behind the other; more than one, for an exchange
+            that overlaps both steps. All that is said of a piece then holds for these.
     """
 
     number: int
@@ -58,18 +60,28 @@ class Plan(NamedTuple):
     groups: tuple[Group, ...]
     weights: Mapping[int, float]
     sums: Sums
+    blocks: int = 1
 
     @property
     def pieces(self) -> tuple[Shard, ...]:
         """The pieces; there may be fewer than nodes, and the last nodes have none then."""
-        return shards_of(self.template.layout, len(self.groups))
+        return shards_of(self.template.layout, len(self.groups) * self.blocks)
 
-    def bounds(self, node: int) -> slice:
-        """Return where the piece of ``node`` lies among all bytes."""
+    def in_blocks(self) -> Plan:
+        """Return the same plan with the piece of each node cut into blocks."""
+        nbytes = nbytes_of(self.template) // len(self.groups)
+        return self._replace(blocks=min(max(1, nbytes // _BLOCK), _MOST_BLOCKS))
+
+    def of_node(self, node: int) -> range:
+        """Return which pieces are those of ``node``."""
+        return range(node * self.blocks, (node + 1) * self.blocks)
+
+    def bounds(self, piece: int) -> slice:
+        """Return where a ``piece`` lies among all bytes."""
         pieces = self.pieces
-        if node >= len(pieces):
+        if piece >= len(pieces):
             return slice(0, 0)
-        return slice(pieces[node].begin, min(pieces[node].end, nbytes_of(self.template)))
+        return slice(pieces[piece].begin, min(pieces[piece].end, nbytes_of(self.template)))
 
     def form(self, node: int) -> Form:
         """Return what ``node`` sends."""
@@ -88,7 +100,9 @@ class Plan(NamedTuple):
         bounds, form = self.bounds(piece), self.form(node)
         nbytes = bounds.stop - bounds.start
         sizes = [nbytes] * (len(self.groups[node]) if form == "values" else 1)
-        if form == "sum" and nbytes:
+        if form == "sum":
+            if not nbytes:
+                return [0, 0, 0]
             shard = self.pieces[piece]
             return [sum_nbytes(shard.layout), _WEIGHTS, sum(map(_nbytes, _kept_of(shard.layout)))]
         return sizes
@@ -164,6 +178,8 @@ class Plan(NamedTuple):
 
 
 _BYTE = np.dtype(np.uint8)
+_BLOCK = 512 << 10  # bytes of a block: each costs some calls of Python
+_MOST_BLOCKS = 32
 _WEIGHTS = 24  # bytes of the weights of a sum
 
 
