@@ -15,6 +15,10 @@ DRIVER = ("shared", "posted", "calling", "called", "waiting", "averaging", "send
 MEMBER = ("asking", "asked", "told")
 """Points of a call of a `Member`: with its weights in a window, after its ask, with the outcome."""
 
+NODE = ("exchanging", "merging", "placing")
+"""Points of an exchange between nodes, in each agent and in the driver: before anything goes, with
+what other nodes sent of the own piece, with its average."""
+
 hook: Callable[[str], None] | None = None
 
 

@@ -323,6 +323,11 @@ class Roster:
             return "a rule needs all results in one place"
         if is_encoded:
             return "results travel in 16 bits"
+        if callable(request.weights):
+            try:
+                ray.cloudpickle.dumps(request.weights)
+            except Exception as error:
+                return f"the function of weights cannot be sent: {type(error).__name__}"
         setback = self.lanes.setback
         return self.agents.why_not() if setback.is_over or not setback.reason else setback.reason
 
@@ -452,6 +457,9 @@ class Roster:
         """Count those of the ``failed`` ranks as unhealthy whose worker is lost."""
         for rank, error in failed.items():
             if is_lost(error):
+                worker = self._records[rank].worker
+                if getattr(error, "actor_id", None) == worker.handle._actor_id.hex():
+                    worker.look_for_node()  # Ray may start it anew on another one
                 if self._records[rank].why is None:
                     _log.warning("rank %d is left out: %s", rank, reason_of(error))
                 self._records[rank].why = error

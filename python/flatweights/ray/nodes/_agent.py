@@ -17,7 +17,6 @@ import ray
 
 from flatweights.ray._calls import Answer, Call, Head, Payload, wait_any, weights_of
 from flatweights.ray._errors import portable
-from flatweights.ray._failpoints import reach
 from flatweights.ray._store import put
 from flatweights.ray._wire import nbytes_of
 from flatweights.ray.lanes._calls import GroupLanes, NearWorker
@@ -87,7 +86,10 @@ class NodeAgent:
         self.turn = threading.Lock()
         self._ranks = ranks
         self._workers: dict[int, NearWorker] = {}
+        self._current = 0  # the number of the command whose results are here
         self._over = 0  # the number of the last command whose round is over
+        self._latest = 0  # the number of the latest command or exchange
+        self._streaming: tuple[int, bytes] | None = None  # the exchange that is going on
         self._reading: Reading | None = None
         self._answers: dict[int, Answer] = {}
         self._pending: dict[Answer, int] = {}
@@ -103,8 +105,10 @@ class NodeAgent:
 
     def work(self, command: Command) -> dict[int, Any]:
         """Call workers; return what `more` does."""
+        self._supersede(command.number)
         with self.turn:
             self._close_round()
+            self._current = command.number
             if self._is_on(command.number):
                 self._begin(command)
             return self._news(command.number)
@@ -118,22 +122,27 @@ class NodeAgent:
         """Hold no result of the command ``number`` any longer, and wait for none."""
         self._over = max(self._over, number)
         with self.turn:
-            if self._over == number:
+            if self._current <= number:  # a thread that is slow may come after the next command
                 self._close_round()
 
     def stream(self, plan: Plan, me: int, route: Route) -> Traffic | Exception:
         """Exchange with other nodes; see `NodeEnd.stream`."""
+        self._supersede(plan.number)
         with self.turn:
-            reach("exchanging")
+            if plan.number < self._latest:
+                return StreamError(-1, "the exchange is over")
+            self._streaming = plan.number, route.epoch
             try:
                 return self.end.stream(plan, me, route)
             except (StreamError, ValueError) as error:  # the latter, if links have ended
                 return error.with_traceback(None)
+            finally:
+                self._streaming = None
 
     def cut(self, plan: Plan, me: int) -> Any:
         """See `NodeEnd.cut`: one object for each piece."""
+        self._supersede(plan.number)
         with self.turn:
-            reach("exchanging")
             return tuple(self.end.cut(plan, me))
 
     def merge(self, plan: Plan, me: int, contributions: Sequence[Any]) -> Any:
@@ -146,9 +155,16 @@ class NodeAgent:
         with self.turn:
             self.end.place(plan, me, pieces)
 
+    def _supersede(self, number: int) -> None:
+        """Wait no longer for what is older: for late results, or in an exchange over streams."""
+        self._latest = max(self._latest, number)
+        streaming = self._streaming
+        if streaming is not None and streaming[0] < number:
+            self.end.break_off(streaming[1])
+
     def _is_on(self, number: int) -> bool:
-        """Whether the round of a command is not over."""
-        return number > self._over
+        """Whether the driver still waits for results of a command."""
+        return number > self._over and number >= self._latest
 
     def _begin(self, command: Command) -> None:
         ranks = command.ranks

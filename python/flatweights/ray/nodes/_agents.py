@@ -22,6 +22,7 @@ from flatweights.ray.nodes._results import Reading
 from flatweights.ray.nodes._streams import Address
 
 _VARIABLE = "FLATWEIGHTS_BETWEEN_NODES"
+_DEAD = ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError
 _CALLS = 4  # of an agent that may run at a time
 
 SMALL = 256 * 1024
@@ -56,6 +57,7 @@ class NodeCall:
         self.number = command.number
         self.values: dict[int, Any] = {}
         self._missing = {*command.ranks}
+        self._brings = command.weights.number if isinstance(command.weights, Held) else 0
         self._is_finished = False
         self.ref: Any = agent.handle.work.remote(command)
 
@@ -68,6 +70,8 @@ class NodeCall:
             self.agent.note_failure(error)
             self.values |= dict.fromkeys(self._missing, Failure(error.with_traceback(None)))
             return
+        if news and self._brings:
+            self.agent.sent = self._brings
         self.values |= news
         self._missing -= news.keys()
         self.ref = self.agent.handle.more.remote(self.number) if self._missing else None
@@ -155,6 +159,7 @@ class AgentEnd:
         handle: The actor.
         is_dead: Whether it has failed.
         held: The exchanges whose averages it has.
+        sent: The exchange whose average its workers were sent last; 0 if that is not known.
     """
 
     def __init__(
@@ -176,7 +181,7 @@ class AgentEnd:
         self.handle = made.remote(*args)
         self.is_dead = False
         self.held: set[int] = set()
-        self._sent = 0  # the exchange whose average its workers were sent last
+        self.sent = 0
         self._address: Any = self.handle.address.remote()
 
     def address(self, timeout: float) -> Address | str:
@@ -209,8 +214,8 @@ class AgentEnd:
         payload = call.payload
         weights = None
         if payload is not None and payload.held is not None and self.has(payload.held):
-            self._sent = payload.held.number
-            weights = Held(self._sent)
+            self.sent = 0  # until it has answered
+            weights = Held(payload.held.number)
         elif payload is not None:
             weights = argument_of(payload)
         fences = [fence for worker in workers.values() if (fence := self._fence(worker))]
@@ -225,7 +230,7 @@ class AgentEnd:
 
     def begin_exchange(self) -> None:
         """Note that it gives up averages that its workers were not sent."""
-        self.held &= {self._sent}
+        self.held &= {self.sent}
 
     def _fence(self, worker: NearWorker) -> Any:
         """Return what is there after all calls that this process has made on the worker's handle.
@@ -245,7 +250,7 @@ class AgentEnd:
 
     def note_failure(self, error: Exception) -> None:
         """Note an error of a call: an agent that is dead is not called any more."""
-        if isinstance(error, ray.exceptions.RayActorError):
+        if isinstance(error, _DEAD):
             self.is_dead = True
 
 
@@ -291,6 +296,7 @@ class Agents:
         self._offer = offer
         self._agents = actor, args, max_concurrency
         self._by_node: dict[str, AgentEnd] = {}
+        self._gone: set[str] = set()  # nodes
         self._end: NodeEnd | None = None
         self._number = 0
 
@@ -328,7 +334,9 @@ class Agents:
             starts: Whether to start one if there is none.
         """
         agent = self._by_node.get(worker.far_node)
-        if agent is not None and agent.is_dead:
+        if agent is not None and agent.is_dead and not _is_alive(agent.node):
+            self._gone.add(self._by_node.pop(agent.node).node)
+        if worker.far_node in self._gone:
             worker.look_for_node()
         return self.at(worker.far_node, starts=starts) if worker.far_node else None
 
@@ -350,3 +358,8 @@ class Agents:
         if self._end is not None:
             self._end.close()
             self._end = None
+
+
+def _is_alive(node: str) -> bool:
+    """Whether Ray has not missed a node yet."""
+    return any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())

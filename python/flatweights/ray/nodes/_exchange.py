@@ -25,10 +25,10 @@ from flatweights._weights import sealed
 from flatweights.ray._calls import Holders
 from flatweights.ray._engine import Arrivals, Request, letting_go
 from flatweights.ray._errors import late_error, reason_of
-from flatweights.ray._failpoints import reach
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
 from flatweights.ray._shards import as_kind
+from flatweights.ray._store import put
 from flatweights.ray.nodes._agents import AgentEnd, Agents
 from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
 from flatweights.ray.nodes._plan import Plan
@@ -37,6 +37,8 @@ from flatweights.ray.nodes._streams import Address, StreamError
 
 _GRACE = 0.5  # seconds for which an exchange may go on when the time of a round is up
 _ANSWER = 1.0  # seconds that an agent is given to show that it can be reached
+_LEAST = 0.05  # seconds that each wait is given
+_SHARE = 3  # no wait takes more than this part of the time that is left
 _START = 30.0  # seconds that a new agent is given to listen
 _ROOM = 1.25  # times the duration of the last exchange that the wait for results leaves for it
 
@@ -86,7 +88,7 @@ class NodesAverage:
         if self._end is not None:
             # The exchange is to be over in time, too.
             left = self._end - time.monotonic()
-            room = min(_ROOM * agents.seconds, left / 2)
+            room = min(_ROOM * agents.seconds or left / 4, left / 2)
             arrivals.deadline = arrivals.deadline._replace(end=self._end - room)
 
     def run(self) -> Round:
@@ -103,11 +105,11 @@ class NodesAverage:
                 self._receive(rank)
             arrivals.check(self._request)
         begin = time.monotonic()
-        plan, took = self._exchange()
+        plan, took, seconds = self._exchange()
         headers, used = self._headers, sorted(rank for group in plan.groups for rank in group)
         template = plan.template
         self._agents.nbytes = template.layout.nbytes
-        self._agents.seconds = time.monotonic() - begin
+        self._agents.seconds = seconds
         mean = self._agents.end.weights(plan.number)
         if self._out is not None:
             target = template.read_out(self._out)
@@ -125,7 +127,7 @@ class NodesAverage:
             quarantined=sorted(arrivals.quarantined),
             late=arrivals.late,
             extras={k: copied(headers[k].extras) for k in used if headers[k].extras is not None},
-            seconds={"wait": arrivals.seconds_waited, "average": self._agents.seconds},
+            seconds={"wait": arrivals.seconds_waited, "average": time.monotonic() - begin},
             nbytes=sum(headers[rank].nbytes for rank in used),
         )
         far = [rank for rank, place in self._places.items() if place is not None]
@@ -149,8 +151,12 @@ class NodesAverage:
             results = self._agents.end.results
             self._headers[rank] = results.read(rank, value, self.reading)
 
-    def _exchange(self) -> tuple[Plan, set[str]]:
-        """Exchange, without lost nodes; return the plan, and which agents have the average."""
+    def _exchange(self) -> tuple[Plan, set[str], float]:
+        """Exchange, without lost nodes.
+
+        Returns:
+            The plan, which agents have the average, and how long the last attempt took.
+        """
         why = self._why_no_streams()
         while True:
             self._check_time()
@@ -163,12 +169,13 @@ class NodesAverage:
             agents = [place for place in places if place is not None]
             for agent in agents:
                 agent.begin_exchange()
-            reach("exchanging")
+            begin = time.monotonic()
             self._way = f"objects ({why})" if why else "streams"
             try:
                 took = self._over_objects(plan, places) if why else self._by_stream(plan, places)
             except _BrokenError as error:
-                self._agents.epoch = (), b""
+                if self._is_time_up():
+                    continue
                 lost = self._unreachable(agents)
                 if not lost and why:
                     raise RuntimeError(f"the exchange failed: {error}") from error.__cause__
@@ -182,7 +189,7 @@ class NodesAverage:
                 continue
             for agent in took:
                 agent.held.add(number)
-            return plan, {agent.token for agent in took}
+            return plan, {agent.token for agent in took}, time.monotonic() - begin
 
     def _settle(self) -> tuple[list[int], dict[int, float], Template]:
         """Return the ranks that are averaged, their weights, and their template."""
@@ -215,13 +222,21 @@ class NodesAverage:
 
     def _check_time(self) -> None:
         """Count the ranks of all agents as lost once the time of the round is up."""
-        if self._end is not None and time.monotonic() > self._end + _GRACE:
+        if self._is_time_up():
             ranks = [rank for rank, place in self._places.items() if place is not None]
             timeout = self._arrivals.deadline.timeout
             self._arrivals.lose(dict.fromkeys(ranks, late_error(timeout)))
 
     def _left(self) -> float | None:
         return None if self._end is None else max(0.0, self._end + _GRACE - time.monotonic())
+
+    def _is_time_up(self) -> bool:
+        return self._left() == 0.0
+
+    def _within(self, seconds: float) -> float:
+        """Return how many of ``seconds`` to wait, such that time for another attempt is left."""
+        left = self._left()
+        return seconds if left is None else min(seconds, left / _SHARE)
 
     def _why_no_streams(self) -> str:
         """Return why there can be no streams; nothing if there can."""
@@ -254,24 +269,25 @@ class NodesAverage:
         """
         addresses = [self._address(place) for place in places]
         tokens = tuple("" if place is None else place.token for place in places)
-        if self._agents.epoch[0] != tokens:
-            self._agents.epoch = tokens, secrets.token_bytes(16)
-        route = Route(tuple(addresses), self._agents.epoch[1], self._left())  # type: ignore[arg-type]
+        last, epoch = self._agents.epoch
+        self._agents.epoch = (), b""  # until all links are known to be in order
+        if last != tokens:
+            epoch = secrets.token_bytes(16)
+        route = Route(tuple(addresses), epoch, self._left())  # type: ignore[arg-type]
         calls: dict[AgentEnd, Any] = {}
         for me, place in enumerate(places):
             if place is not None:
                 calls[place] = place.handle.stream.remote(plan, me, route)
         try:
             self._traffic = self._agents.end.stream(plan, places.index(None), route)
-        except StreamError as error:
-            ray.wait(list(calls.values()), num_returns=len(calls), timeout=PATIENCE / 2)
+        except (StreamError, ValueError) as error:  # the latter, if links have ended
             raise _BrokenError(f"{type(error).__name__}: {error}") from error
         # They are as far as the driver, if they are not stuck.
-        there, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=PATIENCE)
+        there = _there(list(calls.values()), self._within(PATIENCE))
         outcomes = {place: _outcome(ref) for place, ref in calls.items() if ref in there}
         took = [place for place, outcome in outcomes.items() if isinstance(outcome, Traffic)]
-        if len(took) < len(calls):
-            self._agents.epoch = (), b""  # links of theirs have ended
+        if len(took) == len(calls):
+            self._agents.epoch = tokens, epoch
         return took
 
     def _over_objects(self, plan: Plan, places: Sequence[Place]) -> list[AgentEnd]:
@@ -282,7 +298,8 @@ class NodesAverage:
         """
         end, me, count = self._agents.end, places.index(None), len(places)
         agents = {k: place for k, place in enumerate(places) if place is not None}
-        parts: dict[int, Any] = {me: [ray.put(part) for part in end.cut(plan, me)]}
+        ranks = len(plan.weights)
+        parts: dict[int, Any] = {me: [put(part, ranks) for part in end.cut(plan, me)]}
         for k, agent in agents.items():
             refs = agent.handle.cut.options(num_returns=count).remote(plan, k)
             parts[k] = [refs] if count == 1 else refs
@@ -291,23 +308,21 @@ class NodesAverage:
             pieces = [parts[node][k] for node in range(count)]
             means[k] = agent.handle.merge.remote(plan, k, *pieces)
         mine = self._fetch([parts[node][me] for node in range(count)], places)
-        means[me] = ray.put(end.merge(plan, me, mine))
+        means[me] = put(end.merge(plan, me, mine), ranks)
         del mine
         all_means = [means[node] for node in range(count)]
         placed = [agent.handle.place.remote(plan, k, *all_means) for k, agent in agents.items()]
         end.place(plan, me, self._fetch(all_means, places))
         self._traffic = _counted(plan, me)
-        there, _ = (
-            ray.wait(placed, num_returns=len(placed), timeout=PATIENCE) if placed else ([], [])
-        )
+        there = _there(placed, self._within(PATIENCE))
         done = zip(agents.values(), placed, strict=True)
         return [agent for agent, ref in done if ref in there and _outcome(ref) is None]
 
     def _fetch(self, refs: list[Any], places: Sequence[Place]) -> list[Any]:
         """Return the values of ``refs``, which agents make, while all agents can be reached."""
         agents = [place for place in places if place is not None]
-        while len(ray.wait(refs, num_returns=len(refs), timeout=PATIENCE)[0]) < len(refs):
-            if self._unreachable(agents) or self._left() == 0.0:
+        while len(_there(refs, max(_LEAST, self._within(PATIENCE)))) < len(refs):
+            if self._is_time_up() or self._unreachable(agents):
                 raise _BrokenError("an object did not come in time")
         try:
             return ray.get(refs)  # type: ignore[no-any-return]
@@ -317,9 +332,7 @@ class NodesAverage:
     def _unreachable(self, agents: Sequence[AgentEnd]) -> list[AgentEnd]:
         """Return the agents that do not answer."""
         pings: dict[AgentEnd, Any] = {agent: agent.handle.ping.remote() for agent in agents}
-        if not pings:
-            return []
-        there, _ = ray.wait(list(pings.values()), num_returns=len(pings), timeout=_ANSWER)
+        there = _there(list(pings.values()), max(_LEAST, self._within(_ANSWER)))
         silent = [agent for agent, ref in pings.items() if ref not in there]
         for agent, ref in pings.items():
             error = _outcome(ref) if ref in there else None
@@ -336,6 +349,14 @@ class _BrokenError(Exception):
 def _lost_error(error: Exception) -> Exception:
     """Return ``error`` as one of a worker that is lost."""
     return TimeoutError(str(error))
+
+
+def _there(refs: list[Any], timeout: float) -> list[Any]:
+    """Return those of ``refs`` that are there, once all are, or the time is up."""
+    there: list[Any] = []
+    if refs:
+        there, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout)
+    return there
 
 
 def _outcome(ref: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 from flatweights import _core
 from flatweights._sources import Kind
 from flatweights._weights import FlatWeights, sealed
+from flatweights.ray._failpoints import reach
 from flatweights.ray._shards import Bytes, as_kind
 from flatweights.ray.nodes._plan import Plan, nbytes_of
 from flatweights.ray.nodes._results import Results
@@ -21,6 +23,8 @@ PATIENCE = 2.0
 """Seconds without a byte from a node after which an exchange over streams is broken off."""
 OPENING = 5.0
 """Seconds that nodes are given to connect to each other."""
+_SHARE = 3
+"""Neither takes more than this share of the time that is left: another attempt may follow."""
 
 
 class Traffic(NamedTuple):
@@ -67,6 +71,7 @@ class NodeEnd:
         self._offer = offer
         self._host = host
         self._streams: Streams | None = None
+        self._close: Callable[[], object] | None = None
         self._mean: tuple[Plan, Any, Bytes] | None = None
 
     @property
@@ -78,13 +83,19 @@ class NodeEnd:
         """
         if self._streams is None:
             self._streams = Streams(self._host)
+            self._close = weakref.finalize(self, self._streams.close)
         return self._streams.address
 
     def close(self) -> None:
         """Listen no more."""
+        if self._close is not None:
+            self._close()
+            self._streams = self._close = None
+
+    def break_off(self, epoch: bytes) -> None:
+        """End the exchange over streams of ``epoch``, which goes on in another thread."""
         if self._streams is not None:
-            self._streams.close()
-            self._streams = None
+            self._streams.break_off(epoch)
 
     def stream(self, plan: Plan, me: int, route: Route) -> Traffic:
         """Exchange with all other nodes, piece by piece.
@@ -93,29 +104,34 @@ class NodeEnd:
             StreamError: If a node does not answer, or answers nonsense.
         """
         assert self._streams is not None
+        reach("exchanging")
         now = time.monotonic()
         end = None if route.left is None else now + route.left
-        opened = now + OPENING if end is None else min(end, now + OPENING)
+        share = OPENING if route.left is None else route.left / _SHARE
+        opened, patience = now + min(OPENING, share), min(PATIENCE, share)
         links = self._streams.open(route.peers, me, route.epoch, opened)
         before = Traffic(sum(links.sent_bytes), sum(links.received_bytes))
         exchange = StreamExchange(plan, me, self.results.models, self._new_mean(plan))
-        exchange.run(links, patience=PATIENCE, end=end)
+        exchange.run(links, patience=patience, end=end)
         after = Traffic(sum(links.sent_bytes), sum(links.received_bytes))
         return Traffic(after.sent - before.sent, after.received - before.received)
 
     def cut(self, plan: Plan, me: int) -> list[list[Bytes]]:
         """Return what this node sends of each piece, for an exchange over Ray's objects."""
+        reach("exchanging")
         models = self.results.models
         return [plan.contribution(me, piece, models) for piece in range(len(plan.groups))]
 
     def merge(self, plan: Plan, me: int, contributions: Sequence[Sequence[Bytes]]) -> Bytes:
         """Return the average of this node's piece."""
+        reach("merging")
         own = self._new_mean(plan)[plan.bounds(me)]
         plan.merge(me, contributions, own)
         return own
 
     def place(self, plan: Plan, me: int, pieces: Sequence[Bytes]) -> None:
         """Take the averages of all pieces; this node's own is in its place."""
+        reach("placing")
         assert self._mean is not None
         mean = self._mean[2]
         others = [k for k in range(len(plan.groups)) if k != me and len(pieces[k])]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flatweights._average import read_weight
 from flatweights._sources import Template
 from flatweights._trees import Tree
+from flatweights.ray._errors import portable
 from flatweights.ray._result import split
 from flatweights.ray._shards import Bytes, canonical, packed_bytes
 from flatweights.ray._wire import nbytes_of, widen
@@ -73,10 +74,4 @@ class Results:
             self.models[rank] = packed_bytes(template, model)
             return Header(template, containers, weight, extras, spoiled, nbytes)
         except Exception as error:  # the driver raises it
-            return Header(error=error.with_traceback(None))
-
-    def keep(self, ranks: Iterable[int]) -> None:
-        """Drop all models but those of ``ranks``."""
-        wanted = {*ranks}
-        for rank in self.models.keys() - wanted:
-            del self.models[rank]
+            return Header(error=portable(error))

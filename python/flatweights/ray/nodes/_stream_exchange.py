@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 
+from flatweights.ray._failpoints import reach
 from flatweights.ray._shards import Bytes
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._streams import Links
@@ -86,6 +87,8 @@ class StreamExchange:
             block, piece = self._merged, self._mine[self._merged]
             own = plan.contribution(me, piece, self._models)
             parts = [own if k == me else self._coming[k][block] for k in self._nodes]
+            reach("merging")
             plan.merge(piece, parts, self._mean[plan.bounds(piece)])
+            reach("placing")
             self._merged += 1
         return self._sums + self._merged

@@ -53,6 +53,8 @@ _HELLO_TIME = 5.0  # seconds in which a hello has to arrive
 _GUEST_TIME = 60.0  # seconds for which a guest may wait; it may come again
 _PAUSE = 0.05  # seconds until the next attempt to connect, or to accept
 
+_BROKEN_OFF = "the streams were closed, or other links are wanted"
+
 _log = logging.getLogger("flatweights")
 
 
@@ -161,9 +163,11 @@ class Streams:
             sockets: dict[int, socket.socket] = {}
             try:
                 higher = {place: peers[place] for place in range(me + 1, len(peers))}
-                _connect(higher, epoch, me, sockets, end)
-                self._wait_for_lower(end)
+                _connect(higher, epoch, me, sockets, end, lambda: epoch != self._epoch)
+                self._wait_for_lower(end, epoch)
                 with self._lock:
+                    if epoch != self._epoch:
+                        raise StreamError(-1, _BROKEN_OFF)
                     sockets.update(self._lower)
                     self._links = Links(sockets, me, len(peers))
             except BaseException:
@@ -173,6 +177,11 @@ class Streams:
                     connection.close()
                 raise
             return self._links
+
+    def break_off(self, epoch: bytes) -> None:
+        """End the links of ``epoch``, or the call that opens them: another thread is in it."""
+        if epoch == self._epoch:
+            self._end_epoch()
 
     def close(self) -> None:
         """Close all links and the listener, and wait for the thread. More calls do nothing."""
@@ -204,6 +213,7 @@ class Streams:
             self._links, self._lower, self._epoch = None, {}, None
             if epoch is not None:
                 self._past.append(epoch)
+            self._arrived.notify_all()
         if links is not None:
             links.close()
         for connection in lower.values():
@@ -211,9 +221,9 @@ class Streams:
                 _shut(connection)
                 connection.close()
 
-    def _wait_for_lower(self, end: float | None) -> None:
+    def _wait_for_lower(self, end: float | None, epoch: bytes) -> None:
         with self._lock:
-            while not self._is_closed:
+            while epoch == self._epoch:
                 missing = [place for place in range(self._me) if place not in self._lower]
                 if not missing:
                     return
@@ -222,7 +232,7 @@ class Streams:
                     text = "it has not connected in time"
                     raise StreamError(missing[0], text) from TimeoutError(text)
                 self._arrived.wait(left)
-            raise StreamError(-1, "the streams were closed")
+            raise StreamError(-1, _BROKEN_OFF)
 
     # The thread
 
@@ -798,6 +808,7 @@ def _connect(
     me: int,
     sockets: dict[int, socket.socket],
     end: float | None,
+    is_over: Callable[[], bool],
 ) -> None:
     """Connect to all of ``higher``, and wait for their answers.
 
@@ -807,6 +818,7 @@ def _connect(
         me: The place of this process.
         sockets: Gets the connected sockets; in the end, those of all places.
         end: When to give up.
+        is_over: Whether another thread has ended the epoch.
     """
     calls = {place: _Call(place, address, epoch, me) for place, address in higher.items()}
     try:
@@ -822,12 +834,15 @@ def _connect(
                 else:
                     by_descriptor[call.connection.fileno()] = call
                     poll.register(call.connection, call.events)
-            until = min((time for time in (pause, end) if time is not None), default=None)
+            soon = time.monotonic() + _PAUSE
+            until = min(soon if one is None else one for one in (pause, end, soon))
             for descriptor, _ in poll.poll(_milliseconds(until)):
                 call = by_descriptor[descriptor]
                 if call.go_on() and call.connection is not None:
                     sockets[call.place] = call.connection
                     del calls[call.place]
+            if is_over():
+                raise StreamError(-1, _BROKEN_OFF)
             if calls and end is not None and time.monotonic() >= end:
                 call = next(iter(calls.values()))
                 text = f"no answer in time from {call.address.host}:{call.address.port}"
