@@ -19,7 +19,8 @@ from reference import assert_same, refuses, same_bits
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, WorkerError, average
-from flatweights.ray._calls import RayAnswer
+from flatweights.ray import _engine as engine
+from flatweights.ray._calls import RayAnswer, wait_any
 
 LARGE = 30_000  # elements; beyond 100 KiB results lie in shared memory
 
@@ -274,7 +275,7 @@ def test_late_ranks_are_left_out_and_named(
     refs = ask(desk, values, [1, 2, 4])
     begin = time.monotonic()
     found = average(refs, [3, 1, 2, 1, 5], timeout=0.1, min_results=3, max_inflight=max_inflight)
-    assert 0.09 < time.monotonic() - begin < 30  # Ray counts in milliseconds
+    assert time.monotonic() - begin > 0.09  # Ray counts in milliseconds
     assert found.used == (1, 2, 4)
     assert found.late == (0, 3)
     assert found.failed == {}
@@ -297,8 +298,8 @@ def test_all_that_answered_in_time_are_averaged(desk: Any, max_inflight: int) ->
 def test_nobody_waits_once_all_have_answered(desk: Any, max_inflight: int) -> None:
     refs = ask(desk, [np.zeros(2), ValueError("boom"), np.ones(2)], range(3))
     begin = time.monotonic()
-    found = average(refs, timeout=60, min_results=2, max_inflight=max_inflight)
-    assert time.monotonic() - begin < 30
+    found = average(refs, timeout=600, min_results=2, max_inflight=max_inflight)
+    assert time.monotonic() - begin < 600
     assert found.used == (0, 2)
     assert str(found.failed[1].cause) == "boom"  # type: ignore[attr-defined]
 
@@ -579,15 +580,24 @@ def test_a_lost_object_is_a_failed_rank(max_inflight: int) -> None:
 
 
 @BOTH
-def test_a_round_says_what_it_took(desk: Any, max_inflight: int) -> None:
+def test_a_round_says_what_it_took(
+    desk: Any, max_inflight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refs = ask(desk, [np.zeros(LARGE)] * 3)
-    timer = threading.Timer(0.2, lambda: ray.get(desk.let_out.remote([0, 1, 2])))
-    timer.start()
+
+    def let_out_and_wait(*args: Any) -> Any:
+        time.sleep(0.2)
+        ray.get(desk.let_out.remote([0, 1, 2]))
+        return wait_any(*args)
+
+    monkeypatch.setattr(engine, "wait_any", let_out_and_wait)
+    begin = time.monotonic()
     found: Round = average(refs, max_inflight=max_inflight)
-    timer.join()
+    elapsed = time.monotonic() - begin
     assert found.nbytes == 3 * LARGE * 8
-    assert 0.1 < found.seconds["wait"] < 10
-    assert 0 < found.seconds["average"] < 10
+    assert found.seconds["wait"] >= 0.2
+    assert found.seconds["average"] > 0
+    assert sum(found.seconds.values()) <= elapsed
 
 
 def test_the_window_is_a_speedup_not_a_meaning(desk: Any, rng: np.random.Generator) -> None:

@@ -8,12 +8,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
 import reference
+from ray_workers import wait_for
 
 import flatweights as fw
 from flatweights import robust
@@ -243,7 +245,10 @@ def test_a_member_that_is_killed_is_named_and_left_out(
         assert same_bits(weights, fw.average([model_of(0), model_of(2)]))
 
 
-def test_a_late_member_is_given_the_latest_average_and_then_takes_part(puppets: Puppets) -> None:
+def test_a_late_member_is_given_the_latest_average_and_then_takes_part(
+    puppets: Puppets, tmp_path: Path
+) -> None:
+    is_over = tmp_path / "the others have their average"
     [first, second] = puppets.idle(2)
     name = next(NAMES)
     late = second.join.remote(name, rank=1, size=3)
@@ -255,6 +260,7 @@ def test_a_late_member_is_given_the_latest_average_and_then_takes_part(puppets: 
             with join(name, rank=rank, size=3) as member:
                 both.wait()
                 results[rank] = [average_of(member, timeout=2.0, min_results=1)]
+                is_over.touch()
                 results[rank].append(average_of(member, timeout=120.0, min_results=3))
 
         both = threading.Barrier(2)
@@ -267,7 +273,7 @@ def test_a_late_member_is_given_the_latest_average_and_then_takes_part(puppets: 
         return results
 
     def be_late(member: Member) -> list[Any]:
-        time.sleep(3.0)
+        wait_for(is_over)
         return [average_of(member, timeout=120.0, min_results=fewest) for fewest in (1, 3)]
 
     call = first.run.remote(join_twice)

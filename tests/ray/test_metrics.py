@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from ray.util.metrics import Counter
+from ray.util.metrics import Counter, Gauge
 from ray_cluster import start_lean_ray
 from ray_pool import Actors, Lend, only_late
 from ray_workers import PlainWorker, weights_of
@@ -56,8 +57,8 @@ def values_in(text: str, name: str, **tags: str) -> list[float]:
     return values
 
 
-def scrape(node: dict[str, Any], until: Callable[[str], bool]) -> str:
-    """Return what Prometheus would read from ``node``, once it says what is waited for."""
+def scrape(node: dict[str, Any], name: str, value: float) -> str:
+    """Return what Prometheus would read from ``node``, once a metric has such a value."""
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     text = ""
     for _ in range(1200):
@@ -66,15 +67,26 @@ def scrape(node: dict[str, Any], until: Callable[[str], bool]) -> str:
                 text = reply.read().decode()
         except OSError:
             text = ""  # the agent is still starting
-        if until(text):
-            break
+        if values_in(text, name) == [value]:
+            return text
         time.sleep(0.1)
+    raise AssertionError(f"{name} is not {value}: {text}")
+
+
+def scrape_all(node: dict[str, Any]) -> str:
+    """Return what Prometheus would read once all that was counted is there.
+
+    A report may be made while counts are handed over, and be read while it comes in. So this waits
+    for a number in one report, for another in a later one, and for a third after all of that.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()  # it hands counts over
+    number = Gauge("flatweights_tests_number", "A number that grows.")
+    for value in (1.0, 2.0, 3.0):
+        number.set(value)
+        text = scrape(node, "flatweights_tests_number", value)
     return text
-
-
-def tells_of_all(text: str) -> bool:
-    """Whether ``text`` tells of the last thing that `some_rounds` does."""
-    return values_in(text, "flatweights_round_seconds_count", step="broadcast") == [4]
 
 
 def some_rounds(folder: str) -> None:
@@ -93,7 +105,7 @@ def some_rounds(folder: str) -> None:
     with only_late():
         for found in group.run(1, "act", {2: "hang"}, folder, **late):  # type: ignore[arg-type]
             records.append(found.record())
-    text = scrape(ray.nodes()[0], tells_of_all)
+    text = scrape_all(ray.nodes()[0])
     (Path(folder) / "seen.json").write_text(json.dumps({"records": records, "text": text}))
     ray.shutdown()
 
