@@ -8,34 +8,62 @@ from typing import Any
 _OF_THE_PACKAGE = "/flatweights/"
 
 
-def interrupted(call: Callable[[], Any], step: int) -> bool:
-    """Call, with a KeyboardInterrupt before the ``step``-th instruction of the package.
+class Interrupts:
+    """Interrupts one call after the other, each one instruction of the package later.
 
-    Returns:
-        Whether there was one: False once the call has fewer instructions.
+    To trace instructions takes ten times as long as to trace lines, so only those behind the line
+    of the last interrupt are traced: those before it are as many as in the last call.
     """
-    left = step
 
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if _OF_THE_PACKAGE not in frame.f_code.co_filename:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            left -= 1
-            if left < 0:
-                raise KeyboardInterrupt
-        return trace
+    def __init__(self) -> None:
+        self._line = 0  # lines that begin, functions that are entered
+        self._instruction = 0  # those since then
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+    def hit(self, call: Callable[[], Any]) -> bool:
+        """Call, with a KeyboardInterrupt before the next instruction.
+
+        Returns:
+            Whether there was one: False once the call has fewer instructions.
+        """
+        line, left = -1, self._instruction
+
+        def enter(frame: FrameType, _: str, __: Any) -> Any:
+            if _OF_THE_PACKAGE not in frame.f_code.co_filename:
+                return None
+            return go_on(frame, "line", None)
+
+        def go_on(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal line, left
+            if event == "line":
+                line += 1
+                if line >= self._line:
+                    if line > self._line:  # that of the last interrupt has no more instructions
+                        self._line, self._instruction, left = line, 0, 0
+                    _trace_instructions(frame)
+            elif event == "opcode":
+                left -= 1
+                if left < 0:
+                    self._instruction += 1
+                    raise KeyboardInterrupt
+            return go_on
+
+        before = sys.gettrace()
+        sys.settrace(enter)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+
+def _trace_instructions(frame: FrameType | None) -> None:
+    """Trace those of a function and of its callers, to which it returns."""
+    while frame is not None:
+        if frame.f_trace is not None or _OF_THE_PACKAGE in frame.f_code.co_filename:
+            frame.f_trace_opcodes = True
+        frame = frame.f_back
 
 
 def each_interruption(make: Callable[[], tuple[Any, Callable[[], Any]]]) -> Iterator[Any]:
@@ -44,11 +72,11 @@ def each_interruption(make: Callable[[], tuple[Any, Callable[[], Any]]]) -> Iter
     Args:
         make: Gives a new object, and a call that changes it.
     """
-    step = 0
+    interrupts = Interrupts()
+    target, call = make()
+    assert interrupts.hit(call), "nothing of the package was called"
     while True:
-        target, call = make()
-        if not interrupted(call, step):
-            assert step > 0, "nothing of the package was called"
-            return
         yield target
-        step += 1
+        target, call = make()
+        if not interrupts.hit(call):
+            return

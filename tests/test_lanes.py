@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interrupts import interrupted
+from interrupts import Interrupts
 from lane_processes import LARGE, Driver, command_of, sealed, value_of, weights_of
 
 import flatweights as fw
@@ -628,10 +628,11 @@ def test_a_lane_that_is_given_up_takes_its_command_back(one: Driver) -> None:
 def test_a_lane_whose_post_was_interrupted_works_or_is_given_up(one: Driver) -> None:
     (worker,) = one.workers
     command = one.command("set", weights_of(1.0), wants_window=False)
+    interrupts = Interrupts()
     for step in itertools.count():
         attach_anew(one)  # a mailbox that has had no answer
         post = functools.partial(worker.lane.post, command, one.lanes.windows)
-        was_interrupted = interrupted(post, step)
+        was_interrupted = interrupts.hit(post)
         if worker.lane.is_given_up or not worker.lane.is_answered:  # it takes no other command
             attach_anew(one)
         assert one.values("echo", step) == [step]

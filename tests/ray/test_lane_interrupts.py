@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from interrupts import interrupted
+from interrupts import Interrupts
 from ray_pool import Lend
 from ray_workers import PlainWorker, trained, wait_for, weights_of
 from reference import same_bits
@@ -77,12 +77,12 @@ def test_an_interrupt_at_any_point_loses_nothing(
 def test_an_interrupt_while_an_answer_is_read_loses_nothing(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, is_over, step = LaneAnswer._read, False, 0
+    read, interrupts, is_over, step = LaneAnswer._read, Interrupts(), False, 0
 
     def read_half_way(answer: LaneAnswer) -> None:
         nonlocal is_over
         patched.undo()
-        is_over = not interrupted(lambda: read(answer), step)
+        is_over = not interrupts.hit(lambda: read(answer))
         if not is_over:
             raise KeyboardInterrupt
 
