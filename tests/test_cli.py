@@ -212,9 +212,10 @@ def test_reader_that_left_is_no_traceback() -> None:
     [("info", ""), ("examples", ""), ("examples", "1"), ("--help", "")],
 )
 def test_output_that_cannot_be_written_is_told(
-    command: str, unbuffered: str, monkeypatch: pytest.MonkeyPatch
+    command: str, unbuffered: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "ops")
+    (tmp_path / "tensorflow.py").write_text("raise ImportError")  # sooner than TensorFlow comes
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     full = in_a_shell(f"flatweights {command} > /dev/full")
     reason = "flatweights: the output cannot be written: No space left on device\n"

@@ -64,8 +64,9 @@ def results() -> Iterator[NDArray[Any]]:
     rng = np.random.default_rng(7)
     for dtype in AVERAGED:
         for size in (0, 1, 7, 31, 33, 63, 64, 65, 1023, 1024, 1025, 2049, 4097, 5000):
+            most = [source(rng, size, dtype, special=size % 2 == 1) for _ in range(17)]
             for count in (1, 2, 3, 8, 9, 16, 17):
-                sources = [source(rng, size, dtype, special=size % 2 == 1) for _ in range(count)]
+                sources = most[:count]
                 by = int(rng.integers(0, 64))
                 weights = None if count % 2 else rng.uniform(0.1, 3, count)
                 out = misaligned(np.zeros(size, dtype), by)
