@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,15 +26,17 @@ settings.load_profile("ci")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A process for each core and one more, at most four: each imports TensorFlow, starts a Ray.
+    """Two processes more than cores, at most four: each imports TensorFlow, half start a Ray.
 
-    One more, since tests of Ray often wait: for a node to start, for a death to be seen. None of
-    its own for the tests of one file: they run in the process that was started.
+    Two more, since tests of Ray often wait: for a node to start, for a death to be seen. Fewer
+    where there are not 3 GiB for each. None of its own for the tests of one file: they run in the
+    process that was started.
     """
     files = {argument.split("::")[0] for argument in config.args}
     cores = len(os.sched_getaffinity(0))
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
     alone = cores == 1 or (len(files) == 1 and all(file.endswith(".py") for file in files))
-    return 0 if alone else min(cores + 1, 4)
+    return 0 if alone else max(1, min(cores + 2, 4, room // 3))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,8 +44,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Processes take files in this order, so none of them is left with a long one at the end.
     """
-    first = (TESTS / "ray", TESTS.parent / "docs", TESTS / "tensorflow", TESTS)
+    first = (TESTS / "ray", TESTS / "keras", TESTS.parent / "docs", TESTS / "tensorflow", TESTS)
     items.sort(key=lambda item: next(i for i, at in enumerate(first) if at in item.path.parents))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have half of the processes begin with the files of Ray, and the others with the rest.
+
+    Tests of Ray wait where others compute, so both go on at the same time; and half of the
+    processes need no Ray, or a short while at the end.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Halves(LoadFileScheduling):  # type: ignore[misc]
+        def _assign_work_unit(self, node: Any) -> None:
+            with_ray = [n for n, files in self.assigned_work.items() if any(map(_uses_ray, files))]
+            takes_ray = node in with_ray or len(with_ray) < len(self.nodes) // 2
+            for file in self.workqueue:
+                if _uses_ray(file) == takes_ray:
+                    self.workqueue.move_to_end(file, last=False)
+                    break
+            super()._assign_work_unit(node)
+
+    return Halves(config, log)
+
+
+def _uses_ray(file: str) -> bool:
+    return file.startswith(("tests/ray/", "tests/keras/", "docs/"))
 
 
 def pytest_configure() -> None:

@@ -77,10 +77,14 @@ def shared_ray(ray_folder: Path) -> Iterator[None]:
 def start_lean_ray(**options: Any) -> Any:
     """Start a node of two CPUs without what no test uses, and connect to it."""
     import ray
+    from ray._private.node import Node
     from ray.cluster_utils import Cluster
 
     node = LEAN | {"num_cpus": 2} | options
-    cluster = Cluster(initialize_head=True, head_node_args=node)
+    with pytest.MonkeyPatch.context() as patched:
+        # Without a dashboard, its server has only statistics of use, and the node waits for it.
+        patched.setattr(Node, "start_api_server", lambda *_, **__: None)
+        cluster = Cluster(initialize_head=True, head_node_args=node)
     ray.init(cluster.address, log_to_driver=False)
     return cluster.head_node
 
