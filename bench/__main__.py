@@ -18,6 +18,8 @@ BENCHES = (
     "inplace",
     "variables",
     "exchange",
+    "members",
+    "fit",
     "contention",
     "wire",
     "robust",

@@ -28,7 +28,7 @@ def table_of(record: dict[str, Any]) -> str:
     rows = [runner.Row(**row) for row in record["rows"]]
     best = runner.best_rate(rows, limits)
     sweeps = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in limits.items())
-    lines = [f"{commit} Sweeps, GB/s: {sweeps}.", ""]
+    lines = [f"{commit} Sweeps, GB/s: {sweeps}." if sweeps else commit, ""]
     lines += _cases(runner.COLUMNS, [(r.case, r.contender, runner.cells(r, best)) for r in rows])
     return "\n".join(lines)
 
