@@ -1,7 +1,9 @@
 """What `average_gradients` makes of an optimizer, in one process."""
 
 import itertools
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import tensorflow as tf
 from keras_programs import OPTIMIZERS, build, images, prepare
 
 import flatweights.ray
+from flatweights import robust
 from flatweights.keras import AverageLogs, AverageWeights, average_gradients
 
 NAMES = (f"alone {k}" for k in itertools.count())
@@ -120,12 +123,44 @@ def test_an_exchange_a_step_of_one_buffer(member: flatweights.ray.Member) -> Non
     assert calls == [4] * 5  # one slot for each variable
 
 
+def test_a_rule_takes_the_place_of_the_mean() -> None:
+    name, before = next(NAMES), threading.Barrier(3)
+    gave = [[1.0, 2.0], [3.0, 100.0], [5.0, -7.0]]
+
+    def train(rank: int) -> Any:
+        variable, kernel = keras.Variable([0.0, 0.0]), keras.layers.Dense(1, use_bias=False)
+        model = keras.Sequential([keras.Input((2,)), kernel])
+        model.compile("sgd", "mse")
+        with flatweights.ray.join(name, rank=rank, size=3) as member:
+            rule = robust.Median()
+            optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member, rule=rule)
+            optimizer.build([variable])
+            optimizer.apply([tf.constant(gave[rank])], [variable])
+            callback = AverageWeights(member=member, rule=rule)
+            callback.set_model(model)
+            callback.on_train_begin()
+            callback.on_epoch_begin(0)
+            model.set_weights([np.array(gave[rank])[:, None]])
+            callback.on_train_batch_end(0)
+            callback.on_epoch_end(0)
+            before.wait()
+            return np.asarray(variable).tolist(), model.get_weights()[0].tolist()
+
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(train, range(3)))
+    assert results == [([-3.0, -2.0], [[3.0], [2.0]])] * 3
+
+
 def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
     with pytest.raises(TypeError, match="optimizer: expected one of Keras 3, got builtins"):
         average_gradients("adam", member=member)
     for make in (AverageLogs, AverageWeights):
         with pytest.raises(TypeError, match="member: expected a Member, got int"):
             make(member=1)
+    with pytest.raises(TypeError, match="rule: expected"):
+        average_gradients(keras.optimizers.SGD(), member=member, rule="median")
+    with pytest.raises(TypeError, match="weight: Median has none, all members count alike"):
+        AverageWeights(weight=2.0, rule=robust.Median())
     for arguments, message in [
         ({"every": 0}, "every: expected at least 1, got 0"),
         ({"unit": "step"}, "unit: expected 'epoch' or 'batch', got 'step'"),

@@ -13,6 +13,8 @@ from flatweights._average import Nonfinite
 from flatweights.keras._samples import Samples
 from flatweights.keras._seat import Seat, calls_are_equal
 from flatweights.ray import Member, Round
+from flatweights.ray._engine import AnyRule
+from flatweights.robust._rules import as_rule
 from flatweights.server import ServerOptimizer
 from flatweights.tensorflow import TensorFlowVariables
 
@@ -69,6 +71,7 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
         timeout: float | None = None,
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
+        rule: AnyRule | None = None,
     ) -> None:
         """Average in a meeting.
 
@@ -88,9 +91,12 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
             min_results: How many members make an average; all, if None. One that is late goes on
                 from the average of the others.
             nonfinite: What to do about NaN and infinity; see `flatweights.average`.
+            rule: What takes the place of the mean, such as ``flatweights.robust.Median()``; see
+                `flatweights.ray.Member.average`. Where it has no weights, all members count alike.
 
         Raises:
-            TypeError: If ``member`` is none, or ``weight`` no number.
+            TypeError: If ``member`` is none, ``rule`` is no rule, or it has no weights and
+                ``weight`` is a number other than 1.
             ValueError: If ``every`` is below 1, ``unit`` or ``weight`` is none of these, or
                 ``min_results`` is given with ``outer``, whose copies have to see every average.
         """
@@ -102,6 +108,10 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
         given: Any = weight
         if given != "samples" and (isinstance(given, str) or not 0 < given < np.inf):
             raise ValueError(f"weight: expected 'samples' or a positive number, got {weight!r}")
+        if rule is not None and not as_rule(rule).takes_weights:
+            if given not in ("samples", 1):
+                raise TypeError(f"weight: {as_rule(rule).name} has none, all members count alike")
+            weight = 1.0
         if outer is not None and min_results is not None:
             raise ValueError("min_results: expected None with outer, which all have to step alike")
         self._every = every
@@ -110,7 +120,7 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
         self._weight = weight
         self._includes_optimizer = include_optimizer
         self._given_outer = outer
-        self._options: dict[str, Any] = {"timeout": timeout, "nonfinite": nonfinite}
+        self._options: dict[str, Any] = {"timeout": timeout, "nonfinite": nonfinite, "rule": rule}
         self._min_results = min_results
         self.round = None
         self.outer = None

@@ -17,6 +17,8 @@ from flatweights._average import Nonfinite
 from flatweights._core import move_parts
 from flatweights.keras._seat import Seat, calls_are_equal
 from flatweights.ray import Member
+from flatweights.ray._engine import AnyRule
+from flatweights.robust._rules import as_rule
 from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._python_op import compute_in_python
 
@@ -29,6 +31,7 @@ def average_gradients(
     member: Member | None = None,
     timeout: float | None = None,
     nonfinite: Nonfinite = "propagate",
+    rule: AnyRule | None = None,
 ) -> Optimizer:
     """Have ``optimizer`` average the gradients of all members before it applies them.
 
@@ -66,12 +69,14 @@ def average_gradients(
         nonfinite: What to do about NaN and infinity; see `flatweights.average`. A
             `keras.optimizers.LossScaleOptimizer` needs ``"propagate"``: all members then skip
             the step.
+        rule: What takes the place of the mean, such as ``flatweights.robust.Median()``; see
+            `flatweights.ray.Member.average`.
 
     Returns:
         ``optimizer``.
 
     Raises:
-        TypeError: If it is no optimizer of Keras 3, or ``member`` is no member.
+        TypeError: If it is no optimizer of Keras 3, ``member`` is no member or ``rule`` no rule.
         ValueError: If it averages gradients already, or ``nonfinite`` does not suit it.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -89,20 +94,23 @@ def average_gradients(
         raise ValueError(
             f"nonfinite: expected 'propagate' for a LossScaleOptimizer, got {nonfinite!r}"
         )
-    _Averaging(optimizer, Seat(member), timeout, nonfinite)
+    options = {
+        "timeout": timeout,
+        "nonfinite": nonfinite,
+        "rule": None if rule is None else as_rule(rule),
+    }
+    _Averaging(optimizer, Seat(member), options)
     return optimizer
 
 
 class _Averaging:
     """Takes the place of some methods of one optimizer."""
 
-    def __init__(
-        self, optimizer: Any, seat: Seat, timeout: float | None, nonfinite: Nonfinite
-    ) -> None:
+    def __init__(self, optimizer: Any, seat: Seat, options: dict[str, Any]) -> None:
         self._optimizer = optimizer
         self._seat = seat
-        self._timeout = timeout
-        self._nonfinite = nonfinite
+        self._options = options  # of each average
+        self._timeout = options["timeout"]
         self._applied: Sequence[Any] = ()  # variables of the call of `apply` that is under way
         self._state: TensorFlowVariables | None = None
         self._is_started = False
@@ -210,7 +218,7 @@ class _Averaging:
         exchange.grads, exchange.averages = grads, averages
         try:
             with calls_are_equal("gradients"):
-                member.average_variables(exchange, timeout=self._timeout, nonfinite=self._nonfinite)
+                member.average_variables(exchange, **self._options)
         finally:
             exchange.grads, exchange.averages = [], []
 
