@@ -41,8 +41,8 @@ class Round:
             through Ray, and why.
         groups: The ranks that nodes added up first, in the order in which the sums were merged;
             none if the average has the bits of `flatweights.average` over `used`.
-        link: Bytes that this node exchanged with others, ``"in"`` and ``"out"``; none if there
-            was no exchange.
+        links: By the id of a node, the bytes that it exchanged with others, ``"in"`` and ``"out"``;
+            none without an exchange.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Round:
         self.scores = dict(scores or {})
         self.ways: dict[int, str] = {}
         self.groups: tuple[tuple[int, ...], ...] = ()
-        self.link: dict[str, int] = {}
+        self.links: dict[str, dict[str, int]] = {}
         self.held: Any = None  # which agents have the average
         self._ref: Any = None
         self._session: tuple[str, str] | None = None  # of Ray, in which it was put
@@ -121,7 +121,7 @@ class Round:
             ``round``, its number or None; ``used``, ``late`` and ``quarantined``, lists of
             ranks; ``failed``, by rank the reason in one line; ``seconds`` by step;
             ``bytes``, those read as ``in`` and those sent as ``out``; ``ways`` and ``scores``,
-            by rank; ``groups`` and ``link``.
+            by rank; ``groups`` and ``links``.
         """
         return {
             "round": self.number,
@@ -133,7 +133,7 @@ class Round:
             "bytes": {"in": self.nbytes, "out": self.nbytes_sent},
             "ways": {str(rank): way for rank, way in self.ways.items()},
             "groups": [list(group) for group in self.groups],
-            "link": dict(self.link),
+            "links": {node: dict(nbytes) for node, nbytes in self.links.items()},
             "scores": {str(rank): score for rank, score in self.scores.items()},
         }
 

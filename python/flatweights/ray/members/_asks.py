@@ -94,7 +94,7 @@ class Outcome(NamedTuple):
         nbytes: Of the weights that were read.
         ways: By rank.
         groups: Ranks.
-        link: Bytes.
+        links: Bytes by node.
     """
 
     number: int
@@ -112,7 +112,7 @@ class Outcome(NamedTuple):
     nbytes: int = 0
     ways: Mapping[int, str] = {}
     groups: tuple[tuple[int, ...], ...] = ()
-    link: Mapping[str, int] = {}
+    links: Mapping[str, dict[str, int]] = {}
 
 
 def remember(known: dict[str, Any], digest: str, layout: Any = None) -> None:

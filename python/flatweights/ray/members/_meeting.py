@@ -372,7 +372,7 @@ class Meeting:
             nbytes=result.nbytes,
             ways=result.ways,
             groups=result.groups,
-            link=result.link,
+            links=result.links,
         )
         return Packed(result.weights.buffer, result.weights.layout), outcome, result.held
 

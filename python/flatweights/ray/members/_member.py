@@ -426,7 +426,7 @@ class Member:
         )
         result.ways = dict(outcome.ways)
         result.groups = outcome.groups
-        result.link = dict(outcome.link)
+        result.links = dict(outcome.links)
         return result
 
 

@@ -82,7 +82,7 @@ class NodesAverage:
         self._accept = accept
         self._headers: dict[int, Header] = {}
         self._places: dict[int, Place] = {}
-        self._traffic = Traffic(0, 0)
+        self._traffic: dict[str, Traffic] = {}  # by node
         self._way = ""  # of the exchange
         self._end = arrivals.deadline.end
         if self._end is not None:
@@ -133,7 +133,8 @@ class NodesAverage:
         far = [rank for rank, place in self._places.items() if place is not None]
         result.ways = dict.fromkeys(far, f"agent: {self._way}")
         result.groups = plan.merged_groups()
-        result.link = {"in": self._traffic.received, "out": self._traffic.sent}
+        traffic = self._traffic.items()
+        result.links = {node: {"in": t.received, "out": t.sent} for node, t in traffic}
         if self._out is None and template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
             result.held = Holders(plan.number, frozenset(took))
         return result
@@ -279,13 +280,14 @@ class NodesAverage:
             if place is not None:
                 calls[place] = place.handle.stream.remote(plan, me, route)
         try:
-            self._traffic = self._agents.end.stream(plan, places.index(None), route)
+            own = self._agents.end.stream(plan, places.index(None), route)
         except (StreamError, ValueError) as error:  # the latter, if links have ended
             raise _BrokenError(f"{type(error).__name__}: {error}") from error
         # They are as far as the driver, if they are not stuck.
         there = _there(list(calls.values()), self._within(PATIENCE))
         outcomes = {place: _outcome(ref) for place, ref in calls.items() if ref in there}
         took = [place for place, outcome in outcomes.items() if isinstance(outcome, Traffic)]
+        self._traffic = {_node_of(None): own} | {place.node: outcomes[place] for place in took}
         if len(took) == len(calls):
             self._agents.epoch = tokens, epoch
         return took
@@ -313,7 +315,7 @@ class NodesAverage:
         all_means = [means[node] for node in range(count)]
         placed = [agent.handle.place.remote(plan, k, *all_means) for k, agent in agents.items()]
         end.place(plan, me, self._fetch(all_means, places))
-        self._traffic = _counted(plan, me)
+        self._traffic = {_node_of(place): _counted(plan, k) for k, place in enumerate(places)}
         there = _there(placed, self._within(PATIENCE))
         done = zip(agents.values(), placed, strict=True)
         return [agent for agent, ref in done if ref in there and _outcome(ref) is None]
@@ -357,6 +359,11 @@ def _there(refs: list[Any], timeout: float) -> list[Any]:
     if refs:
         there, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout)
     return there
+
+
+def _node_of(place: Place) -> str:
+    node: str = ray.get_runtime_context().get_node_id() if place is None else place.node
+    return node
 
 
 def _outcome(ref: Any) -> Any:
