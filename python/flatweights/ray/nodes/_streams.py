@@ -31,7 +31,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 Buffer: TypeAlias = Any  # what has the buffer protocol, contiguous; a type of its own since 3.12
@@ -109,7 +109,10 @@ class Streams:
 
         Raises:
             OSError: If ``host`` is not an address of this machine.
+            ValueError: If ``host`` stands for all addresses.
         """
+        if host in ("", "0.0.0.0", "::"):
+            raise ValueError(f"host: expected one address of this node, got {host!r}")
         self._listener = _listen(host)
         port = self._listener.getsockname()[1]
         self.address = Address(host, port, secrets.token_bytes(_KEY))
@@ -331,7 +334,7 @@ class Streams:
     def _admit(self, connection: socket.socket, guest: _Guest) -> None:
         """Take a connection for the epoch that is open; the lock is held."""
         if not 0 <= guest.place < self._me:
-            self._refuse(connection, f"a place that connects to {self._me} of none")
+            self._refuse(connection, "a place that does not connect to this one")
         elif guest.place in self._lower:
             self._refuse(connection, "a place that is connected")
         else:
@@ -367,14 +370,13 @@ class Streams:
     def _forget(self) -> None:
         """Close this process's copies of the sockets: it is a fork, and they are its parent's."""
         self._is_closed = True
-        links = () if self._links is None else self._links.sockets()
-        for connection in (
-            self._listener,
-            *links,
-            *self._lower.values(),
-            *self._guests,
-            *self._strangers,
-        ):
+        self._lock = threading.Lock()  # other threads may have held them
+        self._arrived = threading.Condition(self._lock)
+        self._opening = threading.Lock()
+        if self._links is not None:
+            self._links.forget()
+        waiting = [*self._lower.values(), *self._guests, *self._strangers]
+        for connection in (self._listener, *waiting):
             connection.close()
 
 
@@ -400,10 +402,7 @@ class Links:
         self._lock = threading.Lock()
         self._error: BaseException | None = None  # why they ended
         self._is_swapping = False
-
-    def sockets(self) -> Iterable[socket.socket]:
-        """Return the sockets."""
-        return self._sockets.values()
+        self._gate = _Gate()
 
     def swap(
         self,
@@ -447,7 +446,8 @@ class Links:
         writers = [_Writer(k, self._sockets[k], number, sends.get(k, tuple)) for k in order]
         limits = _Limits(patience, end, time.monotonic())
         with self._in_use():
-            gate = _Gate(ready)
+            gate = self._gate
+            gate.start(ready)
             sender = threading.Thread(
                 target=self._send_all,
                 args=(writers, gate, limits),
@@ -464,13 +464,20 @@ class Links:
             finally:
                 gate.end()
                 _join(sender)
-                gate.close()
             if self._error is not None:
                 raise self._error
 
     def close(self) -> None:
         """Close the sockets. A swap that runs in another thread ends with an error."""
         self._fail(StreamError(-1, "the links were closed"))
+
+    def forget(self) -> None:
+        """Close the sockets of this process, a fork, which its parent goes on to use."""
+        self._lock = threading.Lock()
+        self.is_closed = True
+        self._error = StreamError(-1, "they are those of the parent process")
+        self._is_swapping = False
+        self._close_unused()
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -502,6 +509,7 @@ class Links:
         if self.is_closed and not self._is_swapping:
             for connection in self._sockets.values():
                 connection.close()
+            self._gate.close()
 
     def _send_all(self, writers: list[_Writer], gate: _Gate, limits: _Limits) -> None:
         """Send all buffers; run by a thread of its own."""
@@ -510,6 +518,7 @@ class Links:
             poll.register(gate.descriptor, select.POLLIN)
             blocked: dict[int, _Writer] = {}
             while writers:
+                limits.check_time(writers)
                 is_over = gate.is_over  # then nothing becomes ready after this
                 able = [one for one in writers if not one.is_blocked and one.is_ready(gate.ready)]
                 if able:
@@ -531,7 +540,7 @@ class Links:
                     else:
                         blocked.pop(descriptor).is_blocked = False
                         poll.unregister(descriptor)
-                limits.check(blocked.values(), "takes")
+                limits.check_progress(blocked.values(), "takes")
         except BaseException as error:
             self._fail(error)
 
@@ -550,8 +559,11 @@ class Links:
                 left[descriptor] = reader
                 poll.register(descriptor, select.POLLIN)
         while left:
+            limits.check_time(left.values())
+            # Who has bytes there now has not stalled, however long the last buffer took here.
+            silent = dict(left)
             for descriptor, _ in poll.poll(limits.milliseconds(left.values())):
-                reader = left[descriptor]
+                reader = silent.pop(descriptor)
                 index = reader.index
                 self.received_bytes[reader.place] += reader.read()
                 if reader.index > index and arrived is not None:
@@ -559,7 +571,7 @@ class Links:
                 if reader.is_done:
                     poll.unregister(descriptor)
                     del left[descriptor]
-            limits.check(left.values(), "sends")
+            limits.check_progress(silent.values(), "sends")
 
 
 def _check_sent(writers: Iterable[_Writer]) -> None:
@@ -732,10 +744,15 @@ class _Gate:
         descriptor: Readable after the gate has opened.
     """
 
-    def __init__(self, ready: int | None) -> None:
-        self.ready = math.inf if ready is None else ready
+    def __init__(self) -> None:
+        self.ready: float = 0
         self.is_over = False
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def start(self, ready: int | None) -> None:
+        """Let ``ready`` buffers go, or all of them."""
+        self.ready = math.inf if ready is None else ready
+        self.is_over = False
 
     def open(self, ready: int | None) -> None:
         """Let ``ready`` buffers go, if that is more than before."""
@@ -755,7 +772,9 @@ class _Gate:
 
     def close(self) -> None:
         """Close the descriptor, once no thread waits."""
-        os.close(self.descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 class _Limits(NamedTuple):
@@ -767,24 +786,28 @@ class _Limits(NamedTuple):
 
     def milliseconds(self, waiting: Iterable[_Writer | _Reader]) -> int | None:
         """Return how long to wait for any of ``waiting``."""
-        stalls = [one.since + self.patience for one in waiting]
-        return _milliseconds(
-            min([*stalls, *([] if self.end is None else [self.end])], default=None)
-        )
+        times = [one.since + self.patience for one in waiting]
+        times += [] if self.end is None else [self.end]
+        return _milliseconds(min(times, default=None))
 
-    def check(self, waiting: Collection[_Writer | _Reader], doing: str) -> None:
-        """Raise if one of ``waiting`` has stalled, or the time is up."""
-        if not waiting:
-            return
+    def check_time(self, waiting: Iterable[_Writer | _Reader]) -> None:
+        """Raise if the time is up for ``waiting``."""
         now = time.monotonic()
         if self.end is not None and now >= self.end:
-            late, text = waiting, f"the time is up after {now - self.began:.3g} s"
-        else:
-            late = [one for one in waiting if now >= one.since + self.patience]
-            text = f"it has stalled: it {doing} nothing for {self.patience:g} s"
+            self._blame(waiting, f"the time is up after {now - self.began:.3g} s")
+
+    def check_progress(self, silent: Iterable[_Writer | _Reader], doing: str) -> None:
+        """Raise if one of ``silent``, which can do nothing now, has been so for too long."""
+        now = time.monotonic()
+        late = [one for one in silent if now >= one.since + self.patience]
         if late:
-            worst = max(late, key=lambda one: one.missing)
-            raise StreamError(worst.place, text) from TimeoutError(text)
+            self._blame(late, f"it has stalled: it {doing} nothing for {self.patience:g} s")
+
+    @staticmethod
+    def _blame(late: Iterable[_Writer | _Reader], text: str) -> None:
+        # The others may wait for the one that lacks most, too.
+        worst = max(late, key=lambda one: one.missing)
+        raise StreamError(worst.place, text) from TimeoutError(text)
 
 
 class _Stranger(NamedTuple):
@@ -850,6 +873,7 @@ def _connect(
     finally:
         for call in calls.values():
             if call.connection is not None:
+                _shut(call.connection)
                 call.connection.close()
 
 

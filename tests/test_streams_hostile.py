@@ -1,0 +1,382 @@
+"""What strangers, dead peers, forks and interrupts do to streams: nothing, or an error at once."""
+
+import collections
+import contextlib
+import functools
+import logging
+import multiprocessing
+import os
+import resource
+import secrets
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_streams import await_bytes, errors, nodes
+
+from flatweights.ray.nodes import _streams
+from flatweights.ray.nodes._streams import Address, StreamError, Streams
+
+Attack = Callable[[Address, bytes], list[socket.socket]]
+
+
+def connect(address: Address) -> socket.socket:
+    connection = socket.create_connection((address.host, address.port), 10)
+    connection.settimeout(10)
+    return connection
+
+
+def send(address: Address, data: bytes) -> list[socket.socket]:
+    connection = connect(address)
+    connection.sendall(data)
+    return [connection]
+
+
+def hello(key: bytes, epoch: bytes, place: int) -> bytes:
+    return key + epoch + struct.pack("<I", place)
+
+
+def scan(address: Address, epoch: bytes) -> list[socket.socket]:
+    """A port scan: connect, and go."""
+    for _ in range(20):
+        connect(address).close()
+    return []
+
+
+def reset(address: Address, epoch: bytes) -> list[socket.socket]:
+    """Connect, and go with a reset."""
+    for _ in range(20):
+        connection = connect(address)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+    return []
+
+
+def random_bytes(address: Address, _: bytes) -> list[socket.socket]:
+    return [send(address, secrets.token_bytes(count))[0] for count in (32, 33, 52, 10_000) * 3]
+
+
+def wrong_key(address: Address, epoch: bytes) -> list[socket.socket]:
+    return [send(address, hello(bytes(32), epoch, 0))[0] for _ in range(3)]
+
+
+def ended_epoch(address: Address, epoch: bytes) -> list[socket.socket]:
+    return [send(address, hello(address.key, epoch, 0))[0] for _ in range(3)]
+
+
+def place_that_does_not_connect(address: Address, epoch: bytes) -> list[socket.socket]:
+    return [send(address, hello(address.key, epoch, k))[0] for k in (2, 3, 4_000_000_000)]
+
+
+def place_of_another(address: Address, epoch: bytes) -> list[socket.socket]:
+    return [send(address, hello(address.key, epoch, k))[0] for k in (0, 1)]
+
+
+def slow_hello(address: Address, _: bytes) -> list[socket.socket]:
+    return send(address, address.key[:31])
+
+
+def unknown_epoch(address: Address, _: bytes) -> list[socket.socket]:
+    return send(address, hello(address.key, secrets.token_bytes(16), 0))
+
+
+def many(address: Address, _: bytes) -> list[socket.socket]:
+    """A thousand connections at once."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    return [connect(address) for _ in range(1000)]
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        (scan, "closed before a hello"),
+        (reset, "closed before a hello"),
+        (random_bytes, "a wrong key"),
+        (wrong_key, "a wrong key"),
+        (ended_epoch, "an epoch that has ended"),
+        (place_that_does_not_connect, "a place that does not connect to this one"),
+        (place_of_another, "a place that is connected"),
+        (slow_hello, "no hello in time"),
+        (unknown_epoch, "an epoch that was not opened here"),
+        (many, "too many connections without a hello"),
+    ],
+)
+def test_strangers_are_refused_and_have_no_effect(
+    attack: Attack,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if attack in (slow_hello, many):
+        monkeypatch.setattr(_streams, "_HELLO_TIME", 0.5)
+    if attack is unknown_epoch:
+        monkeypatch.setattr(_streams, "_GUEST_TIME", 0.3)
+    past, epoch = secrets.token_bytes(16), secrets.token_bytes(16)
+    with nodes(3) as some, caplog.at_level(logging.WARNING, "flatweights"):
+        some.open(past)
+        some.open(epoch)
+        caplog.clear()
+        some.check()
+        address = some.streams[2].address
+        held = attack(address, past if attack is ended_epoch else epoch)
+        some.check(300_000)
+        for connection in held:  # each is closed
+            with contextlib.suppress(ConnectionResetError):
+                while connection.recv(1000):
+                    pass
+            connection.close()
+        some.check()
+        while not caplog.records:  # the last one was not waited for
+            time.sleep(0.01)
+        some.open()
+        some.check()
+        some.streams[2].close()
+        told = [record.getMessage() for record in caplog.records]
+        assert sum(reason in text for text in told) == 1
+        assert len(told) == len({*told})
+        assert all(f"{address.host}:{address.port}" in text for text in told)
+        assert address.key.hex() not in "".join(told)
+
+
+def test_a_slow_stranger_does_not_hold_up_a_peer() -> None:
+    with nodes(2) as some:
+        with contextlib.ExitStack() as stack:
+            for streams in some.streams:
+                for connection in send(streams.address, streams.address.key[:5]):
+                    stack.enter_context(connection)
+            some.open()
+        some.check()
+
+
+def test_a_peer_that_was_pushed_out_by_strangers_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_streams, "_GUESTS", 1)
+    first, second = Streams("127.0.0.1"), Streams("127.0.0.1")
+    peers, epoch = [first.address, second.address], secrets.token_bytes(16)
+    outcomes: list[object] = []
+
+    def call() -> None:
+        outcomes.append(first.open(peers, 0, epoch, time.monotonic() + 20))
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    try:
+        while not second._guests:  # it waits for `open`
+            time.sleep(0.01)
+        for connection in send(second.address, hello(second.address.key, bytes(16), 0)):
+            connection.recv(1)  # until it is pushed out by that peer in its turn
+            connection.close()
+        second.open(peers, 1, epoch, time.monotonic() + 20)
+        caller.join()
+        assert len(outcomes) == 1
+    finally:
+        first.close()
+        second.close()
+        caller.join()
+
+
+def test_the_key_is_not_shown() -> None:
+    streams = Streams("127.0.0.1")
+    streams.close()
+    assert repr(streams.address) == f"Address(127.0.0.1:{streams.address.port})"
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_all_addresses_are_refused(host: str) -> None:
+    with pytest.raises(ValueError, match="expected one address"):
+        Streams(host)
+
+
+def test_a_frame_of_another_length_is_refused_before_it_is_read() -> None:
+    """A peer with the right key is no stranger, but what it sends is checked."""
+    streams = Streams("127.0.0.1")
+    epoch, target = secrets.token_bytes(16), np.zeros(100, np.uint8)
+    peers = [Address("127.0.0.1", 1, bytes(32)), streams.address]
+    (peer,) = send(streams.address, hello(streams.address.key, epoch, 0))
+    try:
+        links = streams.open(peers, 1, epoch, time.monotonic() + 10)
+        assert peer.recv(16) == epoch
+        peer.sendall(struct.pack("<QQ", 7, 1 << 40) + bytes([1]) * 1000)
+        with pytest.raises(StreamError, match=r"peer 0: .*100 bytes; got swap 7, 1099511627776"):
+            links.swap(7, {}, {0: [target]}, patience=10)
+        assert not target.any()
+        assert links.is_closed
+    finally:
+        peer.close()
+        streams.close()
+
+
+# Peers that die or stall
+
+
+def _peer(pipe: Connection, me: int, size: int) -> None:
+    """A node in a process of its own: opens its links, and swaps until it is killed."""
+    streams = Streams("127.0.0.1")
+    pipe.send(streams.address)
+    peers, epoch = pipe.recv()
+    links = streams.open(peers, me, epoch, time.monotonic() + 30)
+    for number in range(1_000_000):
+        one = np.zeros(1_000_000, np.uint8)
+        others = [place for place in range(size) if place != me]
+        into = {place: [np.empty_like(one)] for place in others}
+        links.swap(
+            number, dict.fromkeys(others, functools.partial(list, (one,))), into, patience=30
+        )
+        if number == 3:
+            pipe.send("swapping")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_stops_is_an_error_of_its_peers(stop: signal.Signals) -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=_peer, args=(there, 1, 2), daemon=True)
+    process.start()
+    streams = Streams("127.0.0.1")
+    try:
+        peers, epoch = [streams.address, here.recv()], secrets.token_bytes(16)
+        here.send((peers, epoch))
+        links = streams.open(peers, 0, epoch, time.monotonic() + 30)
+        one, into = np.zeros(1_000_000, np.uint8), np.empty(1_000_000, np.uint8)
+        patience = 0.5 if stop is signal.SIGSTOP else 30
+
+        def swap(number: int) -> None:
+            links.swap(number, {1: lambda: [one]}, {1: [into]}, patience=patience)
+
+        for number in range(10):
+            swap(number)
+        assert process.pid is not None
+        os.kill(process.pid, stop)
+        began = time.monotonic()
+        with pytest.raises(StreamError, match="peer 1") as caught:
+            collections.deque(map(swap, range(10, 1_000_000)), maxlen=0)
+        assert time.monotonic() - began < 25  # not by patience, if it is dead
+        assert isinstance(caught.value.__cause__, TimeoutError) == (stop is signal.SIGSTOP)
+        assert links.is_closed
+    finally:
+        streams.close()
+        process.kill()
+        process.join()
+        here.close()
+        there.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_has_no_part_in_the_links() -> None:
+    with nodes(2) as some:
+        some.check()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with pytest.raises(StreamError, match="parent"):
+                    some.links[0].swap(5, {}, {}, patience=1)
+                peers = [streams.address for streams in some.streams]
+                with pytest.raises(StreamError, match="closed"):
+                    some.streams[0].open(peers, 0, secrets.token_bytes(16))
+                for streams in some.streams:
+                    streams.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        some.check()  # the child has ended nothing
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_that_lives_on_keeps_no_connection_open() -> None:
+    with nodes(2) as some:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(read, 1)
+            os._exit(0)
+        try:
+            some.links[0].close()
+            with pytest.raises(StreamError, match="closed the stream"):
+                await_bytes(some.links[1])
+            address = some.streams[0].address
+            some.streams[0].close()
+            with pytest.raises(ConnectionRefusedError):
+                connect(address)
+        finally:
+            os.write(write, b"x")
+            os.waitpid(child, 0)
+            os.close(read)
+            os.close(write)
+
+
+def test_descriptors_and_threads_are_gone_after_close() -> None:
+    def count() -> tuple[int, int]:
+        return len([*Path("/proc/self/fd").iterdir()]), threading.active_count()
+
+    before = count()
+    for _ in range(3):
+        with nodes(4) as some:
+            some.check()
+            some.open()
+            some.check()
+            with pytest.raises(StreamError):
+                await_bytes(some.links[0], patience=0.05)
+            strangers = [connect(streams.address) for streams in some.streams]
+        for stranger in strangers:
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+            stranger.close()
+    assert count() == before
+
+
+def test_an_interrupt_ends_a_swap_and_those_of_its_peers() -> None:
+    assert threading.current_thread() is threading.main_thread()
+    with nodes(3) as some:
+        others = [some.pool.submit(await_bytes, links) for links in some.links[1:]]
+
+        def interrupt() -> list[bytes]:  # in the sending thread, while this one receives
+            os.kill(os.getpid(), signal.SIGINT)
+            return []
+
+        with pytest.raises(KeyboardInterrupt):
+            some.links[0].swap(0, {1: interrupt}, {1: [bytearray(1)]}, patience=30)
+        assert some.links[0].is_closed
+        errors([future.exception() for future in others])
+        some.open()
+        some.number = 0
+        some.check()
+
+
+def test_a_peer_that_cannot_be_reached_is_named() -> None:
+    gone, streams = Streams("127.0.0.1"), Streams("127.0.0.1")
+    gone.close()
+    try:
+        with pytest.raises(StreamError, match="peer 1: cannot connect") as caught:
+            streams.open([streams.address, gone.address], 0, secrets.token_bytes(16))
+        assert caught.value.peer == 1
+        peers = [gone.address, streams.address]
+        with pytest.raises(StreamError, match="peer 0: it has not connected in time"):
+            streams.open(peers, 1, secrets.token_bytes(16), time.monotonic() + 0.1)
+    finally:
+        streams.close()
+
+
+def test_an_epoch_is_used_once() -> None:
+    epoch = secrets.token_bytes(16)
+    with nodes(2) as some:
+        some.open(epoch)
+        some.open()
+        peers = [streams.address for streams in some.streams]
+        with pytest.raises(ValueError, match="used before"):
+            some.streams[0].open(peers, 0, epoch)
+        with pytest.raises(ValueError, match="expected 16 bytes, got 3"):
+            some.streams[0].open(peers, 0, b"abc")
+        with pytest.raises(ValueError, match="peers: expected"):
+            some.streams[0].open(peers, 1, epoch)
