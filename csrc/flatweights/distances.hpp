@@ -11,7 +11,7 @@ namespace flatweights {
 // Squares of a pair are added in this many columns.
 inline constexpr std::size_t kDistanceColumns = 8;
 // Numbers of each source that are in the caches at a time: their squares are added in one type.
-inline constexpr std::size_t kDistanceBlock = 512;
+inline constexpr std::size_t kDistanceBlock = 1024;
 
 // Writes the squared distance between models i and j to `out[i * count + j]`, over all real
 // numbers of their `parts`. Slot s of model k begins at `sources[s * count + k]`; the data of

@@ -4,7 +4,9 @@
 // exchanging numbers between pairs of rows, so that afterwards one row holds the smallest number
 // of each position, one the second smallest, and so on. The mean is that of some of these rows.
 //
-// 16-bit numbers are sorted by keys: integers in the same order.
+// 16-bit numbers are sorted by keys: integers in the same order. Where all is done in registers,
+// float32 are, too: processors find the lesser of as many integers at a time as of floats, or of
+// twice as many.
 #pragma once
 
 #include <cstddef>
@@ -23,10 +25,20 @@ namespace {
 template <class T>
 using Key = std::conditional_t<is_half<T>, std::int16_t, T>;
 
-// Turns the bits of 16-bit numbers into keys, and back.
-template <class V>
+// What they are sorted as in registers; void if only in rows. AVX2 cannot compare 64-bit integers.
+template <class T>
+using RegisterKey =
+    std::conditional_t<is_half<T>, std::int16_t,
+                       std::conditional_t<std::is_same_v<T, float>, std::int32_t, void>>;
+
+// All bits of a key but the sign.
+template <class K>
+inline constexpr K kMagnitude = static_cast<K>(~(std::uint64_t{1} << (8 * sizeof(K) - 1)));
+
+// Turns the bits of numbers into keys of type K, and back. V is K, or a register of keys.
+template <class K, class V>
 [[gnu::always_inline]] inline V flip_key(V bits) noexcept {
-  return static_cast<V>(bits ^ ((bits >> 15) & static_cast<V>(V{} + 0x7fff)));
+  return static_cast<V>(bits ^ ((bits >> (8 * sizeof(K) - 1)) & kMagnitude<K>));
 }
 
 // The rows of a block, and the addresses of sorted rows by rank.
@@ -90,7 +102,7 @@ inline bool sort_runs_singly(const SortedRows<T>& rows, const std::byte* const* 
     Key<T>* const row = rows.row(k);
     for (std::size_t i = from; i < to; ++i) {
       if constexpr (is_half<T>)
-        row[i] = flip_key(load<Key<T>>(source, i));
+        row[i] = flip_key<Key<T>>(load<Key<T>>(source, i));
       else
         row[i] = load<T>(source, i);
     }
@@ -223,7 +235,7 @@ bool sort_run(std::byte* rows, std::size_t stride, const std::byte* const* sourc
       values[k] = load_register<V>(source[k] + i);
       if constexpr (kKeys) {
         watch = greater_of<V>(watch, values[k] & static_cast<K>(0x7fff));
-        values[k] = flip_key(values[k]);
+        values[k] = flip_key<K>(values[k]);
       } else {
         sum += values[k];
       }
@@ -242,6 +254,15 @@ bool sort_run(std::byte* rows, std::size_t stride, const std::byte* const* sourc
   return finite;
 }
 
+inline constexpr auto kInputs = std::make_index_sequence<kMostInputs>{};
+
+// Whether only the one or two ranks in the middle are used.
+inline bool is_middle(const Sorting& sorting) noexcept {
+  const Ranks& ranks = sorting.ranks;
+  return ranks.nearest == 0 && ranks.first == (sorting.count - 1) / 2 &&
+         ranks.last == sorting.count / 2 + 1;
+}
+
 template <class K>
 using SortRun = bool (*)(std::byte*, std::size_t, const std::byte* const*, std::size_t, std::size_t,
                          K) noexcept;
@@ -257,22 +278,114 @@ template <class T>
 inline bool sort_runs(const SortedRows<T>& rows, const std::byte* const* sources, std::size_t begin,
                       std::size_t count) noexcept {
   using K = Key<T>;
-  constexpr auto kInputs = std::make_index_sequence<kMostInputs>{};
   const Sorting& sorting = rows.sorting();
   K limit = K{};
   if constexpr (is_half<T>) limit = static_cast<K>(kExponent<T>);
   bool finite = true;
   for (std::size_t run = 0; run < sorting.num_runs; ++run) {
     const std::size_t first = sorting.runs[run], inputs = sorting.runs[run + 1] - first;
-    const Ranks& ranks = sorting.ranks;
-    const bool middle = sorting.num_runs == 1 && ranks.nearest == 0 &&
-                        ranks.first == (inputs - 1) / 2 && ranks.last == inputs / 2 + 1;
-    const auto sort = middle ? choose_sort_run<K, true>(inputs, kInputs)
-                             : choose_sort_run<K, false>(inputs, kInputs);
+    auto sort = choose_sort_run<K, false>(inputs, kInputs);
+    if constexpr (std::is_void_v<RegisterKey<T>>)
+      if (sorting.num_runs == 1 && is_middle(sorting))
+        sort = choose_sort_run<K, true>(inputs, kInputs);
     finite &= sort(reinterpret_cast<std::byte*>(rows.row(first)), sorting.row_bytes,
                    sources + first, begin, count, limit);
   }
   return finite;
+}
+
+// The smallest and the largest of the keys that were looked at.
+template <class K>
+struct Extremes {
+  Register<K> lowest = {};
+  Register<K> highest = {};
+
+  [[gnu::always_inline]] void look(Register<K> low, Register<K> high) noexcept {
+    lowest = lesser_of(lowest, low);
+    highest = greater_of(highest, high);
+  }
+
+  // Whether all are keys of finite numbers, if `infinity` is that of infinity.
+  [[nodiscard]] bool finite(K infinity) const noexcept {
+    bool finite = true;
+    for (std::size_t i = 0; i < kRegister / sizeof(K); ++i)
+      finite &= highest[i] < infinity && lowest[i] > static_cast<K>(~infinity);
+    return finite;
+  }
+};
+
+// Sorts N sources and writes the means over `ranks` of numbers [begin, begin + size), whole
+// registers, to `out[0, size)`, without rows. With Middle these are the ranks in the middle.
+// Returns whether all numbers are finite; if not, what is written is of no use.
+template <class T, std::size_t N, bool Middle>
+bool mean_run(std::byte* out, const std::byte* const* sources, std::size_t begin, std::size_t size,
+              Ranks ranks) noexcept {
+  using K = RegisterKey<T>;
+  using V = Register<K>;
+  constexpr std::size_t kNumbers = kRegister / sizeof(K), kParts = kNumbers / kPair;
+  static_assert(kParts <= kPairs);
+  constexpr std::size_t kFirst = Middle ? (N - 1) / 2 : 0, kLast = Middle ? N / 2 + 1 : N;
+  const std::byte* source[N];
+#pragma GCC unroll 16
+  for (std::size_t k = 0; k < N; ++k) source[k] = sources[k] + begin * sizeof(K);
+  const Doubles divisor = broadcast(static_cast<double>(ranks.last - ranks.first));
+  Extremes<K> extremes;
+  Doubles spoiled = {};  // never: sums of finite numbers are finite
+  for (std::size_t i = 0; i < size; i += kNumbers) {
+    V values[N];
+#pragma GCC unroll 16
+    for (std::size_t k = 0; k < N; ++k) {
+      const std::byte* const from = source[k] + i * sizeof(K);
+      __builtin_prefetch(from + 512);
+      const V bits = load_register<V>(from);
+      values[k] = flip_key<K>(bits);
+      // The compiler drops the comparators of the ends.
+      if constexpr (Middle) extremes.look(V{}, bits & kMagnitude<K>);
+    }
+    sort_registers<N>(values, std::make_index_sequence<network_size(N)>{});
+    if constexpr (!Middle) extremes.look(values[0], values[N - 1]);
+    Sums<T> sums = {};
+#pragma GCC unroll 16
+    for (std::size_t k = kFirst; k < kLast; ++k) {
+      if (!Middle && (k < ranks.first || k >= ranks.last)) continue;
+      alignas(kLine) std::byte kept[kRegister];
+      store_register(kept, flip_key<K>(values[k]));
+      for (std::size_t j = 0; j < kParts; ++j) add_term(sums, j, load_pair<T>(kept, j * kPair));
+    }
+    for (std::size_t j = 0; j < kParts; ++j)
+      store_pair<T>(out, i + j * kPair, divide<false>(sums, j, divisor, spoiled));
+  }
+  return extremes.finite(static_cast<K>(kExponent<T>));
+}
+
+template <class T, bool Middle, std::size_t... N>
+inline auto choose_mean_run(std::size_t inputs, std::index_sequence<N...>) noexcept {
+  static constexpr decltype(&mean_run<T, 1, Middle>) kRuns[] = {mean_run<T, N + 1, Middle>...};
+  return kRuns[inputs - 1];
+}
+
+// Writes the means of whole registers to `out[begin, begin + count)`, in one loop, if there is one
+// for it and all numbers are finite; else writes nothing and returns false.
+template <class T>
+inline bool average_run(std::byte* out, const std::byte* const* sources, const SortedRows<T>& rows,
+                        std::size_t begin, std::size_t count, bool stream) noexcept {
+  const Sorting& sorting = rows.sorting();
+  if constexpr (std::is_void_v<RegisterKey<T>>) {
+    return false;
+  } else {
+    if (sorting.num_runs > 1 || sorting.ranks.nearest > 0) return false;
+    const auto mean = is_middle(sorting) ? choose_mean_run<T, true>(sorting.count, kInputs)
+                                         : choose_mean_run<T, false>(sorting.count, kInputs);
+    // `out` may be a source, which is needed if a number is not finite.
+    auto* const means = reinterpret_cast<std::byte*>(rows.row(0));
+    if (!mean(means, sources, begin, count, sorting.ranks)) return false;
+    std::byte* const to = out + begin * sizeof(T);
+    if (stream && bytes_to_line(to) == 0)
+      stream_lines(to, means, count * sizeof(T));
+    else
+      std::memcpy(to, means, count * sizeof(T));
+    return true;
+  }
 }
 
 // Like write_nearest_singly, for whole pairs of registers.
@@ -310,6 +423,7 @@ inline bool order_block(std::byte* out, const std::byte* const* sources, const S
 #if defined(FLATWEIGHTS_REGISTERS)
   constexpr std::size_t kNumbers = kRegister / sizeof(T);
   whole = count / kNumbers * kNumbers;
+  if (whole == count && average_run(out, sources, rows, begin, count, stream)) return true;
   finite = sort_runs(rows, sources, begin, whole);
   take_steps<Register<Key<T>>>(rows, sorting.merges, sorting.num_merges, 0, whole);
 #endif
@@ -318,7 +432,7 @@ inline bool order_block(std::byte* out, const std::byte* const* sources, const S
   if constexpr (is_half<T>) {
     for (std::size_t rank = sorting.ranks.first; rank < sorting.ranks.last; ++rank) {
       Key<T>* const row = rows.rank(rank);
-      for (std::size_t i = 0; i < count; ++i) row[i] = flip_key(row[i]);
+      for (std::size_t i = 0; i < count; ++i) row[i] = flip_key<Key<T>>(row[i]);
     }
   }
   if (!finite) {
@@ -353,10 +467,14 @@ bool order_range(std::byte* out, const std::byte* const* sources, const Sorting&
   const std::size_t head = bytes_to_line(out + begin * sizeof(T)) / sizeof(T);
   bool finite = true;
   for (std::size_t most = head > 0 ? head : block; begin < end; most = block) {
-    const std::size_t count = end - begin < most ? end - begin : most;
+    std::size_t count = end - begin < most ? end - begin : most;
+    // What fills no register is a block of its own.
+    constexpr std::size_t kNumbers = kRegister / sizeof(T);
+    if (most == block && count > kNumbers) count -= count % kNumbers;
     finite &= order_block(out, sources, rows, begin, count, stream);
     begin += count;
   }
+  if (stream) end_streaming();
   return finite;
 }
 
