@@ -18,9 +18,9 @@ from reference import REAL, random_array
 import flatweights as fw
 from flatweights import FlatWeights, RunningAverage
 from flatweights._sources import Template
-from flatweights.ray._shards import canonical, packed_bytes
 from flatweights.ray.lanes._calls import GroupLanes
 from flatweights.ray.nodes._node import NodeEnd, Route
+from flatweights.ray.nodes._pieces import canonical, packed_bytes
 from flatweights.ray.nodes._plan import Plan, Sums, nbytes_of
 from flatweights.ray.nodes._results import Reading
 from flatweights.ray.nodes._streams import StreamError

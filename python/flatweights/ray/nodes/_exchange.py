@@ -27,10 +27,10 @@ from flatweights.ray._engine import Arrivals, Request, letting_go
 from flatweights.ray._errors import late_error, reason_of
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
-from flatweights.ray._shards import as_kind
 from flatweights.ray._store import put
 from flatweights.ray.nodes._agents import AgentEnd, Agents
 from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
+from flatweights.ray.nodes._pieces import as_kind
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._results import Header, Reading
 from flatweights.ray.nodes._streams import Address, StreamError

@@ -13,7 +13,7 @@ from flatweights import _core
 from flatweights._sources import Kind
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._failpoints import reach
-from flatweights.ray._shards import Bytes, as_kind
+from flatweights.ray.nodes._pieces import Bytes, as_kind
 from flatweights.ray.nodes._plan import Plan, nbytes_of
 from flatweights.ray.nodes._results import Results
 from flatweights.ray.nodes._stream_exchange import StreamExchange

@@ -24,7 +24,7 @@ from flatweights._flatten import new_vector
 from flatweights._layout import Layout
 from flatweights._running_average import RunningAverage, SumState, running_of, state_of
 from flatweights._sources import Kind, Template
-from flatweights.ray._shards import Bytes, Shard, model_of, shards_of
+from flatweights.ray.nodes._pieces import Bytes, Piece, model_of, pieces_of
 
 Sums = Literal["float64", "float32"]
 """The dtype in which sums of several ranks travel between nodes."""
@@ -63,9 +63,9 @@ class Plan(NamedTuple):
     blocks: int = 1
 
     @property
-    def pieces(self) -> tuple[Shard, ...]:
+    def pieces(self) -> tuple[Piece, ...]:
         """The pieces; there may be fewer than nodes, and the last nodes have none then."""
-        return shards_of(self.template.layout, len(self.groups) * self.blocks)
+        return pieces_of(self.template.layout, len(self.groups) * self.blocks)
 
     def in_blocks(self) -> Plan:
         """Return the same plan with the piece of each node cut into blocks."""
@@ -103,8 +103,8 @@ class Plan(NamedTuple):
         if form == "sum":
             if not nbytes:
                 return [0, 0, 0]
-            shard = self.pieces[piece]
-            return [sum_nbytes(shard.layout), _WEIGHTS, sum(map(_nbytes, _kept_of(shard.layout)))]
+            layout = self.pieces[piece].layout
+            return [sum_nbytes(layout), _WEIGHTS, sum(map(_nbytes, _kept_of(layout)))]
         return sizes
 
     def new_contribution(self, node: int, piece: int) -> list[Bytes]:
@@ -125,11 +125,11 @@ class Plan(NamedTuple):
             return self.new_contribution(node, piece)
         if form == "values":
             return parts
-        shard, weights = self.pieces[piece], [self.weights[rank] for rank in self.groups[node]]
-        sources = [model_of(part, shard.layout) for part in parts]
+        layout, weights = self.pieces[piece].layout, [self.weights[k] for k in self.groups[node]]
+        sources = [model_of(part, layout) for part in parts]
         if form == "mean":
             (mean,) = self.new_contribution(node, piece)
-            average_used(sources, weights, out=model_of(mean, shard.layout))
+            average_used(sources, weights, out=model_of(mean, layout))
             return [mean]
         total = RunningAverage()
         total.add_all(sources, weights)

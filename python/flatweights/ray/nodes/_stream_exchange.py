@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Mapping
 
 from flatweights.ray._failpoints import reach
-from flatweights.ray._shards import Bytes
+from flatweights.ray.nodes._pieces import Bytes
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._streams import Links
 
