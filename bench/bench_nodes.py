@@ -458,19 +458,18 @@ def drive(cases: Sequence[Case], options: Namespace) -> None:
     """Run the cases, from the first node."""
     cluster = Nodes.of_this_process()
     ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="error")
-    rows: list[Row] = []
+    info, rows = machine.describe(), list[Row]()
     for case in cases:
         print(f"{case} ...", file=sys.stderr, flush=True)
         rows += run_case(case, cluster, budget=3.0 if options.quick else 9.0)
+        if options.json:  # after each case: all of them take long
+            record = {"machine": info, "nodes": [asdict(row) for row in rows]}
+            options.json.write_text(json.dumps(record, indent=1))
     ray.shutdown()
-    info = machine.describe()
     console = Console(width=170)
     console.print("[bold]nodes[/bold]")
     console.print("  ".join(f"{key}: {value}" for key, value in info.items()), highlight=False)
     console.print(table_of(rows))
-    if options.json:
-        record = {"machine": info, "nodes": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(record, indent=1))
     if options.plot:
         draw(rows, options.plot)
 
