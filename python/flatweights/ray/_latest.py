@@ -75,7 +75,7 @@ class Latest:
         payload = self._new_payload(value)
         if isinstance(weights, Round):
             payload.put = weights.current_ref
-            payload.held = weights.held
+            payload.held = weights._held
         names = self.names if base or not isinstance(value, Mapping) else tuple(value)
         return Latest(self._ranks, None, payload, version, names, base)
 

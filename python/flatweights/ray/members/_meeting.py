@@ -374,7 +374,7 @@ class Meeting:
             groups=result.groups,
             links=result.links,
         )
-        return Packed(result.weights.buffer, result.weights.layout), outcome, result.held
+        return Packed(result.weights.buffer, result.weights.layout), outcome, result._held
 
     def _relay(self, first: Ask, arrivals: Arrivals) -> tuple[Packed, Outcome]:
         """Return a copy of the root's weights.

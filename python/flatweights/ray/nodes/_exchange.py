@@ -136,7 +136,7 @@ class NodesAverage:
         traffic = self._traffic.items()
         result.links = {node: {"in": t.received, "out": t.sent} for node, t in traffic}
         if self._out is None and template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
-            result.held = Holders(plan.number, frozenset(took))
+            result._held = Holders(plan.number, frozenset(took))
         return result
 
     def _receive(self, rank: int) -> None:
