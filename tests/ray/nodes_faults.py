@@ -1,6 +1,6 @@
 """Faults of links and nodes in the middle of exchanges, over links shaped to a rate.
 
-``python -m tests.ray.nodes_faults [--mbit 200] [--way objects] [--case NAME] ...``
+``python -m tests.ray.nodes_faults [--mbit 200] [--timeout 6] [--way objects] [--case NAME]``
 
 Makes its nodes itself (see `bench.nodes`): it needs root, ``ip`` and ``tc``, and says so where it
 lacks one. In each round something happens at a point of the exchange, or a moment after it. The
@@ -31,7 +31,6 @@ from flatweights.ray import FlatWorker, Round, WorkerError, WorkerGroup, _failpo
 
 PLACES = (0, 1, 2, 1, 1, 2)  # by rank, its node
 SIZE = 1_000_003  # elements
-TIMEOUT = 6.0  # seconds of a round
 SLACK = 1.0  # seconds after that in which it has ended
 DELAYS = (0.0, 0.15)  # seconds after the point
 
@@ -85,7 +84,8 @@ def meet(group: WorkerGroup, timeout: float = 120) -> float:
 class Faults:
     """The group, its nodes, and what happens to them."""
 
-    def __init__(self, way: str, mbit: float) -> None:
+    def __init__(self, way: str, mbit: float, timeout: float) -> None:
+        self.timeout = timeout  # seconds of a round
         os.environ["FLATWEIGHTS_BETWEEN_NODES"] = way
         self.nodes, self.way, self.mbit = nodes.Nodes.of_this_process(), way, mbit
         worker = ray.remote(num_cpus=0, max_restarts=-1)(Giver)
@@ -117,7 +117,7 @@ class Faults:
         begin = time.monotonic()
         said = ""
         try:
-            found = self.group.average("give", 3, min_results=1, timeout=TIMEOUT)
+            found = self.group.average("give", 3, min_results=1, timeout=self.timeout)
             took = time.monotonic() - begin
             check(found, 3)
             if not least <= {*found.used}:
@@ -125,7 +125,7 @@ class Faults:
         except WorkerError as error:
             took = time.monotonic() - begin
             found, said = None, f"no result: {error}"
-        if took > TIMEOUT + SLACK:
+        if took > self.timeout + SLACK:
             said += f"; took {took:.2f} s"
         _failpoints.hook = None
         time.sleep(0.5)
@@ -174,12 +174,12 @@ class Faults:
     def kill(self) -> None:
         self.at("exchanging", 0.1, lambda: self.nodes.kill(1))
         begin = time.monotonic()
-        found = self.group.average("give", 3, min_results=1, timeout=TIMEOUT)
+        found = self.group.average("give", 3, min_results=1, timeout=self.timeout)
         took = time.monotonic() - begin
         check(found, 3)
-        is_good = took < TIMEOUT + SLACK and {0, 2, 5} <= {*found.used}
+        is_good = took < self.timeout + SLACK and {0, 2, 5} <= {*found.used}
         print(f"{'ok' if is_good else 'FAILED':6} {self.way} a node killed: {took:.2f} s {found}")
-        again = self.group.average("give", 4, min_results=1, timeout=TIMEOUT)
+        again = self.group.average("give", 4, min_results=1, timeout=self.timeout)
         check(again, 4)
         self.failures += not is_good
 
@@ -190,12 +190,13 @@ CASES = ("cut", "cut_at_home", "slow", "interrupt", "kill")
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--mbit", type=float, default=200.0)
+    parser.add_argument("--timeout", type=float, default=6.0)
     parser.add_argument("--way", choices=("streams", "objects"), default="streams")
     parser.add_argument("--case", choices=CASES, action="append")
     options = parser.parse_args()
     if nodes.is_among_nodes():
         ray.init(log_to_driver=False)
-        faults = Faults(options.way, options.mbit)
+        faults = Faults(options.way, options.mbit, options.timeout)
         for case in options.case or CASES:
             getattr(faults, case)()
         return min(faults.failures, 1)

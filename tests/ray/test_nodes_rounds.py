@@ -448,6 +448,23 @@ def an_agent_that_dies_in_an_exchange_takes_only_its_ranks_along(nodes: Nodes) -
     kill_agent(nodes, "objects", "exchanging")
 
 
+@check
+def workers_of_an_agent_that_died_take_part_in_the_next_round_of_a_run(nodes: Nodes) -> None:
+    group = nodes.group("streams")
+    weights = weights_of(1.0, SIZE)
+    group.broadcast(weights)
+    used = []
+    for found in group.run(4, "train", min_results=1):
+        weights = oracle(found, {k: trained(weights, k) for k in range(6)})
+        assert_same(found.weights, weights)
+        used.append(len(found.used))
+        if found.number == 1:
+            set_hook(agent_at(group, 1), "merging", "exit")
+    for got in group.step("get_weights").values():
+        assert_same(got, weights)
+    assert used == [6, 3, 6, 6], used
+
+
 @slow_check
 def an_agent_that_dies_at_any_point(nodes: Nodes) -> None:
     for way in WAYS:
