@@ -43,9 +43,7 @@ _FRAME = struct.Struct("<QQ")  # number of the swap, length of the data
 
 _BLOCK = 256 << 10  # bytes that one call reads
 _TURN = 1 << 20  # bytes that a peer is sent before it is the next one's turn
-_UNSENT = (
-    256 << 10
-)  # bytes that the kernel takes beyond those on their way: what goes is decided late
+_UNSENT = 256 << 10  # bytes that the kernel takes before it can send them
 _STRANGERS = 64  # connections that have not sent a hello yet
 _GUESTS = 1024  # connections with the right key whose epoch has not been opened here yet
 _PAST = 64  # epochs that are remembered as ended
