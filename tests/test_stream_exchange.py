@@ -54,8 +54,8 @@ def test_blocks_do_not_change_the_bits(
 
     def exchange(me: int) -> np.typing.NDArray[np.uint8]:
         mean = np.zeros_like(expected)
-        links = streams[me].open(peers, me, epoch, time.monotonic() + 10)
-        StreamExchange(plan, me, by_node[me], mean).run(links, patience=10, end=None)
+        links = streams[me].open(peers, me, epoch, time.monotonic() + 60)
+        StreamExchange(plan, me, by_node[me], mean).run(links, patience=60, end=None)
         return mean
 
     try:

@@ -1,10 +1,7 @@
-import contextlib
 import functools
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
@@ -13,86 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from stream_nodes import assert_received, await_bytes, errors, nodes, random_bytes
 
-from flatweights.ray.nodes._streams import Links, StreamError, Streams
-
-Bytes = NDArray[np.uint8]
-
-
-class Nodes:
-    """Several nodes, all of them in this process."""
-
-    def __init__(self, size: int) -> None:
-        self.streams = [Streams("127.0.0.1") for _ in range(size)]
-        self.pool = ThreadPoolExecutor(size)
-        self.links: list[Links] = []
-        self.number = 0
-
-    def together(self, call: Callable[[int], object]) -> list[object]:
-        """Call for each node at once, and return results or what was raised."""
-        futures = [self.pool.submit(call, place) for place in range(len(self.streams))]
-        return [future.exception() or future.result() for future in futures]
-
-    def open(self, epoch: bytes | None = None) -> "Nodes":
-        peers = [streams.address for streams in self.streams]
-        epoch = epoch or secrets.token_bytes(16)
-        links = self.together(
-            lambda place: self.streams[place].open(peers, place, epoch, time.monotonic() + 10)
-        )
-        self.links = [each for each in links if isinstance(each, Links)]
-        assert len(self.links) == len(links), links
-        return self
-
-    def swap(self, data: Sequence[Sequence[Sequence[Bytes]]], patience: float = 10) -> list[object]:
-        """Send ``data[i][j]`` from node i to node j; return by node what it received, by peer."""
-        size, number = len(self.streams), self.number
-        self.number += 1
-
-        def swap_at(me: int) -> object:
-            others = [place for place in range(size) if place != me]
-            into = {place: [np.zeros_like(each) for each in data[place][me]] for place in others}
-            sends = {place: (lambda place=place: data[me][place]) for place in others}
-            self.links[me].swap(number, sends, into, patience=patience)
-            return into
-
-        return self.together(swap_at)
-
-    def check(self, nbytes: int = 10_000) -> None:
-        """Assert that a swap is right."""
-        size = len(self.streams)
-        data = [[[random_bytes(nbytes)] for _ in range(size)] for _ in range(size)]
-        assert_received(data, self.swap(data))
-
-    def close(self) -> None:
-        for streams in self.streams:
-            streams.close()
-        self.pool.shutdown()
-
-
-def random_bytes(nbytes: int) -> Bytes:
-    return np.frombuffer(secrets.token_bytes(nbytes), np.uint8)
-
-
-def assert_received(data: Sequence[Sequence[Sequence[Bytes]]], received: list[object]) -> None:
-    for me, into in enumerate(received):
-        assert isinstance(into, dict), into
-        for place, buffers in into.items():
-            for got, sent in zip(buffers, data[place][me], strict=True):
-                np.testing.assert_array_equal(got, sent)
-
-
-@contextlib.contextmanager
-def nodes(size: int) -> Iterator[Nodes]:
-    made = Nodes(size)
-    try:
-        yield made.open()
-    finally:
-        made.close()
-
-
-def errors(outcomes: list[object]) -> list[StreamError]:
-    assert all(isinstance(each, StreamError) for each in outcomes), outcomes
-    return [each for each in outcomes if isinstance(each, StreamError)]
+from flatweights.ray.nodes._streams import StreamError, Streams
 
 
 @settings(max_examples=15)
@@ -112,7 +32,7 @@ def test_each_node_receives_what_the_others_send(
 
 def test_a_peer_may_have_nothing_to_send() -> None:
     with nodes(3) as some:
-        outcomes = some.together(lambda me: some.links[me].swap(0, {}, {}, patience=10))
+        outcomes = some.together(lambda me: some.links[me].swap(0, {}, {}, patience=60))
         assert outcomes == [None, None, None]
         some.number = 1
         some.check()
@@ -136,21 +56,15 @@ def test_another_number_or_length_than_expected_names_the_peer(number: int, leng
         def swap(me: int) -> None:
             if me == 0:
                 sends = {1: lambda: [np.zeros(100, np.uint8)]}
-                some.links[0].swap(0, sends, {}, patience=10)
+                some.links[0].swap(0, sends, {}, patience=60)
             else:
-                some.links[1].swap(number, {}, {0: [np.zeros(length, np.uint8)]}, patience=10)
+                some.links[1].swap(number, {}, {0: [np.zeros(length, np.uint8)]}, patience=60)
 
         _, outcome = some.together(swap)
         assert isinstance(outcome, StreamError)
         assert outcome.peer == 0
         text = f"expected swap {number}, {length} bytes; got swap 0, 100 bytes"
         assert text in str(outcome)
-
-
-def await_bytes(links: Links, patience: float = 10, end: float | None = None) -> None:
-    """Wait for bytes from all peers that send none."""
-    into = {place: [np.zeros(1, np.uint8)] for place in range(links.size) if place != links.me}
-    links.swap(0, {}, into, patience=patience, end=end)
 
 
 def test_a_peer_that_stalls_is_named() -> None:
@@ -221,7 +135,7 @@ def test_what_goes_may_depend_on_what_came() -> None:
                 0,
                 {k: functools.partial(chain, data[me][k], result[me]) for k in others},
                 {k: [*came[k], *result[k]] for k in others},
-                patience=10,
+                patience=60,
                 ready=blocks,
                 arrived=arrived,
             )
@@ -241,7 +155,7 @@ def test_what_never_becomes_ready_is_an_error() -> None:
 
         def swap(me: int) -> None:
             sends = {1 - me: lambda: [one, one]}
-            some.links[me].swap(0, sends, {1 - me: [one.copy()]}, patience=10, ready=1)
+            some.links[me].swap(0, sends, {1 - me: [one.copy()]}, patience=60, ready=1)
 
         for outcome in some.together(swap):
             assert isinstance(outcome, (RuntimeError, StreamError)), outcome
@@ -262,8 +176,8 @@ def test_what_a_function_raises_ends_all_links(where: str) -> None:
             if me == 1 and where == "sends":
                 sends[2] = fails
             arrived = fails if me == 1 and where == "arrived" else None
-            some.links[me].swap(0, sends, into, patience=10, arrived=arrived)
-            some.links[me].swap(1, sends, into, patience=10)
+            some.links[me].swap(0, sends, into, patience=60, arrived=arrived)
+            some.links[me].swap(1, sends, into, patience=60)
 
         first, second, third = some.together(swap)
         assert isinstance(second, KeyError)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_streams import await_bytes, errors, nodes
+from stream_nodes import await_bytes, errors, nodes
 
 from flatweights.ray.nodes import _streams
 from flatweights.ray.nodes._streams import Address, StreamError, Streams
@@ -28,8 +28,8 @@ Attack = Callable[[Address, bytes], list[socket.socket]]
 
 
 def connect(address: Address) -> socket.socket:
-    connection = socket.create_connection((address.host, address.port), 10)
-    connection.settimeout(10)
+    connection = socket.create_connection((address.host, address.port), 60)
+    connection.settimeout(60)
     return connection
 
 
@@ -203,11 +203,11 @@ def test_a_frame_of_another_length_is_refused_before_it_is_read() -> None:
     peers = [Address("127.0.0.1", 1, bytes(32)), streams.address]
     (peer,) = send(streams.address, hello(streams.address.key, epoch, 0))
     try:
-        links = streams.open(peers, 1, epoch, time.monotonic() + 10)
+        links = streams.open(peers, 1, epoch, time.monotonic() + 60)
         assert peer.recv(16) == epoch
         peer.sendall(struct.pack("<QQ", 7, 1 << 40) + bytes([1]) * 1000)
         with pytest.raises(StreamError, match=r"peer 0: .*100 bytes; got swap 7, 1099511627776"):
-            links.swap(7, {}, {0: [target]}, patience=10)
+            links.swap(7, {}, {0: [target]}, patience=60)
         assert not target.any()
         assert links.is_closed
     finally:
