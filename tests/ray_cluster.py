@@ -26,6 +26,8 @@ LEAN: dict[str, Any] = {
 
 _STORE = 1 << 30  # bytes
 
+_kept: list[ray_forks.RayForks] = []  # until the program ends
+
 
 @pytest.fixture(scope="session", autouse=True)
 def ray_folder() -> Iterator[Path]:
@@ -63,7 +65,7 @@ def shared_ray(ray_folder: Path) -> Iterator[None]:
         forks = ray_forks.RayForks(ray_folder)
         for name, value in forks.environment.items():
             inherited.setenv(name, value)
-        node = _start()
+        node = start_lean_ray(object_store_memory=_STORE)
     # Ray waits a second for each of its processes, and then leaves it to itself.
     processes = [info.process for infos in node.all_processes.values() for info in infos]
     yield
@@ -76,31 +78,36 @@ def shared_ray(ray_folder: Path) -> Iterator[None]:
 
 def start_lean_ray(**options: Any) -> Any:
     """Start a node of two CPUs without what no test uses, and connect to it."""
+    return start_lean_cluster(**{"num_cpus": 2} | options).head_node
+
+
+def start_lean_cluster(**options: Any) -> Any:
+    """Start the first node of a cluster without what no test uses, and connect to it.
+
+    In a program with a folder of its own, its workers are copies of a process without TensorFlow.
+    """
     import ray
     from ray._private.node import Node
     from ray.cluster_utils import Cluster
 
-    node = LEAN | {"num_cpus": 2} | options
     with pytest.MonkeyPatch.context() as patched:
         # Without a dashboard, its server has only statistics of use, and the node waits for it.
         patched.setattr(Node, "start_api_server", lambda *_, **__: None)
-        cluster = Cluster(initialize_head=True, head_node_args=node)
-    ray.init(cluster.address, log_to_driver=False)
-    return cluster.head_node
-
-
-def _start() -> Any:
-    """Start one, and again if it does not come up."""
-    import ray
-
-    attempts_left = 2
-    while True:
-        try:
-            return start_lean_ray(object_store_memory=_STORE)
-        except Exception:
-            # A raylet gives its agent, a Python process, 15 s to start, and else aborts:
-            # too few on a machine that is very busy, and there is no setting.
-            ray.shutdown()
-            if not attempts_left:
-                raise
-            attempts_left -= 1
+        if not ray_forks.are_there():
+            forks = ray_forks.RayForks(Path(os.environ["RAY_TMPDIR"]), with_tensorflow=False)
+            _kept.append(forks)
+            for name, value in forks.environment.items():
+                patched.setenv(name, value)
+        attempts_left = 2
+        while True:
+            try:
+                cluster = Cluster(initialize_head=True, head_node_args=LEAN | options)
+                ray.init(cluster.address, log_to_driver=False)
+                return cluster
+            except Exception:
+                # Ray gives a node 30 s to start, and its agent, a Python process, 15: too few on a
+                # machine that is very busy, and there is no setting.
+                ray.shutdown()
+                if not attempts_left:
+                    raise
+                attempts_left -= 1

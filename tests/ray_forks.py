@@ -1,4 +1,4 @@
-"""Ray's workers as copies of one process that has imported Ray, NumPy and TensorFlow for all.
+"""Ray's workers as copies of one process that has imported Ray and NumPy for all; and TensorFlow.
 
 A node whose ``setup_worker_path`` is this file starts it where it would start a worker. It passes
 arguments, environment and output on to that process, which forks: the copy becomes the worker.
@@ -33,20 +33,32 @@ class RayForks:
         environment: What Ray must be started with to find it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, with_tensorflow: bool = True) -> None:
+        """Start it; ``folder`` is for its socket.
+
+        Args:
+            folder: A folder of a short name.
+            with_tensorflow: Whether it imports TensorFlow, which takes longer than all the rest.
+        """
+        serve = "--serve-tensorflow" if with_tensorflow else "--serve"
         address = str(folder / "forks")
         self.environment = {_ADDRESS: address}
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)
             listener.listen(128)  # workers that start meanwhile wait for the imports
             self._process = subprocess.Popen(
-                [sys.executable, __file__, "--serve", str(listener.fileno())],
+                [sys.executable, __file__, serve, str(listener.fileno())],
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.PIPE,
             )
 
     def stop(self) -> None:
         self._process.communicate()
+
+
+def are_there() -> bool:
+    """Whether this process has been told of such a process."""
+    return _ADDRESS in os.environ
 
 
 def start_worker() -> None:
@@ -74,11 +86,12 @@ def have_copied(arguments: list[str]) -> bool:
         return False
 
 
-def serve(listener: socket.socket) -> None:
+def serve(listener: socket.socket, *, with_tensorflow: bool) -> None:
     """Fork for each worker of one node, until the process that started this one has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # copies that end are forgotten
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # as in Ray's own processes
-    import_tensorflow()
+    if with_tensorflow:
+        import_tensorflow()
     node: str | None = None
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
@@ -142,7 +155,8 @@ def become_worker(arguments: list[str], environment: dict[str, str], blocked: se
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--serve":
-        serve(socket.socket(fileno=int(sys.argv[2])))
+    if sys.argv[1].startswith("--serve"):
+        there = socket.socket(fileno=int(sys.argv[2]))
+        serve(there, with_tensorflow=sys.argv[1] == "--serve-tensorflow")
     else:
         start_worker()
