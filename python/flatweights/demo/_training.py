@@ -45,7 +45,7 @@ def exchange_flat(group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
 
 
 def exchange_through_store(group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
-    """Exchange through `flatweights.ray.average` and Ray's object store, as between nodes."""
+    """Exchange through `flatweights.ray.average` and Ray's object store."""
     actors = group.actors().values()
     result = average([actor.get_weights.remote() for actor in actors], sizes)
     ref = result.ref
