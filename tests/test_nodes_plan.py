@@ -26,6 +26,7 @@ from flatweights.ray.nodes._results import Reading
 from flatweights.ray.nodes._streams import StreamError
 
 DTYPES = [*REAL, *map(np.dtype, ("c8", "c16", "i8", "i4", "u1", "?"))]
+SUMS: tuple[Sums, ...] = ("float64", "float32")
 READING = Reading(screen=False, weigh=None)
 
 
@@ -146,6 +147,15 @@ def test_float32_sums_have_the_bytes_of_one_model_and_err_by_their_rounding() ->
     np.testing.assert_allclose(got, exact, rtol=0, atol=2 * np.finfo(np.float32).eps * largest)
 
 
+def test_a_node_whose_ranks_all_weigh_nothing_adds_nothing() -> None:
+    models = [random_array(np.random.default_rng(k), 100, np.dtype("f4")) for k in range(4)]
+    models[0][:] = np.nan
+    for sums in SUMS:
+        for groups in ([[0, 1], [2, 3]], [[2], [0, 1, 3]]):
+            plan = plan_of(groups, [0.0, 0.0, 1.0, 2.0], sums, models)
+            assert averaged(plan, models) == bits(plan, expected_of(plan, models)), (sums, groups)
+
+
 # Over streams, in threads
 
 
@@ -199,8 +209,7 @@ def some_model(rng: np.random.Generator, rank: int) -> FlatWeights:
 def test_nodes_exchange_over_streams_what_the_plan_says(ends: Ends) -> None:
     count = len(ends.ends)
     rng = np.random.default_rng(count)
-    of_rounds: tuple[Sums, ...] = ("float64", "float32", "float64")
-    for number, sums in enumerate(of_rounds, 1):
+    for number, sums in enumerate((*SUMS, SUMS[0]), 1):
         groups = [[*range(k, 9, count)] for k in range(count)]
         groups[-1] = [] if number == 3 and count > 1 else groups[-1]
         ranks = sorted(rank for group in groups for rank in group)
