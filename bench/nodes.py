@@ -23,6 +23,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -163,24 +164,19 @@ class Nodes:
         Args:
             store: Bytes of each node's object store.
         """
+        starting: list[_Raylet] = []
         for node in range(len(self)):
             words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
             words += [f"--node-ip-address={self.address(node)}", f"--object-store-memory={store}"]
             words += ["--num-cpus=1", f"--resources={json.dumps({f'node{node}': 1e6})}"]
             head = [f"--port={PORT}", "--head", "--include-dashboard=false"]
             words += head if node == 0 else [f"--address={self.address(0)}:{PORT}"]
-            with Path(os.devnull).open("r+") as quiet:
-                subprocess.Popen(
-                    self.inside(node, words),
-                    env=self.environment(),
-                    stdin=quiet,
-                    stdout=quiet,
-                    stderr=quiet,
-                )
+            root = Path(f"/proc/{self._keepers[node]}/root")
+            starting.append(_Raylet(self.inside(node, words), self.environment(), root))
             if node == 0:
-                self._wait_for_raylet(0)
-        for node in range(len(self)):
-            self._wait_for_raylet(node)
+                _wait(starting[0].is_there, "node 0 has no Ray")
+        for node, raylet in enumerate(starting):
+            _wait(raylet.is_there, f"node {node} has no Ray")
 
     def shape(self, mbit: float | None, *, queue: float = 20.0) -> None:
         """Limit all links, in both directions.
@@ -241,10 +237,27 @@ class Nodes:
     def _port(self, node: int) -> str:
         return f"port{node}"
 
-    def _wait_for_raylet(self, node: int) -> None:
-        folder = Path(f"/proc/{self._keepers[node]}/root/tmp/ray")
-        found = lambda: any(folder.glob("session_2*/sockets/raylet"))  # noqa: E731
-        _wait(found, f"node {node}: no Ray after {_STARTS:.0f} s")
+
+class _Raylet:
+    """The Ray of a node, which starts."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], root: Path) -> None:
+        self._sockets = root / "tmp/ray"
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  for as long as this lives
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=subprocess.STDOUT,
+        )
+
+    def is_there(self) -> bool:
+        """Whether it can be used; raises if it has ended."""
+        if self._process.poll() is not None:
+            self._said.seek(0)
+            raise RuntimeError(f"Ray did not start:\n{self._said.read()[-3000:]}")
+        return any(self._sockets.glob("session_2*/sockets/raylet"))
 
 
 def _run(*words: str, check: bool = True) -> str:
@@ -258,7 +271,7 @@ def _wait(condition: Callable[[], bool], otherwise: str) -> None:
     end = time.monotonic() + _STARTS
     while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(otherwise)
+            raise TimeoutError(f"{otherwise} after {_STARTS:.0f} s")
         time.sleep(0.05)
 
 
