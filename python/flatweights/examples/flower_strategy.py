@@ -52,7 +52,8 @@ def read_array(array: Array) -> NDArray[Any]:
 
 
 def write_array(values: NDArray[Any]) -> Array:
-    """Return ``values`` as np.save writes them, copied once."""
+    """Return ``values`` as np.save writes them; copied once if they are contiguous."""
+    values = np.asarray(values, order="C")
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(values))
     data = b"".join((header.getvalue(), values.reshape(-1).view(np.uint8).data))
