@@ -88,7 +88,9 @@ def flower(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def reply(flower: Any, node: int, values: list[Any], examples: float = 1) -> Any:
-    arrays = flower.ArrayRecord({f"layer {k}": flower.Array(v) for k, v in enumerate(values)})
+    arrays = flower.ArrayRecord(
+        {f"layer {k}": flower.Array(np.asarray(v)) for k, v in enumerate(values)}
+    )
     metrics = flower.MetricRecord({"num-examples": float(examples)})
     content = flower.RecordDict({"arrays": arrays, "metrics": metrics})
     return flower.Reply(content, flower.Metadata(node))
@@ -107,7 +109,7 @@ def test_arrays_are_read_in_place_and_written_as_numpy_reads_them(flower: Any) -
         grid,
         np.asfortranarray(grid),
         grid[:, ::2],
-        np.float64(2.5).reshape(()),
+        np.full((), 2.5),
         np.zeros((0, 4), np.float16),
         np.arange(3) > 1,
     ):
