@@ -12,6 +12,9 @@ result, with an answer in the window, after the answer, after the bell, with its
 DRIVER = ("shared", "posted", "calling", "called", "waiting", "averaging", "sending")
 """Points of a round of a `WorkerGroup`."""
 
+HOST = ("shared", "posted", "waiting", "averaging", "sending")
+"""Those of them that the host of a meeting reaches."""
+
 MEMBER = ("asking", "asked", "told")
 """Points of a call of a `Member`: with its weights in a window, after its ask, with the outcome."""
 

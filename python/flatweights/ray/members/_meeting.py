@@ -34,6 +34,7 @@ from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import Arrivals, Deadline, Request
 from flatweights.ray._errors import WorkerError, late_error, portable, reason_in_a_line
 from flatweights.ray._failpoints import reach
+from flatweights.ray._report import METRICS, report
 from flatweights.ray.lanes._driver import Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message, buffer_message
@@ -303,8 +304,7 @@ class Meeting:
             _core.withdraw_offer()
         arrivals.let_go()
         failed = {rank: portable(why) for rank, why in outcome.failed.items()}
-        ways = {k: "store" if self._seats[k].lane is None else "lane" for k in sorted(asks)}
-        ways |= outcome.ways
+        ways = outcome.ways or self._ways(asks)
         outcome = outcome._replace(ranks=self._ranks(), failed=failed, ways=ways)
         has_errors = outcome.error is not None or failed
         stream = (ray.cloudpickle if has_errors else pickle).dumps(tuple(outcome))
@@ -359,6 +359,10 @@ class Meeting:
         else:
             self._lanes.windows.offer(self._agents.nbytes)
             result = DriverAverage(arrivals, request).run()
+        result.number, result.ways = self._number, self._ways(asks) | result.ways
+        # A death was told when it was noticed.
+        report(result, already_named=[seat.rank for seat in self._seats.values() if seat.gone])
+        METRICS.count_sent(self._agents.nbytes * len(asks))
         outcome = Outcome(
             self._number,
             self._size,
@@ -406,6 +410,10 @@ class Meeting:
             nbytes=copied.nbytes,
         )
         return Packed(copied, packed.layout), outcome
+
+    def _ways(self, asks: dict[int, Ask]) -> dict[int, str]:
+        """Return by which way each of those that ask does so."""
+        return {k: "store" if self._seats[k].lane is None else "lane" for k in sorted(asks)}
 
     def _ranks(self) -> tuple[int, ...]:
         present = [seat.rank for seat in [*self._seats.values()] if seat.is_present]

@@ -1,0 +1,124 @@
+"""A meeting whose host is no actor: what it counts, and members whose host is killed."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from reference import clean_environment
+
+from flatweights.ray import MemberError, _failpoints
+from flatweights.ray._report import METRICS
+from flatweights.ray.lanes._member import MemberLane
+from flatweights.ray.members._links import LaneLink
+from flatweights.ray.members._meeting import Entry, Meeting, Ticket
+from flatweights.ray.members._member import Member
+
+HOST = """
+import json, os, signal, time
+from concurrent.futures import Future
+from flatweights.ray import _failpoints
+from flatweights.ray.members._meeting import Entry, Meeting
+
+orders = open(0, "rb", buffering=0)  # children read on where their siblings have stopped
+for point in _failpoints.HOST:
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        continue
+    meeting, tickets = Meeting("doomed", 2, "here", None), [Future(), Future()]
+    for rank, ticket in enumerate(tickets):
+        meeting.enter(Entry(rank, 2, f"member {rank}", "here", True, time.monotonic(), ticket))
+    meeting._read_news()
+    tickets = [ticket.result() for ticket in tickets]
+    print(json.dumps([[t.address.hex(), t.token.hex()] for t in tickets]), flush=True)
+    for ticket, nonce in zip(tickets, json.loads(orders.readline())):
+        meeting.attach(ticket.token, bytes.fromhex(nonce), Future())
+
+    def die(reached):
+        if reached == point and meeting._number >= 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _failpoints.hook = die
+    meeting.run()
+"""
+
+
+def connect(tickets: list[Ticket]) -> list[MemberLane]:
+    lanes = []
+    for ticket in tickets:
+        assert ticket.address is not None
+        lanes.append(MemberLane(ticket.address, ticket.token))
+    return lanes
+
+
+def member_of(ticket: Ticket, lane: MemberLane) -> Member:
+    link = LaneLink(None, ticket, lane)
+    return Member("meeting", ticket.rank, link.start(60.0), link)
+
+
+def test_members_of_a_killed_host_are_told() -> None:
+    def call_till_the_end(rank: int, ticket: Ticket, lane: MemberLane) -> int:
+        member = member_of(ticket, lane)
+        weights = {"w": np.full(500, float(rank))}
+        calls = 0
+        while True:
+            try:
+                assert member.average(weights).weights["w"][0] == 0.5
+            except MemberError:
+                break
+            calls += 1
+            time.sleep(0.001 * rank)  # so that the host waits, too
+        with pytest.raises(MemberError, match="the host"):
+            member.average(weights)
+        return calls
+
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    )
+    assert host.stdin is not None
+    assert host.stdout is not None
+    with host, ThreadPoolExecutor(2) as threads:
+        for _ in _failpoints.HOST:
+            told = json.loads(host.stdout.readline())
+            tickets = [
+                Ticket(k, bytes.fromhex(b), bytes.fromhex(a)) for k, (a, b) in enumerate(told)
+            ]
+            lanes = connect(tickets)
+            host.stdin.write(json.dumps([lane.mailbox.nonce.hex() for lane in lanes]) + "\n")
+            host.stdin.flush()
+            calls = list(threads.map(call_till_the_end, range(2), tickets, lanes))
+            assert min(calls) >= 2
+        host.stdin.close()
+    assert host.returncode == 0
+
+
+def test_a_host_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[Any] = []
+    monkeypatch.setattr(METRICS, "count_round", lambda *values: counted.append(values))
+    monkeypatch.setattr(METRICS, "count_sent", counted.append)
+    meeting, ticket = Meeting("counted", 1, "here", None), Future[Ticket]()
+    meeting.enter(Entry(0, 1, "this process", "here", True, time.monotonic(), ticket))
+    meeting._read_news()
+    (lane,) = connect([ticket.result()])
+    meeting.attach(ticket.result().token, lane.mailbox.nonce, Future())
+    thread = threading.Thread(target=meeting.run)
+    thread.start()
+    member = member_of(ticket.result(), lane)
+    member.average({"w": np.ones(500)})
+    member.broadcast({"w": np.ones(500)})
+    member.leave()
+    thread.join()
+    (used, left_out, nbytes, ways, seconds), sent = counted
+    assert (used, nbytes, ways, sent) == (1, 4032, ["lane"], 4032)
+    assert not any(left_out.values())
+    assert {"wait", "average"} <= seconds.keys()
