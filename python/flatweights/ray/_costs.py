@@ -20,7 +20,7 @@ WayName = Literal["the guide's loop", "driver", "objects", "streams"]
 _SHARE: Mapping[WayName, float] = {
     "the guide's loop": 0.93,
     "driver": 0.93,
-    "objects": 0.5,
+    "objects": 0.57,
     "streams": 0.8,
 }
 _FIXED: Mapping[WayName, float] = {
