@@ -72,6 +72,10 @@ def missing() -> str | None:
     """Return what nodes cannot be made without, and is not here; None if all is."""
     if os.geteuid() != 0:
         return "root"
+    paths = os.environ.get("PATH", "").split(os.pathsep)
+    # A user's path may lack the folders of administrators' commands.
+    more = [folder for folder in ("/usr/sbin", "/sbin") if folder not in paths]
+    os.environ["PATH"] = os.pathsep.join([*paths, *more])
     absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if absent:
         return f"the command {absent[0]}"
