@@ -17,9 +17,9 @@ namespace {
 
 constexpr char kGone[] = "the function of this graph is gone, or in another process";
 
-// Looked up and changed with the GIL.
+// Looked up and changed with the GIL. Never freed, since ops outlive static objects.
 std::map<std::int64_t, const PythonCall*>& calls() {
-  static auto* const calls = new std::map<std::int64_t, const PythonCall*>;  // ops outlive statics
+  static auto* const calls = new std::map<std::int64_t, const PythonCall*>;
   return *calls;
 }
 
