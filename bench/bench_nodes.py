@@ -381,19 +381,9 @@ def _row(
 
 def table_of(rows: Sequence[Row]) -> Table:
     """Return all rows as a table."""
-    table = Table(*COLUMNS)
+    table = runner.table_of(COLUMNS, [(r.case, r.contender, *r.cells()) for r in rows])
     for column in table.columns:
         column.no_wrap = True
-    for column in table.columns[2:]:
-        column.justify = "right"
-    case = None
-    for row in rows:
-        if case is not None and row.case != case:
-            table.add_section()
-        style = "bold" if row.contender.startswith(OURS) else None
-        first = row.case if row.case != case else ""
-        table.add_row(first, row.contender, *row.cells(), style=style)
-        case = row.case
     return table
 
 

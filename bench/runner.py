@@ -4,7 +4,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,27 +176,27 @@ def report(
     best = best_rate(rows, limits)
     if limits:
         console.print("GB/s: " + ", ".join(f"{k} {v / 1e9:.1f}" for k, v in limits.items()))
-    table = Table(*COLUMNS)
-    for column in table.columns[2:]:
-        column.justify = "right"
-    case = None
-    for row in rows:
-        if case is not None and row.case != case:
-            table.add_section()
-        is_ours = row.contender.startswith(OURS)
-        table.add_row(
-            row.case if row.case != case else "",
-            row.contender,
-            *cells(row, best),
-            style="bold" if is_ours else None,
-        )
-        case = row.case
-    console.print(table)
+    console.print(table_of(COLUMNS, [(r.case, r.contender, *cells(r, best)) for r in rows]))
     if options.json:
         record = {"machine": info, "limits": limits, "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(record, indent=1))
     if options.plot:
         _plot(title, rows, options.plot)
+
+
+def table_of(columns: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Table:
+    """Return a table of ``rows``: case, contender, cells. Cases have sections, and ours is bold."""
+    table = Table(*columns)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    last = None
+    for case, contender, *cells in rows:
+        if last is not None and case != last:
+            table.add_section()
+        style = "bold" if contender.startswith(OURS) else None
+        table.add_row(case if case != last else "", contender, *cells, style=style)
+        last = case
+    return table
 
 
 def best_rate(rows: Sequence[Row], limits: dict[str, float]) -> float:
