@@ -204,6 +204,10 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any] = {}
     payload: Payload | None = None
 
+    def with_more(self, arguments: Sequence[Any]) -> "Call":
+        """Return the call with more ``arguments``, after its own: itself, if there are none."""
+        return self._replace(args=(*self.args, *arguments)) if arguments else self
+
 
 class Worker(ABC):
     """The driver's end of one worker.

@@ -263,8 +263,7 @@ class Roster:
             for rank, answer in agent.call(number, call, workers, by_rank, reading).items():
                 arrivals.expect(rank, answer)
         for rank in near:
-            more = by_rank.get(rank)
-            this = call._replace(args=(*call.args, *more)) if more else call
+            this = call.with_more(by_rank.get(rank, ()))
             arrivals.expect(rank, self._records[rank].worker.call(this))
 
     @contextlib.contextmanager

@@ -190,8 +190,7 @@ class NodeAgent:
             if payload is not None:
                 worker.prepare(payload)
         for rank, (_, more) in ranks.items():
-            this = call._replace(args=(*call.args, *more)) if more else call
-            answer = self._workers[rank].call(this)
+            answer = self._workers[rank].call(call.with_more(more))
             self._answers[rank] = answer
             self._pending[answer] = rank
 

@@ -333,12 +333,17 @@ class Agents:
             worker: The worker.
             starts: Whether to start one if there is none.
         """
-        agent = self._by_node.get(worker.far_node)
-        if agent is not None and agent.is_dead and not _is_alive(agent.node):
-            self._gone.add(self._by_node.pop(agent.node).node)
-        if worker.far_node in self._gone:
+        node = worker.far_node
+        if not node:  # as in each call within a node
+            return None
+        agent = self._by_node.get(node)
+        if agent is not None and agent.is_dead and not _is_alive(node):
+            del self._by_node[node]
+            self._gone.add(node)
+        if node in self._gone:
             worker.look_for_node()
-        return self.at(worker.far_node, starts=starts) if worker.far_node else None
+            return None
+        return self.at(node, starts=starts)
 
     def at(self, node: str, *, starts: bool) -> AgentEnd | None:
         """Return the agent of ``node``; start one if there is none, if ``starts``."""

@@ -184,9 +184,9 @@ class NodesAverage:
                 if not lost:
                     self._agents.streams.note(why, may_pass=True)
                 for agent in lost:
-                    reason = ConnectionError(f"its node could not be reached: {error}")
+                    reason = TimeoutError(f"its node could not be reached: {error}")
                     ranks = [rank for rank in used if self._places[rank] is agent]
-                    self._arrivals.lose(dict.fromkeys(ranks, _lost_error(reason)))
+                    self._arrivals.lose(dict.fromkeys(ranks, reason))
                 continue
             for agent in took:
                 agent.held.add(number)
@@ -346,11 +346,6 @@ class NodesAverage:
 
 class _BrokenError(Exception):
     """An exchange has failed; the values are still where they were."""
-
-
-def _lost_error(error: Exception) -> Exception:
-    """Return ``error`` as one of a worker that is lost."""
-    return TimeoutError(str(error))
 
 
 def _there(refs: list[Any], timeout: float) -> list[Any]:
