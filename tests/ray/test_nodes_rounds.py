@@ -72,6 +72,11 @@ def model_of(kind: str, rank: int, seed: int = 0) -> Any:
     return fw.FlatWeights(parts) if kind == "FlatWeights" else parts
 
 
+def drift_of(rank: int, seed: int) -> NDArray[Any]:
+    """What a step of `NodeWorker.drift` adds: too little for weights of 16 bits."""
+    return 1e-3 * np.random.default_rng([seed, rank]).random(SIZE)
+
+
 class NodeWorker(PlainWorker):
     """Also returns models of any kind, late or not at all."""
 
@@ -97,6 +102,16 @@ class NodeWorker(PlainWorker):
 
     def small(self) -> NDArray[Any]:
         return np.full(100, float(self.rank))
+
+    def drift(self, seed: int, plan: Mapping[int, str] = {}) -> fw.FlatWeights:
+        if plan.get(self.rank, "").startswith("sleep"):
+            time.sleep(float(plan[self.rank].split()[1]))
+        self.model["w"] += drift_of(self.rank, seed)
+        self.model["n"] += 1
+        return self.get_weights()
+
+    def push(self, seed: int) -> fw.FlatWeights:
+        return fw.FlatWeights({"w": drift_of(self.rank, seed).astype(np.float32)})
 
     def set_w(self, value: float) -> None:
         self.model["w"][:] = value
@@ -171,6 +186,7 @@ class Nodes:
         return self.groups[way]
 
     def new_group(self, way: str, **options: Any) -> WorkerGroup:
+        self.last = None
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("FLATWEIGHTS_BETWEEN_NODES", way)
             return WorkerGroup(self.actors, initial=None, **options)
@@ -405,6 +421,92 @@ def a_late_rank_takes_no_more_than_the_time_of_the_round(nodes: Nodes) -> None:
         found = group.average("give", "FlatWeights", 2)
         assert found.used == tuple(range(6))
         assert_right(found, "FlatWeights", 2)
+
+
+ROUNDING = 4 * 2**-9 * 1e-3  # of a step: in a worker, a node's average, a piece's, and the driver
+
+
+@check
+def differences_in_16_bits_lose_nothing_over_many_rounds(nodes: Nodes) -> None:
+    for way in WAYS:
+        group = nodes.new_group(way, wire_dtype="bfloat16")
+        exact = np.linspace(1, 2, SIZE)
+        group.broadcast(fw.FlatWeights({"w": exact, "n": np.int64(0)}))
+        by_agents = 0
+        for found in group.run(15, "drift", round_arguments=lambda number: (number,)):
+            by_agents += assert_nothing_lost(found, exact, way)
+        assert by_agents >= 10, by_agents
+        assert_agree(group, exact)
+        # The driver sends other weights, which agents do not have; then averages of theirs again.
+        group.broadcast(fw.FlatWeights({"w": exact, "n": np.int64(15)}))
+        result = None
+        for seed in range(16, 20):
+            result = group.average("drift", seed, broadcast=result)
+            assert assert_nothing_lost(result, exact, way)
+        group.broadcast(result)
+        assert_agree(group, exact)
+
+
+def assert_nothing_lost(found: Round, exact: NDArray[Any], way: str) -> bool:
+    """Add a round of `NodeWorker.drift` to the ``exact`` weights; whether it was made by agents."""
+    seed = int(found.weights["n"])
+    exact += np.mean([drift_of(rank, seed) for rank in found.used], axis=0)
+    error = np.abs(found.weights["w"] - exact).max()
+    assert error < ROUNDING, (way, seed, error)
+    if not found.ways[1].startswith(f"agent: {way}"):
+        return False
+    assert found.groups == ((0,), (1, 3, 4), (2, 5)), found.groups
+    most = max(one["out"] for one in found.links.values())
+    assert most < 1.05 * 4 / 3 * 2 * SIZE, found.links  # two thirds of a model of 16 bits, twice
+    return True
+
+
+def assert_agree(group: WorkerGroup, exact: NDArray[Any]) -> None:
+    """All ranks have the same bits, those of ``exact`` but for roundings."""
+    values = [*group.step("get_weights").values()]
+    assert len(values) == 6
+    for one in values:
+        assert_same(one, values[0])
+    assert np.abs(values[0]["w"] - exact).max() < 2 * ROUNDING
+
+
+@check
+def faults_with_16_bits_lose_roundings_at_most(nodes: Nodes) -> None:
+    for way in WAYS:
+        group = nodes.new_group(way, wire_dtype="bfloat16")
+        exact = np.linspace(1, 2, SIZE)
+        group.broadcast(fw.FlatWeights({"w": exact, "n": np.int64(0)}))
+        by_agents: list[int] = []
+        for number in range(1, 13):
+            plan = {3: "sleep 4"} if number == 5 else {}
+            if number == 8:
+                set_hook(agent_at(group, 2), "merging", "exit")
+            timeout = 2.0 if plan else 30.0
+            found = group.average("drift", number, plan, min_results=1, timeout=timeout)
+            assert found.used, found
+            exact += np.mean([drift_of(rank, number) for rank in found.used], axis=0)
+            assert np.abs(found.weights["w"] - exact).max() < 3 * ROUNDING, (way, number, found)
+            if number == 5:
+                assert found.late == (3,), found
+            by_agents.append(sum(found.ways[k].startswith("agent") for k in found.used))
+            group.broadcast(found)
+            group.restore(timeout=30)
+        assert by_agents[-1] == 5, by_agents
+        assert_agree(group, exact)
+
+
+@check
+def gradients_of_16_bits_are_averaged_with_feedback(nodes: Nodes) -> None:
+    group = nodes.new_group("streams", wire_dtype="bfloat16")
+    exact = got = np.zeros(SIZE)
+    group.broadcast(weights_of(1.0, SIZE))
+    for seed in range(12):
+        found = group.average("push", seed, travels="gradients")
+        assert found.weights["w"].dtype == np.float32
+        got = got + found.weights["w"]
+        exact = exact + np.mean([drift_of(rank, seed) for rank in range(6)], axis=0)
+    assert found.ways[1] == "agent: streams", found.ways
+    assert np.abs(got - exact).max() < ROUNDING
 
 
 # Faults

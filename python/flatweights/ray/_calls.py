@@ -42,7 +42,7 @@ from flatweights._layout import Layout, unpickle_layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._result import is_arrays
 from flatweights.ray._wire import Travels, WireMessage
-from flatweights.wire import WireDType
+from flatweights.wire import Difference, WireDType
 
 _SLICE = 1e-3  # seconds that one way is waited for while there are others
 
@@ -158,10 +158,12 @@ class Holders(NamedTuple):
     Attributes:
         number: That of the exchange.
         tokens: Those of the agents.
+        difference: What they have, if it is a difference in 16 bits.
     """
 
     number: int
     tokens: frozenset[str]
+    difference: Difference | None = None
 
 
 class Payload:

@@ -129,8 +129,9 @@ class WorkerGroup:
                 travel as differences of 16 bits, half the bytes of float32 both ways.
                 What rounding takes from one is added to the next, and averages are float32.
                 All workers have the same weights: those that were broadcast, except for the
-                rounding of one difference. Weights have to be by name, with the same layout
-                both ways.
+                rounding of one difference. Between nodes, agents exchange 16 bits in both steps,
+                and add what rounding takes from these to the next, too. Weights have to be by
+                name, with the same layout both ways.
             initial: The weights that all workers start from, which the first call brings them,
                 unless it brings others: what `broadcast` takes; or ``"lowest"``, those of the
                 lowest healthy rank; or None, if workers are to start from weights of their own.
@@ -138,7 +139,8 @@ class WorkerGroup:
                 workers have, and bring none.
             sums: How sums of several workers of a node travel to other nodes: ``"float64"``, or
                 ``"float32"``, which has half the bytes: the average of a node's workers, rounded to
-                their dtype. That adds an error of half a unit in the last place of it.
+                their dtype. That adds an error of half a unit in the last place of it. With a
+                ``wire_dtype``, they travel in 16 bits, whatever this is.
 
         Raises:
             ValueError: If there is no actor, or ``wire_dtype`` or ``sums`` is not one of these.
@@ -387,7 +389,7 @@ class WorkerGroup:
                     options = {"decode": wire.widen, "finish": finish}
                 elif roster.layout is not None:
                     options["accept"] = functools.partial(check_result, roster.layout, method)
-                why = roster.why_no_agents(called, request, is_encoded=is_encoded)
+                why = roster.why_no_agents(called, request)
                 plan: DriverAverage | NodesAverage
                 if why is None:
                     plan = NodesAverage(roster.agents, arrivals, request, out, **options)

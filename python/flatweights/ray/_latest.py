@@ -13,6 +13,7 @@ from flatweights.ray._calls import BY_VALUE, Payload, Stamp, sent_weights
 from flatweights.ray._round import Round
 from flatweights.ray._store import put
 from flatweights.ray._wire import GroupWire, nbytes_of
+from flatweights.wire import Difference
 
 
 class Latest:
@@ -64,8 +65,12 @@ class Latest:
             model = ray.get(value) if isinstance(value, ray.ObjectRef) else value
             if is_subset(model, self.names):
                 model = merged(wire.weights, model)
-            message, wire = wire.message(model)
+            held = weights._held if isinstance(weights, Round) else None
+            difference = None if held is None else held.difference
+            message, wire = wire.message(model, difference)
             payload = self._new_payload(message)
+            if isinstance(message, Difference) and difference is not None:
+                payload.held = held if message.values is difference.values else None
             return Latest(self._ranks, wire, payload, version, tuple(model))
         if is_subset(value, self.names):
             base = self._base_for(value)

@@ -312,16 +312,12 @@ class Roster:
                 if isinstance(weights, Round):
                     weights.nbytes_sent = len(took) * payload.nbytes
 
-    def why_no_agents(
-        self, ranks: Iterable[int], request: Request, *, is_encoded: bool
-    ) -> str | None:
+    def why_no_agents(self, ranks: Iterable[int], request: Request) -> str | None:
         """Return why an average is made without agents; empty if all ranks are here."""
         if not any(self._records[rank].worker.far_node for rank in ranks):
             return ""
         if request.rule is not None:
             return "a rule needs all results in one place"
-        if is_encoded:
-            return "results travel in 16 bits"
         if callable(request.weights):
             try:
                 ray.cloudpickle.dumps(request.weights)

@@ -102,13 +102,17 @@ class GroupWire:
         assert self._driver is not None
         return self._driver.weights
 
-    def message(self, weights: Any) -> "tuple[WireMessage, GroupWire]":
+    def message(
+        self, weights: Any, difference: Difference | None = None
+    ) -> "tuple[WireMessage, GroupWire]":
         """Return a message that brings workers to ``weights``, and the wire once it is sent.
 
         A difference; the first time, and for another layout, a snapshot.
 
         Args:
             weights: `FlatWeights`, or a dict of arrays.
+            difference: The rounded one by which nodes came to these weights; what was sent last
+                tells whether it is one from these.
 
         Raises:
             TypeError: If they are neither.
@@ -122,7 +126,9 @@ class GroupWire:
         driver = self._driver
         message: WireMessage
         if driver is not None and driver.weights.layout.digest == model.layout.digest:
-            message, driver = driver.after(model)
+            if difference is not None and difference.base != driver.version:
+                difference = None
+            message, driver = driver.after(model, None if difference is None else difference.values)
         else:
             driver = DeltaBroadcaster(model, self.wire_dtype)
             message = driver.snapshot()

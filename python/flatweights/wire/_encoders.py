@@ -316,7 +316,9 @@ class DeltaBroadcaster(_Side):
         """
         return self._encode(weights, self.version + 1)
 
-    def after(self, weights: FlatWeights) -> tuple[Difference, DeltaBroadcaster]:
+    def after(
+        self, weights: FlatWeights, values: FlatWeights | None = None
+    ) -> tuple[Difference, DeltaBroadcaster]:
         """Return the difference of `encode`, and a broadcaster after it; this one stays unchanged.
 
         A caller can keep the new broadcaster if the difference could be sent, and this one if not.
@@ -324,6 +326,8 @@ class DeltaBroadcaster(_Side):
 
         Args:
             weights: As for `encode`.
+            values: The difference in 16 bits, if it was rounded elsewhere: ``weights`` is the sum
+                of `weights` and these, which differs from `reference` by as much as before.
 
         Raises:
             TypeError: As `encode`.
@@ -332,12 +336,16 @@ class DeltaBroadcaster(_Side):
         other = self._copy()
         other._weights = FlatWeights.empty(self._plan.layout)
         # If the caller keeps this one instead, its next difference gets another version.
-        return other._encode(weights, self.version + 1 + secrets.randbelow(1 << 20)), other
+        version = self.version + 1 + secrets.randbelow(1 << 20)
+        return other._encode(weights, version, values), other
 
-    def _encode(self, weights: FlatWeights, version: int) -> Difference:
+    def _encode(
+        self, weights: FlatWeights, version: int, values: FlatWeights | None = None
+    ) -> Difference:
         plan = self._plan
         check_weights(weights, plan.layout, "weights")
-        values = _encode(plan, list(weights.values()), self._reference, "weights")
+        if values is None:
+            values = _encode(plan, list(weights.values()), self._reference, "weights")
         update = Difference(values, plan.layout, self.version, version)
         self._advance(version, values.buffer, (self._weights, weights))
         return update

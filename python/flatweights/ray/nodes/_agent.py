@@ -33,9 +33,11 @@ class Held(NamedTuple):
 
     Attributes:
         number: That of the exchange.
+        version: Of the weights after it, if it is of differences in 16 bits.
     """
 
     number: int
+    version: int | None = None
 
 
 class Failure(NamedTuple):
@@ -94,7 +96,7 @@ class NodeAgent:
         self._answers: dict[int, Answer] = {}
         self._pending: dict[Answer, int] = {}
         self._owed: dict[int, Answer] = {}  # by rank, to commands that are over
-        self._held: tuple[int, Payload] | None = None
+        self._held: tuple[Held, Payload] | None = None
 
     def address(self) -> Address | str:
         """Return where other nodes connect; or why they cannot."""
@@ -197,17 +199,17 @@ class NodeAgent:
     def _payload(self, weights: Any) -> Payload | None:
         if weights is None:
             return None
-        number = weights.number if isinstance(weights, Held) else 0
-        if number and self._held is not None and self._held[0] == number:
+        held = weights if isinstance(weights, Held) else None
+        if held is not None and self._held is not None and self._held[0] == held:
             return self._held[1]
-        if number:
-            value = self.end.weights(number)
+        if held is not None:
+            value = self.end.weights(*held)
         else:
             value = weights_of(ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights)
         ranks = self._ranks
         payload = Payload(value, nbytes_of(value) or 0, lambda: put(value, ranks))
-        if number:
-            self._held = number, payload
+        if held is not None:
+            self._held = held, payload
         return payload
 
     def _news(self, number: int) -> dict[int, Any]:

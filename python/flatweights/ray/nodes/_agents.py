@@ -160,6 +160,7 @@ class AgentEnd:
         is_dead: Whether it has failed.
         held: The exchanges whose averages it has.
         sent: The exchange whose average its workers were sent last; 0 if that is not known.
+        settled: The last exchange that it took part in and that succeeded.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class AgentEnd:
         self.handle = made.remote(*args)
         self.is_dead = False
         self.held: set[int] = set()
-        self.sent = 0
+        self.sent = self.settled = 0
         self._address: Any = self.handle.address.remote()
 
     def address(self, timeout: float) -> Address | str:
@@ -215,7 +216,7 @@ class AgentEnd:
         weights = None
         if payload is not None and payload.held is not None and self.has(payload.held):
             self.sent = 0  # until it has answered
-            weights = Held(payload.held.number)
+            weights = Held(payload.held.number, getattr(payload.value, "version", None))
         elif payload is not None:
             weights = argument_of(payload)
         fences = [fence for worker in workers.values() if (fence := self._fence(worker))]
@@ -263,6 +264,7 @@ class Agents:
         seconds: How long the last exchange took.
         streams: Why there are no streams at present.
         epoch: The nodes of the last exchange over streams, and what told it from others.
+        settled: The last exchange that succeeded.
     """
 
     def __init__(
@@ -288,7 +290,7 @@ class Agents:
         check_sums(sums)
         self.sums = sums
         self.choice = choice()
-        self.nbytes = 0
+        self.nbytes = self.settled = 0
         self.seconds = 0.0
         tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
         self.streams = Setback("other nodes are", "Ray uses TLS" if tls else "")

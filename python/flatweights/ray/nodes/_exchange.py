@@ -60,6 +60,8 @@ class NodesAverage:
         request: Request,
         out: Any = None,
         *,
+        decode: Callable[[Any], Any] | None = None,
+        finish: Callable[[Any], Any] = lambda mean: mean,
         accept: Callable[[Any, str], None] = lambda model, where: None,
     ) -> None:
         """Prepare the average.
@@ -69,12 +71,17 @@ class NodesAverage:
             arrivals: The answers to wait for: of ranks here, and of those that agents call.
             request: The arguments of the round.
             out: Where to write.
+            decode: Decodes the average, if the weights that workers return are encoded.
+            finish: Turns what was decoded into the average; it may change it.
             accept: See `DriverAverage`.
         """
         self.reading = Reading(
             screen=request.nonfinite != "propagate",
             weigh=request.weights if callable(request.weights) else None,
+            is_encoded=decode is not None,
         )
+        self._decode = decode
+        self._finish = finish
         self._agents = agents
         self._arrivals = arrivals
         self._request = request
@@ -111,6 +118,10 @@ class NodesAverage:
         self._agents.nbytes = template.layout.nbytes
         self._agents.seconds = seconds
         mean = self._agents.end.weights(plan.number)
+        difference = mean if plan.coding is not None else None
+        if self._decode is not None:
+            mean = sealed(self._finish(self._decode(mean)))
+            template = Template.of(mean)
         if self._out is not None:
             target = template.read_out(self._out)
             template.match(self._out, "out")
@@ -136,7 +147,7 @@ class NodesAverage:
         traffic = self._traffic.items()
         result.links = {node: {"in": t.received, "out": t.sent} for node, t in traffic}
         if self._out is None and template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
-            result._held = Holders(plan.number, frozenset(took))
+            result._held = Holders(plan.number, frozenset(took), difference)
         return result
 
     def _receive(self, rank: int) -> None:
@@ -166,7 +177,9 @@ class NodesAverage:
             places += [] if None in places else [None]  # the driver takes part without ranks, too
             groups = tuple(tuple(k for k in used if self._places[k] is place) for place in places)
             number = self._agents.next_number()
-            plan = Plan(number, template, groups, weights, self._agents.sums)
+            sums, coding = self._agents.sums, self._headers[used[0]].coding
+            settled = tuple((place or self._agents).settled for place in places)
+            plan = Plan(number, template, groups, weights, sums, coding=coding, settled=settled)
             agents = [place for place in places if place is not None]
             for agent in agents:
                 agent.begin_exchange()
@@ -190,6 +203,8 @@ class NodesAverage:
                 continue
             for agent in took:
                 agent.held.add(number)
+            for place in places:
+                (place or self._agents).settled = number
             return plan, {agent.token for agent in took}, time.monotonic() - begin
 
     def _settle(self) -> tuple[list[int], dict[int, float], Template]:
@@ -197,6 +212,7 @@ class NodesAverage:
         arrivals, request = self._arrivals, self._request
         arrivals.check(request)
         template: Template | None = None
+        whole: Template | None = None  # before the models were encoded
         first = 0
         spoiled: dict[int, Exception] = {}
         for rank in sorted(self._headers.keys() - arrivals.failed.keys()):
@@ -204,10 +220,12 @@ class NodesAverage:
             if header.error is not None:
                 raise header.error
             assert header.template is not None
-            if template is None:
-                template, first = header.template, rank
+            this, coding = header.template, header.coding
+            this = this if coding is None else Template(Kind.FLAT_WEIGHTS, coding.layout)
+            if template is None or whole is None:
+                template, whole, first = header.template, this, rank
                 self._accept(_stand_in(template), f"rank {rank}")
-            _match(template, header.template, rank, first)
+            _match(whole, this, rank, first)
             if header.spoiled is not None:
                 spoiled[rank] = header.spoiled
         assert template is not None

@@ -16,8 +16,10 @@ from flatweights.ray._failpoints import reach
 from flatweights.ray.nodes._pieces import Bytes, as_kind
 from flatweights.ray.nodes._plan import Plan, nbytes_of
 from flatweights.ray.nodes._results import Results
+from flatweights.ray.nodes._rounding import Residuals
 from flatweights.ray.nodes._stream_exchange import StreamExchange
 from flatweights.ray.nodes._streams import Address, Streams
+from flatweights.wire import Difference
 
 PATIENCE = 2.0
 """Seconds without a byte from a node after which an exchange over streams is broken off."""
@@ -68,6 +70,7 @@ class NodeEnd:
             host: The node's own address.
         """
         self.results = Results()
+        self._residuals = Residuals()
         self._offer = offer
         self._host = host
         self._streams: Streams | None = None
@@ -109,6 +112,7 @@ class NodeEnd:
         end = None if route.left is None else now + route.left
         share = OPENING if route.left is None else route.left / _SHARE
         opened, patience = now + min(OPENING, share), min(PATIENCE, share)
+        plan = self._begin(plan, me)
         links = self._streams.open(route.peers, me, route.epoch, opened)
         before = Traffic(sum(links.sent_bytes), sum(links.received_bytes))
         exchange = StreamExchange(plan, me, self.results.models, self._new_mean(plan))
@@ -119,14 +123,14 @@ class NodeEnd:
     def cut(self, plan: Plan, me: int) -> list[list[Bytes]]:
         """Return what this node sends of each piece, for an exchange over Ray's objects."""
         reach("exchanging")
-        models = self.results.models
+        plan, models = self._begin(plan, me), self.results.models
         return [plan.contribution(me, piece, models) for piece in range(len(plan.groups))]
 
     def merge(self, plan: Plan, me: int, contributions: Sequence[Sequence[Bytes]]) -> Bytes:
         """Return the average of this node's piece."""
         reach("merging")
         own = self._new_mean(plan)[plan.bounds(me)]
-        plan.merge(me, contributions, own)
+        plan._replace(residuals=self._residuals).merge(me, contributions, own)
         return own
 
     def place(self, plan: Plan, me: int, pieces: Sequence[Bytes]) -> None:
@@ -137,18 +141,29 @@ class NodeEnd:
         others = [k for k in range(len(plan.groups)) if k != me and len(pieces[k])]
         _core.move_parts([mean[plan.bounds(k)] for k in others], [pieces[k] for k in others])
 
-    def weights(self, number: int) -> Any:
+    def weights(self, number: int, version: int | None = None) -> Any:
         """Return the average of the exchange ``number``, read-only: a dict of anything nested.
+
+        If models were encoded, it is a `Difference`, to weights of a ``version`` if that is given.
 
         Raises:
             KeyError: If it is another one that this process has.
         """
         if self._mean is None or self._mean[0].number != number:
             raise KeyError(f"the average of exchange {number} is not here")
-        template, model = self._mean[0].template, self._mean[1]
+        template, model, coding = self._mean[0].template, self._mean[1], self._mean[0].coding
+        if coding is not None:
+            return Difference(sealed(model), coding.layout, coding.base, version)
         if template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
             return sealed(model)
         return sealed(as_kind(template, template.layout.packed_views(model)))
+
+    def _begin(self, plan: Plan, me: int) -> Plan:
+        """Return a ``plan`` of models in 16 bits with the residuals of this node."""
+        if plan.coding is None:
+            return plan
+        self._residuals.begin(plan.number, plan.settled[me], plan.coding)
+        return plan._replace(residuals=self._residuals)
 
     def _new_mean(self, plan: Plan) -> Bytes:
         """Return new memory for the average, in a window if one is free."""

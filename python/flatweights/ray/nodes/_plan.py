@@ -8,6 +8,8 @@ that to every other node (all-gather). The way of the sums decides the bits:
   Where all nodes do, the average has the bits of `flatweights.average` over all ranks.
 - Otherwise a node sends its `RunningAverage`; sums are merged in the order of the nodes.
 - With ``sums="float32"``, a node sends the average of its ranks, in their own dtypes.
+- Models that were encoded in 16 bits stay so: a node sends a rank's own, or the average of several,
+  and the average of its piece, both rounded, with the rounding errors of earlier exchanges.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from flatweights._layout import Layout
 from flatweights._running_average import RunningAverage, SumState, running_of, state_of
 from flatweights._sources import Kind, Template
 from flatweights.ray.nodes._pieces import Bytes, Piece, model_of, pieces_of
+from flatweights.ray.nodes._rounding import Coding, Residuals
 
 Sums = Literal["float64", "float32"]
 """The dtype in which sums of several ranks travel between nodes."""
@@ -53,6 +56,9 @@ class Plan(NamedTuple):
         sums: See `Sums`.
         blocks: How many pieces each node has, one behind the other; more than one, for an exchange
             that overlaps both steps. All that is said of a piece then holds for these.
+        coding: The models before they were encoded, if they are in 16 bits.
+        settled: By node, the last exchange that it took part in and that succeeded.
+        residuals: Those of the node that works on the plan; nothing while it travels.
     """
 
     number: int
@@ -61,6 +67,9 @@ class Plan(NamedTuple):
     weights: Mapping[int, float]
     sums: Sums
     blocks: int = 1
+    coding: Coding | None = None
+    settled: tuple[int, ...] = ()
+    residuals: Residuals | None = None
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -86,8 +95,11 @@ class Plan(NamedTuple):
     def form(self, node: int) -> Form:
         """Return what ``node`` sends."""
         group, layout = self.groups[node], self.template.layout
-        if self.sums == "float32" and len(group) > 1 and any(self.weights[k] for k in group):
+        is_rounded = self.sums == "float32" or self.coding is not None
+        if is_rounded and len(group) > 1 and any(self.weights[k] for k in group):
             return "mean"
+        if self.coding is not None:
+            return "values"
         return "values" if len(group) * values_nbytes(layout) <= sum_nbytes(layout) else "sum"
 
     def merged_groups(self) -> tuple[Group, ...]:
@@ -126,6 +138,10 @@ class Plan(NamedTuple):
         if form == "values":
             return parts
         layout, weights = self.pieces[piece].layout, [self.weights[k] for k in self.groups[node]]
+        if self.coding is not None:
+            (mean,) = self.new_contribution(node, piece)
+            self._round(piece, parts, weights, mean, of_node=True)
+            return [mean]
         sources = [model_of(part, layout) for part in parts]
         if form == "mean":
             (mean,) = self.new_contribution(node, piece)
@@ -152,6 +168,17 @@ class Plan(NamedTuple):
         if not out.size:
             return
         layout = self.pieces[piece].layout
+        if self.coding is not None:
+            sent: list[tuple[int, float, Bytes]] = []  # by the lowest rank
+            for node, (group, parts) in enumerate(zip(self.groups, contributions, strict=True)):
+                weights = [self.weights[rank] for rank in group]
+                if self.form(node) == "mean":
+                    group, weights = group[:1], [sum(weights)]
+                sent += zip(group, weights, parts, strict=True)
+            sent.sort(key=lambda one: one[0])
+            _, weights, sources = map(list, zip(*sent, strict=True))
+            self._round(piece, sources, weights, out, of_node=False)
+            return
         target = model_of(out, layout)
         if not self.merged_groups():
             models = {
@@ -175,6 +202,14 @@ class Plan(NamedTuple):
             elif form == "sum":
                 total.merge(_sum_of(parts, layout, target))
         total.mean(out=target)
+
+    def _round(
+        self, piece: int, sources: list[Bytes], weights: list[float], out: Bytes, *, of_node: bool
+    ) -> None:
+        assert self.coding is not None
+        assert self.residuals is not None
+        pieces = self.template.layout, len(self.groups) * self.blocks
+        self.residuals.round(pieces, piece, self.coding, sources, weights, out, of_node=of_node)
 
 
 _BYTE = np.dtype(np.uint8)

@@ -12,6 +12,8 @@ from flatweights.ray._errors import portable
 from flatweights.ray._result import split
 from flatweights.ray._wire import nbytes_of, widen
 from flatweights.ray.nodes._pieces import Bytes, canonical, packed_bytes
+from flatweights.ray.nodes._rounding import Coding
+from flatweights.wire import Difference
 
 
 class Header(NamedTuple):
@@ -20,6 +22,7 @@ class Header(NamedTuple):
     Attributes:
         template: That of the weights; dicts by sorted keys.
         containers: Those of a dict, a list or a tree, in their own order.
+        coding: The weights before they were encoded, if they stay in 16 bits.
         weight: Its weight, if a function of the result gives that.
         extras: The part of the result beside the weights.
         spoiled: The error about NaN or infinity, if the weights were screened and hold any.
@@ -29,6 +32,7 @@ class Header(NamedTuple):
 
     template: Template | None = None
     containers: Tree | None = None
+    coding: Coding | None = None
     weight: float | None = None
     extras: Any = None
     spoiled: Exception | None = None
@@ -42,10 +46,12 @@ class Reading(NamedTuple):
     Attributes:
         screen: Whether to look for NaN and infinity in them.
         weigh: A function of a result that gives its weight.
+        is_encoded: Whether weights in 16 bits stay so.
     """
 
     screen: bool
     weigh: Callable[[Any], float] | None
+    is_encoded: bool = False
 
 
 class Results:
@@ -63,7 +69,12 @@ class Results:
         """Keep the weights in ``result``; return what the driver is to know of them."""
         try:
             received, extras = split(result)
-            model, containers = canonical(widen(received))
+            coding = None
+            if reading.is_encoded and isinstance(received, Difference):
+                coding = Coding(received.layout, received.base)
+                model, containers = received.values, None
+            else:
+                model, containers = canonical(widen(received))
             where = f"rank {rank}"
             template = Template.of(model, where)
             weight = reading.weigh and read_weight(reading.weigh(result), f"weight of {where}")
@@ -72,6 +83,6 @@ class Results:
                 spoiled = template.find_nonfinite(template.read(model, where), where)
             nbytes = nbytes_of(received) or template.layout.nbytes
             self.models[rank] = packed_bytes(template, model)
-            return Header(template, containers, weight, extras, spoiled, nbytes)
+            return Header(template, containers, coding, weight, extras, spoiled, nbytes)
         except Exception as error:  # the driver raises it
             return Header(error=portable(error))

@@ -1,0 +1,106 @@
+"""16 bits between nodes: what rounding takes from a message is added to the next; no Ray here."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from flatweights import _core
+from flatweights._layout import Layout
+from flatweights.ray.nodes._pieces import Bytes, pieces_of
+
+
+class Coding(NamedTuple):
+    """The models before they were encoded in 16 bits.
+
+    Attributes:
+        layout: Their layout.
+        base: The version of the weights that they are differences from; None for gradients.
+    """
+
+    layout: Layout
+    base: int | None
+
+
+class Residuals:
+    """The rounding errors of what one node has sent, which its next messages make up for.
+
+    A node rounds twice: the average of several ranks, and the average of its own pieces over all
+    nodes. Only the errors of an exchange that has succeeded are kept, and those from before it
+    otherwise. Each is kept in the place of its number in the model, so that nodes may own other
+    pieces in the next exchange. An agent that is restarted starts without any.
+    """
+
+    def __init__(self) -> None:
+        """Start with errors of zero."""
+        self._now: dict[tuple[bool, bool], tuple[Layout, Bytes]] = {}
+        self._next: list[tuple[Bytes, Bytes]] = []  # errors, and what takes their place
+        self._number = 0
+
+    def begin(self, number: int, settled: int, coding: Coding) -> None:
+        """Begin the exchange ``number``; ``settled`` was the last of this node that succeeded."""
+        if self._number == settled:
+            for now, following in self._next:
+                now[...] = following
+        self._next.clear()
+        self._number = number
+        for of_node in (True, False):  # here, since two threads round
+            key = of_node, coding.base is None
+            if key not in self._now or self._now[key][0] != coding.layout:
+                # Not from the pool: memory for pieces of other nodes is never touched.
+                self._now[key] = coding.layout, np.zeros(coding.layout.nbytes, np.uint8)
+
+    def round(
+        self,
+        pieces: tuple[Layout, int],
+        piece: int,
+        coding: Coding,
+        sources: list[Bytes],
+        weights: list[float],
+        out: Bytes,
+        *,
+        of_node: bool,
+    ) -> None:
+        """Write the average of ``sources`` and the errors of earlier ones to ``out``, in 16 bits.
+
+        Args:
+            pieces: The layout in 16 bits, and in how many pieces it is cut.
+            piece: The piece.
+            coding: The models before they were encoded.
+            sources: The bytes of the piece, in 16 bits.
+            weights: One for each.
+            out: The bytes of the piece.
+            of_node: Whether these are ranks of this node, rather than nodes.
+
+        Raises:
+            ValueError: If the average does not fit 16 bits.
+        """
+        narrow = pieces_of(*pieces)[piece].layout
+        bounds, wide = _wide_pieces(*pieces, coding.layout)[piece]
+        mean, following = wide.new_buffer(), wide.new_buffer()
+        _core.average_widened_into(wide.core, mean, narrow.core, sources, weights)
+        now = self._now[of_node, coding.base is None][1][bounds]
+        args = wide.core, True, [mean], narrow.core, out, None, now, following
+        if _core.encode_difference(*args) is not None:
+            raise ValueError("wire_dtype: the average of differences does not fit it")
+        self._next.append((now, following))
+
+
+@functools.lru_cache(maxsize=16)
+def _wide_pieces(narrow: Layout, count: int, wide: Layout) -> tuple[tuple[slice, Layout], ...]:
+    """Return where pieces lie in the packed form of ``wide``, and their layouts there.
+
+    A piece of 16 bits ends at a multiple of 64 bytes or with a slot, and so it does there.
+    """
+    made = []
+    for piece in pieces_of(narrow, count):
+        places = [int(name) for name in piece.layout.names]
+        dtypes = [wide.slots[i].dtype for i in places]
+        layout = Layout(piece.layout.names, [slot.shape for slot in piece.layout.slots], dtypes)
+        first, slot = narrow.slots[places[0]], wide.slots[places[0]]
+        before = max(0, piece.begin - first.offset) // first.dtype.itemsize
+        begin = slot.offset + before * slot.dtype.itemsize
+        made.append((slice(begin, begin + layout.nbytes), layout))
+    return tuple(made)
