@@ -13,8 +13,7 @@ from flatweights._average import Nonfinite
 from flatweights.keras._samples import Samples
 from flatweights.keras._seat import Seat, calls_are_equal
 from flatweights.ray import Member, Round
-from flatweights.ray._engine import AnyRule
-from flatweights.robust._rules import as_rule
+from flatweights.robust import AnyRule, Rule
 from flatweights.server import ServerOptimizer
 from flatweights.tensorflow import TensorFlowVariables
 
@@ -108,9 +107,9 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
         given: Any = weight
         if given != "samples" and (isinstance(given, str) or not 0 < given < np.inf):
             raise ValueError(f"weight: expected 'samples' or a positive number, got {weight!r}")
-        if rule is not None and not as_rule(rule).takes_weights:
+        if rule is not None and not Rule.of(rule).takes_weights:
             if given not in ("samples", 1):
-                raise TypeError(f"weight: {as_rule(rule).name} has none, all members count alike")
+                raise TypeError(f"weight: {Rule.of(rule).name} has none, all members count alike")
             weight = 1.0
         if outer is not None and min_results is not None:
             raise ValueError("min_results: expected None with outer, which all have to step alike")

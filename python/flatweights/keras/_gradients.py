@@ -17,8 +17,7 @@ from flatweights._average import Nonfinite
 from flatweights._core import move_parts
 from flatweights.keras._seat import Seat, calls_are_equal
 from flatweights.ray import Member
-from flatweights.ray._engine import AnyRule
-from flatweights.robust._rules import as_rule
+from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._python_op import compute_in_python
 
@@ -97,7 +96,7 @@ def average_gradients(
     options = {
         "timeout": timeout,
         "nonfinite": nonfinite,
-        "rule": None if rule is None else as_rule(rule),
+        "rule": None if rule is None else Rule.of(rule),
     }
     _Averaging(optimizer, Seat(member), options)
     return optimizer

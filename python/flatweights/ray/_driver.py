@@ -13,14 +13,14 @@ from flatweights._running_average import RunningAverage
 from flatweights._sources import Template
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._calls import Answer, RayAnswer
-from flatweights.ray._engine import AnyRule, Arrivals, Deadline, Request, Weights, letting_go
+from flatweights.ray._engine import Arrivals, Deadline, Request, Weights, letting_go
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import report
 from flatweights.ray._result import copied, split
 from flatweights.ray._round import Round
 from flatweights.ray._store import check_cluster
 from flatweights.ray._wire import nbytes_of, widen
-from flatweights.robust._rules import Rule
+from flatweights.robust import AnyRule, Rule
 
 
 def average(

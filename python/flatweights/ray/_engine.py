@@ -15,11 +15,10 @@ from flatweights.ray._calls import Answer, wait_any
 from flatweights.ray._errors import WorkerError, late_error
 from flatweights.ray._report import METRICS
 from flatweights.ray._store import FULL, too_small
-from flatweights.robust._rules import Rule, as_rule
+from flatweights.robust import AnyRule, Rule
 
 _FOREVER = 1e8  # seconds, three years: clocks that count nanoseconds overflow later
 
-AnyRule = Rule | Callable[[list[Any]], Any]
 Weights = Iterable[float] | Callable[[Any], float] | None
 
 
@@ -62,7 +61,7 @@ class Request:
             TypeError: If one should be a number and is none.
         """
         check_nonfinite(nonfinite)
-        checked = None if rule is None else as_rule(rule)
+        checked = None if rule is None else Rule.of(rule)
         if checked is not None and weights is not None and not checked.takes_weights:
             raise TypeError(f"weights: {checked.name} has none, all ranks count alike")
         return cls(

@@ -15,7 +15,6 @@ from flatweights._average import Nonfinite
 from flatweights.ray._calls import BY_VALUE
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import (
-    AnyRule,
     Arrivals,
     Deadline,
     Request,
@@ -33,6 +32,7 @@ from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.nodes._exchange import NodesAverage
 from flatweights.ray.nodes._plan import Sums, check_sums
+from flatweights.robust import AnyRule
 from flatweights.wire import WireDType
 
 _READS = ("get_weights", "get_flat", "ping")  # methods that need no initial weights

@@ -23,7 +23,7 @@ from flatweights.robust._coordinates import (
     median,
     trimmed_mean,
 )
-from flatweights.robust._rules import Outcome, Rule
+from flatweights.robust._rules import AnyRule, Outcome, Rule
 from flatweights.robust._selection import (
     Bulyan,
     Krum,
@@ -35,6 +35,7 @@ from flatweights.robust._selection import (
 )
 
 __all__ = [
+    "AnyRule",
     "Bulyan",
     "CenteredClipping",
     "GeometricMedian",

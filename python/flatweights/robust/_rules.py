@@ -111,6 +111,28 @@ class Rule(ABC):
 
     takes_weights = False
 
+    @staticmethod
+    def of(rule: AnyRule) -> Rule:
+        """Return what ``rule=`` takes as a rule: ``rule`` itself, or one that calls it.
+
+        >>> Rule.of(lambda models: models[0])([np.ones(2), np.zeros(2)])
+        array([1., 1.])
+
+        Args:
+            rule: A rule, or a function from a list of models to one of their kind.
+
+        Raises:
+            TypeError: If it cannot be called.
+        """
+        if isinstance(rule, Rule):
+            return rule
+        if isinstance(rule, type) or not callable(rule):
+            raise TypeError(
+                "rule: expected a value such as flatweights.robust.Median(), or a function of a "
+                f"list of models, got {rule!r}"
+            )
+        return Calling(rule)
+
     @property
     def name(self) -> str:
         """How errors name it."""
@@ -167,6 +189,10 @@ class Rule(ABC):
         """Write the result; return the positions of the sources used, and scores."""
 
 
+AnyRule = Rule | Callable[[list[Any]], Any]
+"""What ``rule=`` takes: a rule, or a function from a list of models to one of their kind."""
+
+
 class Calling(Rule):
     """A rule that is any function from a list of models to one of their kind."""
 
@@ -186,22 +212,6 @@ class Calling(Rule):
         job.template.match(made, "the result of the rule")
         _core.move_parts(job.written, job.template.read(made, "the result of the rule"))
         return used, None
-
-
-def as_rule(rule: Rule | Callable[[list[Any]], Any]) -> Rule:
-    """Return ``rule``, or a `Rule` that calls it.
-
-    Raises:
-        TypeError: If it cannot be called.
-    """
-    if isinstance(rule, Rule):
-        return rule
-    if isinstance(rule, type) or not callable(rule):
-        raise TypeError(
-            f"rule: expected a value such as flatweights.robust.Median(), or a function of a list "
-            f"of models, got {rule!r}"
-        )
-    return Calling(rule)
 
 
 class CoordinateRule(Rule):

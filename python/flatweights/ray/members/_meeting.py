@@ -45,7 +45,7 @@ from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer
 from flatweights.ray.nodes._agent import Held
 from flatweights.ray.nodes._agents import AgentEnd, Agents
 from flatweights.ray.nodes._exchange import NodesAverage
-from flatweights.robust._rules import Rule
+from flatweights.robust import Rule
 
 _GRACE = 5.0  # seconds in which the process that had a rank may be seen to have ended
 _KEPT = 8  # kinds of call of which the last outcome is kept, for members that are late

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import ray
@@ -28,10 +28,7 @@ from flatweights.ray.lanes._member import HostDiedError
 from flatweights.ray.members._asks import Ask, MemberError, Outcome
 from flatweights.ray.members._links import Link, enter
 from flatweights.ray.members._train import train_worker
-from flatweights.robust._rules import Rule, as_rule
-
-if TYPE_CHECKING:
-    from flatweights.ray._engine import AnyRule
+from flatweights.robust import AnyRule, Rule
 
 Model = TypeVar("Model")
 
@@ -359,7 +356,7 @@ class Member:
     ) -> Ask:
         """Return the ask, its values checked."""
         check_nonfinite(nonfinite)
-        checked = None if rule is None else as_rule(rule)
+        checked = None if rule is None else Rule.of(rule)
         if checked is not None and weight != 1.0 and not checked.takes_weights:
             raise TypeError(f"weight: {checked.name} has none, all ranks count alike")
         if min_results is not None:
