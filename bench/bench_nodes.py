@@ -307,8 +307,8 @@ def ours_of(case: Case) -> dict[str, tuple[str, Any, dict[str, Any]]]:
     if case.workers > 1:
         key = ("streams", 'sums="float32"')
         found[f"{OURS}, float32 sums"] = ("", key, {"sums": "float32"})
-    if case.workers == 1 and not small:
-        key = ("driver", 'wire_dtype="bfloat16"')
+    if not small:
+        key = ("streams", 'wire_dtype="bfloat16"')
         found[f"{OURS}, 16 bits"] = ("", key, {"wire_dtype": "bfloat16"})
     return found
 

@@ -54,6 +54,7 @@ def test_bytes_are_those_of_the_messages(nodes: int, workers: int) -> None:
     }
     if workers > 1:
         expected["streams", 'sums="float32"'] = by_agents(nodes, 1, 1)
+    expected["streams", 'wire_dtype="bfloat16"'] = by_agents(nodes, 0.5, 0.5)
     for key, links in expected.items():
         assert found[key].sent == pytest.approx(max(links.sent.values())), key
         assert found[key].received == pytest.approx(max(links.received.values())), key

@@ -173,35 +173,36 @@ class _Setting:
         """Yield the costs of all ways."""
         yield self._by_driver("the guide's loop")
         yield self._by_driver("driver")
-        if self.is_float32:
-            yield self._by_driver("driver", size=0.5, options='wire_dtype="bfloat16"')
         agents: tuple[WayName, ...] = ("objects", "streams") if self.nodes > 1 else ()
         for way in agents:
             yield self._by_agents(way)
             if self.workers > 1:
                 yield self._by_agents(way, sums=1.0, options='sums="float32"')
+            if self.is_float32:
+                yield self._by_agents(way, sums=0.5, mean=0.5, options='wire_dtype="bfloat16"')
 
-    def _by_driver(self, way: WayName, *, size: float = 1.0, options: str = "") -> WayCost:
+    def _by_driver(self, way: WayName) -> WayCost:
         every = self.nodes * self.workers
         # All workers of the node gather and set; the driver reads all and writes one. The guide's
         # loop copies into the store, adds with a temporary for each, and puts.
         moved = 4 * self.workers + every + 3
         if way == "the guide's loop":
             moved = 6 * self.workers + 3 * every + 3
-        received, returned = size * (every - self.workers), size * (self.nodes - 1)
-        sent = max(returned, size * self.workers) if returned else 0.0
-        factor = "" if size == 1 else f"{size:g} x "
-        formula = f"driver: {factor}(N - W) M in, {factor}(K - 1) M out"
-        return self._cost(way, options, sent, received, received + returned, moved, formula)
+        received, returned = every - self.workers, self.nodes - 1
+        sent = max(returned, self.workers) if returned else 0
+        formula = "driver: (N - W) M in, (K - 1) M out"
+        return self._cost(way, "", sent, received, received + returned, moved, formula)
 
-    def _by_agents(self, way: WayName, *, sums: float | None = None, options: str = "") -> WayCost:
+    def _by_agents(
+        self, way: WayName, *, sums: float | None = None, mean: float = 1.0, options: str = ""
+    ) -> WayCost:
         # The ranks' own values, while these are no more bytes than a sum.
         sums = min(self.workers, self.wide) if sums is None else sums
-        links = (self.nodes - 1) / self.nodes * (sums + 1)
-        moved = 5 * self.workers + 3 * sums + 3
+        links = (self.nodes - 1) / self.nodes * (sums + mean)
+        moved = 5 * self.workers + 3 * (sums + mean)
         if way == "objects":
-            moved += 2 * (sums + 1)
-        formula = f"(K - 1) / K x ({sums:g} + 1) M each way"
+            moved += 2 * (sums + mean)
+        formula = f"(K - 1) / K x ({sums:g} + {mean:g}) M each way"
         return self._cost(way, options, links, links, links, moved, formula)
 
     def _cost(
