@@ -212,6 +212,18 @@ class Nodes:
         """Put a link back that was cut."""
         _run(*self._outside, "ip", "link", "set", self._port(node), "up")
 
+    def cut_between(self, one: int, other: int) -> None:
+        """Cut what two nodes send each other; all others reach both, and nobody is told."""
+        for sender, receiver in ((one, other), (other, one)):
+            words = ["replace", self.address(receiver), "lladdr", "02:00:00:00:00:ff"]
+            _run(*self._at(sender), "ip", "neigh", *words, "nud", "permanent", "dev", "eth0")
+
+    def mend_between(self, one: int, other: int) -> None:
+        """Put back what `cut_between` has cut."""
+        for sender, receiver in ((one, other), (other, one)):
+            words = ["del", self.address(receiver), "dev", "eth0"]
+            _run(*self._at(sender), "ip", "neigh", *words)
+
     def kill(self, node: int) -> None:
         """Kill all processes of a node; it stays empty."""
         space = _network_of(self._keepers[node])

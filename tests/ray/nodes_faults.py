@@ -32,6 +32,7 @@ from flatweights.ray import FlatWorker, Round, WorkerError, WorkerGroup, _failpo
 PLACES = (0, 1, 2, 1, 1, 2)  # by rank, its node
 SIZE = 1_000_003  # elements
 SLACK = 1.0  # seconds after that in which it has ended
+LONGEST = 30.0  # seconds in which a round without a timeout has ended
 DELAYS = (0.0, 0.15)  # seconds after the point
 
 
@@ -112,12 +113,19 @@ class Faults:
 
         _failpoints.hook = hook
 
-    def try_round(self, name: str, after: Callable[[], object], least: set[int]) -> None:
+    def try_round(
+        self,
+        name: str,
+        after: Callable[[], object],
+        least: set[int],
+        timeout: float | None = -1.0,
+    ) -> None:
         """Make a round with the fault that was set up, then end it, and see all come back."""
+        timeout = self.timeout if timeout == -1 else timeout
         begin = time.monotonic()
         said = ""
         try:
-            found = self.group.average("give", 3, min_results=1, timeout=self.timeout)
+            found = self.group.average("give", 3, min_results=1, timeout=timeout)
             took = time.monotonic() - begin
             check(found, 3)
             if not least <= {*found.used}:
@@ -125,7 +133,7 @@ class Faults:
         except WorkerError as error:
             took = time.monotonic() - begin
             found, said = None, f"no result: {error}"
-        if took > self.timeout + SLACK:
+        if took > (LONGEST if timeout is None else timeout + SLACK):
             said += f"; took {took:.2f} s"
         _failpoints.hook = None
         time.sleep(0.5)
@@ -156,6 +164,16 @@ class Faults:
         self.at("exchanging", 0.1, lambda: self.nodes.cut(0))
         self.try_round("the driver's link cut", lambda: self.nodes.mend(0), {0})
 
+    def cut_between(self) -> None:
+        for timeout in (self.timeout, None):
+            self.at("exchanging", 0.0, lambda: self.nodes.cut_between(1, 2))
+            self.try_round(
+                f"the link between two others cut, timeout {timeout}",
+                lambda: self.nodes.mend_between(1, 2),
+                {0, 1, 3, 4} if timeout is None else {0},
+                timeout,
+            )
+
     def slow(self) -> None:
         for point in ("exchanging", "merging"):
             self.at(point, 0.05, lambda: self.nodes.slow(1, self.mbit / 10))
@@ -184,7 +202,7 @@ class Faults:
         self.failures += not is_good
 
 
-CASES = ("cut", "cut_at_home", "slow", "interrupt", "kill")
+CASES = ("cut", "cut_at_home", "cut_between", "slow", "interrupt", "kill")
 
 
 def main() -> int:

@@ -598,6 +598,40 @@ def a_stream_that_stalls_is_replaced_by_objects_in_the_same_round(nodes: Nodes) 
 
 
 @check
+def a_node_that_another_cannot_reach_is_left_out_without_a_timeout(nodes: Nodes) -> None:
+    group = nodes.group("objects")
+    let_go = socket.create_server(("127.0.0.1", 0))
+
+    def cut(agent: Any, port: int) -> None:
+        """Have it wait for what does not come, and see no other node."""
+        import socket
+
+        plain = agent._agent
+        merge = plain.merge
+
+        def stuck(*args: Any) -> Any:
+            plain.merge = merge
+            with socket.create_connection(("127.0.0.1", port)) as one:
+                one.recv(1)
+
+        plain.merge = stuck
+        plain.sees = lambda beacons, timeout: [False] * (len(beacons) - 1) + [True]
+
+    ray.get(agent_at(group, 2).__ray_call__.remote(cut, let_go.getsockname()[1]))
+    found = group.average("give", "FlatWeights", 3, min_results=1)
+    let_go.close()
+    assert found.used == (0, 1, 3, 4), found
+    assert "cannot fetch" in str(found.failed[2]), found.failed
+    assert_right(found, "FlatWeights", 3)
+
+    def mend(agent: Any) -> None:
+        del agent._agent.sees
+
+    ray.get(agent_at(group, 2).__ray_call__.remote(mend))
+    meet(group)
+
+
+@check
 def workers_die_or_stop_behind_an_agent(nodes: Nodes) -> None:
     group = nodes.group("streams")
     found = group.average("give", "FlatWeights", 3, {3: "exit"}, timeout=10, min_results=1)

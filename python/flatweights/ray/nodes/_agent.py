@@ -148,14 +148,23 @@ class NodeAgent:
             return tuple(self.end.cut(plan, me))
 
     def merge(self, plan: Plan, me: int, contributions: Sequence[Any]) -> Any:
-        """See `NodeEnd.merge`."""
+        """See `NodeEnd.merge`; None if what it was called with has come too late."""
         with self.turn:
-            return self.end.merge(plan, me, contributions)
+            return self.end.merge(plan, me, contributions) if self._is_latest(plan) else None
 
     def place(self, plan: Plan, me: int, pieces: Sequence[Any]) -> None:
         """See `NodeEnd.place`."""
         with self.turn:
-            self.end.place(plan, me, pieces)
+            if self._is_latest(plan):
+                self.end.place(plan, me, pieces)
+
+    def sees(self, beacons: Sequence[Any], timeout: float) -> list[bool]:
+        """Return which ``beacons`` can be fetched from their nodes within ``timeout`` seconds."""
+        there, _ = ray.wait([*beacons], num_returns=len(beacons), timeout=timeout)
+        return [beacon in there for beacon in beacons]
+
+    def _is_latest(self, plan: Plan) -> bool:
+        return plan.number == self._latest
 
     def _supersede(self, number: int) -> None:
         """Wait no longer for what is older: for late results, or in an exchange over streams."""
@@ -252,6 +261,14 @@ class Agent:
 
     def ping(self) -> None:
         """Return: it can be reached."""
+
+    def beacon(self) -> list[Any]:
+        """Return a reference to a small object of this node's store."""
+        return [ray.put(None)]
+
+    def sees(self, beacons: Sequence[Any], timeout: float) -> list[bool]:
+        """See `NodeAgent.sees`."""
+        return self._agent.sees(beacons, timeout)
 
     def address(self) -> Address | str:
         """See `NodeAgent.address`."""

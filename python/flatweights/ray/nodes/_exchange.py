@@ -37,6 +37,7 @@ from flatweights.ray.nodes._streams import Address, StreamError
 
 _GRACE = 0.5  # seconds for which an exchange may go on when the time of a round is up
 _ANSWER = 1.0  # seconds that an agent is given to show that it can be reached
+_BEACON = 15.0  # seconds in which a small object passes a link, however busy it is
 _LEAST = 0.05  # seconds that each wait is given
 _SHARE = 3  # no wait takes more than this part of the time that is left
 _START = 30.0  # seconds that a new agent is given to listen
@@ -190,7 +191,7 @@ class NodesAverage:
             except _BrokenError as error:
                 if self._is_time_up():
                     continue
-                lost = self._unreachable(agents)
+                lost = error.lost or self._unreachable(agents)
                 if not lost and why:
                     raise RuntimeError(f"the exchange failed: {error}") from error.__cause__
                 why = why if lost or why else str(error)
@@ -339,11 +340,17 @@ class NodesAverage:
         return [agent for agent, ref in done if ref in there and _outcome(ref) is None]
 
     def _fetch(self, refs: list[Any], places: Sequence[Place]) -> list[Any]:
-        """Return the values of ``refs``, which agents make, while all agents can be reached."""
+        """Return the values of ``refs``, which agents make, while all nodes reach each other."""
         agents = [place for place in places if place is not None]
-        while len(_there(refs, max(_LEAST, self._within(PATIENCE)))) < len(refs):
+        came = 0
+        while (count := len(_there(refs, max(_LEAST, self._within(PATIENCE))))) < len(refs):
             if self._is_time_up() or self._unreachable(agents):
                 raise _BrokenError("an object did not come in time")
+            if count == came and (lost := self._cut_off(agents)):
+                raise _BrokenError(
+                    "another node cannot fetch objects from it, or it from that", lost
+                )
+            came = count
         try:
             return ray.get(refs)  # type: ignore[no-any-return]
         except ray.exceptions.RayError as error:
@@ -361,9 +368,40 @@ class NodesAverage:
                 silent.append(agent)
         return silent
 
+    def _cut_off(self, agents: Sequence[AgentEnd]) -> list[AgentEnd]:
+        """Return agents, with as few ranks as can be, without which all can fetch from each other.
+
+        All answer, but Ray would go on fetching over a link between two of them that is cut.
+        """
+        timeout = self._within(_BEACON)
+        beacons = {agent: agent.handle.beacon.remote() for agent in agents}
+        lit = [a for a, ref in beacons.items() if isinstance(_outcome(ref, _ANSWER), list)]
+        refs = [ray.get(beacons[agent])[0] for agent in lit]
+        asked = [agent.handle.sees.remote(refs, timeout) for agent in lit]
+        blind: list[tuple[AgentEnd, AgentEnd]] = []
+        for agent, ref in zip(lit, asked, strict=True):
+            sees = _outcome(ref, timeout + _ANSWER)
+            if isinstance(sees, list):
+                blind += [(agent, lit[k]) for k, is_seen in enumerate(sees) if not is_seen]
+        places = [*self._places.values()]
+        lost: list[AgentEnd] = []
+        while blind:
+            both = [agent for pair in blind for agent in pair]
+            lost.append(max(both, key=lambda one: (both.count(one), -places.count(one))))
+            blind = [pair for pair in blind if lost[-1] not in pair]
+        return lost
+
 
 class _BrokenError(Exception):
-    """An exchange has failed; the values are still where they were."""
+    """An exchange has failed; the values are still where they were.
+
+    Attributes:
+        lost: The agents that are to be left out, if they are known.
+    """
+
+    def __init__(self, text: str, lost: Sequence[AgentEnd] = ()) -> None:
+        super().__init__(text)
+        self.lost = lost
 
 
 def _there(refs: list[Any], timeout: float) -> list[Any]:
@@ -379,10 +417,10 @@ def _node_of(place: Place) -> str:
     return node
 
 
-def _outcome(ref: Any) -> Any:
-    """Return what a call that has ended returned or raised."""
+def _outcome(ref: Any, timeout: float | None = None) -> Any:
+    """Return what a call returned or raised, which has ended or is to end in time."""
     try:
-        return ray.get(ref)
+        return ray.get(ref, timeout=timeout)
     except ray.exceptions.RayError as error:
         return error
 
