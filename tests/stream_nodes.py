@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights.ray.nodes._streams import Links, StreamError, Streams
+from flatweights.ray.nodes._links import Links, StreamError
+from flatweights.ray.nodes._streams import Streams
 
 Bytes = NDArray[np.uint8]
 
@@ -46,7 +47,7 @@ class Nodes:
         def swap_at(me: int) -> object:
             others = [place for place in range(size) if place != me]
             into = {place: [np.zeros_like(each) for each in data[place][me]] for place in others}
-            sends = {place: (lambda place=place: data[me][place]) for place in others}
+            sends = {place: data[me][place] for place in others}
             self.links[me].swap(number, sends, into, patience=patience)
             return into
 

@@ -1,8 +1,6 @@
-import functools
 import secrets
 import socket
 import time
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from stream_nodes import assert_received, await_bytes, errors, nodes, random_bytes
 
-from flatweights.ray.nodes._streams import StreamError, Streams
+from flatweights.ray.nodes._links import StreamError
+from flatweights.ray.nodes._streams import Streams
 
 
 @settings(max_examples=15)
@@ -55,7 +54,7 @@ def test_another_number_or_length_than_expected_names_the_peer(number: int, leng
 
         def swap(me: int) -> None:
             if me == 0:
-                sends = {1: lambda: [np.zeros(100, np.uint8)]}
+                sends = {1: [np.zeros(100, np.uint8)]}
                 some.links[0].swap(0, sends, {}, patience=60)
             else:
                 some.links[1].swap(number, {}, {0: [np.zeros(length, np.uint8)]}, patience=60)
@@ -73,7 +72,7 @@ def test_a_peer_that_stalls_is_named() -> None:
         def swap(me: int) -> None:
             if me != 2:
                 one = np.zeros(1, np.uint8)
-                sends = {1 - me: lambda: [one]}
+                sends = {1 - me: [one]}
                 into = {place: [one.copy()] for place in (1 - me, 2)}
                 some.links[me].swap(0, sends, into, patience=0.2)
 
@@ -120,23 +119,20 @@ def test_what_goes_may_depend_on_what_came() -> None:
             result = np.zeros((size, blocks, nbytes), np.uint8)
             count = [0] * blocks
 
-            def arrived(place: int, index: int) -> int | None:
+            def arrived(place: int, index: int) -> list[NDArray[np.uint8]]:
                 if index >= blocks:
-                    return None
+                    return []
                 count[index] += 1
                 if count[index] < len(others):
-                    return None
+                    return []
                 result[me, index] = data[me][me][index] + sum(came[k][index] for k in others)
-                return blocks + min(
-                    (k for k in range(blocks) if count[k] < len(others)), default=blocks
-                )
+                return [result[me, index]]
 
             some.links[me].swap(
                 0,
-                {k: functools.partial(chain, data[me][k], result[me]) for k in others},
+                {k: data[me][k] for k in others},
                 {k: [*came[k], *result[k]] for k in others},
                 patience=60,
-                ready=blocks,
                 arrived=arrived,
             )
             return result
@@ -149,33 +145,24 @@ def test_what_goes_may_depend_on_what_came() -> None:
             np.testing.assert_array_equal(result, expected)
 
 
-def test_what_never_becomes_ready_is_an_error() -> None:
-    with nodes(2) as some:
-        one = np.zeros(10, np.uint8)
-
-        def swap(me: int) -> None:
-            sends = {1 - me: lambda: [one, one]}
-            some.links[me].swap(0, sends, {1 - me: [one.copy()]}, patience=60, ready=1)
-
-        for outcome in some.together(swap):
-            assert isinstance(outcome, (RuntimeError, StreamError)), outcome
-        assert all(links.is_closed for links in some.links)
-
-
 @pytest.mark.parametrize("where", ["sends", "arrived"])
 def test_what_a_function_raises_ends_all_links(where: str) -> None:
     def fails(*_: int) -> Any:
         raise KeyError("mine")
 
+    def sends_fail() -> Any:
+        yield np.zeros(10, np.uint8)
+        fails()
+
     with nodes(3) as some:
 
         def swap(me: int) -> None:
             one = np.zeros(10, np.uint8)
-            sends: dict[int, Any] = {place: lambda: [one] for place in range(3) if place != me}
+            sends: dict[int, Any] = {place: [one] for place in range(3) if place != me}
             into = {place: [one.copy()] for place in sends}
             if me == 1 and where == "sends":
-                sends[2] = fails
-            arrived = fails if me == 1 and where == "arrived" else None
+                sends[2] = sends_fail()
+            arrived = fails if me == 1 and where == "arrived" else lambda *_: ()
             some.links[me].swap(0, sends, into, patience=60, arrived=arrived)
             some.links[me].swap(1, sends, into, patience=60)
 

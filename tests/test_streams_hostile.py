@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import functools
 import logging
 import multiprocessing
 import os
@@ -13,7 +12,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 from stream_nodes import await_bytes, errors, nodes
 
-from flatweights.ray.nodes import _streams
-from flatweights.ray.nodes._streams import Address, StreamError, Streams
+from flatweights.ray.nodes import _listener
+from flatweights.ray.nodes._links import StreamError
+from flatweights.ray.nodes._listener import Address
+from flatweights.ray.nodes._streams import Streams
 
 Attack = Callable[[Address, bytes], list[socket.socket]]
 
@@ -67,10 +69,6 @@ def wrong_key(address: Address, epoch: bytes) -> list[socket.socket]:
     return [send(address, hello(bytes(32), epoch, 0))[0] for _ in range(3)]
 
 
-def ended_epoch(address: Address, epoch: bytes) -> list[socket.socket]:
-    return [send(address, hello(address.key, epoch, 0))[0] for _ in range(3)]
-
-
 def place_that_does_not_connect(address: Address, epoch: bytes) -> list[socket.socket]:
     return [send(address, hello(address.key, epoch, k))[0] for k in (2, 3, 4_000_000_000)]
 
@@ -81,10 +79,6 @@ def place_of_another(address: Address, epoch: bytes) -> list[socket.socket]:
 
 def slow_hello(address: Address, _: bytes) -> list[socket.socket]:
     return send(address, address.key[:31])
-
-
-def unknown_epoch(address: Address, _: bytes) -> list[socket.socket]:
-    return send(address, hello(address.key, secrets.token_bytes(16), 0))
 
 
 def many(address: Address, _: bytes) -> list[socket.socket]:
@@ -101,11 +95,9 @@ def many(address: Address, _: bytes) -> list[socket.socket]:
         (reset, "closed before a hello"),
         (random_bytes, "a wrong key"),
         (wrong_key, "a wrong key"),
-        (ended_epoch, "an epoch that has ended"),
         (place_that_does_not_connect, "a place that does not connect to this one"),
         (place_of_another, "a place that is connected"),
         (slow_hello, "no hello in time"),
-        (unknown_epoch, "an epoch that was not opened here"),
         (many, "too many connections without a hello"),
     ],
 )
@@ -116,17 +108,14 @@ def test_strangers_are_refused_and_have_no_effect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if attack in (slow_hello, many):
-        monkeypatch.setattr(_streams, "_HELLO_TIME", 0.5)
-    if attack is unknown_epoch:
-        monkeypatch.setattr(_streams, "_GUEST_TIME", 0.3)
-    past, epoch = secrets.token_bytes(16), secrets.token_bytes(16)
+        monkeypatch.setattr(_listener, "_HELLO_TIME", 0.5)
+    epoch = secrets.token_bytes(16)
     with nodes(3) as some, caplog.at_level(logging.WARNING, "flatweights"):
-        some.open(past)
         some.open(epoch)
         caplog.clear()
         some.check()
         address = some.streams[2].address
-        held = attack(address, past if attack is ended_epoch else epoch)
+        held = attack(address, epoch)
         some.check(300_000)
         for connection in held:  # each is closed
             with contextlib.suppress(ConnectionResetError):
@@ -156,32 +145,34 @@ def test_a_slow_stranger_does_not_hold_up_a_peer() -> None:
         some.check()
 
 
-def test_a_peer_that_was_pushed_out_by_strangers_comes_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(_streams, "_GUESTS", 1)
-    first, second = Streams("127.0.0.1"), Streams("127.0.0.1")
-    peers, epoch = [first.address, second.address], secrets.token_bytes(16)
-    outcomes: list[object] = []
-
-    def call() -> None:
-        outcomes.append(first.open(peers, 0, epoch, time.monotonic() + 20))
-
-    caller = threading.Thread(target=call)
-    caller.start()
-    try:
-        while not second._guests:  # it waits for `open`
-            time.sleep(0.01)
-        for connection in send(second.address, hello(second.address.key, bytes(16), 0)):
-            connection.recv(1)  # until it is pushed out by that peer in its turn
+def test_a_peer_that_is_early_or_late_is_no_stranger(caplog: pytest.LogCaptureFixture) -> None:
+    past, epoch, next_one = (secrets.token_bytes(16) for _ in range(3))
+    with nodes(2) as some, caplog.at_level(logging.WARNING, "flatweights"):
+        some.open(past)
+        some.open(epoch)
+        address = some.streams[1].address
+        for other in (past, next_one):
+            (connection,) = send(address, hello(address.key, other, 0))
+            assert connection.recv(1) == b""
             connection.close()
-        second.open(peers, 1, epoch, time.monotonic() + 20)
-        caller.join()
-        assert len(outcomes) == 1
-    finally:
-        first.close()
-        second.close()
-        caller.join()
+        some.check()
+        assert not caplog.records
+
+
+def test_a_peer_whose_connection_is_closed_comes_again() -> None:
+    """Strangers may have pushed it out; or the other end has not opened the epoch yet."""
+    streams, key, epoch = Streams("127.0.0.1"), secrets.token_bytes(32), secrets.token_bytes(16)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        peers = [streams.address, Address("127.0.0.1", server.getsockname()[1], key)]
+        opened = pool.submit(streams.open, peers, 0, epoch, time.monotonic() + 60)
+        for is_last in (False, False, True):
+            connection, _ = server.accept()
+            with connection:
+                assert connection.recv(52, socket.MSG_WAITALL) == hello(key, epoch, 0)
+                if is_last:
+                    connection.sendall(epoch)
+                    assert not opened.result().is_closed
+    streams.close()
 
 
 def test_the_key_is_not_shown() -> None:
@@ -201,10 +192,14 @@ def test_a_frame_of_another_length_is_refused_before_it_is_read() -> None:
     streams = Streams("127.0.0.1")
     epoch, target = secrets.token_bytes(16), np.zeros(100, np.uint8)
     peers = [Address("127.0.0.1", 1, bytes(32)), streams.address]
-    (peer,) = send(streams.address, hello(streams.address.key, epoch, 0))
+    pool = ThreadPoolExecutor(1)
+    opened = pool.submit(streams.open, peers, 1, epoch, time.monotonic() + 60)
+    answer = b""
+    while answer != epoch:
+        (peer,) = send(streams.address, hello(streams.address.key, epoch, 0))
+        answer = peer.recv(16)
     try:
-        links = streams.open(peers, 1, epoch, time.monotonic() + 60)
-        assert peer.recv(16) == epoch
+        links = opened.result()
         peer.sendall(struct.pack("<QQ", 7, 1 << 40) + bytes([1]) * 1000)
         with pytest.raises(StreamError, match=r"peer 0: .*100 bytes; got swap 7, 1099511627776"):
             links.swap(7, {}, {0: [target]}, patience=60)
@@ -213,6 +208,7 @@ def test_a_frame_of_another_length_is_refused_before_it_is_read() -> None:
     finally:
         peer.close()
         streams.close()
+        pool.shutdown()
 
 
 # Peers that die or stall
@@ -228,9 +224,7 @@ def _peer(pipe: Connection, me: int, size: int) -> None:
         one = np.zeros(1_000_000, np.uint8)
         others = [place for place in range(size) if place != me]
         into = {place: [np.empty_like(one)] for place in others}
-        links.swap(
-            number, dict.fromkeys(others, functools.partial(list, (one,))), into, patience=30
-        )
+        links.swap(number, {place: [one] for place in others}, into, patience=30)
         if number == 3:
             pipe.send("swapping")
 
@@ -251,7 +245,7 @@ def test_a_process_that_dies_or_stops_is_an_error_of_its_peers(stop: signal.Sign
         patience = 0.5 if stop is signal.SIGSTOP else 30
 
         def swap(number: int) -> None:
-            links.swap(number, {1: lambda: [one]}, {1: [into]}, patience=patience)
+            links.swap(number, {1: [one]}, {1: [into]}, patience=patience)
 
         for number in range(10):
             swap(number)
@@ -341,12 +335,12 @@ def test_an_interrupt_ends_a_swap_and_those_of_its_peers() -> None:
     with nodes(3) as some:
         others = [some.pool.submit(await_bytes, links) for links in some.links[1:]]
 
-        def interrupt() -> list[bytes]:  # in the sending thread, while this one receives
+        def interrupt() -> Iterator[bytes]:
             os.kill(os.getpid(), signal.SIGINT)
-            return []
+            yield b""
 
         with pytest.raises(KeyboardInterrupt):
-            some.links[0].swap(0, {1: interrupt}, {1: [bytearray(1)]}, patience=30)
+            some.links[0].swap(0, {1: interrupt()}, {1: [bytearray(1)]}, patience=30)
         assert some.links[0].is_closed
         errors([future.exception() for future in others])
         some.open()
@@ -372,9 +366,9 @@ def test_an_epoch_is_used_once() -> None:
     epoch = secrets.token_bytes(16)
     with nodes(2) as some:
         some.open(epoch)
-        some.open()
+        some.links[0].close()
         peers = [streams.address for streams in some.streams]
-        with pytest.raises(ValueError, match="used before"):
+        with pytest.raises(ValueError, match="its links have ended; choose another one"):
             some.streams[0].open(peers, 0, epoch)
         with pytest.raises(ValueError, match="expected 16 bytes, got 3"):
             some.streams[0].open(peers, 0, b"abc")

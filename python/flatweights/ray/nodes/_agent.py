@@ -20,10 +20,11 @@ from flatweights.ray._errors import portable
 from flatweights.ray._store import put
 from flatweights.ray._wire import nbytes_of
 from flatweights.ray.lanes._calls import GroupLanes, NearWorker
+from flatweights.ray.nodes._links import StreamError
+from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import NodeEnd, Route, Traffic
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._results import Reading
-from flatweights.ray.nodes._streams import Address, StreamError
 
 _SLICE = 0.1  # seconds after which answers are reported, although others are missing
 

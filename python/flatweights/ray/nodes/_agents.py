@@ -16,10 +16,10 @@ from flatweights.ray.lanes._calls import NearWorker, Setback
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._order import CallLog
 from flatweights.ray.nodes._agent import Agent, Command, Failure, Held
+from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import NodeEnd
 from flatweights.ray.nodes._plan import Sums, check_sums
 from flatweights.ray.nodes._results import Reading
-from flatweights.ray.nodes._streams import Address
 
 _VARIABLE = "FLATWEIGHTS_BETWEEN_NODES"
 _DEAD = ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError

@@ -29,11 +29,12 @@ from flatweights.ray._result import copied
 from flatweights.ray._round import Round
 from flatweights.ray._store import put
 from flatweights.ray.nodes._agents import AgentEnd, Agents
+from flatweights.ray.nodes._links import StreamError
+from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
 from flatweights.ray.nodes._pieces import as_kind
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._results import Header, Reading
-from flatweights.ray.nodes._streams import Address, StreamError
 
 _GRACE = 0.5  # seconds for which an exchange may go on when the time of a round is up
 _ANSWER = 1.0  # seconds that an agent is given to show that it can be reached

@@ -13,12 +13,13 @@ from flatweights import _core
 from flatweights._sources import Kind
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._failpoints import reach
+from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._pieces import Bytes, as_kind
 from flatweights.ray.nodes._plan import Plan, nbytes_of
 from flatweights.ray.nodes._results import Results
 from flatweights.ray.nodes._rounding import Residuals
 from flatweights.ray.nodes._stream_exchange import StreamExchange
-from flatweights.ray.nodes._streams import Address, Streams
+from flatweights.ray.nodes._streams import Streams
 from flatweights.wire import Difference
 
 PATIENCE = 2.0

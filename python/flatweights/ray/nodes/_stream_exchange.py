@@ -7,13 +7,13 @@ added up while others travel, and links wait for the slowest node once an exchan
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Iterator, Mapping
 
 from flatweights.ray._failpoints import reach
+from flatweights.ray.nodes._links import Links
 from flatweights.ray.nodes._pieces import Bytes
 from flatweights.ray.nodes._plan import Plan
-from flatweights.ray.nodes._streams import Links
 
 
 class StreamExchange:
@@ -42,7 +42,6 @@ class StreamExchange:
         self._buffers = {node: len(parts[0]) for node, parts in self._coming.items()}  # of a block
         self._missing = [sum(map(bool, self._buffers.values()))] * len(self._mine)  # nodes by block
         self._merged = 0  # blocks
-        self._sums = len(self._plan.sizes(me, self._mine[0])) * len(self._mine)  # sent to each node
 
     def run(self, links: Links, *, patience: float, end: float | None) -> None:
         """Exchange; the number of the swap is that of the plan.
@@ -50,45 +49,44 @@ class StreamExchange:
         Raises:
             StreamError: If a node does not answer, or answers nonsense.
         """
+        first = self._merge_complete()
         links.swap(
             self._plan.number,
-            {node: functools.partial(self._send, node) for node in self._coming},
+            {node: itertools.chain(self._sums(node), first) for node in self._coming},
             {node: self._receive(node) for node in self._coming},
             patience=patience,
             end=end,
-            ready=self._merge_complete(),
             arrived=self._arrive,
         )
 
-    def _send(self, node: int) -> Iterator[Bytes]:
-        """Make what goes to ``node``, when it goes."""
+    def _sums(self, node: int) -> Iterator[Bytes]:
+        """Make this node's part of the blocks of ``node``, when it goes."""
         for piece in self._plan.of_node(node):
             yield from self._plan.contribution(self._me, piece, self._models)
-        for piece in self._mine:
-            yield self._mean[self._plan.bounds(piece)]
 
     def _receive(self, node: int) -> list[Bytes]:
         """Return where what comes from ``node`` is to lie."""
         sums = [buffer for parts in self._coming[node] for buffer in parts]
         return sums + [self._mean[self._plan.bounds(piece)] for piece in self._plan.of_node(node)]
 
-    def _arrive(self, node: int, index: int) -> int | None:
-        """Count a buffer; return how many may go to each node if that has become more."""
+    def _arrive(self, node: int, index: int) -> list[Bytes]:
+        """Count a buffer; return the averages of blocks that it completes."""
         count = self._buffers[node]
         if index >= count * len(self._mine) or (index + 1) % count:
-            return None  # a mean, or not the last buffer of a block
+            return []  # an average, or not the last buffer of a block
         self._missing[index // count] -= 1
         return self._merge_complete()
 
-    def _merge_complete(self) -> int:
-        """Average the next blocks that have come; return how many buffers may go to each node."""
-        plan, me = self._plan, self._me
+    def _merge_complete(self) -> list[Bytes]:
+        """Return the averages of the next blocks that have come from all nodes."""
+        plan, me, means = self._plan, self._me, []
         while self._merged < len(self._mine) and not self._missing[self._merged]:
             block, piece = self._merged, self._mine[self._merged]
             own = plan.contribution(me, piece, self._models)
             parts = [own if k == me else self._coming[k][block] for k in self._nodes]
             reach("merging")
-            plan.merge(piece, parts, self._mean[plan.bounds(piece)])
+            means.append(self._mean[plan.bounds(piece)])
+            plan.merge(piece, parts, means[-1])
             reach("placing")
             self._merged += 1
-        return self._sums + self._merged
+        return means

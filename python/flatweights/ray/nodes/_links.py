@@ -1,0 +1,385 @@
+"""Links: one socket to each peer, over which all nodes swap bytes at once.
+
+In a swap each node sends buffers to each other node, each of them in a frame: the number of the
+swap and the length (8 bytes each), then the bytes. The receiver checks both before it reads more.
+
+- One thread, that of the caller, serves all sockets: it reads and sends where that is possible now,
+  a block at a time, so all links are busy until the end. It also computes what is sent next.
+- The first error ends the links: all sockets are shut down, and the swaps of the peers end within a
+  moment. Another thread may end them, too. Sockets are closed once no thread uses them.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+Buffer: TypeAlias = Any  # what has the buffer protocol, contiguous; a type of its own since 3.12
+
+_FRAME = struct.Struct("<QQ")  # number of the swap, length of the data
+_BLOCK = 1 << 20  # bytes that one call reads at most
+_UNSENT = 256 << 10  # bytes that the kernel takes before it can send them
+
+
+class StreamError(OSError):
+    """A stream cannot be made, or broke.
+
+    Attributes:
+        peer: The place of the peer among the nodes; -1 if it is not known.
+    """
+
+    def __init__(self, peer: int, reason: str) -> None:
+        """Say which peer, and why."""
+        super().__init__(reason if peer < 0 else f"peer {peer}: {reason}")
+        self.peer = peer
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by what the constructor takes."""
+        return type(self), (self.peer, self.reason)
+
+
+def late(peer: int, reason: str) -> StreamError:
+    """Return the error of a peer that is too late."""
+    error = StreamError(peer, reason)
+    error.__cause__ = TimeoutError(reason)
+    return error
+
+
+class Links:
+    """The sockets to all peers.
+
+    Attributes:
+        me: The place of this process.
+        size: How many nodes there are.
+        epoch: Tells these links from those before and after them.
+        sent_bytes: Bytes sent to each node, in their order.
+        received_bytes: Bytes received from each node.
+    """
+
+    def __init__(self, me: int, size: int, epoch: bytes) -> None:
+        """Begin without sockets; see `add`."""
+        self.me = me
+        self.size = size
+        self.epoch = epoch
+        self.sent_bytes = [0] * size
+        self.received_bytes = [0] * size
+        self._sockets: dict[int, socket.socket] = {}
+        self._changed = threading.Condition()
+        self._ended = ""  # why
+        self._is_used = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether they are closed, or broke. They stay so."""
+        return bool(self._ended)
+
+    @property
+    def missing(self) -> list[int]:
+        """The places of peers to which there is no socket."""
+        return [k for k in range(self.size) if k != self.me and k not in self._sockets]
+
+    def check(self) -> None:
+        """Raise `StreamError` if they are closed, or broke."""
+        if self._ended:
+            raise StreamError(-1, f"the links have ended: {self._ended}")
+
+    def add(self, place: int, connection: socket.socket) -> None:
+        """Take the socket to the peer at ``place``; close it if the links have ended."""
+        with self._changed:
+            if self.is_closed:
+                connection.close()
+            else:
+                self._sockets[place] = connection
+                self._changed.notify_all()
+
+    def drop(self, place: int) -> None:
+        """Close the socket to the peer at ``place``."""
+        with self._changed:
+            self._sockets.pop(place).close()
+
+    def wait(self, end: float | None) -> None:
+        """Wait until there are sockets to all peers, at most until ``end``.
+
+        Raises:
+            StreamError: If the time is up, or the links have ended.
+        """
+        timeout = None if end is None else end - time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_closed or not self.missing, timeout)
+            self.check()
+            for place in self.missing:
+                raise late(place, "it has not connected in time")
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Use the sockets: they are not closed meanwhile, and an error within ends the links."""
+        if not self.is_closed and any(one.fileno() < 0 for one in self._sockets.values()):
+            raise StreamError(-1, "the links are those of the parent process")
+        with self._changed:
+            if self._is_used:
+                raise RuntimeError("another thread uses these links")
+            self.check()
+            self._is_used = True
+        try:
+            yield
+        except BaseException as error:
+            is_first = self._end(f"{type(error).__name__}: {error}")
+            if isinstance(error, StreamError) and not is_first:
+                self.check()  # another thread has ended them, which caused this error
+            raise
+        finally:
+            with self._changed:
+                self._is_used = False
+                self._close_unused()
+
+    def swap(
+        self,
+        number: int,
+        sends: Mapping[int, Iterable[Buffer]],
+        receives: Mapping[int, Sequence[Buffer]],
+        *,
+        patience: float,
+        end: float | None = None,
+        arrived: Callable[[int, int], Iterable[Buffer]] = lambda place, index: (),
+    ) -> None:
+        """Send buffers to all peers and receive buffers from all of them, at the same time.
+
+        All nodes have to call it with the same number, and what one sends to another has to be cut
+        into buffers of the same lengths on both sides. No bytes are copied. What a node sends may
+        depend on what it receives, as the second step of an allreduce does.
+
+        Args:
+            number: What tells this swap from those before and after it.
+            sends: By place, the buffers to send; each is asked for just before it goes. A place
+                that is not there gets none.
+            receives: By place, the writable buffers to fill.
+            patience: Seconds without a byte from or to a peer after which it has stalled.
+            end: When the swap has to be over (`time.monotonic`).
+            arrived: Called with a place and an index, when that buffer of ``receives`` is full. It
+                returns what to send to every peer next.
+
+        Raises:
+            StreamError: If a peer closes its links, stalls, or sends another number or length than
+                expected. The links have ended then, as after anything that a function raises.
+        """
+        with self.in_use():
+            began = time.monotonic()
+            # Each node begins with the one after it, so no two begin with the same one.
+            order = [(self.me + step) % self.size for step in range(1, self.size)]
+            peers = [_Peer(self, place, self._sockets[place], number) for place in order]
+
+            def pass_on(place: int, index: int) -> None:
+                if buffers := arrived(place, index):
+                    for peer in peers:
+                        peer.send(buffers)
+
+            for peer in peers:
+                peer.send(sends.get(peer.place, ()))
+                peer.receive(receives.get(peer.place, ()), pass_on)
+            while waiting := {peer.descriptor: peer for peer in peers if peer.events}:
+                if end is not None and time.monotonic() >= end:
+                    text = f"the time is up after {time.monotonic() - began:.3g} s"
+                    raise late(_worst(waiting.values()), text)
+                first = min(peer.since for peer in waiting.values()) + patience
+                for descriptor, events in _poll(waiting, first if end is None else min(first, end)):
+                    waiting.pop(descriptor).go_on(events)
+                # A peer whose bytes are there has not stalled, however long it took to read them.
+                since = time.monotonic() - patience
+                if silent := [peer for peer in waiting.values() if peer.since <= since]:
+                    raise late(_worst(silent), f"it has stalled: no byte for {patience:g} s")
+
+    def close(self) -> None:
+        """Close the sockets. A swap that runs in another thread ends with an error."""
+        self._end("they were closed")
+
+    def _end(self, why: str) -> bool:
+        """End the links, and all that waits for them; return whether they had not ended before."""
+        with self._changed:
+            is_first = not self.is_closed
+            if is_first:
+                self._ended = why
+                for connection in self._sockets.values():
+                    shut(connection)
+                self._changed.notify_all()
+            self._close_unused()
+            return is_first
+
+    def _close_unused(self) -> None:
+        """Close the sockets of links that have ended once no thread uses them; the lock is held."""
+        if self.is_closed and not self._is_used:
+            for connection in self._sockets.values():
+                connection.close()
+
+
+class _Peer:
+    """What goes to one peer in a swap, and what comes from it.
+
+    Attributes:
+        place: The peer.
+        descriptor: That of the socket to it.
+        since: When a byte went or came last, or there was none to wait for.
+        missing: How many buffers have not come.
+    """
+
+    def __init__(self, links: Links, place: int, connection: socket.socket, number: int) -> None:
+        self.place = place
+        self.descriptor = connection.fileno()
+        self.since = time.monotonic()
+        self.missing = 0
+        self._links = links
+        self._connection = connection
+        self._number = number
+        self._queue: collections.deque[Iterable[Buffer]] = collections.deque()
+        self._sending: Iterator[None] | None = None
+        self._reading: Iterator[None] | None = None
+
+    @property
+    def events(self) -> int:
+        """What to poll for; 0 if nothing is to be read or sent for now."""
+        reads = select.POLLIN if self._reading is not None else 0
+        return reads | (select.POLLOUT if self._sending is not None else 0)
+
+    def go_on(self, events: int) -> None:
+        """Read a block, and send what the socket takes."""
+        if events & ~select.POLLOUT and self._reading is not None:
+            self._reading = _step(self._reading)
+        if events & select.POLLOUT and self._sending is not None:
+            self._sending = _step(self._sending)
+
+    def send(self, buffers: Iterable[Buffer]) -> None:
+        """Have ``buffers`` sent, after those of other calls."""
+        if not self.events:
+            self.since = time.monotonic()
+        self._queue.append(buffers)
+        self._sending = self._sending or self._send()
+
+    def receive(self, buffers: Sequence[Buffer], arrived: Callable[[int, int], None]) -> None:
+        """Have ``buffers`` filled; ``arrived`` is called with the place and the index of each."""
+        self.missing = len(buffers)
+        self._reading = _step(self._receive(buffers, arrived))
+
+    def _send(self) -> Iterator[None]:
+        """Send all buffers; each step begins when the socket takes some."""
+        while self._queue:
+            for buffer in self._queue.popleft():
+                view = _view(buffer)
+                rest = [memoryview(_FRAME.pack(self._number, view.nbytes)), view]
+                while rest:
+                    count = self._move(self._connection.sendmsg, rest) or 0
+                    self._links.sent_bytes[self.place] += count
+                    while rest and count >= rest[0].nbytes:
+                        count -= rest.pop(0).nbytes
+                    if rest:
+                        rest[0] = rest[0][count:]
+                    yield
+
+    def _receive(
+        self, buffers: Sequence[Buffer], arrived: Callable[[int, int], None]
+    ) -> Iterator[None]:
+        """Fill all buffers; each step ends where there is nothing to read."""
+        frame = memoryview(bytearray(_FRAME.size))
+        for index, buffer in enumerate(buffers):
+            view = _view(buffer)
+            yield from self._fill(frame)
+            number, nbytes = _FRAME.unpack(frame)
+            if (number, nbytes) != (self._number, view.nbytes):
+                raise StreamError(
+                    self.place,
+                    f"buffer {index}: expected swap {self._number}, {view.nbytes} bytes;"
+                    f" got swap {number}, {nbytes} bytes",
+                )
+            yield from self._fill(view)
+            self.missing -= 1
+            arrived(self.place, index)
+
+    def _fill(self, view: memoryview) -> Iterator[None]:
+        while view.nbytes:
+            yield
+            count = self._move(self._connection.recv_into, view[:_BLOCK])
+            if count == 0:
+                raise StreamError(self.place, f"it closed the stream in swap {self._number}")
+            if count is not None:
+                self._links.received_bytes[self.place] += count
+                view = view[count:]
+
+    def _move(self, call: Callable[[Any], int], data: Any) -> int | None:
+        """Return how many bytes a call of the socket has moved; None if it can move none now."""
+        try:
+            count = call(data)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise StreamError(self.place, f"it closed the stream ({error})") from error
+        self.since = time.monotonic()
+        return count
+
+
+def _step(steps: Iterator[None]) -> Iterator[None] | None:
+    """Take the next step; return None if that was the last one."""
+    for _ in steps:
+        return steps
+    return None
+
+
+def _poll(waiting: Mapping[int, _Peer], end: float) -> list[tuple[int, int]]:
+    """Wait until something can be read or sent, or for the time; return descriptors and events."""
+    poll = select.poll()
+    for descriptor, peer in waiting.items():
+        poll.register(descriptor, peer.events)
+    return poll.poll(milliseconds(end))
+
+
+def _worst(peers: Iterable[_Peer]) -> int:
+    """Return the place of the peer that lacks most: others may wait for it, too."""
+    return max(peers, key=lambda peer: peer.missing).place
+
+
+def milliseconds(end: float | None) -> int | None:
+    """Return how long to poll until ``end``, rounded up."""
+    return None if end is None else max(0, int((end - time.monotonic()) * 1000) + 1)
+
+
+def set_up(connection: socket.socket) -> None:
+    """Have a connection send without delay, and not take more than it can send soon."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def shut(connection: socket.socket) -> None:
+    """End a connection for all processes that have the socket, and for its peer."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _view(buffer: Buffer) -> memoryview:
+    """Return a view of the bytes of ``buffer``."""
+    view = memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def kept(connection: socket.socket) -> socket.socket:
+    """Have the copies of a socket in forks of this process closed."""
+    _sockets.add(connection)
+    return connection
+
+
+def _close_copies() -> None:
+    for connection in list(_sockets):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
