@@ -18,6 +18,7 @@ from flatweights.ray.lanes._member import MemberLane
 from flatweights.ray.members._links import LaneLink
 from flatweights.ray.members._meeting import Entry, Meeting, Ticket
 from flatweights.ray.members._member import Member
+from flatweights.ray.nodes._plan import Sums, check_sums
 
 HOST = """
 import json, os, signal, time
@@ -31,9 +32,10 @@ for point in _failpoints.HOST:
     if child:
         os.waitpid(child, 0)
         continue
-    meeting, tickets = Meeting("doomed", 2, "here", None), [Future(), Future()]
+    meeting, tickets = Meeting("doomed", 2, "float64", "here", None), [Future(), Future()]
     for rank, ticket in enumerate(tickets):
-        meeting.enter(Entry(rank, 2, f"member {rank}", "here", True, time.monotonic(), ticket))
+        who, now = f"member {rank}", time.monotonic()
+        meeting.enter(Entry(rank, 2, "float64", who, "here", True, now, ticket))
     meeting._read_news()
     tickets = [ticket.result() for ticket in tickets]
     print(json.dumps([[t.address.hex(), t.token.hex()] for t in tickets]), flush=True)
@@ -102,12 +104,28 @@ def test_members_of_a_killed_host_are_told() -> None:
     assert host.returncode == 0
 
 
+def test_members_agree_on_their_number_and_sums() -> None:
+    meeting = Meeting("agreed", 2, "float32", "here", None)
+    refused: list[tuple[int, Sums, str]] = [
+        (3, "float32", "size: expected 2, as the others, got 3"),
+        (2, "float64", "sums: expected 'float32', as the others, got 'float64'"),
+    ]
+    for size, sums, said in refused:
+        ticket = Future[Ticket]()
+        meeting.enter(Entry(0, size, sums, "member 0", "here", True, time.monotonic(), ticket))
+        meeting._read_news()
+        assert str(ticket.exception()) == said
+    meeting._lanes.close()
+    with pytest.raises(ValueError, match="sums: expected 'float64' or 'float32', got 'f4'"):
+        check_sums("f4")
+
+
 def test_a_host_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[Any] = []
     monkeypatch.setattr(METRICS, "count_round", lambda *values: counted.append(values))
     monkeypatch.setattr(METRICS, "count_sent", counted.append)
-    meeting, ticket = Meeting("counted", 1, "here", None), Future[Ticket]()
-    meeting.enter(Entry(0, 1, "this process", "here", True, time.monotonic(), ticket))
+    meeting, ticket = Meeting("counted", 1, "float64", "here", None), Future[Ticket]()
+    meeting.enter(Entry(0, 1, "float64", "this process", "here", True, time.monotonic(), ticket))
     meeting._read_news()
     (lane,) = connect([ticket.result()])
     meeting.attach(ticket.result().token, lane.mailbox.nonce, Future())

@@ -60,6 +60,11 @@ def broadcasted(member: Member, root: int) -> Any:
     return member.broadcast(model_of(member.rank), root=root)
 
 
+def averaged_in_float32(member: Member) -> Any:
+    with join("narrow", rank=member.rank, size=member.size, sums="float32") as other:
+        return averaged(other)
+
+
 def alive() -> dict[int, tuple[str, str]]:
     """Return class and node of all actors that are alive, by process."""
     actors = ray._private.state.actors().values()
@@ -107,6 +112,11 @@ def meet_on_nodes() -> None:
     small_ways = check(call(averaged, 100), fw.average(small)).ways
     for got in call(broadcasted, 2):
         assert same_bits(got.buffer, models[2].buffer)
+    narrow = fw.RunningAverage()
+    narrow.add(models[0])
+    narrow.add(fw.average(models[1:4]), 3.0)
+    narrow.add(models[4])
+    check(call(averaged_in_float32), narrow.mean())
     spoiled = call(averaged_spoiled, 3)
     assert len({*spoiled}) == 1
     skipped = [r.run.remote(lambda m: averaged_spoiled(m, 3, nonfinite="skip")) for r in puppets]

@@ -19,6 +19,7 @@ import ray
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.members._meeting import Entry, Meeting, Ticket
 from flatweights.ray.members._seats import SLICE, Letter
+from flatweights.ray.nodes._plan import Sums
 
 _LAST_REPLIES = 1.0  # seconds in which calls that have their result return it
 
@@ -26,25 +27,29 @@ _LAST_REPLIES = 1.0  # seconds in which calls that have their result return it
 class Host:
     """The actor. Members call `enter`, and then `attach`, or `watch` and `exchange`."""
 
-    def __init__(self, name: str, size: int) -> None:
-        """Open the meeting ``name`` for ``size`` members."""
+    def __init__(self, name: str, size: int, sums: Sums) -> None:
+        """Open the meeting ``name`` for ``size`` members, whose sums travel as ``sums``."""
         # An actor without CPUs is given one thread; but while it averages, its members wait.
         os.environ.pop("OMP_NUM_THREADS", None)
         context = ray.get_runtime_context()
         self._node = context.get_node_id()
-        self._meeting = Meeting(name, size, self._node, context.current_actor)
+        self._meeting = Meeting(name, size, sums, self._node, context.current_actor)
         self._running: list[bytes] = []  # the exchanges that have not returned, by token
         serve = functools.partial(_serve, self._meeting, self._running, context.current_actor)
         threading.Thread(target=serve, name="flatweights-meeting", daemon=True).start()
 
-    def enter(self, rank: int | None, size: int, who: str, node: str, wants_lane: bool) -> Ticket:
+    def enter(
+        self, rank: int | None, size: int, sums: Sums, who: str, node: str, wants_lane: bool
+    ) -> Ticket:
         """Take a seat; wait while a process that may have ended has it.
 
         Raises:
-            ValueError: If ``size`` is not that of the meeting, or ``rank`` is taken or too large.
+            ValueError: If ``size`` or ``sums`` is not that of the meeting, or ``rank`` is taken or
+                too large.
         """
         ticket: Future[Ticket] = Future()
-        self._meeting.enter(Entry(rank, size, who, node, wants_lane, time.monotonic(), ticket))
+        now = time.monotonic()
+        self._meeting.enter(Entry(rank, size, sums, who, node, wants_lane, now, ticket))
         return ticket.result()
 
     def attach(self, token: bytes, nonce: bytes) -> None:

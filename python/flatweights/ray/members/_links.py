@@ -25,6 +25,7 @@ from flatweights.ray.members._asks import Ask, Outcome, remember
 from flatweights.ray.members._host import Host
 from flatweights.ray.members._meeting import Ticket
 from flatweights.ray.members._seats import as_array
+from flatweights.ray.nodes._plan import Sums
 
 _GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its host
 _LEAVE = pickle.dumps((tuple(Ask("leave")), None))
@@ -197,7 +198,7 @@ class Entered(NamedTuple):
 
 
 def enter(
-    name: str, rank: int | None, size: int, timeout: float | None, end: float | None
+    name: str, rank: int | None, size: int, sums: Sums, timeout: float | None, end: float | None
 ) -> Entered:
     """Find or start the host, take a seat, and wait for the others.
 
@@ -205,6 +206,7 @@ def enter(
         name: See `flatweights.ray.join`.
         rank: See there.
         size: See there.
+        sums: See there.
         timeout: See there; for errors.
         end: When it is over, by `time.monotonic`.
 
@@ -212,7 +214,7 @@ def enter(
         HostDiedError: If the host has ended meanwhile.
         ray.exceptions.RayActorError: The same.
         TimeoutError: If not all have joined in time.
-        ValueError: If the host refuses ``rank`` or ``size``.
+        ValueError: If the host refuses ``rank``, ``size`` or ``sums``.
     """
     context = ray.get_runtime_context()
     node = context.get_node_id()
@@ -227,13 +229,13 @@ def enter(
             max_concurrency=2 * size + 8,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        .remote(name, size)
+        .remote(name, size, sums)
     )
     who = f"process {os.getpid()} on {socket.gethostname()}"
     wants_lane = choice() != "store"
     link: Link | None = None
     try:
-        entering = host.enter.remote(rank, size, who, node, wants_lane)
+        entering = host.enter.remote(rank, size, sums, who, node, wants_lane)
         ticket: Ticket = ray.get(entering, timeout=_left(end))
         link = _link(host, ticket, who)
         return Entered(link, ticket, link.start(_left(end)))

@@ -45,6 +45,7 @@ from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer
 from flatweights.ray.nodes._agent import Held
 from flatweights.ray.nodes._agents import AgentEnd, Agents
 from flatweights.ray.nodes._exchange import NodesAverage
+from flatweights.ray.nodes._plan import Sums
 from flatweights.robust import Rule
 
 _GRACE = 5.0  # seconds in which the process that had a rank may be seen to have ended
@@ -75,6 +76,7 @@ class Entry(NamedTuple):
 
     rank: int | None
     size: int
+    sums: Sums
     who: str
     node: str
     wants_lane: bool
@@ -94,12 +96,13 @@ class Kept(NamedTuple):
 class Meeting:
     """The members, by rank, and their calls."""
 
-    def __init__(self, name: str, size: int, node: str, host: Any) -> None:
+    def __init__(self, name: str, size: int, sums: Sums, node: str, host: Any) -> None:
         """Prepare.
 
         Args:
             name: The name.
             size: How many members there are.
+            sums: How sums travel between nodes.
             node: This node.
             host: The actor of this process.
 
@@ -111,7 +114,7 @@ class Meeting:
         self._node = node
         self._lanes = Lanes()
         offer, calls = self._lanes.windows.offer, 2 * size + 8
-        self._agents = Agents(offer, "float64", BranchAgent, (size, host), calls)
+        self._agents = Agents(offer, sums, BranchAgent, (size, host), calls)
         self._watched: set[str] = set()  # the tokens of agents
         self._seats: dict[int, Seat] = {}
         self._news: deque[Callable[[], None]] = deque()  # what the thread is to do
@@ -510,6 +513,9 @@ class Meeting:
         """
         if entry.size != self._size:
             raise ValueError(f"size: expected {self._size}, as the others, got {entry.size}")
+        if entry.sums != self._agents.sums:
+            expected = f"{self._agents.sums!r}, as the others"
+            raise ValueError(f"sums: expected {expected}, got {entry.sums!r}")
         free = [r for r in range(self._size) if r not in self._seats]
         free += [rank for rank, seat in self._seats.items() if not seat.is_present]
         rank = entry.rank if entry.rank is not None else next(iter(free), None)

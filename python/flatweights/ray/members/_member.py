@@ -28,6 +28,7 @@ from flatweights.ray.lanes._member import HostDiedError
 from flatweights.ray.members._asks import Ask, MemberError, Outcome
 from flatweights.ray.members._links import Link, enter
 from flatweights.ray.members._train import train_worker
+from flatweights.ray.nodes._plan import Sums, check_sums
 from flatweights.robust import AnyRule, Rule
 
 Model = TypeVar("Model")
@@ -57,6 +58,7 @@ def join(
     rank: int | None = None,
     size: int | None = None,
     timeout: float | None = 300.0,
+    sums: Sums = "float64",
 ) -> Member:
     """Join a meeting: the processes that average their weights together, each by a call of its own.
 
@@ -84,11 +86,13 @@ def join(
         rank: The rank of this member, below ``size``; the lowest that is free, if None.
         size: How many members there are.
         timeout: Seconds to wait for all to join; for ever, if None.
+        sums: How sums of several members of a node travel to other nodes: ``"float64"`` or
+            ``"float32"``; see `WorkerGroup`.
 
     Raises:
         TimeoutError: If not all have joined in time; it names the ranks that are missing.
-        ValueError: If ``rank`` is out of range or another process has it, or ``size`` is not that
-            of the others.
+        ValueError: If ``rank`` is out of range or another process has it, or ``size`` or ``sums``
+            is not that of the others.
         RuntimeError: If Ray is not initialized, or this thread runs an event loop, which the wait
             would block.
         MemberError: If the host ended while this process joined.
@@ -106,13 +110,14 @@ def join(
     size = check_count(size, "size")
     if rank is not None:
         rank = _check_rank(rank, size, "rank")
+    check_sums(sums)
     name = "default" if name is None else name
     if not isinstance(name, str):
         raise TypeError(f"name: expected a text, got {name!r}")
     give_up = time.monotonic() + _RESTART
     while True:
         try:
-            link, ticket, outcome = enter(name, rank, size, timeout, end)
+            link, ticket, outcome = enter(name, rank, size, sums, timeout, end)
         except (ray.exceptions.RayActorError, HostDiedError) as error:
             # Perhaps it was the host of an earlier meeting of this name, which was about to end.
             if time.monotonic() >= give_up:
