@@ -671,7 +671,7 @@ def test_a_worker_that_cannot_take_its_doorbell_wakes_the_driver() -> None:
     assert lane.is_holding(0)
     with no_descriptors():
         lane.serve(lambda number: worker.serve(None, number))
-    lanes.wait([], None)
+    lanes.wait([], 60)
     assert lane.is_closed
     lost = "(LaneError: Too many open files)"
     reason = f"LaneError: window 0: expected generation 1, got none {lost}"
