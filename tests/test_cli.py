@@ -138,12 +138,12 @@ def test_example_is_run_with_its_options() -> None:
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A script in the place of a compiler, for sources without a library and an empty cache."""
-    from flatweights.tensorflow import _library
+    from flatweights.tensorflow.library import _load
 
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "library.cc").touch()
-    monkeypatch.setattr(_library, "PACKAGED", sources)
+    monkeypatch.setattr(_load, "PACKAGED", sources)
     monkeypatch.setenv("FLATWEIGHTS_CACHE_DIR", str(tmp_path / "cache"))
     script = tmp_path / "compiler"
     script.touch(0o755)

@@ -30,12 +30,13 @@ BIND = """
 import os
 assert not os.environ["PATH"]
 import tensorflow as tf
-from flatweights.tensorflow import TensorFlowVariables, _library
+from flatweights.tensorflow import TensorFlowVariables
+from flatweights.tensorflow.library import _load
 variables = TensorFlowVariables([tf.Variable([1.0, 2.0])])
 assert variables.unbound == {}
 assert variables.get_flat().tolist() == [1, 2]
-assert _library.status() == f"bound variables, by {_library.PACKAGED / '_tf.so'}"
-print(_library.PACKAGED)
+assert _load.status() == f"bound variables, by {_load.PACKAGED / '_tf.so'}"
+print(_load.PACKAGED)
 """
 LIBRARY = {"_tf.so", "_tf.json"}
 

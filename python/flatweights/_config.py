@@ -49,7 +49,7 @@ def show_config() -> dict[str, str]:
     config["instruction set"] = _core.get_isa()
     config["streams above"] = f"{_core.get_stream_above() / 2**20:.10g} MiB"
     config["pool keeps up to"] = f"{_core.get_pool_limit() / 2**20:.10g} MiB"
-    library = sys.modules.get("flatweights.tensorflow._library")
+    library = sys.modules.get("flatweights.tensorflow.library._load")
     if library:
         config["tensorflow path"] = library.status()
     elif importlib.util.find_spec("tensorflow") is None:

@@ -73,7 +73,7 @@ def find_programs() -> list[str]:
 def _info(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     config = flatweights.show_config()
     has_tensorflow = importlib.util.find_spec("tensorflow") is not None
-    if has_tensorflow and "flatweights.tensorflow._library" not in sys.modules:
+    if has_tensorflow and "flatweights.tensorflow.library._load" not in sys.modules:
         config["tensorflow path"] = _tensorflow_path()
     width = max(map(len, config))
     for key, value in config.items():
@@ -87,7 +87,7 @@ def _tensorflow_path() -> str:
     Only TensorFlow knows its build. A process of its own imports it, since it writes to stderr,
     and a broken installation may kill the process.
     """
-    program = "from flatweights.tensorflow._library import status; print(status())"
+    program = "from flatweights.tensorflow.library._load import status; print(status())"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"PYTHONSAFEPATH": "1"},
@@ -107,8 +107,8 @@ def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
             file=sys.stderr,
         )
         return 2
-    from flatweights.tensorflow._compile import LibraryError
-    from flatweights.tensorflow._library import build_library
+    from flatweights.tensorflow.library._compile import LibraryError
+    from flatweights.tensorflow.library._load import build_library
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # so that it can clean up
     try:

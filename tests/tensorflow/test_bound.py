@@ -584,7 +584,7 @@ FORKED = """
 import os, signal, threading, time, warnings
 import tensorflow as tf
 from flatweights import Layout, _core
-from flatweights.tensorflow import TensorFlowVariables, _library
+from flatweights.tensorflow import TensorFlowVariables
 warnings.simplefilter("ignore", DeprecationWarning)
 
 variable = tf.Variable(tf.zeros(3))

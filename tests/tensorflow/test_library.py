@@ -22,10 +22,11 @@ import tensorflow as tf
 from tf_forks import Fork, Forks
 
 import flatweights as fw
-from flatweights.tensorflow import TensorFlowVariables, _cache, _compile, _library
-from flatweights.tensorflow._cache import locked, private_folder
-from flatweights.tensorflow._compile import LibraryError
-from flatweights.tensorflow._library import build_library, load_library, status
+from flatweights.tensorflow import TensorFlowVariables
+from flatweights.tensorflow.library import _cache, _compile, _load
+from flatweights.tensorflow.library._cache import locked, private_folder
+from flatweights.tensorflow.library._compile import LibraryError
+from flatweights.tensorflow.library._load import build_library, load_library, status
 
 # Moves weights, in as many processes as are given, each of which tells how.
 USE = """
@@ -33,10 +34,11 @@ import json, multiprocessing, os, sys, warnings
 from pathlib import Path
 import flatweights as fw
 import tensorflow as tf
-from flatweights.tensorflow import TensorFlowVariables, _library
-is_import_idle = _library._loaded is None and not Path(os.environ["FLATWEIGHTS_CACHE_DIR"]).exists()
-_library.PACKAGED = Path(sys.argv[1])
-before = _library.status()
+from flatweights.tensorflow import TensorFlowVariables
+from flatweights.tensorflow.library import _load
+is_import_idle = _load._loaded is None and not Path(os.environ["FLATWEIGHTS_CACHE_DIR"]).exists()
+_load.PACKAGED = Path(sys.argv[1])
+before = _load.status()
 
 def use():
     with warnings.catch_warnings(record=True) as caught:
@@ -130,7 +132,7 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 def copy_sources(folder: Path) -> Path:
     """As a wheel carries them that was built without TensorFlow."""
     folder.mkdir()
-    for source in _library.PACKAGED.iterdir():
+    for source in _load.PACKAGED.iterdir():
         if source.suffix in (".cc", ".hpp"):
             shutil.copy(source, folder)
     return folder
@@ -212,13 +214,13 @@ def new_process(
     """Forgets what this process knows; for tests in which no library gets loaded."""
 
     def forget() -> None:
-        monkeypatch.setattr(_library, "_loaded", None)
+        monkeypatch.setattr(_load, "_loaded", None)
 
-    monkeypatch.setattr(_library, "PACKAGED", package)
+    monkeypatch.setattr(_load, "PACKAGED", package)
     monkeypatch.setenv("FLATWEIGHTS_CACHE_DIR", str(cache))
     forget()
     yield forget
-    assert not isinstance(_library._loaded, _library.Library)
+    assert not isinstance(_load._loaded, _load.Library)
 
 
 def check_operations_serve(reason: str) -> str:
@@ -343,7 +345,7 @@ def test_tensorflow_that_a_wheel_does_not_know_is_compiled_for(
     other = wanted | {"git": "v2.0.0-rc0"}
     put_library(package / _compile.folder_name(other), other)
     assert status() == "bound variables, once the first use has compiled the op library"
-    assert build_library().parent == _library._cached(wanted)
+    assert build_library().parent == _load._cached(wanted)
     assert len(copier.calls) == 1
 
 
@@ -368,11 +370,11 @@ def test_library_that_is_for_something_else_is_not_found(
     key: Any, new_process: Any, package: Any
 ) -> None:
     wanted = _compile.identity(package)
-    for folder in (package, package / _compile.folder_name(wanted), _library._cached(wanted)):
+    for folder in (package, package / _compile.folder_name(wanted), _load._cached(wanted)):
         put_library(folder, wanted)
-        assert _library._folder_of_library(wanted) == folder
+        assert _load._folder_of_library(wanted) == folder
         put_library(folder, wanted | {key: "other"})
-        assert _library._folder_of_library(wanted) is None
+        assert _load._folder_of_library(wanted) is None
 
 
 @pytest.mark.parametrize("record", [None, b"", b"[]", b"null", b"\xff", b"{"])
@@ -384,13 +386,13 @@ def test_library_without_a_proper_record_is_not_found(
     (package / "_tf.json").unlink()
     if record is not None:
         (package / "_tf.json").write_bytes(record)
-    assert _library._folder_of_library(wanted) is None
+    assert _load._folder_of_library(wanted) is None
 
 
 def test_record_without_a_library_is_not_found(new_process: Any, package: Any) -> None:
     wanted = _compile.identity(package)
     put_library(package, wanted).unlink()
-    assert _library._folder_of_library(wanted) is None
+    assert _load._folder_of_library(wanted) is None
 
 
 def test_libraries_for_something_else_are_compiled_again(
@@ -410,25 +412,25 @@ def test_a_cached_library_that_is_not_as_it_was_compiled_is_not_found(
     content: Any, new_process: Any, package: Any
 ) -> None:
     wanted = _compile.identity(package)
-    folder = _library._cached(wanted)
+    folder = _load._cached(wanted)
     library = put_library(folder, wanted)
     put_library(folder, wanted | _compile._bytes_of(library))
-    assert _library._folder_of_library(wanted) == folder
+    assert _load._folder_of_library(wanted) == folder
     library.write_text(content)
-    assert _library._folder_of_library(wanted) is None
+    assert _load._folder_of_library(wanted) is None
 
 
 def test_other_sources_and_other_tensorflows_have_their_own_places(
     new_process: Any, package: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = {_library._cached(_compile.identity(package))}
+    places = {_load._cached(_compile.identity(package))}
     with (package / "library.cc").open("a") as file:
         file.write("// changed\n")
-    places.add(_library._cached(_compile.identity(package)))
+    places.add(_load._cached(_compile.identity(package)))
     monkeypatch.setattr(tf.version, "GIT_VERSION", "v9.9-rc")
-    places.add(_library._cached(_compile.identity(package)))
+    places.add(_load._cached(_compile.identity(package)))
     monkeypatch.setattr(tf.version, "VERSION", "9.9.9")
-    places.add(_library._cached(_compile.identity(package)))
+    places.add(_load._cached(_compile.identity(package)))
     assert len(places) == 4
 
 
@@ -437,7 +439,7 @@ def test_corrupt_library_is_told_and_done_without(
     where: Any, new_process: Any, package: Any
 ) -> None:
     wanted = _compile.identity(package)
-    library = put_library(package if where == "package" else _library._cached(wanted), wanted)
+    library = put_library(package if where == "package" else _load._cached(wanted), wanted)
     text = check_operations_serve(f"its op library {library} cannot be loaded")
     assert "delete it, and it is compiled again" in text
 
@@ -584,8 +586,8 @@ def test_failure_that_cannot_be_read_is_tried_again(
     monkeypatch.setenv("CXX", str(failing.path))
     for _ in range(2):
         with pytest.raises(LibraryError):
-            _library._load()
-        (failed,) = _library._cached(_compile.identity(_library.PACKAGED)).glob("failed.json")
+            _load._load()
+        (failed,) = _load._cached(_compile.identity(_load.PACKAGED)).glob("failed.json")
         failed.write_bytes(record)
     assert len(failing.calls) == 2
 
@@ -598,7 +600,7 @@ def test_another_compiler_is_tried_after_a_failure(
     monkeypatch.setenv("CXX", str(copier.path))
     new_process()
     assert status() == "bound variables, once the first use has compiled the op library"
-    assert _library._compile_into_cache(_compile.identity(_library.PACKAGED)).is_dir()
+    assert _load._compile_into_cache(_compile.identity(_load.PACKAGED)).is_dir()
     assert (len(failing.calls), len(copier.calls)) == (1, 1)
 
 
@@ -730,7 +732,7 @@ def test_library_in_a_folder_that_others_can_write_to_is_refused(
     new_process: Any, cache: Any, package: Any
 ) -> None:
     wanted = _compile.identity(package)
-    library = put_library(_library._cached(wanted), wanted)
+    library = put_library(_load._cached(wanted), wanted)
     library.parent.chmod(0o777)
     check_operations_serve(f"{library.parent} can be written to by another user")
 
@@ -826,7 +828,7 @@ def test_cache_that_cannot_be_made_is_told(
 def test_cache_that_cannot_be_written_to_is_told(
     new_process: Any, cache: Any, package: Any
 ) -> None:
-    folder = _library._cached(_compile.identity(package))
+    folder = _load._cached(_compile.identity(package))
     folder.mkdir(parents=True)
     (folder / "lock").mkdir()  # root can write to whatever has the right alone taken away
     check_operations_serve(f"{folder} cannot be written to: Is a directory")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._layout import Layout
 from flatweights.tensorflow._groups import Group, Operations
-from flatweights.tensorflow._library import Library
+from flatweights.tensorflow.library._load import Library
 
 # The op's status of a variable.
 _BOUND, _UNINITIALIZED, _NOT_ON_HOST = range(3)

@@ -15,7 +15,7 @@ from flatweights._flatten import new_vector
 from flatweights._locks import TurnLock
 from flatweights._trees import as_array
 from flatweights.tensorflow._groups import Group, Operations, is_synchronized_on_reading
-from flatweights.tensorflow._library import Library
+from flatweights.tensorflow.library._load import Library
 
 # Tracing this many variables takes a second or more.
 _MANY = 100

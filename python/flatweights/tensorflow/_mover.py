@@ -20,7 +20,7 @@ from flatweights._locks import TurnLock
 from flatweights.tensorflow._binding import Binding, bind, unbound
 from flatweights.tensorflow._eager import EagerOperations
 from flatweights.tensorflow._groups import Operations, layout_at, make_groups
-from flatweights.tensorflow._library import Library
+from flatweights.tensorflow.library._load import Library
 
 _Bound = _core.BoundVariables
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights.tensorflow._library import load_library
+from flatweights.tensorflow.library._load import load_library
 
 Compute = Callable[[list[NDArray[Any]], list[NDArray[Any]]], None]
 

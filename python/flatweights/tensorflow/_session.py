@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flatweights._core import move_parts
 from flatweights._locks import TurnLock
 from flatweights.tensorflow._groups import Group, Operations
-from flatweights.tensorflow._library import Library
+from flatweights.tensorflow.library._load import Library
 
 _CLOSED = "the session is closed: call set_session(sess) with an open one"
 

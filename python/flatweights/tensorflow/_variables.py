@@ -26,11 +26,11 @@ from flatweights.tensorflow._eager import EagerOperations
 from flatweights.tensorflow._frozen import check_frozen
 from flatweights.tensorflow._gradients import Gradients
 from flatweights.tensorflow._groups import Operations, make_groups
-from flatweights.tensorflow._library import load_library
 from flatweights.tensorflow._match import match_slots
 from flatweights.tensorflow._mover import ADD, LERP, Mover, Update
 from flatweights.tensorflow._objective import Objective
 from flatweights.tensorflow._session import SessionOperations
+from flatweights.tensorflow.library._load import load_library
 
 
 class TensorFlowVariables:

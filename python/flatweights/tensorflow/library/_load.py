@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from flatweights import _core
-from flatweights.tensorflow._cache import cache_folder, locked, private_folder
-from flatweights.tensorflow._compile import (
+from flatweights.tensorflow.library._cache import cache_folder, locked, private_folder
+from flatweights.tensorflow.library._compile import (
     LIBRARY,
     WORK_PREFIX,
     LibraryError,

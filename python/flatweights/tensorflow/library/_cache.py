@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from flatweights.tensorflow._compile import LibraryError
+from flatweights.tensorflow.library._compile import LibraryError
 
 _REMEDY = "set FLATWEIGHTS_CACHE_DIR to a folder of your own"
 
