@@ -113,18 +113,19 @@ bool order_arrays_into(const BoundLayout& bound, bool packed, const py::list& ou
                           std::to_string(count));
   if (first >= last || last > count || nearest > count)
     throw py::value_error("expected ranks below the number of sources");
-  for (const Slot& slot : bound.layout.slots())
-    if (reals_per_element(slot.dtype) == 2)
-      throw py::type_error("expected real numbers, got complex ones, which have no order");
+  for (std::size_t i = 0; i < bound.dtypes.size(); ++i)
+    if (reals_per_element(bound.layout.slots()[i].dtype) == 2)
+      throw py::type_error(Place{bound, i, 0}.text() + ": expected real numbers, got " +
+                           py::str(bound.dtypes[i]).cast<std::string>() +
+                           ", whose numbers have no order");
   const Job job(bound, packed, out, models);
   const WithoutGil nogil;
   return order_into(job.parts, job.sources.starts(), count, Ranks{first, last, nearest});
 }
 
-// The squared distances between all pairs of models.
+// The squared distances between all pairs of models, of which there is at least one.
 py::array_t<double> distances_of(const BoundLayout& bound, bool packed, const py::list& models) {
   const std::size_t count = models.size();
-  if (count == 0) throw py::value_error("expected at least one source");
   SourceTable sources(bound.layout.slots().size(), count);
   for (std::size_t k = 0; k < count; ++k)
     sources.set(k, check_model(models[k].cast<py::list>(), bound, packed,

@@ -162,9 +162,7 @@ def average_used(
     Errors about NaN and infinity name sources by ``names``, if given. If the ``template`` of the
     sources is known, it is not made once more.
     """
-    models = list(sources)
-    if not models:
-        raise ValueError("expected at least one source, got none")
+    models = read_sources(sources)
     check_nonfinite(nonfinite)
     factors = read_weights(weights, len(models))
     template = template or Template.of(models[0])
@@ -232,6 +230,14 @@ def check_nonfinite(nonfinite: str) -> None:
     """Raise `ValueError` unless ``nonfinite`` is one of the three choices."""
     if nonfinite not in ("propagate", "raise", "skip"):
         raise ValueError(f"nonfinite: expected 'propagate', 'raise' or 'skip', got {nonfinite!r}")
+
+
+def read_sources(sources: Iterable[Any]) -> list[Any]:
+    """Return ``sources`` as a list of at least one."""
+    models = list(sources)
+    if not models:
+        raise ValueError("expected at least one source, got none")
+    return models
 
 
 def read_weights(

@@ -10,7 +10,13 @@ from typing import Any, Generic, TypeVar
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._average import Nonfinite, check_nonfinite, finite_sources, read_weights
+from flatweights._average import (
+    Nonfinite,
+    check_nonfinite,
+    finite_sources,
+    read_sources,
+    read_weights,
+)
 from flatweights._sources import Template
 
 Source = TypeVar("Source")
@@ -70,9 +76,7 @@ class Job:
         names: Sequence[str] | None,
     ) -> Job:
         """Return the job, checked except for the shapes and dtypes of its parts."""
-        models = list(sources)
-        if not models:
-            raise ValueError("expected at least one source, got none")
+        models = read_sources(sources)
         check_nonfinite(nonfinite)
         factors = read_weights(weights, len(models))
         template = Template.of(models[0])
@@ -226,7 +230,6 @@ class CoordinateRule(Rule):
         """
 
     def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
-        check_ordered(job.template)
         self.ranks(len(job.parts))
         used = job.everything
         screened = job.nonfinite == "propagate"
@@ -240,16 +243,6 @@ class CoordinateRule(Rule):
 
     def _write(self, job: Job, used: list[int]) -> bool:
         return write_ranks(job, used, *self.ranks(len(used)))
-
-
-def check_ordered(template: Template) -> None:
-    """Raise `TypeError` if a slot holds complex numbers, which have no order."""
-    for i, slot in enumerate(template.layout.slots):
-        if slot.dtype.kind == "c":
-            raise TypeError(
-                f"source 0{template.place(i)}: expected real numbers, got {slot.dtype}, "
-                f"whose numbers have no order"
-            )
 
 
 def write_ranks(job: Job, used: Sequence[int], first: int, last: int, nearest: int) -> bool:

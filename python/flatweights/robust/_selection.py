@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._average import Nonfinite
+from flatweights._average import Nonfinite, read_sources
 from flatweights._sources import Template
-from flatweights.robust._rules import Job, Rule, Source, check_ordered, write_ranks
+from flatweights.robust._rules import Job, Rule, Source, write_ranks
 
 Distances = NDArray[np.float64]
 
@@ -47,9 +47,7 @@ def distances(sources: Iterable[Any]) -> Distances:
         TypeError: As `flatweights.average`.
         ValueError: As `flatweights.average`.
     """
-    models = list(sources)
-    if not models:
-        raise ValueError("expected at least one source, got none")
+    models = read_sources(sources)
     template = Template.of(models[0])
     return _core.distances(template.layout.core, template.packed, template.read_all(models, []))
 
@@ -73,7 +71,6 @@ class DistanceRule(Rule):
     """A rule that looks at the distances between sources alone."""
 
     def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
-        self._check(job)
         used = job.everything
         squares = _core.distances(job.template.layout.core, job.template.packed, self._points(job))
         if job.nonfinite != "propagate" and not np.isfinite(squares).all():
@@ -87,9 +84,6 @@ class DistanceRule(Rule):
         for k, score in zip(used, found, strict=True):
             scores[k] = score
         return chosen, scores
-
-    def _check(self, job: Job) -> None:
-        """Check the job before anything is computed."""
 
     def _points(self, job: Job) -> list[list[NDArray[Any]]]:
         """Return the sources, and what else distances are wanted from."""
@@ -178,9 +172,6 @@ class Bulyan(DistanceRule):
     def __post_init__(self) -> None:
         """Check the number."""
         _byzantine(self.byzantine)
-
-    def _check(self, job: Job) -> None:
-        check_ordered(job.template)
 
     def _combine(
         self, job: Job, squares: Distances, present: list[int]

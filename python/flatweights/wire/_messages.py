@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatweights import _core
-from flatweights._average import read_weights
+from flatweights._average import read_sources, read_weights
 from flatweights._core import move_parts
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
@@ -17,6 +17,7 @@ from flatweights.wire._plan import (
     WireDType,
     check_kind,
     check_layout,
+    check_weights,
     check_writable,
     dtype_on_wire,
     plan_for,
@@ -145,9 +146,7 @@ def average_differences(
             read-only.
         MissedUpdateError: If the sources are differences from several versions.
     """
-    models = list(sources)
-    if not models:
-        raise ValueError("expected at least one source, got none")
+    models = read_sources(sources)
     factors = read_weights(weights, len(models))
     plan = plan_of(models[0], "source 0")
     for k, model in enumerate(models):
@@ -156,7 +155,7 @@ def average_differences(
     if out is None:
         out = FlatWeights.empty(plan.layout)
     else:
-        check_writable(out, plan.layout, "out")
+        check_weights(out, plan.layout, "out")
     _core.average_widened_into(
         plan.layout.core,
         out.buffer,
