@@ -81,7 +81,7 @@ class Together:
         """Return what ``function(place, *args)`` returns or raises, by rank."""
         places = [Place(f"{self._name}-{size}", rank, size) for rank in range(size)]
         while len(self._others) < size - 1:
-            self._others.append(Process.remote())
+            self._others.append(Process.remote())  # type: ignore[attr-defined]
         calls = [
             other.call.remote(outcome, function, place, *args)
             for other, place in zip(self._others, places, strict=False)
@@ -136,7 +136,7 @@ def embedded() -> Any:
     import keras
     from keras import ops
 
-    class Bins(keras.layers.Layer):
+    class Bins(keras.layers.Layer):  # type: ignore[misc]
         """Rows of a table, of which each batch takes a few, some of them twice."""
 
         def build(self, shape: Any) -> None:
@@ -249,7 +249,7 @@ def train_with_a_death(config: Mapping[str, Any]) -> None:
         with checkpoint.as_directory() as folder:
             network = keras.models.load_model(Path(folder, "model.keras"))
 
-    class Report(keras.callbacks.Callback):
+    class Report(keras.callbacks.Callback):  # type: ignore[misc]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 saved = None

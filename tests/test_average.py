@@ -257,7 +257,7 @@ def test_raise_names_source_and_slot(kind: str, value: float, rng: np.random.Gen
 def test_an_overflowing_sum_of_finite_sources_is_infinite(nonfinite: str, in_place: bool) -> None:
     sources = [np.array([1.5e308, 1.0]) for _ in range(2)]
     out = sources[1] if in_place else None
-    result = fw.average(sources, nonfinite=nonfinite, out=out)
+    result = fw.average(sources, nonfinite=nonfinite, out=out)  # type: ignore[arg-type]
     assert result.tolist() == [np.inf, 1.0]
 
 
@@ -330,7 +330,7 @@ def test_integers_are_always_finite() -> None:
 
 def test_another_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="'propagate', 'raise' or 'skip', got 'ignore'"):
-        fw.average([np.ones(1)], nonfinite="ignore")
+        fw.average([np.ones(1)], nonfinite="ignore")  # type: ignore[arg-type]
 
 
 # Kinds of models.
@@ -383,7 +383,7 @@ def test_any_keys_will_do() -> None:
 
 def test_sequences_may_be_tuples_and_hold_scalars() -> None:
     result = fw.average([(np.float32(1), [1.0, 2.0]), (np.float32(3), [3.0, 6.0])])
-    assert [(r.dtype.name, r.tolist()) for r in result] == [("float32", 2), ("float64", [2, 4])]
+    assert [(r.dtype.name, r.tolist()) for r in result] == [("float32", 2), ("float64", [2, 4])]  # type: ignore[union-attr]
 
 
 def test_arrays_of_no_dimension() -> None:
@@ -401,7 +401,7 @@ def test_a_vector_is_averaged_throughout() -> None:
     layout = fw.Layout.of({"w": np.zeros(2, np.float32), "step": np.int64(0)})
     flats = [fw.flatten({"w": np.full(2, v, np.float32), "step": np.int64(v)}) for v in (1, 2)]
     views = fw.unflatten(fw.average(flats), layout)
-    assert views["step"] == 1.5
+    assert views["step"] == 1.5  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=dtype_id)
@@ -738,7 +738,7 @@ def test_sequences_that_differ_are_refused(nonfinite: Any) -> None:
         ([*first, np.ones(1)], "source 1: expected 2 parts, got 3"),
         (first[::-1], r"source 1, slot 0 '0': expected float32 \(2, 3\), got float64 \(2,\)"),
     ):
-        with refuses((TypeError, ValueError), match, *out):
+        with refuses((TypeError, ValueError), match, *out):  # type: ignore[arg-type]
             fw.average([first, other], out=out, nonfinite=nonfinite)
 
 
@@ -790,7 +790,7 @@ def test_a_bad_out_is_refused(case: str) -> None:
     with refuses(error, match, np.asarray(out)):
         fw.average([np.ones(3)] * 2, out=out)
     if case != "kind":
-        with refuses(error, match.replace("out:", "out, slot 1 'b':"), out):
+        with refuses(error, match.replace("out:", "out, slot 1 'b':"), out):  # type: ignore[arg-type]
             fw.average([{"a": np.ones(1), "b": np.ones(3)}], out={"a": np.zeros(1), "b": out})
 
 
@@ -839,7 +839,7 @@ class OnlyInterface:
 
 @pytest.mark.parametrize("wrap", [OnlyDLPack, OnlyInterface, memoryview])
 def test_other_libraries_arrays_are_read_in_place(wrap: Callable[[np.ndarray], Any]) -> None:
-    arrays = [np.float32([1, 2, 3]), np.float32([3, 6, 9])]
+    arrays = [np.float32([1, 2, 3]), np.float32([3, 6, 9])]  # type: ignore[arg-type]
     foreign: list[Any] = [wrap(array) for array in arrays]
     assert fw.average(foreign).tolist() == [2, 4, 6]
     assert fw.average([{"w": one} for one in foreign])["w"].tolist() == [2, 4, 6]

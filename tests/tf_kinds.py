@@ -61,7 +61,7 @@ def keras_functional() -> Any:
     return model, model.variables
 
 
-class Block(keras.layers.Layer):
+class Block(keras.layers.Layer):  # type: ignore[misc]
     def __init__(self, units: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.dense = keras.layers.Dense(units)
@@ -74,7 +74,7 @@ class Block(keras.layers.Layer):
         return self.drop(self.norm(self.dense(x) * self.gain + self.bias), training=training)
 
 
-class Tower(keras.Model):
+class Tower(keras.Model):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.blocks = [Block(3), Block(3)]
@@ -171,7 +171,7 @@ def keras_attention() -> Any:
     return model, model.variables
 
 
-class Bare(keras.Model):
+class Bare(keras.Model):  # type: ignore[misc]
     """Keras does not know of what is in `bare`, nor of what is in the module."""
 
     def __init__(self) -> None:
@@ -283,7 +283,7 @@ def tf_keras_sequential() -> Any:
     return model, model.variables
 
 
-class OldBlock(tf_keras.layers.Layer):
+class OldBlock(tf_keras.layers.Layer):  # type: ignore[misc]
     def __init__(self, units: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.dense = tf_keras.layers.Dense(units)
@@ -300,7 +300,7 @@ class OldBlock(tf_keras.layers.Layer):
         return self.drop(self.norm(x, training=training), training=training)
 
 
-class OldTower(tf_keras.Model):
+class OldTower(tf_keras.Model):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.blocks = [OldBlock(3), OldBlock(3)]
@@ -412,14 +412,14 @@ def tf_keras_model_and_legacy_optimizer() -> Any:
 # ---- TensorFlow alone ----
 
 
-class Leaf(tf.Module):
+class Leaf(tf.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.w = tf.Variable([1.0, 2.0])
         self.b = tf.Variable(3.0, trainable=False, name="given")
 
 
-class Tree(tf.Module):
+class Tree(tf.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.leaves = [Leaf(), {"k": Leaf(), "v": tf.Variable([[1.0]])}]

@@ -30,10 +30,10 @@ def weights_after(place: Place, epochs: int, every: int, unit: str) -> Any:
     from flatweights.keras import AverageWeights
 
     member = place.member()
-    averaging = AverageWeights(every, unit, member=member)
+    averaging = AverageWeights(every, unit, member=member)  # type: ignore[arg-type]
     model = compiled(place, "normalized")
     model.fit(*part(place), BATCH, epochs, verbose=0, shuffle=False, callbacks=[averaging])
-    return model.get_weights(), averaging.round.used
+    return model.get_weights(), averaging.round.used  # type: ignore[union-attr]
 
 
 def weights_by_hand(place: Place, start: Any, epochs: int) -> Any:
@@ -66,7 +66,7 @@ def validated(place: Place) -> Any:
 
     seen: list[dict[str, float]] = []
 
-    class Spy(keras.callbacks.Callback):
+    class Spy(keras.callbacks.Callback):  # type: ignore[misc]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             seen.append(dict(logs))
 

@@ -156,9 +156,9 @@ def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
         average_gradients("adam", member=member)
     for make in (AverageLogs, AverageWeights):
         with pytest.raises(TypeError, match="member: expected a Member, got int"):
-            make(member=1)
+            make(member=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="rule: expected"):
-        average_gradients(keras.optimizers.SGD(), member=member, rule="median")
+        average_gradients(keras.optimizers.SGD(), member=member, rule="median")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="weight: Median has none, all members count alike"):
         AverageWeights(weight=2.0, rule=robust.Median())
     for arguments, message in [
@@ -169,7 +169,7 @@ def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
         ({"outer": print, "min_results": 1}, "min_results: expected None with outer"),
     ]:
         with pytest.raises(ValueError, match=message):
-            AverageWeights(**arguments)
+            AverageWeights(**arguments)  # type: ignore[arg-type]
 
 
 def test_without_a_meeting_to_join_it_says_so() -> None:

@@ -231,7 +231,7 @@ def test_workers_that_all_restart_before_the_first_broadcast_come_back_with_it(l
     assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
 def lost() -> None:
     raise ValueError("lost")
 
@@ -243,7 +243,7 @@ class Owner:
 
 
 def ref_without_owner() -> Any:
-    owner: Any = Owner.remote()
+    owner: Any = Owner.remote()  # type: ignore[attr-defined]
     (ref,) = ray.get(owner.put.remote())
     ray.kill(owner)
     for _ in range(1200):  # until Ray has noticed
@@ -643,9 +643,9 @@ def test_a_result_that_is_no_model_of_the_workers_is_named(group: WorkerGroup) -
 
 def test_numbers_that_are_no_integers_are_refused(group: WorkerGroup) -> None:
     with pytest.raises(TypeError, match=r"min_results: expected an integer, got 1\.5"):
-        group.average("train", min_results=1.5)
+        group.average("train", min_results=1.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"rounds: expected an integer, got 2\.5"):
-        group.run(2.5, "train")
+        group.run(2.5, "train")  # type: ignore[arg-type]
     assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
 
 
@@ -689,7 +689,7 @@ def test_the_average_cannot_be_changed(kind: str, max_inflight: int) -> None:
         with pytest.raises(ValueError, match="read-only"):
             part += 1
     with pytest.raises(AttributeError):
-        found.weights = model
+        found.weights = model  # type: ignore[misc]
 
 
 def test_what_is_sent_is_what_the_weights_are(group: WorkerGroup) -> None:

@@ -166,13 +166,13 @@ UNBUILT = {
 }
 
 
-class ModuleWith(tf.Module):
+class ModuleWith(tf.Module):  # type: ignore[misc]
     def __init__(self, inside: Any) -> None:
         super().__init__()
         self.inside = inside
 
 
-class KerasModel(keras.Model):
+class KerasModel(keras.Model):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.dense = keras.layers.Dense(2)
@@ -181,7 +181,7 @@ class KerasModel(keras.Model):
         return self.dense(x)
 
 
-class OldModel(tf_keras.Model):
+class OldModel(tf_keras.Model):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.dense = tf_keras.layers.Dense(2)
@@ -193,7 +193,7 @@ class OldModel(tf_keras.Model):
 @pytest.mark.parametrize("name", UNBUILT)
 def test_what_is_not_built_says_what_to_call(name: Any) -> None:
     with pytest.raises(ValueError, match=r"is not built, .*: call build\("):
-        TensorFlowVariables(UNBUILT[name]())
+        TensorFlowVariables(UNBUILT[name]())  # type: ignore[no-untyped-call]
 
 
 def test_what_is_made_at_the_first_call_is_there_after_it() -> None:
@@ -218,7 +218,7 @@ def test_states_of_recurrent_layers_are_restored_and_not_trained() -> None:
 
 
 def test_a_variable_that_is_made_later_says_what_to_call() -> None:
-    class Lazy(keras.layers.Layer):
+    class Lazy(keras.layers.Layer):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.inside = None
@@ -226,7 +226,7 @@ def test_a_variable_that_is_made_later_says_what_to_call() -> None:
         def call(self, x: Any) -> Any:
             if self.inside is None:
                 self.inside = keras.layers.Dense(2)
-            return self.inside(x)
+            return self.inside(x)  # type: ignore[misc]
 
     lazy = Lazy()
     with pytest.raises(ValueError, match=r"'lazy.*' is not built.*call build\(\) or call it"):
@@ -448,7 +448,7 @@ def test_bodies_of_conditions_and_loops(graph: Any, version: Any) -> None:
 def test_variables_inside_of_functions_that_the_graph_calls(graph: Any) -> None:
     a = tf1.get_variable("a", [])
 
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]
     def double(x: Any) -> Any:
         return x * a
 
