@@ -49,7 +49,7 @@ class State(NamedTuple):
     writes: bool = False  # whether the driver writes its window
 
 
-class BrokenError(AssertionError):
+class ViolationError(AssertionError):
     """Something that must not happen can."""
 
 
@@ -183,21 +183,21 @@ def worker_steps(lane: Lane, variant: str) -> Iterator[Lane]:
 def check(state: State) -> None:
     lane = state.lane
     if lane.driver == READS and lane.worker == RUNS:
-        raise BrokenError("a window is read while it is written")
+        raise ViolationError("a window is read while it is written")
     if lane.driver == READS and lane.word in (COMMAND, BUSY):
-        raise BrokenError("a window is read that may be half written")
+        raise ViolationError("a window is read that may be half written")
     if state.writes and lane.holds and lane.worker != DEAD:
-        raise BrokenError("the driver writes what a worker may read")
+        raise ViolationError("the driver writes what a worker may read")
     if lane.worker == RUNS and RAW in lane.queue and lane.owed == 0:
-        raise BrokenError("a raw call is overtaken")
+        raise ViolationError("a raw call is overtaken")
     is_called = lane.is_member or SERVE in lane.queue or lane.driver in (ASKS, CALLS)
     if lane.word == COMMAND and lane.worker == OUT and not is_called:
-        raise BrokenError("a command is lost")
+        raise ViolationError("a command is lost")
     is_answered = lane.word in (AWAY, WAITING)
     if lane.driver in (WAITS, READS) and is_answered and lane.owed:
-        raise BrokenError("a command is answered that was not run")
+        raise ViolationError("a command is answered that was not run")
     if lane.owed not in (0, 1):
-        raise BrokenError("a command is posted over another, or run twice")
+        raise ViolationError("a command is posted over another, or run twice")
 
 
 def explore(variant: str = "", *, is_member: bool = False) -> set[State]:
@@ -231,7 +231,7 @@ def _check_progress(graph: dict[State, list[State]]) -> None:
                 good.add(state)
                 left.append(state)
     if len(good) < len(graph):
-        raise BrokenError("a deadlock")
+        raise ViolationError("a deadlock")
 
 
 def test_nothing_is_torn_lost_or_stuck_in_any_interleaving() -> None:
@@ -249,7 +249,7 @@ def test_nothing_is_torn_lost_or_stuck_between_a_host_and_a_member() -> None:
         ("posts while one is late", "posted over another"),
         ("holds are not looked at", "the driver writes"),
     ):
-        with pytest.raises(BrokenError, match=found):
+        with pytest.raises(ViolationError, match=found):
             explore(variant, is_member=True)
 
 
@@ -270,5 +270,5 @@ def test_nothing_is_torn_lost_or_stuck_between_a_host_and_a_member() -> None:
     ],
 )
 def test_a_broken_protocol_is_found(variant: str, found: str) -> None:
-    with pytest.raises(BrokenError, match=found):
+    with pytest.raises(ViolationError, match=found):
         explore(variant)

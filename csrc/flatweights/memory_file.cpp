@@ -83,7 +83,7 @@ std::shared_ptr<MemoryFile> MemoryFile::open(int descriptor, const Nonce& nonce,
     throw std::invalid_argument("memory file: expected " + std::to_string(header->size) +
                                 " bytes, got " + std::to_string(file->size_));
   if (header->nonce != nonce)
-    throw std::invalid_argument("memory file: its nonce is not the one that was announced");
+    throw std::invalid_argument("memory file: its nonce is not the one that was sent");
   file->nonce_ = nonce;
   return file;
 }

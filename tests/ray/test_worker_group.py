@@ -664,7 +664,7 @@ def test_after_a_broken_round_a_late_rank_takes_no_time_from_others(
     with pytest.raises(WorkerError, match="rank 1: ArithmeticError"):
         list(group.run(1, "act", {1: "raise"}))
     ends: list[Any] = []
-    settle, send = group._roster._settle, group._roster._send_latest
+    settle, send = group._roster._await_owed, group._roster._send_latest
 
     def settled(deadline: Any) -> None:
         ends.append(deadline.end)
@@ -674,7 +674,7 @@ def test_after_a_broken_round_a_late_rank_takes_no_time_from_others(
         ends.append(deadline.end)
         return send(ranks, deadline)
 
-    monkeypatch.setattr(group._roster, "_settle", settled)
+    monkeypatch.setattr(group._roster, "_await_owed", settled)
     monkeypatch.setattr(group._roster, "_send_latest", sent)
     next(group.run(1, "train", timeout=60))
     assert ends[0] < ends[1], "the time to send begins once the late ranks were waited for"

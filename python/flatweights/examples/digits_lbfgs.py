@@ -137,7 +137,7 @@ def fit(
     objective: Objective, start: NDArray[Any], iterations: int
 ) -> tuple[Any, list[float], list[float]]:
     """Return SciPy's result, and the seconds and the loss after each iteration."""
-    objective(start)  # traces the function, which is no part of the comparison
+    objective(start)  # traces the function, which does not belong to the comparison
     seconds, losses = list[float](), list[float]()
 
     def record(intermediate_result: Any) -> None:

@@ -22,7 +22,7 @@ class AverageLogs(keras.callbacks.Callback):  # type: ignore[misc]
 
     Each value is weighted by the samples that it was computed from: those of the training, or, if
     its name begins with ``val_``, those of the validation. That is exact for means, such as losses
-    and accuracies; of a metric that is no mean over samples (AUC, precision), the average of the
+    and accuracies; of a metric that is not a mean over samples (AUC, precision), the average of the
     members' values is close to the value over all samples, but not the same.
 
     >>> import keras

@@ -94,8 +94,8 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
                 `flatweights.ray.Member.average`. Where it has no weights, all members count alike.
 
         Raises:
-            TypeError: If ``member`` is none, ``rule`` is no rule, or it has no weights and
-                ``weight`` is a number other than 1.
+            TypeError: If ``member`` is not a `Member`, ``rule`` is not a rule, or it has no weights
+                and ``weight`` is a number other than 1.
             ValueError: If ``every`` is below 1, ``unit`` or ``weight`` is none of these, or
                 ``min_results`` is given with ``outer``, whose copies have to see every average.
         """

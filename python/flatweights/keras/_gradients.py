@@ -75,7 +75,8 @@ def average_gradients(
         ``optimizer``.
 
     Raises:
-        TypeError: If it is no optimizer of Keras 3, ``member`` is no member or ``rule`` no rule.
+        TypeError: If it is not an optimizer of Keras 3, ``member`` not a `Member`, or ``rule``
+            not a rule.
         ValueError: If it averages gradients already, or ``nonfinite`` does not suit it.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):

@@ -58,7 +58,7 @@ Stamp: TypeAlias = tuple[str, int]
 and a number that counts the calls of the group."""
 
 Head: TypeAlias = tuple[Stamp, Stamp | None, tuple[WireDType, Travels] | None]
-"""The header of a call, which travels with it: its stamp; the stamp of the weights that the worker
+"""The head of a call, which travels with it: its stamp; the stamp of the weights that the worker
 must have, None if none were sent yet; the dtype on the wire and what travels, if the result is to
 be encoded. Plain tuples pickle ten times faster than named ones."""
 
@@ -193,7 +193,7 @@ class Call(NamedTuple):
     """One call, for one worker or several.
 
     Attributes:
-        head: The header.
+        head: Its stamp, and what weights and result it means: see `Head`.
         method: Name of the method; None, if the worker only sets the weights.
         args: Its arguments.
         kwargs: Its keyword arguments.
@@ -216,7 +216,7 @@ class Worker(ABC):
 
     Attributes:
         handle: The actor, for callers of its own methods.
-        way: How the last call went out: ``"lane"``, or ``"store"`` and why it was no lane.
+        way: How the last call went out: ``"lane"``, or ``"store"`` and why it was not a lane.
     """
 
     handle: Any

@@ -126,7 +126,7 @@ def plan(
             ``10e9`` or ``"10GB"``.
 
     Raises:
-        ValueError: If a number is not positive, or a text is no number with a unit.
+        ValueError: If a number is not positive, or a text is not a number with a unit.
         TypeError: If weights of ``dtype`` have no mean.
     """
     nbytes = _number(model, "model", _BYTES)

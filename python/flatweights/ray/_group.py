@@ -494,7 +494,7 @@ class WorkerGroup:
             arguments: A function of the rank that gives more arguments, the last ones.
             round_arguments: A function of the number of the round, from 1, that gives more
                 arguments, after ``args``: a step, a learning rate, a seed.
-            progress: Show a progress bar, and the ranks that the last average is not of, if
+            progress: Show a progress bar, and the ranks that were left out of the last average, if
                 the standard output is a terminal or a notebook (needs ``rich``).
             **kwargs: Keyword arguments of the method.
 

@@ -27,7 +27,7 @@ class _Instruments:
     def __init__(self) -> None:
         self.rounds = Counter("flatweights_rounds", "Rounds that gave an average.")
         self.failed_rounds = Counter("flatweights_failed_rounds", "Rounds that gave none.")
-        self.ranks_used = Gauge("flatweights_ranks_used", "Ranks that the last average is of.")
+        self.ranks_used = Gauge("flatweights_ranks_used", "Ranks in the last average.")
         self.ranks_left_out = Counter(
             "flatweights_ranks_left_out",
             "Ranks left out of averages, counted in every round without them.",
@@ -247,8 +247,8 @@ def readable_bytes(nbytes: int) -> str:
 def rounds_bar(rounds: int) -> Iterator[Callable[[Round], None]]:
     """Show a progress bar of ``rounds``; yield the function to call after each round.
 
-    It shows how many are done, and which ranks the last average is not of. It is drawn only on a
-    terminal or in a notebook: a file would get fragments of it.
+    It shows how many are done, and which ranks were left out of the last average. It is drawn only
+    on a terminal or in a notebook: a file would get fragments of it.
 
     Raises:
         ImportError: If ``rich`` is not installed.

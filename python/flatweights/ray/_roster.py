@@ -192,7 +192,7 @@ class Roster:
         Raises:
             WorkerError: If no rank is healthy, and none took the weights.
         """
-        self._settle(Deadline.after(timeout))
+        self._await_owed(Deadline.after(timeout))
         is_first = self.latest.version is None and self._initial is not None
         if is_first and starts and self.healthy():
             weights = self._start(weights, timeout)
@@ -424,7 +424,7 @@ class Roster:
                 raise WorkerError({rank: RuntimeError(f"{asked}: {reason_of(error)}")}) from error
         raise WorkerError(self.unhealthy())
 
-    def _settle(self, deadline: Deadline) -> None:
+    def _await_owed(self, deadline: Deadline) -> None:
         """Wait for the answers that healthy ranks owe to calls that were broken off."""
         late = self._drop_owed(self.healthy(), deadline.end)
         self._note_lost(dict.fromkeys(late, late_error(deadline.timeout)))

@@ -160,7 +160,7 @@ class ServerOptimizer(ABC, Generic[Model]):
 
         Raises:
             TypeError: If ``initial`` is neither, or has a dtype that `flatweights.average` refuses;
-                or a hyperparameter is no real number, is missing, or is none of the class.
+                or a hyperparameter is not a real number, is missing, or is unknown to the class.
             ValueError: If ``initial`` holds NaN or infinity, or a number is out of range.
         """
         cls, declared = type(self), self._hyperparameters()

@@ -51,12 +51,12 @@ class _Residual:
     def __init__(self, plan: Plan) -> None:
         """Start with errors of zero."""
         self.plan = plan
-        self._turns = _zeros(plan.layout), _zeros(plan.layout)  # the errors, and the next ones
+        self._pair = _zeros(plan.layout), _zeros(plan.layout)  # the errors, and the next ones
 
     @property
     def now(self) -> FlatWeights:
         """The errors as of the last message."""
-        return self._turns[0]
+        return self._pair[0]
 
     def encode(
         self, parts: list[NDArray[Any]], reference: FlatWeights | None, where: str
@@ -71,9 +71,9 @@ class _Residual:
         Raises:
             ValueError: If a rounded number is NaN or infinite; `now` has not changed.
         """
-        now, following = self._turns
+        now, following = self._pair
         values = _encode(self.plan, parts, reference, where, now, following)
-        self._turns = following, now
+        self._pair = following, now
         return values
 
 

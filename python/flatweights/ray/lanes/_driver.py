@@ -248,8 +248,8 @@ class Lanes:
     def give_up(self, lane: DriverLane) -> None:
         """Post nothing to ``lane`` any more; close it once its worker holds none of `windows`.
 
-        Until then it counts the windows that the worker may be reading. The worker drops its own
-        end when it attaches anew.
+        Until then the lane stays open, since its counts protect windows that the worker may still
+        read. The worker drops its own end when it attaches anew.
         """
         lane.is_given_up = True
         lane.withdraw()

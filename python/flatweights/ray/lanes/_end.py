@@ -75,7 +75,7 @@ class LaneEnd:
         self.is_closed = False
         self._is_worker = is_worker
         self._of_peer: dict[int, tuple[int, _core.PeerWindow]] = {}
-        self._announced: dict[int, int] = {}  # generations of windows, by index
+        self._peer_has: dict[int, int] = {}  # generations of windows, by index
         self._refused: Exception | None = None  # why the last packet could not be used
 
     def close(self) -> None:
@@ -90,12 +90,12 @@ class LaneEnd:
             OSError: If the peer is dead, or its socket is full.
         """
         for index, generation, _, _ in extents:
-            if self._announced.get(index) == generation:
+            if self._peer_has.get(index) == generation:
                 continue
             window, _ = windows[index]
             packet = _WINDOW.pack(index, generation, window.nbytes, window.nonce)
             socket.send_fds(self.connection, [b"W" + packet], [window.descriptor])
-            self._announced[index] = generation
+            self._peer_has[index] = generation
             if self._is_worker:  # its windows have one reader
                 window.close_descriptor()
 

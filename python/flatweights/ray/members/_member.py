@@ -316,7 +316,7 @@ class Member:
             return self._round(outcome, None)
 
     def leave(self) -> None:
-        """Leave the meeting: the others go on without this member, which is no fault."""
+        """Leave the meeting: the others go on without this member, and nothing counts as failed."""
         with self._turn:
             if not self._over:
                 self._over = "this member has left the meeting"

@@ -52,7 +52,7 @@ class Command(NamedTuple):
 
     Attributes:
         number: Counts the commands of a group.
-        head: The header; see `Call`.
+        head: As of `Call`.
         method: See `Call`.
         args: See `Call`.
         kwargs: See `Call`.
