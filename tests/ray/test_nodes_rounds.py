@@ -27,6 +27,8 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import Round, WorkerError, WorkerGroup, _failpoints
+from flatweights.ray.nodes._agent import Command, Held
+from flatweights.ray.nodes._agents import AgentEnd, NodeCall
 
 pytestmark = pytest.mark.starts_actors
 
@@ -421,6 +423,37 @@ def a_late_rank_takes_no_more_than_the_time_of_the_round(nodes: Nodes) -> None:
         found = group.average("give", "FlatWeights", 2)
         assert found.used == tuple(range(6))
         assert_right(found, "FlatWeights", 2)
+
+
+@check
+def bytes_out_are_those_that_are_sent(nodes: Nodes) -> None:
+    group = nodes.new_group("streams")
+    group.broadcast(weights_of(1.0, SIZE))
+    commands: list[Command] = []
+
+    def spy(call: NodeCall, agent: AgentEnd, command: Command) -> None:
+        commands.append(command)
+        begin(call, agent, command)
+
+    def counted() -> int:
+        """The models that went to rank 0, which the driver calls, and to agents with a command."""
+        to_agents = [one for one in commands if one.weights is not None]
+        commands.clear()
+        return 1 + sum(not isinstance(one.weights, Held) for one in to_agents)
+
+    begin = NodeCall.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NodeCall, "__init__", spy)
+        first = group.average("get_weights")
+        assert not commands  # the size of the weights is not known yet
+        second = group.average("get_weights", broadcast=first)
+        nbytes = first.weights.buffer.nbytes
+        assert first.nbytes_sent == counted() * nbytes == 3 * nbytes
+        third = group.average("get_weights", broadcast=second)
+        assert second.nbytes_sent == counted() * nbytes == nbytes  # agents have the average
+        group.broadcast(third)
+        assert third.nbytes_sent == counted() * nbytes == nbytes
+        assert third.record()["bytes"] == {"in": 6 * nbytes, "out": nbytes}
 
 
 ROUNDING = 4 * 2**-9 * 1e-3  # of a step: in a worker, a node's average, a piece's, and the driver

@@ -102,6 +102,11 @@ class Answer(ABC):
     place: Any = None
 
     @property
+    def carrier(self) -> object:
+        """What the call's weights went with, once for all answers that share it; None if none did."""
+        return self
+
+    @property
     def is_in_store(self) -> bool:
         """Whether a value maps an object of Ray's store, of which a round maps a few at a time."""
         return True
@@ -178,6 +183,7 @@ class Payload:
         put: Puts them into Ray's object store and returns the reference.
         ready: The form in which each way sends it, by its `Worker` class; `Worker.prepare` adds it.
         held: Which agents of other nodes have it, if it is the average that they made.
+        nbytes_sent: The bytes that went to workers that took it.
     """
 
     def __init__(self, value: Any, nbytes: int, put: Callable[[], Any]) -> None:
@@ -187,6 +193,7 @@ class Payload:
         self.put = put
         self.ready: dict[type[Worker], Any] = {}
         self.held: Holders | None = None
+        self.nbytes_sent = 0
 
 
 class Call(NamedTuple):

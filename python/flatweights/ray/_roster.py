@@ -308,9 +308,9 @@ class Roster:
                     # If no method gave a result, the calls may not have begun, for lack of an
                     # argument. If one did, they began, or the next call finds the rank stale.
                     self._note_taken(took if arrivals.arrived or arrivals.quarantined else ())
-                METRICS.count_sent(len(took) * payload.nbytes)
+                _count_sent(payload, arrivals, took)
                 if isinstance(weights, Round):
-                    weights.nbytes_sent = len(took) * payload.nbytes
+                    weights.nbytes_sent = payload.nbytes_sent
 
     def why_no_agents(self, ranks: Iterable[int], request: Request) -> str | None:
         """Return why an average is made without agents; empty if all ranks are here."""
@@ -504,7 +504,7 @@ class Roster:
             raise WorkerError(self.unhealthy())
         sent = self.latest.in_full()
         if isinstance(weights, Round) and sent is not None:
-            weights.nbytes_sent = len(took) * sent.nbytes
+            weights.nbytes_sent = sent.nbytes_sent
         return took
 
     def _send_latest(
@@ -556,7 +556,7 @@ class Roster:
             self._leave_out(arrivals.failed)
             if payload is not None:
                 self._note_taken(arrivals.arrived)
-                METRICS.count_sent(len(arrivals.arrived) * payload.nbytes)
+                _count_sent(payload, arrivals, arrivals.arrived)
         return arrivals.arrived
 
 
@@ -565,6 +565,13 @@ def note_seconds(weights: Any, step: str, seconds: float) -> None:
     METRICS.observe({step: seconds})
     if isinstance(weights, Round):
         weights.seconds[step] = seconds
+
+
+def _count_sent(payload: Payload, arrivals: Arrivals, took: Iterable[int]) -> None:
+    """Count the bytes of a ``payload`` that went to the ranks that took it."""
+    nbytes = len({arrivals.answers[rank].carrier for rank in took} - {None}) * payload.nbytes
+    METRICS.count_sent(nbytes)
+    payload.nbytes_sent += nbytes
 
 
 def _refusals(arrivals: Arrivals) -> dict[int, Exception]:

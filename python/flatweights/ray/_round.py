@@ -34,7 +34,9 @@ class Round:
             the whole ``"round"``. Where the next call brought the average (``broadcast=``), the
             time until workers had it is in that call's ``"wait"``.
         nbytes: Bytes of weights that were read.
-        nbytes_sent: Bytes of weights that a `WorkerGroup` sent to workers that took the average.
+        nbytes_sent: Bytes of weights that a `WorkerGroup` sent to workers that took the average:
+            once to each worker that it calls itself, once to an agent for all of its workers, and
+            nothing to an agent that has exchanged the average.
         number: Which round of `WorkerGroup.run` it was, from 1.
         ways: By rank, how a `WorkerGroup` reached its worker: ``"lane"``, through memory that both
             map; ``"agent"``, through that of its node, and by what it exchanged; or ``"store"``,

@@ -49,6 +49,7 @@ class NodeCall:
     Attributes:
         ref: What the agent returns next; None once it has failed.
         values: What it has returned, by rank.
+        held: The exchange whose average the call brings, which the agent has; else 0.
     """
 
     def __init__(self, agent: AgentEnd, command: Command) -> None:
@@ -57,7 +58,7 @@ class NodeCall:
         self.number = command.number
         self.values: dict[int, Any] = {}
         self._missing = {*command.ranks}
-        self._brings = command.weights.number if isinstance(command.weights, Held) else 0
+        self.held = command.weights.number if isinstance(command.weights, Held) else 0
         self._is_finished = False
         self.ref: Any = agent.handle.work.remote(command)
 
@@ -70,8 +71,8 @@ class NodeCall:
             self.agent.note_failure(error)
             self.values |= dict.fromkeys(self._missing, Failure(error.with_traceback(None)))
             return
-        if news and self._brings:
-            self.agent.sent = self._brings
+        if news and self.held:
+            self.agent.sent = self.held
         self.values |= news
         self._missing -= news.keys()
         self.ref = self.agent.handle.more.remote(self.number) if self._missing else None
@@ -93,6 +94,11 @@ class NodeAnswer(Answer):
         self._rank = rank
         self._handle = handle
         self._after: Any = None  # there once the worker has run a call that is over
+
+    @property
+    def carrier(self) -> object:
+        """The command, unless the agent has the weights."""
+        return None if self.call.held else self.call
 
     @property
     def is_in_store(self) -> bool:
