@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from stream_nodes import assert_received, await_bytes, errors, nodes, random_bytes
 
-from flatweights.ray.nodes._links import StreamError
+from flatweights.ray.nodes._links import StreamError, set_up
 from flatweights.ray.nodes._streams import Streams
 
 
@@ -95,6 +95,22 @@ def test_close_ends_a_swap() -> None:
         some.links[0].close()
         with pytest.raises(StreamError, match=r"closed|ended"):
             swap.result()
+
+
+def test_streams_share_queues_without_bbr() -> None:
+    with socket.socket() as one:
+        try:
+            for name in (b"cubic", b"bbr"):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+        except OSError:
+            pytest.skip("this system has but one congestion control")
+        set_up(one)
+        name = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert name.rstrip(b"\0") == b"cubic"
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")  # another choice is kept
+        set_up(one)
+        name = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert name.rstrip(b"\0") == b"reno"
 
 
 def test_nothing_listens_after_close() -> None:

@@ -103,7 +103,7 @@ class Answer(ABC):
 
     @property
     def carrier(self) -> object:
-        """What the call's weights went with, once for all answers that share it; None if none did."""
+        """What brought the call's weights: once for all answers that share it; None if none did."""
         return self
 
     @property
