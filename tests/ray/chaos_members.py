@@ -28,7 +28,7 @@ TIMEOUT = 1.0
 
 
 class Got(NamedTuple):
-    """What a call has given a member."""
+    """What a call has given a member; a tuple in its diary, for a process without this module."""
 
     k: int
     number: int
@@ -37,9 +37,21 @@ class Got(NamedTuple):
     weights: bytes
 
 
+def mood_of(seed: int, rank: int, life: int, k: int) -> float:
+    return float(np.random.default_rng([seed, rank, life, k, 7]).random())
+
+
 def model_of(seed: int, rank: int, life: int, k: int) -> dict[str, Any]:
+    """Return what a member gives; with NaN it is skipped, of another shape it counts alone."""
     rng = np.random.default_rng([seed, rank, life, k])
-    return {"kernel": rng.normal(size=(50, 40)).astype(np.float32), "bias": rng.normal(size=3)}
+    kernel = rng.normal(size=(50, 40)).astype(np.float32)
+    model: dict[str, Any] = {"kernel": kernel, "bias": rng.normal(size=3)}
+    mood = mood_of(seed, rank, life, k)
+    if 0.012 <= mood < 0.03:
+        model["bias"][1] = np.nan
+    elif 0.03 <= mood < 0.034:
+        model["bias"] = np.zeros(4)
+    return model
 
 
 def weight_of(rank: int, k: int) -> float:
@@ -66,10 +78,13 @@ def live(name: str, rank: int, size: int, life: int, calls: int, seed: int, fold
             diary.write(pickle.dumps(what))
             diary.flush()
 
+        note(f"meeting {member._link._host._actor_id.hex()}")
         k = number = 0
         while number < calls:
             k += 1
-            mood = np.random.default_rng([seed, rank, life, k, 7]).random()
+            mood = mood_of(seed, rank, life, k)
+            if len(member.ranks) < 3:  # the last one must not die: the meeting would end
+                mood = max(mood, 0.008)
             model, dying = model_of(seed, rank, life, k), None
             if mood < 0.004:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -78,10 +93,6 @@ def live(name: str, rank: int, size: int, life: int, calls: int, seed: int, fold
                 dying.start()
             elif mood < 0.012:
                 time.sleep(1.5 * TIMEOUT)
-            elif mood < 0.03:
-                model["bias"][1] = np.nan
-            elif mood < 0.034:
-                model["bias"] = np.zeros(4)
             note(k)
             number = max(number, call(member, model, rank, k, note))
         over.touch()
@@ -98,7 +109,7 @@ def call(member: Member, model: dict[str, Any], rank: int, k: int, note: Any) ->
         note(f"{type(error).__name__}")
         return 0
     assert result.number is not None
-    note(Got(k, result.number, rank in result.late, result.used, bits(result.weights)))
+    note((k, result.number, rank in result.late, result.used, bits(result.weights)))
     return result.number
 
 
@@ -171,22 +182,26 @@ def check(seed: int, folder: Path) -> Counter[str]:
             last = entry
         if isinstance(last, int):  # it died in this call
             dangling[rank].append((life, last))
+    meetings = [happened.pop(event) for event in [*happened] if event.startswith("meeting ")]
+    assert len(meetings) == 1, f"{len(meetings)} meetings, each of which counts its calls from 1"
     for number, given in sorted(outcomes.items()):
         assert len({(got.used, got.weights) for got in given}) == 1, number
         used = given[0].used
         choices = [gave[number, rank] or dangling[rank] for rank in used]
         assert all(choices), (number, used)
-        assert any(
-            bits(average_of(seed, used, choice)) == given[0].weights for choice in product(choices)
-        ), (number, used)
+        averages = (average_of(seed, used, choice) for choice in product(choices))
+        assert given[0].weights in averages, (number, used, choices)
     happened["outcomes"] = len(outcomes)
     return happened
 
 
-def average_of(seed: int, used: tuple[int, ...], choice: list[tuple[int, int]]) -> Any:
+def average_of(seed: int, used: tuple[int, ...], choice: list[tuple[int, int]]) -> bytes:
+    """Return the bits of the average, none of models of different shapes."""
     pairs = list(zip(used, choice, strict=True))
     models = [model_of(seed, rank, life, k) for rank, (life, k) in pairs]
-    return fw.average(models, [weight_of(rank, k) for rank, (_, k) in pairs])
+    if len({model["bias"].shape for model in models}) > 1:
+        return b""
+    return bits(fw.average(models, [weight_of(rank, k) for rank, (_, k) in pairs]))
 
 
 def product(choices: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
@@ -197,13 +212,14 @@ def product(choices: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]
 
 
 def read(path: Path) -> list[Any]:
-    entries = []
+    entries: list[Any] = []
     with path.open("rb") as diary:
         while True:
             try:
-                entries.append(pickle.load(diary))
+                entry = pickle.load(diary)
             except (EOFError, pickle.UnpicklingError):
                 return entries
+            entries.append(Got(*entry) if isinstance(entry, tuple) else entry)
 
 
 def main() -> None:
