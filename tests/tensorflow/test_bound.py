@@ -20,6 +20,7 @@ from tensorflow.python.eager import executor as eager_executor
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 from tf_forks import Forks
 
+from flatweights import _core
 from flatweights.tensorflow import TensorFlowVariables
 
 MEGABYTE = 1 << 20
@@ -628,3 +629,32 @@ def test_a_fork_while_another_thread_makes_variables_known_does_not_hang(
 ) -> None:
     done = forks.run(FORKED)
     assert done.stdout.split() == ["0"] * 25, done.stderr
+
+
+@bound_alone
+def test_the_core_refuses_what_does_not_fit_the_variables(path: Any) -> None:
+    """Python never passes such; the core checks it to protect memory."""
+    variable = tf.Variable([1.0, 2.0])
+    weights = TensorFlowVariables(variable)
+    bound, library = weights._mover._whole(), weights._mover._library
+    assert bound is not None
+    assert library is not None
+
+    def bind(positions: list[int], ids: list[int]) -> Any:
+        layout = weights.layout.core
+        return _core.BoundVariables(library.core, layout, positions, ids, [1] * len(ids), None)
+
+    vector = np.zeros(2, np.float32)
+    refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, "expected 1 arrays, got 0", lambda: bound.get_parts([])),
+        (ValueError, "expected 1 arrays, got 2", lambda: bound.set_parts([0], [vector] * 2, False)),
+        (ValueError, "expected a writable array", lambda: bound.get_parts([vector[:1]])),
+        (IndexError, "slot 1: unbound", lambda: bound.set_parts([1], [vector], False)),
+        (TypeError, "expected its own dtype", lambda: bound.add(np.zeros(2), False, 1.0)),
+        (ValueError, "an id and a dtype for each position", lambda: bind([0], [])),
+        (IndexError, "no such slot", lambda: bind([1], [0])),
+    ]
+    for error, message, call in refused:
+        with pytest.raises(error, match=message):
+            call()
+    np.testing.assert_array_equal(variable, [1, 2])
