@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import numpy as np
-
 from flatweights._sources import Template
 from flatweights._weights import FlatWeights
 from flatweights.ray._result import with_weights
@@ -60,19 +58,14 @@ class WorkerWire:
         return with_weights(result, lambda model: self._encode(model, travels, wire_dtype))
 
     def _encode(self, model: Any, travels: Travels, wire_dtype: WireDType) -> Difference:
-        if isinstance(model, Mapping) and not isinstance(model, FlatWeights):
-            model = FlatWeights(model)
         if travels == "gradients":
             if self._gradients is None:
                 self._gradients = GradientEncoder(wire_dtype)
-            return self._gradients.encode(model)
-        if not isinstance(model, FlatWeights):
-            raise TypeError(
-                f"wire_dtype: expected weights by name (get_weights), got {type(model).__name__}"
-            )
+            return self._gradients.encode(_named(model) if isinstance(model, Mapping) else model)
+        weights = _named(model)
         if self._weights is None:
             raise MissedUpdateError("no weights have been received yet")
-        return self._weights.encode(model)
+        return self._weights.encode(weights)
 
 
 class GroupWire:
@@ -118,11 +111,7 @@ class GroupWire:
             TypeError: If they are neither.
             ValueError: As `DeltaBroadcaster.encode`.
         """
-        if isinstance(weights, np.ndarray) or not isinstance(weights, Mapping):
-            raise TypeError(
-                f"wire_dtype: expected weights by name (get_weights), got {type(weights).__name__}"
-            )
-        model = weights if isinstance(weights, FlatWeights) else FlatWeights(weights)
+        model = _named(weights)
         driver = self._driver
         message: WireMessage
         if driver is not None and driver.weights.layout.digest == model.layout.digest:
@@ -150,6 +139,16 @@ class GroupWire:
         if travels == "gradients" or self._driver is None:
             return mean
         return self._driver.add_to(mean)
+
+
+def _named(weights: Any) -> FlatWeights:
+    """Return ``weights`` as `FlatWeights`."""
+    if isinstance(weights, FlatWeights):
+        return weights
+    if isinstance(weights, Mapping):
+        return FlatWeights(weights)
+    got = type(weights).__name__
+    raise TypeError(f"wire_dtype: expected weights by name (get_weights), got {got}")
 
 
 def widen(model: Any) -> Any:
