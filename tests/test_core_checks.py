@@ -58,6 +58,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "ranks beyond the sources": (lambda: order(0, 3), ValueError, "expected ranks below"),
     "more nearest than sources": (lambda: order(0, 2, 3), ValueError, "expected ranks below"),
     "no source": (lambda: _core.distances(ARRAY, False, []), IndexError, "out of range"),
+    "more sources than are counted": (
+        lambda: _core.order_into(ARRAY, False, [vector()], [[vector()]] * 65536, 0, 1, 0),
+        ValueError,
+        "expected at most 65535 sources, got 65536",
+    ),
+    "a source of fewer parts": (
+        lambda: _core.first_nonfinite(TWO, False, [vector()], 1),
+        ValueError,
+        "source 1: expected 2 parts, got 1",
+    ),
     "two packed buffers": (
         lambda: _core.average_into(TWO, True, [PACKED.repeat(2)], [[PACKED, PACKED]], [1.0]),
         ValueError,
@@ -82,6 +92,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: running(np.zeros(2)),
         ValueError,
         r"memory: expected contiguous float64 \(\d+,\)",
+    ),
+    "rounding errors within the difference": (
+        lambda: _core.encode_difference(
+            ARRAY, False, [vector()], HALF, BLOCK[:64], None, np.zeros(64, np.uint8), BLOCK[8:72]
+        ),
+        ValueError,
+        "expected buffers that do not overlap",
     ),
     "a difference within the model": (
         lambda: advance(BLOCK[:64], BLOCK[8:72]),
