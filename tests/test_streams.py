@@ -97,6 +97,15 @@ def test_close_ends_a_swap() -> None:
             swap.result()
 
 
+def test_closed_streams_open_nothing() -> None:
+    streams, epoch = Streams("127.0.0.1"), secrets.token_bytes(16)
+    streams.close()
+    with pytest.raises(StreamError, match="the streams are closed"):
+        streams.open([streams.address], 0, epoch)
+    with pytest.raises(ValueError, match="its links have ended"):
+        streams.open([streams.address], 0, epoch)
+
+
 def test_streams_share_queues_without_bbr() -> None:
     with socket.socket() as one:
         try:

@@ -67,9 +67,9 @@ class Streams:
             links = self._links = Links(me, len(peers), epoch)  # lets its peers in
             if old is not None:
                 old.close()
-            if self._listener.is_closed:
-                raise StreamError(-1, "the streams are closed")
             with links.in_use():
+                if self._listener.is_closed:
+                    raise StreamError(-1, "the streams are closed")
                 higher = range(me + 1, len(peers))
                 calls = [_call(links, place, peers[place], end) for place in higher]
                 for place, connection in zip(higher, calls, strict=True):
