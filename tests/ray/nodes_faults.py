@@ -33,6 +33,7 @@ PLACES = (0, 1, 2, 1, 1, 2)  # by rank, its node
 SIZE = 1_000_003  # elements
 SLACK = 1.0  # seconds after that in which it has ended
 LONGEST = 30.0  # seconds in which a round without a timeout has ended
+STORE = 100_000_000  # bytes of the object store of each node
 DELAYS = (0.0, 0.15)  # seconds after the point
 
 
@@ -53,6 +54,11 @@ class Giver(FlatWorker):
 
     def set_weights(self, new_weights: Mapping[str, Any], *, share: bool = False) -> None:
         self.model = fw.FlatWeights(new_weights)
+
+    def fill(self, nbytes: int) -> None:
+        """Keep so much of the node's store in use; nothing, if it is 0."""
+        self.kept = None
+        self.kept = ray.get(ray.put(np.ones(nbytes, np.uint8))) if nbytes else None
 
     def give(self, seed: int) -> fw.FlatWeights:
         return model_of(self.rank, seed)
@@ -174,6 +180,18 @@ class Faults:
                 timeout,
             )
 
+    def full_store(self) -> None:
+        """The stores of two nodes have no room for what an exchange over objects puts there."""
+        actors = self.group.actors()
+        fillers = [actors[rank] for rank in (1, 2)]
+        ray.get([filler.fill.remote(STORE - (8 << 20)) for filler in fillers])
+        self.try_round(
+            "full object stores",
+            lambda: ray.get([filler.fill.remote(0) for filler in fillers]),
+            {*range(6)},
+            None,
+        )
+
     def slow(self) -> None:
         for point in ("exchanging", "merging"):
             self.at(point, 0.05, lambda: self.nodes.slow(1, self.mbit / 10))
@@ -202,7 +220,7 @@ class Faults:
         self.failures += not is_good
 
 
-CASES = ("cut", "cut_at_home", "cut_between", "slow", "interrupt", "kill")
+CASES = ("cut", "cut_at_home", "cut_between", "full_store", "slow", "interrupt", "kill")
 
 
 def main() -> int:
@@ -226,7 +244,7 @@ def main() -> int:
     nodes.enter(command)
     cluster = nodes.Nodes.make(3)
     cluster.shape(options.mbit)
-    cluster.start_ray(store=300_000_000)
+    cluster.start_ray(store=STORE)
     inside = cluster.inside(0, [sys.executable, *command])
     environment = cluster.environment()
     environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parents[1])

@@ -227,6 +227,7 @@ def set_hook(actor: Any, point: str, action: str) -> None:
     """Have an agent do something at the next ``point``, once."""
 
     def install(_: Any, point: str = point, action: str = action) -> None:
+        import ctypes
         import os
         import signal
         import time
@@ -240,6 +241,8 @@ def set_hook(actor: Any, point: str, action: str) -> None:
                     os._exit(1)
                 if action == "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
+                if action == "freeze":  # all threads, as Ray's store does while it makes room
+                    ctypes.PyDLL(None).sleep(4)
                 time.sleep(float(action.partition(" ")[2] or 0))
 
         _failpoints.hook = hook
@@ -662,6 +665,15 @@ def a_node_that_another_cannot_reach_is_left_out_without_a_timeout(nodes: Nodes)
 
     ray.get(agent_at(group, 2).__ray_call__.remote(mend))
     meet(group)
+
+
+@check
+def an_agent_that_is_busy_is_not_left_out(nodes: Nodes) -> None:
+    group = nodes.group("objects")
+    set_hook(agent_at(group, 2), "merging", "freeze")
+    found = group.average("give", "FlatWeights", 4)
+    assert found.used == tuple(range(6)), found
+    assert_right(found, "FlatWeights", 4)
 
 
 @check

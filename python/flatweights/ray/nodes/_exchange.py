@@ -37,7 +37,7 @@ from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._results import Header, Reading
 
 _GRACE = 0.5  # seconds for which an exchange may go on when the time of a round is up
-_ANSWER = 1.0  # seconds that an agent is given to show that it can be reached
+_ANSWER = 10.0  # seconds in which an agent answers: while its store spills, it does nothing else
 _BEACON = 15.0  # seconds in which a small object passes a link, however busy it is
 _LEAST = 0.05  # seconds that each wait is given
 _SHARE = 3  # no wait takes more than this part of the time that is left
@@ -345,8 +345,9 @@ class NodesAverage:
         agents = [place for place in places if place is not None]
         came = 0
         while (count := len(_there(refs, max(_LEAST, self._within(PATIENCE))))) < len(refs):
-            if self._is_time_up() or self._unreachable(agents):
-                raise _BrokenError("an object did not come in time")
+            lost = self._unreachable(agents)
+            if self._is_time_up() or lost:
+                raise _BrokenError("an object did not come in time", lost)
             if count == came and (lost := self._cut_off(agents)):
                 raise _BrokenError(
                     "another node cannot fetch objects from it, or it from that", lost
