@@ -509,3 +509,18 @@ def test_an_event_loop_is_not_blocked() -> None:
 
     with pytest.raises(RuntimeError, match="would block the event loop"):
         asyncio.run(wait())
+
+
+def test_a_member_that_has_left_gives_its_windows_back(puppets: Puppets) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:flatweights")
+
+    def averages(member: Member) -> tuple[int, int, float]:
+        before = mapped()
+        kept = member.average(np.full(100_000, float(member.rank))).weights
+        member.leave()
+        return before, mapped(), kept[0]
+
+    for before, after, kept in all_of(puppets.meet(), averages):
+        assert after <= before + 1  # the doorbell
+        assert kept == 1.0

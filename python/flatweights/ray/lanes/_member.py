@@ -26,6 +26,12 @@ class HostDiedError(RuntimeError):
 class MemberLane(WorkerLane):
     """A member's end of the lane to its host."""
 
+    def close(self) -> None:
+        """Close the socket, and give back the memory of all windows that no array is over."""
+        super().close()
+        self._of_peer.clear()
+        self._windows.clear()
+
     def offer(self, nbytes: int) -> None:
         """Offer a free window to the next buffer of ``nbytes`` that this thread makes."""
         self._windows.offer(nbytes)

@@ -54,6 +54,12 @@ class Windows:
         """Return a window and its generation."""
         return self._windows[index], self._generations[index]
 
+    def clear(self) -> None:
+        """Make no window any more, and forget those there are; arrays over them stay valid."""
+        self._most = 0
+        self._windows.clear()
+        self._generations.clear()
+
     def offer(self, nbytes: int, *, most_taken: int | None = None) -> None:
         """Offer a free window to the next array of ``nbytes`` that this thread makes.
 
