@@ -414,13 +414,21 @@ def small_models_go_through_the_driver(nodes: Nodes) -> None:
 @check
 def a_late_rank_takes_no_more_than_the_time_of_the_round(nodes: Nodes) -> None:
     for way, rank in zip((*WAYS, "streams"), (3, 2, 0), strict=True):
-        group = nodes.group(way)
-        begin = time.monotonic()
-        plan = {rank: "sleep 4"}
-        found = group.average("give", "FlatWeights", 1, plan, timeout=2.0, min_results=3)
+        for timeout in (2.0, 6.0, 20.0):  # on a slow machine, others may be late, too
+            group = nodes.group(way)
+            begin = time.monotonic()
+            plan = {rank: f"sleep {2 * timeout}"}
+            try:
+                found = group.average(
+                    "give", "FlatWeights", 1, plan, timeout=timeout, min_results=5
+                )
+            except WorkerError:
+                assert timeout < 20
+                continue
+            break
         took = time.monotonic() - begin
         assert found.late == (rank,), found
-        assert took < 2.0 + SLACK, took
+        assert took < timeout + SLACK, took
         assert_right(found, "FlatWeights", 1)
         assert group.restore(timeout=30) == [rank]
         found = group.average("give", "FlatWeights", 2)
