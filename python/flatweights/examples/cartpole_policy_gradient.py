@@ -10,7 +10,7 @@ one copy.
     flatweights examples --plot returns.png cartpole_policy_gradient --workers 4
 
 For a task of your own, change `ENVIRONMENT` (any of Gymnasium's whose actions are numbered) and
-`build_network`; the loss is in `Learner`. A mean return of 475, of at most 500, takes 70 to 250
+`build_network`; the loss is in `Learner`. A mean return of 475, of at most 500, takes 20 to 30
 updates.
 """
 
@@ -29,11 +29,11 @@ from scipy.special import log_softmax
 from flatweights.ray import FlatWorker, WorkerGroup
 
 ENVIRONMENT, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
-UPDATES = 400
-ENVIRONMENTS, STEPS = 16, 32  # of each actor, and of each environment per update
+UPDATES = 100
+ENVIRONMENTS, STEPS = 16, 128  # of each actor, and of each environment per update
 EPOCHS, BATCH, CLIP = 8, 256, 0.2
-LEARNING_RATE = 2e-3  # at first: it falls to 0, or a policy that has learned may forget again
-DISCOUNT, DECAY = 0.98, 0.9
+LEARNING_RATE = 1e-3  # at first: it falls to 0, or a policy that has learned may forget again
+DISCOUNT, DECAY, MAX_NORM = 0.99, 0.95, 0.5
 
 Function = Callable[[NDArray[Any]], NDArray[Any]]
 
@@ -149,7 +149,7 @@ class Learner:
         self._critic, self.value = build_network(1, seed + 1)
         self.variables = TensorFlowVariables(self._policy)
         self._trained = self._policy.trainable_variables + self._critic.trainable_variables
-        self._optimizer = keras.optimizers.Adam(LEARNING_RATE, global_clipnorm=0.5)
+        self._optimizer = keras.optimizers.Adam(LEARNING_RATE)
         self._falls_by = LEARNING_RATE / updates
         self._optimizer.build(self._trained)
         self._rng = np.random.default_rng(seed)
@@ -179,7 +179,11 @@ class Learner:
             gain = tf.reduce_mean(tf.minimum(ratio * gains, clipped * gains))
             error = tf.reduce_mean(tf.square(self._critic(states)[:, 0] - targets))
             loss = 0.5 * error - gain
-        self._optimizer.apply(tape.gradient(loss, self._trained), self._trained)
+        networks = self._policy.trainable_variables, self._critic.trainable_variables
+        parts = tape.gradient(loss, networks)
+        # Each by itself: the critic's gradients are larger, and would leave the policy no room.
+        parts = [tf.clip_by_global_norm(part, MAX_NORM)[0] for part in parts]
+        self._optimizer.apply(parts[0] + parts[1], self._trained)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
@@ -210,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         mean = float(np.mean(returns or [0.0]))
         curve.append((1e-3 * steps, mean))
         is_reached = len(returns) == 100 and mean >= options.goal
-        if is_reached or len(curve) % 10 == 0:
+        if is_reached or len(curve) % 5 == 0:
             print(f"update {len(curve)}: {steps} steps, mean return {mean:.1f}", flush=True)
     shared = min(group.step("shared").values())
     print(f"variables in shared memory: {shared} of {len(learner.variables.layout)}")
