@@ -7,6 +7,7 @@ import pickle
 import secrets
 import select
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ _MOST_WINDOWS = 16
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
 _TOKEN = 16
 _WATCH = 150e-6  # seconds that a driver polls mailboxes before it sleeps
+_SOON = 2 * _WATCH  # a wait that took no longer, waking included, would have done with polling
 
 
 class DriverLane(LaneEnd):
@@ -166,6 +168,7 @@ class Lanes:
         self._tokens: set[bytes] = set()  # of workers that were asked to attach
         self._strangers: list[socket.socket] = []  # connections that have sent no token yet
         self._new: dict[bytes, DriverLane] = {}  # by token
+        self._waits: dict[int, float] = {}  # seconds that the last one took, by answers missing
         # A bound method would be a cycle, and keep the windows until the next collection.
         self.windows = Windows(_MOST_WINDOWS, functools.partial(_is_held, self._lanes))
 
@@ -224,10 +227,19 @@ class Lanes:
             enough: How many answers end the sleep. An answer whose result a Ray call returns ends
                 it at once, as a death does.
         """
+        begin = time.monotonic()
+        try:
+            self._wait(lanes, seconds, enough)
+        finally:
+            self._waits[len(lanes)] = time.monotonic() - begin
+
+    def _wait(self, lanes: Sequence[DriverLane], seconds: float | None, enough: int) -> None:
         boxes = [lane.mailbox for lane in lanes]
-        span = _WATCH if seconds is None else min(seconds, _WATCH)
-        if boxes and _core.Mailbox.watch(boxes, enough, span):
-            return
+        # Where answers took longer the last time, polling would take processors from the workers.
+        if boxes and self._waits.get(len(lanes), 0.0) <= _SOON:
+            span = _WATCH if seconds is None else min(seconds, _WATCH)
+            if _core.Mailbox.watch(boxes, enough, span):
+                return
         self._doorbell.arm(enough)
         reach("waiting")
         if any(lane.is_answered for lane in lanes):  # it may have been before

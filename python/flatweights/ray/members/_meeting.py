@@ -317,7 +317,9 @@ class Meeting:
             self._kept.insert(0, Kept(asked, number, stream, weights))
         reach("sending")
         buffer = None if weights is None else weights.buffer
-        self._post(number, stream, buffer, [self._seats[rank] for rank in asks], holders)
+        # The last to ask may not even sleep yet: told first, it goes on while the others wake.
+        seats = [self._seats[rank] for rank in reversed(asks)]
+        self._post(number, stream, buffer, seats, holders)
 
     def _check_agree(self, asks: dict[int, Ask]) -> None:
         """Raise `ValueError`, naming all ranks, unless all ask for the same call."""
