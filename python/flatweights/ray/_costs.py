@@ -16,12 +16,12 @@ from flatweights.ray.nodes._agents import SMALL
 WayName = Literal["the guide's loop", "driver", "objects", "streams"]
 
 # The share of a link's rate that the weights of a round get, headers and waiting taken off, of
-# ways as they ran over links of 100 to 500 Mbit/s; and seconds that a round takes besides.
+# ways as they ran over links of 300 to 1,000 Mbit/s; and seconds that a round takes besides.
 _SHARE: Mapping[WayName, float] = {
     "the guide's loop": 0.93,
     "driver": 0.93,
-    "objects": 0.57,
-    "streams": 0.8,
+    "objects": 0.6,
+    "streams": 0.88,
 }
 _FIXED: Mapping[WayName, float] = {
     "the guide's loop": 8e-3,
@@ -110,7 +110,7 @@ def plan(
     """Return what a round between nodes costs, by each way that it can take.
 
     Each node has one link, of which both directions work at once. The driver is on a node with
-    workers. Times were fitted to links of 100 to 500 Mbit/s; on faster ones processors and memory
+    workers. Times were fitted to links of 300 to 1,000 Mbit/s; on faster ones processors and memory
     decide more than is counted here.
 
     >>> print(plan(nodes=4, workers=8, model="500MB", link="10Gbit")["driver"].formula)
