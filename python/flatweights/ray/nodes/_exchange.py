@@ -377,8 +377,9 @@ class NodesAverage:
         """
         timeout = self._within(_BEACON)
         beacons = {agent: agent.handle.beacon.remote() for agent in agents}
-        lit = [a for a, ref in beacons.items() if isinstance(_outcome(ref, _ANSWER), list)]
-        refs = [ray.get(beacons[agent])[0] for agent in lit]
+        shown = {agent: _outcome(ref, _ANSWER) for agent, ref in beacons.items()}
+        lit = [agent for agent, found in shown.items() if isinstance(found, list)]
+        refs = [shown[agent][0] for agent in lit]
         asked = [agent.handle.sees.remote(refs, timeout) for agent in lit]
         blind: list[tuple[AgentEnd, AgentEnd]] = []
         for agent, ref in zip(lit, asked, strict=True):
