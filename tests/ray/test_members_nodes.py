@@ -87,7 +87,11 @@ def meet_on_nodes() -> None:
     puppet_of: Any = Puppet
     puppets = [puppet_of.options(resources={f"node{node}": 1}).remote() for node in places]
     size = len(puppets)
-    ray.get([puppet.join.remote(rank, size) for rank, puppet in enumerate(puppets)])
+    joined = [puppets[0].join.remote(0, size)]  # who comes first has the host on its node
+    while "Host" not in {kind for kind, _ in alive().values()}:
+        time.sleep(0.05)
+    joined += [puppet.join.remote(rank, size) for rank, puppet in enumerate(puppets) if rank]
+    ray.get(joined)
 
     def call(function: Any, *args: Any) -> list[Any]:
         got: list[Any] = ray.get([puppet.run.remote(function, *args) for puppet in puppets])
