@@ -237,7 +237,7 @@ def test_a_node_that_does_not_come_breaks_the_exchange_off(ends: Ends) -> None:
     futures = [ends.pool.submit(ends.ends[k].stream, plan, k, route) for k in (0, 2)]
     for future in futures:
         assert isinstance(future.exception(), StreamError)
-    assert time.monotonic() - begin < 5  # it is 0.3 s, on a machine that has time
+    assert time.monotonic() - begin < 20  # it is 0.3 s, on a machine that has time
     # What the ranks returned is still there, and another exchange may have it.
     ends.epoch = secrets.token_bytes(16)
     ends.together(plan)

@@ -636,7 +636,7 @@ def test_run_goes_on_with_who_comes_back(make: Make, tmp_path: Path) -> None:
     group.broadcast(expected)
     group.step("ping")
     used = []
-    for found in group.run(12, "act", {1: "die once"}, str(tmp_path), min_results=2):
+    for found in group.run(1000, "act", {1: "die once"}, str(tmp_path), min_results=2):
         expected = mean_of(expected, found.used)
         assert_same(found.weights, expected)
         used.append(found.used)
