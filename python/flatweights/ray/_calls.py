@@ -1,11 +1,11 @@
 """The seam between rounds and workers: calls that go out, answers on their way back.
 
-Rounds (averages, `WorkerGroup`) reach workers through `Worker`, `Answer` and `wait_any` alone, and
-do not know how a call travels. `RayWorker` and `RayAnswer` go through Ray's actor calls and its
-object store; `flatweights.ray.lanes` is another way. One round may mix several. The contract:
+Rounds (averages, `WorkerGroup`) know `Answer` and `wait_any` alone, and not how a call travels.
+`call_actor` and `RayAnswer` go through Ray's actor calls and its object store; lanes and agents
+(`flatweights.ray.lanes`, `flatweights.ray.nodes`) are other ways. One round may mix several. The
+contract:
 
-- A `Worker` is the driver's end of one actor. `Worker.call` returns at once. The worker answers
-  each call with one `Answer`, in the order of the calls.
+- A call returns an `Answer` at once. The worker answers its calls in their order.
 - `wait_any` waits for several answers, of any ways, until a deadline. A worker that died counts as
   having answered: its answer raises.
 - `Answer.take` gives the value, or raises what the worker raised. The value may be a view of
@@ -15,8 +15,8 @@ object store; `flatweights.ray.lanes` is another way. One round may mix several.
 - An answer that is late is kept as owed, and nothing is sent to that worker before it has
   answered. One whose round was broken off is abandoned: see `Answer.abandon`. So no worker is
   sent weights in the middle of a call.
-- Weights are sent as the `Payload` of a call. `Worker.prepare` brings it within reach of that
-  worker, once for all workers of its way, before the call. If `prepare` raises, nothing was sent.
+- Weights are sent as the `Payload` of a call. Before that, it is prepared: brought within reach of
+  that worker, once for all workers of its way. If preparing raises, nothing was sent.
   Memory that was sent is never written again: a round owns it until the round is dropped.
 - A `Call` carries its `Stamp` and that of the weights it means. The worker refuses a stamp that
   is not above the last one of its group (Ray repeats calls on a restarted actor), and
@@ -28,10 +28,13 @@ object store; `flatweights.ray.lanes` is another way. One round may mix several.
   which of them mean that the worker is to be left out.
 """
 
+from __future__ import annotations
+
 import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -115,7 +118,7 @@ class Answer(ABC):
     @abstractmethod
     def wait(
         cls, answers: Sequence[Any], timeout: float | None, enough: int = 1
-    ) -> Sequence["Answer"]:
+    ) -> Sequence[Answer]:
         """Return those of ``answers``, all of this class, that are there.
 
         Args:
@@ -139,7 +142,7 @@ class Answer(ABC):
         """
         return None
 
-    def abandon(self) -> "Answer | None":
+    def abandon(self) -> Answer | None:
         """Note that nobody wants the value of an answer that is not there yet.
 
         Returns:
@@ -148,7 +151,7 @@ class Answer(ABC):
         """
         return self
 
-    def overdue(self) -> "Answer":
+    def overdue(self) -> Answer:
         """Return what is there once the worker is free again, for an answer that is late."""
         return self
 
@@ -171,29 +174,30 @@ class Holders(NamedTuple):
     difference: Difference | None = None
 
 
+@dataclass(eq=False)
 class Payload:
     """Weights on their way to workers.
 
     Attributes:
         value: `FlatWeights`, a dict of arrays, a vector, a message of the wire, or a reference of
             Ray's to one of them. It may be the caller's, and change after the
-            broadcast. So a way that does not call `put` in `Worker.prepare`, but copies the
-            weights elsewhere, sets `value` and `put` to that copy: a restart may want them later.
+            broadcast. So a way that does not call `put`, but copies the weights elsewhere, sets
+            `value` and `put` to that copy: a restart may want them later.
         nbytes: Their bytes; 0 if they are not known.
         put: Puts them into Ray's object store and returns the reference.
-        ready: The form in which each way sends it, by its `Worker` class; `Worker.prepare` adds it.
+        argument: What brings them with Ray's calls; None before `argument_of`.
+        is_frozen: Whether `value` was made sure not to change, so that lanes can send it.
         held: Which agents of other nodes have it, if it is the average that they made.
         nbytes_sent: The bytes that went to workers that took it.
     """
 
-    def __init__(self, value: Any, nbytes: int, put: Callable[[], Any]) -> None:
-        """Take weights, which may be the caller's own."""
-        self.value = value
-        self.nbytes = nbytes
-        self.put = put
-        self.ready: dict[type[Worker], Any] = {}
-        self.held: Holders | None = None
-        self.nbytes_sent = 0
+    value: Any
+    nbytes: int
+    put: Callable[[], Any]
+    argument: Any = None
+    is_frozen: bool = False
+    held: Holders | None = None
+    nbytes_sent: int = 0
 
 
 class Call(NamedTuple):
@@ -213,37 +217,9 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any] = {}
     payload: Payload | None = None
 
-    def with_more(self, arguments: Sequence[Any]) -> "Call":
+    def with_more(self, arguments: Sequence[Any]) -> Call:
         """Return the call with more ``arguments``, after its own: itself, if there are none."""
         return self._replace(args=(*self.args, *arguments)) if arguments else self
-
-
-class Worker(ABC):
-    """The driver's end of one worker.
-
-    Attributes:
-        handle: The actor, for callers of its own methods.
-        way: How the last call went out: ``"lane"``, or ``"store"`` and why it was not a lane.
-    """
-
-    handle: Any
-    way: str = "store"
-
-    @abstractmethod
-    def call(self, call: Call) -> Answer:
-        """Have the worker set the weights that the call brings, then run its method."""
-
-    @abstractmethod
-    def prepare(self, payload: Payload) -> None:
-        """Bring ``payload`` within reach of this worker, unless it is already; send nothing.
-
-        Raises:
-            StoreTooSmallError: If there is no room for it.
-        """
-
-    @abstractmethod
-    def end(self) -> None:
-        """End the actor's process."""
 
 
 def wait_any(
@@ -282,7 +258,7 @@ class RayAnswer(Answer):
 
     @classmethod
     def wait(
-        cls, answers: Sequence["RayAnswer"], timeout: float | None, enough: int = 1
+        cls, answers: Sequence[RayAnswer], timeout: float | None, enough: int = 1
     ) -> list[Answer]:
         """Return those that are there, once there is one: each may have failed."""
         refs = list({answer.ref: None for answer in answers})
@@ -316,44 +292,28 @@ def argument_of(payload: Payload | None) -> Any:
     """
     if payload is None:
         return None
-    if RayWorker not in payload.ready:
+    if payload.argument is None:
         value = payload.value
         is_message = isinstance(value, FlatWeights | WireMessage)
         if is_message and payload.nbytes <= BY_VALUE:
-            argument = value
+            payload.argument = value
         elif isinstance(value, ray.ObjectRef):
-            argument = (value,)
+            payload.argument = (value,)
         else:
-            argument = payload.put() if is_message or is_arrays(value) else (payload.put(),)
-        payload.ready[RayWorker] = argument
-    return payload.ready[RayWorker]
+            resolves = is_message or is_arrays(value)
+            payload.argument = payload.put() if resolves else (payload.put(),)
+    return payload.argument
 
 
 def sent_weights(payload: Payload) -> Any:
     """Return the weights of a payload that was prepared, as they were sent."""
-    sent = payload.ready.get(RayWorker, payload.value)
+    sent = payload.value if payload.argument is None else payload.argument
     if isinstance(sent, ray.ObjectRef):
         sent = ray.get(sent)
     return weights_of(sent)
 
 
-class RayWorker(Worker):
-    """A worker that is called as an actor."""
-
-    def __init__(self, handle: Any) -> None:
-        """Take the handle of an actor of a `FlatWorker` class."""
-        self.handle = handle
-
-    def call(self, call: Call) -> RayAnswer:
-        """Call the worker; references among the arguments are resolved, as Ray does."""
-        run = self.handle.call_version
-        weights = argument_of(call.payload)
-        return RayAnswer(run.remote(call.head, weights, call.method, *call.args, **call.kwargs))
-
-    def prepare(self, payload: Payload) -> None:
-        """Put the weights into the object store, unless they are small or there."""
-        argument_of(payload)
-
-    def end(self) -> None:
-        """Kill the actor."""
-        ray.kill(self.handle)
+def call_actor(handle: Any, call: Call) -> RayAnswer:
+    """Make a call on an actor; references among the arguments are resolved, as Ray does."""
+    run, weights = handle.call_version, argument_of(call.payload)
+    return RayAnswer(run.remote(call.head, weights, call.method, *call.args, **call.kwargs))

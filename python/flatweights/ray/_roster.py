@@ -45,7 +45,7 @@ from flatweights.ray._result import copied
 from flatweights.ray._round import Round
 from flatweights.ray._store import check_cluster
 from flatweights.ray._wire import GroupWire, Travels
-from flatweights.ray.lanes._calls import GroupLanes, NearWorker
+from flatweights.ray.lanes._calls import GroupLanes, Worker
 from flatweights.ray.nodes._agent import Agent
 from flatweights.ray.nodes._agents import AgentEnd, Agents
 from flatweights.ray.nodes._plan import Sums
@@ -67,7 +67,7 @@ class Record:
         version: The stamp of the last weights that it is known to have taken.
     """
 
-    worker: NearWorker
+    worker: Worker
     why: Exception | None = None
     owed: Answer | None = None
     version: Stamp | None = None
@@ -120,7 +120,7 @@ class Roster:
         self.agents = Agents(self.lanes.offer_of, sums, Agent, (len(actors),))
         self.latest = Latest(len(actors), wire)
         self._records = [
-            Record(NearWorker(actor, rank, self.lanes)) for rank, actor in enumerate(actors)
+            Record(Worker(actor, rank, self.lanes)) for rank, actor in enumerate(actors)
         ]
         self.layout: Layout | None = None
         self._initial = initial
@@ -250,7 +250,7 @@ class Roster:
         """
         held = None if call.payload is None else call.payload.held
         near: list[int] = []
-        far: dict[AgentEnd, dict[int, NearWorker]] = {}
+        far: dict[AgentEnd, dict[int, Worker]] = {}
         for rank in ranks:
             worker = self._records[rank].worker
             agent = self.agents.of(worker, starts=reading is not None)
@@ -364,7 +364,7 @@ class Roster:
     def shut_down(self) -> None:
         """End all; none is called any more."""
         for record in self._records:
-            record.worker.end()
+            ray.kill(record.worker.handle)
             record.owed = None
             record.why = RuntimeError("the group was shut down")
         self.agents.shut_down()

@@ -4,7 +4,7 @@ The first call of a group goes through Ray, and asks the worker to attach. From 
 go into the worker's mailbox. If the worker is in no call of `FlatWorker.serve_lane`, the driver
 makes one, through Ray, so that the command is taken. That call also returns errors, and results
 that are too large for the lane or refer to objects of Ray. References, messages of the wire
-and large arguments go through `RayWorker` from the start. A worker that died
+and large arguments go through Ray's calls from the start. A worker that died
 counts as having answered: its Ray call raises the error that says how it died.
 """
 
@@ -27,8 +27,8 @@ from flatweights.ray._calls import (
     Packed,
     Payload,
     RayAnswer,
-    RayWorker,
-    Worker,
+    argument_of,
+    call_actor,
     plain_weights,
 )
 from flatweights.ray._result import copied, is_arrays, parts_of
@@ -170,7 +170,7 @@ class GroupLanes:
 class LaneAnswer(Answer):
     """The answer to a command, or to the call of Ray's that brings it."""
 
-    def __init__(self, worker: "NearWorker", lane: DriverLane, call: Call) -> None:
+    def __init__(self, worker: "Worker", lane: DriverLane, call: Call) -> None:
         """Wait for the worker's answer to the command that was just posted.
 
         Args:
@@ -299,10 +299,11 @@ class LaneAnswer(Answer):
             self._by_ray.let_go()
 
 
-class NearWorker(Worker):
-    """A worker that is called through a lane, once it has attached; until then, as an actor.
+class Worker:
+    """The driver's end of one worker: a lane, once it has attached; until then, an actor.
 
     Attributes:
+        handle: The actor.
         rank: Its rank in the group.
         way: How it is reached: ``"lane"``, or ``"store"`` and why.
         far_node: The node that it is on, if that is known, and is not the driver's.
@@ -313,7 +314,6 @@ class NearWorker(Worker):
         """Take the handle of an actor, its rank, and the lanes of its group."""
         self.handle = handle
         self.rank = rank
-        self._ray = RayWorker(handle)
         self._group = lanes
         self._lane: DriverLane | None = None
         self._attaching: Any = None  # the call that asks the worker to attach, with the token
@@ -331,39 +331,38 @@ class NearWorker(Worker):
         """Post the call to the lane, or make it through Ray."""
         lane = self._ready()
         if lane is None:
-            return self._ray.call(call)
+            return call_actor(self.handle, call)
         if call.head[2] is not None:
             return self.call_by_ray(call, "the result is encoded")
-        if call.payload is not None and NearWorker not in call.payload.ready:
+        if call.payload is not None and not call.payload.is_frozen:
             return self.call_by_ray(call, "these weights go through Ray")
         command = self._group.command(call)
         if command is None:
             why = "the arguments are large, or objects of Ray, or no window is free"
             return self.call_by_ray(call, why)
-        return self._post(lane, command, call) or self._ray.call(call)
+        return self._post(lane, command, call) or call_actor(self.handle, call)
 
     def call_by_ray(self, call: Call, why: str) -> RayAnswer:
         """Make the call through Ray; a worker that waits at its mailbox is told to leave it."""
         self.way = f"store: {why}"
         if self._lane is not None and self._lane.is_answered:
             self._lane.dismiss()
-        return self._ray.call(call)
+        return call_actor(self.handle, call)
 
     def prepare(self, payload: Payload) -> None:
-        """Make sure that the weights cannot change, so that workers can read them in place."""
-        lane = self._ready()
-        if lane is not None and NearWorker in payload.ready:
-            return
-        if lane is None or not is_arrays(payload.value):
-            self._ray.prepare(payload)
-            return
-        if any(part.flags.writeable for part in parts_of(payload.value)):
-            payload.value = self._frozen(payload)
-        payload.ready[NearWorker] = True
+        """Bring ``payload`` within reach of this worker, unless it is already; send nothing.
 
-    def end(self) -> None:
-        """End the actor's process."""
-        self._ray.end()
+        For a lane, the weights must not change: workers read them in place.
+
+        Raises:
+            StoreTooSmallError: If there is no room for it.
+        """
+        if self._ready() is None or not (payload.is_frozen or is_arrays(payload.value)):
+            argument_of(payload)
+        elif not payload.is_frozen:
+            if any(part.flags.writeable for part in parts_of(payload.value)):
+                payload.value = self._frozen(payload)
+            payload.is_frozen = True
 
     def look_for_node(self) -> None:
         """Ask the worker for its node once more: the one where it was is perhaps gone."""

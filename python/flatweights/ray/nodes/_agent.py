@@ -19,7 +19,7 @@ from flatweights.ray._calls import Answer, Call, Head, Payload, wait_any, weight
 from flatweights.ray._errors import portable
 from flatweights.ray._store import put
 from flatweights.ray._wire import nbytes_of
-from flatweights.ray.lanes._calls import GroupLanes, NearWorker
+from flatweights.ray.lanes._calls import GroupLanes, Worker
 from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import NodeEnd, Route, Traffic
@@ -88,7 +88,7 @@ class NodeAgent:
         self.end = NodeEnd(self.lanes.offer_of, host)
         self.turn = threading.Lock()
         self._ranks = ranks
-        self._workers: dict[int, NearWorker] = {}
+        self._workers: dict[int, Worker] = {}
         self._current = 0  # the number of the command whose results are here
         self._over = 0  # the number of the last command whose round is over
         self._latest = 0  # the number of the latest command or exchange
@@ -198,7 +198,7 @@ class NodeAgent:
         for rank, (handle, _) in ranks.items():
             worker = self._workers.get(rank)
             if worker is None or worker.handle != handle:
-                worker = self._workers[rank] = NearWorker(handle, rank, self.lanes)
+                worker = self._workers[rank] = Worker(handle, rank, self.lanes)
             if payload is not None:
                 worker.prepare(payload)
         for rank, (_, more) in ranks.items():

@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights.ray._calls import Answer, Call, Holders, argument_of
-from flatweights.ray.lanes._calls import NearWorker, Setback
+from flatweights.ray.lanes._calls import Setback, Worker
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._order import CallLog
 from flatweights.ray.nodes._agent import Agent, Command, Failure, Held
@@ -205,7 +205,7 @@ class AgentEnd:
         self,
         number: int,
         call: Call,
-        workers: Mapping[int, NearWorker],
+        workers: Mapping[int, Worker],
         by_rank: Mapping[int, Sequence[Any]],
         reading: Reading | None,
     ) -> dict[int, NodeAnswer]:
@@ -239,7 +239,7 @@ class AgentEnd:
         """Note that it gives up averages that its workers were not sent."""
         self.held &= {self.sent}
 
-    def _fence(self, worker: NearWorker) -> Any:
+    def _fence(self, worker: Worker) -> Any:
         """Return what is there after all calls that this process has made on the worker's handle.
 
         None, if the last one was made by this agent.
@@ -334,7 +334,7 @@ class Agents:
             return f"models of less than {SMALL >> 10} KiB go through the driver"
         return None
 
-    def of(self, worker: NearWorker, *, starts: bool = False) -> AgentEnd | None:
+    def of(self, worker: Worker, *, starts: bool = False) -> AgentEnd | None:
         """Return the agent of the node of ``worker``, unless that is this node, or is not known.
 
         Args:
