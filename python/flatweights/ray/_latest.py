@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,42 +17,26 @@ from flatweights.ray._wire import GroupWire, nbytes_of
 from flatweights.wire import Difference
 
 
+@dataclass(eq=False)
 class Latest:
     """The weights that a group sent last; the next ones are another object.
 
     Attributes:
-        version: Their stamp; None before the first are sent.
-        payload: The weights as they were sent.
+        ranks: How many workers the group has.
         wire: The wire after them, if there is one.
+        payload: The weights as they were sent.
+        version: Their stamp; None before the first are sent.
         names: Those of all weights, as far as they are known.
+        base: All weights as they were before, if ``payload`` has only some of them.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        wire: GroupWire | None = None,
-        payload: Payload | None = None,
-        version: Stamp | None = None,
-        names: tuple[str, ...] = (),
-        base: Payload | None = None,
-    ) -> None:
-        """Take the values of the attributes.
-
-        Args:
-            ranks: How many workers the group has.
-            wire: See above.
-            payload: See above.
-            version: See above.
-            names: See above.
-            base: All weights as they were before, if ``payload`` has only some of them.
-        """
-        self.version = version
-        self.payload = payload
-        self.wire = wire
-        self._ranks = ranks
-        self.names = names
-        self._base = base
-        self._full: Payload | None = None
+    ranks: int
+    wire: GroupWire | None = None
+    payload: Payload | None = None
+    version: Stamp | None = None
+    names: tuple[str, ...] = ()
+    base: Payload | None = None
+    _full: Payload | None = None
 
     def after(self, weights: Any, version: Stamp) -> Latest:
         """Return what is the latest once ``weights`` are sent with the stamp ``version``.
@@ -71,7 +56,7 @@ class Latest:
             payload = self._new_payload(message)
             if isinstance(message, Difference) and difference is not None:
                 payload.held = held if message.values is difference.values else None
-            return Latest(self._ranks, wire, payload, version, tuple(model))
+            return Latest(self.ranks, wire, payload, version, tuple(model))
         if is_subset(value, self.names):
             base = self._base_for(value)
         if isinstance(value, FlatWeights) and value.buffer.nbytes <= BY_VALUE:
@@ -82,7 +67,7 @@ class Latest:
             payload.put = weights.current_ref
             payload.held = weights._held
         names = self.names if base or not isinstance(value, Mapping) else tuple(value)
-        return Latest(self._ranks, None, payload, version, names, base)
+        return Latest(self.ranks, None, payload, version, names, base)
 
     def in_full(self) -> Payload | None:
         """Return the weights for workers that may have missed earlier ones; None if there are none.
@@ -91,17 +76,17 @@ class Latest:
         """
         if self._full is None and self.wire is not None and self.wire.has_sent:
             self._full = self._new_payload(self.wire.snapshot())
-        elif self._full is None and self._base is not None and self.payload is not None:
-            full = merged(sent_weights(self._base), sent_weights(self.payload))
+        elif self._full is None and self.base is not None and self.payload is not None:
+            full = merged(sent_weights(self.base), sent_weights(self.payload))
             self._full = self._new_payload(full)
         return self._full or self.payload
 
     def _base_for(self, subset: Mapping[str, Any]) -> Payload | None:
         """Return all weights, for a ``subset`` that is sent next; its own may be older."""
-        if self._base is not None and self.payload is not None:
+        if self.base is not None and self.payload is not None:
             last = sent_weights(self.payload)
             if subset.keys() >= last.keys():
-                return self._base
+                return self.base
         base = self.in_full()
         if base is not None and not isinstance(sent_weights(base), Mapping):
             raise ValueError(
@@ -111,7 +96,7 @@ class Latest:
         return base
 
     def _new_payload(self, value: Any) -> Payload:
-        ranks = self._ranks  # not self: a cycle would keep the weights
+        ranks = self.ranks  # not self: a cycle would keep the weights
         return Payload(value, nbytes_of(value) or 0, lambda: put(value, ranks))
 
 

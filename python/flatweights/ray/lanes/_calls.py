@@ -56,9 +56,19 @@ def choice() -> str:
     Raises:
         ValueError: If it has another value.
     """
-    value = os.environ.get(_VARIABLE, "")
-    if value not in ("", "store", "lanes"):
-        raise ValueError(f"{_VARIABLE}: expected store or lanes, got {value!r}")
+    return setting(_VARIABLE, "store", "lanes")
+
+
+def setting(variable: str, *values: str) -> str:
+    """Return the value of an environment variable, or nothing.
+
+    Raises:
+        ValueError: If it is none of ``values``.
+    """
+    value = os.environ.get(variable, "")
+    if value not in ("", *values):
+        expected = f"{', '.join(values[:-1])} or {values[-1]}"
+        raise ValueError(f"{variable}: expected {expected}, got {value!r}")
     return value
 
 

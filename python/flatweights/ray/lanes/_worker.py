@@ -221,12 +221,8 @@ class WorkerLane(LaneEnd):
         return Message(join_message(WEIGHTS, self._layout.digest.encode(), [extent]), [extent])
 
 
-class WorkerLanes:
+class WorkerLanes(dict[bytes, WorkerLane]):
     """The lanes of one worker, by token: one for each group that it belongs to."""
-
-    def __init__(self) -> None:
-        """Start without lanes."""
-        self._lanes: dict[bytes, WorkerLane] = {}
 
     def attach(self, address: bytes, token: bytes) -> bytes | NoLane:
         """Make a lane; return the nonce of its mailbox, or why there is none.
@@ -235,22 +231,18 @@ class WorkerLanes:
             address: Of the driver's socket.
             token: Of the lane.
         """
-        for known, lane in list(self._lanes.items()):
+        for known, lane in list(self.items()):
             lane.receive()
             if lane.is_closed:
-                del self._lanes[known]
+                del self[known]
         if threading.current_thread() is not threading.main_thread():
             return NoLane("the actor is async or has max_concurrency above 1", may_pass=False)
         try:
             made = WorkerLane(address, token)
         except (OSError, LaneError, ValueError, MemoryError) as error:
             return NoLane(f"{type(error).__name__}: {error}", is_shortage(error))
-        self._lanes[token] = made
+        self[token] = made
         return made.mailbox.nonce
-
-    def __getitem__(self, token: bytes) -> WorkerLane:
-        """Return the lane of ``token``."""
-        return self._lanes[token]
 
 
 def check_user(connection: socket.socket) -> None:

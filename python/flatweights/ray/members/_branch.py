@@ -233,8 +233,7 @@ class BranchAgent(Agent):
     def __init__(self, ranks: int, host: Any) -> None:
         """Start, for a meeting of so many ``ranks``."""
         super().__init__(ranks)
-        agent = self._agent
-        self._branch = Branch(host, agent.lanes, agent.end, agent.turn)
+        self._branch = Branch(host, self.lanes, self.end, self.turn)
 
     def stay(self) -> None:
         """Never return: the host learns from the error when this process has died."""

@@ -73,8 +73,8 @@ class Command(NamedTuple):
     reading: Reading | None
 
 
-class NodeAgent:
-    """What an agent does, as a plain object: Ray wraps all methods of an actor's class.
+class Agent:
+    """The actor, whose calls several threads run.
 
     Attributes:
         lanes: Those to workers of this node.
@@ -82,10 +82,12 @@ class NodeAgent:
         turn: Held by whoever uses it.
     """
 
-    def __init__(self, ranks: int, host: str) -> None:
-        """Prepare for workers of a group of so many ``ranks``; ``host`` is this node's address."""
+    def __init__(self, ranks: int) -> None:
+        """Prepare for workers of a group of so many ``ranks``."""
+        # An actor without CPUs is given one thread; but while it adds up, its workers wait.
+        os.environ.pop("OMP_NUM_THREADS", None)
         self.lanes = GroupLanes(ranks)
-        self.end = NodeEnd(self.lanes.offer_of, host)
+        self.end = NodeEnd(self.lanes.offer_of, ray.util.get_node_ip_address())
         self.turn = threading.Lock()
         self._ranks = ranks
         self._workers: dict[int, Worker] = {}
@@ -148,16 +150,23 @@ class NodeAgent:
         with self.turn:
             return tuple(self.end.cut(plan, me))
 
-    def merge(self, plan: Plan, me: int, contributions: Sequence[Any]) -> Any:
+    def merge(self, plan: Plan, me: int, *contributions: Any) -> Any:
         """See `NodeEnd.merge`; None if what it was called with has come too late."""
         with self.turn:
             return self.end.merge(plan, me, contributions) if self._is_latest(plan) else None
 
-    def place(self, plan: Plan, me: int, pieces: Sequence[Any]) -> None:
+    def place(self, plan: Plan, me: int, *pieces: Any) -> None:
         """See `NodeEnd.place`."""
         with self.turn:
             if self._is_latest(plan):
                 self.end.place(plan, me, pieces)
+
+    def ping(self) -> None:
+        """Return: it can be reached."""
+
+    def beacon(self) -> list[Any]:
+        """Return a reference to a small object of this node's store."""
+        return [ray.put(None)]
 
     def sees(self, beacons: Sequence[Any], timeout: float) -> list[bool]:
         """Return which ``beacons`` can be fetched from their nodes within ``timeout`` seconds."""
@@ -249,56 +258,3 @@ class NodeAgent:
                 answer.let_go()
         self._answers.clear()
         self._pending.clear()
-
-
-class Agent:
-    """The actor."""
-
-    def __init__(self, ranks: int) -> None:
-        """Start; see `NodeAgent`."""
-        # An actor without CPUs is given one thread; but while it adds up, its workers wait.
-        os.environ.pop("OMP_NUM_THREADS", None)
-        self._agent = NodeAgent(ranks, ray.util.get_node_ip_address())
-
-    def ping(self) -> None:
-        """Return: it can be reached."""
-
-    def beacon(self) -> list[Any]:
-        """Return a reference to a small object of this node's store."""
-        return [ray.put(None)]
-
-    def sees(self, beacons: Sequence[Any], timeout: float) -> list[bool]:
-        """See `NodeAgent.sees`."""
-        return self._agent.sees(beacons, timeout)
-
-    def address(self) -> Address | str:
-        """See `NodeAgent.address`."""
-        return self._agent.address()
-
-    def work(self, command: Command) -> dict[int, Any]:
-        """See `NodeAgent.work`."""
-        return self._agent.work(command)
-
-    def more(self, number: int) -> dict[int, Any]:
-        """See `NodeAgent.more`."""
-        return self._agent.more(number)
-
-    def finish(self, number: int) -> None:
-        """See `NodeAgent.finish`."""
-        self._agent.finish(number)
-
-    def stream(self, plan: Plan, me: int, route: Route) -> Traffic | Exception:
-        """See `NodeAgent.stream`."""
-        return self._agent.stream(plan, me, route)
-
-    def cut(self, plan: Plan, me: int) -> Any:
-        """See `NodeAgent.cut`."""
-        return self._agent.cut(plan, me)
-
-    def merge(self, plan: Plan, me: int, *contributions: Any) -> Any:
-        """See `NodeAgent.merge`."""
-        return self._agent.merge(plan, me, contributions)
-
-    def place(self, plan: Plan, me: int, *pieces: Any) -> None:
-        """See `NodeAgent.place`."""
-        self._agent.place(plan, me, pieces)

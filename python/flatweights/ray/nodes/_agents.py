@@ -6,13 +6,13 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights.ray._calls import Answer, Call, Holders, argument_of
-from flatweights.ray.lanes._calls import Setback, Worker
+from flatweights.ray.lanes._calls import Setback, Worker, setting
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._order import CallLog
 from flatweights.ray.nodes._agent import Agent, Command, Failure, Held
@@ -27,20 +27,6 @@ _CALLS = 4  # of an agent that may run at a time
 
 SMALL = 256 * 1024
 """Bytes of a model below which a round through the driver is faster."""
-
-Choice = Literal["", "driver", "objects", "streams"]
-
-
-def choice() -> Choice:
-    """Return the value of ``FLATWEIGHTS_BETWEEN_NODES``, or nothing.
-
-    Raises:
-        ValueError: If it has a value that is none of a way.
-    """
-    value = os.environ.get(_VARIABLE, "")
-    if value in ("", "driver", "objects", "streams"):
-        return value  # type: ignore[return-value]
-    raise ValueError(f"{_VARIABLE}: expected driver, objects or streams, got {value!r}")
 
 
 class NodeCall:
@@ -295,7 +281,7 @@ class Agents:
         """
         check_sums(sums)
         self.sums = sums
-        self.choice = choice()
+        self.choice = setting(_VARIABLE, "driver", "objects", "streams")
         self.nbytes = self.settled = 0
         self.seconds = 0.0
         tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
