@@ -27,7 +27,7 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import Round, WorkerError, WorkerGroup, _failpoints
-from flatweights.ray.nodes._agent import Command, Held
+from flatweights.ray.nodes._agent import AverageOf, Command
 from flatweights.ray.nodes._agents import AgentEnd, NodeCall
 from flatweights.ray.nodes._exchange import _BEACON
 
@@ -451,7 +451,7 @@ def bytes_out_are_those_that_are_sent(nodes: Nodes) -> None:
         """The models that went to rank 0, which the driver calls, and to agents with a command."""
         to_agents = [one for one in commands if one.weights is not None]
         commands.clear()
-        return 1 + sum(not isinstance(one.weights, Held) for one in to_agents)
+        return 1 + sum(not isinstance(one.weights, AverageOf) for one in to_agents)
 
     begin = NodeCall.__init__
     with pytest.MonkeyPatch.context() as patch:

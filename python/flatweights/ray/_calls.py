@@ -44,7 +44,8 @@ from numpy.typing import NDArray
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._result import is_arrays
-from flatweights.ray._wire import Travels, WireMessage
+from flatweights.ray._store import put
+from flatweights.ray._wire import Travels, WireMessage, nbytes_of
 from flatweights.wire import Difference, WireDType
 
 _SLICE = 1e-3  # seconds that one way is waited for while there are others
@@ -99,10 +100,10 @@ class Answer(ABC):
     """The answer to one call, on its way.
 
     Attributes:
-        place: The agent that has the value, if it is on another node; what is taken is a header.
+        agent: The one that has the value, on another node; what is taken is a summary of it.
     """
 
-    place: Any = None
+    agent: Any = None
 
     @property
     def carrier(self) -> object:
@@ -160,8 +161,8 @@ class Answer(ABC):
         """Give back the memory of the value; it is not taken again. A second time is harmless."""
 
 
-class Holders(NamedTuple):
-    """Which agents have the average of an exchange between nodes.
+class Exchanged(NamedTuple):
+    """An average that nodes have exchanged, and which agents have it.
 
     Attributes:
         number: That of the exchange.
@@ -187,7 +188,7 @@ class Payload:
         put: Puts them into Ray's object store and returns the reference.
         argument: What brings them with Ray's calls; None before `argument_of`.
         is_frozen: Whether `value` was made sure not to change, so that lanes can send it.
-        held: Which agents of other nodes have it, if it is the average that they made.
+        exchanged: Which agents have it, if it is an average that nodes have exchanged.
         nbytes_sent: The bytes that went to workers that took it.
     """
 
@@ -196,8 +197,13 @@ class Payload:
     put: Callable[[], Any]
     argument: Any = None
     is_frozen: bool = False
-    held: Holders | None = None
+    exchanged: Exchanged | None = None
     nbytes_sent: int = 0
+
+    @classmethod
+    def of(cls, value: Any, ranks: int) -> Payload:
+        """Return the payload that brings ``value`` to some of a group's ``ranks``."""
+        return cls(value, nbytes_of(value) or 0, lambda: put(value, ranks))
 
 
 class Call(NamedTuple):

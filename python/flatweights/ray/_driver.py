@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import ray
@@ -13,13 +13,21 @@ from flatweights._running_average import RunningAverage
 from flatweights._sources import Template
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._calls import Answer, RayAnswer
-from flatweights.ray._engine import Arrivals, Deadline, Request, Weights, letting_go
+from flatweights.ray._engine import (
+    PLAIN,
+    Arrivals,
+    Codec,
+    Deadline,
+    Request,
+    Weights,
+    letting_go,
+)
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import report
 from flatweights.ray._result import copied, split
 from flatweights.ray._round import Round
 from flatweights.ray._store import check_cluster
-from flatweights.ray._wire import nbytes_of, widen
+from flatweights.ray._wire import nbytes_of
 from flatweights.robust import AnyRule, Rule
 
 
@@ -143,10 +151,7 @@ class DriverAverage:
         arrivals: Arrivals,
         request: Request,
         out: Any = None,
-        *,
-        decode: Callable[[Any], Any] = widen,
-        finish: Callable[[Any], Any] = lambda mean: mean,
-        accept: Callable[[Any, str], None] = lambda model, where: None,
+        codec: Codec = PLAIN,
     ) -> None:
         """Prepare the average.
 
@@ -154,17 +159,12 @@ class DriverAverage:
             arrivals: The answers to wait for.
             request: The arguments of the round.
             out: Where to write.
-            decode: Decodes the weights that a worker returned to a model.
-            finish: Turns the mean of these models into the average; it may change the mean.
-            accept: Raises unless the first of these models, or its layout, is one to be averaged;
-                errors name it by the text.
+            codec: How weights travel.
         """
         self._arrivals = arrivals
         self._request = request
         self._out = out
-        self._decode = decode
-        self._finish = finish
-        self._accept = accept
+        self._codec = codec
         self._order = sorted(arrivals.answers)
         self._next = 0  # place in the order of the first rank that was not added
         self._held: dict[int, Any] = {}
@@ -183,7 +183,7 @@ class DriverAverage:
             # "skip" may leave too few, which is known only after the pass that writes ``out``.
             skips = self._request.nonfinite == "skip" and self._out is not None
             at_once = self._request.rule is not None or (self._may_hold_all() and not skips)
-            mean = self._finish(self._at_once() if at_once else self._streamed())
+            mean = self._codec.finish(self._at_once() if at_once else self._streamed())
             return Round(
                 sealed(mean) if self._out is None else mean,
                 self._used,
@@ -283,7 +283,7 @@ class DriverAverage:
         weights = [request.weights[rank] for rank in ranks]
         if len(models) < len(ranks) or not any(weights):
             return None
-        self._accept(models[0].layout, f"rank {ranks[0]}")
+        self._codec.accept(models[0].layout, f"rank {ranks[0]}")
         reach("averaging")
         begin = time.monotonic()
         mean = models[0].layout.new_buffer()
@@ -348,7 +348,7 @@ class DriverAverage:
         value = self._arrivals.take(rank)
         if rank in self._arrivals.failed:
             return {}
-        return self._find_spoiled([rank], [self._decode(split(value)[0])])
+        return self._find_spoiled([rank], [self._codec.decode(split(value)[0])])
 
     def _runs(self, *, to_the_end: bool, most: int) -> Iterator[dict[int, Any]]:
         """Yield values by runs of consecutive ranks.
@@ -402,10 +402,10 @@ class DriverAverage:
     def _read(self, rank: int, value: Any) -> Any:
         """Return the model in ``value``, checked; keep the extras."""
         received, extras = split(value)
-        model = self._decode(received)
+        model = self._codec.decode(received)
         name = f"rank {rank}"
         if self._template is None:
-            self._accept(model, name)
+            self._codec.accept(model, name)
             self._template, self._first = Template.of(model, name), rank
         else:
             try:

@@ -15,6 +15,7 @@ from flatweights.ray._calls import Answer, wait_any
 from flatweights.ray._errors import WorkerError, late_error
 from flatweights.ray._report import METRICS
 from flatweights.ray._store import FULL, too_small
+from flatweights.ray._wire import widen
 from flatweights.robust import AnyRule, Rule
 
 _FOREVER = 1e8  # seconds, three years: clocks that count nanoseconds overflow later
@@ -82,6 +83,30 @@ class Request:
         if callable(self.weights):
             return read_weight(self.weights(result), f"weight of rank {rank}")
         return self.weights[rank]
+
+
+class Codec(NamedTuple):
+    """How the weights of workers travel, and which ones are averaged.
+
+    Attributes:
+        decode: Decodes the weights that a worker returned, or the average of encoded ones.
+        finish: Turns the mean of decoded weights into the average; it may change the mean.
+        accept: Raises unless the first of these weights, or their layout, are to be averaged;
+            errors name them by the text.
+    """
+
+    decode: Callable[[Any], Any] = widen
+    finish: Callable[[Any], Any] = lambda mean: mean
+    accept: Callable[[Any, str], None] = lambda model, where: None
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether a group has workers encode weights."""
+        return self.decode is not widen
+
+
+PLAIN = Codec()
+"""Weights as they are; a `flatweights.wire.Difference` is widened."""
 
 
 def check_count(value: int, name: str, most: int | None = None) -> int:

@@ -15,7 +15,9 @@ from flatweights._average import Nonfinite
 from flatweights.ray._calls import BY_VALUE
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import (
+    PLAIN,
     Arrivals,
+    Codec,
     Deadline,
     Request,
     Weights,
@@ -383,22 +385,21 @@ class WorkerGroup:
                 is_encoded = wire is not None and (travels == "gradients" or wire.has_sent)
                 encoded = travels if is_encoded else None
                 call = roster.call(method, work.args, work.kwargs, payload, encoded)
-                options: dict[str, Any] = {}
+                codec = PLAIN
                 if wire is not None and is_encoded:
-                    finish = functools.partial(wire.decode, travels=travels)
-                    options = {"decode": wire.widen, "finish": finish}
+                    codec = Codec(wire.widen, functools.partial(wire.decode, travels=travels))
                 elif roster.layout is not None:
-                    options["accept"] = functools.partial(check_result, roster.layout, method)
+                    codec = Codec(accept=functools.partial(check_result, roster.layout, method))
                 why = roster.why_no_agents(called, request)
-                plan: DriverAverage | NodesAverage
+                mean: DriverAverage | NodesAverage
                 if why is None:
-                    plan = NodesAverage(roster.agents, arrivals, request, out, **options)
-                    roster.send_out(call, arrivals, called, by_rank, plan.reading)
+                    mean = NodesAverage(roster.agents, arrivals, request, out, codec)
+                    roster.send_out(call, arrivals, called, by_rank, mean.reading)
                 else:
                     roster.send_out(call, arrivals, called, by_rank)
-                    plan = DriverAverage(arrivals, request, out, **options)
+                    mean = DriverAverage(arrivals, request, out, codec)
                     roster.lanes.offer()
-                result = plan.run()
+                result = mean.run()
                 roster.note_size(result, is_kept=out is None)
         except WorkerError as error:
             raise WorkerError(before | error.failed) from error.__cause__

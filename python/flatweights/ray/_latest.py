@@ -12,8 +12,7 @@ import ray
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._calls import BY_VALUE, Payload, Stamp, sent_weights
 from flatweights.ray._round import Round
-from flatweights.ray._store import put
-from flatweights.ray._wire import GroupWire, nbytes_of
+from flatweights.ray._wire import GroupWire
 from flatweights.wire import Difference
 
 
@@ -50,22 +49,22 @@ class Latest:
             model = ray.get(value) if isinstance(value, ray.ObjectRef) else value
             if is_subset(model, self.names):
                 model = merged(wire.weights, model)
-            held = weights._held if isinstance(weights, Round) else None
-            difference = None if held is None else held.difference
+            exchanged = weights._exchanged if isinstance(weights, Round) else None
+            difference = None if exchanged is None else exchanged.difference
             message, wire = wire.message(model, difference)
-            payload = self._new_payload(message)
+            payload = Payload.of(message, self.ranks)
             if isinstance(message, Difference) and difference is not None:
-                payload.held = held if message.values is difference.values else None
+                payload.exchanged = exchanged if message.values is difference.values else None
             return Latest(self.ranks, wire, payload, version, tuple(model))
         if is_subset(value, self.names):
             base = self._base_for(value)
         if isinstance(value, FlatWeights) and value.buffer.nbytes <= BY_VALUE:
             # The caller's may change before a restart wants it.
             value = value.copy() if value.buffer.flags.writeable else value
-        payload = self._new_payload(value)
+        payload = Payload.of(value, self.ranks)
         if isinstance(weights, Round):
             payload.put = weights.current_ref
-            payload.held = weights._held
+            payload.exchanged = weights._exchanged
         names = self.names if base or not isinstance(value, Mapping) else tuple(value)
         return Latest(self.ranks, None, payload, version, names, base)
 
@@ -75,10 +74,10 @@ class Latest:
         All of them, if only a subset was sent last; a snapshot, if there is a wire.
         """
         if self._full is None and self.wire is not None and self.wire.has_sent:
-            self._full = self._new_payload(self.wire.snapshot())
+            self._full = Payload.of(self.wire.snapshot(), self.ranks)
         elif self._full is None and self.base is not None and self.payload is not None:
             full = merged(sent_weights(self.base), sent_weights(self.payload))
-            self._full = self._new_payload(full)
+            self._full = Payload.of(full, self.ranks)
         return self._full or self.payload
 
     def _base_for(self, subset: Mapping[str, Any]) -> Payload | None:
@@ -94,10 +93,6 @@ class Latest:
                 "follow weights by name, and those sent before are not by name"
             )
         return base
-
-    def _new_payload(self, value: Any) -> Payload:
-        ranks = self.ranks  # not self: a cycle would keep the weights
-        return Payload(value, nbytes_of(value) or 0, lambda: put(value, ranks))
 
 
 def is_subset(weights: Any, names: Any) -> bool:

@@ -248,13 +248,13 @@ class Roster:
             by_rank: More arguments by rank.
             reading: How agents read results, which then stay on their nodes.
         """
-        held = None if call.payload is None else call.payload.held
+        exchanged = None if call.payload is None else call.payload.exchanged
         near: list[int] = []
         far: dict[AgentEnd, dict[int, Worker]] = {}
         for rank in ranks:
             worker = self._records[rank].worker
             agent = self.agents.of(worker, starts=reading is not None)
-            if agent is not None and (reading is not None or agent.has(held)):
+            if agent is not None and (reading is not None or agent.has(exchanged)):
                 far.setdefault(agent, {})[rank] = worker
             else:
                 near.append(rank)
@@ -480,7 +480,7 @@ class Roster:
         for rank in ranks:
             worker = self._records[rank].worker
             agent = self.agents.of(worker)
-            if agent is None or not agent.has(latest.payload.held):
+            if agent is None or not agent.has(latest.payload.exchanged):
                 worker.prepare(latest.payload)
         note_seconds(weights, "put", time.monotonic() - begin)
         self.latest = latest

@@ -76,7 +76,7 @@ class Round:
         self.ways: dict[int, str] = {}
         self.groups: tuple[tuple[int, ...], ...] = ()
         self.links: dict[str, dict[str, int]] = {}
-        self._held: Any = None  # which agents have the average
+        self._exchanged: Any = None  # which agents have the average
         self._ref: Any = None
         self._session: tuple[str, str] | None = None  # of Ray, in which it was put
         self._in_store: list[Any] = []  # the parts that were put, if none of them can change

@@ -24,10 +24,10 @@ from flatweights.ray.lanes._message import buffer_message
 from flatweights.ray.lanes._worker import NUMBER
 from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._seats import SLICE, Away, Letter, Seat, SeatAnswer
-from flatweights.ray.nodes._agent import Agent, Held
+from flatweights.ray.nodes._agent import Agent, AverageOf
 from flatweights.ray.nodes._agents import SMALL
 from flatweights.ray.nodes._node import NodeEnd
-from flatweights.ray.nodes._results import Header
+from flatweights.ray.nodes._results import Summary
 
 _KEPT = 4  # outcomes that members may fetch
 
@@ -39,10 +39,10 @@ class AwayAnswer(Answer):
         """Take the ask."""
         assert answer.seat is not None
         assert answer.away is not None
-        self.place = answer.seat.agent
+        self.agent = answer.seat.agent
         layout = answer.layout
         template = Template(Kind.FLAT_WEIGHTS, layout)
-        self._header = Header(template, spoiled=answer.away.spoiled, nbytes=layout.nbytes)
+        self._summary = Summary(template, spoiled=answer.away.spoiled, nbytes=layout.nbytes)
         self._answer = answer
 
     @classmethod
@@ -52,9 +52,9 @@ class AwayAnswer(Answer):
         """Return all: they are there."""
         return answers
 
-    def take(self) -> Header:
-        """Return the header."""
-        return self._header
+    def take(self) -> Summary:
+        """Return the summary."""
+        return self._summary
 
     def let_go(self) -> None:
         """Let go of the ask."""
@@ -67,7 +67,7 @@ class Post(NamedTuple):
     Attributes:
         number: Its number.
         stream: The outcome.
-        weights: Its weights: None; a reference in a list; or `Held`.
+        weights: Its weights: None; a reference in a list; or `AverageOf`.
         tokens: The members.
     """
 
@@ -160,7 +160,7 @@ class Branch:
         """Give members an outcome."""
         weights = post.weights
         buffer: Any = None
-        if isinstance(weights, Held):
+        if isinstance(weights, AverageOf):
             buffer = self._end.weights(weights.number).buffer
         elif weights is not None:
             buffer = ray.get(weights[0])

@@ -29,7 +29,7 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights.ray._calls import Holders, Packed
+from flatweights.ray._calls import Exchanged, Packed
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import Arrivals, Deadline, Request
 from flatweights.ray._errors import WorkerError, late_error, portable, reason_in_a_line
@@ -42,7 +42,7 @@ from flatweights.ray.lanes._worker import NUMBER
 from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome
 from flatweights.ray.members._branch import AwayAnswer, BranchAgent, Post
 from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer
-from flatweights.ray.nodes._agent import Held
+from flatweights.ray.nodes._agent import AverageOf
 from flatweights.ray.nodes._agents import AgentEnd, Agents
 from flatweights.ray.nodes._exchange import NodesAverage
 from flatweights.ray.nodes._plan import Sums
@@ -294,13 +294,13 @@ class Meeting:
                 arrivals.late = sorted([*arrivals.late, seat.rank])
         first = asks[min(asks)]
         weights: Packed | None = None
-        holders: Holders | None = None
+        exchanged: Exchanged | None = None
         try:
             self._check_agree(asks)
             if first.operation == "broadcast":
                 weights, outcome = self._relay(first, arrivals)
             else:
-                weights, outcome, holders = self._average(asks, arrivals)
+                weights, outcome, exchanged = self._average(asks, arrivals)
         except Exception as raised:  # all members raise it; a rule may raise anything
             outcome = Outcome(number, self._size, (), error=portable(raised))
         finally:
@@ -319,7 +319,7 @@ class Meeting:
         buffer = None if weights is None else weights.buffer
         # The last to ask may not even sleep yet: told first, it goes on while the others wake.
         seats = [self._seats[rank] for rank in reversed(asks)]
-        self._post(number, stream, buffer, seats, holders)
+        self._post(number, stream, buffer, seats, exchanged)
 
     def _check_agree(self, asks: dict[int, Ask]) -> None:
         """Raise `ValueError`, naming all ranks, unless all ask for the same call."""
@@ -337,7 +337,7 @@ class Meeting:
 
     def _average(
         self, asks: dict[int, Ask], arrivals: Arrivals
-    ) -> tuple[Packed, Outcome, Holders | None]:
+    ) -> tuple[Packed, Outcome, Exchanged | None]:
         first = asks[min(asks)]
         weights = [asks[rank].weight if rank in asks else 0.0 for rank in range(self._size)]
         if not any(weights):
@@ -383,7 +383,7 @@ class Meeting:
             groups=result.groups,
             links=result.links,
         )
-        return Packed(result.weights.buffer, result.weights.layout), outcome, result._held
+        return Packed(result.weights.buffer, result.weights.layout), outcome, result._exchanged
 
     def _relay(self, first: Ask, arrivals: Arrivals) -> tuple[Packed, Outcome]:
         """Return a copy of the root's weights.
@@ -430,7 +430,7 @@ class Meeting:
         stream: bytes,
         buffer: NDArray[np.uint8] | None,
         seats: Sequence[Seat],
-        holders: Holders | None = None,
+        exchanged: Exchanged | None = None,
     ) -> None:
         """Give ``seats`` an outcome.
 
@@ -439,7 +439,7 @@ class Meeting:
             stream: The outcome.
             buffer: Its weights.
             seats: The members.
-            holders: Which agents have the weights already.
+            exchanged: Which agents have the weights already.
         """
         windows = self._lanes.windows
         message: Message | None = None
@@ -467,8 +467,8 @@ class Meeting:
                 self._lose(seat, f"{seat.who}: {type(error).__name__}: {error}")
         for agent, tokens in away.items():
             weights: Any = None
-            if holders is not None and agent.has(holders):
-                weights = Held(holders.number)
+            if exchanged is not None and agent.has(exchanged):
+                weights = AverageOf(exchanged.number)
             elif buffer is not None:
                 ref = ray.put(buffer) if ref is None else ref
                 weights = [ref]

@@ -1,8 +1,8 @@
 """An agent: it calls the workers of one node for a driver on another, and adds up what they return.
 
 It reaches them as a driver reaches its own: through lanes. What they return stays here; the driver
-gets a header of each, and says which of them are averaged, with which other nodes. A driver that is
-not answered in time says that the round is over, and each wait here ends.
+gets a summary of each, and says which are averaged, with which other nodes. A driver that is not
+answered in time says that the round is over, and each wait here ends.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import ray
 
 from flatweights.ray._calls import Answer, Call, Head, Payload, wait_any, weights_of
 from flatweights.ray._errors import portable
-from flatweights.ray._store import put
-from flatweights.ray._wire import nbytes_of
 from flatweights.ray.lanes._calls import GroupLanes, Worker
 from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._listener import Address
@@ -29,7 +27,7 @@ from flatweights.ray.nodes._results import Reading
 _SLICE = 0.1  # seconds after which answers are reported, although others are missing
 
 
-class Held(NamedTuple):
+class AverageOf(NamedTuple):
     """In place of weights: the average of an exchange, which the agent has.
 
     Attributes:
@@ -57,7 +55,7 @@ class Command(NamedTuple):
         args: See `Call`.
         kwargs: See `Call`.
         ranks: By rank, the actor, and more arguments.
-        weights: What the calls bring: None, what `argument_of` returns, or `Held`.
+        weights: What the calls bring: None, what `argument_of` returns, or `AverageOf`.
         fences: References that are there once calls that the driver made itself have run.
         reading: How to read the results, which stay here; None, if the driver gets them.
     """
@@ -99,7 +97,7 @@ class Agent:
         self._answers: dict[int, Answer] = {}
         self._pending: dict[Answer, int] = {}
         self._owed: dict[int, Answer] = {}  # by rank, to commands that are over
-        self._held: tuple[Held, Payload] | None = None
+        self._exchanged: tuple[AverageOf, Payload] | None = None
 
     def address(self) -> Address | str:
         """Return where other nodes connect; or why they cannot."""
@@ -119,7 +117,7 @@ class Agent:
             return self._news(command.number)
 
     def more(self, number: int) -> dict[int, Any]:
-        """Return headers, values or failures by rank, once there are any; none if it is over."""
+        """Return summaries, values or failures by rank, once there are any; none if it is over."""
         with self.turn:
             return self._news(number)
 
@@ -218,18 +216,12 @@ class Agent:
     def _payload(self, weights: Any) -> Payload | None:
         if weights is None:
             return None
-        held = weights if isinstance(weights, Held) else None
-        if held is not None and self._held is not None and self._held[0] == held:
-            return self._held[1]
-        if held is not None:
-            value = self.end.weights(*held)
-        else:
-            value = weights_of(ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights)
-        ranks = self._ranks
-        payload = Payload(value, nbytes_of(value) or 0, lambda: put(value, ranks))
-        if held is not None:
-            self._held = held, payload
-        return payload
+        if isinstance(weights, AverageOf):
+            if self._exchanged is None or self._exchanged[0] != weights:
+                self._exchanged = weights, Payload.of(self.end.weights(*weights), self._ranks)
+            return self._exchanged[1]
+        value = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights
+        return Payload.of(weights_of(value), self._ranks)
 
     def _news(self, number: int) -> dict[int, Any]:
         while self._pending and self._is_on(number):

@@ -11,11 +11,11 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from flatweights.ray._calls import Answer, Call, Holders, argument_of
+from flatweights.ray._calls import Answer, Call, Exchanged, argument_of
 from flatweights.ray.lanes._calls import Setback, Worker, setting
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._order import CallLog
-from flatweights.ray.nodes._agent import Agent, Command, Failure, Held
+from flatweights.ray.nodes._agent import Agent, AverageOf, Command, Failure
 from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import NodeEnd
 from flatweights.ray.nodes._plan import Sums, check_sums
@@ -35,7 +35,7 @@ class NodeCall:
     Attributes:
         ref: What the agent returns next; None once it has failed.
         values: What it has returned, by rank.
-        held: The exchange whose average the call brings, which the agent has; else 0.
+        exchange: The one whose average the call brings, which the agent has; else 0.
     """
 
     def __init__(self, agent: AgentEnd, command: Command) -> None:
@@ -44,7 +44,7 @@ class NodeCall:
         self.number = command.number
         self.values: dict[int, Any] = {}
         self._missing = {*command.ranks}
-        self.held = command.weights.number if isinstance(command.weights, Held) else 0
+        self.exchange = command.weights.number if isinstance(command.weights, AverageOf) else 0
         self._is_finished = False
         self.ref: Any = agent.handle.work.remote(command)
 
@@ -57,8 +57,8 @@ class NodeCall:
             self.agent.note_failure(error)
             self.values |= dict.fromkeys(self._missing, Failure(error.with_traceback(None)))
             return
-        if news and self.held:
-            self.agent.sent = self.held
+        if news and self.exchange:
+            self.agent.sent = self.exchange
         self.values |= news
         self._missing -= news.keys()
         self.ref = self.agent.handle.more.remote(self.number) if self._missing else None
@@ -76,7 +76,7 @@ class NodeAnswer(Answer):
     def __init__(self, call: NodeCall, rank: int, handle: Any) -> None:
         """Wait for what the agent says of ``rank``."""
         self.call = call
-        self.place = call.agent
+        self.agent = call.agent
         self._rank = rank
         self._handle = handle
         self._after: Any = None  # there once the worker has run a call that is over
@@ -84,11 +84,11 @@ class NodeAnswer(Answer):
     @property
     def carrier(self) -> object:
         """The command, unless the agent has the weights."""
-        return None if self.call.held else self.call
+        return None if self.call.exchange else self.call
 
     @property
     def is_in_store(self) -> bool:
-        """It is a header, or small."""
+        """It is a summary, or small."""
         return False
 
     @property
@@ -121,7 +121,7 @@ class NodeAnswer(Answer):
                     call.look()
 
     def take(self) -> Any:
-        """Return the header or the value."""
+        """Return the summary or the value."""
         value = self.call.values[self._rank]
         if type(value) is Failure:
             raise value.error
@@ -150,7 +150,7 @@ class AgentEnd:
         token: Tells it from all others, also on the same node.
         handle: The actor.
         is_dead: Whether it has failed.
-        held: The exchanges whose averages it has.
+        averages: The exchanges whose averages it has.
         sent: The exchange whose average its workers were sent last; 0 if that is not known.
         settled: The last exchange that it took part in and that succeeded.
     """
@@ -173,7 +173,7 @@ class AgentEnd:
         made: Any = ray.remote(actor).options(scheduling_strategy=where, **options)
         self.handle = made.remote(*args)
         self.is_dead = False
-        self.held: set[int] = set()
+        self.averages: set[int] = set()
         self.sent = self.settled = 0
         self._address: Any = self.handle.address.remote()
 
@@ -206,9 +206,9 @@ class AgentEnd:
         """
         payload = call.payload
         weights = None
-        if payload is not None and payload.held is not None and self.has(payload.held):
+        if payload is not None and payload.exchanged is not None and self.has(payload.exchanged):
             self.sent = 0  # until it has answered
-            weights = Held(payload.held.number, getattr(payload.value, "version", None))
+            weights = AverageOf(payload.exchanged.number, getattr(payload.value, "version", None))
         elif payload is not None:
             weights = argument_of(payload)
         fences = [fence for worker in workers.values() if (fence := self._fence(worker))]
@@ -217,13 +217,13 @@ class AgentEnd:
         made = NodeCall(self, command)
         return {rank: NodeAnswer(made, rank, worker.handle) for rank, worker in workers.items()}
 
-    def has(self, held: Holders | None) -> bool:
+    def has(self, one: Exchanged | None) -> bool:
         """Whether it has the average of an exchange."""
-        return held is not None and self.token in held.tokens and held.number in self.held
+        return one is not None and self.token in one.tokens and one.number in self.averages
 
     def begin_exchange(self) -> None:
         """Note that it gives up averages that its workers were not sent."""
-        self.held &= {self.sent}
+        self.averages &= {self.sent}
 
     def _fence(self, worker: Worker) -> Any:
         """Return what is there after all calls that this process has made on the worker's handle.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ from flatweights import _core
 from flatweights._average import read_weights
 from flatweights._sources import Kind, Template
 from flatweights._weights import sealed
-from flatweights.ray._calls import Holders
-from flatweights.ray._engine import Arrivals, Request, letting_go
+from flatweights.ray._calls import Exchanged
+from flatweights.ray._engine import PLAIN, Arrivals, Codec, Request, letting_go
 from flatweights.ray._errors import late_error, reason_of
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
@@ -34,7 +34,7 @@ from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
 from flatweights.ray.nodes._pieces import as_kind
 from flatweights.ray.nodes._plan import Plan
-from flatweights.ray.nodes._results import Header, Reading
+from flatweights.ray.nodes._results import Reading, Summary
 
 _GRACE = 0.5  # seconds for which an exchange may go on when the time of a round is up
 _ANSWER = 10.0  # seconds in which an agent answers: while its store spills, it does nothing else
@@ -44,7 +44,7 @@ _SHARE = 3  # no wait takes more than this part of the time that is left
 _START = 30.0  # seconds that a new agent is given to listen
 _ROOM = 1.25  # times the duration of the last exchange that the wait for results leaves for it
 
-Place = AgentEnd | None
+Node = AgentEnd | None
 """A node in an exchange: by its agent, None for the driver's own."""
 
 
@@ -61,10 +61,7 @@ class NodesAverage:
         arrivals: Arrivals,
         request: Request,
         out: Any = None,
-        *,
-        decode: Callable[[Any], Any] | None = None,
-        finish: Callable[[Any], Any] = lambda mean: mean,
-        accept: Callable[[Any, str], None] = lambda model, where: None,
+        codec: Codec = PLAIN,
     ) -> None:
         """Prepare the average.
 
@@ -73,24 +70,20 @@ class NodesAverage:
             arrivals: The answers to wait for: of ranks here, and of those that agents call.
             request: The arguments of the round.
             out: Where to write.
-            decode: Decodes the average, if the weights that workers return are encoded.
-            finish: Turns what was decoded into the average; it may change it.
-            accept: See `DriverAverage`.
+            codec: How weights travel; agents average encoded ones as they are.
         """
         self.reading = Reading(
             screen=request.nonfinite != "propagate",
             weigh=request.weights if callable(request.weights) else None,
-            is_encoded=decode is not None,
+            is_encoded=codec.is_encoded,
         )
-        self._decode = decode
-        self._finish = finish
+        self._codec = codec
         self._agents = agents
         self._arrivals = arrivals
         self._request = request
         self._out = out
-        self._accept = accept
-        self._headers: dict[int, Header] = {}
-        self._places: dict[int, Place] = {}
+        self._summaries: dict[int, Summary] = {}
+        self._nodes: dict[int, Node] = {}
         self._traffic: dict[str, Traffic] = {}  # by node
         self._way = ""  # of the exchange
         self._end = arrivals.deadline.end
@@ -115,14 +108,15 @@ class NodesAverage:
             arrivals.check(self._request)
         begin = time.monotonic()
         plan, took, seconds = self._exchange()
-        headers, used = self._headers, sorted(rank for group in plan.groups for rank in group)
+        used = sorted(rank for group in plan.groups for rank in group)
+        summaries = {rank: self._summaries[rank] for rank in used}
         template = plan.template
         self._agents.nbytes = template.layout.nbytes
         self._agents.seconds = seconds
         mean = self._agents.end.weights(plan.number)
         difference = mean if plan.coding is not None else None
-        if self._decode is not None:
-            mean = sealed(self._finish(self._decode(mean)))
+        if self._codec.is_encoded:
+            mean = sealed(self._codec.finish(self._codec.decode(mean)))
             template = Template.of(mean)
         if self._out is not None:
             target = template.read_out(self._out)
@@ -130,7 +124,7 @@ class NodesAverage:
             _core.move_parts(target, template.read(mean, "the average"))
             mean = self._out
         elif template.kind in (Kind.MAPPING, Kind.TREE):
-            containers = headers[used[0]].containers
+            containers = summaries[used[0]].containers
             assert containers is not None
             mean = sealed(containers.build(containers.leaves(mean, "the average")))
         result = Round(
@@ -139,31 +133,31 @@ class NodesAverage:
             failed=dict(sorted(arrivals.failed.items())),
             quarantined=sorted(arrivals.quarantined),
             late=arrivals.late,
-            extras={k: copied(headers[k].extras) for k in used if headers[k].extras is not None},
+            extras={k: copied(s.extras) for k, s in summaries.items() if s.extras is not None},
             seconds={"wait": arrivals.seconds_waited, "average": time.monotonic() - begin},
-            nbytes=sum(headers[rank].nbytes for rank in used),
+            nbytes=sum(summary.nbytes for summary in summaries.values()),
         )
-        far = [rank for rank, place in self._places.items() if place is not None]
+        far = [rank for rank, node in self._nodes.items() if node is not None]
         result.ways = dict.fromkeys(far, f"agent: {self._way}")
         result.groups = plan.merged_groups()
         traffic = self._traffic.items()
         result.links = {node: {"in": t.received, "out": t.sent} for node, t in traffic}
         if self._out is None and template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
-            result._held = Holders(plan.number, frozenset(took), difference)
+            result._exchanged = Exchanged(plan.number, frozenset(took), difference)
         return result
 
     def _receive(self, rank: int) -> None:
-        """Read the result of a rank here, or the header of one elsewhere."""
+        """Read the result of a rank here, or the summary of one elsewhere."""
         answer = self._arrivals.answers[rank]
         value = self._arrivals.take(rank)
         if rank in self._arrivals.failed:
             return
-        self._places[rank] = answer.place
-        if answer.place is not None:
-            self._headers[rank] = value
+        self._nodes[rank] = answer.agent
+        if answer.agent is not None:
+            self._summaries[rank] = value
         else:
             results = self._agents.end.results
-            self._headers[rank] = results.read(rank, value, self.reading)
+            self._summaries[rank] = results.read(rank, value, self.reading)
 
     def _exchange(self) -> tuple[Plan, set[str], float]:
         """Exchange, without lost nodes.
@@ -174,21 +168,21 @@ class NodesAverage:
         why = self._why_no_streams()
         while True:
             self._check_time()
-            used, weights, template = self._settle()
-            places = list(dict.fromkeys(self._places[rank] for rank in used))
-            places += [] if None in places else [None]  # the driver takes part without ranks, too
-            groups = tuple(tuple(k for k in used if self._places[k] is place) for place in places)
+            used, weights, template = self._models()
+            nodes = list(dict.fromkeys(self._nodes[rank] for rank in used))
+            nodes += [] if None in nodes else [None]  # the driver takes part without ranks, too
+            groups = tuple(tuple(k for k in used if self._nodes[k] is node) for node in nodes)
             number = self._agents.next_number()
-            sums, coding = self._agents.sums, self._headers[used[0]].coding
-            settled = tuple((place or self._agents).settled for place in places)
+            sums, coding = self._agents.sums, self._summaries[used[0]].coding
+            settled = tuple((node or self._agents).settled for node in nodes)
             plan = Plan(number, template, groups, weights, sums, coding=coding, settled=settled)
-            agents = [place for place in places if place is not None]
+            agents = [node for node in nodes if node is not None]
             for agent in agents:
                 agent.begin_exchange()
             begin = time.monotonic()
             self._way = f"objects ({why})" if why else "streams"
             try:
-                took = self._over_objects(plan, places) if why else self._by_stream(plan, places)
+                took = self._over_objects(plan, nodes) if why else self._by_stream(plan, nodes)
             except _BrokenError as error:
                 if self._is_time_up():
                     continue
@@ -200,16 +194,16 @@ class NodesAverage:
                     self._agents.streams.note(why, may_pass=True)
                 for agent in lost:
                     reason = TimeoutError(f"its node could not be reached: {error}")
-                    ranks = [rank for rank in used if self._places[rank] is agent]
+                    ranks = [rank for rank in used if self._nodes[rank] is agent]
                     self._arrivals.lose(dict.fromkeys(ranks, reason))
                 continue
             for agent in took:
-                agent.held.add(number)
-            for place in places:
-                (place or self._agents).settled = number
+                agent.averages.add(number)
+            for node in nodes:
+                (node or self._agents).settled = number
             return plan, {agent.token for agent in took}, time.monotonic() - begin
 
-    def _settle(self) -> tuple[list[int], dict[int, float], Template]:
+    def _models(self) -> tuple[list[int], dict[int, float], Template]:
         """Return the ranks that are averaged, their weights, and their template."""
         arrivals, request = self._arrivals, self._request
         arrivals.check(request)
@@ -217,34 +211,34 @@ class NodesAverage:
         whole: Template | None = None  # before the models were encoded
         first = 0
         spoiled: dict[int, Exception] = {}
-        for rank in sorted(self._headers.keys() - arrivals.failed.keys()):
-            header = self._headers[rank]
-            if header.error is not None:
-                raise header.error
-            assert header.template is not None
-            this, coding = header.template, header.coding
+        for rank in sorted(self._summaries.keys() - arrivals.failed.keys()):
+            summary = self._summaries[rank]
+            if summary.error is not None:
+                raise summary.error
+            assert summary.template is not None
+            this, coding = summary.template, summary.coding
             this = this if coding is None else Template(Kind.FLAT_WEIGHTS, coding.layout)
             if template is None or whole is None:
-                template, whole, first = header.template, this, rank
-                self._accept(_stand_in(template), f"rank {rank}")
+                template, whole, first = summary.template, this, rank
+                self._codec.accept(_stand_in(template), f"rank {rank}")
             _match(whole, this, rank, first)
-            if header.spoiled is not None:
-                spoiled[rank] = header.spoiled
+            if summary.spoiled is not None:
+                spoiled[rank] = summary.spoiled
         assert template is not None
         if spoiled and request.nonfinite == "raise":
             raise next(iter(spoiled.values()))
         arrivals.quarantine(spoiled)
         arrivals.check(request)
-        ranks = sorted(self._headers.keys() - arrivals.failed.keys())
+        ranks = sorted(self._summaries.keys() - arrivals.failed.keys())
         asked = request.weights
-        values = [self._headers[k].weight or 0.0 if callable(asked) else asked[k] for k in ranks]
+        values = [self._summaries[k].weight or 0.0 if callable(asked) else asked[k] for k in ranks]
         weights = dict(zip(ranks, read_weights(values, len(ranks)), strict=True))
         return ranks, weights, template
 
     def _check_time(self) -> None:
         """Count the ranks of all agents as lost once the time of the round is up."""
         if self._is_time_up():
-            ranks = [rank for rank, place in self._places.items() if place is not None]
+            ranks = [rank for rank, node in self._nodes.items() if node is not None]
             timeout = self._arrivals.deadline.timeout
             self._arrivals.lose(dict.fromkeys(ranks, late_error(timeout)))
 
@@ -267,59 +261,59 @@ class NodesAverage:
         if not agents.streams.is_over:
             return agents.streams.reason
         left = self._left()
-        for place in {*self._places.values()}:
-            address = self._address(place, _START if left is None else min(left, _START))
+        for node in {*self._nodes.values()}:
+            address = self._address(node, _START if left is None else min(left, _START))
             if isinstance(address, str):
                 agents.streams.note(address, may_pass=True)
                 return address
         return ""
 
-    def _address(self, place: Place, timeout: float = 0.0) -> Address | str:
-        if place is not None:
-            return place.address(timeout)
+    def _address(self, node: Node, timeout: float = 0.0) -> Address | str:
+        if node is not None:
+            return node.address(timeout)
         try:
             return self._agents.end.address
         except OSError as error:
             return str(error)
 
-    def _by_stream(self, plan: Plan, places: Sequence[Place]) -> list[AgentEnd]:
+    def _by_stream(self, plan: Plan, nodes: Sequence[Node]) -> list[AgentEnd]:
         """Exchange over streams; return the agents that have the average.
 
         Raises:
             _BrokenError: If the driver does not have it.
         """
-        addresses = [self._address(place) for place in places]
-        tokens = tuple("" if place is None else place.token for place in places)
+        addresses = [self._address(node) for node in nodes]
+        tokens = tuple("" if node is None else node.token for node in nodes)
         last, epoch = self._agents.epoch
         self._agents.epoch = (), b""  # until all links are known to be in order
         if last != tokens:
             epoch = secrets.token_bytes(16)
         route = Route(tuple(addresses), epoch, self._left())  # type: ignore[arg-type]
         calls: dict[AgentEnd, Any] = {}
-        for me, place in enumerate(places):
-            if place is not None:
-                calls[place] = place.handle.stream.remote(plan, me, route)
+        for me, node in enumerate(nodes):
+            if node is not None:
+                calls[node] = node.handle.stream.remote(plan, me, route)
         try:
-            own = self._agents.end.stream(plan, places.index(None), route)
+            own = self._agents.end.stream(plan, nodes.index(None), route)
         except (StreamError, ValueError) as error:  # the latter, if links have ended
             raise _BrokenError(f"{type(error).__name__}: {error}") from error
         # They are as far as the driver, if they are not stuck.
         there = _there(list(calls.values()), self._within(PATIENCE))
-        outcomes = {place: _outcome(ref) for place, ref in calls.items() if ref in there}
-        took = [place for place, outcome in outcomes.items() if isinstance(outcome, Traffic)]
-        self._traffic = {_node_of(None): own} | {place.node: outcomes[place] for place in took}
+        outcomes = {agent: _outcome(ref) for agent, ref in calls.items() if ref in there}
+        took = [agent for agent, outcome in outcomes.items() if isinstance(outcome, Traffic)]
+        self._traffic = {_id_of(None): own} | {agent.node: outcomes[agent] for agent in took}
         if len(took) == len(calls):
             self._agents.epoch = tokens, epoch
         return took
 
-    def _over_objects(self, plan: Plan, places: Sequence[Place]) -> list[AgentEnd]:
+    def _over_objects(self, plan: Plan, nodes: Sequence[Node]) -> list[AgentEnd]:
         """Exchange over objects of Ray's; return the agents that have the average.
 
         Raises:
             _BrokenError: If something was lost, or a node does not answer.
         """
-        end, me, count = self._agents.end, places.index(None), len(places)
-        agents = {k: place for k, place in enumerate(places) if place is not None}
+        end, me, count = self._agents.end, nodes.index(None), len(nodes)
+        agents = {k: node for k, node in enumerate(nodes) if node is not None}
         ranks = len(plan.weights)
         parts: dict[int, Any] = {me: [put(part, ranks) for part in end.cut(plan, me)]}
         for k, agent in agents.items():
@@ -329,20 +323,20 @@ class NodesAverage:
         for k, agent in agents.items():
             pieces = [parts[node][k] for node in range(count)]
             means[k] = agent.handle.merge.remote(plan, k, *pieces)
-        mine = self._fetch([parts[node][me] for node in range(count)], places)
+        mine = self._fetch([parts[node][me] for node in range(count)], nodes)
         means[me] = put(end.merge(plan, me, mine), ranks)
         del mine
         all_means = [means[node] for node in range(count)]
         placed = [agent.handle.place.remote(plan, k, *all_means) for k, agent in agents.items()]
-        end.place(plan, me, self._fetch(all_means, places))
-        self._traffic = {_node_of(place): _counted(plan, k) for k, place in enumerate(places)}
+        end.place(plan, me, self._fetch(all_means, nodes))
+        self._traffic = {_id_of(node): _counted(plan, k) for k, node in enumerate(nodes)}
         there = _there(placed, self._within(PATIENCE))
         done = zip(agents.values(), placed, strict=True)
         return [agent for agent, ref in done if ref in there and _outcome(ref) is None]
 
-    def _fetch(self, refs: list[Any], places: Sequence[Place]) -> list[Any]:
+    def _fetch(self, refs: list[Any], nodes: Sequence[Node]) -> list[Any]:
         """Return the values of ``refs``, which agents make, while all nodes reach each other."""
-        agents = [place for place in places if place is not None]
+        agents = [node for node in nodes if node is not None]
         came = 0
         while (count := len(_there(refs, max(_LEAST, self._within(PATIENCE))))) < len(refs):
             lost = self._unreachable(agents)
@@ -386,11 +380,11 @@ class NodesAverage:
             sees = _outcome(ref, timeout + _ANSWER)
             if isinstance(sees, list):
                 blind += [(agent, lit[k]) for k, is_seen in enumerate(sees) if not is_seen]
-        places = [*self._places.values()]
+        nodes = [*self._nodes.values()]
         lost: list[AgentEnd] = []
         while blind:
             both = [agent for pair in blind for agent in pair]
-            lost.append(max(both, key=lambda one: (both.count(one), -places.count(one))))
+            lost.append(max(both, key=lambda one: (both.count(one), -nodes.count(one))))
             blind = [pair for pair in blind if lost[-1] not in pair]
         return lost
 
@@ -415,9 +409,10 @@ def _there(refs: list[Any], timeout: float) -> list[Any]:
     return there
 
 
-def _node_of(place: Place) -> str:
-    node: str = ray.get_runtime_context().get_node_id() if place is None else place.node
-    return node
+def _id_of(node: Node) -> str:
+    """Return the id by which Ray knows a node."""
+    here: str = ray.get_runtime_context().get_node_id()
+    return here if node is None else node.node
 
 
 def _outcome(ref: Any, timeout: float | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""What the ranks of one node have returned in one round; the driver gets a header of each."""
+"""What the ranks of one node have returned in one round; the driver gets a summary of each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from flatweights.ray.nodes._rounding import Coding
 from flatweights.wire import Difference
 
 
-class Header(NamedTuple):
-    """The description of a rank's result, which stays on its node.
+class Summary(NamedTuple):
+    """What the driver knows of a rank's result, which stays on its node.
 
     Attributes:
         template: That of the weights; dicts by sorted keys.
@@ -65,7 +65,7 @@ class Results:
         """Start without any."""
         self.models: dict[int, Bytes] = {}
 
-    def read(self, rank: int, result: Any, reading: Reading) -> Header:
+    def read(self, rank: int, result: Any, reading: Reading) -> Summary:
         """Keep the weights in ``result``; return what the driver is to know of them."""
         try:
             received, extras = split(result)
@@ -83,6 +83,6 @@ class Results:
                 spoiled = template.find_nonfinite(template.read(model, where), where)
             nbytes = nbytes_of(received) or template.layout.nbytes
             self.models[rank] = packed_bytes(template, model)
-            return Header(template, containers, coding, weight, extras, spoiled, nbytes)
+            return Summary(template, containers, coding, weight, extras, spoiled, nbytes)
         except Exception as error:  # the driver raises it
-            return Header(error=portable(error))
+            return Summary(error=portable(error))
