@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from flatweights._dtypes import is_averaged
+from flatweights.ray._report import readable_bytes
 from flatweights.ray.nodes._agents import SMALL
 
 WayName = Literal["the guide's loop", "driver", "objects", "streams"]
@@ -85,7 +86,7 @@ class ExchangePlan:
         for cost in self.ways:
             mark = "->" if cost is self.chosen else ""
             name = f"{cost.way}, {cost.options}" if cost.options else cost.way
-            sizes = (_size(cost.sent), _size(cost.received))
+            sizes = (readable_bytes(cost.sent), readable_bytes(cost.received))
             seconds = f"{cost.seconds:,.0f}" if cost.seconds >= 100 else f"{cost.seconds:.3g}"
             rows.append((mark, name, *sizes, seconds, cost.formula))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -140,7 +141,7 @@ def plan(
         wide=_width_of_sums(dtype),
         is_float32=np.dtype(dtype) == np.float32,
     )
-    title = f"{nodes} nodes of {workers} workers, {_size(nbytes)}, {bits / 1e9:g} Gbit/s"
+    title = f"{nodes} nodes of {workers} workers, {readable_bytes(nbytes)}, {bits / 1e9:g} Gbit/s"
     ways = tuple(setting.ways())
     best = "streams" if nodes > 1 and nbytes >= SMALL else "driver"
     chosen = next(cost for cost in ways if cost.way == best and not cost.options)
@@ -269,10 +270,3 @@ def _width_of_sums(dtype: str) -> float:
     if not is_averaged(kind):
         raise TypeError(f"dtype: expected one that has a mean, got {dtype!r}")
     return 4.0 if kind.itemsize == 2 else 2.0  # float64 and its compensation
-
-
-def _size(nbytes: float) -> str:
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes:.0f} B"

@@ -233,14 +233,13 @@ def _by_ways(result: Round) -> str:
     return f" ({'; '.join(texts)})"
 
 
-def readable_bytes(nbytes: int) -> str:
+def readable_bytes(nbytes: float) -> str:
     """Return ``nbytes`` with three digits and a decimal unit."""
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 999.5:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:,.0f} TB"
+    units = ["TB", "GB", "MB", "kB", "B"]
+    while nbytes >= 999.5 and len(units) > 1:
+        nbytes /= 1000
+        units.pop()
+    return f"{nbytes:{'.3g' if nbytes < 999.5 else ',.0f'}} {units[-1]}"
 
 
 @contextlib.contextmanager

@@ -116,7 +116,8 @@ class Plan(NamedTuple):
             if not nbytes:
                 return [0, 0, 0]
             layout = self.pieces[piece].layout
-            return [sum_nbytes(layout), _WEIGHTS, sum(map(_nbytes, _kept_of(layout)))]
+            kept = sum(slot.nbytes for slot in layout.slots if not is_averaged(slot.dtype))
+            return [sum_nbytes(layout), _WEIGHTS, kept]
         return sizes
 
     def new_contribution(self, node: int, piece: int) -> list[Bytes]:
@@ -252,15 +253,6 @@ def _sum_of(contribution: Sequence[Bytes], layout: Layout, like: Any) -> Running
     base, ratios, total = weights.view(np.float64).tolist()
     sums = memory.view(np.float64)
     return running_of(Template.of(like), SumState(sums, (base, ratios, total), parts))
-
-
-def _kept_of(layout: Layout) -> list[Any]:
-    return [slot for slot in layout.slots if not is_averaged(slot.dtype)]
-
-
-def _nbytes(slot: Any) -> int:
-    nbytes: int = slot.nbytes
-    return nbytes
 
 
 def _as_bytes(array: Any) -> Bytes:
