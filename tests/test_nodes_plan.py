@@ -23,7 +23,7 @@ from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._node import NodeEnd, Route
 from flatweights.ray.nodes._pieces import canonical, packed_bytes
 from flatweights.ray.nodes._plan import Plan, Sums, nbytes_of
-from flatweights.ray.nodes._results import Reading
+from flatweights.ray.nodes._results import Reading, read_into
 
 DTYPES = [*REAL, *map(np.dtype, ("c8", "c16", "i8", "i4", "u1", "?"))]
 SUMS: tuple[Sums, ...] = ("float64", "float32")
@@ -169,9 +169,9 @@ class Ends:
 
     def read(self, plan: Plan, models: Sequence[Any]) -> None:
         for end, group in zip(self.ends, plan.groups, strict=True):
-            end.results.models.clear()
+            end.models.clear()
             for rank in group:
-                assert end.results.read(rank, models[rank], READING).error is None
+                assert read_into(end.models, rank, models[rank], READING).error is None
 
     def together(self, plan: Plan, left: float | None = 10.0) -> list[Any]:
         """Exchange; return by node the traffic, or what was raised."""

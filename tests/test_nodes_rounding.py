@@ -14,7 +14,7 @@ from flatweights._sources import Template
 from flatweights.ray.lanes._calls import GroupLanes
 from flatweights.ray.nodes._node import NodeEnd, Route
 from flatweights.ray.nodes._plan import Plan
-from flatweights.ray.nodes._results import Reading
+from flatweights.ray.nodes._results import Reading, read_into
 from flatweights.ray.nodes._rounding import Coding
 from flatweights.wire import Difference, WireDType, average_differences, wire_layout
 
@@ -122,9 +122,9 @@ def exchanged(ends: Sequence[NodeEnd], plan: Plan, sent: Mapping[int, Difference
 
 def read(ends: Sequence[NodeEnd], plan: Plan, sent: Mapping[int, Difference]) -> None:
     for end, group in zip(ends, plan.groups, strict=True):
-        end.results.models.clear()
+        end.models.clear()
         for rank in group:
-            assert end.results.read(rank, sent[rank], READING).error is None
+            assert read_into(end.models, rank, sent[rank], READING).error is None
 
 
 def new_end() -> NodeEnd:
@@ -242,8 +242,8 @@ def test_an_average_that_does_not_fit_is_an_error(rng: np.random.Generator) -> N
     sent = {rank: Difference(largest, layout, 1) for rank in range(2)}
     plan = plan_of(1, [[0], [1]], {0: 1.0, 1: 1.0}, sent)
     for end, group in zip(ends, plan.groups, strict=True):
-        header = end.results.read(group[0], sent[group[0]], READING)
-        assert header.spoiled is not None
+        summary = read_into(end.models, group[0], sent[group[0]], READING)
+        assert summary.spoiled is not None
     cut = [end.cut(plan, me) for me, end in enumerate(ends)]
     with pytest.raises(ValueError, match="does not fit"):
         ends[0].merge(plan, 0, [parts[0] for parts in cut])

@@ -154,7 +154,7 @@ class Branch:
     def give(self, rank: int) -> NDArray[np.uint8]:
         """Return the weights of a member."""
         with self._turn:
-            return self._end.results.models[rank]
+            return self._end.models[rank]
 
     def post(self, post: Post) -> None:
         """Give members an outcome."""
@@ -173,7 +173,7 @@ class Branch:
         assert message is not None
         for token in post.tokens:
             seat = self._seats[token]
-            self._end.results.models.pop(seat.rank, None)
+            self._end.models.pop(seat.rank, None)
             seat.has = post.number
             seat.answer = SeatAnswer(self._lanes, seat, self._news)
             self._asked.discard(token)
@@ -213,7 +213,7 @@ class Branch:
             self._host.hand.remote(seat.token, answer.stream, buffer)
             return
         with self._turn:
-            self._end.results.models[seat.rank] = packed.buffer
+            self._end.models[seat.rank] = packed.buffer
         spoiled = None
         if ask.nonfinite != "propagate" and ask.rule is None:
             template = Template(Kind.FLAT_WEIGHTS, packed.layout)

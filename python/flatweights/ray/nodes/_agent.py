@@ -22,7 +22,7 @@ from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import NodeEnd, Route, Traffic
 from flatweights.ray.nodes._plan import Plan
-from flatweights.ray.nodes._results import Reading
+from flatweights.ray.nodes._results import Reading, read_into
 
 _SLICE = 0.1  # seconds after which answers are reported, although others are missing
 
@@ -238,11 +238,11 @@ class Agent:
             return Failure(portable(error))
         if self._reading is None:
             return value
-        return self.end.results.read(rank, value, self._reading)
+        return read_into(self.end.models, rank, value, self._reading)
 
     def _close_round(self) -> None:
         self.lanes.done()
-        self.end.results.models.clear()
+        self.end.models.clear()
         for rank, answer in self._answers.items():
             if answer in self._pending:
                 self._owed[rank] = answer

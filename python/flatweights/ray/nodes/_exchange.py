@@ -34,7 +34,7 @@ from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
 from flatweights.ray.nodes._pieces import as_kind
 from flatweights.ray.nodes._plan import Plan
-from flatweights.ray.nodes._results import Reading, Summary
+from flatweights.ray.nodes._results import Reading, Summary, read_into
 
 _GRACE = 0.5  # seconds for which an exchange may go on when the time of a round is up
 _ANSWER = 10.0  # seconds in which an agent answers: while its store spills, it does nothing else
@@ -95,7 +95,7 @@ class NodesAverage:
 
     def run(self) -> Round:
         """Wait, exchange, and let go of all values, in an error too."""
-        with letting_go(self._agents.end.results.models.clear, self._arrivals.let_go):
+        with letting_go(self._agents.end.models.clear, self._arrivals.let_go):
             return self._run()
 
     def _run(self) -> Round:
@@ -156,8 +156,8 @@ class NodesAverage:
         if answer.agent is not None:
             self._summaries[rank] = value
         else:
-            results = self._agents.end.results
-            self._summaries[rank] = results.read(rank, value, self.reading)
+            models = self._agents.end.models
+            self._summaries[rank] = read_into(models, rank, value, self.reading)
 
     def _exchange(self) -> tuple[Plan, set[str], float]:
         """Exchange, without lost nodes.

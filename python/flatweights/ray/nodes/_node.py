@@ -16,7 +16,6 @@ from flatweights.ray._failpoints import reach
 from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._pieces import Bytes, as_kind
 from flatweights.ray.nodes._plan import Plan, nbytes_of
-from flatweights.ray.nodes._results import Results
 from flatweights.ray.nodes._rounding import Residuals
 from flatweights.ray.nodes._stream_exchange import StreamExchange
 from flatweights.ray.nodes._streams import Streams
@@ -60,7 +59,7 @@ class NodeEnd:
     """The part of one process, driver or agent, in the exchanges of a group.
 
     Attributes:
-        results: What the ranks of this node have returned.
+        models: All bytes of what the ranks of this node have returned, by rank.
     """
 
     def __init__(self, offer: Callable[[int], None], host: str) -> None:
@@ -70,7 +69,7 @@ class NodeEnd:
             offer: Has the next array of so many bytes that this thread makes lie in a window.
             host: The node's own address.
         """
-        self.results = Results()
+        self.models: dict[int, Bytes] = {}
         self._residuals = Residuals()
         self._offer = offer
         self._host = host
@@ -116,7 +115,7 @@ class NodeEnd:
         plan = self._begin(plan, me)
         links = self._streams.open(route.peers, me, route.epoch, opened)
         before = Traffic(sum(links.sent_bytes), sum(links.received_bytes))
-        exchange = StreamExchange(plan, me, self.results.models, self._new_mean(plan))
+        exchange = StreamExchange(plan, me, self.models, self._new_mean(plan))
         exchange.run(links, patience=patience, end=end)
         after = Traffic(sum(links.sent_bytes), sum(links.received_bytes))
         return Traffic(after.sent - before.sent, after.received - before.received)
@@ -124,7 +123,7 @@ class NodeEnd:
     def cut(self, plan: Plan, me: int) -> list[list[Bytes]]:
         """Return what this node sends of each piece, for an exchange over Ray's objects."""
         reach("exchanging")
-        plan, models = self._begin(plan, me), self.results.models
+        plan, models = self._begin(plan, me), self.models
         return [plan.contribution(me, piece, models) for piece in range(len(plan.groups))]
 
     def merge(self, plan: Plan, me: int, contributions: Sequence[Sequence[Bytes]]) -> Bytes:

@@ -54,35 +54,31 @@ class Reading(NamedTuple):
     is_encoded: bool = False
 
 
-class Results:
-    """The models of a node's ranks, as bytes where they lie.
+def read_into(models: dict[int, Bytes], rank: int, result: Any, reading: Reading) -> Summary:
+    """Keep the weights in ``result``, as bytes where they lie; return what the driver is to know.
 
-    Attributes:
-        models: By rank, all bytes of the packed form.
+    Args:
+        models: Gets all bytes of the packed form, by rank.
+        rank: The rank that returned it.
+        result: Weights, or weights and extras.
+        reading: How to read it.
     """
-
-    def __init__(self) -> None:
-        """Start without any."""
-        self.models: dict[int, Bytes] = {}
-
-    def read(self, rank: int, result: Any, reading: Reading) -> Summary:
-        """Keep the weights in ``result``; return what the driver is to know of them."""
-        try:
-            received, extras = split(result)
-            coding = None
-            if reading.is_encoded and isinstance(received, Difference):
-                coding = Coding(received.layout, received.base)
-                model, containers = received.values, None
-            else:
-                model, containers = canonical(widen(received))
-            where = f"rank {rank}"
-            template = Template.of(model, where)
-            weight = reading.weigh and read_weight(reading.weigh(result), f"weight of {where}")
-            spoiled = None
-            if reading.screen:
-                spoiled = template.find_nonfinite(template.read(model, where), where)
-            nbytes = nbytes_of(received) or template.layout.nbytes
-            self.models[rank] = packed_bytes(template, model)
-            return Summary(template, containers, coding, weight, extras, spoiled, nbytes)
-        except Exception as error:  # the driver raises it
-            return Summary(error=portable(error))
+    try:
+        received, extras = split(result)
+        coding = None
+        if reading.is_encoded and isinstance(received, Difference):
+            coding = Coding(received.layout, received.base)
+            model, containers = received.values, None
+        else:
+            model, containers = canonical(widen(received))
+        where = f"rank {rank}"
+        template = Template.of(model, where)
+        weight = reading.weigh and read_weight(reading.weigh(result), f"weight of {where}")
+        spoiled = None
+        if reading.screen:
+            spoiled = template.find_nonfinite(template.read(model, where), where)
+        nbytes = nbytes_of(received) or template.layout.nbytes
+        models[rank] = packed_bytes(template, model)
+        return Summary(template, containers, coding, weight, extras, spoiled, nbytes)
+    except Exception as error:  # the driver raises it
+        return Summary(error=portable(error))
