@@ -392,6 +392,16 @@ def _decompress(pickled: bytes) -> bytes:
     return text
 
 
+def layout_at(layout: Layout, positions: Sequence[int]) -> Layout:
+    """Return the layout of the slots at ``positions`` alone."""
+    slots = [layout.slots[i] for i in positions]
+    return Layout(
+        [slot.name for slot in slots],
+        [slot.shape for slot in slots],
+        [slot.dtype for slot in slots],
+    )
+
+
 def cast_for_slot(
     layout: Layout, i: int, value: ArrayLike, dtype: np.dtype[Any] | None = None
 ) -> NDArray[Any]:

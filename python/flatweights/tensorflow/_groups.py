@@ -13,7 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from flatweights._core import move_parts
-from flatweights._layout import Layout
+from flatweights._layout import Layout, layout_at
 from flatweights._locks import TurnLock
 
 
@@ -97,16 +97,6 @@ def is_synchronized_on_reading(variable: tf.Variable) -> bool:
     return (
         isinstance(variable, tf.distribute.DistributedValues)
         and variable.synchronization == tf.VariableSynchronization.ON_READ
-    )
-
-
-def layout_at(layout: Layout, positions: Sequence[int]) -> Layout:
-    """Return the layout of the slots at ``positions`` alone."""
-    slots = [layout.slots[i] for i in positions]
-    return Layout(
-        [slot.name for slot in slots],
-        [slot.shape for slot in slots],
-        [slot.dtype for slot in slots],
     )
 
 

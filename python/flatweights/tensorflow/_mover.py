@@ -15,11 +15,11 @@ from flatweights import _core
 from flatweights._core import move_parts
 from flatweights._dtypes import is_averaged
 from flatweights._inplace import axpy_, lerp_
-from flatweights._layout import Layout, cast_for_slot
+from flatweights._layout import Layout, cast_for_slot, layout_at
 from flatweights._locks import TurnLock
 from flatweights.tensorflow._binding import Binding, bind, unbound
 from flatweights.tensorflow._eager import EagerOperations
-from flatweights.tensorflow._groups import Operations, layout_at, make_groups
+from flatweights.tensorflow._groups import Operations, make_groups
 from flatweights.tensorflow.library._load import Library
 
 _Bound = _core.BoundVariables

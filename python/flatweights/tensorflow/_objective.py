@@ -10,10 +10,9 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from flatweights._core import is_settable, move_parts
 from flatweights._dtypes import is_floating
 from flatweights._flatten import new_vector
-from flatweights._layout import Layout
+from flatweights._layout import Layout, layout_at
 from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._gradients import concat, trained_positions
-from flatweights.tensorflow._groups import layout_at
 from flatweights.tensorflow._kinds import inner_variable
 from flatweights.tensorflow._session import SessionOperations, check_unfinished, run
 

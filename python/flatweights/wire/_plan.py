@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights._inplace import isfinite
-from flatweights._layout import Layout
+from flatweights._layout import Layout, layout_at
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
 
@@ -70,15 +70,11 @@ def plan_for(layout: Layout, dtype: np.dtype[Any]) -> Plan:
     slots = layout.slots
     shapes = [slot.shape for slot in slots]
     dtypes = [dtype if is_rounded(slot.dtype) else slot.dtype for slot in slots]
-    rounded = [slot for slot in slots if is_rounded(slot.dtype)]
+    rounded = [i for i, slot in enumerate(slots) if is_rounded(slot.dtype)]
     return Plan(
         layout,
         Layout(layout.names, shapes, dtypes, named=layout.named),
-        Layout(
-            [slot.name for slot in rounded],
-            [slot.shape for slot in rounded],
-            [slot.dtype for slot in rounded],
-        ),
+        layout_at(layout, rounded),
     )
 
 
