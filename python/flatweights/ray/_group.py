@@ -398,7 +398,7 @@ class WorkerGroup:
                 else:
                     roster.send_out(call, arrivals, called, by_rank)
                     mean = DriverAverage(arrivals, request, out, codec)
-                    roster.lanes.offer()
+                    roster.lanes.offer(roster.nbytes)
                 result = mean.run()
                 roster.note_size(result, is_kept=out is None)
         except WorkerError as error:

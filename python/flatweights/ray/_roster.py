@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 
 from flatweights._layout import Layout
@@ -81,6 +82,7 @@ class Roster:
         lanes: Those to workers on this node.
         agents: Those of other nodes.
         layout: That of the weights that workers started from; None if it is not known.
+        nbytes: Bytes of the last average that was made here; the next one is likely as large.
     """
 
     def __init__(
@@ -117,12 +119,13 @@ class Roster:
             if first != rank:
                 raise ValueError(f"rank {rank}: expected another actor than that of rank {first}")
         self.lanes = GroupLanes(len(actors))
-        self.agents = Agents(self.lanes.offer_of, sums, Agent, (len(actors),))
+        self.agents = Agents(self.lanes.offer, sums, Agent, (len(actors),))
         self.latest = Latest(len(actors), wire)
         self._records = [
             Record(Worker(actor, rank, self.lanes)) for rank, actor in enumerate(actors)
         ]
         self.layout: Layout | None = None
+        self.nbytes = 0
         self._initial = initial
         self._is_shut_down = False
         self._begin_to_count()
@@ -335,8 +338,9 @@ class Roster:
         """Note the size of an average, for the next one; ``is_kept``, if it was made here."""
         if result.used:
             self.agents.nbytes = result.nbytes // len(result.used)
-        if is_kept:
-            self.lanes.made(result.weights)
+        array = getattr(result.weights, "buffer", result.weights)
+        if is_kept and isinstance(array, np.ndarray):
+            self.nbytes = array.nbytes
 
     def distrust(self) -> None:
         """Have all workers sent the latest weights again before their next call."""

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import ray
 
 from flatweights import _core
@@ -110,7 +109,6 @@ class GroupLanes:
 
     Attributes:
         setback: Why the group has no lanes.
-        nbytes: Bytes of the last average; the next one is likely to be as large.
         ranks: How many workers the group has.
     """
 
@@ -122,7 +120,6 @@ class GroupLanes:
         """
         self.insists = choice() == "lanes"
         self.setback = Setback("workers are", f"{_VARIABLE}=store" if choice() == "store" else "")
-        self.nbytes = 0
         self.ranks = ranks
         self._lanes: Lanes | None = None
         self._last: tuple[Any, Message | None] | None = None
@@ -155,11 +152,7 @@ class GroupLanes:
             self._last = call, message
         return self._last[1]
 
-    def offer(self) -> None:
-        """Have the next average made in a window, if there is a free one."""
-        self.offer_of(self.nbytes)
-
-    def offer_of(self, nbytes: int) -> None:
+    def offer(self, nbytes: int) -> None:
         """Have the next average, of ``nbytes``, made in a window, if there is a free one."""
         if self._lanes is not None and nbytes:
             self._lanes.windows.offer(nbytes, most_taken=_MOST_OFFERED)
@@ -168,13 +161,6 @@ class GroupLanes:
         """Withdraw the offer, and forget the last command."""
         _core.withdraw_offer()
         self._last = None
-
-    def made(self, weights: Any) -> None:
-        """Note the size of an average, for the next `offer`."""
-        if isinstance(weights, FlatWeights):
-            self.nbytes = weights.buffer.nbytes
-        elif isinstance(weights, np.ndarray):
-            self.nbytes = weights.nbytes
 
 
 class LaneAnswer(Answer):

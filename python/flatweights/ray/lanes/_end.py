@@ -92,7 +92,7 @@ class LaneEnd:
         for index, generation, _, _ in extents:
             if self._peer_has.get(index) == generation:
                 continue
-            window, _ = windows[index]
+            window = windows[index]
             packet = _WINDOW.pack(index, generation, window.nbytes, window.nonce)
             socket.send_fds(self.connection, [b"W" + packet], [window.descriptor])
             self._peer_has[index] = generation

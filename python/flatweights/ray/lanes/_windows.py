@@ -50,9 +50,9 @@ class Windows:
         self._generations: list[int] = []
         self._warned = False
 
-    def __getitem__(self, index: int) -> tuple[_core.Window, int]:
-        """Return a window and its generation."""
-        return self._windows[index], self._generations[index]
+    def __getitem__(self, index: int) -> _core.Window:
+        """Return a window."""
+        return self._windows[index]
 
     def clear(self) -> None:
         """Make no window any more, and forget those there are; arrays over them stay valid."""
@@ -95,26 +95,26 @@ class Windows:
         index = self._free(ends[-1])
         if index is None:
             return None
-        memory = self._windows[index].memory()
         starts = [0, *ends[:-1]]
         extents = [
             Extent(index, self._generations[index], start, buffer.nbytes)
             for start, buffer in zip(starts, buffers, strict=True)
         ]
         sources = [
-            self._windows[b.window].memory()[b.offset : b.offset + b.nbytes]
-            if isinstance(b, Extent)
-            else np.frombuffer(b, np.uint8)
+            self._bytes_at(b) if isinstance(b, Extent) else np.frombuffer(b, np.uint8)
             for b in buffers
         ]
-        move_parts([memory[p.offset : p.offset + p.nbytes] for p in extents], sources)
+        move_parts([*map(self._bytes_at, extents)], sources)
         return extents
 
     def copy_of(self, extent: Extent | None) -> NDArray[np.uint8]:
         """Return a copy of the bytes at ``extent``."""
         assert extent is not None
+        return np.array(self._bytes_at(extent))
+
+    def _bytes_at(self, extent: Extent) -> NDArray[np.uint8]:
         memory = self._windows[extent.window].memory()
-        return np.array(memory[extent.offset : extent.offset + extent.nbytes])
+        return memory[extent.offset : extent.offset + extent.nbytes]
 
     def _free(self, nbytes: int) -> int | None:
         """Return the index of a free window of ``nbytes`` or more, made if need be."""

@@ -85,7 +85,7 @@ class Agent:
         # An actor without CPUs is given one thread; but while it adds up, its workers wait.
         os.environ.pop("OMP_NUM_THREADS", None)
         self.lanes = GroupLanes(ranks)
-        self.end = NodeEnd(self.lanes.offer_of, ray.util.get_node_ip_address())
+        self.end = NodeEnd(self.lanes.offer, ray.util.get_node_ip_address())
         self.turn = threading.Lock()
         self._ranks = ranks
         self._workers: dict[int, Worker] = {}
