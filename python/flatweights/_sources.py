@@ -263,10 +263,16 @@ class Template:
         if self.kind is Kind.ARRAY:
             slot = self.layout.slots[0]
             return new_vector(slot.size, slot.dtype).reshape(slot.shape)
-        views = self.layout.packed_views(self.layout.new_buffer())
+        return self.build(self.layout.packed_views(self.layout.new_buffer()))
+
+    def build(self, parts: Sequence[NDArray[Any]]) -> Any:
+        """Return ``parts`` as a model of this kind, which is not packed."""
+        if self.kind is Kind.ARRAY:
+            return parts[0]
         if self.tree is not None:
-            return self.tree.build(views)
-        return views if self.kind is Kind.SEQUENCE else dict(zip(self.keys, views, strict=True))
+            return self.tree.build(parts)
+        is_list = self.kind is Kind.SEQUENCE
+        return [*parts] if is_list else dict(zip(self.keys, parts, strict=True))
 
 
 @functools.lru_cache(maxsize=256)

@@ -32,7 +32,6 @@ from flatweights.ray.nodes._agents import AgentEnd, Agents
 from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
-from flatweights.ray.nodes._pieces import as_kind
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._results import Reading, Summary, read_into
 
@@ -454,4 +453,4 @@ def _stand_in(template: Template) -> Any:
     if template.packed:
         return template.layout
     slots = template.layout.slots
-    return as_kind(template, [np.broadcast_to(np.zeros((), s.dtype), s.shape) for s in slots])
+    return template.build([np.broadcast_to(np.zeros((), s.dtype), s.shape) for s in slots])

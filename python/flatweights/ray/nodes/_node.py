@@ -14,7 +14,7 @@ from flatweights._sources import Kind
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._failpoints import reach
 from flatweights.ray.nodes._listener import Address
-from flatweights.ray.nodes._pieces import Bytes, as_kind
+from flatweights.ray.nodes._pieces import Bytes
 from flatweights.ray.nodes._plan import Plan, nbytes_of
 from flatweights.ray.nodes._rounding import Residuals
 from flatweights.ray.nodes._stream_exchange import StreamExchange
@@ -156,7 +156,7 @@ class NodeEnd:
             return Difference(sealed(model), coding.layout, coding.base, version)
         if template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
             return sealed(model)
-        return sealed(as_kind(template, template.layout.packed_views(model)))
+        return sealed(template.build(template.layout.packed_views(model)))
 
     def _begin(self, plan: Plan, me: int) -> Plan:
         """Return a ``plan`` of models in 16 bits with the residuals of this node."""

@@ -97,15 +97,3 @@ def model_of(piece: Bytes, layout: Layout) -> Any:
     if len(layout) == 1 and piece.size != layout.nbytes:  # the last of an array
         return piece.view(layout.slots[0].dtype)
     return FlatWeights.wrap(piece, layout)
-
-
-def as_kind(template: Template, parts: Sequence[NDArray[Any]]) -> Any:
-    """Return ``parts`` as an array, a list, a tree, or a dict (also for `FlatWeights`)."""
-    if template.kind is Kind.ARRAY:
-        return parts[0]
-    if template.tree is not None:
-        return template.tree.build(parts)
-    if template.kind is Kind.SEQUENCE:
-        return list(parts)
-    names = template.layout.names if template.packed else template.keys
-    return dict(zip(names, parts, strict=True))
