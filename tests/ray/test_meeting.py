@@ -13,7 +13,7 @@ import pytest
 from reference import clean_environment
 
 from flatweights.ray import MemberError, _failpoints
-from flatweights.ray._report import METRICS
+from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray.lanes._member import MemberLane
 from flatweights.ray.members._links import LaneLink
 from flatweights.ray.members._meeting import Entry, Meeting, Ticket
@@ -122,8 +122,7 @@ def test_members_agree_on_their_number_and_sums() -> None:
 
 def test_a_host_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[Any] = []
-    monkeypatch.setattr(METRICS, "count_round", lambda *values: counted.append(values))
-    monkeypatch.setattr(METRICS, "count_sent", counted.append)
+    monkeypatch.setattr(METRICS, "add", lambda *values: counted.append(values))
     meeting, ticket = Meeting("counted", 1, "float64", "here", None), Future[Ticket]()
     meeting.enter(Entry(0, 1, "float64", "this process", "here", True, time.monotonic(), ticket))
     meeting._read_news()
@@ -136,7 +135,7 @@ def test_a_host_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     member.broadcast({"w": np.ones(500)})
     member.leave()
     thread.join()
-    (used, left_out, nbytes, ways, seconds), sent = counted
-    assert (used, nbytes, ways, sent) == (1, 4032, ["lane"], 4032)
-    assert not any(left_out.values())
+    (counts, seconds, used), sent = counted
+    assert (used, sent) == (1, ({SENT: 4032},))
+    assert counts == {ROUND: 1, RECEIVED: 4032, ("ways", "way", "lane"): 1}
     assert {"wait", "average"} <= seconds.keys()

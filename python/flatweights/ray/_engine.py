@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from flatweights._average import Nonfinite, check_nonfinite, read_weight, read_weights
 from flatweights.ray._calls import Answer, wait_any
 from flatweights.ray._errors import WorkerError, late_error
-from flatweights.ray._report import METRICS
+from flatweights.ray._report import FAILED_ROUND, METRICS
 from flatweights.ray._store import FULL, too_small
 from flatweights.ray._wire import widen
 from flatweights.robust import AnyRule, Rule
@@ -317,7 +317,7 @@ def letting_go(*let_go: Callable[[], None]) -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, Exception):
-            METRICS.count_failed_round()
+            METRICS.add({FAILED_ROUND: 1})
         link: BaseException | None = error
         while link is not None and link is not outer:
             traceback.clear_frames(link.__traceback__)

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
@@ -19,6 +19,13 @@ _DELAY = 0.1  # seconds until a round is in Ray's instruments
 
 # Buckets of the histogram: 1, 2, 5 times 0.1 ms to 1,000 s.
 _SECONDS = [factor * 10.0**power for power in range(-4, 4) for factor in (1, 2, 5)]
+
+Count: TypeAlias = tuple[str, str, str]
+"""A counter: one of the instruments, and a tag and its value, or two empty texts."""
+
+ROUND = "rounds", "", ""
+FAILED_ROUND = "failed_rounds", "", ""
+SENT, RECEIVED = ("bytes", "direction", "out"), ("bytes", "direction", "in")
 
 
 class _Instruments:
@@ -69,7 +76,7 @@ class Metrics:
         self._forget()
 
     def _forget(self) -> None:
-        self._counts: collections.Counter[tuple[str, str, str]] = collections.Counter()
+        self._counts: collections.Counter[Count] = collections.Counter()
         self._seconds: list[tuple[str, float]] = []
         self._used: int | None = None
 
@@ -77,53 +84,24 @@ class Metrics:
     def _to(self) -> _Instruments:
         return _Instruments()
 
-    def count_round(
+    def add(
         self,
-        used: int,
-        left_out: Mapping[str, Collection[int]],
-        nbytes: int,
-        ways: Iterable[str],
-        seconds: Mapping[str, float],
+        counts: Mapping[Count, int] = {},
+        seconds: Mapping[str, float] = {},
+        used: int | None = None,
     ) -> None:
-        """Count a round.
+        """Add to what is handed over soon.
 
         Args:
-            used: How many ranks the average is of.
-            left_out: Ranks by the reason why they are not in it.
-            nbytes: Bytes that were read.
-            ways: For each rank that was called, ``"lane"`` or ``"store"``.
+            counts: By counter.
             seconds: How long each step took.
+            used: How many ranks the last average is of.
         """
         with self._lock:
-            self._used = used
+            for counter, count in counts.items():
+                self._counts[counter] += count
             self._seconds += seconds.items()
-            self._counts["rounds", "", ""] += 1
-            self._counts["bytes", "direction", "in"] += nbytes
-            for way in ways:
-                self._counts["ways", "way", way] += 1
-            for reason, ranks in left_out.items():
-                self._counts["ranks_left_out", "reason", reason] += len(ranks)
-        self._hand_over_soon()
-
-    def count_failed_round(self) -> None:
-        """Count a round that raised."""
-        with self._lock:
-            self._counts["failed_rounds", "", ""] += 1
-        self._hand_over_soon()
-
-    def count_sent(self, nbytes: int) -> None:
-        """Count bytes that workers were sent."""
-        with self._lock:
-            self._counts["bytes", "direction", "out"] += nbytes
-        self._hand_over_soon()
-
-    def observe(self, seconds: Mapping[str, float]) -> None:
-        """Note how long each step took."""
-        with self._lock:
-            self._seconds += seconds.items()
-        self._hand_over_soon()
-
-    def _hand_over_soon(self) -> None:
+            self._used = self._used if used is None else used
         if self._timer is None and self.works:
             self._timer = threading.Timer(_DELAY, self.hand_over)
             self._timer.daemon = True
@@ -145,7 +123,7 @@ class Metrics:
 
     def _record(
         self,
-        counts: Mapping[tuple[str, str, str], int],
+        counts: Mapping[Count, int],
         seconds: Iterable[tuple[str, float]],
         used: int | None,
     ) -> None:
@@ -178,9 +156,15 @@ def report(result: Round, *, already_named: Collection[int] = ()) -> None:
         already_named: Ranks that a warning has named.
     """
     left_out = ranks_left_out(result)
-    ways = [way.split(":")[0] for way in result.ways.values()]
+    added: dict[Count, int] = {ROUND: 1, RECEIVED: result.nbytes}
+    for why, ranks in left_out.items():
+        if ranks:
+            added["ranks_left_out", "reason", why] = len(ranks)
+    for way in result.ways.values():
+        by_way = "ways", "way", way.split(":")[0]
+        added[by_way] = added.get(by_way, 0) + 1
     seconds = {step: result.seconds[step] for step in _OWN if step in result.seconds}
-    METRICS.count_round(len(result.used), left_out, result.nbytes, ways, seconds)
+    METRICS.add(added, seconds, len(result.used))
     lost = {*result.late, *result.failed}
     level = logging.WARNING if lost.difference(already_named) else logging.INFO
     if not _log.isEnabledFor(level):

@@ -41,7 +41,7 @@ from flatweights.ray._errors import (
 )
 from flatweights.ray._failpoints import reach
 from flatweights.ray._latest import Latest, is_subset, merged
-from flatweights.ray._report import METRICS
+from flatweights.ray._report import METRICS, SENT
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
 from flatweights.ray._store import check_cluster
@@ -566,7 +566,7 @@ class Roster:
 
 def note_seconds(weights: Any, step: str, seconds: float) -> None:
     """Note how long a step of sending ``weights`` took: in the metrics, and in a round."""
-    METRICS.observe({step: seconds})
+    METRICS.add(seconds={step: seconds})
     if isinstance(weights, Round):
         weights.seconds[step] = seconds
 
@@ -574,7 +574,7 @@ def note_seconds(weights: Any, step: str, seconds: float) -> None:
 def _count_sent(payload: Payload, arrivals: Arrivals, took: Iterable[int]) -> None:
     """Count the bytes of a ``payload`` that went to the ranks that took it."""
     nbytes = len({arrivals.answers[rank].carrier for rank in took} - {None}) * payload.nbytes
-    METRICS.count_sent(nbytes)
+    METRICS.add({SENT: nbytes})
     payload.nbytes_sent += nbytes
 
 

@@ -34,7 +34,7 @@ from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import Arrivals, Deadline, Request
 from flatweights.ray._errors import WorkerError, late_error, portable, reason_in_a_line
 from flatweights.ray._failpoints import reach
-from flatweights.ray._report import METRICS, report
+from flatweights.ray._report import METRICS, SENT, report
 from flatweights.ray.lanes._driver import Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message, buffer_message
@@ -367,7 +367,7 @@ class Meeting:
         result.number, result.ways = self._number, self._ways(asks) | result.ways
         # A death was told when it was noticed.
         report(result, already_named=[seat.rank for seat in self._seats.values() if seat.gone])
-        METRICS.count_sent(self._agents.nbytes * len(asks))
+        METRICS.add({SENT: self._agents.nbytes * len(asks)})
         outcome = Outcome(
             self._number,
             self._size,
