@@ -58,8 +58,8 @@ BY_VALUE = 96 * 1024
 
 
 Stamp: TypeAlias = tuple[str, int]
-"""The place of a call among all those of its group: a text that no other group has, in any process,
-and a number that counts the calls of the group."""
+"""Tells a call from all others: a text that no other group has, in any process, and a number that
+counts the calls of the group."""
 
 Head: TypeAlias = tuple[Stamp, Stamp | None, tuple[WireDType, Travels] | None]
 """The head of a call, which travels with it: its stamp; the stamp of the weights that the worker
