@@ -110,7 +110,7 @@ def plan(
 ) -> ExchangePlan:
     """Return what a round between nodes costs, by each way that it can take.
 
-    Each node has one link, of which both directions work at once. The driver is on a node with
+    Each node has one link, and both of its directions work at once. The driver is on a node with
     workers. Times were fitted to links of 300 to 1,000 Mbit/s; on faster ones processors and memory
     decide more than is counted here.
 
@@ -216,7 +216,7 @@ class _Setting:
         moved: float,
         formula: str,
     ) -> WayCost:
-        """Return the cost of a way; sizes are in models, of which ``moved`` pass the memory."""
+        """Return the cost of a way; sizes are in models, and ``moved`` pass the memory."""
         seconds = critical * self.nbytes / (self.link * _SHARE[way])
         seconds += moved * self.nbytes / self.memory + _FIXED[way]
         out, into, least = (count * self.nbytes for count in (sent, received, critical))

@@ -90,7 +90,7 @@ def average(
             coordinate; `Round.quarantined` those that it left out, which have not failed.
 
     Returns:
-        The average, the ranks that it is of, and why others are not in it.
+        The average, the ranks in it, and why others were left out.
 
     Raises:
         WorkerError: If fewer than ``min_results`` ranks can give a result: as soon as too

@@ -59,7 +59,7 @@ class Request:
 
         Raises:
             ValueError: If one is out of range.
-            TypeError: If one should be a number and is none.
+            TypeError: If one that should be a number is not.
         """
         check_nonfinite(nonfinite)
         checked = None if rule is None else Rule.of(rule)

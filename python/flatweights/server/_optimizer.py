@@ -300,7 +300,7 @@ class ServerOptimizer(ABC, Generic[Model]):
             state: The `state` of an optimizer of this class.
 
         Raises:
-            TypeError: If ``state`` is no `FlatWeights`.
+            TypeError: If ``state`` is not `FlatWeights`.
             ValueError: If it is not the state of an optimizer of this class, or holds NaN or
                 infinity.
         """

@@ -150,7 +150,7 @@ class DeltaEncoder(_Side):
             snapshot: From `DeltaBroadcaster.snapshot`; it is copied.
 
         Raises:
-            TypeError: If it is no `Snapshot`.
+            TypeError: If it is not a `Snapshot`.
             ValueError: If its wire dtype is unknown.
         """
         plan = plan_of_snapshot(snapshot, "snapshot")
@@ -191,7 +191,7 @@ class DeltaEncoder(_Side):
             weights: Weights in the layout of `reference`. They are read and not kept.
 
         Raises:
-            TypeError: If ``weights`` are no `FlatWeights`.
+            TypeError: If ``weights`` are not `FlatWeights`.
             ValueError: If they have another layout, hold NaN or infinity, or differ from
                 `reference` by more than the dtype holds (65504 for float16). The encoder has not
                 changed.
@@ -212,7 +212,7 @@ class DeltaEncoder(_Side):
             MissedUpdateError: If it is a difference from other weights than `reference`. The
                 encoder has not changed, and needs a snapshot.
             ValueError: If it has another layout or wire dtype.
-            TypeError: If it is no such message.
+            TypeError: If it is not such a message.
         """
         if isinstance(message, Snapshot):
             plan = plan_of_snapshot(message, "snapshot")
@@ -278,7 +278,7 @@ class DeltaBroadcaster(_Side):
             wire_dtype: ``"bfloat16"`` or ``"float16"``; see `dtype_on_wire`.
 
         Raises:
-            TypeError: If ``weights`` are no `FlatWeights`.
+            TypeError: If ``weights`` are not `FlatWeights`.
             ValueError: If ``wire_dtype`` is anything else, or ``weights`` hold NaN or infinity.
         """
         check_kind(weights, FlatWeights, "weights")
@@ -310,7 +310,7 @@ class DeltaBroadcaster(_Side):
             weights: The next weights of the workers; they are copied.
 
         Raises:
-            TypeError: If ``weights`` are no `FlatWeights`.
+            TypeError: If ``weights`` are not `FlatWeights`.
             ValueError: If they have another layout, hold NaN or infinity, or differ from
                 `reference` by more than the dtype holds. The broadcaster has not changed.
         """
@@ -383,7 +383,7 @@ class DeltaBroadcaster(_Side):
 
         Raises:
             MissedUpdateError: If it is a difference from other weights.
-            TypeError: If it is no `Difference`.
+            TypeError: If it is not a `Difference`.
             ValueError: If it has another layout or wire dtype.
         """
         check_difference(source, self._plan, where)
@@ -400,7 +400,7 @@ class DeltaBroadcaster(_Side):
             mean: Writable weights in the layout of `weights`.
 
         Raises:
-            TypeError: If ``mean`` is no `FlatWeights`.
+            TypeError: If ``mean`` is not `FlatWeights`.
             ValueError: If it has another layout or is read-only.
         """
         check_writable(mean, self._plan.layout, "mean")

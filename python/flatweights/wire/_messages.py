@@ -82,7 +82,7 @@ class Difference:
             out: Weights of `layout` to write to; new ones, if None.
 
         Raises:
-            TypeError: If ``out`` is no `FlatWeights`.
+            TypeError: If ``out`` is not `FlatWeights`.
             ValueError: If ``out`` has another layout or is read-only; or `values` are not in the
                 16-bit form of `layout`.
         """
@@ -141,7 +141,7 @@ def average_differences(
         out: Weights of the layout before encoding to write to; new ones, if None.
 
     Raises:
-        TypeError: If a source is no `Difference`, or ``out`` is no `FlatWeights`.
+        TypeError: If a source is not a `Difference`, or ``out`` is not `FlatWeights`.
         ValueError: If there is no source, layouts differ, ``weights`` are invalid, or ``out`` is
             read-only.
         MissedUpdateError: If the sources are differences from several versions.

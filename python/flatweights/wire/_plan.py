@@ -94,7 +94,7 @@ def wire_layout(layout: Layout, wire_dtype: WireDType) -> Layout:
         wire_dtype: ``"bfloat16"`` or ``"float16"``.
 
     Raises:
-        TypeError: If ``layout`` is no `Layout`.
+        TypeError: If ``layout`` is not a `Layout`.
         ValueError: If ``wire_dtype`` is anything else.
     """
     check_kind(layout, Layout, "layout")

@@ -380,7 +380,7 @@ class Worker:
             self.way = f"store: {why}"
 
     def note_broken(self, lane: DriverLane, reason: str) -> None:
-        """Give ``lane`` up, of which the worker says that it is of no use; try again later."""
+        """Give up ``lane``, which the worker cannot use any more; try another one later."""
         self.give_up(lane, reason)
         self._setback.note(reason, may_pass=True)
 

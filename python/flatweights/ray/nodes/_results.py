@@ -55,7 +55,7 @@ class Reading(NamedTuple):
 
 
 def read_into(models: dict[int, Bytes], rank: int, result: Any, reading: Reading) -> Summary:
-    """Keep the weights in ``result``, as bytes where they lie; return what the driver is to know.
+    """Keep the weights in ``result``, as bytes where they lie; return their summary.
 
     Args:
         models: Gets all bytes of the packed form, by rank.

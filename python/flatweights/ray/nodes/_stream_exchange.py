@@ -65,7 +65,7 @@ class StreamExchange:
             yield from self._plan.contribution(self._me, piece, self._models)
 
     def _receive(self, node: int) -> list[Bytes]:
-        """Return where what comes from ``node`` is to lie."""
+        """Return the buffers for what ``node`` sends."""
         sums = [buffer for parts in self._coming[node] for buffer in parts]
         return sums + [self._mean[self._plan.bounds(piece)] for piece in self._plan.of_node(node)]
 
