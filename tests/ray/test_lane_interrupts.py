@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,13 @@ def check_round(group: WorkerGroup) -> None:
     assert same_bits(found.weights.buffer, expected.buffer)
 
 
+def leave_mailboxes(group: WorkerGroup) -> None:
+    """Wait until the workers have: then the calls that had them serve return."""
+    workers: list[Any] = [group._roster[rank].worker for rank in range(2)]
+    calls = [worker._lane.latest_call() for worker in workers if worker._lane is not None]
+    ray.wait(calls, num_returns=len(calls), timeout=60)
+
+
 @pytest.mark.parametrize("point", _failpoints.DRIVER)
 @pytest.mark.parametrize("is_hot", [True, False], ids=["in a loop", "after a pause"])
 @pytest.mark.parametrize("calls", [2, 1], ids=["two calls", "one call"])
@@ -50,7 +56,7 @@ def test_an_interrupt_at_any_point_loses_nothing(
 ) -> None:
     check_round(group)
     if not is_hot:
-        time.sleep(0.05)  # the workers have left their mailboxes
+        leave_mailboxes(group)
     reached: list[str] = []
 
     def interrupt(name: str) -> None:
