@@ -24,6 +24,14 @@ LEAN: dict[str, Any] = {
 }
 """Options of a node without what no test uses."""
 
+MISSED_SOON = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 4,
+}
+"""A cluster's settings by which a node that is killed is missed in two seconds, not in twenty."""
+
 _STORE = 1 << 30  # bytes
 
 _kept: list[ray_forks.RayForks] = []  # until the program ends

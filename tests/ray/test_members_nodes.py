@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from ray_cluster import LEAN
+from ray_cluster import LEAN, start_lean_cluster
 from ray_programs import output_of
 from reference import same_bits
 
@@ -76,12 +76,9 @@ def alive() -> dict[int, tuple[str, str]]:
 
 
 def meet_on_nodes() -> None:
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"resources": {"node0": 9}, **NODE})
+    cluster = start_lean_cluster(resources={"node0": 9}, **NODE)
     for node in (1, 2):
         cluster.add_node(resources={f"node{node}": 9}, **NODE)
-    ray.init(cluster.address, log_to_driver=False)
     cluster.wait_for_nodes()
     places = (0, 1, 1, 1, 2)
     puppet_of: Any = Puppet

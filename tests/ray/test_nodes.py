@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray_cluster import LEAN, start_lean_cluster
+from ray_cluster import LEAN, MISSED_SOON, start_lean_cluster
 from ray_pool import restored
 from ray_programs import output_of
 from ray_workers import PlainWorker, trained, wait_for, weights_of
@@ -27,14 +27,8 @@ NODE = LEAN | {"object_store_memory": 75 * 2**20, "num_cpus": 1}
 
 
 def start_cluster() -> Any:
-    # A raylet that is killed is missed after two seconds instead of twenty.
-    health = {
-        "health_check_initial_delay_ms": 0,
-        "health_check_period_ms": 500,
-        "health_check_timeout_ms": 5000,
-        "health_check_failure_threshold": 4,
-    }
-    return start_lean_cluster(resources={"home": 1, "away": 2}, _system_config=health, **NODE)
+    resources = {"home": 1, "away": 2}
+    return start_lean_cluster(resources=resources, _system_config=MISSED_SOON, **NODE)
 
 
 def place_actor(rank: int, **resources: float) -> Any:

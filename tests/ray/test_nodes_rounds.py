@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import ray
 from numpy.typing import NDArray
-from ray_cluster import LEAN
+from ray_cluster import LEAN, MISSED_SOON, start_lean_cluster
 from ray_programs import output_of
 from ray_workers import PlainWorker, merged, trained, weights_of
 from reference import same_bits
@@ -157,18 +157,9 @@ class Nodes:
     """The cluster, its workers, and their groups."""
 
     def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        # A raylet that is killed is missed after two seconds instead of twenty.
-        health = {
-            "health_check_initial_delay_ms": 0,
-            "health_check_period_ms": 500,
-            "health_check_timeout_ms": 5000,
-            "health_check_failure_threshold": 4,
-        }
-        head = {"resources": {"home": 100}, "_system_config": health, **NODE}
-        self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        ray.init(self.cluster.address, log_to_driver=False)
+        self.cluster = start_lean_cluster(
+            resources={"home": 100}, _system_config=MISSED_SOON, **NODE
+        )
         self.added = [self.cluster.add_node(resources={name: 100}, **NODE) for name in "ab"]
         self.cluster.wait_for_nodes()
         worker = ray.remote(num_cpus=0, max_restarts=-1)(NodeWorker)
