@@ -228,6 +228,11 @@ class Call(NamedTuple):
         return self._replace(args=(*self.args, *arguments)) if arguments else self
 
 
+def seconds_left(end: float | None) -> float | None:
+    """Return how long it is until ``end``, by `time.monotonic`; None for ever."""
+    return None if end is None else max(0.0, end - time.monotonic())
+
+
 def wait_any(
     answers: Collection[Answer], deadline: float | None = None, enough: int = 1
 ) -> list[Answer]:
@@ -242,7 +247,7 @@ def wait_any(
     for answer in answers:
         ways.setdefault(type(answer), []).append(answer)
     while True:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        left = seconds_left(deadline)
         patience = left if len(ways) == 1 else min(_SLICE, _SLICE if left is None else left)
         there: list[Answer] = []
         for way, expected in ways.items():

@@ -6,7 +6,6 @@ import contextlib
 import os
 import pickle
 import socket
-import time
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
+from flatweights.ray._calls import seconds_left
 from flatweights.ray.lanes._calls import choice
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._member import HostDiedError, MemberLane
@@ -236,9 +236,9 @@ def enter(
     link: Link | None = None
     try:
         entering = host.enter.remote(rank, size, sums, who, node, wants_lane)
-        ticket: Ticket = ray.get(entering, timeout=_left(end))
+        ticket: Ticket = ray.get(entering, timeout=seconds_left(end))
         link = _link(host, ticket, who)
-        return Entered(link, ticket, link.start(_left(end)))
+        return Entered(link, ticket, link.start(seconds_left(end)))
     except BaseException as error:
         late = isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError))
         missing = ray.get(host.absent.remote(), timeout=_GRACE) if late else []
@@ -278,7 +278,3 @@ def _link(host: Any, ticket: Ticket, who: str) -> Link:
         lane.close()
         raise
     return LaneLink(other, ticket, lane)
-
-
-def _left(end: float | None) -> float | None:
-    return None if end is None else max(0.0, end - time.monotonic())

@@ -29,7 +29,7 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights.ray._calls import Exchanged, Packed
+from flatweights.ray._calls import Exchanged, Packed, seconds_left
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import Arrivals, Deadline, Request
 from flatweights.ray._errors import WorkerError, late_error, portable, reason_in_a_line
@@ -206,8 +206,7 @@ class Meeting:
             there: list[Any] = [arrivals.answers[rank] for rank in came or ()] + arrivals.heard
             arrivals.heard = []
             if came is None:
-                end = arrivals.deadline.end
-                left = None if end is None else max(0.0, end - time.monotonic())
+                left = seconds_left(arrivals.deadline.end)
                 if not self._ranks() or (asks and (left == 0.0 or self._are_enough(asks))):
                     break
                 # Only those that are late, or join again, can bring the call about.

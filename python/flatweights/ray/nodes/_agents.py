@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from flatweights.ray._calls import Answer, Call, Exchanged, argument_of
+from flatweights.ray._calls import Answer, Call, Exchanged, argument_of, seconds_left
 from flatweights.ray.lanes._calls import Setback, Worker, setting
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._order import CallLog
@@ -111,8 +111,7 @@ class NodeAnswer(Answer):
             refs = list({one.ref: None for one in answers if one.ref is not None})
             if there or not refs:
                 return there
-            left = None if end is None else max(0.0, end - time.monotonic())
-            ready, _ = ray.wait(refs, num_returns=1, timeout=left)
+            ready, _ = ray.wait(refs, num_returns=1, timeout=seconds_left(end))
             there += [one for one in answers if one._after in ready]
             if there or not ready:
                 return there
