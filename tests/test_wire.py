@@ -635,7 +635,7 @@ def test_results_do_not_depend_on_threads(dtype: Any, count: int, rng: np.random
 # The package.
 
 
-@pytest.mark.parametrize("name", ["", "._encoders", "._messages", "._plan"])
+@pytest.mark.parametrize("name", ["", "._encoders", "._messages", "._layouts"])
 def test_examples_in_docstrings_are_right(name: str) -> None:
     module = importlib.import_module(f"flatweights.wire{name}")
     failed, attempted = doctest.testmod(module, extraglobs={"np": np})

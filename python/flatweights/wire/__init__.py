@@ -48,13 +48,13 @@ broadcaster at a time.
 """
 
 from flatweights.wire._encoders import DeltaBroadcaster, DeltaEncoder, GradientEncoder
+from flatweights.wire._layouts import WireDType, dtype_on_wire, wire_layout
 from flatweights.wire._messages import (
     Difference,
     MissedUpdateError,
     Snapshot,
     average_differences,
 )
-from flatweights.wire._plan import WireDType, dtype_on_wire, wire_layout
 
 __all__ = [
     "DeltaBroadcaster",

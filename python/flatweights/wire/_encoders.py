@@ -15,6 +15,17 @@ from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights, sealed
+from flatweights.wire._layouts import (
+    Layouts,
+    WireDType,
+    check_kind,
+    check_layout,
+    check_weights,
+    check_writable,
+    dtype_on_wire,
+    layouts_for,
+    nonfinite_error,
+)
 from flatweights.wire._messages import (
     Difference,
     Snapshot,
@@ -22,18 +33,7 @@ from flatweights.wire._messages import (
     check_base,
     check_difference,
     check_fields,
-    plan_of_snapshot,
-)
-from flatweights.wire._plan import (
-    Plan,
-    WireDType,
-    check_kind,
-    check_layout,
-    check_weights,
-    check_writable,
-    dtype_on_wire,
-    nonfinite_error,
-    plan_for,
+    layouts_of_snapshot,
 )
 
 Side = TypeVar("Side", bound="_Side")
@@ -45,13 +45,13 @@ class _Residual:
     """The accumulated rounding errors of past messages, which the next message makes up for.
 
     Attributes:
-        plan: The layouts of the models that are sent.
+        layouts: The layouts of the models that are sent.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, layouts: Layouts) -> None:
         """Start with errors of zero."""
-        self.plan = plan
-        self._pair = _zeros(plan.layout), _zeros(plan.layout)  # the errors, and the next ones
+        self.layouts = layouts
+        self._pair = _zeros(layouts.model), _zeros(layouts.model)  # the errors, and the next ones
 
     @property
     def now(self) -> FlatWeights:
@@ -72,7 +72,7 @@ class _Residual:
             ValueError: If a rounded number is NaN or infinite; `now` has not changed.
         """
         now, following = self._pair
-        values = _encode(self.plan, parts, reference, where, now, following)
+        values = _encode(self.layouts, parts, reference, where, now, following)
         self._pair = following, now
         return values
 
@@ -80,8 +80,8 @@ class _Residual:
 class _Side:
     """One side of an exchange. It keeps the reference: the weights that both sides have."""
 
-    def __init__(self, plan: Plan, weights: FlatWeights, version: int) -> None:
-        self._plan = plan
+    def __init__(self, layouts: Layouts, weights: FlatWeights, version: int) -> None:
+        self._layouts = layouts
         self._reference = weights.copy()
         self._held = [version]  # a list, which the core sets in the call that adds to the reference
 
@@ -116,7 +116,7 @@ class _Side:
             difference: The bytes of a difference to add to the reference; nothing, if None.
             *copied: Pairs of a target and the weights to copy into it.
         """
-        core, wire = self._plan.layout.core, self._plan.wire.core
+        core, wire = self._layouts.model.core, self._layouts.wire.core
         pairs = [(target.buffer, source.buffer) for target, source in copied]
         _core.advance(core, self._reference.buffer, wire, difference, pairs, self._held, version)
 
@@ -153,9 +153,9 @@ class DeltaEncoder(_Side):
             TypeError: If it is not a `Snapshot`.
             ValueError: If its wire dtype is unknown.
         """
-        plan = plan_of_snapshot(snapshot, "snapshot")
-        super().__init__(plan, snapshot.weights, snapshot.version)
-        self._residual = _Residual(self._plan)
+        layouts = layouts_of_snapshot(snapshot, "snapshot")
+        super().__init__(layouts, snapshot.weights, snapshot.version)
+        self._residual = _Residual(self._layouts)
 
     @property
     def residual(self) -> FlatWeights:
@@ -177,9 +177,9 @@ class DeltaEncoder(_Side):
             check_fields(message, "message")
             layout, wire = message.layout, message.values.layout
         else:
-            plan = plan_of_snapshot(message, "message")
-            layout, wire = plan.layout, plan.wire
-        expected = self._plan.layout.digest, self._plan.wire.digest
+            layouts = layouts_of_snapshot(message, "message")
+            layout, wire = layouts.model, layouts.wire
+        expected = self._layouts.model.digest, self._layouts.wire.digest
         return (layout.digest, wire.digest) == expected
 
     def encode(self, weights: FlatWeights) -> Difference:
@@ -196,9 +196,9 @@ class DeltaEncoder(_Side):
                 `reference` by more than the dtype holds (65504 for float16). The encoder has not
                 changed.
         """
-        check_weights(weights, self._plan.layout, "weights")
+        check_weights(weights, self._layouts.model, "weights")
         values = self._residual.encode(list(weights.values()), self._reference, "weights")
-        return Difference(values, self._plan.layout, base=self.version)
+        return Difference(values, self._layouts.model, base=self.version)
 
     def receive(self, message: Difference | Snapshot) -> FlatWeights:
         """Update `reference` by a message of the driver; return it, read-only.
@@ -215,12 +215,12 @@ class DeltaEncoder(_Side):
             TypeError: If it is not such a message.
         """
         if isinstance(message, Snapshot):
-            plan = plan_of_snapshot(message, "snapshot")
-            check_layout(self._plan.layout, plan.layout, "snapshot")
-            check_layout(self._plan.wire, plan.wire, "snapshot, wire_dtype")
+            layouts = layouts_of_snapshot(message, "snapshot")
+            check_layout(self._layouts.model, layouts.model, "snapshot")
+            check_layout(self._layouts.wire, layouts.wire, "snapshot, wire_dtype")
             self._advance(message.version, None, (self._reference, message.weights))
             return self.reference
-        check_difference(message, self._plan, "difference")
+        check_difference(message, self._layouts, "difference")
         check_base(message, self.version, "difference")
         if message.version is None:
             raise ValueError("difference: expected one from a driver, got one from a worker")
@@ -282,8 +282,8 @@ class DeltaBroadcaster(_Side):
             ValueError: If ``wire_dtype`` is anything else, or ``weights`` hold NaN or infinity.
         """
         check_kind(weights, FlatWeights, "weights")
-        plan = plan_for(weights.layout, dtype_on_wire(wire_dtype))
-        super().__init__(plan, weights, secrets.randbits(62))
+        layouts = layouts_for(weights.layout, dtype_on_wire(wire_dtype))
+        super().__init__(layouts, weights, secrets.randbits(62))
         self._wire_dtype = wire_dtype
         i = Template(Kind.FLAT_WEIGHTS, weights.layout).first_nonfinite([weights.buffer])
         if i is not None:
@@ -334,7 +334,7 @@ class DeltaBroadcaster(_Side):
             ValueError: As `encode`.
         """
         other = self._copy()
-        other._weights = FlatWeights.empty(self._plan.layout)
+        other._weights = FlatWeights.empty(self._layouts.model)
         # If the caller keeps this one instead, its next difference gets another version.
         version = self.version + 1 + secrets.randbelow(1 << 20)
         return other._encode(weights, version, values), other
@@ -342,11 +342,11 @@ class DeltaBroadcaster(_Side):
     def _encode(
         self, weights: FlatWeights, version: int, values: FlatWeights | None = None
     ) -> Difference:
-        plan = self._plan
-        check_weights(weights, plan.layout, "weights")
+        layouts = self._layouts
+        check_weights(weights, layouts.model, "weights")
         if values is None:
-            values = _encode(plan, list(weights.values()), self._reference, "weights")
-        update = Difference(values, plan.layout, self.version, version)
+            values = _encode(layouts, list(weights.values()), self._reference, "weights")
+        update = Difference(values, layouts.model, self.version, version)
         self._advance(version, values.buffer, (self._weights, weights))
         return update
 
@@ -386,7 +386,7 @@ class DeltaBroadcaster(_Side):
             TypeError: If it is not a `Difference`.
             ValueError: If it has another layout or wire dtype.
         """
-        check_difference(source, self._plan, where)
+        check_difference(source, self._layouts, where)
         check_base(source, self.version, where)
 
     def add_to(self, mean: FlatWeights) -> FlatWeights:
@@ -403,10 +403,10 @@ class DeltaBroadcaster(_Side):
             TypeError: If ``mean`` is not `FlatWeights`.
             ValueError: If it has another layout or is read-only.
         """
-        check_writable(mean, self._plan.layout, "mean")
-        names = self._plan.rounded.names
+        check_writable(mean, self._layouts.model, "mean")
+        names = self._layouts.rounded.names
         _core.axpy_(
-            self._plan.rounded.core,
+            self._layouts.rounded.core,
             False,
             [mean[name] for name in names],
             1.0,
@@ -484,15 +484,15 @@ class GradientEncoder:
             )
         residual = self._residual
         if residual is None:
-            residual = _Residual(plan_for(layout, self._wire_dtype))
-        check_layout(residual.plan.layout, layout, "gradient")
+            residual = _Residual(layouts_for(layout, self._wire_dtype))
+        check_layout(residual.layouts.model, layout, "gradient")
         values = residual.encode(parts, None, "gradient")
         self._residual = residual
-        return Difference(values, residual.plan.layout)
+        return Difference(values, residual.layouts.model)
 
 
 def _encode(
-    plan: Plan,
+    layouts: Layouts,
     parts: list[NDArray[Any]],
     reference: FlatWeights | None,
     where: str,
@@ -506,12 +506,12 @@ def _encode(
     Raises:
         ValueError: If a rounded number is NaN or infinite.
     """
-    values = FlatWeights.empty(plan.wire)
+    values = FlatWeights.empty(layouts.wire)
     nonfinite = _core.encode_difference(
-        plan.layout.core,
+        layouts.model.core,
         False,
         parts,
-        plan.wire.core,
+        layouts.wire.core,
         values.buffer,
         None if reference is None else reference.buffer,
         None if residual is None else residual.buffer,

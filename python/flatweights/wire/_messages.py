@@ -11,16 +11,16 @@ from flatweights._average import read_sources, read_weights
 from flatweights._core import move_parts
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
-from flatweights.wire._plan import (
+from flatweights.wire._layouts import (
     WIRE_DTYPES,
-    Plan,
+    Layouts,
     WireDType,
     check_kind,
     check_layout,
     check_weights,
     check_writable,
     dtype_on_wire,
-    plan_for,
+    layouts_for,
 )
 
 
@@ -86,7 +86,7 @@ class Difference:
             ValueError: If ``out`` has another layout or is read-only; or `values` are not in the
                 16-bit form of `layout`.
         """
-        plan_of(self, "difference")
+        layouts_of(self, "difference")
         if out is None:
             out = FlatWeights.empty(self.layout)
         else:
@@ -148,47 +148,47 @@ def average_differences(
     """
     models = read_sources(sources)
     factors = read_weights(weights, len(models))
-    plan = plan_of(models[0], "source 0")
+    layouts = layouts_of(models[0], "source 0")
     for k, model in enumerate(models):
-        check_difference(model, plan, f"source {k}")
+        check_difference(model, layouts, f"source {k}")
         check_base(model, models[0].base, f"source {k}")
     if out is None:
-        out = FlatWeights.empty(plan.layout)
+        out = FlatWeights.empty(layouts.model)
     else:
-        check_weights(out, plan.layout, "out")
+        check_weights(out, layouts.model, "out")
     _core.average_widened_into(
-        plan.layout.core,
+        layouts.model.core,
         out.buffer,
-        plan.wire.core,
+        layouts.wire.core,
         [model.values.buffer for model in models],
         factors,
     )
     return out
 
 
-def plan_of(difference: Any, where: str) -> Plan:
-    """Return the plan that ``difference`` was encoded by; errors name it ``where``."""
+def layouts_of(difference: Any, where: str) -> Layouts:
+    """Return the layouts that ``difference`` was encoded by; errors name it ``where``."""
     check_fields(difference, where)
     for dtype in WIRE_DTYPES.values():
-        plan = plan_for(difference.layout, dtype)
-        if plan.wire == difference.values.layout:
-            return plan
+        layouts = layouts_for(difference.layout, dtype)
+        if layouts.wire == difference.values.layout:
+            return layouts
     raise ValueError(f"{where}: expected values of 16 bits in the layout that was encoded")
 
 
-def plan_of_snapshot(snapshot: Any, where: str) -> Plan:
-    """Return the plan for differences from ``snapshot``; errors name it ``where``."""
+def layouts_of_snapshot(snapshot: Any, where: str) -> Layouts:
+    """Return the layouts for differences from ``snapshot``; errors name it ``where``."""
     check_kind(snapshot, Snapshot, where)
     check_kind(snapshot.weights, FlatWeights, f"{where}, weights")
     check_kind(snapshot.version, int, f"{where}, version")
-    return plan_for(snapshot.weights.layout, dtype_on_wire(snapshot.wire_dtype))
+    return layouts_for(snapshot.weights.layout, dtype_on_wire(snapshot.wire_dtype))
 
 
-def check_difference(message: Any, plan: Plan, where: str) -> None:
-    """Raise unless ``message`` is a `Difference` in the layouts of ``plan``."""
+def check_difference(message: Any, layouts: Layouts, where: str) -> None:
+    """Raise unless ``message`` is a `Difference` in these ``layouts``."""
     check_fields(message, where)
-    check_layout(plan.layout, message.layout, where)
-    check_layout(plan.wire, message.values.layout, where)
+    check_layout(layouts.model, message.layout, where)
+    check_layout(layouts.wire, message.values.layout, where)
 
 
 def check_base(message: Difference, version: int | None, where: str) -> None:

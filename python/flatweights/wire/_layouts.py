@@ -50,28 +50,28 @@ def is_rounded(dtype: np.dtype[Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Layouts:
     """The layouts that encoding a model needs.
 
     Attributes:
-        layout: The model's own.
+        model: The model's own.
         wire: That of the messages: rounded slots have the 16-bit dtype.
         rounded: That of the rounded slots alone, in the model's dtypes.
     """
 
-    layout: Layout
+    model: Layout
     wire: Layout
     rounded: Layout
 
 
 @functools.lru_cache(maxsize=64)
-def plan_for(layout: Layout, dtype: np.dtype[Any]) -> Plan:
-    """Return the plan for models of ``layout`` whose numbers are rounded to ``dtype``."""
+def layouts_for(layout: Layout, dtype: np.dtype[Any]) -> Layouts:
+    """Return the layouts for models of ``layout`` whose numbers are rounded to ``dtype``."""
     slots = layout.slots
     shapes = [slot.shape for slot in slots]
     dtypes = [dtype if is_rounded(slot.dtype) else slot.dtype for slot in slots]
     rounded = [i for i, slot in enumerate(slots) if is_rounded(slot.dtype)]
-    return Plan(
+    return Layouts(
         layout,
         Layout(layout.names, shapes, dtypes, named=layout.named),
         layout_at(layout, rounded),
@@ -98,7 +98,7 @@ def wire_layout(layout: Layout, wire_dtype: WireDType) -> Layout:
         ValueError: If ``wire_dtype`` is anything else.
     """
     check_kind(layout, Layout, "layout")
-    return plan_for(layout, dtype_on_wire(wire_dtype)).wire
+    return layouts_for(layout, dtype_on_wire(wire_dtype)).wire
 
 
 def check_kind(value: Any, kind: type, where: str) -> None:
