@@ -241,6 +241,37 @@ def test_what_was_sent_does_not_follow_the_caller(make: Make, size: int, tmp_pat
     assert_same(group.step("get_weights")[0], weights_of(1.0, size))
 
 
+@pytest.mark.parametrize("kind", [dict, FlatWeights])
+def test_what_was_sent_by_ray_is_what_lanes_send_later(
+    make: Make, kind: Any, tmp_path: Path
+) -> None:
+    group = make(2, LARGE)
+    mine = kind(weights_of(1.0, LARGE))
+    group.broadcast(mine)  # in Ray's store: there are no lanes yet
+    group.step("ping")
+    mine["w"] += 1
+    assert late_round(group, tmp_path, min_results=1).late == (1,)
+    (tmp_path / "go on").touch()
+    assert restored(group) == [1]
+    assert_same(group.step("get_weights")[1], weights_of(1.0, LARGE))
+
+
+def test_what_nobody_took_yet_does_not_follow_the_caller(make: Make, tmp_path: Path) -> None:
+    group = make(2, LARGE)
+    group.step("ping")
+    with pytest.raises(WorkerError):
+        group.average("act", dict.fromkeys(range(2), "hang"), str(tmp_path), timeout=0.05)
+    mine = weights_of(1.0, LARGE)
+    with pytest.raises(WorkerError):
+        group.broadcast(mine)  # all are late: the weights wait for them
+    mine["w"] += 1
+    (tmp_path / "go on").touch()
+    while len(group.healthy_actor_ids()) < 2:
+        restored(group)
+    for found in group.step("get_weights").values():
+        assert_same(found, weights_of(1.0, LARGE))
+
+
 @pytest.mark.parametrize("max_inflight", [2, 3], ids=["streamed", "fused"])
 def test_average_is_in_the_ranks_of_the_group(group: WorkerGroup, max_inflight: int) -> None:
     group = WorkerGroup(list(group.actors().values()), max_inflight=max_inflight)

@@ -19,7 +19,7 @@ import logging
 import operator
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,15 @@ import ray
 
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._calls import Answer, Call, Payload, RayAnswer, Stamp, wait_any
+from flatweights.ray._calls import (
+    Answer,
+    Call,
+    Payload,
+    RayAnswer,
+    Stamp,
+    argument_of,
+    wait_any,
+)
 from flatweights.ray._engine import Arrivals, Deadline, Request
 from flatweights.ray._errors import (
     WorkerError,
@@ -473,7 +481,7 @@ class Roster:
         for rank in ranks:
             self._records[rank].version = self.latest.version
 
-    def _make_latest(self, weights: Any, ranks: Iterable[int]) -> Payload:
+    def _make_latest(self, weights: Any, ranks: Collection[int]) -> Payload:
         """Make ``weights`` ready for ``ranks``; from then on they are the latest.
 
         An error before that changes nothing.
@@ -486,6 +494,8 @@ class Roster:
             agent = self.agents.of(worker)
             if agent is None or not agent.has(latest.payload.exchanged):
                 worker.prepare(latest.payload)
+        if not ranks:
+            argument_of(latest.payload)  # until somebody is sent them, the caller's may change
         note_seconds(weights, "put", time.monotonic() - begin)
         self.latest = latest
         reach("sending")

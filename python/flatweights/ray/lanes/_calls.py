@@ -29,6 +29,7 @@ from flatweights.ray._calls import (
     argument_of,
     call_actor,
     plain_weights,
+    sent_weights,
 )
 from flatweights.ray._result import copied, is_arrays, parts_of
 from flatweights.ray._store import put
@@ -356,6 +357,8 @@ class Worker:
         if self._ready() is None or not (payload.is_frozen or is_arrays(payload.value)):
             argument_of(payload)
         elif not payload.is_frozen:
+            if payload.argument is not None:  # the caller's may have changed since it was put
+                payload.value = sent_weights(payload)
             if any(part.flags.writeable for part in parts_of(payload.value)):
                 payload.value = self._frozen(payload)
             payload.is_frozen = True
