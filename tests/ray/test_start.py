@@ -98,6 +98,10 @@ def test_initial_weights_are_those_that_are_given(fresh: Fresh) -> None:
     assert_same(found.weights, mean_of(own(5)))
     found = fresh(initial=np.array([1.0, 2, 3, 4, 5, 9])).average("train")
     assert_same(found.weights["w"], np.arange(1.0, 6.0) + 2)
+    mine = own(5)
+    group = fresh(initial=mine)
+    mine["w"] += 1
+    assert_same(group.average("train").weights, mean_of(own(5)))
     starts = [after_training(own(rank), rank) for rank in range(3)]
     assert_same(fresh(initial=None).average("train").weights, fw.average(starts))
 

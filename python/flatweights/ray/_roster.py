@@ -134,7 +134,7 @@ class Roster:
         ]
         self.layout: Layout | None = None
         self.nbytes = 0
-        self._initial = initial
+        self._initial = copied(initial)  # the caller's may change before the first call
         self._is_shut_down = False
         self._begin_to_count()
 
@@ -204,8 +204,9 @@ class Roster:
             WorkerError: If no rank is healthy, and none took the weights.
         """
         self._await_owed(Deadline.after(timeout))
-        is_first = self.latest.version is None and self._initial is not None
-        if is_first and starts and self.healthy():
+        if self.latest.version is not None:
+            self._initial = None  # they are not needed again
+        if self._initial is not None and starts and self.healthy():
             weights = self._start(weights, timeout)
         if weights is None:
             version = self.latest.version
