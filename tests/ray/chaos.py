@@ -86,7 +86,7 @@ class Chaos:
             max_task_retries=self.random.choice([0, -1]),
         )
         self.latest = weights_of(1.0, self.size)
-        self.group.broadcast(self.latest)
+        self.send(self.latest)
         self.to_send: Any = None  # with the next call
         self.stopped: list[int] = []
         self.kept: list[tuple[Round, Any]] = []
@@ -139,11 +139,13 @@ class Chaos:
             assert same_bits(one.weights.buffer, copy.buffer), "a round that was kept has changed"
 
     def send(self, weights: Any) -> None:
-        """Broadcast; who does not take it is restored later."""
+        """Broadcast; who does not take it is restored later, with what was sent now."""
+        mine = self.latest.copy()
         try:
-            self.group.broadcast(weights, timeout=TIMEOUT)
+            self.group.broadcast(self.random.choice([mine, weights]), timeout=TIMEOUT)
         except WorkerError:
             self.injected["(broadcasts that failed)"] += 1
+        mine["w"] += 1000.0
         if self.random.random() < 0.05:
             try:
                 values = self.group.step("get_weights", timeout=TIMEOUT)
