@@ -86,6 +86,7 @@ def results() -> Iterator[NDArray[Any]]:
             yield fw.average(views)
             if dtype in REAL:
                 yield robust.median(views)
+            yield robust.distances([misaligned(view, 24) for view in views[:3]])
             out = misaligned(np.zeros_like(views[0]), np.dtype(dtype).itemsize)
             yield fw.average(views, rng.uniform(0.1, 3, count), out=out)
         yield from changed_in_place(out, large[: out.size].copy(), 0.3)

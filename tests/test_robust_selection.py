@@ -94,6 +94,30 @@ def test_distances_of_large_models_on_several_threads(rng: np.random.Generator) 
     assert np.allclose(found[0], exact_distances(sources), rtol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_distances_do_not_depend_on_alignment(
+    dtype: type[np.floating[Any]], rng: np.random.Generator
+) -> None:
+    def shifted(source: NDArray[Any], by: int) -> NDArray[Any]:
+        """A copy that begins ``by`` bytes behind a line of the caches, between NaN."""
+        memory = np.full(source.nbytes + 192, 0xFF, np.uint8)
+        begin = -memory.ctypes.data % 64 + 64 + by
+        copy = memory[begin : begin + source.nbytes].view(dtype)
+        copy[...] = source
+        return copy
+
+    for size in (9216, 9217, 9231, 9232, 20_000):
+        # Of many magnitudes, so that each order of additions has other bits.
+        values = rng.normal(size=(6, size)) * 2.0 ** rng.integers(-12, 12, (6, size))
+        sources = [shifted(row, 0) for row in values.astype(dtype)]
+        expected = robust.distances(sources)
+        assert np.allclose(expected, exact_distances(sources), rtol=1e-6, atol=0)
+        for by in range(4, 64, 4):
+            assert same_bits(robust.distances([shifted(s, by) for s in sources]), expected)
+        mixed = [shifted(source, 4 * k) for k, source in enumerate(sources)]
+        assert same_bits(robust.distances(mixed), expected)
+
+
 # Krum.
 
 

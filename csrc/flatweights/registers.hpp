@@ -100,6 +100,18 @@ struct RegisterOf {
 template <class K>
 using Register = typename RegisterOf<K>::Type;
 
+// Makes the compiler hold a value in a register before it goes on.
+template <class V>
+[[gnu::always_inline]] inline void settle([[maybe_unused]] V& value) noexcept {
+#if defined(__AVX512F__)
+  asm volatile("" : "+v"(value));
+#elif defined(__SSE2__)
+  asm volatile("" : "+x"(value));
+#elif defined(__aarch64__)
+  asm volatile("" : "+w"(value));
+#endif
+}
+
 // `sum` + `a` * `b`, rounded once: with the processor's instruction if there is one, else slowly.
 #if defined(FLATWEIGHTS_REGISTERS)
 [[gnu::always_inline]] inline Register<float> multiply_add(Register<float> a, Register<float> b,
@@ -171,8 +183,7 @@ using Words = std::uint32_t __attribute__((vector_size(kRegister / 2)));
 //
 // widen and narrow convert between float32 and float64. round_to_odd is that of real.hpp.
 // widen_halves reads kLanes numbers of float16, narrow_to_halves makes them of two registers,
-// load_half_words reads kLanes words of 16 bits. settle makes the compiler hold a value in a
-// register before it goes on. widen_eight reads eight numbers of float16.
+// load_half_words reads kLanes words of 16 bits. widen_eight reads eight numbers of float16.
 
 #if defined(__AVX512F__)
 
@@ -277,9 +288,6 @@ using Words = std::uint32_t __attribute__((vector_size(kRegister / 2)));
   const auto wide = vmovl_u16(vreinterpret_u16_u32(load_two(from)));
   return __builtin_bit_cast(Words, vget_low_u32(wide));
 }
-[[gnu::always_inline]] inline void settle(Doubles& value) noexcept {
-  asm volatile("" : "+w"(value));
-}
 inline void widen_eight(float* to, const void* from) noexcept {
   const auto halves = load_register<float16x8_t>(from);
   store_register(to, vcvt_f32_f16(vget_low_f16(halves)));
@@ -291,9 +299,6 @@ inline void widen_eight(float* to, const void* from) noexcept {
 #if !defined(__aarch64__)
 inline void widen_eight(float* to, const void* from) noexcept {
   store_register(to, _mm256_cvtph_ps(load_register<__m128i>(from)));
-}
-[[gnu::always_inline]] inline void settle(Doubles& value) noexcept {
-  asm volatile("" : "+x"(value));
 }
 #endif
 #endif
