@@ -1,11 +1,17 @@
 """Robust averages of N buffers, against the mean, one read of them, and what others compute.
 
-``python -m bench.bench_robust [--quick] [--json FILE] [--plot FILE]``; for other instruction sets
-with ``FLATWEIGHTS_ISA=avx2``, ``baseline`` or ``portable`` in the environment.
+``python -m bench.bench_robust [--quick] [--json FILE] [--plot FILE]``; with an instruction set in
+the environment, ``FLATWEIGHTS_ISA=avx2`` or ``portable``, its rows alone, which are the last ones.
 """
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -19,6 +25,7 @@ MB = 1_000_000
 TRIM = 0.2
 # Bytes. Rivals take seconds and twice the memory; beyond this only ours are timed.
 MOST_OF_RIVALS = 2**31
+SETS = ("avx512", "avx2", "portable")
 
 
 def _by_coordinate(sources: list[Any], *, rivals: bool) -> dict[str, Callable[[], Any]]:
@@ -72,12 +79,22 @@ def _check(sources: list[Any]) -> None:
     assert exact is None or np.allclose(robust.distances(few), exact, rtol=1e-6)
 
 
-def case(nbytes: int, count: int, dtype: Any, *, budget: float) -> list[runner.Row]:
-    """Return the rows for ``count`` buffers of ``nbytes``, by coordinate and by distance."""
+def case(
+    nbytes: int, count: int, dtype: Any, *, budget: float, only: str | None = None
+) -> list[runner.Row]:
+    """Return the rows for ``count`` buffers of ``nbytes``, by coordinate and by distance.
+
+    Args:
+        nbytes: The size of each buffer.
+        count: How many buffers.
+        dtype: Their dtype.
+        budget: Seconds for each of the two kinds.
+        only: The instruction set that this process uses, to name it; then without rivals.
+    """
     sources = _buffers(nbytes, count, dtype)
     _check(sources)
-    rivals = count * nbytes <= MOST_OF_RIVALS
-    label = f"{np.dtype(dtype).name}, N={count}, {nbytes / MB:g} MB"
+    rivals = only is None and count * nbytes <= MOST_OF_RIVALS
+    label = f"{np.dtype(dtype).name}, N={count}, {nbytes / MB:g} MB" + (f", {only}" if only else "")
     rows = []
     for kind, contenders in (("coordinate", _by_coordinate), ("distance", _by_distance)):
         rows += runner.time_case(
@@ -109,8 +126,29 @@ def model_case(name: str, shapes: models.Shapes, *, budget: float) -> list[runne
     return runner.time_case(f"lists, N=8, {name}", found, nbytes=nbytes, budget=budget)
 
 
+def rows_of_set(name: str) -> list[runner.Row]:
+    """Return the rows of another process, whose kernels are those of an instruction set."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.json")
+        done = subprocess.run(
+            [sys.executable, "-m", "bench.bench_robust", "--json", str(path)],
+            env={**os.environ, "FLATWEIGHTS_ISA": name},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if "FLATWEIGHTS_ISA: expected one of" in done.stderr:
+            return []  # this processor does not have it
+        assert done.returncode == 0, done.stderr
+        return [runner.Row(**row) for row in json.loads(path.read_text())["rows"]]
+
+
 def run(options: Namespace) -> None:
     """Run the bench."""
+    if only := os.environ.get("FLATWEIGHTS_ISA"):
+        rows = case(20 * MB, 16, np.float32, budget=2, only=only)
+        runner.report("robust", rows, {}, options)
+        return
     cases: list[tuple[int, int, Any]] = [
         *((20 * MB, n, np.float32) for n in (4, 8, 16)),
         (100 * MB, 16, np.float32),
@@ -125,6 +163,8 @@ def run(options: Namespace) -> None:
         rows += case(nbytes, count, dtype, budget=1 if options.quick else 4)
     for name, shapes in (("policy", models.POLICY), ("resnet20", models.resnet20())):
         rows += model_case(name, shapes, budget=1)
+    for name in SETS:
+        rows += rows_of_set(name)
     runner.report("robust", rows, limits, options)
 
 
