@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from tf_models import build_eager, build_graph, mixed_values, random_values
 
+from flatweights import FlatWeights
+
 
 def concatenated(values: Any) -> Any:
     return np.concatenate([np.asarray(v).reshape(-1) for v in values.values()])
@@ -29,6 +31,24 @@ def test_set_flat_sets_every_variable(build: Any) -> None:
     model.weights.set_flat(concatenated(wanted))
     for name, value in model.read().items():
         np.testing.assert_array_equal(value, wanted[name], strict=True)
+
+
+def test_packed_buffers_are_gathered_and_scattered(build: Any) -> None:
+    values = mixed_values()
+    model = build(values)
+    buffer = model.weights.layout.new_buffer()
+    model.weights.gather_into(buffer)
+    assert buffer.tobytes() == FlatWeights(values).buffer.tobytes()
+    for name, value in values.items():
+        model.write(name, np.zeros_like(value))
+    for wrong in (buffer[:-1], buffer.astype(np.int16), np.zeros(2 * buffer.size, np.uint8)[::2]):
+        for call in (model.weights.gather_into, model.weights.scatter):
+            with pytest.raises((TypeError, ValueError), match=r"expected|buffer"):
+                call(wrong)
+    assert not any(value.any() for value in model.read().values())
+    model.weights.scatter(buffer)
+    for name, value in model.read().items():
+        np.testing.assert_array_equal(value, values[name])
 
 
 def test_both_modes_give_the_same_bytes() -> None:

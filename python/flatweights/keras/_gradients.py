@@ -112,7 +112,6 @@ class _Averaging:
         self._options = options  # of each average
         self._timeout = options["timeout"]
         self._applied: Sequence[Any] = ()  # variables of the call of `apply` that is under way
-        self._state: TensorFlowVariables | None = None
         self._is_started = False
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
         self._apply: Callable[..., None] = optimizer.apply
@@ -250,10 +249,10 @@ class _Exchange:
         self.grads: list[NDArray[Any]] = []
         self.averages: list[NDArray[Any]] = []
 
-    def _gather_into(self, buffer: NDArray[np.uint8]) -> None:
+    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
         move_parts(self.layout.packed_views(buffer), self.grads)
 
-    def _scatter(self, buffer: NDArray[np.uint8]) -> None:
+    def scatter(self, buffer: NDArray[np.uint8]) -> None:
         move_parts(self.averages, self.layout.packed_views(buffer))
 
 

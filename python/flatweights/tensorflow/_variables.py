@@ -430,17 +430,50 @@ class TensorFlowVariables:
             RuntimeError: As `get_flat`.
         """
         weights = FlatWeights.empty(self._layout)
-        self._gather_into(weights.buffer)
+        self.gather_into(weights.buffer)
         return weights
 
-    # What members of `flatweights.ray` need: no view of each part.
+    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
+        """Read all variables into a packed ``buffer``, such as `flatweights.ray.Member` has.
 
-    def _gather_into(self, buffer: NDArray[np.uint8]) -> None:
-        """Read all variables into a packed ``buffer`` of the layout."""
+        Like `get_weights`, for memory of the caller's, and without a view of each part. Padding
+        between the parts is left as it is.
+
+        >>> import tensorflow as tf
+        >>> variables = TensorFlowVariables(tf.Variable([1.0, 2.0]))
+        >>> buffer = variables.layout.new_buffer()
+        >>> variables.gather_into(buffer)
+        >>> buffer.view(np.float32)
+        array([1., 2.], dtype=float32)
+
+        Args:
+            buffer: Writable uint8 vector of ``layout.nbytes``.
+
+        Raises:
+            ValueError: If it is something else.
+            RuntimeError: As `get_flat`.
+        """
         self._mover.get_packed(buffer)
 
-    def _scatter(self, buffer: NDArray[np.uint8]) -> None:
-        """Set all variables from a packed ``buffer`` of the layout."""
+    def scatter(self, buffer: NDArray[np.uint8]) -> None:
+        """Set all variables from a packed ``buffer``, which is not changed.
+
+        Like `set_weights` of all weights, without a view of each part.
+
+        >>> import tensorflow as tf
+        >>> v = tf.Variable([1.0, 2.0])
+        >>> variables = TensorFlowVariables(v)
+        >>> variables.scatter(np.array([3.0, 4.0], np.float32).view(np.uint8))
+        >>> v.numpy()
+        array([3., 4.], dtype=float32)
+
+        Args:
+            buffer: Contiguous uint8 vector of ``layout.nbytes``.
+
+        Raises:
+            ValueError: If it is something else; no variable is changed.
+            RuntimeError: As `get_flat`.
+        """
         self._mover.set_packed(buffer)
 
     def set_weights(

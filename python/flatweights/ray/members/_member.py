@@ -35,16 +35,16 @@ Model = TypeVar("Model")
 
 
 class Variables(Protocol):
-    """What is averaged in place: a `flatweights.tensorflow.TensorFlowVariables`."""
+    """What is averaged in place: a `flatweights.tensorflow.TensorFlowVariables`, or one's own."""
 
     @property
     def layout(self) -> Layout:
         """The layout of the variables."""
 
-    def _gather_into(self, buffer: NDArray[np.uint8]) -> None:
+    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
         """Read all variables into a packed ``buffer``, whose padding is zero."""
 
-    def _scatter(self, buffer: NDArray[np.uint8]) -> None:
+    def scatter(self, buffer: NDArray[np.uint8]) -> None:
         """Set all variables from a packed ``buffer``."""
 
 
@@ -232,7 +232,8 @@ class Member:
         made, and none is held. Afterwards all members have the same values, one that was late, too.
 
         Args:
-            variables: The variables, of all members alike.
+            variables: A `flatweights.tensorflow.TensorFlowVariables`, or any object with its
+                ``layout``, ``gather_into`` and ``scatter``; of all members alike.
             weight: See `average`.
             timeout: See `average`.
             min_results: See `average`.
@@ -250,9 +251,9 @@ class Member:
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule)
         with self._call() as link:
             buffer = link.new_buffer(layout)
-            variables._gather_into(buffer)
+            variables.gather_into(buffer)
             outcome, mean = link.exchange(ask, layout, buffer)
-            variables._scatter(mean)
+            variables.scatter(mean)
             return self._round(outcome, None)
 
     def broadcast(self, weights: Model, root: int = 0, *, timeout: float | None = None) -> Model:
@@ -293,7 +294,7 @@ class Member:
         """Set ``variables`` to those of rank ``root``, in place, in all members.
 
         Args:
-            variables: The variables, of all members alike.
+            variables: As in `average_variables`; of all members alike.
             root: The rank whose variables are sent.
             timeout: See `average`.
 
@@ -309,10 +310,10 @@ class Member:
             buffer = None
             if ask.root == self.rank:
                 buffer = link.new_buffer(layout)
-                variables._gather_into(buffer)
+                variables.gather_into(buffer)
             outcome, sent = link.exchange(ask, layout, buffer)
             if ask.root != self.rank:
-                variables._scatter(sent)
+                variables.scatter(sent)
             return self._round(outcome, None)
 
     def leave(self) -> None:
