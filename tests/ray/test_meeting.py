@@ -120,6 +120,28 @@ def test_members_agree_on_their_number_and_sums() -> None:
         check_sums("f4")
 
 
+def test_a_host_sleeps_while_members_are_still_to_join() -> None:
+    meeting, ticket = Meeting("quiet", 2, "float64", "here", None), Future[Ticket]()
+    meeting.enter(Entry(0, 2, "float64", "member 0", "here", True, time.monotonic(), ticket))
+    meeting._read_news()
+    (lane,) = connect([ticket.result()])
+    meeting.attach(ticket.result().token, lane.mailbox.nonce, Future())
+    sleeps, poll = [], meeting._lanes._poll
+
+    class Poll:
+        def poll(self, seconds: float) -> Any:
+            sleeps.append(seconds)
+            meeting.tell(lambda: None)  # so that it wakes
+            return poll.poll(seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting._lanes, "_poll", Poll())
+        meeting._gather()
+    assert len(sleeps) == 1
+    lane.close()
+    meeting._lanes.close()
+
+
 def test_a_host_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[Any] = []
     monkeypatch.setattr(METRICS, "add", lambda *values: counted.append(values))

@@ -77,12 +77,12 @@ class Host:
 
         Without a stream, it is the first outcome.
         """
-        reply: Future[Any] = Future()
+        outcome: Future[Any] = Future()
         self._running.append(token)
         try:
-            letter = Letter(stream, buffer, reply)
+            letter = Letter(stream, buffer, outcome)
             self._meeting.tell(functools.partial(self._meeting.put, token, letter))
-            return reply.result()
+            return outcome.result()
         finally:
             self._running.remove(token)
 

@@ -29,12 +29,14 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights import _core
+from flatweights._average import Nonfinite
 from flatweights.ray._calls import Exchanged, Packed, seconds_left
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import Arrivals, Deadline, Request
 from flatweights.ray._errors import WorkerError, late_error, portable, reason_in_a_line
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT, report
+from flatweights.ray._round import Round
 from flatweights.ray.lanes._driver import Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message, buffer_message
@@ -141,7 +143,8 @@ class Meeting:
 
     def absent(self) -> list[int]:
         """Return the ranks that do not take part."""
-        return [rank for rank in range(self._size) if rank not in self._ranks()]
+        present = self._ranks()
+        return [rank for rank in range(self._size) if rank not in present]
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
         """Return the stream of an outcome, and its weights.
@@ -206,6 +209,8 @@ class Meeting:
             there: list[Any] = [arrivals.answers[rank] for rank in came or ()] + arrivals.heard
             arrivals.heard = []
             if came is None:
+                if len(asks) == len(self._seats):  # the usual case
+                    break
                 left = seconds_left(arrivals.deadline.end)
                 if not self._ranks() or (asks and (left == 0.0 or self._are_enough(asks))):
                     break
@@ -293,13 +298,15 @@ class Meeting:
                 arrivals.late = sorted([*arrivals.late, seat.rank])
         first = asks[min(asks)]
         weights: Packed | None = None
-        exchanged: Exchanged | None = None
+        result: Round | None = None
         try:
             self._check_agree(asks)
             if first.operation == "broadcast":
                 weights, outcome = self._relay(first, arrivals)
             else:
-                weights, outcome, exchanged = self._average(asks, arrivals)
+                result = self._average(asks, arrivals)
+                weights = Packed(result.weights.buffer, result.weights.layout)
+                outcome = self._outcome_of(result)
         except Exception as raised:  # all members raise it; a rule may raise anything
             outcome = Outcome(number, self._size, (), error=portable(raised))
         finally:
@@ -312,20 +319,25 @@ class Meeting:
         stream = (ray.cloudpickle if has_errors else pickle).dumps(tuple(outcome))
         if weights is not None:
             self._kept = [k for k in self._kept if not first.is_served_by(k.ask)][: _KEPT - 1]
-            asked = first._replace(digest=weights.layout.digest)
-            self._kept.insert(0, Kept(asked, number, stream, weights))
+            if first.digest != weights.layout.digest:
+                first = first._replace(digest=weights.layout.digest)
+            self._kept.insert(0, Kept(first, number, stream, weights))
         reach("sending")
         buffer = None if weights is None else weights.buffer
         # The last to ask may not even sleep yet: told first, it goes on while the others wake.
         seats = [self._seats[rank] for rank in reversed(asks)]
-        self._post(number, stream, buffer, seats, exchanged)
+        self._post(number, stream, buffer, seats, None if result is None else result._exchanged)
+        if result is not None:  # nobody waits for this; a death was told when it was noticed
+            dead = [seat.rank for seat in self._seats.values() if seat.gone]
+            report(result, already_named=dead)
+            METRICS.add({SENT: self._agents.nbytes * len(asks)})
 
     def _check_agree(self, asks: dict[int, Ask]) -> None:
         """Raise `ValueError`, naming all ranks, unless all ask for the same call."""
         alike: list[tuple[Ask, list[int]]] = []
         for rank, ask in sorted(asks.items()):
             for other, ranks in alike:
-                if ask.agrees_with(other):
+                if ask is other or ask.agrees_with(other):
                     ranks.append(rank)
                     break
             else:
@@ -334,22 +346,13 @@ class Meeting:
             calls = "; ".join(f"{_named(ranks)}: {ask}" for ask, ranks in alike)
             raise ValueError(f"expected the same call of all members, got {calls}")
 
-    def _average(
-        self, asks: dict[int, Ask], arrivals: Arrivals
-    ) -> tuple[Packed, Outcome, Exchanged | None]:
+    def _average(self, asks: dict[int, Ask], arrivals: Arrivals) -> Round:
         first = asks[min(asks)]
-        weights = [asks[rank].weight if rank in asks else 0.0 for rank in range(self._size)]
+        weights = tuple(asks[k].weight if k in asks else 0.0 for k in range(self._size))
         if not any(weights):
             weighted = ", ".join(f"rank {rank}" for rank in sorted(asks))
             raise ValueError(f"expected a positive weight, got only zeros of {weighted}")
-        request = Request(
-            weights=tuple(weights),
-            timeout=None,
-            min_results=first.min_results,  # else all in `arrivals`, dead and late ones too
-            nonfinite=first.nonfinite,
-            max_inflight=self._size,
-            rule=None if first.rule is None else _rule_of(first.rule[1]),
-        )
+        request = _request_of(weights, first.min_results, first.nonfinite, first.rule)
         arrivals.check(request)
         answers: dict[int, Any] = {rank: arrivals.answers[rank] for rank in asks}
         self._agents.nbytes = answers[min(asks)].layout.nbytes
@@ -364,10 +367,10 @@ class Meeting:
             self._lanes.windows.offer(self._agents.nbytes)
             result = DriverAverage(arrivals, request).run()
         result.number, result.ways = self._number, self._ways(asks) | result.ways
-        # A death was told when it was noticed.
-        report(result, already_named=[seat.rank for seat in self._seats.values() if seat.gone])
-        METRICS.add({SENT: self._agents.nbytes * len(asks)})
-        outcome = Outcome(
+        return result
+
+    def _outcome_of(self, result: Round) -> Outcome:
+        return Outcome(
             self._number,
             self._size,
             (),
@@ -382,7 +385,6 @@ class Meeting:
             groups=result.groups,
             links=result.links,
         )
-        return Packed(result.weights.buffer, result.weights.layout), outcome, result._exchanged
 
     def _relay(self, first: Ask, arrivals: Arrivals) -> tuple[Packed, Outcome]:
         """Return a copy of the root's weights.
@@ -420,8 +422,8 @@ class Meeting:
         return {k: "store" if self._seats[k].lane is None else "lane" for k in sorted(asks)}
 
     def _ranks(self) -> tuple[int, ...]:
-        present = [seat.rank for seat in [*self._seats.values()] if seat.is_present]
-        return tuple(sorted(present))
+        seats = [*self._seats.items()]
+        return tuple(sorted([rank for rank, seat in seats if seat.is_present]))
 
     def _post(
         self,
@@ -457,11 +459,11 @@ class Meeting:
                 elif seat.is_waiting and seat.agent is not None:
                     seat.is_waiting = False
                     away.setdefault(seat.agent, []).append(seat.token)
-                elif seat.reply is not None:
-                    reply, seat.reply = seat.reply, None
+                elif seat.outcome is not None:
+                    outcome, seat.outcome = seat.outcome, None
                     if buffer is not None and ref is None:
                         ref = ray.put(buffer)
-                    reply.set_result((stream, None if ref is None else [ref]))
+                    outcome.set_result((stream, None if ref is None else [ref]))
             except Exception as error:  # it died meanwhile
                 self._lose(seat, f"{seat.who}: {type(error).__name__}: {error}")
         for agent, tokens in away.items():
@@ -480,9 +482,9 @@ class Meeting:
             _log.warning("meeting %r: rank %d: %s", self._name, seat.rank, why)
         if seat.lane is not None:
             self._lanes.give_up(seat.lane)
-        if seat.reply is not None:
-            seat.reply.set_exception(seat.gone or MemberDiedError(why))
-            seat.reply = None
+        if seat.outcome is not None:
+            seat.outcome.set_exception(seat.gone or MemberDiedError(why))
+            seat.outcome = None
 
     def _read_news(self) -> None:
         while self._news:
@@ -581,15 +583,15 @@ class Meeting:
         """Take a letter: an ask; without content, the wish for the first outcome."""
         seat = self._seat_of(token)
         if seat is None or not seat.is_present:
-            if letter.reply is not None:
+            if letter.outcome is not None:
                 error = MemberDiedError("the host has counted this member as dead")
-                letter.reply.set_exception(error)
+                letter.outcome.set_exception(error)
         else:
-            if letter.reply is not None:  # it has made no lane to the agent of its node
+            if letter.outcome is not None:  # it has made no lane to the agent of its node
                 seat.agent = None
             seat.is_waiting = seat.agent is not None
             if letter.stream is None:
-                seat.reply = letter.reply
+                seat.outcome = letter.outcome
             else:
                 seat.letters.append(letter)
 
@@ -598,6 +600,18 @@ class Meeting:
         seat = self._seat_of(token)
         if seat is not None and seat.is_present:
             self._lose(seat, f"{seat.who}: {why}")
+
+
+@functools.lru_cache(maxsize=16)
+def _request_of(
+    weights: tuple[float, ...],
+    min_results: int | None,  # if None, all in the wait's arrivals, dead and late ones too
+    nonfinite: Nonfinite,
+    rule: tuple[str, bytes] | None,
+) -> Request:
+    """Return the request of an average, the same one for the same arguments."""
+    applied = None if rule is None else _rule_of(rule[1])
+    return Request(weights, None, min_results, nonfinite, len(weights), applied)
 
 
 @functools.lru_cache(maxsize=16)

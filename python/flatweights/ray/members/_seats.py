@@ -26,11 +26,11 @@ SLICE = 1.0  # seconds between two looks at what rings no bell
 
 
 class Letter(NamedTuple):
-    """An ask that came through Ray: its stream, its buffer, and what its caller waits for."""
+    """An ask that came through Ray: its stream, its buffer, and where its caller waits."""
 
     stream: bytes | None
     buffer: NDArray[np.uint8] | Away | None
-    reply: Future[Any] | None
+    outcome: Future[Any] | None
 
 
 class Away(NamedTuple):
@@ -57,7 +57,7 @@ class Seat:
         left: Whether it has left.
         answer: What the host waits for: its next ask.
         letters: Asks of its that came through Ray.
-        reply: What its call through Ray waits for: an outcome.
+        outcome: What its call through Ray waits for.
         layouts: Those that its asks have brought, by digest.
         agent: The agent of its node, if that has the lane to it.
         is_waiting: Whether a call through that agent waits for an outcome.
@@ -72,7 +72,7 @@ class Seat:
     left: bool = False
     answer: SeatAnswer | None = None
     letters: deque[Letter] = field(default_factory=deque)
-    reply: Future[Any] | None = None
+    outcome: Future[Any] | None = None
     layouts: dict[str, Layout] = field(default_factory=dict)
     agent: AgentEnd | None = None
     is_waiting: bool = False
@@ -85,7 +85,7 @@ class Seat:
     @property
     def is_ready(self) -> bool:
         """Whether it can be given an outcome."""
-        can_be_told = self.lane is not None or self.reply is not None or self.is_waiting
+        can_be_told = self.lane is not None or self.outcome is not None or self.is_waiting
         return self.is_present and can_be_told
 
 
@@ -127,7 +127,9 @@ class SeatAnswer(Answer):
             if len(there) >= enough or left <= 0 or any(one.is_urgent for one in there):
                 return there
             missing = {*answers}.difference(there)
-            lanes = [one.seat.lane for one in missing if one.seat and one.seat.lane]
+            # A member that has no outcome yet asks for nothing: its mailbox looks answered.
+            seats = [one.seat for one in missing if one.seat and one.seat.has is not None]
+            lanes = [seat.lane for seat in seats if seat.lane]
             # All but the last are read while that member still works.
             answers[0]._lanes.wait(lanes, left, max(1, enough - len(there) - 1))
 
@@ -161,7 +163,7 @@ class SeatAnswer(Answer):
         elif lane is not None and lane.is_closed:
             self._error = MemberDiedError(f"{seat.who} has ended without leave()")
         if seat.letters and (lane is None or stream == b""):
-            stream, buffer, seat.reply = seat.letters.popleft()
+            stream, buffer, seat.outcome = seat.letters.popleft()
         if stream is None:
             return
         asked, layout = _ask_in(stream)
