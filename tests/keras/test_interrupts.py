@@ -1,0 +1,102 @@
+"""Ctrl-C in `fit` while its step waits for another member; the host is in this process."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from reference import clean_environment
+
+from flatweights.ray.members._meeting import Entry, Meeting, Ticket
+
+pytestmark = pytest.mark.slow
+
+MEMBER = """
+import json, sys, time
+from pathlib import Path
+import keras, numpy as np
+from flatweights.keras import average_gradients
+from flatweights.ray.lanes._member import MemberLane
+from flatweights.ray.members._links import LaneLink
+from flatweights.ray.members._member import Member
+from flatweights.ray.members._meeting import Ticket
+
+rank, address, token, has_timeout, stalled = json.loads(sys.argv[1])
+stalled = Path(stalled)
+lane = MemberLane(bytes.fromhex(address), bytes.fromhex(token))
+print(lane.mailbox.nonce.hex(), flush=True)
+link = LaneLink(None, Ticket(rank, bytes.fromhex(token), None), lane)
+member = Member("interrupted", rank, link.start(300.0), link)
+
+def batches():
+    for k in range(1000):
+        if k == 5 and rank == 0:
+            stalled.touch()
+            while stalled.exists():
+                time.sleep(0.01)
+        if k == 5 and rank == 1 and has_timeout:
+            while not stalled.exists():
+                time.sleep(0.01)
+            optimizer.apply.__self__._options["timeout"] = 1.0
+        yield np.ones((4, 2)), np.ones(4)
+
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+optimizer = average_gradients(keras.optimizers.SGD(0.01), member=member)
+model.compile(optimizer, "mse")
+try:
+    with member:
+        model.fit(batches(), verbose=0)
+except BaseException as error:
+    print(json.dumps([type(error).__name__, str(error)]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("has_timeout", [False, True])
+def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
+    has_timeout: bool, tmp_path: Path
+) -> None:
+    stalled = tmp_path / "stalled"
+    meeting = Meeting("interrupted", 2, "float64", "here", None)
+    tickets = [Future[Ticket](), Future[Ticket]()]
+    for rank, future in enumerate(tickets):
+        who = f"member {rank}"
+        meeting.enter(Entry(rank, 2, "float64", who, "here", True, time.monotonic(), future))
+    meeting._read_news()
+    members = []
+    for rank, future in enumerate(tickets):
+        ticket = future.result()
+        assert ticket.address is not None
+        told = [rank, ticket.address.hex(), ticket.token.hex(), has_timeout, str(stalled)]
+        command = [sys.executable, "-c", MEMBER, json.dumps(told)]
+        pipe = subprocess.PIPE
+        members.append(subprocess.Popen(command, stdout=pipe, text=True, env=clean_environment()))
+    outputs = []
+    for future, process in zip(tickets, members, strict=True):
+        assert process.stdout is not None
+        outputs.append(process.stdout)
+        meeting.attach(future.result().token, bytes.fromhex(outputs[-1].readline()), Future())
+    thread = threading.Thread(target=meeting.run)
+    thread.start()
+    lane = meeting._seats[1].lane
+    while not (stalled.exists() and lane is not None and lane.is_answered):
+        assert members[0].poll() is None
+        time.sleep(0.01)  # until rank 1 waits for rank 0
+    members[1].send_signal(signal.SIGINT)
+    if not has_timeout:  # the step ends once rank 0 comes to it
+        stalled.unlink()
+    kind, text = json.loads(outputs[1].readline())
+    # Which comes first, the interrupt or the error of the step; or TensorFlow's error about both.
+    assert "KeyboardInterrupt" in kind + text or "rank 0" in text, (kind, text)
+    assert members[1].wait() == 0
+    stalled.unlink(missing_ok=True)
+    kind, text = json.loads(outputs[0].readline())
+    assert "rank 1: MemberDiedError" in text, (kind, text)
+    assert members[0].wait() == 0
+    thread.join()  # the meeting has ended
+    for output in outputs:
+        output.close()
