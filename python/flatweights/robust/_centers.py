@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights import _core
 from flatweights._average import Nonfinite
 from flatweights.robust._rules import Job, Source
 from flatweights.robust._selection import DistanceRule, Distances
@@ -98,10 +97,9 @@ class GeometricMedian(DistanceRule):
             before, shares = shares, pull / pull.sum()
             if np.abs(shares - before).max() <= _STILL:
                 break
-        final = dict(zip(present, shares.tolist(), strict=True))
-        used = [k for k in present if final[k] > 0]
-        job.average([final.get(k, 0.0) for k in job.everything], used)
-        return used, _from_center(squares, shares).tolist()
+        final = {k: s for k, s in zip(present, shares.tolist(), strict=True) if s > 0}
+        job.average(final)
+        return list(final), _from_center(squares, shares).tolist()
 
 
 @dataclass(frozen=True)
@@ -143,17 +141,10 @@ class CenteredClipping(DistanceRule):
             shares = shares * (1.0 - clip.sum() / count)
             shares[:count] += clip / count
             distance = _from_center(squares, shares)
-        points, places = self._points(job), [*present, len(job.parts)][: len(squares)]
-        kept = [(places[k], share) for k, share in enumerate(shares.tolist()) if share > 0]
-        template = job.template
-        _core.average_into(
-            template.layout.core,
-            template.packed,
-            job.written,
-            [points[k] for k, _ in kept],
-            [share for _, share in kept],
-        )
-        return [k for k, _ in kept if k < len(job.parts)], distance[:count].tolist()
+        places = [*present, len(job.parts)][: len(squares)]
+        final = {k: s for k, s in zip(places, shares.tolist(), strict=True) if s > 0}
+        job.average(final, self._points(job))
+        return [k for k in final if k < len(job.parts)], distance[:count].tolist()
 
 
 def geometric_median(

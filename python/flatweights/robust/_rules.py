@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -94,14 +94,15 @@ class Job:
         """Return the positions of the finite sources; under ``"raise"``, raise for any other."""
         return finite_sources(self.template, self.parts, self.weights, self.nonfinite, self.names)
 
-    def average(self, weights: Sequence[float], used: Sequence[int]) -> None:
-        """Write the weighted mean of the sources ``used``."""
+    def average(self, weights: Mapping[int, float], points: list[Parts] | None = None) -> None:
+        """Write the mean of the sources, or ``points``, at the positions that have weights."""
+        points = self.parts if points is None else points
         _core.average_into(
             self.template.layout.core,
             self.template.packed,
             self.written,
-            [self.parts[k] for k in used],
-            [float(weights[k]) for k in used],
+            [points[k] for k in weights],
+            list(weights.values()),
         )
 
 

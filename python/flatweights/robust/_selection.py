@@ -144,7 +144,7 @@ class MultiKrum(DistanceRule):
         scores = krum_scores(squares, self.byzantine)
         best = sorted(range(len(present)), key=lambda k: (scores[k], k))[: self.keep]
         used = sorted(present[k] for k in best)
-        job.average([1.0] * len(job.parts), used)
+        job.average(dict.fromkeys(used, 1.0))
         return used, scores
 
 
