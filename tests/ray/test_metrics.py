@@ -26,7 +26,7 @@ from ray_workers import PlainWorker, weights_of
 from reference import clean_environment
 
 from flatweights.ray import Round, WorkerError, WorkerGroup, average
-from flatweights.ray._report import METRICS, readable_bytes, rounds_bar
+from flatweights.ray._report import METRICS, ROUND, Metrics, readable_bytes, rounds_bar
 
 TESTS = Path(__file__).parents[1]
 SIZE = 40_000
@@ -346,6 +346,22 @@ def test_an_error_of_the_metrics_does_not_break_a_round(
         METRICS.hand_over()
     assert [found.used for found in rounds] == [(0, 1, 2)] * 2
     assert lines(caplog) == [("WARNING", "no metrics of rounds from now on: OSError: no agent")]
+
+
+def test_metrics_wait_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    metrics = Metrics()
+    handed_over: list[Any] = []
+    monkeypatch.setattr(metrics, "_record", lambda *args: handed_over.append(args))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Timer, "start", start)
+        metrics.add({ROUND: 1})
+    metrics.add({ROUND: 2})
+    assert metrics._timer is not None
+    metrics._timer.join()
+    assert handed_over == [({ROUND: 3}, [], None)]
 
 
 def test_a_round_of_nothing_but_weights_has_a_record() -> None:

@@ -105,7 +105,10 @@ class Metrics:
         if self._timer is None and self.works:
             self._timer = threading.Timer(_DELAY, self.hand_over)
             self._timer.daemon = True
-            self._timer.start()
+            try:
+                self._timer.start()
+            except RuntimeError:  # there can be no more threads; perhaps at the next call
+                self._timer = None
 
     def hand_over(self) -> None:
         """Hand what was counted to Ray's instruments."""
