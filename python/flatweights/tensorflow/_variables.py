@@ -443,8 +443,8 @@ class TensorFlowVariables:
         >>> variables = TensorFlowVariables(tf.Variable([1.0, 2.0]))
         >>> buffer = variables.layout.new_buffer()
         >>> variables.gather_into(buffer)
-        >>> buffer.view(np.float32)
-        array([1., 2.], dtype=float32)
+        >>> variables.layout.packed_views(buffer)
+        [array([1., 2.], dtype=float32)]
 
         Args:
             buffer: Writable uint8 vector of ``layout.nbytes``.
@@ -463,7 +463,9 @@ class TensorFlowVariables:
         >>> import tensorflow as tf
         >>> v = tf.Variable([1.0, 2.0])
         >>> variables = TensorFlowVariables(v)
-        >>> variables.scatter(np.array([3.0, 4.0], np.float32).view(np.uint8))
+        >>> buffer = variables.layout.new_buffer()
+        >>> variables.layout.packed_views(buffer)[0][:] = [3.0, 4.0]
+        >>> variables.scatter(buffer)
         >>> v.numpy()
         array([3., 4.], dtype=float32)
 
