@@ -357,8 +357,7 @@ class Worker:
         if self._ready() is None or not (payload.is_frozen or is_arrays(payload.value)):
             argument_of(payload)
         elif not payload.is_frozen:
-            if payload.argument is not None:  # the caller's may have changed since it was put
-                payload.value = sent_weights(payload)
+            payload.value = sent_weights(payload)  # the caller's may have changed since it was put
             if any(part.flags.writeable for part in parts_of(payload.value)):
                 payload.value = self._frozen(payload)
             payload.is_frozen = True

@@ -410,8 +410,10 @@ def _there(refs: list[Any], timeout: float) -> list[Any]:
 
 def _id_of(node: Node) -> str:
     """Return the id by which Ray knows a node."""
+    if node is not None:
+        return node.node
     here: str = ray.get_runtime_context().get_node_id()
-    return here if node is None else node.node
+    return here
 
 
 def _outcome(ref: Any, timeout: float | None = None) -> Any:
