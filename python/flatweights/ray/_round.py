@@ -60,6 +60,9 @@ class Round:
         quarantined: Sequence[int] = (),
         number: int | None = None,
         scores: Mapping[int, float] | None = None,
+        ways: Mapping[int, str] | None = None,
+        groups: Sequence[tuple[int, ...]] = (),
+        links: Mapping[str, dict[str, int]] | None = None,
     ) -> None:
         """Take the values of the attributes."""
         self._weights = weights
@@ -73,9 +76,9 @@ class Round:
         self.quarantined = tuple(quarantined)
         self.number = number
         self.scores = dict(scores or {})
-        self.ways: dict[int, str] = {}
-        self.groups: tuple[tuple[int, ...], ...] = ()
-        self.links: dict[str, dict[str, int]] = {}
+        self.ways = dict(ways or {})
+        self.groups = tuple(groups)
+        self.links = dict(links or {})
         self._exchanged: Any = None  # which agents have the average
         self._ref: Any = None
         self._session: tuple[str, str] | None = None  # of Ray, in which it was put
@@ -171,6 +174,25 @@ class Round:
             if value not in (None, "", [])
         ]
         return f"<table>{''.join(rows)}</table>"
+
+
+def facts_of(result: Round) -> tuple[Any, ...]:
+    """Return what `Round` takes after the weights, for a process that has these; no extras."""
+    return (
+        result.used,
+        result.failed,
+        result.late,
+        None,
+        result.seconds,
+        result.nbytes,
+        result.nbytes_sent,
+        result.quarantined,
+        result.number,
+        result.scores,
+        result.ways,
+        result.groups,
+        result.links,
+    )
 
 
 def ranks_left_out(result: Round) -> dict[str, list[int]]:

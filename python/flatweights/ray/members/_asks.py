@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from flatweights._average import Nonfinite
@@ -85,16 +84,7 @@ class Outcome(NamedTuple):
         before: How many calls there were when this member joined; of the first outcome.
         error: What all members raise.
         layout: That of the weights, pickled, unless all members have said what they expect.
-        used: As all that follow, an attribute of the `Round`.
-        failed: By rank.
-        late: Ranks.
-        quarantined: Ranks.
-        scores: By rank.
-        seconds: By step.
-        nbytes: Of the weights that were read.
-        ways: By rank.
-        groups: Ranks.
-        links: Bytes by node.
+        facts: What `Round` takes after the weights; nothing with an error.
     """
 
     number: int
@@ -103,16 +93,7 @@ class Outcome(NamedTuple):
     before: int = 0
     error: Exception | None = None
     layout: bytes | None = None
-    used: tuple[int, ...] = ()
-    failed: Mapping[int, Exception] = {}
-    late: tuple[int, ...] = ()
-    quarantined: tuple[int, ...] = ()
-    scores: Mapping[int, float] = {}
-    seconds: Mapping[str, float] = {}
-    nbytes: int = 0
-    ways: Mapping[int, str] = {}
-    groups: tuple[tuple[int, ...], ...] = ()
-    links: Mapping[str, dict[str, int]] = {}
+    facts: tuple[Any, ...] = ()
 
 
 def remember(known: dict[str, Any], digest: str, layout: Any = None) -> None:

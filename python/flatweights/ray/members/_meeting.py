@@ -30,13 +30,14 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._average import Nonfinite
+from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Exchanged, Packed, seconds_left
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import Arrivals, Deadline, Request
 from flatweights.ray._errors import WorkerError, late_error, portable, reason_in_a_line
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT, report
-from flatweights.ray._round import Round
+from flatweights.ray._round import Round, facts_of
 from flatweights.ray.lanes._driver import Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message, buffer_message
@@ -297,26 +298,31 @@ class Meeting:
             elif seat.rank not in arrivals.late:
                 arrivals.late = sorted([*arrivals.late, seat.rank])
         first = asks[min(asks)]
+        is_average = first.operation == "average"
         weights: Packed | None = None
         result: Round | None = None
+        error: Exception | None = None
         try:
             self._check_agree(asks)
-            if first.operation == "broadcast":
-                weights, outcome = self._relay(first, arrivals)
-            else:
-                result = self._average(asks, arrivals)
-                weights = Packed(result.weights.buffer, result.weights.layout)
-                outcome = self._outcome_of(result)
+            result = self._average(asks, arrivals) if is_average else self._relay(first, arrivals)
+            weights = Packed(result.weights.buffer, result.weights.layout)
         except Exception as raised:  # all members raise it; a rule may raise anything
-            outcome = Outcome(number, self._size, (), error=portable(raised))
+            error = portable(raised)
         finally:
             _core.withdraw_offer()
         arrivals.let_go()
-        failed = {rank: portable(why) for rank, why in outcome.failed.items()}
-        ways = outcome.ways or self._ways(asks)
-        outcome = outcome._replace(ranks=self._ranks(), failed=failed, ways=ways)
-        has_errors = outcome.error is not None or failed
-        stream = (ray.cloudpickle if has_errors else pickle).dumps(tuple(outcome))
+        facts: tuple[Any, ...] = ()
+        layout: bytes | None = None
+        pickler: Any = pickle if error is None else ray.cloudpickle
+        if result is not None and weights is not None:
+            layout = None if is_average else weights.layout.pickled
+            result.number, result.ways = number, self._ways(asks) | result.ways
+            if result.failed:
+                result.failed = {rank: portable(why) for rank, why in result.failed.items()}
+                pickler = ray.cloudpickle
+            facts = facts_of(result)
+        outcome = Outcome(number, self._size, self._ranks(), 0, error, layout, facts)
+        stream = pickler.dumps(tuple(outcome))
         if weights is not None:
             self._kept = [k for k in self._kept if not first.is_served_by(k.ask)][: _KEPT - 1]
             if first.digest != weights.layout.digest:
@@ -327,7 +333,8 @@ class Meeting:
         # The last to ask may not even sleep yet: told first, it goes on while the others wake.
         seats = [self._seats[rank] for rank in reversed(asks)]
         self._post(number, stream, buffer, seats, None if result is None else result._exchanged)
-        if result is not None:  # nobody waits for this; a death was told when it was noticed
+        if result is not None and is_average:  # nobody waits for this
+            # A death was told when it was noticed.
             dead = [seat.rank for seat in self._seats.values() if seat.gone]
             report(result, already_named=dead)
             METRICS.add({SENT: self._agents.nbytes * len(asks)})
@@ -366,28 +373,10 @@ class Meeting:
         else:
             self._lanes.windows.offer(self._agents.nbytes)
             result = DriverAverage(arrivals, request).run()
-        result.number, result.ways = self._number, self._ways(asks) | result.ways
         return result
 
-    def _outcome_of(self, result: Round) -> Outcome:
-        return Outcome(
-            self._number,
-            self._size,
-            (),
-            used=result.used,
-            failed=result.failed,
-            late=result.late,
-            quarantined=result.quarantined,
-            scores=result.scores,
-            seconds=result.seconds,
-            nbytes=result.nbytes,
-            ways=result.ways,
-            groups=result.groups,
-            links=result.links,
-        )
-
-    def _relay(self, first: Ask, arrivals: Arrivals) -> tuple[Packed, Outcome]:
-        """Return a copy of the root's weights.
+    def _relay(self, first: Ask, arrivals: Arrivals) -> Round:
+        """Return a round with a copy of the root's weights.
 
         Raises:
             WorkerError: If the root is dead or late.
@@ -404,18 +393,14 @@ class Meeting:
         self._lanes.windows.offer(packed.layout.nbytes)
         copied = packed.layout.new_buffer()
         _core.move_parts([copied], [packed.buffer])
-        outcome = Outcome(
-            self._number,
-            self._size,
-            (),
-            layout=packed.layout.pickled,
-            used=(first.root,),
+        return Round(
+            FlatWeights.wrap(copied, packed.layout),
+            (first.root,),
             failed=dict(sorted(arrivals.failed.items())),
-            late=tuple(arrivals.late),
+            late=arrivals.late,
             seconds={"wait": arrivals.seconds_waited, "copy": time.monotonic() - begin},
             nbytes=copied.nbytes,
         )
-        return Packed(copied, packed.layout), outcome
 
     def _ways(self, asks: dict[int, Ask]) -> dict[int, str]:
         """Return by which way each of those that ask does so."""

@@ -412,24 +412,10 @@ class Member:
 
     def _round(self, outcome: Outcome, weights: Any) -> Round:
         self._note(outcome)
-        failed, late = outcome.failed, outcome.late
+        result = Round(weights, *outcome.facts)
         if outcome.number <= self._before:  # the call of another process that had this rank
-            failed = {rank: why for rank, why in failed.items() if rank != self.rank}
-            late = tuple(sorted({*late, self.rank}))
-        result = Round(
-            weights,
-            outcome.used,
-            failed=failed,
-            late=late,
-            seconds=outcome.seconds,
-            nbytes=outcome.nbytes,
-            quarantined=outcome.quarantined,
-            number=outcome.number,
-            scores=outcome.scores,
-        )
-        result.ways = dict(outcome.ways)
-        result.groups = outcome.groups
-        result.links = dict(outcome.links)
+            result.failed.pop(self.rank, None)
+            result.late = tuple(sorted({*result.late, self.rank}))
         return result
 
 

@@ -126,6 +126,8 @@ class NodesAverage:
             containers = summaries[used[0]].containers
             assert containers is not None
             mean = sealed(containers.build(containers.leaves(mean, "the average")))
+        far = [rank for rank, node in self._nodes.items() if node is not None]
+        traffic = self._traffic.items()
         result = Round(
             mean,
             used,
@@ -135,12 +137,10 @@ class NodesAverage:
             extras={k: copied(s.extras) for k, s in summaries.items() if s.extras is not None},
             seconds={"wait": arrivals.seconds_waited, "average": time.monotonic() - begin},
             nbytes=sum(summary.nbytes for summary in summaries.values()),
+            ways=dict.fromkeys(far, f"agent: {self._way}"),
+            groups=plan.merged_groups(),
+            links={node: {"in": t.received, "out": t.sent} for node, t in traffic},
         )
-        far = [rank for rank, node in self._nodes.items() if node is not None]
-        result.ways = dict.fromkeys(far, f"agent: {self._way}")
-        result.groups = plan.merged_groups()
-        traffic = self._traffic.items()
-        result.links = {node: {"in": t.received, "out": t.sent} for node, t in traffic}
         if self._out is None and template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
             result._exchanged = Exchanged(plan.number, frozenset(took), difference)
         return result
