@@ -6,6 +6,7 @@ The tests and the pages of the documentation import these fixtures into their ``
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ def start_lean_cluster(**options: Any) -> Any:
     from ray._private.node import Node
     from ray.cluster_utils import Cluster
 
-    with pytest.MonkeyPatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # Ray 2.40 leaves files of logs open
         # Without a dashboard, its server has only statistics of use, and the node waits for it.
         patched.setattr(Node, "start_api_server", lambda *_, **__: None)
         if not ray_forks.are_there():

@@ -305,20 +305,20 @@ class Mortal:
         os._exit(1)
 
 
-def raised_by(ref: Any) -> Exception:
+def death_of(actor: Any) -> Exception:
     with pytest.raises(ray.exceptions.RayError) as caught:
-        ray.get(ref)
+        ray.get(actor.stop.remote())
     return caught.value  # type: ignore[no-any-return]
 
 
 def test_a_dead_worker_is_one_line_with_the_remedy() -> None:
-    line = explain(WorkerError({1: raised_by(Mortal.remote().stop.remote())}))  # type: ignore[attr-defined]
+    line = explain(WorkerError({1: death_of(Mortal.remote())}))  # type: ignore[attr-defined]
     assert "\n" not in line
     assert line.startswith("rank 1: ActorDiedError: The actor died")
     assert line.endswith("Start again; if memory was short, with fewer workers.")
 
 
 def test_an_error_in_a_constructor_is_told_in_a_line() -> None:
-    line = explain(raised_by(Mortal.remote(wrong=True).stop.remote()))  # type: ignore[attr-defined]
+    line = explain(death_of(Mortal.remote(wrong=True)))  # type: ignore[attr-defined]
     assert "\n" not in line
     assert line.endswith("ValueError: the data is missing")

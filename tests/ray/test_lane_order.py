@@ -40,6 +40,11 @@ def group(lend: Lend) -> WorkerGroup:
     return made
 
 
+def on_a_copy(handle: Any, value: Any) -> None:
+    copied = pickle.loads(pickle.dumps(handle))  # Ray 2.40 wants the handle to outlive the call
+    copied.keep.remote(value)
+
+
 def in_thread(call: Callable[[], Any]) -> None:
     thread = threading.Thread(target=call)
     thread.start()
@@ -49,7 +54,7 @@ def in_thread(call: Callable[[], Any]) -> None:
 WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "on the handle": lambda handle, value: handle.keep.remote(value),
     "awaited": lambda handle, value: ray.get(handle.keep.remote(value)),
-    "on a copy": lambda handle, value: pickle.loads(pickle.dumps(handle)).keep.remote(value),
+    "on a copy": on_a_copy,
     "without a result": lambda handle, value: handle.keep.options(num_returns=0).remote(value),
     "a generator": lambda handle, value: handle.keep_each.remote(value),
     "in a thread": lambda handle, value: in_thread(lambda: handle.keep.remote(value)),
