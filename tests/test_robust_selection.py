@@ -292,6 +292,8 @@ def test_wrong_numbers_are_refused() -> None:
         robust.krum(a, -1)
     with pytest.raises(ValueError, match="keep: expected at most the 6 sources, got 7"):
         robust.multi_krum(a, 1, 7)
+    with pytest.raises(ValueError, match="keep: expected at least 1, got 0"):
+        robust.MultiKrum(1, 0)
     with pytest.raises(TypeError, match="Krum has no weights"):
         robust.Krum(1)(a, [1.0] * 6)
     with pytest.raises(TypeError, match="expected real numbers, got complex128"):

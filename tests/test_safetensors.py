@@ -383,6 +383,26 @@ def test_a_file_that_is_cut_short_while_it_is_loaded_is_refused(
         FlatWeights.load(path)
 
 
+def test_a_file_that_is_written_while_it_is_loaded_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flatweights import _safetensors
+
+    safetensors.numpy.save_file({"a": np.zeros(1000)}, path)  # without a checksum
+    os.utime(path, ns=(0, 0))
+    original = _safetensors._fill
+
+    def fill(*args: Any) -> None:
+        original(*args)
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+
+    monkeypatch.setattr(_safetensors, "_fill", fill)
+    with pytest.raises(ValueError, match="got one that changed while it was read"):
+        FlatWeights.load(path)
+
+
 def test_a_file_that_is_overwritten_while_it_is_loaded_is_refused_or_whole(path: Path) -> None:
     # Files of other programs have no checksum.
     code = """

@@ -2,9 +2,12 @@
 
 import collections
 import contextlib
+import errno
+import gc
 import logging
 import multiprocessing
 import os
+import pickle
 import resource
 import secrets
 import signal
@@ -21,7 +24,7 @@ import numpy as np
 import pytest
 from stream_nodes import await_bytes, errors, nodes
 
-from flatweights.ray.nodes import _listener
+from flatweights.ray.nodes import _listener, _streams
 from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._streams import Streams
@@ -312,10 +315,85 @@ def test_a_fork_that_lives_on_keeps_no_connection_open() -> None:
             os.close(write)
 
 
+def test_a_node_without_descriptors_says_so_and_accepts_once_it_has_some(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with nodes(2) as some, socket.socket() as stranger:
+        address = some.streams[0].address
+        lowest_free = os.dup(stranger.fileno())
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+        try:
+            stranger.connect((address.host, address.port))
+            while not any("cannot accept connections" in text for text in caplog.messages):
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        stranger.settimeout(60)
+        stranger.sendall(bytes(32))
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b"", "it is heard, and refused for its key"
+        some.check()
+    assert os.strerror(errno.EMFILE) in caplog.text
+    assert "a wrong key" in caplog.text
+
+
+def test_the_address_of_another_machine_is_refused_and_leaves_no_socket() -> None:
+    gc.collect()
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(OSError, match=os.strerror(errno.EADDRNOTAVAIL)):
+        Streams("198.51.100.1")
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [(b"", "it has not answered in time"), (b"another epoch...", "a wrong answer")],
+)
+def test_a_peer_that_answers_late_or_wrongly_is_named(
+    answer: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds_left = iter([60, 60 if answer else 0.1])  # to connect, and for the answer
+    monkeypatch.setattr(_streams, "_left", lambda end: next(seconds_left))
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        server.settimeout(60)
+
+        def accept() -> socket.socket:
+            connection, _ = server.accept()
+            connection.sendall(answer)
+            return connection
+
+        accepted = pool.submit(accept)
+        streams = Streams("127.0.0.1")
+        peers = [streams.address, Address("127.0.0.1", server.getsockname()[1], bytes(32))]
+        try:
+            with pytest.raises(StreamError, match=f"peer 1: {reason}") as caught:
+                streams.open(peers, 0, secrets.token_bytes(16), time.monotonic() + 60)
+        finally:
+            streams.close()
+            accepted.result().close()
+    again = pickle.loads(pickle.dumps(caught.value))  # agents tell the driver
+    assert (str(again), again.peer, again.reason) == (str(caught.value), 1, reason)
+
+
+def test_links_are_used_by_one_thread_at_a_time() -> None:
+    with nodes(2) as some:
+        waiting = some.pool.submit(await_bytes, some.links[0])
+        while not some.links[0]._is_used:
+            time.sleep(0.001)
+        with pytest.raises(RuntimeError, match="another thread uses these links"):
+            await_bytes(some.links[0])
+        some.links[1].close()
+        with pytest.raises(StreamError, match="peer 1: it closed the stream"):
+            waiting.result()
+
+
 def test_descriptors_and_threads_are_gone_after_close() -> None:
     def count() -> tuple[int, int]:
         return len([*Path("/proc/self/fd").iterdir()]), threading.active_count()
 
+    gc.collect()  # what other tests have left is closed before it is counted
     before = count()
     for _ in range(3):
         with nodes(4) as some:
