@@ -79,7 +79,7 @@ def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
     for future, process in zip(tickets, members, strict=True):
         assert process.stdout is not None
         outputs.append(process.stdout)
-        meeting.attach(future.result().token, bytes.fromhex(outputs[-1].readline()), Future())
+        meeting.attach(future.result().token, bytes.fromhex(outputs[-1].readline()))
     thread = threading.Thread(target=meeting.run)
     thread.start()
     lane = meeting._seats[1].lane

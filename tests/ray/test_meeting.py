@@ -40,7 +40,7 @@ for point in _failpoints.HOST:
     tickets = [ticket.result() for ticket in tickets]
     print(json.dumps([[t.address.hex(), t.token.hex()] for t in tickets]), flush=True)
     for ticket, nonce in zip(tickets, json.loads(orders.readline())):
-        meeting.attach(ticket.token, bytes.fromhex(nonce), Future())
+        meeting.attach(ticket.token, bytes.fromhex(nonce))
 
     def die(reached):
         if reached == point and meeting._number >= 3:
@@ -125,13 +125,13 @@ def test_a_host_sleeps_while_members_are_still_to_join() -> None:
     meeting.enter(Entry(0, 2, "float64", "member 0", "here", True, time.monotonic(), ticket))
     meeting._read_news()
     (lane,) = connect([ticket.result()])
-    meeting.attach(ticket.result().token, lane.mailbox.nonce, Future())
+    meeting.attach(ticket.result().token, lane.mailbox.nonce)
     sleeps, poll = [], meeting._lanes._poll
 
     class Poll:
         def poll(self, seconds: float) -> Any:
             sleeps.append(seconds)
-            meeting.tell(lambda: None)  # so that it wakes
+            meeting.news.tell(lambda: None)  # so that it wakes
             return poll.poll(seconds)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -149,7 +149,7 @@ def test_a_host_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting.enter(Entry(0, 1, "float64", "this process", "here", True, time.monotonic(), ticket))
     meeting._read_news()
     (lane,) = connect([ticket.result()])
-    meeting.attach(ticket.result().token, lane.mailbox.nonce, Future())
+    meeting.attach(ticket.result().token, lane.mailbox.nonce)
     thread = threading.Thread(target=meeting.run)
     thread.start()
     member = member_of(ticket.result(), lane)

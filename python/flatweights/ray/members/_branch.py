@@ -7,9 +7,7 @@ host gets the asks alone, and has branches exchange pieces; small ones go to it 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +21,7 @@ from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import buffer_message
 from flatweights.ray.lanes._worker import NUMBER
 from flatweights.ray.members._asks import MemberDiedError
+from flatweights.ray.members._news import News
 from flatweights.ray.members._seats import SLICE, Away, Letter, Seat, SeatAnswer
 from flatweights.ray.nodes._agent import Agent, AverageOf
 from flatweights.ray.nodes._agents import SMALL
@@ -78,7 +77,11 @@ class Post(NamedTuple):
 
 
 class Branch:
-    """The members of one node. One thread owns their seats, as in a meeting."""
+    """The members of one node. One thread owns their seats, as in a meeting.
+
+    Attributes:
+        news: What other threads have that thread do.
+    """
 
     def __init__(self, host: Any, lanes: GroupLanes, end: NodeEnd, turn: threading.Lock) -> None:
         """Begin.
@@ -102,23 +105,8 @@ class Branch:
         self._seats: dict[bytes, Seat] = {}
         self._asked: set[bytes] = set()  # those that wait for an outcome
         self._posts: dict[int, tuple[bytes, Any]] = {}
-        self._news: deque[Callable[[], None]] = deque()
-        self._news_answer = SeatAnswer(made, None, self._news)
+        self.news = News(made)
         threading.Thread(target=self._run, name="flatweights-branch", daemon=True).start()
-
-    def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Return what ``method`` returns in the thread of the branch."""
-        done: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(method(*args))
-            except Exception as error:
-                done.set_exception(error)
-
-        self._news.append(run)
-        self._lanes.ring()
-        return done.result()
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
         """Take a member with the ticket of the host; return where it is to make its lane."""
@@ -136,7 +124,7 @@ class Branch:
         if seat is None:
             raise LaneError("no such member")
         seat.lane = self._lanes.connect(token, nonce)
-        seat.answer = SeatAnswer(self._lanes, seat, self._news)
+        seat.answer = SeatAnswer(self.news, seat)
         self._host.hand.remote(token, None, None)
 
     def deliver(self, token: bytes, stream: bytes, buffer: Any) -> None:
@@ -175,7 +163,7 @@ class Branch:
             seat = self._seats[token]
             self._end.models.pop(seat.rank, None)
             seat.has = post.number
-            seat.answer = SeatAnswer(self._lanes, seat, self._news)
+            seat.answer = SeatAnswer(self.news, seat)
             self._asked.discard(token)
             try:
                 assert seat.lane is not None
@@ -191,11 +179,10 @@ class Branch:
                 if seat.is_present and seat.answer is not None and token not in self._asked
             ]
             awaited = [seat.answer for seat in seats if seat.answer is not None]
-            for answer in SeatAnswer.wait([self._news_answer, *awaited], SLICE):
+            for answer in SeatAnswer.wait([SeatAnswer(self.news), *awaited], SLICE):
                 if answer.seat is not None:
                     self._hear(answer, answer.seat)
-            while self._news:
-                self._news.popleft()()
+            self.news.read()
 
     def _hear(self, answer: SeatAnswer, seat: Seat) -> None:
         ask = answer.ask
@@ -241,16 +228,16 @@ class BranchAgent(Agent):
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
         """See `Branch.enter`."""
-        address: bytes = self._branch.call(self._branch.enter, rank, who, token)
+        address: bytes = self._branch.news.ask(self._branch.enter, rank, who, token)
         return address
 
     def attach(self, token: bytes, nonce: bytes) -> None:
         """See `Branch.attach`."""
-        self._branch.call(self._branch.attach, token, nonce)
+        self._branch.news.ask(self._branch.attach, token, nonce)
 
     def deliver(self, token: bytes, stream: bytes, buffer: Any) -> None:
         """See `Branch.deliver`."""
-        self._branch.call(self._branch.deliver, token, stream, buffer)
+        self._branch.news.ask(self._branch.deliver, token, stream, buffer)
 
     def fetch(self, number: int) -> tuple[bytes, Any]:
         """See `Branch.fetch`."""
@@ -262,4 +249,4 @@ class BranchAgent(Agent):
 
     def post(self, post: Post) -> None:
         """See `Branch.post`."""
-        self._branch.call(self._branch.post, post)
+        self._branch.news.ask(self._branch.post, post)

@@ -16,7 +16,6 @@ from typing import Any
 
 import ray
 
-from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.members._meeting import Entry, Meeting, Ticket
 from flatweights.ray.members._seats import SLICE, Letter
 from flatweights.ray.nodes._plan import Sums
@@ -48,8 +47,8 @@ class Host:
                 too large.
         """
         ticket: Future[Ticket] = Future()
-        now = time.monotonic()
-        self._meeting.enter(Entry(rank, size, sums, who, node, wants_lane, now, ticket))
+        entry = Entry(rank, size, sums, who, node, wants_lane, time.monotonic(), ticket)
+        self._meeting.news.tell(self._meeting.enter, entry)
         return ticket.result()
 
     def attach(self, token: bytes, nonce: bytes) -> None:
@@ -58,9 +57,7 @@ class Host:
         Raises:
             LaneError: If it has not.
         """
-        done: Future[None] = Future()
-        self._meeting.tell(functools.partial(self._meeting.attach, token, nonce, done))
-        done.result()
+        self._meeting.news.ask(self._meeting.attach, token, nonce)
 
     def stay(self, token: bytes) -> None:
         """Return when the member is gone: its process owns the result, so Ray says if it dies."""
@@ -69,8 +66,7 @@ class Host:
 
     def watch(self, token: bytes, stays: Sequence[Any]) -> None:
         """Learn of the death of a member that calls through Ray, by the result of its `stay`."""
-        watch = functools.partial(_watch, self._meeting, token, stays[0])
-        threading.Thread(target=watch, daemon=True).start()
+        self._meeting.news.watch(stays[0], functools.partial(self._meeting.lose, token))
 
     def exchange(self, token: bytes, stream: bytes | None = None, buffer: Any = None) -> Any:
         """Ask for a call; return the stream of the outcome, and references to the weights.
@@ -81,23 +77,18 @@ class Host:
         self._running.append(token)
         try:
             letter = Letter(stream, buffer, outcome)
-            self._meeting.tell(functools.partial(self._meeting.put, token, letter))
+            self._meeting.news.tell(self._meeting.put, token, letter)
             return outcome.result()
         finally:
             self._running.remove(token)
 
     def deliver(self, token: bytes, stream: bytes, buffer: Any) -> None:
         """Take an ask that does not fit into a lane; the lane then says that it is here."""
-        done: Future[None] = Future()
-        letter = Letter(stream, buffer, None)
-        self._meeting.tell(functools.partial(self._meeting.put, token, letter))
-        self._meeting.tell(functools.partial(done.set_result, None))
-        done.result()
+        self._meeting.news.ask(self._meeting.put, token, Letter(stream, buffer, None))
 
     def hand(self, token: bytes, stream: bytes | None, buffer: Any) -> None:
         """Take an ask from the agent of a node; without a stream, the member is ready."""
-        letter = Letter(stream, buffer, None)
-        self._meeting.tell(functools.partial(self._meeting.put, token, letter))
+        self._meeting.news.tell(self._meeting.put, token, Letter(stream, buffer, None))
 
     def fetch(self, number: int) -> tuple[bytes, Any]:
         """Return an outcome that did not fit into a lane: its stream and its buffer.
@@ -109,8 +100,7 @@ class Host:
 
     def lose(self, token: bytes, why: str = "it has ended without leave()") -> None:
         """Count a member as dead that has dropped its end."""
-        lose = functools.partial(self._meeting.lose, token, why)
-        self._meeting.tell(lose)
+        self._meeting.news.tell(self._meeting.lose, token, why)
 
     def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
@@ -126,12 +116,3 @@ def _serve(meeting: Meeting, running: list[bytes], handle: Any) -> None:
         while running and time.monotonic() < end:
             time.sleep(0.01)
         ray.kill(handle)
-
-
-def _watch(meeting: Meeting, token: bytes, stays: Any) -> None:
-    try:
-        ray.get(stays)
-    except ray.exceptions.OwnerDiedError:
-        meeting.tell(functools.partial(meeting.lose, token, "it or its node has died"))
-    except Exception as error:
-        meeting.tell(functools.partial(meeting.lose, token, reason_in_a_line(error)))

@@ -1,6 +1,6 @@
 """A meeting: what a driver is elsewhere, for members that call by themselves.
 
-One thread (`Meeting.run`) owns all state. Other threads only have it do things (`Meeting.tell`).
+One thread (`Meeting.run`) owns all state. Other threads only have it do things (`Meeting.news`).
 It waits for the members' asks by the same wait as every round (`Arrivals`), averages them as every
 round does (`DriverAverage`), and posts one outcome for all.
 
@@ -19,7 +19,6 @@ import logging
 import pickle
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Exchanged, Packed, seconds_left
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import Arrivals, Deadline, Request
-from flatweights.ray._errors import WorkerError, late_error, portable, reason_in_a_line
+from flatweights.ray._errors import WorkerError, late_error, portable
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT, report
 from flatweights.ray._round import Round, facts_of
@@ -44,6 +43,7 @@ from flatweights.ray.lanes._message import Message, buffer_message
 from flatweights.ray.lanes._worker import NUMBER
 from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome
 from flatweights.ray.members._branch import AwayAnswer, BranchAgent, Post
+from flatweights.ray.members._news import News
 from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer
 from flatweights.ray.nodes._agent import AverageOf
 from flatweights.ray.nodes._agents import AgentEnd, Agents
@@ -97,7 +97,11 @@ class Kept(NamedTuple):
 
 
 class Meeting:
-    """The members, by rank, and their calls."""
+    """The members, by rank, and their calls.
+
+    Attributes:
+        news: What other threads have the meeting's thread do.
+    """
 
     def __init__(self, name: str, size: int, sums: Sums, node: str, host: Any) -> None:
         """Prepare.
@@ -120,22 +124,13 @@ class Meeting:
         self._agents = Agents(offer, sums, BranchAgent, (size, host), calls)
         self._watched: set[str] = set()  # the tokens of agents
         self._seats: dict[int, Seat] = {}
-        self._news: deque[Callable[[], None]] = deque()  # what the thread is to do
         self._entries: list[Entry] = []
-        self._news_answer = SeatAnswer(self._lanes, None, self._news)
+        self.news = News(self._lanes)
+        self._news_answer = SeatAnswer(self.news)
         self._kept: list[Kept] = []
         self._number = 0
         self._is_open = False  # whether all have joined
         self._ticks = False  # whether the news will soon be read again
-
-    def tell(self, news: Callable[[], Any]) -> None:
-        """Have the thread of the meeting call ``news``."""
-        self._news.append(news)
-        self._lanes.ring()
-
-    def enter(self, entry: Entry) -> None:
-        """Have ``entry`` be given a ticket, or an error."""
-        self.tell(functools.partial(self._entries.append, entry))
 
     def has(self, token: bytes) -> bool:
         """Whether a member takes part."""
@@ -433,7 +428,7 @@ class Meeting:
         away: dict[AgentEnd, list[bytes]] = {}
         for seat in seats:
             seat.has = number
-            seat.answer = self._next_ask(seat)
+            seat.answer = SeatAnswer(self.news, seat)
             try:
                 if seat.lane is not None:
                     message = message or buffer_message(0, stream, buffer, windows)
@@ -472,8 +467,7 @@ class Meeting:
             seat.outcome = None
 
     def _read_news(self) -> None:
-        while self._news:
-            self._news.popleft()()
+        self.news.read()
         now = time.monotonic()
         entries, self._entries = self._entries, []
         for entry in entries:
@@ -488,7 +482,7 @@ class Meeting:
                 entry.ticket.set_result(ticket)
         if self._entries and not self._ticks:  # no bell rings when their time is up
             self._ticks = True
-            threading.Timer(SLICE / 4, self.tell, (self._tick,)).start()
+            threading.Timer(SLICE / 4, self.news.tell, (self._tick,)).start()
 
     def _tick(self) -> None:
         self._ticks = False
@@ -518,7 +512,7 @@ class Meeting:
             raise ValueError(f"rank: expected one that is free, got {rank}, which is {taken}'s")
         token = self._lanes.new_token()
         seat = self._seats[rank] = Seat(rank, entry.who, token)
-        seat.answer = self._next_ask(seat)
+        seat.answer = SeatAnswer(self.news, seat)
         if not entry.wants_lane:
             return Ticket(rank, token, None)
         if entry.node == self._node:
@@ -527,42 +521,36 @@ class Meeting:
         assert agent is not None
         if agent.token not in self._watched:
             self._watched.add(agent.token)
-            threading.Thread(target=self._watch, args=(agent,), daemon=True).start()
+            self.news.watch(agent.handle.stay.remote(), functools.partial(self._lose_all, agent))
         return Ticket(rank, token, None, agent.handle)
 
-    def _watch(self, agent: AgentEnd) -> None:
-        """Wait for the end of an agent, in a thread of its own."""
-        try:
-            ray.get(agent.handle.stay.remote())
-        except Exception as error:
-            agent.is_dead = True
-            self.tell(functools.partial(self._lose_all, agent, reason_in_a_line(error)))
-
     def _lose_all(self, agent: AgentEnd, why: str) -> None:
+        """Count the members of a dead agent's node as dead."""
+        agent.is_dead = True
         for seat in self._seats.values():
             if seat.agent is agent and seat.is_present:
                 self._lose(seat, f"{seat.who}: the agent of its node: {why}")
-
-    def _next_ask(self, seat: Seat) -> SeatAnswer:
-        return SeatAnswer(self._lanes, seat, self._news)
 
     def _seat_of(self, token: bytes) -> Seat | None:
         return next((seat for seat in [*self._seats.values()] if seat.token == token), None)
 
     # What other threads have the meeting's thread do.
 
-    def attach(self, token: bytes, nonce: bytes, done: Future[None]) -> None:
-        """Make the lane to a member."""
+    def enter(self, entry: Entry) -> None:
+        """Give ``entry`` a ticket, or an error, once that can be said."""
+        self._entries.append(entry)
+
+    def attach(self, token: bytes, nonce: bytes) -> None:
+        """Make the lane to a member.
+
+        Raises:
+            LaneError: If it has not connected.
+        """
         seat = self._seat_of(token)
-        try:
-            if seat is None:
-                raise LaneError("no such member")
-            seat.lane = self._lanes.connect(token, nonce)
-            seat.answer = self._next_ask(seat)
-        except (LaneError, OSError) as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
+        if seat is None:
+            raise LaneError("no such member")
+        seat.lane = self._lanes.connect(token, nonce)
+        seat.answer = SeatAnswer(self.news, seat)
 
     def put(self, token: bytes, letter: Letter) -> None:
         """Take a letter: an ask; without content, the wish for the first outcome."""

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Answer, Packed
-from flatweights.ray.lanes._driver import DriverLane, Lanes
+from flatweights.ray.lanes._driver import DriverLane
 from flatweights.ray.members._asks import Ask, MemberDiedError, remember
+from flatweights.ray.members._news import News
 from flatweights.ray.nodes._agents import AgentEnd
 
 SLICE = 1.0  # seconds between two looks at what rings no bell
@@ -92,20 +93,13 @@ class Seat:
 class SeatAnswer(Answer):
     """What the host waits for: the next ask of a member, or news that came through Ray."""
 
-    def __init__(self, lanes: Lanes, seat: Seat | None, news: Any) -> None:
-        """Wait for the next ask of ``seat``; without one, for ``news``.
-
-        Args:
-            lanes: Those of the host.
-            seat: The member.
-            news: What has come through Ray.
-        """
+    def __init__(self, news: News, seat: Seat | None = None) -> None:
+        """Wait for the next ask of ``seat``; without one, for ``news``."""
         self.seat = seat
         self.ask: Ask | None = None
         self.stream = b""
         self.away: Away | None = None
         self._layout: Layout | None = None
-        self._lanes = lanes
         self._news = news
         self._value: Packed | None = None
         self._error: Exception | None = None
@@ -131,7 +125,7 @@ class SeatAnswer(Answer):
             seats = [one.seat for one in missing if one.seat and one.seat.has is not None]
             lanes = [seat.lane for seat in seats if seat.lane]
             # All but the last are read while that member still works.
-            answers[0]._lanes.wait(lanes, left, max(1, enough - len(there) - 1))
+            answers[0]._news.lanes.wait(lanes, left, max(1, enough - len(there) - 1))
 
     def is_there(self) -> bool:
         """Whether there is something to take; an ask that has come is read at once."""

@@ -1,0 +1,66 @@
+"""What other threads have the one thread do that owns a meeting, or a branch of it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+
+from flatweights.ray._errors import reason_in_a_line
+from flatweights.ray.lanes._driver import Lanes
+
+
+class News:
+    """Calls that the thread is to make, in their order; true while there are any.
+
+    Attributes:
+        lanes: Where the thread waits: it is woken there.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        """Begin with none."""
+        self.lanes = lanes
+        self._calls: deque[Callable[[], object]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def tell(self, method: Callable[..., object], *args: Any) -> None:
+        """Have the thread call ``method``."""
+        self._calls.append(lambda: method(*args))
+        self.lanes.ring()
+
+    def ask(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Return what ``method`` returns in the thread, or raise what it raises."""
+        done: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                done.set_result(method(*args))
+            except Exception as error:
+                done.set_exception(error)
+
+        self.tell(call)
+        return done.result()
+
+    def watch(self, ref: Any, lost: Callable[[str], object]) -> None:
+        """Have the thread call ``lost`` with the reason, if what makes ``ref`` dies."""
+
+        def wait() -> None:
+            try:
+                ray.get(ref)
+            except ray.exceptions.OwnerDiedError:
+                self.tell(lost, "it or its node has died")
+            except Exception as error:
+                self.tell(lost, reason_in_a_line(error))
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def read(self) -> None:
+        """Make all calls; of the thread alone."""
+        while self._calls:
+            self._calls.popleft()()
