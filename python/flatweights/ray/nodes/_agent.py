@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from flatweights.ray._calls import Answer, Call, Head, Payload, wait_any, weights_of
+from flatweights.ray._calls import Answer, Call, Payload, wait_any, weights_of
 from flatweights.ray._errors import portable
 from flatweights.ray.lanes._calls import GroupLanes, Worker
 from flatweights.ray.nodes._links import StreamError
@@ -50,10 +50,7 @@ class Command(NamedTuple):
 
     Attributes:
         number: Counts the commands of a group.
-        head: As of `Call`.
-        method: See `Call`.
-        args: See `Call`.
-        kwargs: See `Call`.
+        call: The call, without weights.
         ranks: By rank, the actor, and more arguments.
         weights: What the calls bring: None, what `argument_of` returns, or `AverageOf`.
         fences: References that are there once calls that the driver made itself have run.
@@ -61,10 +58,7 @@ class Command(NamedTuple):
     """
 
     number: int
-    head: Head
-    method: str | None
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    call: Call
     ranks: Mapping[int, tuple[Any, Sequence[Any]]]
     weights: Any
     fences: Sequence[Any]
@@ -200,7 +194,7 @@ class Agent:
         for rank in ranks:
             self._owed.pop(rank, None)
         payload = self._payload(command.weights)
-        call = Call(command.head, command.method, command.args, command.kwargs, payload)
+        call = command.call._replace(payload=payload)
         self._reading = command.reading
         for rank, (handle, _) in ranks.items():
             worker = self._workers.get(rank)

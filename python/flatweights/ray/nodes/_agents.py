@@ -212,7 +212,7 @@ class AgentEnd:
             weights = argument_of(payload)
         fences = [fence for worker in workers.values() if (fence := self._fence(worker))]
         ranks = {rank: (w.handle, by_rank.get(rank, ())) for rank, w in workers.items()}
-        command = Command(number, *call[:4], ranks, weights, fences, reading)
+        command = Command(number, call._replace(payload=None), ranks, weights, fences, reading)
         made = NodeCall(self, command)
         return {rank: NodeAnswer(made, rank, worker.handle) for rank, worker in workers.items()}
 
