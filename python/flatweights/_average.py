@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
@@ -162,43 +162,109 @@ def average_used(
     Errors about NaN and infinity name sources by ``names``, if given. If the ``template`` of the
     sources is known, it is not made once more.
     """
-    models = read_sources(sources)
-    check_nonfinite(nonfinite)
-    factors = read_weights(weights, len(models))
-    template = template or Template.of(models[0])
-    result: Any = template.new() if out is None else out
-    written = template.read_out(result)
-    parts = template.read_all(models, written)
-    used = list(range(len(models)))
-    screened = nonfinite == "propagate"
-    if not screened and out is not None and _core.shares_slots(written, parts):
-        # Before a source is overwritten.
-        used = finite_sources(template, parts, factors, nonfinite, names)
-        screened = True
-    finite = _run(template, written, parts, factors, used)
-    if not screened and not finite:
-        # Find the source only now. There is none if a sum of finite numbers overflowed.
-        used = finite_sources(template, parts, factors, nonfinite, names)
-        if len(used) < len(models):
-            _run(template, written, parts, factors, used)
-    return result, used
+    job = Job(sources, weights, out, nonfinite, names, template)
+    return job.result, job.screened(job.mean)
 
 
-def _run(
-    template: Template,
-    written: list[NDArray[Any]],
-    parts: list[list[NDArray[Any]]],
-    weights: list[float],
-    used: list[int],
-) -> bool:
-    """Write the mean of the ``used`` models; return whether all sums were finite."""
-    return _core.average_into(
-        template.layout.core,
-        template.packed,
-        written,
-        [parts[k] for k in used],
-        [weights[k] for k in used],
-    )
+Parts = list[NDArray[Any]]
+
+
+class Job:
+    """The sources of one average, or of what takes its place, read; and the model to write to.
+
+    Attributes:
+        models: The sources.
+        template: What they have in common.
+        parts: The parts of each source.
+        result: The model to write to.
+        written: Its parts.
+        weights: One weight per source.
+        nonfinite: What to do about NaN and infinity.
+    """
+
+    def __init__(
+        self,
+        sources: Iterable[Any],
+        weights: Iterable[float] | None,
+        out: Any,
+        nonfinite: Nonfinite,
+        names: Sequence[str] | None,
+        template: Template | None = None,
+    ) -> None:
+        """Read and check everything except for the shapes and dtypes of parts.
+
+        Args:
+            sources: The sources.
+            weights: One weight per source; equal ones, if None.
+            out: The model to write to; a new one, if None.
+            nonfinite: What to do about NaN and infinity.
+            names: How errors about these name the sources, if not by number.
+            template: That of the sources, if it is known.
+        """
+        self.models = read_sources(sources)
+        check_nonfinite(nonfinite)
+        self.weights = read_weights(weights, len(self.models))
+        self.template = template or Template.of(self.models[0])
+        self.result = self.template.new() if out is None else out
+        self.written = self.template.read_out(self.result)
+        self.parts = self.template.read_all(self.models, self.written)
+        self.nonfinite = nonfinite
+        self._names = names
+
+    @property
+    def everything(self) -> list[int]:
+        """The positions of all sources."""
+        return list(range(len(self.parts)))
+
+    def finite(self) -> list[int]:
+        """Return the positions of the finite sources; under ``"raise"``, raise for any other."""
+        used = []
+        for k, arrays in enumerate(self.parts):
+            name = self._names[k] if self._names else f"source {k}"
+            error = self.template.find_nonfinite(arrays, name)
+            if error is None:
+                used.append(k)
+            elif self.nonfinite == "raise":
+                raise error
+        if not any(self.weights[k] for k in used):
+            raise ValueError("every source of positive weight holds NaN or infinity")
+        return used
+
+    def screened(self, write: Callable[[list[int]], bool]) -> list[int]:
+        """Have ``write`` make the result of the sources at some positions; return these.
+
+        Sources are screened only if a result is not finite, or overwrites one of them.
+        ``write`` returns whether the result is finite.
+        """
+        used = list(range(len(self.parts)))
+        if self.nonfinite == "propagate":
+            write(used)
+        elif _core.shares_slots(self.written, self.parts):  # before a source is overwritten
+            used = self.finite()
+            write(used)
+        elif not write(used):
+            # Find the source only now. There is none if a sum of finite numbers overflowed.
+            used = self.finite()
+            if len(used) < len(self.parts):
+                write(used)
+        return used
+
+    def mean(self, used: list[int]) -> bool:
+        """Write the mean of the sources at these positions; return whether sums were finite."""
+        parts, weights = self.parts, self.weights
+        if len(used) < len(parts):
+            parts, weights = [parts[k] for k in used], [weights[k] for k in used]
+        return self._write(parts, weights)
+
+    def average(self, weights: Mapping[int, float], points: list[Parts] | None = None) -> None:
+        """Write the mean of the sources, or ``points``, at the positions that have ``weights``."""
+        points = self.parts if points is None else points
+        self._write([points[k] for k in weights], list(weights.values()))
+
+    def _write(self, parts: list[Parts], weights: list[float]) -> bool:
+        template = self.template
+        core, packed = template.layout.core, template.packed
+        return _core.average_into(core, packed, self.written, parts, weights)
 
 
 def average_into(
@@ -269,23 +335,3 @@ def read_weight(weight: float, where: str) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{where}: expected a finite weight, not negative, got {value:g}")
     return value
-
-
-def finite_sources(
-    template: Template,
-    parts: list[list[NDArray[Any]]],
-    weights: list[float],
-    nonfinite: Nonfinite,
-    names: Sequence[str] | None,
-) -> list[int]:
-    """Return the positions of the finite models; under ``"raise"``, raise for any other."""
-    used = []
-    for k, arrays in enumerate(parts):
-        error = template.find_nonfinite(arrays, names[k] if names else f"source {k}")
-        if error is None:
-            used.append(k)
-        elif nonfinite == "raise":
-            raise error
-    if not any(weights[k] for k in used):
-        raise ValueError("every source of positive weight holds NaN or infinity")
-    return used

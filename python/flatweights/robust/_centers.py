@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights._average import Nonfinite
-from flatweights.robust._rules import Job, Source
+from flatweights._average import Job, Nonfinite
+from flatweights.robust._rules import Source
 from flatweights.robust._selection import DistanceRule, Distances
 
 # Shares that change by less than this leave the bits of nearly all weights as they are.

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from numpy.typing import NDArray
-
 from flatweights import _core
-from flatweights._average import (
-    Nonfinite,
-    check_nonfinite,
-    finite_sources,
-    read_sources,
-    read_weights,
-)
-from flatweights._sources import Template
+from flatweights._average import Job, Nonfinite
 
 Source = TypeVar("Source")
 """An array, `FlatWeights`, a mapping of arrays, or a sequence of arrays."""
-
-Parts = list[NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -40,70 +29,6 @@ class Outcome(Generic[Source]):
     weights: Source
     used: list[int]
     scores: list[float] | None = None
-
-
-@dataclass
-class Job:
-    """The sources of one call, read, and the model to write to.
-
-    Attributes:
-        models: The sources.
-        template: What they have in common.
-        parts: The parts of each source.
-        result: The model to write to.
-        written: Its parts.
-        weights: One weight per source.
-        nonfinite: What to do about NaN and infinity.
-        names: How errors name the sources, if not by number.
-    """
-
-    models: list[Any]
-    template: Template
-    parts: list[Parts]
-    result: Any
-    written: Parts
-    weights: list[float]
-    nonfinite: Nonfinite
-    names: Sequence[str] | None
-
-    @classmethod
-    def read(
-        cls,
-        sources: Iterable[Any],
-        weights: Iterable[float] | None,
-        out: Any,
-        nonfinite: Nonfinite,
-        names: Sequence[str] | None,
-    ) -> Job:
-        """Return the job, checked except for the shapes and dtypes of its parts."""
-        models = read_sources(sources)
-        check_nonfinite(nonfinite)
-        factors = read_weights(weights, len(models))
-        template = Template.of(models[0])
-        result = template.new() if out is None else out
-        written = template.read_out(result)
-        parts = template.read_all(models, written)
-        return cls(models, template, parts, result, written, factors, nonfinite, names)
-
-    @property
-    def everything(self) -> list[int]:
-        """The positions of all sources."""
-        return list(range(len(self.parts)))
-
-    def finite(self) -> list[int]:
-        """Return the positions of the finite sources; under ``"raise"``, raise for any other."""
-        return finite_sources(self.template, self.parts, self.weights, self.nonfinite, self.names)
-
-    def average(self, weights: Mapping[int, float], points: list[Parts] | None = None) -> None:
-        """Write the mean of the sources, or ``points``, at the positions that have weights."""
-        points = self.parts if points is None else points
-        _core.average_into(
-            self.template.layout.core,
-            self.template.packed,
-            self.written,
-            [points[k] for k in weights],
-            list(weights.values()),
-        )
 
 
 class Rule(ABC):
@@ -185,7 +110,7 @@ class Rule(ABC):
         """
         if weights is not None and not self.takes_weights:
             raise TypeError(f"{self.name} has no weights: all sources count alike")
-        job = Job.read(sources, weights, out, nonfinite, names)
+        job = Job(sources, weights, out, nonfinite, names)
         used, scores = self._run(job)
         return Outcome(job.result, used, scores)
 
@@ -232,18 +157,7 @@ class CoordinateRule(Rule):
 
     def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
         self.ranks(len(job.parts))
-        used = job.everything
-        screened = job.nonfinite == "propagate"
-        if not screened and _core.shares_slots(job.written, job.parts):
-            used, screened = job.finite(), True  # before a source is overwritten
-        finite = self._write(job, used)
-        if not screened and not finite:
-            used = job.finite()
-            self._write(job, used)
-        return used, None
-
-    def _write(self, job: Job, used: list[int]) -> bool:
-        return write_ranks(job, used, *self.ranks(len(used)))
+        return job.screened(lambda used: write_ranks(job, used, *self.ranks(len(used)))), None
 
 
 def write_ranks(job: Job, used: Sequence[int], first: int, last: int, nearest: int) -> bool:

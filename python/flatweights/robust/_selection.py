@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._average import Nonfinite, read_sources
+from flatweights._average import Job, Nonfinite, read_sources
 from flatweights._sources import Template
-from flatweights.robust._rules import Job, Rule, Source, write_ranks
+from flatweights.robust._rules import Rule, Source, write_ranks
 
 Distances = NDArray[np.float64]
 
