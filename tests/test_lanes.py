@@ -141,14 +141,14 @@ def test_a_message_that_cannot_be_read_holds_nothing() -> None:
 
     def post(*extents: Extent) -> None:
         mailbox.withdraw()
-        mailbox.post(join_message(5, b"stream", extents), 1)
+        mailbox.post(join_message(5, b"body", extents), 1)
         for extent in extents:
             mailbox.add_hold(True, extent.window)
 
     good = Extent(2, 7, 10, 20)
     post(good, Extent(2, 7, 90, 10))
-    kind, views, stream = mailbox.read_message(True, windows)
-    assert (kind, [view.nbytes for view in views], stream) == (5, [20, 10], b"stream")
+    kind, views, body = mailbox.read_message(True, windows)
+    assert (kind, [view.nbytes for view in views], body) == (5, [20, 10], b"body")
     assert mailbox.holds(True, 2) == 2
     views.clear()
     for unknown, error in (

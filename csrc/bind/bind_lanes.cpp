@@ -261,7 +261,7 @@ void release(const BoundMailbox& mailbox, Side holder, std::span<const Extent> e
   for (const Extent& extent : extents) mailbox.box().drop_hold(holder, extent.window);
 }
 
-// Its kind, views of its buffers, and its stream. `windows` has generation and `PeerWindow` by
+// Its kind, views of its buffers, and its body. `windows` has generation and `PeerWindow` by
 // index; an IndexError says which window of the message is not among them: its extents stay held,
 // for it may be read again. If a view cannot be made, nothing is held.
 py::tuple read_message(const BoundMailbox& mailbox, bool of_worker, const py::dict& windows) {
@@ -289,7 +289,7 @@ py::tuple read_message(const BoundMailbox& mailbox, bool of_worker, const py::di
       throw;
     }
   }
-  return py::make_tuple(message.kind(), views, as_bytes(message.stream()));
+  return py::make_tuple(message.kind(), views, as_bytes(message.body()));
 }
 
 // The offset of `buffer` in the window; -1 if it lies elsewhere.

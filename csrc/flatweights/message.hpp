@@ -1,4 +1,4 @@
-// A message in a mailbox: a header, the extents of its buffers in windows, and a stream of bytes.
+// A message in a mailbox: a header, the extents of its buffers in windows, and a body of bytes.
 //
 // lanes/_message.py writes messages. Readers trust nothing in them: a peer that is broken may have
 // written anything, but neither more than a mailbox holds nor after it has handed the message over.
@@ -27,11 +27,11 @@ class Message {
   // Reads the message that the other side than `reader` has put into `box`: only while it is the
   // turn of `reader`, and for as long. Throws std::invalid_argument if it is malformed.
   Message(const Mailbox& box, Mailbox::Side reader)
-      : stream_(reader == Mailbox::Side::kWorker ? box.command() : box.answer()) {
+      : body_(reader == Mailbox::Side::kWorker ? box.command() : box.answer()) {
     read_into(std::span(&header_, 1));
-    if (header_.count > stream_.size() / sizeof(Extent))
+    if (header_.count > body_.size() / sizeof(Extent))
       throw std::invalid_argument("message: expected " + std::to_string(header_.count) +
-                                  " extents in " + std::to_string(stream_.size()) + " bytes");
+                                  " extents in " + std::to_string(body_.size()) + " bytes");
     extents_.resize(header_.count);
     read_into(std::span(extents_));
     for (const Extent& extent : extents_)
@@ -43,7 +43,7 @@ class Message {
 
   [[nodiscard]] std::uint32_t kind() const noexcept { return header_.kind; }
   [[nodiscard]] std::span<const Extent> extents() const noexcept { return extents_; }
-  [[nodiscard]] std::span<const std::byte> stream() const noexcept { return stream_; }
+  [[nodiscard]] std::span<const std::byte> body() const noexcept { return body_; }
 
  private:
   struct Header {
@@ -52,14 +52,14 @@ class Message {
 
   template <class T>
   void read_into(std::span<T> parts) {
-    if (stream_.size() < parts.size_bytes())
+    if (body_.size() < parts.size_bytes())
       throw std::invalid_argument("message: expected a header, got " +
-                                  std::to_string(stream_.size()) + " bytes");
-    std::copy_n(stream_.begin(), parts.size_bytes(), std::as_writable_bytes(parts).begin());
-    stream_ = stream_.subspan(parts.size_bytes());
+                                  std::to_string(body_.size()) + " bytes");
+    std::copy_n(body_.begin(), parts.size_bytes(), std::as_writable_bytes(parts).begin());
+    body_ = body_.subspan(parts.size_bytes());
   }
 
-  std::span<const std::byte> stream_;
+  std::span<const std::byte> body_;
   Header header_{};
   std::vector<Extent> extents_;
 };

@@ -77,7 +77,7 @@ struct Shared {
 
 std::uint64_t mixed(std::uint64_t value) { return value * 0x9e3779b97f4a7c15U + 1; }
 
-// A message as lanes/_message.py writes it: its extent and its stream say the number.
+// A message as lanes/_message.py writes it: its extent and its body say the number.
 struct Letter {
   std::uint32_t kind = 7, count = 1;
   Extent extent;
@@ -94,9 +94,9 @@ std::uint64_t read_number(const Mailbox& box, Mailbox::Side reader) {
   const Message message(box, reader);
   std::uint64_t number = 0;
   expect(message.kind() == 7 && message.extents().size() == 1 &&
-             message.stream().size() == sizeof number,
+             message.body().size() == sizeof number,
          "a message of another form");
-  std::memcpy(&number, message.stream().data(), sizeof number);
+  std::memcpy(&number, message.body().data(), sizeof number);
   const Extent& extent = message.extents()[0];
   expect(extent.window == 1 && extent.generation == 2 && extent.offset == number &&
              extent.nbytes == mixed(number),

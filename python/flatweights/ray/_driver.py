@@ -183,7 +183,7 @@ class DriverAverage:
             # "skip" may leave too few, which is known only after the pass that writes ``out``.
             skips = self._request.nonfinite == "skip" and self._out is not None
             at_once = self._request.rule is not None or (self._may_hold_all() and not skips)
-            mean = self._codec.finish(self._at_once() if at_once else self._streamed())
+            mean = self._codec.finish(self._at_once() if at_once else self._by_runs())
             return Round(
                 sealed(mean) if self._out is None else mean,
                 self._used,
@@ -215,7 +215,7 @@ class DriverAverage:
             return mean
         # Large results may have come through the store after all.
         if not self._may_hold_all() and self._request.rule is None:
-            return self._streamed()
+            return self._by_runs()
         run = next(self._runs(to_the_end=True, most=len(self._order)), {})
         models, weights = self._read_run(run)
         self._check()
@@ -298,7 +298,7 @@ class DriverAverage:
         self._seconds += time.monotonic() - begin
         return FlatWeights.wrap(sealed(mean), models[0].layout)
 
-    def _streamed(self) -> Any:
+    def _by_runs(self) -> Any:
         """Add runs of ranks to a running sum while waiting for others."""
         total = RunningAverage()
         while (came := self._arrivals.wait()) is not None:

@@ -112,26 +112,26 @@ class DriverLane(LaneEnd):
         Returns:
             One of the kinds in `flatweights.ray.lanes._worker`; and, for ``VALUE``, the result; for
             ``WEIGHTS``, the result as `Packed`; for ``BY_CALL``, the number of the Ray call that
-            returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``ASK``, its stream and its
+            returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``ASK``, its body and its
             buffers.
         """
         self._is_read = True
-        kind, buffers, stream = self.read()
+        kind, buffers, body = self.read()
         if kind == ASK:
-            return kind, (stream, buffers)
+            return kind, (body, buffers)
         if kind == WEIGHTS:
             (buffer,) = buffers
-            if self._layout is None or self._layout.digest != stream.decode():
+            if self._layout is None or self._layout.digest != body.decode():
                 raise LaneError("the layout of the weights is not known")
             return kind, Packed(buffer, self._layout)
         if kind == VALUE:
-            value = pickle.loads(stream, buffers=buffers)
+            value = pickle.loads(body, buffers=buffers)
             if type(value) is FlatWeights:
                 self._layout = value.layout
             return kind, value
         if kind == BY_CALL:
-            return kind, NUMBER.unpack(stream)[0]
-        return kind, stream.decode()
+            return kind, NUMBER.unpack(body)[0]
+        return kind, body.decode()
 
     def withdraw(self) -> None:
         """Take a command back, unless the worker has taken it."""

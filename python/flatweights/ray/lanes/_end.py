@@ -110,7 +110,7 @@ class LaneEnd:
             self.mailbox.drop_hold(not self._is_worker, extent.window)
 
     def read(self) -> tuple[int, list[Any], bytes]:
-        """Return kind, buffers and stream of the peer's message.
+        """Return kind, buffers and body of the peer's message.
 
         The buffers are read-only views of the peer's windows; each is counted as held until it is
         gone.

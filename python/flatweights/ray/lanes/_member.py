@@ -36,13 +36,13 @@ class MemberLane(WorkerLane):
         """Offer a free window to the next buffer of ``nbytes`` that this thread makes."""
         self._windows.offer(nbytes)
 
-    def ask(self, stream: bytes, buffer: NDArray[np.uint8] | None, *, is_urgent: bool) -> bool:
-        """Answer the last command with ``stream``, and a buffer that lies in a window.
+    def ask(self, body: bytes, buffer: NDArray[np.uint8] | None, *, is_urgent: bool) -> bool:
+        """Answer the last command with ``body``, and a buffer that lies in a window.
 
         The buffer is copied into one if it lies elsewhere. It must not change before the outcome.
 
         Args:
-            stream: The ask.
+            body: The ask.
             buffer: The packed weights.
             is_urgent: Whether the host is woken before all others have asked.
 
@@ -56,7 +56,7 @@ class MemberLane(WorkerLane):
             self.receive()
         if self.is_closed or self._doorbell is None:
             raise HostDiedError("the host has closed its end")
-        message = buffer_message(ASK, stream, buffer, self._windows)
+        message = buffer_message(ASK, body, buffer, self._windows)
         if message is None:
             return False
         try:
@@ -74,7 +74,7 @@ class MemberLane(WorkerLane):
         return True
 
     def outcome(self, seconds: float | None) -> tuple[bytes, list[Any]]:
-        """Wait for the next command; return its stream and its buffers.
+        """Wait for the next command; return its body and its buffers.
 
         Raises:
             TimeoutError: If none comes in so many ``seconds``; none for ever, if None.
@@ -92,8 +92,8 @@ class MemberLane(WorkerLane):
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"no answer of the host within {seconds} s")
         try:
-            _, buffers, stream = self.read()
+            _, buffers, body = self.read()
         except (LaneError, ValueError) as error:
             raise HostDiedError(f"the outcome could not be read: {error}") from error
         reach("told")
-        return stream, buffers
+        return body, buffers

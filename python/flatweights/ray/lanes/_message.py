@@ -1,6 +1,6 @@
 """The messages in mailboxes, commands and answers: pickles whose large buffers lie in windows.
 
-A message is a header, a table of buffers, and a stream of pickle's protocol 5. The table gives
+A message is a header, a table of buffers, and a body of pickle's protocol 5. The table gives
 the window, its generation, the offset and the size of each buffer. A value that is too large for
 a mailbox, or refers to objects of Ray, cannot be a message: it goes through Ray.
 
@@ -25,7 +25,7 @@ from flatweights.ray.lanes._windows import Extent, Windows
 # The core reads them; both ends are on one machine, so the byte order is its own.
 _HEADER = struct.Struct("=II")  # kind, number of buffers
 _EXTENT = struct.Struct("=IIQQ")
-IN_BAND = 1024  # bytes of the largest buffer that travels in the stream
+IN_BAND = 1024  # bytes of the largest buffer that travels in the body
 
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), pickle.PickleBuffer, FlatWeights}
 
@@ -51,7 +51,7 @@ class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
 
 
 def pickled(value: Any) -> tuple[bytes, list[memoryview]]:
-    """Return the stream of ``value``, pickled as Ray does, and its large buffers.
+    """Return the body of ``value``, pickled as Ray does, and its large buffers.
 
     Raises:
         TypeError: If it refers to objects of Ray.
@@ -68,9 +68,9 @@ def pickled(value: Any) -> tuple[bytes, list[memoryview]]:
 
     if _is_plain(value):
         return pickle.dumps(value, protocol=5, buffer_callback=keep), buffers
-    with io.BytesIO() as stream:
-        _Pickler(stream, protocol=5, buffer_callback=keep).dump(value)
-        return stream.getvalue(), buffers
+    with io.BytesIO() as file:
+        _Pickler(file, protocol=5, buffer_callback=keep).dump(value)
+        return file.getvalue(), buffers
 
 
 def _is_plain(value: Any) -> bool:
@@ -87,35 +87,35 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, np.generic)
 
 
-def fits(stream: bytes, count: int) -> bool:
-    """Whether a message of ``stream`` and ``count`` buffers fits into a mailbox."""
-    return _HEADER.size + count * _EXTENT.size + len(stream) <= _core.MAILBOX_BYTES
+def fits(body: bytes, count: int) -> bool:
+    """Whether a message of ``body`` and ``count`` buffers fits into a mailbox."""
+    return _HEADER.size + count * _EXTENT.size + len(body) <= _core.MAILBOX_BYTES
 
 
-def join_message(kind: int, stream: bytes, extents: Sequence[Extent] = ()) -> bytes:
+def join_message(kind: int, body: bytes, extents: Sequence[Extent] = ()) -> bytes:
     """Return the content of a message."""
     table = [_EXTENT.pack(*extent) for extent in extents]
-    return b"".join([_HEADER.pack(kind, len(extents)), *table, stream])
+    return b"".join([_HEADER.pack(kind, len(extents)), *table, body])
 
 
 def buffer_message(
-    kind: int, stream: bytes, buffer: NDArray[np.uint8] | None, windows: Windows
+    kind: int, body: bytes, buffer: NDArray[np.uint8] | None, windows: Windows
 ) -> Message | None:
-    """Return a message of a stream and at most one buffer, which nobody writes to any more.
+    """Return a message of a body and at most one buffer, which nobody writes to any more.
 
     The buffer is not moved if it lies in a window; else it is copied into one.
 
     Args:
         kind: What kind of message.
-        stream: The stream.
+        body: The body.
         buffer: The buffer; one without bytes does not travel.
         windows: Those of this process.
 
     Returns:
-        None if the stream is too long, or no window is free.
+        None if the body is too long, or no window is free.
     """
     extents: list[Extent] = []
-    if not fits(stream, 1):
+    if not fits(body, 1):
         return None
     if buffer is not None and buffer.nbytes:
         extent = windows.find(buffer)
@@ -123,7 +123,7 @@ def buffer_message(
         if copied is None:
             return None
         extents = copied
-    return Message(join_message(kind, stream, extents), extents)
+    return Message(join_message(kind, body, extents), extents)
 
 
 def make_message(
@@ -146,16 +146,16 @@ def make_message(
         None if the value is too large, no window is free, or it cannot be pickled for a lane.
     """
     try:
-        stream, buffers = pickled(box[0])
+        body, buffers = pickled(box[0])
     except Exception:  # if it cannot be pickled at all, Ray will say so
         return None
-    if not fits(stream, len(buffers)):
+    if not fits(body, len(buffers)):
         return None
     if windows is None:
         if buffers:
             return None
         box.clear()
-        return Message(join_message(kind, stream), [])
+        return Message(join_message(kind, body), [])
     extents = [windows.find(buffer) for buffer in buffers]
     if frozen:
         extents = [p if b.readonly else None for p, b in zip(extents, buffers, strict=True)]
@@ -172,10 +172,10 @@ def make_message(
             extents[i] = None
         if not _copy_in(windows, extents, kept):
             copies = [windows.copy_of(kept.get(i) or extent) for i, extent in enumerate(extents)]
-            box.append(pickle.loads(stream, buffers=copies))
+            box.append(pickle.loads(body, buffers=copies))
             return None
     whole = [extent for extent in extents if extent is not None]
-    return Message(join_message(kind, stream, whole), whole)
+    return Message(join_message(kind, body, whole), whole)
 
 
 def _copy_in(

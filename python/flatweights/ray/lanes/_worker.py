@@ -39,7 +39,7 @@ BY_CALL = 1  # the result is that of a Ray call; holds its number, a `NUMBER`
 REFUSED = 2  # the command cannot be unpickled, and was not run; holds the reason
 WEIGHTS = 3  # the buffer of `FlatWeights`, whose layout is that of the last ones sent as a VALUE
 BROKEN = 4  # the lane is of no use, and the command was not run; holds the reason
-ASK = 5  # that of a member; holds a stream and at most one buffer
+ASK = 5  # that of a member; holds a body and at most one buffer
 
 _MOST_WINDOWS = 4
 NUMBER = struct.Struct("<Q")
@@ -153,14 +153,14 @@ class WorkerLane(LaneEnd):
         try:
             if self._doorbell is None:
                 self.receive()
-            kind, buffers, stream = self.read()
+            kind, buffers, body = self.read()
             if self._doorbell is None:  # known after `read`, so that no window stays held
                 raise self._missing("expected a doorbell, got none")
         except (LaneError, OSError, ValueError, MemoryError) as error:
             self._is_broken = True
             return join_message(BROKEN, f"{type(error).__name__}: {error}".encode())
         try:
-            method, args, kwargs = pickle.loads(stream, buffers=buffers)
+            method, args, kwargs = pickle.loads(body, buffers=buffers)
         except Exception as error:
             return join_message(REFUSED, f"{type(error).__name__}: {error}".encode())
         finally:
@@ -174,7 +174,7 @@ class WorkerLane(LaneEnd):
         finally:
             _core.withdraw_offer()
             # The driver must not see the answer while views of its windows are alive.
-            del args, kwargs, stream
+            del args, kwargs, body
         reach("run")
         message = self._weights_message(box) if wants_window else None
         layout = self._layout

@@ -65,13 +65,13 @@ class Post(NamedTuple):
 
     Attributes:
         number: Its number.
-        stream: The outcome.
+        body: The outcome.
         weights: Its weights: None; a reference in a list; or `AverageOf`.
         tokens: The members.
     """
 
     number: int
-    stream: bytes
+    body: bytes
     weights: Any
     tokens: Sequence[bytes]
 
@@ -127,12 +127,12 @@ class Branch:
         seat.answer = SeatAnswer(self.news, seat)
         self._host.hand.remote(token, None, None)
 
-    def deliver(self, token: bytes, stream: bytes, buffer: Any) -> None:
+    def deliver(self, token: bytes, body: bytes, buffer: Any) -> None:
         """Take an ask that does not fit into a lane."""
-        self._seats[token].letters.append(Letter(stream, buffer, None))
+        self._seats[token].letters.append(Letter(body, buffer, None))
 
     def fetch(self, number: int) -> tuple[bytes, Any]:
-        """Return an outcome that did not fit into a lane: its stream and its buffer.
+        """Return an outcome that did not fit into a lane: its body and its buffer.
 
         Raises:
             KeyError: If it is no longer kept.
@@ -152,11 +152,11 @@ class Branch:
             buffer = self._end.weights(weights.number).buffer
         elif weights is not None:
             buffer = ray.get(weights[0])
-        self._posts[post.number] = post.stream, buffer
+        self._posts[post.number] = post.body, buffer
         if len(self._posts) > _KEPT:
             del self._posts[next(iter(self._posts))]
         windows = self._lanes.windows
-        message = buffer_message(0, post.stream, buffer, windows)
+        message = buffer_message(0, post.body, buffer, windows)
         message = message or buffer_message(0, NUMBER.pack(post.number), None, windows)
         assert message is not None
         for token in post.tokens:
@@ -197,7 +197,7 @@ class Branch:
         packed = answer.packed()
         if packed is None or packed.buffer.nbytes < SMALL:
             buffer = None if packed is None else packed.buffer
-            self._host.hand.remote(seat.token, answer.stream, buffer)
+            self._host.hand.remote(seat.token, answer.body, buffer)
             return
         with self._turn:
             self._end.models[seat.rank] = packed.buffer
@@ -205,7 +205,7 @@ class Branch:
         if ask.nonfinite != "propagate" and ask.rule is None:
             template = Template(Kind.FLAT_WEIGHTS, packed.layout)
             spoiled = template.find_nonfinite([packed.buffer], f"rank {seat.rank}")
-        self._host.hand.remote(seat.token, answer.stream, Away(spoiled))
+        self._host.hand.remote(seat.token, answer.body, Away(spoiled))
 
     def _lose(self, seat: Seat, why: str) -> None:
         seat.gone = MemberDiedError(why)
@@ -235,9 +235,9 @@ class BranchAgent(Agent):
         """See `Branch.attach`."""
         self._branch.news.ask(self._branch.attach, token, nonce)
 
-    def deliver(self, token: bytes, stream: bytes, buffer: Any) -> None:
+    def deliver(self, token: bytes, body: bytes, buffer: Any) -> None:
         """See `Branch.deliver`."""
-        self._branch.news.ask(self._branch.deliver, token, stream, buffer)
+        self._branch.news.ask(self._branch.deliver, token, body, buffer)
 
     def fetch(self, number: int) -> tuple[bytes, Any]:
         """See `Branch.fetch`."""

@@ -68,30 +68,30 @@ class Host:
         """Learn of the death of a member that calls through Ray, by the result of its `stay`."""
         self._meeting.news.watch(stays[0], functools.partial(self._meeting.lose, token))
 
-    def exchange(self, token: bytes, stream: bytes | None = None, buffer: Any = None) -> Any:
-        """Ask for a call; return the stream of the outcome, and references to the weights.
+    def exchange(self, token: bytes, body: bytes | None = None, buffer: Any = None) -> Any:
+        """Ask for a call; return the body of the outcome, and references to the weights.
 
-        Without a stream, it is the first outcome.
+        Without a body, it is the first outcome.
         """
         outcome: Future[Any] = Future()
         self._running.append(token)
         try:
-            letter = Letter(stream, buffer, outcome)
+            letter = Letter(body, buffer, outcome)
             self._meeting.news.tell(self._meeting.put, token, letter)
             return outcome.result()
         finally:
             self._running.remove(token)
 
-    def deliver(self, token: bytes, stream: bytes, buffer: Any) -> None:
+    def deliver(self, token: bytes, body: bytes, buffer: Any) -> None:
         """Take an ask that does not fit into a lane; the lane then says that it is here."""
-        self._meeting.news.ask(self._meeting.put, token, Letter(stream, buffer, None))
+        self._meeting.news.ask(self._meeting.put, token, Letter(body, buffer, None))
 
-    def hand(self, token: bytes, stream: bytes | None, buffer: Any) -> None:
-        """Take an ask from the agent of a node; without a stream, the member is ready."""
-        self._meeting.news.tell(self._meeting.put, token, Letter(stream, buffer, None))
+    def hand(self, token: bytes, body: bytes | None, buffer: Any) -> None:
+        """Take an ask from the agent of a node; without a body, the member is ready."""
+        self._meeting.news.tell(self._meeting.put, token, Letter(body, buffer, None))
 
     def fetch(self, number: int) -> tuple[bytes, Any]:
-        """Return an outcome that did not fit into a lane: its stream and its buffer.
+        """Return an outcome that did not fit into a lane: its body and its buffer.
 
         Raises:
             KeyError: If it is no longer kept.

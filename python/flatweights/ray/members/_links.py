@@ -75,8 +75,8 @@ class Link(ABC):
         is_known = digest in self._known
         self.is_asking = True
         patience = None if ask.timeout is None else ask.timeout + _GRACE
-        stream = pickle.dumps((tuple(ask), None if is_known else layout.pickled))
-        told, sent = self._swap(stream, buffer, patience)
+        body = pickle.dumps((tuple(ask), None if is_known else layout.pickled))
+        told, sent = self._swap(body, buffer, patience)
         self.is_asking = False
         if not is_known:
             remember(self._known, digest)
@@ -102,9 +102,9 @@ class Link(ABC):
 
     @abstractmethod
     def _swap(
-        self, stream: bytes, buffer: NDArray[np.uint8] | None, patience: float | None
+        self, body: bytes, buffer: NDArray[np.uint8] | None, patience: float | None
     ) -> tuple[bytes, Any]:
-        """Send an ask and its weights; return the stream of the outcome, and its weights."""
+        """Send an ask and its weights; return the body of the outcome, and its weights."""
 
 
 class LaneLink(Link):
@@ -132,21 +132,21 @@ class LaneLink(Link):
         self._lane.close()
 
     def _swap(
-        self, stream: bytes, buffer: NDArray[np.uint8] | None, patience: float | None
+        self, body: bytes, buffer: NDArray[np.uint8] | None, patience: float | None
     ) -> tuple[bytes, Any]:
         is_urgent = patience is not None
-        if not self._lane.ask(stream, buffer, is_urgent=is_urgent):
+        if not self._lane.ask(body, buffer, is_urgent=is_urgent):
             # There is no window, or it is too long for a mailbox.
-            ray.get(self._host.deliver.remote(self._ticket.token, stream, buffer))
+            ray.get(self._host.deliver.remote(self._ticket.token, body, buffer))
             self._lane.ask(b"", None, is_urgent=is_urgent)
         return self._outcome(patience)
 
     def _outcome(self, patience: float | None) -> tuple[bytes, Any]:
-        stream, buffers = self._lane.outcome(patience)
-        if len(stream) <= NUMBER.size:
-            fetched: tuple[bytes, Any] = ray.get(self._host.fetch.remote(*NUMBER.unpack(stream)))
+        body, buffers = self._lane.outcome(patience)
+        if len(body) <= NUMBER.size:
+            fetched: tuple[bytes, Any] = ray.get(self._host.fetch.remote(*NUMBER.unpack(body)))
             return fetched
-        return stream, buffers[0] if buffers else None
+        return body, buffers[0] if buffers else None
 
 
 class StoreLink(Link):
@@ -160,7 +160,7 @@ class StoreLink(Link):
         ray.get(host.watch.remote(ticket.token, [self._stays]))
 
     def start(self, timeout: float | None) -> Outcome:
-        """Call without a stream."""
+        """Call without a body."""
         call = self._host.exchange.remote(self._ticket.token)
         return Outcome(*pickle.loads(self._take(call, timeout)[0]))
 
@@ -174,19 +174,19 @@ class StoreLink(Link):
             self._host.lose.remote(self._ticket.token)
 
     def _swap(
-        self, stream: bytes, buffer: NDArray[np.uint8] | None, patience: float | None
+        self, body: bytes, buffer: NDArray[np.uint8] | None, patience: float | None
     ) -> tuple[bytes, Any]:
-        call = self._host.exchange.remote(self._ticket.token, stream, buffer)
+        call = self._host.exchange.remote(self._ticket.token, body, buffer)
         return self._take(call, patience)
 
     def _take(self, call: Any, patience: float | None) -> tuple[bytes, Any]:
         try:
-            stream, refs = ray.get(call, timeout=patience)
+            body, refs = ray.get(call, timeout=patience)
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(f"no answer of the host within {patience} s") from None
         except ray.exceptions.RayTaskError as error:
             raise HostDiedError(str(error.cause)) from None
-        return stream, None if refs is None else ray.get(refs[0])
+        return body, None if refs is None else ray.get(refs[0])
 
 
 class Entered(NamedTuple):

@@ -92,7 +92,7 @@ class Kept(NamedTuple):
 
     ask: Ask
     number: int
-    stream: bytes
+    body: bytes
     weights: Packed
 
 
@@ -143,14 +143,14 @@ class Meeting:
         return [rank for rank in range(self._size) if rank not in present]
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
-        """Return the stream of an outcome, and its weights.
+        """Return the body of an outcome, and its weights.
 
         Raises:
             KeyError: If it is no longer kept.
         """
         for kept in [*self._kept]:
             if kept.number == number:
-                return kept.stream, kept.weights.buffer
+                return kept.body, kept.weights.buffer
         raise KeyError(f"outcome {number} is no longer kept")
 
     def run(self) -> None:
@@ -270,7 +270,7 @@ class Meeting:
         if kept is not None and kept.number > seat.has:
             answer.let_go()
             arrivals.forget(seat.rank)
-            self._post(kept.number, kept.stream, kept.weights.buffer, [seat])
+            self._post(kept.number, kept.body, kept.weights.buffer, [seat])
             if seat.answer is not None and seat.is_present:
                 self._expect(seat.answer, arrivals)
             return
@@ -317,17 +317,17 @@ class Meeting:
                 pickler = ray.cloudpickle
             facts = facts_of(result)
         outcome = Outcome(number, self._size, self._ranks(), 0, error, layout, facts)
-        stream = pickler.dumps(tuple(outcome))
+        body = pickler.dumps(tuple(outcome))
         if weights is not None:
             self._kept = [k for k in self._kept if not first.is_served_by(k.ask)][: _KEPT - 1]
             if first.digest != weights.layout.digest:
                 first = first._replace(digest=weights.layout.digest)
-            self._kept.insert(0, Kept(first, number, stream, weights))
+            self._kept.insert(0, Kept(first, number, body, weights))
         reach("sending")
         buffer = None if weights is None else weights.buffer
         # The last to ask may not even sleep yet: told first, it goes on while the others wake.
         seats = [self._seats[rank] for rank in reversed(asks)]
-        self._post(number, stream, buffer, seats, None if result is None else result._exchanged)
+        self._post(number, body, buffer, seats, None if result is None else result._exchanged)
         if result is not None and is_average:  # nobody waits for this
             # A death was told when it was noticed.
             dead = [seat.rank for seat in self._seats.values() if seat.gone]
@@ -408,7 +408,7 @@ class Meeting:
     def _post(
         self,
         number: int,
-        stream: bytes,
+        body: bytes,
         buffer: NDArray[np.uint8] | None,
         seats: Sequence[Seat],
         exchanged: Exchanged | None = None,
@@ -417,7 +417,7 @@ class Meeting:
 
         Args:
             number: That of the outcome.
-            stream: The outcome.
+            body: The outcome.
             buffer: Its weights.
             seats: The members.
             exchanged: Which agents have the weights already.
@@ -431,7 +431,7 @@ class Meeting:
             seat.answer = SeatAnswer(self.news, seat)
             try:
                 if seat.lane is not None:
-                    message = message or buffer_message(0, stream, buffer, windows)
+                    message = message or buffer_message(0, body, buffer, windows)
                     # Without a window, or too long for a mailbox, it is fetched through Ray.
                     message = message or buffer_message(0, NUMBER.pack(number), None, windows)
                     assert message is not None
@@ -443,7 +443,7 @@ class Meeting:
                     outcome, seat.outcome = seat.outcome, None
                     if buffer is not None and ref is None:
                         ref = ray.put(buffer)
-                    outcome.set_result((stream, None if ref is None else [ref]))
+                    outcome.set_result((body, None if ref is None else [ref]))
             except Exception as error:  # it died meanwhile
                 self._lose(seat, f"{seat.who}: {type(error).__name__}: {error}")
         for agent, tokens in away.items():
@@ -453,7 +453,7 @@ class Meeting:
             elif buffer is not None:
                 ref = ray.put(buffer) if ref is None else ref
                 weights = [ref]
-            agent.handle.post.remote(Post(number, stream, weights, tokens))
+            agent.handle.post.remote(Post(number, body, weights, tokens))
 
     def _lose(self, seat: Seat, why: str) -> None:
         """Count a member as dead."""
@@ -563,7 +563,7 @@ class Meeting:
             if letter.outcome is not None:  # it has made no lane to the agent of its node
                 seat.agent = None
             seat.is_waiting = seat.agent is not None
-            if letter.stream is None:
+            if letter.body is None:
                 seat.outcome = letter.outcome
             else:
                 seat.letters.append(letter)

@@ -27,9 +27,9 @@ SLICE = 1.0  # seconds between two looks at what rings no bell
 
 
 class Letter(NamedTuple):
-    """An ask that came through Ray: its stream, its buffer, and where its caller waits."""
+    """An ask that came through Ray: its body, its buffer, and where its caller waits."""
 
-    stream: bytes | None
+    body: bytes | None
     buffer: NDArray[np.uint8] | Away | None
     outcome: Future[Any] | None
 
@@ -97,7 +97,7 @@ class SeatAnswer(Answer):
         """Wait for the next ask of ``seat``; without one, for ``news``."""
         self.seat = seat
         self.ask: Ask | None = None
-        self.stream = b""
+        self.body = b""
         self.away: Away | None = None
         self._layout: Layout | None = None
         self._news = news
@@ -147,20 +147,20 @@ class SeatAnswer(Answer):
     def _read(self, seat: Seat) -> None:
         """Read the ask, if it has come."""
         lane = seat.lane
-        stream: bytes | None = None
+        body: bytes | None = None
         buffer: Any = None
         if seat.gone is not None:
             self._error = seat.gone
         elif lane is not None and lane.is_answered and seat.has is not None:
-            stream, buffers = lane.take()[1]
+            body, buffers = lane.take()[1]
             buffer = buffers[0] if buffers else None
         elif lane is not None and lane.is_closed:
             self._error = MemberDiedError(f"{seat.who} has ended without leave()")
-        if seat.letters and (lane is None or stream == b""):
-            stream, buffer, seat.outcome = seat.letters.popleft()
-        if stream is None:
+        if seat.letters and (lane is None or body == b""):
+            body, buffer, seat.outcome = seat.letters.popleft()
+        if body is None:
             return
-        asked, layout = _ask_in(stream)
+        asked, layout = _ask_in(body)
         if layout is not None:
             known = unpickle_layout(layout)
             remember(seat.layouts, known.digest, known)
@@ -170,7 +170,7 @@ class SeatAnswer(Answer):
             self.away = buffer
         elif self._layout is not None and asked.root in (None, seat.rank):
             self._value = Packed(as_array(buffer), self._layout)
-        self.ask, self.stream = asked, stream
+        self.ask, self.body = asked, body
 
     @property
     def layout(self) -> Layout:
@@ -200,9 +200,9 @@ class SeatAnswer(Answer):
 
 
 @functools.lru_cache(maxsize=256)
-def _ask_in(stream: bytes) -> tuple[Ask, bytes | None]:
-    """Return an ask, the same one for the same stream; and the layout that comes with it."""
-    fields, layout = pickle.loads(stream)
+def _ask_in(body: bytes) -> tuple[Ask, bytes | None]:
+    """Return an ask, the same one for the same body; and the layout that comes with it."""
+    fields, layout = pickle.loads(body)
     return Ask(*fields), layout
 
 
