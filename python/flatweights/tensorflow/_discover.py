@@ -9,7 +9,7 @@ import tensorflow as tf
 from flatweights.tensorflow._groups import is_synchronized_on_reading
 from flatweights.tensorflow._kinds import is_symbolic, unique_names
 from flatweights.tensorflow._layers import leaves
-from flatweights.tensorflow._structure import Member, find_variables
+from flatweights.tensorflow._structure import Held, find_variables
 
 _MOVED = frozenset(
     {
@@ -68,8 +68,8 @@ def discover(
     return discovered
 
 
-def _eager(held: list[Member], listed: list[Member]) -> Discovered:
-    first: dict[int, Member] = {}
+def _eager(held: list[Held], listed: list[Held]) -> Discovered:
+    first: dict[int, Held] = {}
     for item in (*held, *listed):
         first.setdefault(id(item.variable), item)
     items = list(first.values())
@@ -86,7 +86,7 @@ def _eager(held: list[Member], listed: list[Member]) -> Discovered:
 
 
 def _in_graph(
-    symbolic: list[Any], held: list[Member], listed: list[Member], *, trainable_only: bool
+    symbolic: list[Any], held: list[Held], listed: list[Held], *, trainable_only: bool
 ) -> Discovered:
     explicit = [item.variable for item in (*held, *listed)]
     if any(isinstance(variable, tf.distribute.DistributedValues) for variable in explicit):

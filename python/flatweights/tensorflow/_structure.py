@@ -31,7 +31,7 @@ _Item = tuple[Path, Any, bool | None]
 """Path, variable, and whether it is trained; or path, optimizer, and None."""
 
 
-class Member(NamedTuple):
+class Held(NamedTuple):
     """A variable of a model, and where the model holds it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Member(NamedTuple):
     is_trained: bool
 
 
-def find_variables(output: Any, beside: Iterable[Member] = ()) -> list[Member]:
+def find_variables(output: Any, beside: Iterable[Held] = ()) -> list[Held]:
     """Return each variable that ``output`` holds, once, in order.
 
     Args:
@@ -61,7 +61,7 @@ def find_variables(output: Any, beside: Iterable[Member] = ()) -> list[Member]:
         ValueError: If a model, a layer or an optimizer in it is not built.
     """
     held = list(_Walk().walk(output, ()))
-    models = _members(held)
+    models = _once(held)
     # Slots are named after variables of models, which may come after their optimizer.
     owners = {owner_key(item.variable): item.path for item in (*beside, *models)}
 
@@ -73,17 +73,17 @@ def find_variables(output: Any, beside: Iterable[Member] = ()) -> list[Member]:
             for where, variable in optimizer_variables(value, path, owners):
                 yield where, variable, False
 
-    return _members(expanded())
+    return _once(expanded())
 
 
-def _members(items: Iterable[_Item]) -> list[Member]:
+def _once(items: Iterable[_Item]) -> list[Held]:
     """Return the variables of ``items``, once each, without the optimizers."""
-    members: dict[int, Member] = {}
+    once: dict[int, Held] = {}
     for path, wrapper, is_trained in items:
         if is_trained is not None:
             variable = inner_variable(wrapper)
-            members.setdefault(id(variable), Member(path, wrapper, variable, is_trained))
-    return list(members.values())
+            once.setdefault(id(variable), Held(path, wrapper, variable, is_trained))
+    return list(once.values())
 
 
 class _Walk:
