@@ -22,7 +22,7 @@ from pathlib import Path
 import keras, numpy as np
 from flatweights.keras import average_gradients
 from flatweights.ray.lanes._member import MemberLane
-from flatweights.ray.members._links import LaneLink
+from flatweights.ray.members._host_end import HostByLane
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._meeting import Ticket
 
@@ -30,8 +30,8 @@ rank, address, token, has_timeout, stalled = json.loads(sys.argv[1])
 stalled = Path(stalled)
 lane = MemberLane(bytes.fromhex(address), bytes.fromhex(token))
 print(lane.mailbox.nonce.hex(), flush=True)
-link = LaneLink(None, Ticket(rank, bytes.fromhex(token), None), lane)
-member = Member("interrupted", rank, link.start(300.0), link)
+host = HostByLane(None, Ticket(rank, bytes.fromhex(token), None), lane)
+member = Member("interrupted", rank, host.start(300.0), host)
 
 def batches():
     for k in range(1000):

@@ -78,7 +78,7 @@ def live(name: str, rank: int, size: int, life: int, calls: int, seed: int, fold
             diary.write(pickle.dumps(what))
             diary.flush()
 
-        note(f"meeting {member._link._host._actor_id.hex()}")
+        note(f"meeting {member._host._actor._actor_id.hex()}")
         k = number = 0
         while number < calls:
             k += 1

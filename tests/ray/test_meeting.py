@@ -15,7 +15,7 @@ from reference import clean_environment
 from flatweights.ray import MemberError, _failpoints
 from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray.lanes._member import MemberLane
-from flatweights.ray.members._links import LaneLink
+from flatweights.ray.members._host_end import HostByLane
 from flatweights.ray.members._meeting import Entry, Meeting, Ticket
 from flatweights.ray.members._member import Member
 from flatweights.ray.nodes._plan import Sums, check_sums
@@ -60,8 +60,8 @@ def connect(tickets: list[Ticket]) -> list[MemberLane]:
 
 
 def member_of(ticket: Ticket, lane: MemberLane) -> Member:
-    link = LaneLink(None, ticket, lane)
-    return Member("meeting", ticket.rank, link.start(60.0), link)
+    host = HostByLane(None, ticket, lane)
+    return Member("meeting", ticket.rank, host.start(60.0), host)
 
 
 def test_members_of_a_killed_host_are_told() -> None:

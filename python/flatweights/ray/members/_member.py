@@ -26,7 +26,7 @@ from flatweights.ray._engine import check_count, check_timeout
 from flatweights.ray._round import Round
 from flatweights.ray.lanes._member import HostDiedError
 from flatweights.ray.members._asks import Ask, MemberError, Outcome
-from flatweights.ray.members._links import Link, enter
+from flatweights.ray.members._host_end import HostEnd, enter
 from flatweights.ray.members._train import train_worker
 from flatweights.ray.nodes._plan import Sums, check_sums
 from flatweights.robust import AnyRule, Rule
@@ -117,14 +117,14 @@ def join(
     give_up = time.monotonic() + _RESTART
     while True:
         try:
-            link, ticket, outcome = enter(name, rank, size, sums, timeout, end)
+            host, ticket, outcome = enter(name, rank, size, sums, timeout, end)
         except (ray.exceptions.RayActorError, HostDiedError) as error:
             # Perhaps it was the host of an earlier meeting of this name, which was about to end.
             if time.monotonic() >= give_up:
                 raise MemberError(f"meeting {name!r}: its host has ended: {error}") from None
             time.sleep(_RETRY)
         else:
-            return Member(name, ticket.rank, outcome, link)
+            return Member(name, ticket.rank, outcome, host)
 
 
 class Member:
@@ -148,18 +148,18 @@ class Member:
         size: How many have joined.
     """
 
-    def __init__(self, name: str, rank: int, outcome: Outcome, link: Link) -> None:
+    def __init__(self, name: str, rank: int, outcome: Outcome, host: HostEnd) -> None:
         """Take what `join` has found; not for users."""
         self.name = name
         self.rank = rank
         self.size = outcome.size
         self._ranks = outcome.ranks
         self._before = outcome.before
-        self._link = link
+        self._host = host
         self._turn = threading.Lock()
         self._over: str = ""
         self._process = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, link, self._process)
+        self._finalizer = weakref.finalize(self, _close, host, self._process)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -210,10 +210,10 @@ class Member:
         targets = None if out is None else _targets(template, out)
         layout = template.layout
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule)
-        with self._call() as link:
-            buffer = link.new_buffer(layout)
+        with self._call() as host:
+            buffer = host.new_buffer(layout)
             _core.move_parts([buffer] if template.packed else layout.packed_views(buffer), parts)
-            outcome, mean = link.exchange(ask, layout, buffer)
+            outcome, mean = host.exchange(ask, layout, buffer)
             return self._round(outcome, _model(template, mean, out, targets))
 
     def average_variables(
@@ -249,10 +249,10 @@ class Member:
         layout = variables.layout
         check_flat_weights(layout, "variables")
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule)
-        with self._call() as link:
-            buffer = link.new_buffer(layout)
+        with self._call() as host:
+            buffer = host.new_buffer(layout)
             variables.gather_into(buffer)
-            outcome, mean = link.exchange(ask, layout, buffer)
+            outcome, mean = host.exchange(ask, layout, buffer)
             variables.scatter(mean)
             return self._round(outcome, None)
 
@@ -277,13 +277,13 @@ class Member:
         parts = template.read(weights, "weights")
         layout = template.layout
         ask = self._ask(layout, 1.0, timeout, None, "propagate", root)
-        with self._call() as link:
+        with self._call() as host:
             buffer = None
             if ask.root == self.rank:
-                buffer = link.new_buffer(layout)
+                buffer = host.new_buffer(layout)
                 targets = [buffer] if template.packed else layout.packed_views(buffer)
                 _core.move_parts(targets, parts)
-            outcome, sent = link.exchange(ask, layout, buffer)
+            outcome, sent = host.exchange(ask, layout, buffer)
             self._note(outcome)
             model: Model = _model(template, sent, None, None)
             return model
@@ -306,12 +306,12 @@ class Member:
         """
         layout = variables.layout
         ask = self._ask(layout, 1.0, timeout, None, "propagate", root)
-        with self._call() as link:
+        with self._call() as host:
             buffer = None
             if ask.root == self.rank:
-                buffer = link.new_buffer(layout)
+                buffer = host.new_buffer(layout)
                 variables.gather_into(buffer)
-            outcome, sent = link.exchange(ask, layout, buffer)
+            outcome, sent = host.exchange(ask, layout, buffer)
             if ask.root != self.rank:
                 variables.scatter(sent)
             return self._round(outcome, None)
@@ -322,7 +322,7 @@ class Member:
             if not self._over:
                 self._over = "this member has left the meeting"
                 with contextlib.suppress(HostDiedError, ray.exceptions.RayError):
-                    self._link.leave()
+                    self._host.leave()
                 self._finalizer()
 
     def __enter__(self) -> Member:
@@ -381,7 +381,7 @@ class Member:
         )
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[Link]:
+    def _call(self) -> Iterator[HostEnd]:
         """Run one call; whatever breaks it off ends this member."""
         _check_thread()
         with self._turn:
@@ -389,9 +389,9 @@ class Member:
                 raise MemberError("this process is a fork of the member's: it has to join itself")
             if self._over:
                 raise MemberError(f"meeting {self.name!r}: {self._over}")
-            self._link.is_asking = False
+            self._host.is_asking = False
             try:
-                yield self._link
+                yield self._host
             except HostDiedError as error:
                 self._break_off(str(error))
                 raise MemberError(f"meeting {self.name!r}: {error}") from None
@@ -399,7 +399,7 @@ class Member:
                 self._break_off(f"the host cannot be reached: {error}")
                 raise MemberError(f"meeting {self.name!r}: {self._over}") from error
             except BaseException as error:
-                if self._link.is_asking:  # the outcome, when it comes, would be taken for another
+                if self._host.is_asking:  # the outcome, when it comes, would be taken for another
                     self._break_off(f"a call was broken off by {type(error).__name__}")
                 raise
 
@@ -419,10 +419,10 @@ class Member:
         return result
 
 
-def _close(link: Link, process: int) -> None:
-    """Close ``link``, unless this is a fork of its process."""
+def _close(host: HostEnd, process: int) -> None:
+    """Close ``host``, unless this is a fork of its process."""
     if process == os.getpid():
-        link.close()
+        host.close()
 
 
 def _name_of(rule: Rule) -> str:

@@ -31,21 +31,21 @@ _GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits f
 _LEAVE = pickle.dumps((tuple(Ask("leave")), None))
 
 
-class Link(ABC):
-    """A member's way to its host.
+class HostEnd(ABC):
+    """A member's end of its host.
 
     Attributes:
         is_asking: Whether an ask is on its way whose outcome was not taken.
     """
 
     def __init__(self, host: Any, ticket: Ticket) -> None:
-        """Take the handle of the host, and what it gave."""
+        """Take the actor: the host, or the agent of this node; and what the host gave."""
         self.is_asking = False
-        self._host = host
+        self._actor = host
         self._ticket = ticket
         self._known: dict[str, None] = {}  # digests of layouts that the host has been sent
 
-    def offer(self, nbytes: int) -> None:  # noqa: B027 - a link through Ray has no such memory
+    def offer(self, nbytes: int) -> None:  # noqa: B027 - through Ray there is no such memory
         """Have the next buffer of ``nbytes`` that this thread makes lie where the host reads it."""
 
     def new_buffer(self, layout: Layout) -> NDArray[np.uint8]:
@@ -98,7 +98,7 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the link, which tells the host that the member is gone."""
+        """Close this end, which tells the host that the member is gone."""
 
     @abstractmethod
     def _swap(
@@ -107,7 +107,7 @@ class Link(ABC):
         """Send an ask and its weights; return the body of the outcome, and its weights."""
 
 
-class LaneLink(Link):
+class HostByLane(HostEnd):
     """Through memory that member and host map."""
 
     def __init__(self, host: Any, ticket: Ticket, lane: MemberLane) -> None:
@@ -137,19 +137,19 @@ class LaneLink(Link):
         is_urgent = patience is not None
         if not self._lane.ask(body, buffer, is_urgent=is_urgent):
             # There is no window, or it is too long for a mailbox.
-            ray.get(self._host.deliver.remote(self._ticket.token, body, buffer))
+            ray.get(self._actor.deliver.remote(self._ticket.token, body, buffer))
             self._lane.ask(b"", None, is_urgent=is_urgent)
         return self._outcome(patience)
 
     def _outcome(self, patience: float | None) -> tuple[bytes, Any]:
         body, buffers = self._lane.outcome(patience)
         if len(body) <= NUMBER.size:
-            fetched: tuple[bytes, Any] = ray.get(self._host.fetch.remote(*NUMBER.unpack(body)))
+            fetched: tuple[bytes, Any] = ray.get(self._actor.fetch.remote(*NUMBER.unpack(body)))
             return fetched
         return body, buffers[0] if buffers else None
 
 
-class StoreLink(Link):
+class HostByStore(HostEnd):
     """Through Ray's calls and its object store: for members on other nodes than the host's."""
 
     def __init__(self, host: Any, ticket: Ticket) -> None:
@@ -161,22 +161,22 @@ class StoreLink(Link):
 
     def start(self, timeout: float | None) -> Outcome:
         """Call without a body."""
-        call = self._host.exchange.remote(self._ticket.token)
+        call = self._actor.exchange.remote(self._ticket.token)
         return Outcome(*pickle.loads(self._take(call, timeout)[0]))
 
     def leave(self) -> None:
         """Deliver an ask whose outcome nobody waits for."""
-        ray.get(self._host.deliver.remote(self._ticket.token, _LEAVE, None))
+        ray.get(self._actor.deliver.remote(self._ticket.token, _LEAVE, None))
 
     def close(self) -> None:
         """Tell the host, unless it has seen that the member left."""
         with contextlib.suppress(Exception):  # Ray may be shut down
-            self._host.lose.remote(self._ticket.token)
+            self._actor.lose.remote(self._ticket.token)
 
     def _swap(
         self, body: bytes, buffer: NDArray[np.uint8] | None, patience: float | None
     ) -> tuple[bytes, Any]:
-        call = self._host.exchange.remote(self._ticket.token, body, buffer)
+        call = self._actor.exchange.remote(self._ticket.token, body, buffer)
         return self._take(call, patience)
 
     def _take(self, call: Any, patience: float | None) -> tuple[bytes, Any]:
@@ -190,9 +190,9 @@ class StoreLink(Link):
 
 
 class Entered(NamedTuple):
-    """What a process has that has joined: its link, its ticket, and the first outcome."""
+    """What a process has that has joined: the host, its ticket, and the first outcome."""
 
-    link: Link
+    host_end: HostEnd
     ticket: Ticket
     outcome: Outcome
 
@@ -233,17 +233,17 @@ def enter(
     )
     who = f"process {os.getpid()} on {socket.gethostname()}"
     wants_lane = choice() != "store"
-    link: Link | None = None
+    host_end: HostEnd | None = None
     try:
         entering = host.enter.remote(rank, size, sums, who, node, wants_lane)
         ticket: Ticket = ray.get(entering, timeout=seconds_left(end))
-        link = _link(host, ticket, who)
-        return Entered(link, ticket, link.start(seconds_left(end)))
+        host_end = _end_of(host, ticket, who)
+        return Entered(host_end, ticket, host_end.start(seconds_left(end)))
     except BaseException as error:
         late = isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError))
         missing = ray.get(host.absent.remote(), timeout=_GRACE) if late else []
-        if link is not None:
-            link.close()
+        if host_end is not None:
+            host_end.close()
         if late:
             ranks = ", ".join(str(other) for other in missing if other != rank)
             raise TimeoutError(
@@ -256,7 +256,7 @@ def enter(
         raise
 
 
-def _link(host: Any, ticket: Ticket, who: str) -> Link:
+def _end_of(host: Any, ticket: Ticket, who: str) -> HostEnd:
     address, other = ticket.address, host
     if ticket.branch is not None:
         other = ticket.branch
@@ -265,16 +265,16 @@ def _link(host: Any, ticket: Ticket, who: str) -> Link:
         except ray.exceptions.RayError:
             address = None
     if address is None:
-        return StoreLink(host, ticket)
+        return HostByStore(host, ticket)
     try:
         lane = MemberLane(address, ticket.token)
     except (OSError, LaneError, MemoryError):
         if choice() == "lanes":
             raise
-        return StoreLink(host, ticket)
+        return HostByStore(host, ticket)
     try:
         ray.get(other.attach.remote(ticket.token, lane.mailbox.nonce))
     except BaseException:
         lane.close()
         raise
-    return LaneLink(other, ticket, lane)
+    return HostByLane(other, ticket, lane)
