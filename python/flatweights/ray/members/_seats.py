@@ -93,6 +93,8 @@ class Seat:
 class SeatAnswer(Answer):
     """What the host waits for: the next ask of a member, or news that came through Ray."""
 
+    is_in_store = False  # a letter's array is there while the call that brought it runs
+
     def __init__(self, news: News, seat: Seat | None = None) -> None:
         """Wait for the next ask of ``seat``; without one, for ``news``."""
         self.seat = seat
@@ -103,11 +105,6 @@ class SeatAnswer(Answer):
         self._news = news
         self._value: Packed | None = None
         self._error: Exception | None = None
-
-    @property
-    def is_in_store(self) -> bool:
-        """A letter's array is in the store while the call that brought it runs."""
-        return False
 
     @classmethod
     def wait(

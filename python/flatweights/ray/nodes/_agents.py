@@ -73,6 +73,8 @@ class NodeCall:
 class NodeAnswer(Answer):
     """The answer of a worker that an agent has called."""
 
+    is_in_store = False  # it is a summary, or small
+
     def __init__(self, call: NodeCall, rank: int, handle: Any) -> None:
         """Wait for what the agent says of ``rank``."""
         self.call = call
@@ -85,11 +87,6 @@ class NodeAnswer(Answer):
     def carrier(self) -> object:
         """The command, unless the agent has the weights."""
         return None if self.call.exchange else self.call
-
-    @property
-    def is_in_store(self) -> bool:
-        """It is a summary, or small."""
-        return False
 
     @property
     def ref(self) -> Any:
