@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import socket
+import threading
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
@@ -29,6 +30,9 @@ from flatweights.ray.nodes._plan import Sums
 
 _GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its host
 _LEAVE = pickle.dumps((tuple(Ask("leave")), None))
+# With Ray 2.51.0 and 2.51.1 a node ends once two threads of one process get the same object at the
+# same time (ray-project/ray#58394), and all members get the same one.
+_getting = threading.Lock()
 
 
 class HostEnd(ABC):
@@ -186,7 +190,10 @@ class HostByStore(HostEnd):
             raise TimeoutError(f"no answer of the host within {patience} s") from None
         except ray.exceptions.RayTaskError as error:
             raise HostDiedError(str(error.cause)) from None
-        return body, None if refs is None else ray.get(refs[0])
+        if refs is None:
+            return body, None
+        with _getting:
+            return body, ray.get(refs[0])
 
 
 class Entered(NamedTuple):
