@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,14 @@ def test_a_window_that_is_another_is_refused(tmp_path: Path) -> None:
         _core.PeerWindow(file.fileno(), window.nonce)
     with pytest.raises(OSError, match="memory file"):
         _core.Window(1 << 62)
+    # As another version of the package writes it: a mark, the size, and the nonce.
+    mark = os.pread(window.descriptor, 8, 0)
+    os.pwrite(window.descriptor, mark[:-1] + b"9", 0)
+    with pytest.raises(ValueError, match="a memory file of this version of flatweights"):
+        _core.PeerWindow(window.descriptor, window.nonce)
+    os.pwrite(window.descriptor, mark + (4999).to_bytes(8, sys.byteorder), 0)
+    with pytest.raises(ValueError, match="memory file: expected 4999 bytes, got 5000"):
+        _core.PeerWindow(window.descriptor, window.nonce)
 
 
 @pytest.mark.parametrize("nbytes", [0, 100_000])

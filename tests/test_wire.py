@@ -402,6 +402,24 @@ def test_what_does_not_fit_names_the_slot_and_changes_nothing(
     assert worker.reference.buffer.tobytes() == driver.reference.buffer.tobytes()
 
 
+@each(name=["half", "complex"])
+@each(bad=["nan", "inf"])
+def test_parts_that_travel_as_they_are_must_be_finite_too(
+    bad: str, name: str, wire: Any, rng: np.random.Generator
+) -> None:
+    start = model(rng)
+    driver = DeltaBroadcaster(start, wire)
+    worker = DeltaEncoder(driver.snapshot())
+    trained = moved(start, rng)
+    trained[name][-1] = BAD[bad]
+    expected = f"slot {start.layout.index(name)} '{name}': holds NaN or infinity"
+    for refused in (worker.encode, GradientEncoder(wire).encode):
+        with pytest.raises(ValueError, match=expected):
+            refused(trained)
+    with refuses(ValueError, expected, driver._reference.buffer, driver._weights.buffer):
+        driver.encode(trained)
+
+
 def test_broadcaster_refuses_weights_with_nan_at_once() -> None:
     with pytest.raises(ValueError, match=r"slot 0 'w': holds NaN or infinity"):
         DeltaBroadcaster(fw.FlatWeights({"w": np.float32([np.nan])}), "bfloat16")
