@@ -15,7 +15,6 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights._sources import Kind, Template
-from flatweights.ray._calls import Answer
 from flatweights.ray.lanes._calls import GroupLanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import buffer_message
@@ -26,38 +25,8 @@ from flatweights.ray.members._seats import SLICE, Away, Letter, Seat, SeatAnswer
 from flatweights.ray.nodes._agent import Agent, AverageOf
 from flatweights.ray.nodes._agents import SMALL
 from flatweights.ray.nodes._node import NodeEnd
-from flatweights.ray.nodes._results import Summary
 
 _KEPT = 4  # outcomes that members may fetch
-
-
-class AwayAnswer(Answer):
-    """The ask of a member whose weights a branch has, for an exchange."""
-
-    def __init__(self, answer: SeatAnswer) -> None:
-        """Take the ask."""
-        assert answer.seat is not None
-        assert answer.away is not None
-        self.agent = answer.seat.agent
-        layout = answer.layout
-        template = Template(Kind.FLAT_WEIGHTS, layout)
-        self._summary = Summary(template, spoiled=answer.away.spoiled, nbytes=layout.nbytes)
-        self._answer = answer
-
-    @classmethod
-    def wait(
-        cls, answers: Sequence[Any], timeout: float | None, enough: int = 1
-    ) -> Sequence[Answer]:
-        """Return all: they are there."""
-        return answers
-
-    def take(self) -> Summary:
-        """Return the summary."""
-        return self._summary
-
-    def let_go(self) -> None:
-        """Let go of the ask."""
-        self._answer.let_go()
 
 
 class Post(NamedTuple):

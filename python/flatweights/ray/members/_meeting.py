@@ -42,7 +42,7 @@ from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message, buffer_message
 from flatweights.ray.lanes._worker import NUMBER
 from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome
-from flatweights.ray.members._branch import AwayAnswer, BranchAgent, Post
+from flatweights.ray.members._branch import BranchAgent, Post
 from flatweights.ray.members._news import News
 from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer
 from flatweights.ray.nodes._agent import AverageOf
@@ -360,9 +360,9 @@ class Meeting:
         self._agents.nbytes = answers[min(asks)].layout.nbytes
         is_away = any(answer.away is not None for answer in answers.values())
         if is_away and request.rule is None and self._agents.why_not() is None:
-            for rank, answer in answers.items():
+            for answer in answers.values():
                 if answer.away is not None:
-                    arrivals.answers[rank] = AwayAnswer(answer)
+                    answer.agent = answer.seat.agent
             arrivals.deadline = arrivals.deadline._replace(end=None)  # it was for late members
             result = NodesAverage(self._agents, arrivals, request).run()
         else:

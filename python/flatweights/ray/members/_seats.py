@@ -16,12 +16,14 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights._layout import Layout, unpickle_layout
+from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Answer, Packed
 from flatweights.ray.lanes._driver import DriverLane
 from flatweights.ray.members._asks import Ask, MemberDiedError, remember
 from flatweights.ray.members._news import News
 from flatweights.ray.nodes._agents import AgentEnd
+from flatweights.ray.nodes._results import Summary
 
 SLICE = 1.0  # seconds between two looks at what rings no bell
 
@@ -176,9 +178,12 @@ class SeatAnswer(Answer):
         return self._layout
 
     def take(self) -> Any:
-        """Return the weights."""
+        """Return the weights; a summary of them, if they are to stay with `agent`."""
         if self._error is not None:
             raise self._error
+        if self.agent is not None and self.away is not None:
+            template = Template(Kind.FLAT_WEIGHTS, self.layout)
+            return Summary(template, spoiled=self.away.spoiled, nbytes=self.layout.nbytes)
         packed = self.packed()
         return None if packed is None else FlatWeights.wrap(*packed)
 
