@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 from flatweights._sources import Kind, Template
 from flatweights.ray.lanes._calls import GroupLanes
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._message import buffer_message
-from flatweights.ray.lanes._worker import NUMBER
 from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._news import News
-from flatweights.ray.members._seats import SLICE, Away, Letter, Seat, SeatAnswer
+from flatweights.ray.members._seats import SLICE, Away, Letter, Seat, SeatAnswer, outcome_message
 from flatweights.ray.nodes._agent import Agent, AverageOf
 from flatweights.ray.nodes._agents import SMALL
 from flatweights.ray.nodes._node import NodeEnd
@@ -125,9 +123,7 @@ class Branch:
         if len(self._posts) > _KEPT:
             del self._posts[next(iter(self._posts))]
         windows = self._lanes.windows
-        message = buffer_message(0, post.body, buffer, windows)
-        message = message or buffer_message(0, NUMBER.pack(post.number), None, windows)
-        assert message is not None
+        message = outcome_message(post.number, post.body, buffer, windows)
         for token in post.tokens:
             seat = self._seats[token]
             self._end.models.pop(seat.rank, None)
@@ -156,10 +152,7 @@ class Branch:
     def _hear(self, answer: SeatAnswer, seat: Seat) -> None:
         ask = answer.ask
         if ask is None:
-            try:
-                answer.take()
-            except MemberDiedError as error:
-                self._lose(seat, str(error))
+            self._lose(seat, str(answer.error))
             return
         self._asked.add(seat.token)
         seat.left = ask.operation == "leave"

@@ -39,12 +39,11 @@ from flatweights.ray._report import METRICS, SENT, report
 from flatweights.ray._round import Round, facts_of
 from flatweights.ray.lanes._driver import Lanes
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._message import Message, buffer_message
-from flatweights.ray.lanes._worker import NUMBER
+from flatweights.ray.lanes._message import Message
 from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome
 from flatweights.ray.members._branch import BranchAgent, Post
 from flatweights.ray.members._news import News
-from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer
+from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer, outcome_message
 from flatweights.ray.nodes._agent import AverageOf
 from flatweights.ray.nodes._agents import AgentEnd, Agents
 from flatweights.ray.nodes._exchange import NodesAverage
@@ -256,10 +255,7 @@ class Meeting:
         assert seat is not None
         assert seat.has is not None
         if ask is None:
-            try:
-                answer.take()
-            except MemberDiedError as error:
-                self._lose(seat, str(error))
+            self._lose(seat, str(answer.error))
             arrivals.forget(seat.rank)
             return
         if ask.operation == "leave":
@@ -431,10 +427,7 @@ class Meeting:
             seat.answer = SeatAnswer(self.news, seat)
             try:
                 if seat.lane is not None:
-                    message = message or buffer_message(0, body, buffer, windows)
-                    # Without a window, or too long for a mailbox, it is fetched through Ray.
-                    message = message or buffer_message(0, NUMBER.pack(number), None, windows)
-                    assert message is not None
+                    message = message or outcome_message(number, body, buffer, windows)
                     seat.lane.post(message, windows)
                 elif seat.is_waiting and seat.agent is not None:
                     seat.is_waiting = False

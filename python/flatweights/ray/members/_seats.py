@@ -20,6 +20,9 @@ from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Answer, Packed
 from flatweights.ray.lanes._driver import DriverLane
+from flatweights.ray.lanes._message import Message, buffer_message
+from flatweights.ray.lanes._windows import Windows
+from flatweights.ray.lanes._worker import NUMBER
 from flatweights.ray.members._asks import Ask, MemberDiedError, remember
 from flatweights.ray.members._news import News
 from flatweights.ray.nodes._agents import AgentEnd
@@ -93,7 +96,15 @@ class Seat:
 
 
 class SeatAnswer(Answer):
-    """What the host waits for: the next ask of a member, or news that came through Ray."""
+    """What the host waits for: the next ask of a member, or news that came through Ray.
+
+    Attributes:
+        seat: The member; None for news.
+        ask: The ask, once it has come.
+        body: The ask as it came.
+        away: What stands for weights that stay on their node.
+        error: Why no ask comes any more: the member has died.
+    """
 
     is_in_store = False  # a letter's array is there while the call that brought it runs
 
@@ -106,7 +117,7 @@ class SeatAnswer(Answer):
         self._layout: Layout | None = None
         self._news = news
         self._value: Packed | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
 
     @classmethod
     def wait(
@@ -130,13 +141,13 @@ class SeatAnswer(Answer):
         """Whether there is something to take; an ask that has come is read at once."""
         if self.seat is None:
             return bool(self._news)
-        if self.ask is None and self._error is None:
+        if self.ask is None and self.error is None:
             try:
                 self._read(self.seat)
             except Exception as error:  # it died while it sent a window, or sends nonsense
                 why = f"{type(error).__name__}: {error}"
-                self._error = MemberDiedError(f"{self.seat.who}: its call could not be read: {why}")
-        return self.ask is not None or self._error is not None
+                self.error = MemberDiedError(f"{self.seat.who}: its call could not be read: {why}")
+        return self.ask is not None or self.error is not None
 
     @property
     def is_urgent(self) -> bool:
@@ -149,12 +160,12 @@ class SeatAnswer(Answer):
         body: bytes | None = None
         buffer: Any = None
         if seat.gone is not None:
-            self._error = seat.gone
+            self.error = seat.gone
         elif lane is not None and lane.is_answered and seat.has is not None:
             body, buffers = lane.take()[1]
             buffer = buffers[0] if buffers else None
         elif lane is not None and lane.is_closed:
-            self._error = MemberDiedError(f"{seat.who} has ended without leave()")
+            self.error = MemberDiedError(f"{seat.who} has ended without leave()")
         if seat.letters and (lane is None or body == b""):
             body, buffer, seat.outcome = seat.letters.popleft()
         if body is None:
@@ -179,8 +190,8 @@ class SeatAnswer(Answer):
 
     def take(self) -> Any:
         """Return the weights; a summary of them, if they are to stay with `agent`."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         if self.agent is not None and self.away is not None:
             template = Template(Kind.FLAT_WEIGHTS, self.layout)
             return Summary(template, spoiled=self.away.spoiled, nbytes=self.layout.nbytes)
@@ -211,3 +222,16 @@ def _ask_in(body: bytes) -> tuple[Ask, bytes | None]:
 def as_array(buffer: Any) -> NDArray[np.uint8]:
     """Return the packed buffer that came with an ask or an outcome; none has no bytes."""
     return np.empty(0, np.uint8) if buffer is None else buffer
+
+
+def outcome_message(
+    number: int, body: bytes, buffer: NDArray[np.uint8] | None, windows: Windows
+) -> Message:
+    """Return the message of an outcome: without a window, or if it is too long, its number alone.
+
+    The member then fetches the outcome through Ray.
+    """
+    message = buffer_message(0, body, buffer, windows)
+    message = message or buffer_message(0, NUMBER.pack(number), None, windows)
+    assert message is not None
+    return message
