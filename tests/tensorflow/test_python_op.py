@@ -51,6 +51,19 @@ def test_it_runs_in_loops_and_at_each_call() -> None:
     assert calls == [0, 1, 2, 3]
 
 
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_without_a_text_is_an_error_too() -> None:
+    def fail(inputs: list[Any], outputs: list[Any]) -> None:
+        raise MuteError
+
+    with pytest.raises(tf.errors.OpError, match=r"an error without a text|MuteError"):
+        tf.function(lambda x: compute_in_python(fail, [x]))(tf.zeros(2))
+
+
 def test_what_it_raises_is_told() -> None:
     def fail(inputs: list[Any], outputs: list[Any]) -> None:
         raise LookupError("no such thing")
