@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +79,28 @@ def are_two(windows: Windows) -> bool:
 
 
 # Memory files
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_commands_posted_without_a_wake_wait_for_one(count: int) -> None:
+    boxes = [_core.Mailbox() for _ in range(count)]
+    taken: list[int] = []
+
+    def serve(k: int) -> None:
+        boxes[k].enter(1)
+        if boxes[k].wait(60.0, 1):
+            taken.append(k)
+
+    threads = [threading.Thread(target=serve, args=(k,), daemon=True) for k in range(count)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)  # until they sleep: else they take commands without being woken
+    for box in boxes:
+        box.post(join_message(5, b"body"), 1, wakes=False)
+    _core.Mailbox.wake(boxes)
+    for thread in threads:
+        thread.join(30.0)
+    assert sorted(taken) == [*range(count)]
 
 
 def test_a_peer_sees_what_the_owner_writes() -> None:

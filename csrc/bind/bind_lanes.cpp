@@ -175,8 +175,8 @@ struct BoundMailbox {
     return {open_shared<Mailbox>(descriptor, nonce, "mailbox")};
   }
 
-  [[nodiscard]] bool post(const py::bytes& command, std::uint32_t calls) const {
-    switch (box().post(as_span(command), calls)) {
+  [[nodiscard]] bool post(const py::bytes& command, std::uint32_t calls, bool wakes) const {
+    switch (box().post(as_span(command), calls, wakes)) {
       case Mailbox::Posted::kExpected:
         return true;
       case Mailbox::Posted::kNeedsCall:
@@ -185,6 +185,13 @@ struct BoundMailbox {
         throw std::runtime_error("mailbox: not ready for a command of " +
                                  std::to_string(as_span(command).size()) + " bytes");
     }
+  }
+
+  static void wake(const py::list& mailboxes) {
+    std::vector<Mailbox*> boxes;
+    for (const py::handle mailbox : mailboxes)
+      boxes.push_back(&py::cast<const BoundMailbox&>(mailbox).box());
+    Mailbox::wake(boxes);
   }
 
   static bool watch(const py::list& mailboxes, std::size_t enough, double seconds) {
@@ -316,7 +323,9 @@ void bind_lanes(py::module_& m) {
                              [](const BoundMailbox& s) { return s.box().is_answered(); })
       .def_static("watch", &BoundMailbox::watch, py::arg("mailboxes"), py::arg("enough"),
                   py::arg("seconds"))
-      .def("post", &BoundMailbox::post, py::arg("command"), py::arg("calls"))
+      .def("post", &BoundMailbox::post, py::arg("command"), py::arg("calls"),
+           py::arg("wakes") = true)
+      .def_static("wake", &BoundMailbox::wake, py::arg("mailboxes"))
       .def("withdraw", [](const BoundMailbox& s) { return s.box().withdraw(); })
       .def(
           "dismiss", [](const BoundMailbox& s, std::uint32_t calls) { s.box().dismiss(calls); },

@@ -31,7 +31,7 @@ bool sleep_on(std::atomic<std::uint32_t>& word, std::uint32_t value, std::int64_
 #endif
 }
 
-void wake(std::atomic<std::uint32_t>& word) {
+void wake_on(std::atomic<std::uint32_t>& word) {
 #ifdef __linux__
   syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 #else
@@ -39,9 +39,23 @@ void wake(std::atomic<std::uint32_t>& word) {
 #endif
 }
 
+// Wakes those that sleep on either word. Nobody sleeps on 0, which is AWAY.
+void wake_on(std::atomic<std::uint32_t>& one, std::atomic<std::uint32_t>& other) {
+#ifdef __linux__
+  constexpr std::uint32_t kUnchangedAndNotZero = FUTEX_OP(
+      FUTEX_OP_OR, 0, FUTEX_OP_CMP_NE, 0);  // what is done to `other`, and when it is woken
+  const long woken = syscall(SYS_futex, &one, FUTEX_WAKE_OP, INT_MAX, static_cast<long>(INT_MAX),
+                             &other, kUnchangedAndNotZero);
+  if (woken < 0) wake_on(one), wake_on(other);  // a sandbox may not have it
+#else
+  (void)one, (void)other;
+#endif
+}
+
 }  // namespace
 
-Mailbox::Posted Mailbox::post(std::span<const std::byte> command, std::uint32_t calls) noexcept {
+Mailbox::Posted Mailbox::post(std::span<const std::byte> command, std::uint32_t calls,
+                              bool wakes) noexcept {
   if (!is_answered() || command.size() > kBytes) return Posted::kRefused;
   std::copy(command.begin(), command.end(), command_);
   command_size_ = static_cast<std::uint32_t>(command.size());
@@ -50,9 +64,15 @@ Mailbox::Posted Mailbox::post(std::span<const std::byte> command, std::uint32_t 
   while (!word_.compare_exchange_weak(word, word_of((word >> 2) + 1, State::kCommand))) {
   }
   const bool waits = state_of(word) == State::kWaiting;
-  if (waits) wake(word_);
+  if (waits && wakes) wake_on(word_);
   const bool is_taken = dismissed_.load() < calls && (waits || ended_.load() != calls);
   return is_taken ? Posted::kExpected : Posted::kNeedsCall;
+}
+
+void Mailbox::wake(std::span<Mailbox* const> boxes) noexcept {
+  std::size_t k = 0;
+  for (; k + 1 < boxes.size(); k += 2) wake_on(boxes[k]->word_, boxes[k + 1]->word_);
+  if (k < boxes.size()) wake_on(boxes[k]->word_);
 }
 
 bool Mailbox::watch(std::span<const Mailbox* const> boxes, std::size_t enough,
@@ -75,7 +95,7 @@ bool Mailbox::withdraw() noexcept {
 void Mailbox::dismiss(std::uint32_t calls) noexcept {
   dismissed_.store(calls);
   std::uint32_t word = word_.load();
-  if (state_of(word) == State::kWaiting && change(word, State::kAway)) wake(word_);
+  if (state_of(word) == State::kWaiting && change(word, State::kAway)) wake_on(word_);
 }
 
 std::span<const std::byte> Mailbox::answer() const noexcept {

@@ -64,8 +64,11 @@ class Mailbox {
 
   // Driver. `post` refuses unless the last command was answered; `command` is at most kBytes long.
   // `calls`: how many calls of Ray's were made; where all of them have ended or were dismissed, the
-  // command needs another.
-  Posted post(std::span<const std::byte> command, std::uint32_t calls) noexcept;
+  // command needs another. Unless it `wakes`, a worker that sleeps sleeps on until `wake`.
+  Posted post(std::span<const std::byte> command, std::uint32_t calls, bool wakes = true) noexcept;
+  // Wakes the workers of `boxes`, two by each call of the system: the first one to wake may take
+  // the processor from the driver, and the others would sleep until it has it back.
+  static void wake(std::span<Mailbox* const> boxes) noexcept;
   // Polls until `enough` of `boxes` are answered, for at most `nanoseconds`, and yields in between;
   // returns whether they are. An idle processor takes longer to wake than a small command to run.
   static bool watch(std::span<const Mailbox* const> boxes, std::size_t enough,

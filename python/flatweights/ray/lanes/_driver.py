@@ -51,8 +51,13 @@ class DriverLane(LaneEnd):
         """Whether the last command was answered."""
         return self.mailbox.is_answered
 
-    def post(self, command: Message, windows: Windows) -> bool:
+    def post(self, command: Message, windows: Windows, *, wakes: bool = True) -> bool:
         """Post a command; return whether a Ray call that takes it was made already: else `serve`.
+
+        Args:
+            command: The command.
+            windows: Those of this process.
+            wakes: Whether the worker is woken; else by `wake`, with others.
 
         Raises:
             LaneError: If the worker has not answered the last one.
@@ -68,7 +73,7 @@ class DriverLane(LaneEnd):
             reach("shared")
             self.hold(command.extents)
             self._sent, self._is_read = command.extents, False
-            is_expected = self.mailbox.post(command.content, self._count)
+            is_expected = self.mailbox.post(command.content, self._count, wakes)
             reach("posted")
             return is_expected
         except BaseException:  # what is held, posted and read may not fit together
@@ -138,6 +143,11 @@ class DriverLane(LaneEnd):
         if self.mailbox.withdraw():
             self._is_read = True
             self.release(self._sent)
+
+
+def wake(lanes: Sequence[DriverLane]) -> None:
+    """Wake the workers that commands were posted to without."""
+    _core.Mailbox.wake([lane.mailbox for lane in lanes])
 
 
 class Lanes:

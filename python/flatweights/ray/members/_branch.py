@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from flatweights._sources import Kind, Template
 from flatweights.ray.lanes._calls import GroupLanes
+from flatweights.ray.lanes._driver import DriverLane, wake
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._news import News
@@ -124,6 +125,7 @@ class Branch:
             del self._posts[next(iter(self._posts))]
         windows = self._lanes.windows
         message = outcome_message(post.number, post.body, buffer, windows)
+        posted: list[DriverLane] = []
         for token in post.tokens:
             seat = self._seats[token]
             self._end.models.pop(seat.rank, None)
@@ -132,9 +134,11 @@ class Branch:
             self._asked.discard(token)
             try:
                 assert seat.lane is not None
-                seat.lane.post(message, windows)
+                seat.lane.post(message, windows, wakes=False)
+                posted.append(seat.lane)
             except Exception as error:  # it died meanwhile
                 self._lose(seat, f"{seat.who}: {type(error).__name__}: {error}")
+        wake(posted)
 
     def _run(self) -> None:
         while True:

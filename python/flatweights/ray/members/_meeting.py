@@ -37,7 +37,7 @@ from flatweights.ray._errors import WorkerError, late_error, portable
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT, report
 from flatweights.ray._round import Round, facts_of
-from flatweights.ray.lanes._driver import Lanes
+from flatweights.ray.lanes._driver import DriverLane, Lanes, wake
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message
 from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome
@@ -422,13 +422,15 @@ class Meeting:
         message: Message | None = None
         ref: Any = None
         away: dict[AgentEnd, list[bytes]] = {}
+        posted: list[DriverLane] = []
         for seat in seats:
             seat.has = number
             seat.answer = SeatAnswer(self.news, seat)
             try:
                 if seat.lane is not None:
                     message = message or outcome_message(number, body, buffer, windows)
-                    seat.lane.post(message, windows)
+                    seat.lane.post(message, windows, wakes=False)
+                    posted.append(seat.lane)
                 elif seat.is_waiting and seat.agent is not None:
                     seat.is_waiting = False
                     away.setdefault(seat.agent, []).append(seat.token)
@@ -439,6 +441,7 @@ class Meeting:
                     outcome.set_result((body, None if ref is None else [ref]))
             except Exception as error:  # it died meanwhile
                 self._lose(seat, f"{seat.who}: {type(error).__name__}: {error}")
+        wake(posted)
         for agent, tokens in away.items():
             weights: Any = None
             if exchanged is not None and agent.has(exchanged):
