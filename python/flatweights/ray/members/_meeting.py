@@ -437,6 +437,8 @@ class Meeting:
                 elif seat.outcome is not None:
                     outcome, seat.outcome = seat.outcome, None
                     if buffer is not None and ref is None:
+                        wake(posted)  # nobody sleeps while weights are put
+                        posted.clear()
                         ref = ray.put(buffer)
                     outcome.set_result((body, None if ref is None else [ref]))
             except Exception as error:  # it died meanwhile
