@@ -187,17 +187,17 @@ struct BoundMailbox {
     }
   }
 
-  static void wake(const py::list& mailboxes) {
+  static std::vector<Mailbox*> boxes_of(const py::list& mailboxes) {
     std::vector<Mailbox*> boxes;
     for (const py::handle mailbox : mailboxes)
       boxes.push_back(&py::cast<const BoundMailbox&>(mailbox).box());
-    Mailbox::wake(boxes);
+    return boxes;
   }
 
+  static void wake(const py::list& mailboxes) { Mailbox::wake(boxes_of(mailboxes)); }
+
   static bool watch(const py::list& mailboxes, std::size_t enough, double seconds) {
-    std::vector<const Mailbox*> boxes;
-    for (const py::handle mailbox : mailboxes)
-      boxes.push_back(&py::cast<const BoundMailbox&>(mailbox).box());
+    const std::vector<Mailbox*> boxes = boxes_of(mailboxes);
     const WithoutGil nogil;  // the caller's list keeps the mailboxes alive
     return Mailbox::watch(boxes, enough, static_cast<std::int64_t>(seconds * 1e9));
   }

@@ -236,7 +236,7 @@ class Job:
         Sources are screened only if a result is not finite, or overwrites one of them.
         ``write`` returns whether the result is finite.
         """
-        used = list(range(len(self.parts)))
+        used = self.everything
         if self.nonfinite == "propagate":
             write(used)
         elif _core.shares_slots(self.written, self.parts):  # before a source is overwritten

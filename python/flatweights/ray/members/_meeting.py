@@ -360,11 +360,9 @@ class Meeting:
                 if answer.away is not None:
                     answer.agent = answer.seat.agent
             arrivals.deadline = arrivals.deadline._replace(end=None)  # it was for late members
-            result = NodesAverage(self._agents, arrivals, request).run()
-        else:
-            self._lanes.windows.offer(self._agents.nbytes)
-            result = DriverAverage(arrivals, request).run()
-        return result
+            return NodesAverage(self._agents, arrivals, request).run()
+        self._lanes.windows.offer(self._agents.nbytes)
+        return DriverAverage(arrivals, request).run()
 
     def _relay(self, first: Ask, arrivals: Arrivals) -> Round:
         """Return a round with a copy of the root's weights.
