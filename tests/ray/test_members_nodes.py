@@ -5,7 +5,6 @@ It checks what it sees against an oracle, bit for bit, and prints what the tests
 
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -108,7 +107,11 @@ def meet_on_nodes() -> None:
     expected.add(models[0])
     expected.merge(of_node)
     expected.add(models[4])
-    large = check(call(averaged), expected.mean())
+    for _ in range(3):
+        large = check(call(averaged), expected.mean())
+        # On a busy machine a stream may stall, and the exchange goes on over objects.
+        if not any("has stalled" in way for way in large.ways.values()):
+            break
     assert large.groups == ((0,), (1, 2, 3), (4,)), large.groups
     small = [model_of(rank, 100) for rank in range(size)]
     small_ways = check(call(averaged, 100), fw.average(small)).ways
@@ -163,11 +166,8 @@ def said() -> list[Any]:
 
 
 def test_agents_exchange_large_weights_and_the_host_averages_small_ones(said: list[Any]) -> None:
-    way, *away = said[0].values()
-    assert (way, [*said[0]]) == ("lane", ["0", "1", "2", "3", "4"])
-    (of_agents,) = {*away}
-    # On a busy machine a stream may stall, and the exchange goes on over objects.
-    assert re.match(r"agent: (streams$|objects \(StreamError: .* has stalled)", of_agents)
+    away = dict.fromkeys("1234", "agent: streams")
+    assert said[0] == {"0": "lane"} | away
     assert set(said[1].values()) == {"lane", "store"}
 
 
