@@ -165,7 +165,7 @@ class Layout:
     def slots(self) -> tuple[Slot, ...]:
         """The slots in order."""
         if self._slots is None:
-            places = zip(
+            rows = zip(
                 self._names,
                 self._shapes,
                 self._dtypes,
@@ -173,7 +173,7 @@ class Layout:
                 self._core.offsets,
                 strict=True,
             )
-            self._slots = tuple(Slot(*place) for place in places)
+            self._slots = tuple(Slot(*row) for row in rows)
         return self._slots
 
     @property

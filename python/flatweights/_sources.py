@@ -79,7 +79,7 @@ class Template:
             is_kept = is_integer(slot.dtype) and template.kind is not Kind.ARRAY
             if not is_kept and not is_averaged(slot.dtype):
                 raise TypeError(
-                    f"{where}{template.place(i)}: expected float16, bfloat16, float32, float64 "
+                    f"{where}{template.at_slot(i)}: expected float16, bfloat16, float32, float64 "
                     f"or complex numbers in native byte order, got {slot.dtype}"
                 )
         return template
@@ -89,7 +89,7 @@ class Template:
         """Whether models are read and written as one packed buffer."""
         return self.kind is Kind.FLAT_WEIGHTS
 
-    def place(self, i: int) -> str:
+    def at_slot(self, i: int) -> str:
         """Return how errors name slot ``i``, to be appended to the name of the source."""
         return "" if self.kind is Kind.ARRAY else f", slot {i} {self.layout.names[i]!r}"
 
@@ -128,7 +128,7 @@ class Template:
     ) -> NDArray[Any]:
         if any(np.shares_memory(part, target) for target in written):
             raise ValueError(
-                f"{where}{self.place(i)}: overlaps out; only the very same array may be a source "
+                f"{where}{self.at_slot(i)}: overlaps out; only the very same array may be a source "
                 "and the result"
             )
         copy: NDArray[Any] = part.copy(order="C")
@@ -171,7 +171,7 @@ class Template:
             if array.dtype != slot.dtype or array.shape != slot.shape:
                 kind = ValueError if array.dtype == slot.dtype else TypeError
                 raise kind(
-                    f"{where}{self.place(i)}: expected {slot.dtype} {slot.shape}, "
+                    f"{where}{self.at_slot(i)}: expected {slot.dtype} {slot.shape}, "
                     f"got {array.dtype} {array.shape}"
                 )
 
@@ -181,7 +181,7 @@ class Template:
         for i, target in enumerate(targets):
             if not isinstance(target, np.ndarray):  # a converted copy would be written and lost
                 got = type(target).__name__
-                raise TypeError(f"out{self.place(i)}: expected a NumPy array, got {got}")
+                raise TypeError(f"out{self.at_slot(i)}: expected a NumPy array, got {got}")
         return targets
 
     def first_nonfinite(self, parts: list[NDArray[Any]]) -> int | None:
@@ -191,7 +191,7 @@ class Template:
 
     def nonfinite_error(self, i: int, where: str) -> ValueError:
         """Return the error that says that slot ``i`` of a source holds NaN or infinity."""
-        return ValueError(f"{where}{self.place(i)}: holds NaN or infinity")
+        return ValueError(f"{where}{self.at_slot(i)}: holds NaN or infinity")
 
     def find_nonfinite(self, parts: list[NDArray[Any]], where: str) -> ValueError | None:
         """Return an error that names the first slot with NaN or infinity; None without one.

@@ -115,8 +115,8 @@ def test_an_exchange_a_step_of_one_buffer(member: flatweights.ray.Member) -> Non
 
     optimizer = keras.optimizers.Adam(gradient_accumulation_steps=4)
     average_gradients(optimizer, member=member)
-    seat = optimizer.apply.__self__._seat
-    seat._given = Counting()
+    lease = optimizer.apply.__self__._lease
+    lease._given = Counting()
     model = build("dense", 0)
     model.compile(optimizer, "mse")
     model.fit(*images("dense"), batch_size=12, verbose=0)  # 20 steps

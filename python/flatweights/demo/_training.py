@@ -34,7 +34,7 @@ from flatweights.ray import WorkerError, WorkerGroup, average
 RESTART_S = 300.0
 
 Exchange = tuple[Mapping[str, Any], Mapping[str, float]]  # the average; seconds by step
-Outcome = tuple[float, Callable[[], None]]  # the accuracy, and a function that shows the results
+AccuracyAndPlot = tuple[float, Callable[[], None]]  # of the test; shows the results
 
 
 def exchange_flat(group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
@@ -139,7 +139,7 @@ def train(options: argparse.Namespace) -> None:
 
 def compare(
     options: argparse.Namespace, screen: Screen, group: WorkerGroup, sizes: Sequence[int]
-) -> Outcome:
+) -> AccuracyAndPlot:
     """Train, and exchange in all ways after each round; then exchange arrays of other sizes."""
     ways, tests, computing, gap = list(WAYS), list[tuple[float, float]](), list[float](), 0.0
     times: dict[str, list[Mapping[str, float]]] = {name: [] for name in WAYS}
@@ -169,7 +169,7 @@ def compare(
 
 def survive(
     options: argparse.Namespace, screen: Screen, group: WorkerGroup, sizes: Sequence[int]
-) -> Outcome:
+) -> AccuracyAndPlot:
     """Train, and kill the process of the last rank half-way.
 
     Rounds include that rank again as soon as Ray has restarted its process. The restart takes

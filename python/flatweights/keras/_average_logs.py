@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._samples import Samples
-from flatweights.keras._seat import Seat, calls_are_equal
 from flatweights.ray import Member
 
 
@@ -55,12 +55,12 @@ class AverageLogs(keras.callbacks.Callback):  # type: ignore[misc]
             TypeError: If ``member`` is none.
         """
         super().__init__()
-        self._seat = Seat(member)
+        self._lease = MemberLease(member)
         self._options: dict[str, Any] = {"timeout": timeout, "min_results": min_results}
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Join, if need be."""
-        self._member = self._seat.take()
+        self._member = self._lease.take()
         self._samples = Samples(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -100,4 +100,4 @@ class AverageLogs(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave, if it joined by itself."""
-        self._seat.leave()
+        self._lease.end()

@@ -10,8 +10,8 @@ import numpy as np
 
 from flatweights import FlatWeights
 from flatweights._average import Nonfinite
+from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._samples import Samples
-from flatweights.keras._seat import Seat, calls_are_equal
 from flatweights.ray import Member, Round
 from flatweights.robust import AnyRule, Rule
 from flatweights.server import ServerOptimizer
@@ -115,7 +115,7 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
             raise ValueError("min_results: expected None with outer, which all have to step alike")
         self._every = every
         self._unit = unit
-        self._seat = Seat(member)
+        self._lease = MemberLease(member)
         self._weight = weight
         self._includes_optimizer = include_optimizer
         self._given_outer = outer
@@ -126,7 +126,7 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Have all members start from rank 0's weights."""
-        self._member = self._seat.take()
+        self._member = self._lease.take()
         self._samples = Samples(self.model)
         self._counted = 0.0  # of this epoch's samples, those that are in `_since`
         self._since = 0.0  # samples since the last average
@@ -174,7 +174,7 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
             ).weights
         if mean["the end of training"]:
             self._average()
-        self._seat.leave()
+        self._lease.end()
 
     def _end_epoch(self) -> None:
         if self._is_epoch_over:

@@ -15,7 +15,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from flatweights import Layout
 from flatweights._average import Nonfinite
 from flatweights._core import move_parts
-from flatweights.keras._seat import Seat, calls_are_equal
+from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.ray import Member
 from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow import TensorFlowVariables
@@ -99,16 +99,16 @@ def average_gradients(
         "nonfinite": nonfinite,
         "rule": None if rule is None else Rule.of(rule),
     }
-    _Averaging(optimizer, Seat(member), options)
+    _Averaging(optimizer, MemberLease(member), options)
     return optimizer
 
 
 class _Averaging:
     """Takes the place of some methods of one optimizer."""
 
-    def __init__(self, optimizer: Any, seat: Seat, options: dict[str, Any]) -> None:
+    def __init__(self, optimizer: Any, lease: MemberLease, options: dict[str, Any]) -> None:
         self._optimizer = optimizer
-        self._seat = seat
+        self._lease = lease
         self._options = options  # of each average
         self._timeout = options["timeout"]
         self._applied: Sequence[Any] = ()  # variables of the call of `apply` that is under way
@@ -184,7 +184,7 @@ class _Averaging:
 
     def _start(self, variables: Sequence[Any]) -> None:
         """Give all members the variables and slots of rank 0."""
-        member = self._seat.take()
+        member = self._lease.take()
         state = TensorFlowVariables([*variables, self._optimizer])
         member.broadcast_variables(state, timeout=self._timeout)
         self._is_started = True
@@ -213,7 +213,7 @@ class _Averaging:
         """Write the averages of ``grads`` to ``averages``."""
         if not self._is_started:
             self._start(exchange.variables)
-        member = self._seat.take()
+        member = self._lease.take()
         exchange.grads, exchange.averages = grads, averages
         try:
             with calls_are_equal("gradients"):
@@ -227,7 +227,7 @@ class _Averaging:
             self._is_started = False
             end = {"the end of training": np.zeros(1)}
             with calls_are_equal("the end of training"):
-                self._seat.take().average(end, timeout=self._timeout)
+                self._lease.take().average(end, timeout=self._timeout)
         self._finalize(var_list)
 
 

@@ -166,7 +166,7 @@ class DriverAverage:
         self._out = out
         self._codec = codec
         self._order = sorted(arrivals.answers)
-        self._next = 0  # place in the order of the first rank that was not added
+        self._next = 0  # index in the order of the first rank that was not added
         self._held: dict[int, Any] = {}
         self._template: Template | None = None
         self._first = 0  # the rank that gave the template
@@ -250,22 +250,22 @@ class DriverAverage:
     def _apply(self, rule: Rule, models: list[Any], weights: list[float]) -> tuple[Any, list[int]]:
         """Return what ``rule`` makes of the models, and which of them it did not find spoiled."""
         ranks, nonfinite = self._used, self._request.nonfinite
-        outcome = rule.apply(
+        aggregate = rule.apply(
             models,
             weights if rule.takes_weights else None,
             out=self._out,
             nonfinite=nonfinite,
             names=[f"rank {rank}" for rank in ranks],
         )
-        rest = [k for k in range(len(ranks)) if k not in set(outcome.used)]
+        rest = [k for k in range(len(ranks)) if k not in set(aggregate.used)]
         spoiled: set[int] = set()
         if nonfinite == "skip":
             spoiled = {*self._find_spoiled([ranks[k] for k in rest], [models[k] for k in rest])}
         self._left_out = [ranks[k] for k in rest if ranks[k] not in spoiled]
-        if outcome.scores is not None:
-            scores = zip(ranks, outcome.scores, strict=True)
+        if aggregate.scores is not None:
+            scores = zip(ranks, aggregate.scores, strict=True)
             self._scores = {rank: score for rank, score in scores if rank not in spoiled}
-        return outcome.weights, [k for k, rank in enumerate(ranks) if rank not in spoiled]
+        return aggregate.weights, [k for k, rank in enumerate(ranks) if rank not in spoiled]
 
     def _mean_in_place(self) -> FlatWeights | None:
         """Return the mean, read-only, of weights of one layout that all lie in windows.

@@ -23,7 +23,7 @@ from flatweights.robust._coordinates import (
     median,
     trimmed_mean,
 )
-from flatweights.robust._rules import AnyRule, Outcome, Rule
+from flatweights.robust._rules import Aggregate, AnyRule, Rule
 from flatweights.robust._selection import (
     Bulyan,
     Krum,
@@ -35,6 +35,7 @@ from flatweights.robust._selection import (
 )
 
 __all__ = [
+    "Aggregate",
     "AnyRule",
     "Bulyan",
     "CenteredClipping",
@@ -43,7 +44,6 @@ __all__ = [
     "MeanAroundMedian",
     "Median",
     "MultiKrum",
-    "Outcome",
     "Rule",
     "TrimmedMean",
     "bulyan",

@@ -15,7 +15,7 @@ Source = TypeVar("Source")
 
 
 @dataclass(frozen=True)
-class Outcome(Generic[Source]):
+class Aggregate(Generic[Source]):
     """What a rule made of its sources.
 
     Attributes:
@@ -98,7 +98,7 @@ class Rule(ABC):
         out: Source | None = None,
         nonfinite: Nonfinite = "propagate",
         names: Sequence[str] | None = None,
-    ) -> Outcome[Source]:
+    ) -> Aggregate[Source]:
         """Return what calling the rule returns, with the sources used and their scores.
 
         Args:
@@ -112,7 +112,7 @@ class Rule(ABC):
             raise TypeError(f"{self.name} has no weights: all sources count alike")
         job = Job(sources, weights, out, nonfinite, names)
         used, scores = self._run(job)
-        return Outcome(job.result, used, scores)
+        return Aggregate(job.result, used, scores)
 
     @abstractmethod
     def _run(self, job: Job) -> tuple[list[int], list[float] | None]:

@@ -139,7 +139,7 @@ def nonfinite_error(i: int, values: FlatWeights, part: NDArray[Any], where: str)
     slot = values.layout.slots[i]
     if isfinite(np.ascontiguousarray(part)):
         return ValueError(
-            f"{where}{template.place(i)}: expected a difference that fits {slot.dtype}, "
+            f"{where}{template.at_slot(i)}: expected a difference that fits {slot.dtype}, "
             "got a larger one"
         )
     return template.nonfinite_error(i, where)

@@ -459,7 +459,7 @@ def _targets(template: Template, out: Any) -> list[NDArray[Any]]:
     for i, target in enumerate(targets):
         if not (target.flags.writeable and target.flags.c_contiguous):
             lacks = "contiguous" if target.flags.writeable else "writable"
-            raise ValueError(f"out{template.place(i)}: expected an array that is {lacks}")
+            raise ValueError(f"out{template.at_slot(i)}: expected an array that is {lacks}")
     return targets
 
 

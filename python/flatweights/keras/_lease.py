@@ -8,7 +8,7 @@ from flatweights.ray import Member, join
 
 _lock = threading.Lock()
 _shared: Member | None = None
-_seats = 0  # how many hold the shared member
+_leases = 0  # of the shared member
 
 
 @contextmanager
@@ -30,11 +30,11 @@ def calls_are_equal(what: str) -> Iterator[None]:
         ) from error
 
 
-class Seat:
-    """A callback's or an optimizer's place in a meeting.
+class MemberLease:
+    """A callback's or an optimizer's use of a member.
 
-    Those that are given no member share one, which is joined when the first takes its seat and
-    leaves when the last gives it up.
+    Those that are given no member share one, which joins with the first lease and leaves when the
+    last one ends.
     """
 
     def __init__(self, member: Member | None) -> None:
@@ -50,7 +50,7 @@ class Seat:
         Raises:
             RuntimeError: If there is nothing that says which meeting to join.
         """
-        global _shared, _seats
+        global _shared, _leases
         if self._given is not None:
             return self._given
         with _lock:
@@ -64,17 +64,17 @@ class Seat:
                     ) from error
             if not self._is_taken:
                 self._is_taken = True
-                _seats += 1
+                _leases += 1
             return _shared
 
-    def leave(self) -> None:
-        """Give up the seat; the last one leaves the meeting. A member that was given stays."""
-        global _shared, _seats
+    def end(self) -> None:
+        """End the lease; with the last one, the shared member leaves. One that was given stays."""
+        global _shared, _leases
         with _lock:
             if not self._is_taken:
                 return
             self._is_taken = False
-            _seats -= 1
-            if _seats == 0 and _shared is not None:
+            _leases -= 1
+            if _leases == 0 and _shared is not None:
                 _shared.leave()
                 _shared = None
