@@ -15,9 +15,9 @@ from flatweights._core import move_parts
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout, cast_for_slot
 from flatweights._locks import TurnLock
+from flatweights.tensorflow._buckets import Bucket
 from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._gradients import trained_positions
-from flatweights.tensorflow._groups import Group
 from flatweights.tensorflow._kinds import inner_variable, is_of_keras_3
 from flatweights.tensorflow._session import SessionOperations, isolated, run, uninitialized
 
@@ -69,11 +69,11 @@ class Steps:
         step = self.prepare(optimizer)
         views = self._layout.vector_views(flat)
         vectors = []
-        for group in step.groups:
-            values = [cast_for_slot(self._layout, i, views[i]) for i in group.slots]
+        for bucket in step.buckets:
+            values = [cast_for_slot(self._layout, i, views[i]) for i in bucket.slots]
             # An optimizer may keep an alias of its gradient, so it gets a copy.
-            vectors.append(new_vector(group.layout.size, group.layout.dtype))
-            move_parts(group.layout.vector_views(vectors[-1]), values)
+            vectors.append(new_vector(bucket.layout.size, bucket.layout.dtype))
+            move_parts(bucket.layout.vector_views(vectors[-1]), values)
         step.run(vectors)
 
     def _new(self, optimizer: Any) -> "_EagerStep | _SessionStep":
@@ -83,22 +83,24 @@ class Steps:
         if not slots:
             raise ValueError("expected trainable variables, found none")
         inner = [inner_variable(wrapper) for wrapper in self._wrappers]
-        groups = [Group(inner, members, self._layout) for members in slots.values()]
+        buckets = [Bucket(inner, members, self._layout) for members in slots.values()]
         if self._session is not None:
-            return _SessionStep(optimizer, groups, self._session)
-        return _EagerStep(optimizer, groups, self._wrappers)
+            return _SessionStep(optimizer, buckets, self._session)
+        return _EagerStep(optimizer, buckets, self._wrappers)
 
 
 class _EagerStep:
     """The step of one optimizer: a `tf.function`, traced once.
 
     Attributes:
-        groups: The trainable variables by dtype.
+        buckets: The trainable variables by dtype.
     """
 
-    def __init__(self, optimizer: Any, groups: list[Group], wrappers: Sequence[Any]) -> None:
-        self.groups = groups
-        variables = [_as_known_to(optimizer, wrappers[i]) for group in groups for i in group.slots]
+    def __init__(self, optimizer: Any, buckets: list[Bucket], wrappers: Sequence[Any]) -> None:
+        self.buckets = buckets
+        variables = [
+            _as_known_to(optimizer, wrappers[i]) for bucket in buckets for i in bucket.slots
+        ]
         with eagerly():
             if is_of_keras_3(optimizer, "Optimizer") and not optimizer.built:
                 # Unlike other optimizers, it cannot create its variables inside the function.
@@ -108,28 +110,28 @@ class _EagerStep:
 
         def step(*vectors: tf.Tensor) -> None:
             pieces = []
-            for group, vector in zip(groups, vectors, strict=True):
-                pieces += group.split(vector)
+            for bucket, vector in zip(buckets, vectors, strict=True):
+                pieces += bucket.split(vector)
             optimizer_ref().apply_gradients(list(zip(pieces, variables, strict=True)))
 
-        signature = [tf.TensorSpec([group.layout.size], group.dtype) for group in groups]
+        signature = [tf.TensorSpec([bucket.layout.size], bucket.dtype) for bucket in buckets]
         self._function = tf.function(step, input_signature=signature)
 
     def run(self, vectors: Sequence[NDArray[Any]]) -> None:
-        """Take the step along one vector per group, which TensorFlow may keep."""
+        """Take the step along one vector per bucket, which TensorFlow may keep."""
         with eagerly():
             self._function(*map(tf.convert_to_tensor, vectors))
 
 
 class _SessionStep:
-    """The step of one optimizer: operations of a graph, with one placeholder per group.
+    """The step of one optimizer: operations of a graph, with one placeholder per bucket.
 
     Attributes:
-        groups: The trainable variables by dtype.
+        buckets: The trainable variables by dtype.
     """
 
-    def __init__(self, optimizer: Any, groups: list[Group], session: SessionOperations) -> None:
-        self.groups = groups
+    def __init__(self, optimizer: Any, buckets: list[Bucket], session: SessionOperations) -> None:
+        self.buckets = buckets
         # Other optimizers return before the step is taken, or return no operation.
         if not isinstance(optimizer, tf1.train.Optimizer):
             raise TypeError(
@@ -143,10 +145,10 @@ class _SessionStep:
             self._add_nodes(optimizer)
 
     def _add_nodes(self, optimizer: Any) -> None:
-        self._fed = [tf1.placeholder(group.dtype, [group.layout.size]) for group in self.groups]
+        self._fed = [tf1.placeholder(bucket.dtype, [bucket.layout.size]) for bucket in self.buckets]
         pairs: list[tuple[tf.Tensor, tf.Variable]] = []
-        for group, fed in zip(self.groups, self._fed, strict=True):
-            pairs += zip(group.split(fed), group.variables, strict=True)
+        for bucket, fed in zip(self.buckets, self._fed, strict=True):
+            pairs += zip(bucket.split(fed), bucket.variables, strict=True)
         before = {id(variable) for variable in tf1.global_variables()}
         self._train = optimizer.apply_gradients(pairs)
         own = [variable for variable in tf1.global_variables() if id(variable) not in before]
@@ -156,7 +158,7 @@ class _SessionStep:
         self._uninitialized = tf1.report_uninitialized_variables(list(distinct.values()))
 
     def run(self, vectors: Sequence[NDArray[Any]]) -> None:
-        """Take the step along one vector per group, which TensorFlow may keep."""
+        """Take the step along one vector per bucket, which TensorFlow may keep."""
         session, raw = self._session.opened()
         with self._lock.ready():
             self._initialize(session, raw)

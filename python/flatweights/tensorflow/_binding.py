@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._layout import Layout
-from flatweights.tensorflow._groups import Group, Operations
+from flatweights.tensorflow._buckets import Bucket, Operations
 from flatweights.tensorflow.library._load import Library
 
 # The op's status of a variable.
@@ -19,54 +19,55 @@ _NOT_INITIALIZED = "it is not initialized"
 
 
 class Binding(NamedTuple):
-    """Which variables of a model are bound, at one time and in one place.
+    """Which variables of a model are bound, at one time and in one session.
 
     Attributes:
         bound: The bound variables, for the core; None if there are none.
         positions: Positions of the bound variables in the layout, ascending.
         others: Groups that TensorFlow's operations have to move, and why they are not bound.
-        place: Where the variables are bound; the binding is invalid elsewhere.
+        session: The raw session of the variables, in which alone the binding is valid; None for
+            eager variables.
         may_improve: Whether more may be bound later: some are not initialized yet.
     """
 
     bound: _core.BoundVariables | None
     positions: list[int]
-    others: dict[Group, str]
-    place: object = None
+    others: dict[Bucket, str]
+    session: object = None
     may_improve: bool = True
 
 
 def unbound(
-    groups: Sequence[Group], reason: str, *, place: object = None, may_improve: bool = False
+    buckets: Sequence[Bucket], reason: str, *, session: object = None, may_improve: bool = False
 ) -> Binding:
     """Return a binding of nothing."""
-    return Binding(None, [], dict.fromkeys(groups, reason), place, may_improve)
+    return Binding(None, [], dict.fromkeys(buckets, reason), session, may_improve)
 
 
 def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
-    """Bind the groups of ``operations`` whose variables can all be bound.
+    """Bind the buckets of ``operations`` whose variables can all be bound.
 
     Args:
         operations: Operations on the variables, usable now.
         layout: Slots of the variables.
         library: The op library.
     """
-    place = operations.place()
+    session = operations.raw_session()
     try:
-        results = operations.bind([group for group in operations.groups if not group.obstacle])
+        results = operations.bind([bucket for bucket in operations.buckets if not bucket.obstacle])
     except tf.errors.OpError as error:  # a remote server lacks the op
-        return unbound(operations.groups, f"binding failed: {error.message}", place=place)
+        return unbound(operations.buckets, f"binding failed: {error.message}", session=session)
     rows = iter(results)
     chosen: list[tuple[int, int, int]] = []  # position, id and dtype
-    others: dict[Group, str] = {}
-    for group in operations.groups:
-        answers = [] if group.obstacle else [next(rows) for _ in group.slots]
-        reason = group.obstacle or _obstacle(answers, library)
+    others: dict[Bucket, str] = {}
+    for bucket in operations.buckets:
+        answers = [] if bucket.obstacle else [next(rows) for _ in bucket.slots]
+        reason = bucket.obstacle or _obstacle(answers, library)
         if reason:
-            others[group] = reason
+            others[bucket] = reason
             continue
-        dtype = group.dtype.as_datatype_enum
-        pairs = zip(group.slots, answers, strict=True)
+        dtype = bucket.dtype.as_datatype_enum
+        pairs = zip(bucket.slots, answers, strict=True)
         chosen += [(i, int(answer[0]), dtype) for i, answer in pairs]
     chosen.sort()
     bound = None
@@ -78,11 +79,11 @@ def bind(operations: Operations, layout: Layout, library: Library) -> Binding:
             )
         except _core.UnreadyError:  # another thread destroyed a variable, or its session
             reason = "it, or one beside it, was destroyed while it was being bound"
-            return unbound(operations.groups, reason, place=place, may_improve=True)
+            return unbound(operations.buckets, reason, session=session, may_improve=True)
         except ValueError as error:  # two variables share memory
-            return unbound(operations.groups, str(error), place=place)
+            return unbound(operations.buckets, str(error), session=session)
     may_improve = _NOT_INITIALIZED in others.values()
-    return Binding(bound, [i for i, _, _ in chosen], others, place, may_improve)
+    return Binding(bound, [i for i, _, _ in chosen], others, session, may_improve)
 
 
 def _obstacle(answers: Sequence[NDArray[np.int64]], library: Library) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from flatweights.tensorflow._groups import is_synchronized_on_reading
+from flatweights.tensorflow._buckets import is_synchronized_on_reading
 from flatweights.tensorflow._kinds import is_symbolic, unique_names
 from flatweights.tensorflow._layers import leaves
 from flatweights.tensorflow._structure import Held, find_variables

@@ -14,7 +14,7 @@ from flatweights._core import move_parts
 from flatweights._flatten import new_vector
 from flatweights._locks import TurnLock
 from flatweights._trees import as_array
-from flatweights.tensorflow._groups import Group, Operations, is_synchronized_on_reading
+from flatweights.tensorflow._buckets import Bucket, Operations, is_synchronized_on_reading
 from flatweights.tensorflow.library._load import Library
 
 # Tracing this many variables takes a second or more.
@@ -27,15 +27,15 @@ _log = logging.getLogger("flatweights")
 class EagerOperations(Operations):
     """Reads and writes eager variables."""
 
-    def __init__(self, groups: list[Group], library: Library | None) -> None:
-        """Take the variables of ``groups``."""
-        self.groups = groups
+    def __init__(self, buckets: list[Bucket], library: Library | None) -> None:
+        """Take the variables of ``buckets``."""
+        self.buckets = buckets
         self.context = eager_context.context()
         self.lock = _lock
         self._library = library
         self._ways = {
-            id(group): (_OnHost if _is_on_host(group) else _Elsewhere)(group, self.context)
-            for group in groups
+            id(bucket): (_OnHost if _is_on_host(bucket) else _Elsewhere)(bucket, self.context)
+            for bucket in buckets
         }
 
     def check(self) -> None:
@@ -47,48 +47,48 @@ class EagerOperations(Operations):
             )
         wait()
 
-    def place(self) -> object:
-        """Return None, the one place of all eager variables."""
+    def raw_session(self) -> object:
+        """Return None."""
         return None
 
-    def bind(self, groups: Sequence[Group]) -> list[NDArray[np.int64]]:
-        """Run the op for each variable of ``groups``."""
+    def bind(self, buckets: Sequence[Bucket]) -> list[NDArray[np.int64]]:
+        """Run the op for each variable of ``buckets``."""
         assert self._library is not None
         with eagerly():
             return [
                 np.asarray(self._library.bind(variable.handle))
-                for group in groups
-                for variable in group.variables
+                for bucket in buckets
+                for variable in bucket.variables
             ]
 
-    def read(self, groups: Sequence[Group]) -> dict[int, NDArray[Any]]:
-        """Run one operation per group."""
+    def read(self, buckets: Sequence[Bucket]) -> dict[int, NDArray[Any]]:
+        """Run one operation per bucket."""
         values: dict[int, NDArray[Any]] = {}
         with eagerly():
-            for group in groups:
-                values.update(zip(group.slots, self._ways[id(group)].read(), strict=True))
+            for bucket in buckets:
+                values.update(zip(bucket.slots, self._ways[id(bucket)].read(), strict=True))
         return values
 
     def write(self, values: Mapping[int, NDArray[Any]]) -> None:
-        """Assign variables one by one on the host, and whole groups at once elsewhere."""
+        """Assign variables one by one on the host, and whole buckets at once elsewhere."""
         with eagerly():
-            for group in self.groups:
-                own = group.among(values)
+            for bucket in self.buckets:
+                own = bucket.among(values)
                 if own:
-                    self._ways[id(group)].write(own)
+                    self._ways[id(bucket)].write(own)
 
 
 class _OnHost:
-    """A group of variables in this process's memory, which needs no tracing.
+    """A bucket of variables in this process's memory, which needs no tracing.
 
     One operation reads all of them, and the results alias their memory.
     """
 
-    def __init__(self, group: Group, context: Any) -> None:
-        self._group = group
+    def __init__(self, bucket: Bucket, context: Any) -> None:
+        self._bucket = bucket
         self._context = context
-        self._dtype = group.dtype.as_datatype_enum
-        count = len(group.variables)
+        self._dtype = bucket.dtype.as_datatype_enum
+        count = len(bucket.variables)
         self._reading = ("N", count, "dtypes", [self._dtype] * count)
         self._assigning = ("dtype", self._dtype, "validate_shape", False)
 
@@ -96,8 +96,8 @@ class _OnHost:
         try:
             tensors = execute(
                 b"_ReadVariablesOp",
-                len(self._group.variables),
-                [variable.handle for variable in self._group.variables],
+                len(self._bucket.variables),
+                [variable.handle for variable in self._bucket.variables],
                 self._reading,
                 self._context,
             )
@@ -105,28 +105,28 @@ class _OnHost:
             self._raise_uninitialized(error)
             raise
         values = [as_array(tensor, "variable") for tensor in tensors]
-        slots = self._group.layout.slots
+        slots = self._bucket.layout.slots
         if any(value.size != slot.size for value, slot in zip(values, slots, strict=True)):
             self._raise_uninitialized(None)
         # A raw operation may have given a variable another shape.
         return [value.reshape(slot.shape) for value, slot in zip(values, slots, strict=True)]
 
     def write(self, values: Mapping[int, NDArray[Any]]) -> None:
-        dtype = self._group.dtype.as_numpy_dtype
+        dtype = self._bucket.dtype.as_numpy_dtype
         own = {j: new_vector(v.size, np.dtype(dtype)).reshape(v.shape) for j, v in values.items()}
         move_parts(list(own.values()), list(values.values()))
         for j, array in own.items():
-            handle = self._group.variables[j].handle
+            handle = self._bucket.variables[j].handle
             execute(
                 b"AssignVariableOp",
                 0,
-                [handle, _aliased(array, self._group.dtype, self._context)],
+                [handle, _aliased(array, self._bucket.dtype, self._context)],
                 self._assigning,
                 self._context,
             )
 
     def _raise_uninitialized(self, error: Exception | None) -> None:
-        pairs = zip(self._group.layout.slots, self._group.variables, strict=True)
+        pairs = zip(self._bucket.layout.slots, self._bucket.variables, strict=True)
         names = [repr(slot.name) for slot, v in pairs if not v.is_initialized()]
         if names:
             raise RuntimeError(
@@ -136,43 +136,43 @@ class _OnHost:
 
 
 class _Elsewhere:
-    """A group of variables on an accelerator or another machine, or with a value per replica.
+    """A bucket of variables on an accelerator or another machine, or with a value per replica.
 
     One `tf.function` reads all of them by one concat, in one transfer; another writes them.
     Both are traced at their first use. To avoid a cycle, neither refers to this object.
     """
 
-    def __init__(self, group: Group, context: Any) -> None:
-        self._group = group
+    def __init__(self, bucket: Bucket, context: Any) -> None:
+        self._bucket = bucket
         self._context = context
 
         def read() -> tf.Tensor:
-            _tell_of_tracing(group)
-            return group.concat()
+            _tell_of_tracing(bucket)
+            return bucket.concat()
 
         def write(packed: tf.Tensor) -> None:
-            _tell_of_tracing(group)
-            for variable, value in zip(group.variables, group.cut(packed), strict=True):
+            _tell_of_tracing(bucket)
+            for variable, value in zip(bucket.variables, bucket.cut(packed), strict=True):
                 variable.assign(value, read_value=False)
 
-        signature = [tf.TensorSpec([group.packed_size], group.dtype)]
+        signature = [tf.TensorSpec([bucket.packed_size], bucket.dtype)]
         self._read = tf.function(read, autograph=False)
         self._write = tf.function(write, autograph=False, input_signature=signature)
 
     def read(self) -> list[NDArray[Any]]:
-        return self._group.layout.vector_views(as_array(self._read(), "variables"))
+        return self._bucket.layout.vector_views(as_array(self._read(), "variables"))
 
     def write(self, values: Mapping[int, NDArray[Any]]) -> None:
-        if len(values) == len(self._group.slots):
-            packed = self._group.copy_packed(values)
-            self._write(_aliased(packed, self._group.dtype, self._context))
+        if len(values) == len(self._bucket.slots):
+            packed = self._bucket.copy_packed(values)
+            self._write(_aliased(packed, self._bucket.dtype, self._context))
             return
         for j, value in values.items():
-            self._group.variables[j].assign(value, read_value=False)
+            self._bucket.variables[j].assign(value, read_value=False)
 
 
-def _tell_of_tracing(group: Group) -> None:
-    count = len(group.variables)
+def _tell_of_tracing(bucket: Bucket) -> None:
+    count = len(bucket.variables)
     if count >= _MANY:
         _log.warning("tracing the operations for %d variables, once", count)
 
@@ -185,10 +185,10 @@ def _aliased(array: NDArray[Any], dtype: tf.DType, context: Any) -> tf.Tensor:
     return tf.__internal__.EagerTensor(array, context.device_name, dtype.as_datatype_enum)
 
 
-def _is_on_host(group: Group) -> bool:
-    device = tf.DeviceSpec.from_string(group.device)
+def _is_on_host(bucket: Bucket) -> bool:
+    device = tf.DeviceSpec.from_string(bucket.device)
     is_here = device.device_type == "CPU" and device.job == "localhost"
-    return is_here and not is_synchronized_on_reading(group.variables[0])
+    return is_here and not is_synchronized_on_reading(bucket.variables[0])
 
 
 def wait() -> None:

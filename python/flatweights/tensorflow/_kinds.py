@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute.sharded_variable import ShardedVariableMixin
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 """Attribute names, keys and positions that lead to a variable."""
 
 

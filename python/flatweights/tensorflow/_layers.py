@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flatweights.tensorflow._kinds import (
-    Path,
+    KeyPath,
     inner_variable,
     is_layer_of_keras_2,
     is_of_keras_3,
@@ -17,8 +17,8 @@ from flatweights.tensorflow._kinds import (
 
 
 def layer_variables(
-    layer: Any, layers: Sequence[tuple[Path, Any]], bare: Mapping[int, Path]
-) -> Iterator[tuple[Path, Any, bool]]:
+    layer: Any, layers: Sequence[tuple[KeyPath, Any]], bare: Mapping[int, KeyPath]
+) -> Iterator[tuple[KeyPath, Any, bool]]:
     """Yield path, variable, and whether it is trained, in Keras's order.
 
     Then follow the states of stateful recurrent layers, which are not among Keras's variables.
@@ -39,7 +39,7 @@ def layer_variables(
             f"{type(layer).__name__} {layer.name!r} is not built, so some of its variables do not "
             f"exist: call build() or call it on data first (unbuilt: {', '.join(unbuilt)})"
         )
-    paths: dict[int, Path] = {}
+    paths: dict[int, KeyPath] = {}
     path, _ = layers[0]
     for where, sub in layers:
         for name, variable in _own_variables(sub):
@@ -80,11 +80,11 @@ def _is_complete(layer: Any) -> bool:
     )
 
 
-def layers_by_path(layer: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def layers_by_path(layer: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     """Yield path and layer, once each, for ``layer`` and all layers in it."""
     entered: set[int] = set()
 
-    def walk(current: Any, where: Path) -> Iterator[tuple[Path, Any]]:
+    def walk(current: Any, where: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
         if id(current) in entered:  # shared: it keeps the first of its names
             return
         entered.add(id(current))
@@ -96,8 +96,8 @@ def layers_by_path(layer: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def leaves(
-    held: Any, path: Path, within: frozenset[int] = frozenset()
-) -> Iterator[tuple[Path, Any]]:
+    held: Any, path: KeyPath, within: frozenset[int] = frozenset()
+) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the items in ``held``, through nested mappings, lists and tuples."""
     if isinstance(held, Mapping):
         items = [(str(key), item) for key, item in held.items()]
@@ -111,7 +111,7 @@ def leaves(
             yield from leaves(item, (*path, step), within | {id(held)})
 
 
-def _own_variables(layer: Any) -> Iterator[tuple[Path, Any]]:
+def _own_variables(layer: Any) -> Iterator[tuple[KeyPath, Any]]:
     """Yield path and variable for the layer's own; nameless ones take their attribute's name."""
     if is_of_keras_3(layer, "layers.TFSMLayer"):
         # They have the names, with the counters, of the process that exported the model.
@@ -132,7 +132,7 @@ def _own_variables(layer: Any) -> Iterator[tuple[Path, Any]]:
         yield attributes.get(id(variable), (name,)) if name in nameless else (name,), variable
 
 
-def _sublayers(layer: Any) -> Iterator[tuple[Path, Any]]:
+def _sublayers(layer: Any) -> Iterator[tuple[KeyPath, Any]]:
     """Yield path and layer for each direct sublayer of ``layer``.
 
     The path is class and count in Sequential and functional models, elsewhere the attribute.
@@ -160,7 +160,7 @@ def _automatic_name(layer: Any) -> str:
     return name
 
 
-def _attributes_of(layer: Any) -> dict[int, Path]:
+def _attributes_of(layer: Any) -> dict[int, KeyPath]:
     """Return the path of each item that ``layer`` holds in attributes, by identity."""
     # Skip the lists in which Keras and TensorFlow track objects of other attributes.
     attributes = [
@@ -168,7 +168,7 @@ def _attributes_of(layer: Any) -> dict[int, Path]:
         for name, held in vars(layer).items()
         if name not in _LISTS_OF_KERAS and not name.startswith(("_self_", "_obj_"))
     ]
-    paths: dict[int, Path] = {}
+    paths: dict[int, KeyPath] = {}
     # A public attribute names a layer in preference to a private one.
     for name, held in sorted(attributes, key=lambda item: item[0].startswith("_")):
         for path, item in leaves(held, (name.lstrip("_"),)):

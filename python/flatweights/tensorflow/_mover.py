@@ -18,8 +18,8 @@ from flatweights._inplace import axpy_, lerp_
 from flatweights._layout import Layout, cast_for_slot, layout_at
 from flatweights._locks import TurnLock
 from flatweights.tensorflow._binding import Binding, bind, unbound
+from flatweights.tensorflow._buckets import Operations, make_buckets
 from flatweights.tensorflow._eager import EagerOperations
-from flatweights.tensorflow._groups import Operations, make_groups
 from flatweights.tensorflow.library._load import Library
 
 _Bound = _core.BoundVariables
@@ -84,16 +84,16 @@ class Mover:
         self._averaged = [i for i, slot in enumerate(layout.slots) if is_averaged(slot.dtype)]
         self._averaged_dtypes = {layout.slots[i].dtype for i in self._averaged}
         self._take(
-            unbound(operations.groups, "it has not been used yet", may_improve=True)
+            unbound(operations.buckets, "it has not been used yet", may_improve=True)
             if library is not None
-            else unbound(operations.groups, "the op library is not in use")
+            else unbound(operations.buckets, "the op library is not in use")
         )
 
     @property
     def reasons(self) -> dict[str, str]:
         """By name, why operations move a variable."""
         others = self._binding.others.items()
-        return {name: reason for group, reason in others for name in group.layout.names}
+        return {name: reason for bucket, reason in others for name in bucket.layout.names}
 
     def shared(self) -> list[bool]:
         """Return, per slot, whether its variable aliases memory that was shared with it."""
@@ -178,15 +178,15 @@ class Mover:
         move_parts([parts[i] for i in self._averaged], values)
 
         def move(binding: Binding) -> None:
-            groups = [group for group in binding.others if is_averaged(group.layout.dtype)]
-            values = self._operations.read(groups) if groups else {}
-            for group in groups:
-                y, x = (np.empty(group.layout.size, group.layout.dtype) for _ in range(2))
-                changed = group.layout.vector_views(y)
-                move_parts(changed, [values[i] for i in group.slots])
-                move_parts(group.layout.vector_views(x), [parts[i] for i in group.slots])
+            buckets = [bucket for bucket in binding.others if is_averaged(bucket.layout.dtype)]
+            values = self._operations.read(buckets) if buckets else {}
+            for bucket in buckets:
+                y, x = (np.empty(bucket.layout.size, bucket.layout.dtype) for _ in range(2))
+                changed = bucket.layout.vector_views(y)
+                move_parts(changed, [values[i] for i in bucket.slots])
+                move_parts(bucket.layout.vector_views(x), [parts[i] for i in bucket.slots])
                 update.in_place(y, x, a)
-                values.update(zip(group.slots, changed, strict=True))
+                values.update(zip(bucket.slots, changed, strict=True))
             if binding.bound is not None:
                 update.bound(binding.bound, packed, True, a)
             if values:
@@ -213,14 +213,14 @@ class Mover:
         return binding.bound
 
     def _is_here(self, binding: Binding) -> bool:
-        return binding.place is not None and self._operations.place() is binding.place
+        return binding.session is not None and self._operations.raw_session() is binding.session
 
     def _with_binding(self, move: Callable[[Binding], None]) -> None:
         """Call ``move`` with a binding that is valid here and now."""
         for _ in range(_MOST_ATTEMPTS):
             self._operations.check()
             binding = self._binding
-            if binding.may_improve or binding.place is not self._operations.place():
+            if binding.may_improve or binding.session is not self._operations.raw_session():
                 self.bind()
                 binding = self._binding
             try:
@@ -230,7 +230,7 @@ class Mover:
                 self._take(binding._replace(may_improve=True))
         # Operations give uninitialized variables their first values, and name them in errors.
         reason = "it, or one beside it, is not initialized"
-        self._take(unbound(self._operations.groups, reason, may_improve=True))
+        self._take(unbound(self._operations.buckets, reason, may_improve=True))
         self._alone(move, self._binding)
 
     def _alone(self, move: Callable[[Binding], None], binding: Binding) -> None:
@@ -257,7 +257,9 @@ class Mover:
             positions = [i for i in binding.positions if i in values]
             if binding.bound is not None and positions:
                 binding.bound.set_parts(positions, [values[i] for i in positions], share)
-            others = {i: values[i] for group in binding.others for i in group.slots if i in values}
+            others = {
+                i: values[i] for bucket in binding.others for i in bucket.slots if i in values
+            }
             if others:
                 self._operations.write(others)
 
@@ -285,6 +287,6 @@ def _movers_of(
         names = [name for name, others in replicas.items() if len(others) > k]
         positions = [layout.index(name) for name in names]
         own = layout_at(layout, positions)
-        operations = EagerOperations(make_groups([replicas[n][k] for n in names], own), library)
+        operations = EagerOperations(make_buckets([replicas[n][k] for n in names], own), library)
         movers.append((positions, Mover(operations, own, library)))
     return movers

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from flatweights.tensorflow._kinds import (
-    Path,
+    KeyPath,
     inner_variable,
     is_of_keras_3,
     is_variable,
@@ -17,8 +17,8 @@ from flatweights.tensorflow._kinds import (
 
 
 def optimizer_variables(
-    optimizer: Any, path: Path, owners: Mapping[str, Path]
-) -> Iterator[tuple[Path, Any]]:
+    optimizer: Any, path: KeyPath, owners: Mapping[str, KeyPath]
+) -> Iterator[tuple[KeyPath, Any]]:
     """Yield path and variable, in the optimizer's own order.
 
     A slot is named after its variable and the attribute that keeps it, such as
@@ -39,7 +39,7 @@ def optimizer_variables(
             f"{type(optimizer).__name__} is not built, so some of its variables do not exist: call "
             "build(model.trainable_variables), or apply gradients once, first"
         )
-    slots: dict[int, Path] = {}
+    slots: dict[int, KeyPath] = {}
     for part in parts:
         slots |= _slot_paths(part, owners)
     variables = optimizer.variables
@@ -80,7 +80,7 @@ def _is_built(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_hypers_created", True))
 
 
-def _slot_paths(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]:
+def _slot_paths(optimizer: Any, owners: Mapping[str, KeyPath]) -> dict[int, KeyPath]:
     """Return the path of each slot, by the slot variable's identity."""
     by_owner = {} if hasattr(optimizer, "_variables") else getattr(optimizer, "_slots", {})
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
@@ -92,7 +92,7 @@ def _slot_paths(optimizer: Any, owners: Mapping[str, Path]) -> dict[int, Path]:
                 by_owner.setdefault(owner, {})[kind] = slot
     keys, names = _owners_of(optimizer, by_owner)
     paths = [owners.get(key, (name,)) for key, name in zip(keys, unique_names(names), strict=True)]
-    slot_paths: dict[int, Path] = {}
+    slot_paths: dict[int, KeyPath] = {}
     # Older optimizers keep a dict of slots for each variable.
     if by_owner:
         for owner, slots in zip(paths, by_owner.values(), strict=True):

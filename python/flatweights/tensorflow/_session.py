@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flatweights._core import move_parts
 from flatweights._locks import TurnLock
-from flatweights.tensorflow._groups import Group, Operations
+from flatweights.tensorflow._buckets import Bucket, Operations
 from flatweights.tensorflow.library._load import Library
 
 _CLOSED = "the session is closed: call set_session(sess) with an open one"
@@ -33,7 +33,7 @@ class SessionOperations(Operations):
         self,
         variables: Mapping[str, tf.Variable],
         graph: tf.Graph,
-        groups: list[Group],
+        buckets: list[Bucket],
         library: Library | None,
     ) -> None:
         """Add the operations to ``graph``.
@@ -43,7 +43,7 @@ class SessionOperations(Operations):
         """
         self.graph = graph
         self.lock = _locks.setdefault(graph, TurnLock())
-        self.groups = groups
+        self.buckets = buckets
         self.session: Any = None
         self.placeholders: dict[str, tf.Tensor] = {}
         self.assignment_nodes: dict[str, Any] = {}
@@ -54,7 +54,7 @@ class SessionOperations(Operations):
                 )
                 self.placeholders[name] = placeholder
                 self.assignment_nodes[name] = variable.assign(placeholder)
-            self._nodes = {id(group): _Nodes(group, library) for group in groups}
+            self._nodes = {id(bucket): _Nodes(bucket, library) for bucket in buckets}
 
     def set_session(self, session: Any) -> None:
         """Run in ``session`` from now on.
@@ -87,45 +87,45 @@ class SessionOperations(Operations):
             raise RuntimeError(_CLOSED)
         return session, raw
 
-    def place(self) -> Any:
+    def raw_session(self) -> Any:
         """Return the raw session, which a monitored one may recreate; None if it is closed."""
         return _raw(self.session)
 
-    def bind(self, groups: Sequence[Group]) -> list[NDArray[np.int64]]:
-        """Run the op for each variable of ``groups``, all in one run."""
-        return list(self._run([op for group in groups for op in self._nodes[id(group)].bind]))
+    def bind(self, buckets: Sequence[Bucket]) -> list[NDArray[np.int64]]:
+        """Run the op for each variable of ``buckets``, all in one run."""
+        return list(self._run([op for bucket in buckets for op in self._nodes[id(bucket)].bind]))
 
-    def read(self, groups: Sequence[Group]) -> dict[int, NDArray[Any]]:
-        """Run one concat per group, all in one run."""
+    def read(self, buckets: Sequence[Bucket]) -> dict[int, NDArray[Any]]:
+        """Run one concat per bucket, all in one run."""
         try:
-            vectors = self._run([self._nodes[id(group)].read for group in groups])
+            vectors = self._run([self._nodes[id(bucket)].read for bucket in buckets])
         except tf.errors.FailedPreconditionError as error:
             raise uninitialized(self._uninitialized()) from error
         values: dict[int, NDArray[Any]] = {}
-        for group, vector in zip(groups, vectors, strict=True):
-            pieces = group.layout.vector_views(np.asarray(vector))
-            values.update(zip(group.slots, pieces, strict=True))
+        for bucket, vector in zip(buckets, vectors, strict=True):
+            pieces = bucket.layout.vector_views(np.asarray(vector))
+            values.update(zip(bucket.slots, pieces, strict=True))
         return values
 
     def write(self, values: Mapping[int, NDArray[Any]]) -> None:
-        """Feed each whole group at once, and other variables one by one, all in one run.
+        """Feed each whole bucket at once, and other variables one by one, all in one run.
 
         A session aliases aligned arrays in its feed, and so do variables that get such a
         value. So the feed consists of copies.
         """
         fetches: list[Any] = []
         feed: dict[tf.Tensor, NDArray[Any]] = {}
-        for group in self.groups:
-            own = group.among(values)
-            if len(own) == len(group.slots):
-                nodes = self._nodes[id(group)]
+        for bucket in self.buckets:
+            own = bucket.among(values)
+            if len(own) == len(bucket.slots):
+                nodes = self._nodes[id(bucket)]
                 fetches.append(nodes.write)
-                feed[nodes.fed] = group.copy_packed(own)
+                feed[nodes.fed] = bucket.copy_packed(own)
                 continue
             for j, value in own.items():
-                name = group.layout.names[j]
+                name = bucket.layout.names[j]
                 fetches.append(_operation(self.assignment_nodes[name]))
-                copy = np.empty(value.shape, group.layout.slots[j].dtype)
+                copy = np.empty(value.shape, bucket.layout.slots[j].dtype)
                 move_parts([copy], [value])
                 feed[self.placeholders[name]] = copy
         self._run(fetches, feed)
@@ -136,10 +136,10 @@ class SessionOperations(Operations):
 
     def _uninitialized(self) -> list[str]:
         names = []
-        for group in self.groups:
+        for bucket in self.buckets:
             # Each input of the concat reads one variable; the last one is the axis.
-            reads = self._nodes[id(group)].read.op.inputs
-            for slot, read in zip(group.layout.slots, reads, strict=False):
+            reads = self._nodes[id(bucket)].read.op.inputs
+            for slot, read in zip(bucket.layout.slots, reads, strict=False):
                 try:
                     self._run(read)
                 except tf.errors.FailedPreconditionError:
@@ -169,21 +169,21 @@ def _raw(session: Any) -> Any:
 
 
 class _Nodes:
-    """The nodes of the graph for one group."""
+    """The nodes of the graph for one bucket."""
 
-    def __init__(self, group: Group, library: Library | None) -> None:
-        self.read = group.concat()
-        self.fed = tf.compat.v1.placeholder(group.dtype, [group.packed_size])
-        values = group.cut(self.fed)
+    def __init__(self, bucket: Bucket, library: Library | None) -> None:
+        self.read = bucket.concat()
+        self.fed = tf.compat.v1.placeholder(bucket.dtype, [bucket.packed_size])
+        values = bucket.cut(self.fed)
         assignments = [
             _operation(variable.assign(value, read_value=False))
-            for variable, value in zip(group.variables, values, strict=True)
+            for variable, value in zip(bucket.variables, values, strict=True)
         ]
         self.write = tf.group(*assignments)
         # One op per variable: an op over handles on two devices could not be placed.
         self.bind = (
-            [library.bind(variable.handle) for variable in group.variables]
-            if library is not None and not group.obstacle
+            [library.bind(variable.handle) for variable in bucket.variables]
+            if library is not None and not bucket.obstacle
             else []
         )
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from flatweights.tensorflow._kinds import (
-    Path,
+    KeyPath,
     inner_variable,
     is_layer,
     is_layer_of_keras_2,
@@ -27,7 +27,7 @@ _NO_HOLDERS = frozenset(
 )
 
 
-_Item = tuple[Path, Any, bool | None]
+_Item = tuple[KeyPath, Any, bool | None]
 """Path, variable, and whether it is trained; or path, optimizer, and None."""
 
 
@@ -41,7 +41,7 @@ class Held(NamedTuple):
         is_trained: Whether the model trains it.
     """
 
-    path: Path
+    path: KeyPath
     wrapper: Any
     variable: tf.Variable
     is_trained: bool
@@ -92,7 +92,7 @@ class _Walk:
     def __init__(self) -> None:
         self._entered: set[int] = set()
 
-    def walk(self, value: Any, path: Path) -> Iterator[_Item]:
+    def walk(self, value: Any, path: KeyPath) -> Iterator[_Item]:
         """Yield each variable and optimizer that ``value`` holds, perhaps more than once."""
         if value is None:
             return
@@ -119,7 +119,7 @@ class _Walk:
                 f"{type(value).__name__}{hint}"
             )
 
-    def _variable(self, path: Path, value: Any) -> Iterator[_Item]:
+    def _variable(self, path: KeyPath, value: Any) -> Iterator[_Item]:
         if is_partitioned(value):
             for part in value:
                 yield (*path, own_name(part)), part, bool(part.trainable)
@@ -137,7 +137,7 @@ class _Walk:
             or (_is_plain(value) and type(value).__module__.partition(".")[0] not in _NO_HOLDERS)
         )
 
-    def _holder(self, value: Any, path: Path) -> Iterator[_Item]:
+    def _holder(self, value: Any, path: KeyPath) -> Iterator[_Item]:
         if is_optimizer(value):
             yield path, value, None
         elif id(value) in self._entered:
@@ -165,7 +165,7 @@ class _Walk:
                     elif self._is_holder(item):
                         yield from self._holder(item, where)
 
-    def _bare(self, layer: Any, path: Path) -> Iterator[_Item]:
+    def _bare(self, layer: Any, path: KeyPath) -> Iterator[_Item]:
         """Walk the bare variables and the modules in the attributes of one layer."""
         for attribute, held in _by_name(layer):
             if attribute.startswith(("_self_", "_obj_")) or attribute in _OF_KERAS:
@@ -186,7 +186,7 @@ _OF_KERAS = frozenset(
 )
 
 
-def _prefixes(items: Sequence[Any]) -> list[Path]:
+def _prefixes(items: Sequence[Any]) -> list[KeyPath]:
     """Return the prefix of the names in each element of a list: usually its position.
 
     Variables get no prefix. Nor does the only element of a list, or the only model beside
@@ -194,7 +194,7 @@ def _prefixes(items: Sequence[Any]) -> list[Path]:
     """
     optimizers = [is_optimizer(item) for item in items]
     alone = len(items) - sum(optimizers) == 1
-    prefixes: list[Path] = []
+    prefixes: list[KeyPath] = []
     for i, item in enumerate(items):
         if is_variable(item) or len(items) == 1 or (alone and not optimizers[i]):
             prefixes.append(())

@@ -21,11 +21,11 @@ from flatweights._safetensors import read
 from flatweights._trees import as_array
 from flatweights._weights import FlatWeights
 from flatweights.tensorflow._apply import Steps
+from flatweights.tensorflow._buckets import Operations, make_buckets
 from flatweights.tensorflow._discover import discover
 from flatweights.tensorflow._eager import EagerOperations
 from flatweights.tensorflow._frozen import check_frozen
 from flatweights.tensorflow._gradients import Gradients
-from flatweights.tensorflow._groups import Operations, make_groups
 from flatweights.tensorflow._match import match_slots
 from flatweights.tensorflow._mover import ADD, LERP, Mover, Update
 from flatweights.tensorflow._objective import Objective
@@ -124,18 +124,18 @@ class TensorFlowVariables:
         # The session's address of a server; one that does not have the op rejects the whole graph.
         is_elsewhere = bool(getattr(sess, "sess_str", ""))
         library = None if is_elsewhere else load_library()
-        groups = make_groups(list(discovered.variables.values()), self._layout)
+        buckets = make_buckets(list(discovered.variables.values()), self._layout)
         operations: Operations
         self._session: SessionOperations | None = None
         if discovered.graph is None:
-            operations = EagerOperations(groups, library)
+            operations = EagerOperations(buckets, library)
             is_usable = tf.executing_eagerly()
         else:
             operations = self._session = SessionOperations(
-                discovered.variables, discovered.graph, groups, library
+                discovered.variables, discovered.graph, buckets, library
             )
             self._session.set_session(sess)
-            is_usable = self._session.place() is not None
+            is_usable = self._session.raw_session() is not None
         self._mover = Mover(operations, self._layout, library, discovered.replicas)
         if is_usable:
             self._mover.bind()

@@ -1,6 +1,6 @@
 """The variables of a model, grouped by how they are moved, and the operations that move them.
 
-Dispatching one op per variable makes reading a model slow, so one operation per group reads
+Dispatching one op per variable makes reading a model slow, so one operation per bucket reads
 all of its variables.
 """
 
@@ -17,7 +17,7 @@ from flatweights._layout import Layout, layout_at
 from flatweights._locks import TurnLock
 
 
-class Group:
+class Bucket:
     """The variables of one device, one dtype and one kind.
 
     Attributes:
@@ -51,7 +51,7 @@ class Group:
             return tf.concat(pieces, axis=0)
 
     def among(self, values: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[Any]]:
-        """Return this group's ``values``; positions in the layout become positions in the group."""
+        """Return the ``values`` of this bucket, by position in the bucket instead of the layout."""
         return {j: values[i] for j, i in enumerate(self.slots) if i in values}
 
     def copy_packed(self, values: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
@@ -100,26 +100,26 @@ def is_synchronized_on_reading(variable: tf.Variable) -> bool:
     )
 
 
-def make_groups(variables: Sequence[tf.Variable], layout: Layout) -> list[Group]:
-    """Return ``variables``, in the order of the slots of ``layout``, in groups."""
+def make_buckets(variables: Sequence[tf.Variable], layout: Layout) -> list[Bucket]:
+    """Return ``variables``, in the order of the slots of ``layout``, in buckets."""
     slots: dict[tuple[str, tf.DType, str], list[int]] = {}
     for i, variable in enumerate(variables):
         key = (variable.device, variable.dtype.base_dtype, obstacle(variable))
         slots.setdefault(key, []).append(i)
-    return [Group(variables, members, layout) for members in slots.values()]
+    return [Bucket(variables, members, layout) for members in slots.values()]
 
 
 class Operations(ABC):
     """The operations on the variables of one model.
 
     Attributes:
-        groups: The variables.
+        buckets: The variables.
         lock: Held from the first to the last operation of a call, and shared by all models that
             may have variables in common: so calls are atomic to each other.
         context: The context of eager TensorFlow; None for the variables of a session.
     """
 
-    groups: list[Group]
+    buckets: list[Bucket]
     lock: TurnLock
     context: Any = None
 
@@ -132,15 +132,18 @@ class Operations(ABC):
         """
 
     @abstractmethod
-    def place(self) -> object:
-        """Return where the variables are: a binding is valid only in the place it was made."""
+    def raw_session(self) -> object:
+        """Return the session that holds the values; None if it is closed, or for eager variables.
+
+        A binding is valid only in the session that it was made in.
+        """
 
     @abstractmethod
-    def bind(self, groups: Sequence[Group]) -> list[NDArray[np.int64]]:
-        """Run the binding op for each variable of ``groups``; return its results."""
+    def bind(self, buckets: Sequence[Bucket]) -> list[NDArray[np.int64]]:
+        """Run the binding op for each variable of ``buckets``; return its results."""
 
     @abstractmethod
-    def read(self, groups: Sequence[Group]) -> dict[int, NDArray[Any]]:
+    def read(self, buckets: Sequence[Bucket]) -> dict[int, NDArray[Any]]:
         """Return the values by position. Do not write to them: they may alias variables.
 
         Raises:
