@@ -11,8 +11,6 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from flatweights._core import move_parts
-from flatweights._flatten import new_vector
 from flatweights._layout import Layout, cast_for_slot
 from flatweights._locks import TurnLock
 from flatweights.tensorflow._buckets import Bucket
@@ -68,13 +66,12 @@ class Steps:
             self._session.check()
         step = self.prepare(optimizer)
         views = self._layout.vector_views(flat)
-        vectors = []
+        buffers = []
         for bucket in step.buckets:
             values = [cast_for_slot(self._layout, i, views[i]) for i in bucket.slots]
             # An optimizer may keep an alias of its gradient, so it gets a copy.
-            vectors.append(new_vector(bucket.layout.size, bucket.layout.dtype))
-            move_parts(bucket.layout.vector_views(vectors[-1]), values)
-        step.run(vectors)
+            buffers.append(bucket.copy_packed(values))
+        step.run(buffers)
 
     def _new(self, optimizer: Any) -> "_EagerStep | _SessionStep":
         slots: dict[np.dtype[Any], list[int]] = {}
@@ -108,19 +105,19 @@ class _EagerStep:
         # The function lives as long as the optimizer, so it must not keep the optimizer alive.
         optimizer_ref: Any = weakref.ref(optimizer)
 
-        def step(*vectors: tf.Tensor) -> None:
+        def step(*buffers: tf.Tensor) -> None:
             pieces = []
-            for bucket, vector in zip(buckets, vectors, strict=True):
-                pieces += bucket.split(vector)
+            for bucket, buffer in zip(buckets, buffers, strict=True):
+                pieces += bucket.cut(buffer)
             optimizer_ref().apply_gradients(list(zip(pieces, variables, strict=True)))
 
-        signature = [tf.TensorSpec([bucket.layout.size], bucket.dtype) for bucket in buckets]
+        signature = [tf.TensorSpec([bucket.packed_size], bucket.dtype) for bucket in buckets]
         self._function = tf.function(step, input_signature=signature)
 
-    def run(self, vectors: Sequence[NDArray[Any]]) -> None:
-        """Take the step along one vector per bucket, which TensorFlow may keep."""
+    def run(self, buffers: Sequence[NDArray[Any]]) -> None:
+        """Take the step along one packed buffer per bucket, which TensorFlow may keep."""
         with eagerly():
-            self._function(*map(tf.convert_to_tensor, vectors))
+            self._function(*map(tf.convert_to_tensor, buffers))
 
 
 class _SessionStep:
@@ -145,10 +142,10 @@ class _SessionStep:
             self._add_nodes(optimizer)
 
     def _add_nodes(self, optimizer: Any) -> None:
-        self._fed = [tf1.placeholder(bucket.dtype, [bucket.layout.size]) for bucket in self.buckets]
+        self._fed = [tf1.placeholder(bucket.dtype, [bucket.packed_size]) for bucket in self.buckets]
         pairs: list[tuple[tf.Tensor, tf.Variable]] = []
         for bucket, fed in zip(self.buckets, self._fed, strict=True):
-            pairs += zip(bucket.split(fed), bucket.variables, strict=True)
+            pairs += zip(bucket.cut(fed), bucket.variables, strict=True)
         before = {id(variable) for variable in tf1.global_variables()}
         self._train = optimizer.apply_gradients(pairs)
         own = [variable for variable in tf1.global_variables() if id(variable) not in before]
@@ -157,12 +154,12 @@ class _SessionStep:
         distinct = {variable.op.name: variable for variable in (*used, *own)}
         self._uninitialized = tf1.report_uninitialized_variables(list(distinct.values()))
 
-    def run(self, vectors: Sequence[NDArray[Any]]) -> None:
-        """Take the step along one vector per bucket, which TensorFlow may keep."""
+    def run(self, buffers: Sequence[NDArray[Any]]) -> None:
+        """Take the step along one packed buffer per bucket, which TensorFlow may keep."""
         session, raw = self._session.opened()
         with self._lock.ready():
             self._initialize(session, raw)
-        run(session, self._train, dict(zip(self._fed, vectors, strict=True)))
+        run(session, self._train, dict(zip(self._fed, buffers, strict=True)))
 
     def _initialize(self, session: Any, raw: Any) -> None:
         """Initialize the slots that this step created, because nothing else does.

@@ -5,7 +5,7 @@ all of its variables.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,11 +54,11 @@ class Bucket:
         """Return the ``values`` of this bucket, by position in the bucket instead of the layout."""
         return {j: values[i] for j, i in enumerate(self.slots) if i in values}
 
-    def copy_packed(self, values: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
+    def copy_packed(self, values: Iterable[NDArray[Any]]) -> NDArray[Any]:
         """Return a packed copy of ``values``, one per variable, for `cut`."""
         buffer = self.layout.new_buffer()
-        move_parts(self.layout.packed_views(buffer), [values[j] for j in range(len(self.slots))])
-        return buffer.view(self.dtype.as_numpy_dtype)
+        move_parts(self.layout.packed_views(buffer), list(values))
+        return buffer.view(self.layout.dtype)
 
     def cut(self, packed: tf.Tensor) -> list[tf.Tensor]:
         """Return the ops that cut the packed form into values for the variables.
@@ -71,15 +71,6 @@ class Bucket:
                     tf.slice(packed, [slot.offset // slot.dtype.itemsize], [slot.size]), slot.shape
                 )
                 for slot in self.layout.slots
-            ]
-
-    def split(self, vector: tf.Tensor) -> list[tf.Tensor]:
-        """Return the ops that cut a vector into values for the variables."""
-        with tf.device(self.device or None):
-            pieces = tf.split(vector, [slot.size for slot in self.layout.slots])
-            return [
-                tf.reshape(piece, slot.shape)
-                for piece, slot in zip(pieces, self.layout.slots, strict=True)
             ]
 
 

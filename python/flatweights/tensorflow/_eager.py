@@ -87,10 +87,8 @@ class _OnHost:
     def __init__(self, bucket: Bucket, context: Any) -> None:
         self._bucket = bucket
         self._context = context
-        self._dtype = bucket.dtype.as_datatype_enum
         count = len(bucket.variables)
-        self._reading = ("N", count, "dtypes", [self._dtype] * count)
-        self._assigning = ("dtype", self._dtype, "validate_shape", False)
+        self._reading = ("N", count, "dtypes", [bucket.dtype.as_datatype_enum] * count)
 
     def read(self) -> list[NDArray[Any]]:
         try:
@@ -112,18 +110,13 @@ class _OnHost:
         return [value.reshape(slot.shape) for value, slot in zip(values, slots, strict=True)]
 
     def write(self, values: Mapping[int, NDArray[Any]]) -> None:
-        dtype = self._bucket.dtype.as_numpy_dtype
-        own = {j: new_vector(v.size, np.dtype(dtype)).reshape(v.shape) for j, v in values.items()}
+        dtype = self._bucket.layout.dtype
+        own = {j: new_vector(v.size, dtype).reshape(v.shape) for j, v in values.items()}
         move_parts(list(own.values()), list(values.values()))
         for j, array in own.items():
             handle = self._bucket.variables[j].handle
-            execute(
-                b"AssignVariableOp",
-                0,
-                [handle, _aliased(array, self._bucket.dtype, self._context)],
-                self._assigning,
-                self._context,
-            )
+            value = _aliased(array, self._bucket.dtype, self._context)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
     def _raise_uninitialized(self, error: Exception | None) -> None:
         pairs = zip(self._bucket.layout.slots, self._bucket.variables, strict=True)
@@ -164,7 +157,7 @@ class _Elsewhere:
 
     def write(self, values: Mapping[int, NDArray[Any]]) -> None:
         if len(values) == len(self._bucket.slots):
-            packed = self._bucket.copy_packed(values)
+            packed = self._bucket.copy_packed(values.values())
             self._write(_aliased(packed, self._bucket.dtype, self._context))
             return
         for j, value in values.items():

@@ -55,9 +55,11 @@ class Mover:
     fails, the general path checks, binds again, converts, and uses operations.
 
     Attributes:
-        get_all: A faster `try_get` for eager variables that are all bound: a function of the
-            core, without a Python frame. None for other variables.
-        set_all: The same for `try_set`.
+        try_get: Reads all variables into a vector, or a new one if it is given None; returns it, or
+            None, with nothing done, if that takes more than moving bytes. For eager variables that
+            are all bound it is a function of the core, without a Python frame.
+        try_set: Writes all variables from a vector; returns False if that takes more than moving
+            bytes.
     """
 
     def __init__(
@@ -111,21 +113,15 @@ class Mover:
 
     def _take(self, binding: Binding) -> None:
         self._binding = binding
-        everything = binding.bound if self._is_eager and not binding.others else None
-        self.get_all = None if everything is None else everything.try_get
-        self.set_all = None if everything is None or self._replicas else everything.try_set
+        whole = binding.bound if self._is_eager and not binding.others else None
+        self.try_get = whole.try_get if whole else self._try_get
+        self.try_set = whole.try_set if whole and not self._replicas else self._try_set
 
-    def try_get(self, out: Any) -> NDArray[Any] | None:
-        """Read all variables into ``out``, or a new vector if it is None.
-
-        Returns:
-            The vector; None, with nothing done, if that takes more than moving bytes.
-        """
+    def _try_get(self, out: Any) -> NDArray[Any] | None:
         bound = self._whole()
         return None if bound is None else bound.try_get(out)
 
-    def try_set(self, flat: Any) -> bool:
-        """Write all variables from ``flat``; False if that takes more than moving bytes."""
+    def _try_set(self, flat: Any) -> bool:
         bound = self._whole()
         is_set = bound is not None and bound.try_set(flat)
         if is_set:
@@ -181,11 +177,10 @@ class Mover:
             buckets = [bucket for bucket in binding.others if is_averaged(bucket.layout.dtype)]
             values = self._operations.read(buckets) if buckets else {}
             for bucket in buckets:
-                y, x = (np.empty(bucket.layout.size, bucket.layout.dtype) for _ in range(2))
-                changed = bucket.layout.vector_views(y)
-                move_parts(changed, [values[i] for i in bucket.slots])
-                move_parts(bucket.layout.vector_views(x), [parts[i] for i in bucket.slots])
+                y = bucket.copy_packed([values[i] for i in bucket.slots])
+                x = bucket.copy_packed([parts[i] for i in bucket.slots])
                 update.in_place(y, x, a)
+                changed = bucket.layout.packed_views(y.view(np.uint8))
                 values.update(zip(bucket.slots, changed, strict=True))
             if binding.bound is not None:
                 update.bound(binding.bound, packed, True, a)

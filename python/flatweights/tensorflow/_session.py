@@ -120,7 +120,7 @@ class SessionOperations(Operations):
             if len(own) == len(bucket.slots):
                 nodes = self._nodes[id(bucket)]
                 fetches.append(nodes.write)
-                feed[nodes.fed] = bucket.copy_packed(own)
+                feed[nodes.fed] = bucket.copy_packed(own.values())
                 continue
             for j, value in own.items():
                 name = bucket.layout.names[j]

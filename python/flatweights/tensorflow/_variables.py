@@ -254,7 +254,7 @@ class TensorFlowVariables:
                 initialized; if called inside a `tf.function`.
         """
         if dtype is None:
-            vector = (self._mover.get_all or self._mover.try_get)(out)
+            vector = self._mover.try_get(out)
             if vector is not None:
                 return vector
         target = self._dtype if dtype is None else np.dtype(dtype)
@@ -354,7 +354,7 @@ class TensorFlowVariables:
             TypeError: If its dtype cannot be cast.
             RuntimeError: In a graph, if no session is set; if called inside a `tf.function`.
         """
-        if share or not (self._mover.set_all or self._mover.try_set)(new_weights):
+        if share or not self._mover.try_set(new_weights):
             flat = self._vector(new_weights, "new_weights")
             if share:
                 check_frozen(as_array(new_weights, "new_weights"), "new_weights")
