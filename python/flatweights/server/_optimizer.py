@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import numpy as np
@@ -181,8 +181,8 @@ class ServerOptimizer(ABC, Generic[Model]):
         self._check_finite(initial, "initial")
         self._numbers = {name: np.array(value) for name, value in checked.items()}
         state = FlatWeights.empty(self._layout(template))
-        for name, value in {_STEPS: 0, **checked}.items():
-            state[cls._number_name(name)] = value
+        for name, array in self._numbers_of(state).items():
+            array[...] = {_STEPS: 0, **checked}[name]
         self._adopt(template, state)
         move_parts([self._memory], [memory])
         for run in self._runs:
@@ -193,7 +193,7 @@ class ServerOptimizer(ABC, Generic[Model]):
 
     @classmethod
     def _numbers_of(cls, state: FlatWeights) -> dict[str, NDArray[Any]]:
-        return {name: state[cls._number_name(name)] for name in (_STEPS, *cls._hyperparameters())}
+        return {name: state[slot] for name, slot in cls._number_slots().items()}
 
     def _adopt(self, template: Template, state: FlatWeights) -> None:
         """Continue from ``state`` itself, not a copy."""
@@ -202,12 +202,8 @@ class ServerOptimizer(ABC, Generic[Model]):
         self._weights = model_view(template, sealed(self._memory))
         self._runs = runs_of(template, state, self._kept())
         self._numbers = self._numbers_of(state)
-        writable = model_view(template, self._memory)
-        self._integers = (
-            {n: part for n, part in writable.items() if not is_averaged(part.dtype)}
-            if template.packed
-            else {}
-        )
+        parts = model_view(template, self._memory) if template.packed else {}
+        self._integers = {n: part for n, part in parts.items() if not is_averaged(part.dtype)}
 
     def step(self, average: Model, /) -> Model:
         """Update the model by this round's average; return it.
@@ -334,11 +330,9 @@ class ServerOptimizer(ABC, Generic[Model]):
     @classmethod
     def _resume(cls: type[Optimizer], state: FlatWeights, where: str) -> Optimizer:
         """Return an optimizer over ``state`` itself, not a copy."""
-        names = cls._hyperparameters()
-        wanted: dict[str, np.dtype[Any]] = {cls._number_name(_STEPS): np.dtype(np.int64)}
-        wanted.update((cls._number_name(name), np.dtype(np.float64)) for name in names)
-        for name, dtype in wanted.items():
-            if name not in state or (state[name].dtype, state[name].shape) != (dtype, ()):
+        numbers = cls._number_slots()
+        for name in numbers.values():
+            if name not in state or state[name].shape != ():
                 end = f".{_STEPS}"
                 owners = [n.removesuffix(end) for n in state if n.endswith(end) and "/" not in n]
                 raise ValueError(
@@ -348,7 +342,7 @@ class ServerOptimizer(ABC, Generic[Model]):
         optimizer = cls.__new__(cls)
         optimizer._numbers = cls._numbers_of(state)
         try:
-            for name, hyperparameter in names.items():
+            for name, hyperparameter in cls._hyperparameters().items():
                 hyperparameter.read(optimizer._numbers[name])
             template = template_of(state)
             expected = Template(Kind.FLAT_WEIGHTS, optimizer._layout(template))
@@ -357,7 +351,7 @@ class ServerOptimizer(ABC, Generic[Model]):
             raise ValueError(f"{where}: {error}") from error
         optimizer._adopt(template, state)
         i = expected.first_nonfinite([state.buffer])
-        if i is not None and i < len(state.layout) - len(wanted):  # the last slots were read above
+        if i is not None and i < len(state.layout) - len(numbers):  # the last slots were read above
             raise expected.nonfinite_error(i, where)
         if optimizer.steps < 0:
             raise ValueError(f"{where}: expected a number of steps, got {optimizer.steps}")
@@ -395,12 +389,12 @@ class ServerOptimizer(ABC, Generic[Model]):
         return {name: value for name, value in items if isinstance(value, Hyperparameter)}
 
     @classmethod
-    def _number_name(cls, name: str) -> str:
-        return f"{cls.__name__}.{name}"
+    def _number_slots(cls) -> dict[str, str]:
+        """Return the slot of each single number, by its name."""
+        return {name: f"{cls.__name__}.{name}" for name in (_STEPS, *cls._hyperparameters())}
 
     def _layout(self, template: Template) -> Layout:
-        numbers = [self._number_name(name) for name in (_STEPS, *self._hyperparameters())]
-        return new_layout(template, self._kept(), numbers)
+        return new_layout(template, self._kept(), list(self._number_slots().values()))
 
     def _step(self, model: Any, where: str, integers: Mapping[str, NDArray[Any]]) -> Model:
         """Take a step by ``model``, which errors call ``where``; ``integers`` take its values."""
@@ -410,12 +404,15 @@ class ServerOptimizer(ABC, Generic[Model]):
         self.check(model)
         whole = self._wants_whole
         silence = nullcontext() if whole else np.errstate(all="ignore")
-        with self._stepping(), silence:
+        self._is_whole = False  # for ever, unless the step completes
+        with silence:
             for run in self._runs:
                 for block in run.blocks(memory, whole=whole):
                     self.update(block)
             if integers:
                 move_parts([*integers.values()], [model[name] for name in integers])
+        self._numbers[_STEPS][...] += 1
+        self._is_whole = True
         return self.weights
 
     def _bytes_of(self, model: Any, where: str) -> NDArray[np.uint8]:
@@ -434,11 +431,3 @@ class ServerOptimizer(ABC, Generic[Model]):
                 "a step was interrupted and has changed a part of the model: continue from a state "
                 "that was saved or pickled before"
             )
-
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        """Enclose a change of the state: unless it completes, the optimizer is not whole again."""
-        self._is_whole = False
-        yield
-        self._numbers[_STEPS][...] += 1
-        self._is_whole = True

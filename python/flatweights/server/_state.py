@@ -144,19 +144,16 @@ def new_layout(template: Template, kept: Sequence[str], numbers: Sequence[str]) 
             parts of 16 bits, none for integer parts.
         numbers: Names of the single numbers.
     """
-    names = [_key(WEIGHTS, template, slot) for slot in template.layout.slots]
-    shapes = [slot.shape for slot in template.layout.slots]
-    dtypes = [slot.dtype for slot in template.layout.slots]
+    model = template.layout.slots
+    slots = [(_key(WEIGHTS, template, slot), slot.shape, slot.dtype) for slot in model]
     for name in kept:
-        for slot in template.layout.slots:
+        for slot in model:
             if is_averaged(slot.dtype) and (name != MASTER or slot.dtype.itemsize == 2):
-                names.append(_key(name, template, slot))
-                shapes.append(slot.shape)
-                dtypes.append(_wide(slot.dtype))
-    names += numbers
-    shapes += [()] * len(numbers)
-    dtypes += [np.dtype(np.float64 if i else np.int64) for i in range(len(numbers))]
-    return Layout(names, shapes, dtypes)
+                slots.append((_key(name, template, slot), slot.shape, _wide(slot.dtype)))
+    steps, *others = numbers
+    slots.append((steps, (), np.dtype(np.int64)))
+    slots += [(name, (), np.dtype(np.float64)) for name in others]
+    return Layout(*zip(*slots, strict=True))
 
 
 def template_of(state: FlatWeights) -> Template:
