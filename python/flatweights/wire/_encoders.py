@@ -38,8 +38,6 @@ from flatweights.wire._messages import (
 
 Side = TypeVar("Side", bound="_Side")
 
-_VECTOR = "vector"  # the name of the only part of a gradient that is a bare array
-
 
 class _Residual:
     """The accumulated rounding errors of past messages, which the next message makes up for.
@@ -51,7 +49,9 @@ class _Residual:
     def __init__(self, layouts: Layouts) -> None:
         """Start with errors of zero."""
         self.layouts = layouts
-        self._pair = _zeros(layouts.model), _zeros(layouts.model)  # the errors, and the next ones
+        self._pair = FlatWeights.empty(layouts.model), FlatWeights.empty(layouts.model)
+        for errors in self._pair:  # as of the last message, and of the next one
+            errors.buffer[...] = 0
 
     @property
     def now(self) -> FlatWeights:
@@ -71,9 +71,8 @@ class _Residual:
         Raises:
             ValueError: If a rounded number is NaN or infinite; `now` has not changed.
         """
-        now, following = self._pair
-        values = _encode(self.layouts, parts, reference, where, now, following)
-        self._pair = following, now
+        values = _encode(self.layouts, parts, reference, where, self._pair)
+        self._pair = self._pair[1], self._pair[0]
         return values
 
 
@@ -482,9 +481,7 @@ class GradientEncoder:
             raise TypeError(
                 f"gradient: expected FlatWeights or a vector, got {type(gradient).__name__}"
             )
-        residual = self._residual
-        if residual is None:
-            residual = _Residual(layouts_for(layout, self._wire_dtype))
+        residual = self._residual or _Residual(layouts_for(layout, self._wire_dtype))
         check_layout(residual.layouts.model, layout, "gradient")
         values = residual.encode(parts, None, "gradient")
         self._residual = residual
@@ -496,38 +493,25 @@ def _encode(
     parts: list[NDArray[Any]],
     reference: FlatWeights | None,
     where: str,
-    residual: FlatWeights | None = None,
-    next_residual: FlatWeights | None = None,
+    errors: tuple[FlatWeights | None, FlatWeights | None] = (None, None),
 ) -> FlatWeights:
-    """Return ``parts - reference + residual``, rounded.
+    """Return ``parts - reference + errors[0]``, rounded.
 
-    The rounding errors are written to ``next_residual``; without one, they are dropped.
+    The rounding errors are written to ``errors[1]``; without one, they are dropped.
 
     Raises:
         ValueError: If a rounded number is NaN or infinite.
     """
     values = FlatWeights.empty(layouts.wire)
-    nonfinite = _core.encode_difference(
-        layouts.model.core,
-        False,
-        parts,
-        layouts.wire.core,
-        values.buffer,
-        None if reference is None else reference.buffer,
-        None if residual is None else residual.buffer,
-        None if next_residual is None else next_residual.buffer,
-    )
+    core, wire = layouts.model.core, layouts.wire.core
+    buffers = [None if given is None else given.buffer for given in (reference, *errors)]
+    nonfinite = _core.encode_difference(core, False, parts, wire, values.buffer, *buffers)
     if nonfinite is not None:
         raise nonfinite_error(nonfinite, values, parts[nonfinite], where)
     return values
 
 
-def _zeros(layout: Layout) -> FlatWeights:
-    weights = FlatWeights.empty(layout)
-    weights.buffer[...] = 0
-    return weights
-
-
 @functools.lru_cache(maxsize=64)
 def _vector_layout(size: int, dtype: np.dtype[Any]) -> Layout:
-    return Layout([_VECTOR], [(size,)], [dtype])
+    """Return the layout of a gradient that is a bare array."""
+    return Layout(["vector"], [(size,)], [dtype])
