@@ -1,7 +1,6 @@
 """The command `flatweights`."""
 
 import argparse
-import ast
 import importlib
 import importlib.util
 import os
@@ -65,7 +64,7 @@ def _lacks_output() -> bool:
     return False
 
 
-def find_programs() -> list[str]:
+def _programs() -> list[str]:
     """Return the names of the examples."""
     return sorted(module.name for module in pkgutil.iter_modules(examples.__path__))
 
@@ -101,11 +100,7 @@ def _tensorflow_path() -> str:
 
 
 def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    if importlib.util.find_spec("tensorflow") is None:
-        print(
-            "flatweights build-tf: tensorflow not installed: pip install 'flatweights[tensorflow]'",
-            file=sys.stderr,
-        )
+    if not _is_installed("build-tf", "tensorflow", "tensorflow"):
         return 2
     from flatweights.tensorflow.library._compile import LibraryError
     from flatweights.tensorflow.library._load import build_library
@@ -121,15 +116,13 @@ def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
 def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     demo.check_options(parser, options)
-    if _is_installed("demo"):
+    if _is_installed("demo", "all", *_NEEDED):
         examples.run(lambda: demo.run(options))
     return 2
 
 
 def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    if importlib.util.find_spec("ray") is None:
-        remedy = "pip install 'flatweights[ray]'"
-        print(f"flatweights plan: ray not installed: {remedy}", file=sys.stderr)
+    if not _is_installed("plan", "ray", "ray"):
         return 2
     from flatweights.ray import plan
 
@@ -143,12 +136,11 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.name is None:
-        width = max(map(len, find_programs()))
-        for name in find_programs():
-            print(f"{name:<{width}}  {_first_line(name)}")
+        for name in _programs():
+            print(f"{name:<26}{_first_line(name)}")
         print("\nTo run one: flatweights examples NAME; more about it: with --help")
         return 0
-    if not _is_installed("examples"):
+    if not _is_installed("examples", "all", *_NEEDED):
         return 2
     sys.argv = [f"flatweights examples {options.name}"]  # the name that argparse gives the program
 
@@ -164,23 +156,23 @@ def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
 def _first_line(name: str) -> str:
     """Return the first line of an example's docstring, without importing it."""
-    source = resources.files(examples).joinpath(f"{name}.py").read_text(encoding="utf-8")
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    with resources.files(examples).joinpath(f"{name}.py").open(encoding="utf-8") as source:
+        return source.readline().strip().strip('"')
 
 
-def _is_installed(command: str) -> bool:
-    missing = ", ".join(name for name in _NEEDED if importlib.util.find_spec(name) is None)
+def _is_installed(command: str, extra: str, *needed: str) -> bool:
+    """Return whether all modules that ``command`` needs are there; if not, say what to install."""
+    missing = ", ".join(name for name in needed if importlib.util.find_spec(name) is None)
     if missing:
-        remedy = "pip install 'flatweights[all]'"
+        remedy = f"pip install 'flatweights[{extra}]'"
         print(f"flatweights {command}: {missing} not installed: {remedy}", file=sys.stderr)
     return not missing
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flatweights", description=flatweights.__doc__)
-    parser.add_argument(
-        "--version", action="version", version=f"flatweights {flatweights.__version__}"
-    )
+    version = f"flatweights {flatweights.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
 
     info = commands.add_parser("info", help="print versions, threads and code paths in use")
@@ -205,9 +197,8 @@ def _parser() -> argparse.ArgumentParser:
     programs.set_defaults(command=_examples)
     plot = f"draw the results of the program ({', '.join(PLOT_SUFFIXES)})"
     programs.add_argument("--plot", type=plot_file, metavar="FILE", help=plot)
-    programs.add_argument(
-        "name", nargs="?", choices=find_programs(), metavar="NAME", help="which one to run"
-    )
+    name = "which one to run"
+    programs.add_argument("name", nargs="?", choices=_programs(), metavar="NAME", help=name)
     programs.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
     costs = commands.add_parser(
