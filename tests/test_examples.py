@@ -14,7 +14,7 @@ from reference import clean_environment, run_python
 
 from flatweights import examples
 from flatweights.demo._results import print_rows
-from flatweights.examples import Panel, draw, explain
+from flatweights.examples import draw, explain, plot
 
 PROGRAMS = sorted(Path(examples.__file__).parent.glob("[!_]*.py"))
 
@@ -89,7 +89,7 @@ def widths_of(curves: dict[str, Any]) -> list[float]:
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
-    Panel("loss", "step", curves).draw(axes)
+    plot(axes, "loss", "step", curves)
     return [line.get_linewidth() for line in axes.lines]
 
 
@@ -105,7 +105,7 @@ def test_logarithmic_axes_have_numbers_within_a_decade() -> None:
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
-    Panel("ms", "MB", {"": ([1, 2, 3], [12.0, 30.0, 70.0])}, "log").draw(axes)
+    plot(axes, "ms", "MB", {"": ([1, 2, 3], [12.0, 30.0, 70.0])}, "log")
     texts = [text.get_text() for text in axes.get_yticklabels()]
     assert {"20", "50"} <= set(texts)
     assert not [tick for tick in axes.yaxis.get_minorticklocs() if 12 < tick < 70]
@@ -129,9 +129,9 @@ def test_rounds_have_whole_numbers_and_seconds_have_fractions() -> None:
     from matplotlib.figure import Figure
 
     rounds, seconds = Figure().subplots(), Figure().subplots()
-    Panel("loss", "round", {"": (range(1, 5), [4, 3, 2, 1])}).draw(rounds)
+    plot(rounds, "loss", "round", {"": (range(1, 5), [4, 3, 2, 1])})
     assert set(range(1, 5)) <= set(rounds.get_xticks()) <= set(range(6))
-    Panel("loss", "seconds", {"": ([0.1, 0.9], [2, 1])}).draw(seconds)
+    plot(seconds, "loss", "seconds", {"": ([0.1, 0.9], [2, 1])})
     assert len(seconds.get_xticks()) > 3
 
 
@@ -140,10 +140,10 @@ def test_a_full_disk_is_one_line_with_the_remedy(tmp_path: Path) -> None:
     assert explain(error) == (
         "plot.png: No space left on device: free some space, or choose another folder"
     )
-    plot = tmp_path / "plot.png"
-    plot.symlink_to("/dev/full")
+    full = tmp_path / "plot.png"
+    full.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space") as caught:
-        draw(plot, "", {"loss by round": {"": [1]}})
+        draw(full, "", {"loss by round": {"": [1]}})
     assert "free some space" in explain(caught.value)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flatweights.examples import Panel, number_ticks, open_figure
+from flatweights.examples import number_ticks, open_figure, plot
 
 LINES = 10  # of progress, where there is no terminal to draw a bar on
 PALE_RED = "#f9e8ea"
@@ -153,13 +153,13 @@ def draw_comparison(
             points = sorted({**others[name], cost.nbytes / 1e6: cost.total}.items())
             curves[name] = [x for x, _ in points], [1e3 * y for _, y in points]
         across = f"MB in {costs[GUIDE].arrays} arrays"
-        Panel("Exchange by size, ms", across, curves, "log").draw(sizes)
+        plot(sizes, "Exchange by size, ms", across, curves, "log")
         sizes.set_xscale("log")
         number_ticks(sizes.xaxis)
         rounds = range(1, len(tests) + 1)
         losses, accuracies = zip(*tests, strict=True)
-        Panel("Test loss", "round", {"": (rounds, losses)}, "log").draw(loss)
-        Panel("Test accuracy", "round", {"": (rounds, accuracies)}).draw(accuracy)
+        plot(loss, "Test loss", "round", {"": (rounds, losses)}, "log")
+        plot(accuracy, "Test accuracy", "round", {"": (rounds, accuracies)})
 
 
 def show_survival(
@@ -196,7 +196,7 @@ def show_survival(
     with open_figure(options.plot, title, 9.0, 5.0) as figure:
         axes = figure.subplots()
         curve = range(1, len(tests) + 1), [accuracy for _, accuracy in tests]
-        Panel("Test accuracy", "round", {"": curve}).draw(axes)
+        plot(axes, "Test accuracy", "round", {"": curve})
         away = [n for n, one in enumerate(records, 1) if victim not in one["used"]]
         axes.axvspan(away[0] - 0.5, away[-1] + 0.5, color=PALE_RED, label=without)
         axes.legend(loc="lower right")

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -38,6 +38,9 @@ _ENVIRONMENT = {  # actors inherit it
 Curves = Mapping[str, Mapping[str, Sequence[Any]]]
 """By title, by name: vertical coordinates, or a pair of horizontal and vertical ones. In a title,
 the words after the last " by " name the horizontal axis."""
+
+Points = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+"""By name: horizontal and vertical coordinates."""
 
 
 def run(main: Callable[[], object]) -> NoReturn:
@@ -107,38 +110,29 @@ def _remedy_for_start(error: Exception) -> str:
     return "it needs a folder to write to (RAY_TMPDIR, /tmp), with some free space"
 
 
-class Panel(NamedTuple):
-    """One pair of axes.
+def plot(axes: Any, title: str, xlabel: str, curves: Points, scale: str = "linear") -> None:
+    """Draw curves into one pair of axes; one that others agree with is a band, seen below them.
 
-    Attributes:
+    Args:
+        axes: Matplotlib's.
         title: What is shown.
         xlabel: What is along the horizontal axis.
-        curves: By name, the horizontal and the vertical coordinates of points.
+        curves: What to draw.
         scale: Of the vertical axis.
     """
-
-    title: str
-    xlabel: str
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]
-    scale: str = "linear"
-
-    def draw(self, axes: Any) -> None:
-        """Draw the curves; one that others agree with is a band, which is seen below them."""
-        points = list(self.curves.values())
-        for i, (name, (x, y)) in enumerate(self.curves.items()):
-            above = sum(
-                len(y) == len(z) and np.allclose(y, z, rtol=0.02) for _, z in points[i + 1 :]
-            )
-            marker = {"marker": "o", "ms": 4 + 2 * above} if len(x) <= 40 else {}
-            axes.plot(x, y, lw=1.5 + 2 * above, alpha=0.5 if above else 1, label=name, **marker)
-            axes.xaxis.get_major_locator().set_params(integer=np.asarray(x).dtype.kind == "i")
-        axes.set(title=self.title, xlabel=self.xlabel, yscale=self.scale)
-        if self.scale == "log":
-            number_ticks(axes.yaxis)
-        axes.grid(axis="y", color="#e6e8eb")
-        axes.set_axisbelow(True)
-        if len(self.curves) > 1:
-            axes.legend()
+    points = list(curves.values())
+    for i, (name, (x, y)) in enumerate(curves.items()):
+        above = sum(len(y) == len(z) and np.allclose(y, z, rtol=0.02) for _, z in points[i + 1 :])
+        marker = {"marker": "o", "ms": 4 + 2 * above} if len(x) <= 40 else {}
+        axes.plot(x, y, lw=1.5 + 2 * above, alpha=0.5 if above else 1, label=name, **marker)
+        axes.xaxis.get_major_locator().set_params(integer=np.asarray(x).dtype.kind == "i")
+    axes.set(title=title, xlabel=xlabel, yscale=scale)
+    if scale == "log":
+        number_ticks(axes.yaxis)
+    axes.grid(axis="y", color="#e6e8eb")
+    axes.set_axisbelow(True)
+    if len(curves) > 1:
+        axes.legend()
 
 
 def number_ticks(axis: Any) -> None:
@@ -167,7 +161,7 @@ def draw(path: Path, title: str, curves: Curves) -> None:
             }
             values = np.concatenate([y for _, y in points.values()])
             is_wide = values.min() > 0 and values.max() > 30 * values.min()
-            Panel(name, xlabel, points, "log" if is_wide else "linear").draw(axes)
+            plot(axes, name, xlabel, points, "log" if is_wide else "linear")
 
 
 @contextlib.contextmanager
