@@ -203,21 +203,14 @@ def show_survival(
 
 
 def print_rows(titles: Sequence[str], rows: Sequence[tuple[object, ...]]) -> None:
-    """Print a table; where that is too wide, one table per row. No number is cut."""
-
-    def table(titles: Sequence[object], *lines: Sequence[object]) -> Table:
-        table = Table(box=box.SIMPLE_HEAD)
-        for i, title in enumerate(titles):
-            table.add_column(str(title), justify="right" if i else "left", overflow="fold")
-        for line in lines:
-            table.add_row(*map(str, line))
-        return table
-
+    """Print a table; where it is too wide, the titles of rows fold. No number is cut."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for i, title in enumerate(titles):
+        table.add_column(title, justify="right" if i else "left", no_wrap=i > 0)
+    for row in rows:
+        table.add_row(*map(str, row))
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 200  # a file has no edge to wrap at
-    whole = table(titles, *rows)
-    needed = console.measure(whole, options=console.options.update(width=10_000)).maximum
-    parts = [table(*zip(titles, row, strict=True)) for row in rows]
-    for each in [whole] if needed <= console.width else parts:
-        console.print(each)
+    console.width = max(60, console.width)  # what the columns of numbers need
+    console.print(table)
