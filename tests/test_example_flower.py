@@ -91,9 +91,7 @@ def reply(flower: Any, node: int, values: list[Any], examples: float = 1) -> Any
     arrays = flower.ArrayRecord(
         {f"layer {k}": flower.Array(np.asarray(v)) for k, v in enumerate(values)}
     )
-    metrics = flower.MetricRecord({"num-examples": float(examples)})
-    content = flower.RecordDict({"arrays": arrays, "metrics": metrics})
-    return flower.Reply(content, flower.Metadata(node))
+    return flower.make_reply(node, arrays, float(examples))
 
 
 def aggregate(flower: Any, replies: list[Any], rule: Any = None) -> list[Any]:

@@ -20,7 +20,8 @@ import argparse
 import io
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,21 +105,12 @@ STRATEGIES: dict[str, tuple[robust.Rule | None, Callable[[], FedAvg]]] = {
 }
 
 
-class Metadata(NamedTuple):
-    """Of a reply."""
-
-    src_node_id: int
-
-
-class Reply(NamedTuple):
-    """What strategies read of a `Message`, which only a running ServerApp can make."""
-
-    content: RecordDict
-    metadata: Metadata
-
-    def has_error(self) -> bool:
-        """Whether the node failed."""
-        return False
+def make_reply(node: int, arrays: ArrayRecord, examples: float = 1.0) -> Message:
+    """Return what strategies read of a `Message`, which only a running ServerApp can make."""
+    metrics = MetricRecord({"num-examples": examples})
+    content = RecordDict({"arrays": arrays, "metrics": metrics})
+    metadata = SimpleNamespace(src_node_id=node)
+    return SimpleNamespace(content=content, metadata=metadata, has_error=lambda: False)
 
 
 def make_replies(count: int, nbytes: int, hostile: int) -> list[Message]:
@@ -131,10 +123,8 @@ def make_replies(count: int, nbytes: int, hostile: int) -> list[Message]:
         if node < hostile:
             values *= np.float32(-10)
         arrays = ArrayRecord({f"layer {k}": Array(v) for k, v in enumerate(np.split(values, 10))})
-        metrics = MetricRecord({"num-examples": 1.0})
-        content = RecordDict({"arrays": arrays, "metrics": metrics})
-        replies.append(Reply(content, Metadata(node)))
-    return cast(list[Message], replies)
+        replies.append(make_reply(node, arrays))
+    return replies
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

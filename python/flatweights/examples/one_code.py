@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
     parts = train_test_split(images, labels, test_size=0.2, random_state=options.seed)
     images, test_images, labels, test_labels = parts
     print(f"{'first half':14}{'second half':14}{'last loss':>9}{'accuracy':>10}  weights")
-    losses, mistakes = dict[tuple[str, str | None], list[float]](), []
+    losses = dict[tuple[str, str | None], list[float]]()
     unbroken: dict[str, NDArray[Any]] = {}
     for turn in [*((way, None) for way in WAYS), *product(WAYS, WAYS)]:
         first, second = turn
@@ -165,11 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
         bits = "same bits" if gap == 0 else f"within {gap:.0e}"
         print(f"{first:14}{name:14}{losses[turn][-1]:9.4f}{accuracy:10.3f}  {bits}", flush=True)
         if gap > (0 if first == second else TOLERANCE):
-            mistakes.append(f"{first}, {name}: weights differ by {gap} from those without a break")
+            raise SystemExit(f"weights differ by {gap} from those without a break")
         if accuracy < ENOUGH:
-            mistakes.append(f"{first}, {name}: accuracy below {ENOUGH}: it needs more --steps")
-    if mistakes:
-        raise SystemExit(mistakes[0])
+            raise SystemExit(f"accuracy below {ENOUGH}: it needs more --steps")
     pairs = pairwise([*WAYS, next(iter(WAYS))])
     return {"loss by step": {f"{a}, {b}": losses[a, b] for a, b in pairs}}
 

@@ -46,7 +46,6 @@ RESTARTS = 3  # of each actor
 CHANNELS = (16, 32, 64)  # of the three stages
 SIDE, PADDING = 32, 4
 LABELS = {"digits": 10, "cifar10": 10, "cifar100": 100}
-STEPS_TAKEN = "sgd/iteration"  # the optimizer's count, which is averaged with the weights
 
 Images = tuple[NDArray[np.uint8], NDArray[np.int32]]  # 32x32x3 bytes each, and the labels
 
@@ -272,28 +271,25 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--num-gpus", type=int, help="one worker on each")
     where.add_argument("--num-workers", type=int, default=2, help="on the CPU; default: 2")
-    for name, default, help_ in (
-        ("--num-residual-units", 5, "in each of three stages"),
-        ("--rounds", 30, "averages to take"),
-        ("--steps", 10, "of each worker in a round"),
-        ("--batch-size", 32, "images of each worker in a step"),
-        ("--eval-every", 5, "rounds"),
-        ("--seed", 0, "of the data and the first weights"),
-    ):
-        add(name, type=int, default=default, help=f"{help_}; default: %(default)s")
+    add("--num-residual-units", type=int, default=5, help="in each of three stages; default: 5")
+    add("--rounds", type=int, default=30, help="averages to take; default: %(default)s")
+    add("--steps", type=int, default=10, help="of each worker in a round; default: %(default)s")
+    add("--batch-size", type=int, default=32, help="images of a step; default: %(default)s")
+    add("--eval-every", type=int, default=5, help="rounds; default: %(default)s")
+    add("--seed", type=int, default=0, help="of the data and the first weights")
     add("--mode", choices=("eager", "graph"), default="eager", help="graph: of TF1")
     add("--dataset", choices=LABELS, default="digits", help="images to learn")
     rate = "a tenth from half, and from 3/4 of the rounds"
     add("--learning-rate", type=float, default=0.05, help=rate)
     add("--checkpoint", type=Path, help="file to write, or to go on from")
-    add("--log-dir", metavar="DIR", help="write summaries for TensorBoard")
+    # Actors have folders of their own.
+    add("--log-dir", type=os.path.abspath, metavar="DIR", help="write summaries for TensorBoard")
     add("--enough", type=float, default=0.95, help="accuracy to reach")
     options = parser.parse_args(arguments)
     counts = ("num_workers", "num_residual_units", "rounds", "steps", "batch_size", "eval_every")
     if min(getattr(options, name) for name in counts) < 1:
         parser.error(f"expected at least 1 of {', '.join(counts)}, got {vars(options)}")
     options.workers = options.num_gpus or options.num_workers
-    options.log_dir = options.log_dir and str(Path(options.log_dir).absolute())  # for actors
     return options
 
 
@@ -304,11 +300,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     if options.checkpoint and options.checkpoint.exists():
         try:
             weights = FlatWeights.load(options.checkpoint)
-            done = int(weights[STEPS_TAKEN]) // options.steps
+            done = int(weights["sgd/iteration"]) // options.steps  # averaged, too
         except (ValueError, KeyError) as error:
-            raise SystemExit(
-                f"{options.checkpoint}: no checkpoint of this program: {error}"
-            ) from None
+            message = f"{options.checkpoint}: no checkpoint of this program: {error}"
+            raise SystemExit(message) from None
         print(f"{options.checkpoint}: {done} of {options.rounds} rounds are done", flush=True)
         if done >= options.rounds:
             raise SystemExit("nothing is left: choose more --rounds or another --checkpoint")
