@@ -7,7 +7,6 @@ sources: the models are read once for all distances, and once for the mean.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights._average import Job, Nonfinite
-from flatweights.robust._rules import Source
+from flatweights.robust._rules import Source, check_count
 from flatweights.robust._selection import DistanceRule, Distances
 
 # Shares that change by less than this leave the bits of nearly all weights as they are.
@@ -55,11 +54,6 @@ def _near(squares: Distances, weights: NDArray[np.float64]) -> NDArray[np.bool_]
     return near if (weights * near).any() else np.ones_like(near)
 
 
-def _check_steps(steps: int) -> None:
-    if operator.index(steps) < 1:
-        raise ValueError(f"steps: expected at least 1, got {steps!r}")
-
-
 def _check_length(value: float, name: str) -> None:
     if not 0 < value < math.inf:
         raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
@@ -82,7 +76,7 @@ class GeometricMedian(DistanceRule):
     def __post_init__(self) -> None:
         """Check the numbers."""
         _check_length(self.smoothing, "smoothing")
-        _check_steps(self.steps)
+        check_count(self.steps, "steps")
 
     def _combine(
         self, job: Job, squares: Distances, present: list[int]
@@ -119,7 +113,7 @@ class CenteredClipping(DistanceRule):
     def __post_init__(self) -> None:
         """Check the numbers."""
         _check_length(self.radius, "radius")
-        _check_steps(self.steps)
+        check_count(self.steps, "steps")
 
     def _points(self, job: Job) -> list[list[NDArray[Any]]]:
         if self.center is None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flatweights._average import Nonfinite
-from flatweights.robust._rules import CoordinateRule, Source
+from flatweights.robust._rules import CoordinateRule, Source, check_count
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ class MeanAroundMedian(CoordinateRule):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        if operator.index(self.keep) < 1:
-            raise ValueError(f"keep: expected at least 1, got {self.keep!r}")
+        check_count(self.keep, "keep")
 
     def ranks(self, count: int) -> tuple[int, int, int]:
         """Return the number to keep."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -121,6 +122,12 @@ class Rule(ABC):
 
 AnyRule = Rule | Callable[[list[Any]], Any]
 """What ``rule=`` takes: a rule, or a function from a list of models to one of their kind."""
+
+
+def check_count(value: int, name: str, least: int = 1) -> None:
+    """Raise unless a setting of a rule is an integer of at least ``least``."""
+    if operator.index(value) < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value!r}")
 
 
 class Calling(Rule):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._average import Job, Nonfinite, read_sources
 from flatweights._sources import Template
-from flatweights.robust._rules import Rule, Source, write_ranks
+from flatweights.robust._rules import Rule, Source, check_count, write_ranks
 
 Distances = NDArray[np.float64]
 
@@ -102,13 +101,7 @@ class DistanceRule(Rule):
         """
 
 
-def _byzantine(number: int) -> int:
-    if operator.index(number) < 0:
-        raise ValueError(f"byzantine: expected at least 0, got {number!r}")
-    return number
-
-
-def _check_count(count: int, byzantine: int, factor: int) -> None:
+def _check_sources(count: int, byzantine: int, factor: int) -> None:
     least = factor * byzantine + 3
     if count < least:
         raise ValueError(
@@ -131,14 +124,13 @@ class MultiKrum(DistanceRule):
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        _byzantine(self.byzantine)
-        if operator.index(self.keep) < 1:
-            raise ValueError(f"keep: expected at least 1, got {self.keep!r}")
+        check_count(self.byzantine, "byzantine", least=0)
+        check_count(self.keep, "keep")
 
     def _combine(
         self, job: Job, squares: Distances, present: list[int]
     ) -> tuple[list[int], list[float]]:
-        _check_count(len(present), self.byzantine, 2)
+        _check_sources(len(present), self.byzantine, 2)
         if self.keep > len(present):
             raise ValueError(f"keep: expected at most the {len(present)} sources, got {self.keep}")
         scores = krum_scores(squares, self.byzantine)
@@ -171,13 +163,13 @@ class Bulyan(DistanceRule):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        _byzantine(self.byzantine)
+        check_count(self.byzantine, "byzantine", least=0)
 
     def _combine(
         self, job: Job, squares: Distances, present: list[int]
     ) -> tuple[list[int], list[float]]:
         count, byzantine = len(present), self.byzantine
-        _check_count(count, byzantine, 4)
+        _check_sources(count, byzantine, 4)
         scores = krum_scores(squares, byzantine)
         left = list(range(count))
         chosen: list[int] = []
