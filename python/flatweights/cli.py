@@ -8,7 +8,7 @@ import pkgutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 
 import flatweights
@@ -70,6 +70,7 @@ def _programs() -> list[str]:
 
 
 def _info(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Print versions, threads and the code paths in use."""
     config = flatweights.show_config()
     has_tensorflow = importlib.util.find_spec("tensorflow") is not None
     if has_tensorflow and "flatweights.tensorflow.library._load" not in sys.modules:
@@ -100,6 +101,10 @@ def _tensorflow_path() -> str:
 
 
 def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Compile the library that moves weights without TensorFlow's operations; print its path.
+
+    The first use does the same; this command tries again after a failure.
+    """
     if not _is_installed("build-tf", "tensorflow", "tensorflow"):
         return 2
     from flatweights.tensorflow.library._compile import LibraryError
@@ -115,6 +120,12 @@ def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
 
 def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Train a Keras model of 22 MB on handwritten digits, data-parallel in Ray actors.
+
+    The digits are scikit-learn's, the actors on this machine. Each round is exchanged in three
+    ways: as one buffer, within the machine and through Ray's object store, and as a dict of arrays,
+    as in Ray's guide. Then the actors exchange arrays of other sizes.
+    """
     demo.check_options(parser, options)
     if _is_installed("demo", "all", *_NEEDED):
         examples.run(lambda: demo.run(options))
@@ -122,6 +133,11 @@ def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Print what a round between nodes costs, for each way that it can take.
+
+    These are the bytes that the busiest link carries and how long a round takes; and which way a
+    group chooses by itself.
+    """
     if not _is_installed("plan", "ray", "ray"):
         return 2
     from flatweights.ray import plan
@@ -135,6 +151,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """List the programs of flatweights.examples, or run one."""
     if options.name is None:
         for name in _programs():
             print(f"{name:<26}{_first_line(name)}")
@@ -175,41 +192,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    info = commands.add_parser("info", help="print versions, threads and code paths in use")
-    info.set_defaults(command=_info)
+    def add(name: str, run: Callable[..., int], help_: str) -> argparse.ArgumentParser:
+        """Add a command, which the docstring of its function describes."""
+        command = commands.add_parser(name, help=help_, description=run.__doc__)
+        command.set_defaults(command=run)
+        return command
 
-    build = commands.add_parser(
-        "build-tf",
-        help="compile the op library for the installed TensorFlow, ahead of its first use",
-        description=(
-            "Compile the library that moves weights without TensorFlow's operations, and print "
-            "its path. The first use does the same; this command tries again after a failure."
-        ),
-    )
-    build.set_defaults(command=_build_tf)
+    add("info", _info, "print versions, threads and code paths in use")
 
-    programs = commands.add_parser(
-        "examples",
-        help="list the programs to read and to change, or run one",
-        description="List the programs of flatweights.examples, or run one.",
-        usage="flatweights examples [-h] [--plot FILE] [NAME [options of the program]]",
-    )
-    programs.set_defaults(command=_examples)
+    ahead = "compile the op library for the installed TensorFlow, ahead of its first use"
+    add("build-tf", _build_tf, ahead)
+
+    programs = add("examples", _examples, "list the programs to read and to change, or run one")
+    programs.usage = "flatweights examples [-h] [--plot FILE] [NAME [options of the program]]"
     plot = f"draw the results of the program ({', '.join(PLOT_SUFFIXES)})"
     programs.add_argument("--plot", type=plot_file, metavar="FILE", help=plot)
     name = "which one to run"
     programs.add_argument("name", nargs="?", choices=_programs(), metavar="NAME", help=name)
     programs.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
-    costs = commands.add_parser(
-        "plan",
-        help="print what a round between nodes costs, by each way that it can take",
-        description=(
-            "Print, for each way that a round between nodes can take, the bytes that the busiest "
-            "link carries and how long a round takes, and which way a group chooses by itself."
-        ),
+    costs = add(
+        "plan", _plan, "print what a round between nodes costs, by each way that it can take"
     )
-    costs.set_defaults(command=_plan)
     count = integer(1, 10**6)
     costs.add_argument("--nodes", type=count, required=True, help="nodes with workers")
     costs.add_argument("--workers", type=count, required=True, help="workers on each node")
@@ -219,18 +223,8 @@ def _parser() -> argparse.ArgumentParser:
     memory = "what a node's processes read and write a second (10GB)"
     costs.add_argument("--memory", default="10GB", metavar="SIZE", help=memory)
 
-    train = commands.add_parser(
-        "demo",
-        help="train on handwritten digits in Ray actors, beside the loop from Ray's guide",
-        description=(
-            "Train a Keras model of 22 MB on scikit-learn's handwritten digits, data-parallel in "
-            "Ray actors on this machine. Each round is exchanged in three ways: as one buffer, "
-            "within the machine and through Ray's object store, and as a dict of arrays, as in "
-            "Ray's guide. Then the actors exchange arrays of other sizes."
-        ),
-    )
-    train.set_defaults(command=_demo)
-    demo.add_options(train)
+    guide = "train on handwritten digits in Ray actors, beside the loop from Ray's guide"
+    demo.add_options(add("demo", _demo, guide))
     return parser
 
 
