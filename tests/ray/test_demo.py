@@ -167,10 +167,7 @@ def test_training_survives_a_worker(run_demo: Demo) -> None:
     (before,) = re.finditer(died, found.output, re.MULTILINE)
     (after,) = re.finditer(back, found.output, re.MULTILINE)
     assert before.start() < after.start()
-    assert cells(found.output, "rounds") == ["3", "1"]
-    assert cells(found.output, "results averaged") == ["2", "1"]
-    both, one = (int(cell.replace(",", "")) for cell in cells(found.output, "bytes in"))
-    assert both == 2 * one > 0
+    assert "\nrounds with all workers: 3, without rank 1: 1\n" in found.output
     assert "Traceback" not in found.output
     pixels = imread("kill.png")[..., :3]
     red = (0xF9 / 255, 0xE8 / 255, 0xEA / 255)

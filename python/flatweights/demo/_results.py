@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from rich import box
@@ -165,39 +165,26 @@ def draw_comparison(
 def show_survival(
     options: argparse.Namespace,
     tests: Sequence[tuple[float, float]],
-    records: Sequence[Mapping[str, Any]],
+    away: Sequence[int],
     victim: int,
 ) -> None:
-    """Print medians of rounds, a column for those of all workers and one for the others; draw.
+    """Print how many rounds went on without a worker, and the test's result; draw.
 
     Args:
         options: Of the command.
         tests: By round, test loss and accuracy.
-        records: By round, `Round.record`.
-        victim: The rank of the worker that was killed.
+        away: The rounds without the worker that was killed.
+        victim: Its rank.
     """
-    both = [
-        [one for one in records if (victim in one["used"]) is is_there]
-        for is_there in (True, False)
-    ]
-    rows: list[tuple[object, ...]] = [
-        ("rounds", *map(len, both)),
-        ("results averaged", *(len(part[-1]["used"]) for part in both)),
-    ]
-    for step, title in {**STEPS, "wait": "train, collect", "round": "all of it"}.items():
-        seconds = [median(one["seconds"].get(step, 0.0) for one in part) for part in both]
-        rows.append((title, *map(milliseconds, seconds)))
-    for way in ("in", "out"):
-        rows.append((f"bytes {way}", *(f"{part[-1]['bytes'][way]:,}" for part in both)))
-    without = f"without rank {victim}"
-    print_rows(["per round, median", "all workers", without], rows)
+    there = options.rounds - len(away)
+    print(f"rounds with all workers: {there}, without rank {victim}: {len(away)}")
     print(f"test loss {tests[-1][0]:.4f}")
     title = f"Handwritten digits, one worker killed ({summary(options)})"
     with open_figure(options.plot, title, 9.0, 5.0) as figure:
         axes = figure.subplots()
         curve = range(1, len(tests) + 1), [accuracy for _, accuracy in tests]
         plot(axes, "Test accuracy", "round", {"": curve})
-        away = [n for n, one in enumerate(records, 1) if victim not in one["used"]]
+        without = f"without rank {victim}"
         axes.axvspan(away[0] - 0.5, away[-1] + 0.5, color=PALE_RED, label=without)
         axes.legend(loc="lower right")
 

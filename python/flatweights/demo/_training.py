@@ -183,24 +183,24 @@ def survive(
     victim, dies_in = options.workers - 1, (options.rounds + 1) // 2
     waits_after = dies_in + max(1, options.rounds // 4) - 1
     process = group.actors()[victim].__ray_call__.remote(lambda worker: os.getpid())
-    tests, records, was_there = list[tuple[float, float]](), list[dict[str, Any]](), True
+    tests, away = list[tuple[float, float]](), list[int]()
     for number in range(1, options.rounds + 1):
         if number == dies_in:
             os.kill(ray.get(process), signal.SIGKILL)
         (result,) = group.run(1, "train_on", weights=sizes, min_results=1)
         tests.append(ray.get(group.actors()[result.used[0]].evaluate.remote()))
-        records.append(result.record())
-        is_there = victim in result.used
+        is_there, was_there = victim in result.used, number - 1 not in away
         if is_there != was_there:
-            reason = records[-1]["failed"].get(str(victim), "no answer")
+            reason = result.record()["failed"].get(str(victim), "no answer")
             event = "is back" if is_there else f"died: {reason}"
             share = f"averaged over {len(result.used)} of {options.workers}"
             screen.line(f"round {number}: rank {victim} {event}; {share}")
-        was_there = is_there
+        if not is_there:
+            away.append(number)
         screen.round(number, f"test accuracy {tests[-1][1]:.4f}")
         if number == waits_after:
             wait_for(group, victim, screen)
-    return tests[-1][1], partial(show_survival, options, tests, records, victim)
+    return tests[-1][1], partial(show_survival, options, tests, away, victim)
 
 
 def wait_for(group: WorkerGroup, rank: int, screen: Screen) -> None:
