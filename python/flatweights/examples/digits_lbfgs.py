@@ -2,9 +2,7 @@
 
 SciPy asks for the loss and its gradient at one vector of weights after another.
 `TensorFlowVariables.value_and_gradient` makes that function of a Keras model and a loss: one set
-and one get for each evaluation, however many variables there are. Beside it, the program runs the
-same fit with a loop over the variables, as it is written by hand. Both give the same bits for the
-same vector, and so the same weights in the end; only the time differs.
+and one get for each evaluation, however many variables there are.
 
 With ``--actors``, the same fit runs once more, with gradients from actors. The driver sends the
 vector to all of them; each returns loss and gradient on its own digits. Their averages, weighted
@@ -53,7 +51,7 @@ def split_digits(seed: int) -> tuple[Digits, Digits]:
 
 
 def set_up_tensorflow() -> None:
-    """Use one thread: the model is small, and all ways sum alike."""
+    """Use one thread: the model is small, and driver and actors sum alike."""
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -77,29 +75,6 @@ def loss_of(model: Any, digits: Digits) -> Any:
     """Return the loss of ``model`` on all ``digits``, with the penalty."""
     images, labels = digits
     return model.compute_loss(y=labels, y_pred=model(images))
-
-
-def with_a_loop(model: Any, loss: Callable[[], Any]) -> Objective:
-    """Return loss and gradient as a function of one vector, written by hand."""
-    import tensorflow as tf
-
-    variables = [v.value for v in model.trainable_variables]
-    ends = np.cumsum([np.prod(v.shape, dtype=int) for v in variables])
-
-    @tf.function  # type: ignore[untyped-decorator]
-    def evaluate() -> Any:
-        with tf.GradientTape() as tape:
-            value = loss()
-        return value, tape.gradient(value, variables)
-
-    def objective(x: NDArray[Any]) -> tuple[float, NDArray[Any]]:
-        for variable, piece in zip(variables, np.split(x, ends[:-1]), strict=True):
-            variable.assign(piece.reshape(variable.shape).astype(np.float32))
-        value, gradients = evaluate()
-        flat = np.concatenate([gradient.numpy().reshape(-1) for gradient in gradients])
-        return float(value), flat.astype(np.float64)
-
-    return objective
 
 
 class Worker(FlatWorker):
@@ -171,10 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     digits, test = split_digits(options.seed)
     model = build_model(*settings)
     variables, loss = TensorFlowVariables(model), partial(loss_of, model, digits)
-    ways = {
-        "flatweights": variables.value_and_gradient(loss),
-        "loop over variables": with_a_loop(model, loss),
-    }
+    ways = {"one process": variables.value_and_gradient(loss)}
     if actors:
         ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")
         group = WorkerGroup.create(Worker, actors, *settings, actors, arguments=lambda rank: [rank])
