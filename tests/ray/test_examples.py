@@ -228,8 +228,7 @@ def test_a_process_that_dies_takes_one_client_with_it(client: Any) -> None:
     server = FedAvg(start)
     accuracies, counts = federated.run_server([client], server, OPTIONS)
     assert len(accuracies) == 1
-    received = f"{6 * start.layout.nbytes / 1e6:.1f}"
-    assert list(counts.values()) == [3, 1, received]
+    assert list(counts.values()) == [3, 1]
     survivors = [one for one, fate in drawn if fate == "trains"]
     check_mean(client, start, survivors, server.weights)
 
@@ -239,20 +238,20 @@ def test_both_servers_learn(program: Program) -> None:
     small = "--clients=10 --fraction=0.6 --failing=0.3 --deaths=20 --concentration=10 --rounds=20"
     output = program("federated", *small.split(), "--seed=1", "--workers=3")
     for server in ("FedAvg", "FedAdam"):
-        rounds, last, mean, _, raised, died, _ = cells(output, server)
+        last, mean, _, raised, died = cells(output, server)
         assert float(mean) >= 0.9
         assert f"round 20 of 20: accuracy {last}" in output
-        assert (rounds, raised, died) == ("20", "39", "1")  # two of six in each round
+        assert (raised, died) == ("39", "1")  # two of six in each round
 
 
 def test_the_table_tells_the_last_accuracy_from_the_mean_of_the_last_five_rounds() -> None:
     tail = [0.9, 0.9, 0.9, 0.92]
-    row = {"rounds": 6, "last accuracy": "0.920", "mean of last 5": "0.906", "first 0.9": 2}
+    row = {"last accuracy": "0.920", "mean of last 5": "0.906", "first 0.9": 2}
     assert federated.summarise([0.1, 0.91, *tail]) == row
     again = federated.summarise([0.95, 0.85, *tail])
     assert (again["mean of last 5"], again["first 0.9"]) == ("0.894", 1)
-    assert list(federated.summarise([0.5, 0.7]))[2] == "mean of last 2"
-    assert list(federated.summarise([0.5]).values()) == [1, "0.500", "0.500", "never"]
+    assert list(federated.summarise([0.5, 0.7]))[1] == "mean of last 2"
+    assert list(federated.summarise([0.5]).values()) == ["0.500", "0.500", "never"]
 
 
 # A residual network.

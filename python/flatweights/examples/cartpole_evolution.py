@@ -32,7 +32,7 @@ from flatweights.ray import FlatWorker, WorkerGroup
 ENVIRONMENT, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
 UPDATES = 100
 NOISE = 1_000_000  # 25 million in the paper, for a million weights; here a policy has 4,610
-PAIRS, EACH = 16, 4  # trials of a generation, and episodes with the same weights
+PAIRS, EACH = 8, 4  # trials of each actor in a generation, and episodes with the same weights
 SIGMA, LEARNING_RATE = 0.1, 0.2
 
 
@@ -75,14 +75,13 @@ def digest(weights: NDArray[np.float32]) -> str:
 class Player(FlatWorker):
     """Tries weights around its own, and moves its own."""
 
-    def build(self, seed: int, noise: NDArray[np.float32], rank: int, pairs: int) -> Any:
+    def build(self, seed: int, noise: NDArray[np.float32], rank: int) -> Any:
         """Build the policy in this process; ``noise`` stays in the object store."""
         import keras
         import tensorflow as tf
 
         tf.config.threading.set_intra_op_parallelism_threads(1)  # the actors share the cores
-        self.noise, self.pairs = noise, pairs
-        self.rng = np.random.default_rng([seed, rank])
+        self.noise, self.rng = noise, np.random.default_rng([seed, rank])
         keras.utils.set_random_seed(seed)
         hidden = [keras.layers.Dense(64, "tanh", kernel_initializer="orthogonal") for _ in range(2)]
         last = keras.layers.Dense(ACTIONS, kernel_initializer=keras.initializers.Orthogonal(0.01))
@@ -101,7 +100,7 @@ class Player(FlatWorker):
         self.move(trials)
         center, tried, returns = self.get_flat(), [], []
         last = len(self.noise) - len(center)
-        for place in self.rng.integers(last, size=self.pairs, endpoint=True).tolist():
+        for place in self.rng.integers(last, size=PAIRS, endpoint=True).tolist():
             pair = []
             for scale in (SIGMA, -SIGMA):
                 self.set_flat(center + scale * self.piece(place))
@@ -143,14 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")
     table = ray.put(np.random.default_rng(options.seed).standard_normal(NOISE, np.float32))
     noise = ray.get(table)  # a view of the object store
-    parts = np.array_split(range(PAIRS), options.workers)
-    group = WorkerGroup.create(
-        Player,
-        options.workers,
-        options.seed,
-        table,
-        arguments=lambda rank: [rank, len(parts[rank])],
-    )
+    settings = options.seed, table
+    group = WorkerGroup.create(Player, options.workers, *settings, arguments=lambda rank: [rank])
     weights = group.step("get_flat")[0].copy()
     group.broadcast(weights.copy())  # the last weights that travel
     curve, trials, seed, steps = list[tuple[float, float]](), list[Trial](), options.seed, 0

@@ -187,26 +187,23 @@ def run_server(
     rule: robust.Rule | None = None,
 ) -> tuple[list[float], dict[str, object]]:
     """Train for all rounds; return the accuracy after each, and counts for the table."""
-    weights, accuracies, failures, nbytes = ray.put(optimizer.weights), [], list[Exception](), 0
+    weights, accuracies, failures = ray.put(optimizer.weights), [], list[Exception]()
     for number in range(options.rounds):
         result = play_round(actors, weights, number, draw_clients(number, options), rule)
         weights = ray.put(optimizer.step(result.weights))
         accuracies.append(ray.get(actors[number % len(actors)].accuracy.remote(weights)))
         failures += result.failed.values()
-        nbytes += result.nbytes
         if (number + 1) % max(1, options.rounds // LINES) == 0:
             line = f"round {number + 1} of {options.rounds}: accuracy {accuracies[-1]:.3f}"
             print(line, flush=True)
     died = sum(isinstance(error, ray.exceptions.RayActorError) for error in failures)
-    counts = {"raised": len(failures) - died, "died": died, "MB received": f"{nbytes / 1e6:.1f}"}
-    return accuracies, counts
+    return accuracies, {"raised": len(failures) - died, "died": died}
 
 
 def summarise(accuracies: Sequence[float]) -> dict[str, object]:
-    """Return the number of rounds, two accuracies, and the first round that was good enough."""
+    """Return two accuracies, and the first round that was good enough."""
     enough = [number for number, accuracy in enumerate(accuracies, 1) if accuracy >= ENOUGH]
     return {
-        "rounds": len(accuracies),
         "last accuracy": f"{accuracies[-1]:.3f}",
         f"mean of last {len(accuracies[-LAST:])}": f"{np.mean(accuracies[-LAST:]):.3f}",
         f"first {ENOUGH}": min(enough, default="never"),
