@@ -1,6 +1,7 @@
 """Rules that compare whole models, against float64 and against a plain reading of the papers."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -308,3 +309,44 @@ def test_wrong_numbers_are_refused() -> None:
         robust.centered_clipping(a, np.ones(4), radius=1.0)
     with pytest.raises(ValueError, match="at least one source"):
         robust.distances([])
+
+
+def test_counts_that_are_no_integers_and_lengths_that_are_no_numbers_are_named() -> None:
+    a = [np.ones(3)] * 6
+    calls: dict[str, Callable[[], Any]] = {
+        "byzantine: expected an integer, got 1.0": lambda: robust.krum(a, 1.0),  # type: ignore[arg-type]
+        "keep: expected an integer, got '2'": lambda: robust.multi_krum(a, 1, "2"),  # type: ignore[arg-type]
+        "keep: expected an integer, got 1.5": lambda: robust.mean_around_median(a, 1.5),  # type: ignore[arg-type]
+        "steps: expected an integer, got 2.5": lambda: robust.geometric_median(a, steps=2.5),  # type: ignore[arg-type]
+        "radius: expected a real number, got str": lambda: robust.CenteredClipping("1"),  # type: ignore[arg-type]
+        "trim: expected a real number, got str": lambda: robust.trimmed_mean(a, "1"),  # type: ignore[arg-type]
+    }
+    for text, call in calls.items():
+        with pytest.raises(TypeError, match=text):
+            call()
+    trimmed = robust.trimmed_mean([np.array([x]) for x in (0.0, 1.0, 2.0, 9.0)], np.float32(0.25))
+    assert trimmed == [1.5]
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_single_source_and_a_centre_with_nan_are_an_error(nonfinite: Any) -> None:
+    a, bad = np.ones(2), np.array([1.0, np.nan])
+    expected = "source 0: holds NaN" if nonfinite == "raise" else "every source of positive weight"
+    for rule in (robust.GeometricMedian(), robust.CenteredClipping(1.0)):
+        with pytest.raises(ValueError, match=expected):
+            rule([bad], nonfinite=nonfinite)
+    with pytest.raises(ValueError, match="center: holds NaN"):
+        robust.centered_clipping([a, a], bad, radius=1.0, nonfinite=nonfinite)
+
+
+def test_weights_count_by_their_ratios_whatever_their_size() -> None:
+    sources = [np.array([x]) for x in (0.0, 1.0, 2.0)]
+    with np.errstate(all="raise"):
+        assert robust.geometric_median(sources, [1e308] * 3).round(6) == [1.0]
+
+
+def test_sources_infinitely_far_from_each_other_have_their_mean() -> None:
+    far = [np.array([x]) for x in (0.0, 1e200, 2e200)]
+    with np.errstate(all="raise"):
+        np.testing.assert_allclose(robust.geometric_median(far), [1e200])
+        assert np.isnan(robust.geometric_median([np.array([np.nan])] * 3)).all()

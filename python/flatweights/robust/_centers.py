@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights._average import Job, Nonfinite
+from flatweights._numbers import real_number
 from flatweights.robust._rules import Source, check_count
 from flatweights.robust._selection import DistanceRule, Distances
 
@@ -55,7 +56,7 @@ def _near(squares: Distances, weights: NDArray[np.float64]) -> NDArray[np.bool_]
 
 
 def _check_length(value: float, name: str) -> None:
-    if not 0 < value < math.inf:
+    if not 0 < real_number(value, name) < math.inf:
         raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
 
 
@@ -82,12 +83,14 @@ class GeometricMedian(DistanceRule):
         self, job: Job, squares: Distances, present: list[int]
     ) -> tuple[list[int], list[float]]:
         weights = np.array([job.weights[k] for k in present])
-        weights *= _near(squares, weights)
         # As average does, so that only ratios matter, and their sum is finite.
-        weights = weights / weights.max()
+        weights /= weights.max()
+        weights *= _near(squares, weights)
         shares = weights / weights.sum()
         for _ in range(self.steps):
             pull = weights / np.maximum(_from_center(squares, shares), self.smoothing)
+            if not pull.any():  # all are infinitely far from each other
+                break
             before, shares = shares, pull / pull.sum()
             if np.abs(shares - before).max() <= _STILL:
                 break
@@ -119,7 +122,12 @@ class CenteredClipping(DistanceRule):
         if self.center is None:
             return job.parts
         job.template.match(self.center, "center")
-        return [*job.parts, job.template.read(self.center, "center")]
+        center = job.template.read(self.center, "center")
+        if job.nonfinite != "propagate":  # a centre cannot be left out
+            error = job.template.find_nonfinite(center, "center")
+            if error is not None:
+                raise error
+        return [*job.parts, center]
 
     def _combine(
         self, job: Job, squares: Distances, present: list[int]
@@ -217,7 +225,8 @@ def centered_clipping(
         radius: The length that differences are clipped to, in the unit of the weights.
         steps: How often the centre moves.
         out: As for `krum`.
-        nonfinite: As for `krum`.
+        nonfinite: As for `krum`. A ``center`` that holds NaN or infinity is an error, too, unless
+            this is ``"propagate"``.
 
     Returns:
         ``out``, or a new model. Integer and boolean parts keep the value of the first source that

@@ -6,9 +6,15 @@ import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from flatweights._average import Nonfinite
+from flatweights._numbers import real_number
 from flatweights.robust._rules import CoordinateRule, Source, check_count
+
+
+def _is_count(trim: float) -> bool:
+    return hasattr(trim, "__index__")
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,8 @@ class TrimmedMean(CoordinateRule):
 
     def __post_init__(self) -> None:
         """Check the fraction, or the number."""
-        most = 0.5 if isinstance(self.trim, float) else math.inf
-        if not 0 <= self.trim < most:
+        number = real_number(self.trim, "trim")
+        if not 0 <= number < (math.inf if _is_count(self.trim) else 0.5):
             raise ValueError(
                 f"trim: expected an integer of at least 0, or a fraction below 0.5, "
                 f"got {self.trim!r}"
@@ -44,8 +50,8 @@ class TrimmedMean(CoordinateRule):
 
     def ranks(self, count: int) -> tuple[int, int, int]:
         """Return the ranks that stay."""
-        trim = self.trim
-        cut = int(trim * count) if isinstance(trim, float) else operator.index(trim)
+        trim: Any = self.trim
+        cut = operator.index(trim) if _is_count(trim) else int(float(trim) * count)
         if 2 * cut >= count:
             raise ValueError(
                 f"trim: expected less than half of the {count} sources, got {self.trim!r}"

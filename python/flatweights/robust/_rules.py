@@ -126,7 +126,11 @@ AnyRule = Rule | Callable[[list[Any]], Any]
 
 def check_count(value: int, name: str, least: int = 1) -> None:
     """Raise unless a setting of a rule is an integer of at least ``least``."""
-    if operator.index(value) < least:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
+    if number < least:
         raise ValueError(f"{name}: expected at least {least}, got {value!r}")
 
 

@@ -72,7 +72,9 @@ class DistanceRule(Rule):
     def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
         used = job.everything
         squares = _core.distances(job.template.layout.core, job.template.packed, self._points(job))
-        if job.nonfinite != "propagate" and not np.isfinite(squares).all():
+        # One source is at no distance from any, whatever it holds.
+        is_finite = len(job.parts) > 1 and np.isfinite(squares).all()
+        if job.nonfinite != "propagate" and not is_finite:
             used = job.finite()
             rest = [*used, *range(len(job.parts), len(squares))]
             squares = squares[np.ix_(rest, rest)]
