@@ -195,6 +195,28 @@ def _several_steps(*args: Any) -> Any:
     return _fit(*args, steps_per_execution=5)
 
 
+def _eager_fit(*args: Any) -> Any:
+    return _fit(*args, run_eagerly=True)
+
+
+def _again(model: Any, optimizer: Any, x: Any, y: Any, size: int, member: Any) -> Any:
+    """Two calls of fit; between them rank 0, or the process by itself, loads other weights."""
+    import flatweights.keras as fwk
+
+    model.compile(optimizer, "mse")
+    logs = [] if member is None else [fwk.AverageLogs(member=member)]
+    losses = []
+    for other in (1.0, 0.5):
+        if member is None or member.rank == 0:
+            slots = optimizer.variables if other != 1.0 else ()
+            for variable in (*model.trainable_variables, *slots):
+                if variable.dtype == "float32" and variable.shape:
+                    variable.assign(other * variable)
+        fit = model.fit(x, y, size, shuffle=False, verbose=0, callbacks=logs)
+        losses += fit.history["loss"]
+    return losses
+
+
 def _loop(compiled: bool, model: Any, optimizer: Any, x: Any, y: Any, size: int) -> Any:
     import tensorflow as tf
 
@@ -218,6 +240,8 @@ def _loop(compiled: bool, model: Any, optimizer: Any, x: Any, y: Any, size: int)
 LOOPS: dict[str, Callable[..., Any]] = {
     "fit": _fit,
     "fit, several steps": _several_steps,
+    "fit, eager": _eager_fit,
+    "fit, again": _again,
     "tf.function": lambda *args: _loop(True, *args[:-1]),
     "eager": lambda *args: _loop(False, *args[:-1]),
 }

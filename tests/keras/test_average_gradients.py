@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from keras_programs import OPTIMIZERS, Place, Together, close, train
+from keras_programs import LOOPS, OPTIMIZERS, Place, Together, close, train
 
 BOUND = 1e-4
 
@@ -27,6 +27,9 @@ def check(together: Together, size: int, *args: Any, bound: float = BOUND) -> No
         ("lazy", "accumulated", "fit, several steps"),
         ("embedding", "momentum", "tf.function"),
         ("dense", "clipped each", "eager"),
+        ("dense", "Adam, clipped", "fit, eager"),
+        ("dense", "momentum", "fit, again"),
+        ("dense", "accumulated", "fit, again"),
     ],
     ids="-".join,
 )
@@ -47,7 +50,7 @@ def test_members_take_the_steps_of_one_process(
     size: int, optimizer: str, together: Together
 ) -> None:
     for model in ("dense", "convolutional", "embedding", "lazy"):
-        for loop in ("fit", "fit, several steps", "tf.function", "eager"):
+        for loop in LOOPS:
             if model == "lazy" and not loop.startswith("fit"):
                 continue  # it has to be built first
             # Of rows that occur twice, Keras clips each; ours are added first.

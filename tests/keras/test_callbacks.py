@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 from keras_programs import BATCH, Place, Together, build, images
 
 import flatweights as fw
@@ -156,3 +157,29 @@ def test_unequal_parts_are_an_error_in_all_members(together: Together) -> None:
         replies = together(2, unequal, way)
         for reply in replies:
             assert "as many batches in an epoch" in reply, (way, reply)
+
+
+def after_an_error(place: Place) -> Any:
+    """A fit on unequal parts, then one on equal parts."""
+    import keras
+    import tensorflow as tf
+
+    import flatweights.keras as fwk
+
+    member = place.member()
+    model = build("dense", 0)
+    model.compile(fwk.average_gradients(keras.optimizers.Adam(), member=member), "mse")
+    x, y = map(place.part, images("dense"))
+    logs = [fwk.AverageLogs(member=member)]
+    short = slice(None if place.rank else 36)
+    with pytest.raises((ValueError, tf.errors.OpError), match="as many batches"):
+        model.fit(x[short], y[short], BATCH, verbose=0, callbacks=logs)
+    model.fit(x, y, BATCH, verbose=0, callbacks=logs)
+    return model.get_weights()
+
+
+def test_after_an_error_in_all_members_the_next_fit_is_whole(together: Together) -> None:
+    first, second = together(2, after_an_error)
+    assert not isinstance(first, str), first
+    assert not isinstance(second, str), second
+    assert all(map(np.array_equal, first, second))

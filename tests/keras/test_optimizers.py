@@ -123,6 +123,22 @@ def test_an_exchange_a_step_of_one_buffer(member: flatweights.ray.Member) -> Non
     assert calls == [4] * 5  # one slot for each variable
 
 
+def test_members_that_differ_in_a_step_are_an_error_that_says_how_to_start() -> None:
+    name, variables = next(NAMES), [keras.Variable([float(rank)]) for rank in range(2)]
+
+    def apply(rank: int) -> Any:
+        with flatweights.ray.join(name, rank=rank, size=2) as member:
+            optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member)
+            with pytest.raises(ValueError, match=r"got others in ranks \[1\]\. Call model\.opt"):
+                optimizer.apply([tf.constant([1.0])], [variables[rank]])
+            optimizer.build([variables[rank]])
+            optimizer.apply([tf.constant([1.0])], [variables[rank]])
+            return np.asarray(variables[rank]).tolist()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(apply, range(2))) == [[-1.0]] * 2
+
+
 def test_a_rule_takes_the_place_of_the_mean() -> None:
     name, before = next(NAMES), threading.Barrier(3)
     gave = [[1.0, 2.0], [3.0, 100.0], [5.0, -7.0]]

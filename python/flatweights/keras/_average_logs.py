@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from flatweights.keras._gradients import start_gradients
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._samples import Samples
 from flatweights.ray import Member
@@ -61,6 +62,7 @@ class AverageLogs(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Any = None) -> None:
         """Join, if need be."""
         self._member = self._lease.take()
+        start_gradients(self.model)
         self._samples = Samples(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

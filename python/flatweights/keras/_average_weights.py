@@ -10,6 +10,7 @@ import numpy as np
 
 from flatweights import FlatWeights
 from flatweights._average import Nonfinite
+from flatweights.keras._gradients import start_gradients
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._samples import Samples
 from flatweights.ray import Member, Round
@@ -127,6 +128,7 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Any = None) -> None:
         """Have all members start from rank 0's weights."""
         self._member = self._lease.take()
+        start_gradients(self.model)
         self._samples = Samples(self.model)
         self._counted = 0.0  # of this epoch's samples, those that are in `_since`
         self._since = 0.0  # samples since the last average

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ from flatweights.tensorflow._python_op import compute_in_python
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
+_DIGEST = 16  # bytes
+
 
 def average_gradients(
     optimizer: Optimizer,
@@ -39,18 +42,21 @@ def average_gradients(
     ``fit``, in a `tf.function` and in eager loops. Clipping, weight decay, moving averages of the
     weights (``use_ema``) and a `keras.optimizers.LossScaleOptimizer` see the averaged gradient;
     with ``gradient_accumulation_steps``, accumulated gradients are averaged, once for all steps.
-    All gradients travel as one buffer; those of embeddings become dense, so that clipping sees the
-    sum of rows that occur twice, and not each of them.
+    All gradients travel as one buffer; those of embeddings become dense, so that clipping and the
+    squares of Adam see the sum of rows that occur twice, and not each of them.
 
     The optimizer is changed in place: it keeps its class, and is saved and loaded like any other,
     without this; after loading, call this again. Under the policy ``mixed_float16``, an
     optimizer that is not in a `keras.optimizers.LossScaleOptimizer` is put into one first, as
     ``compile`` does.
 
-    Before the first step, all members get the trainable variables and the optimizer's slots of
-    rank 0. In a loop of your own, call ``optimizer.build(model.trainable_variables)`` before the
-    first gradients are computed, which does that. Other variables, such as BatchNormalization's
-    moving statistics, stay each member's own; `AverageWeights` beside this averages them, too.
+    Before the first step of the first ``fit``, all members get the trainable variables and the
+    optimizer's slots of rank 0. ``optimizer.build(model.trainable_variables)`` does that: call it
+    yourself before the first gradients of a loop of your own, and where members may differ before
+    another ``fit`` or one with ``run_eagerly=True``. `AverageLogs` and `AverageWeights` call it at
+    the start of each ``fit``. Otherwise a difference is an error at the first step.
+    Other variables, such as BatchNormalization's moving statistics and frozen layers, stay each
+    member's own; `AverageWeights` beside this averages them, too.
 
     >>> import keras
     >>> import flatweights.ray
@@ -84,7 +90,7 @@ def average_gradients(
             f"optimizer: expected one of Keras 3, got {type(optimizer).__module__}."
             f"{type(optimizer).__name__}"
         )
-    if isinstance(getattr(optimizer.apply, "__self__", None), _Averaging):
+    if isinstance(_averaging(optimizer), _Averaging):
         raise ValueError("optimizer: it averages gradients already")
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if not scales and keras.config.dtype_policy().name == "mixed_float16":
@@ -113,6 +119,7 @@ class _Averaging:
         self._timeout = options["timeout"]
         self._applied: Sequence[Any] = ()  # variables of the call of `apply` that is under way
         self._is_started = False
+        self._has_stepped = False  # since the start
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
         self._apply: Callable[..., None] = optimizer.apply
         self._finalize: Callable[[Any], None] = optimizer.finalize_variable_values
@@ -128,25 +135,41 @@ class _Averaging:
         if not inner:
             methods["_clip_gradients"] = self._clip_averages
 
+    def start_again(self, variables: Sequence[Any]) -> None:
+        """Have all members start alike, whether or not the last training has come to its end."""
+        if self._has_stepped:
+            self._is_started = False
+        self._optimizer.build(variables)
+
     def _apply_own(self, grads: Any, trainable_variables: Any = None) -> None:
-        grads, variables = self._begin(grads, trainable_variables)
+        grads, variables, begun = self._begin(grads, trainable_variables)
         self._applied = [v for g, v in zip(grads, variables, strict=True) if _is_averaged(g, v)]
-        self._apply(grads, None if trainable_variables is None else variables)
+        with tf.control_dependencies(begun):
+            self._apply(grads, None if trainable_variables is None else variables)
 
     def _clip_averages(self, grads: list[Any]) -> list[Any]:
         return self._clip(self._average(grads, self._applied))
 
     def _apply_averages(self, grads: Any, trainable_variables: Any = None) -> None:
-        grads, variables = self._begin(grads, trainable_variables)
+        grads, variables, begun = self._begin(grads, trainable_variables)
         pairs = enumerate(zip(grads, variables, strict=True))
         positions = [i for i, pair in pairs if _is_averaged(*pair)]
-        averages = self._average([grads[i] for i in positions], [variables[i] for i in positions])
-        for i, average in zip(positions, averages, strict=True):
-            grads[i] = average
-        self._apply(grads, None if trainable_variables is None else variables)
+        with tf.control_dependencies(begun):
+            averages = self._average(
+                [grads[i] for i in positions], [variables[i] for i in positions]
+            )
+            for i, average in zip(positions, averages, strict=True):
+                grads[i] = average
+            self._apply(grads, None if trainable_variables is None else variables)
 
-    def _begin(self, grads: Any, trainable_variables: Any) -> tuple[list[Any], list[Any]]:
-        """Check where this is called, and have all members start alike, if that is possible yet."""
+    def _begin(
+        self, grads: Any, trainable_variables: Any
+    ) -> tuple[list[Any], list[Any], list[tf.Tensor]]:
+        """Check where this is called, and have all members start alike.
+
+        Returns:
+            The gradients; their variables; and what has to run before the step changes anything.
+        """
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if graph is not None and not tf.inside_function():
             raise RuntimeError("average_gradients: expected eager TensorFlow, got a TF1 graph")
@@ -166,28 +189,63 @@ class _Averaging:
         if trainable_variables is None:
             trainable_variables = optimizer._trainable_variables
         variables = list(trainable_variables)
-        if not self._is_started:
-            with tf.init_scope():
-                # Of a model that is built in this function, the first trace only makes variables.
-                if all(_inner(variable).is_initialized() for variable in variables):
-                    if optimizer.built:
-                        self._start(variables)
-                    else:
-                        with keras.name_scope(optimizer.name):
-                            optimizer.build(variables)
-        return list(grads), variables
+        if graph is None:
+            if not optimizer.built:
+                with keras.name_scope(optimizer.name):
+                    self._make(variables)
+            self._start(variables, in_step=True)
+            return list(grads), variables, []
+        with tf.init_scope():
+            if not all(_inner(variable).is_initialized() for variable in variables):
+                # The first trace of a model that is built in this function only makes variables.
+                return list(grads), variables, []
+            with keras.name_scope(optimizer.name):
+                optimizer.build(variables)
+
+        def start(*_: Any) -> None:
+            self._start(variables, in_step=True)
+
+        with tf.device("CPU:0"):
+            return list(grads), variables, compute_in_python(start, [tf.zeros(1)])
 
     def _build(self, variables: Sequence[Any]) -> None:
-        self._make(variables)
-        if tf.executing_eagerly() and not self._is_started:
-            self._start(variables)
+        if not self._optimizer.built:
+            self._make(variables)
+        if tf.executing_eagerly():
+            self._start(variables, in_step=False)
 
-    def _start(self, variables: Sequence[Any]) -> None:
-        """Give all members the variables and slots of rank 0."""
+    def _start(self, variables: Sequence[Any], in_step: bool) -> None:
+        """Give all members the variables and slots of rank 0, unless they have them.
+
+        In a step it is too late for that: the gradients were computed from the member's own.
+        """
+        if self._is_started:
+            return
         member = self._lease.take()
-        state = TensorFlowVariables([*variables, self._optimizer])
-        member.broadcast_variables(state, timeout=self._timeout)
-        self._is_started = True
+        own = {id(one) for one in _accumulators(self._optimizer)}  # the rest of a mean, of each
+        slots = [slot for slot in self._optimizer.variables if id(slot) not in own]
+        # Keras numbers names of slots by counters of the process.
+        state = TensorFlowVariables([*variables, {str(k): slot for k, slot in enumerate(slots)}])
+        values: Any = state.get_weights().buffer
+        # A row for each member: whether it is in a step, and the digest of its state.
+        rows = np.zeros((member.size, 1 + _DIGEST))
+        rows[member.rank] = [in_step, *hashlib.blake2b(values, digest_size=_DIGEST).digest()]
+        del values
+        with calls_are_equal("the start of training"):
+            part = {"the start of training": rows}
+            mean = member.average(part, timeout=self._timeout).weights["the start of training"]
+        rows = np.rint(mean * len(member.ranks))
+        different = [rank for rank in member.ranks if (rows[rank, 1:] != rows[0, 1:]).any()]
+        if different:
+            if rows[:, 0].any():
+                raise ValueError(
+                    "average_gradients: at the first step expected the variables and the "
+                    f"optimizer's slots of rank 0 in all members, got others in ranks {different}. "
+                    "Call model.optimizer.build(model.trainable_variables) before fit, which sets "
+                    "them, or use the callback AverageLogs, which calls it"
+                )
+            member.broadcast_variables(state, timeout=self._timeout)
+        self._is_started, self._has_stepped = True, False
 
     def _average(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the averages of ``grads``, dense; of a graph inside a `tf.function`."""
@@ -211,13 +269,16 @@ class _Averaging:
         averages: list[NDArray[Any]],
     ) -> None:
         """Write the averages of ``grads`` to ``averages``."""
-        if not self._is_started:
-            self._start(exchange.variables)
+        self._start(exchange.variables, in_step=True)
         member = self._lease.take()
+        self._has_stepped = True
         exchange.grads, exchange.averages = grads, averages
         try:
             with calls_are_equal("gradients"):
                 member.average_variables(exchange, **self._options)
+        except BaseException:
+            self._is_started = False  # in another call of fit all members start again
+            raise
         finally:
             exchange.grads, exchange.averages = [], []
 
@@ -254,6 +315,26 @@ class _Exchange:
 
     def scatter(self, buffer: NDArray[np.uint8]) -> None:
         move_parts(self.averages, self.layout.packed_views(buffer))
+
+
+def start_gradients(model: Any) -> None:
+    """Have all members start alike, if ``model`` has an optimizer that averages gradients."""
+    averaging = _averaging(getattr(model, "optimizer", None))
+    if model.built and isinstance(averaging, _Averaging):
+        averaging.start_again(model.trainable_variables)
+
+
+def _averaging(optimizer: Any) -> Any:
+    """Return what averages the gradients of ``optimizer``, if anything does."""
+    return getattr(getattr(optimizer, "apply", None), "__self__", None)
+
+
+def _accumulators(optimizer: Any) -> list[Any]:
+    """Return the variables in which ``optimizer`` adds up gradients."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    inners = [*getattr(optimizer, "_inner_optimizers", ()), *([] if inner is None else [inner])]
+    own = list(getattr(optimizer, "_accumulated_gradients", ()))
+    return own + [one for each in inners for one in _accumulators(each)]
 
 
 def _is_averaged(grad: Any, variable: Any) -> bool:
