@@ -38,7 +38,7 @@ from bench.nodes import Nodes, Traffic
 from bench.rings import Kind, Ring
 from flatweights import FlatWeights
 from flatweights.ray import FlatWorker, WorkerGroup, plan
-from flatweights.ray._costs import WayCost
+from flatweights.ray.nodes._costs import WayCost
 
 MB = 1_000_000
 

@@ -88,8 +88,8 @@ def test_texts_have_units() -> None:
 @pytest.mark.parametrize(
     ("argument", "value", "expected"),
     [
-        ("nodes", 0, "nodes: expected an integer, at least 1, got 0"),
-        ("workers", 1.5, "workers: expected an integer, at least 1, got 1.5"),
+        ("nodes", 0, "nodes: expected at least 1, got 0"),
+        ("workers", 1.5, "workers: expected an integer, got 1.5"),
         ("model", "1Mbit", "model: expected bytes, such as 500_000_000 or '500MB', got '1Mbit'"),
         ("model", -1, "model: expected bytes"),
         ("model", float("nan"), "model: expected bytes"),

@@ -3,7 +3,6 @@
 Imports Ray, and TensorFlow only where a `FlatWorker` is built.
 """
 
-from flatweights.ray._costs import ExchangePlan, WayCost, plan
 from flatweights.ray._driver import average
 from flatweights.ray._errors import (
     RefusedWeightsError,
@@ -16,6 +15,7 @@ from flatweights.ray._round import Round
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.members._asks import MemberDiedError, MemberError
 from flatweights.ray.members._member import Member, join
+from flatweights.ray.nodes._costs import ExchangePlan, WayCost, plan
 
 __all__ = [
     "ExchangePlan",

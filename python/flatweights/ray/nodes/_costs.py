@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from flatweights._dtypes import is_averaged
+from flatweights.ray._engine import check_count
 from flatweights.ray._report import readable_bytes
 from flatweights.ray.nodes._agents import SMALL
 
@@ -128,13 +129,14 @@ def plan(
 
     Raises:
         ValueError: If a number is not positive, or a text is not a number with a unit.
-        TypeError: If weights of ``dtype`` have no mean.
+        TypeError: If ``nodes`` or ``workers`` is not an integer, or weights of ``dtype`` have no
+            mean.
     """
     nbytes = _number(model, "model", _BYTES)
     bits = _number(link, "link", _BITS)
     setting = _Setting(
-        nodes=_count(nodes, "nodes"),
-        workers=_count(workers, "workers"),
+        nodes=check_count(nodes, "nodes"),
+        workers=check_count(workers, "workers"),
         nbytes=nbytes,
         link=bits / 8,
         memory=_number(memory, "memory", _BYTES),
@@ -192,7 +194,7 @@ class _Setting:
         received, returned = every - self.workers, self.nodes - 1
         sent = max(returned, self.workers) if returned else 0
         formula = "driver: (N - W) M in, (K - 1) M out"
-        return self._cost(way, "", sent, received, received + returned, moved, formula)
+        return self._cost(way, "", (sent, received, received + returned), moved, formula)
 
     def _by_agents(
         self, way: WayName, *, sums: float | None = None, mean: float = 1.0, options: str = ""
@@ -204,28 +206,29 @@ class _Setting:
         if way == "objects":
             moved += 2 * (sums + mean)
         formula = f"(K - 1) / K x ({sums:g} + {mean:g}) M each way"
-        return self._cost(way, options, links, links, links, moved, formula)
+        return self._cost(way, options, (links, links, links), moved, formula)
 
     def _cost(
-        self,
-        way: WayName,
-        options: str,
-        sent: float,
-        received: float,
-        critical: float,
-        moved: float,
-        formula: str,
+        self, way: WayName, options: str, links: Iterable[float], moved: float, formula: str
     ) -> WayCost:
-        """Return the cost of a way; sizes are in models, and ``moved`` pass the memory."""
-        seconds = critical * self.nbytes / (self.link * _SHARE[way])
+        """Return the cost of a way.
+
+        Args:
+            way: The way.
+            options: See `WayCost`.
+            links: Models sent, received, and those that pass one link one after the other.
+            moved: Models that pass the memory of a node.
+            formula: See `WayCost`.
+        """
+        sent, received, critical = (count * self.nbytes for count in links)
+        seconds = critical / (self.link * _SHARE[way])
         seconds += moved * self.nbytes / self.memory + _FIXED[way]
-        out, into, least = (count * self.nbytes for count in (sent, received, critical))
-        return WayCost(way, options, out, into, least, seconds, formula)
+        return WayCost(way, options, sent, received, critical, seconds, formula)
 
 
 _BYTES = "bytes, such as 500_000_000 or '500MB'"
 _BITS = "bits per second, such as 10e9 or '10Gbit'"
-_PREFIXES = {"": 1e0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_PREFIXES = ("", "k", "m", "g", "t")
 _TEXT = re.compile(
     r"([0-9][0-9_]*(?:\.[0-9]+)?) *([kmgt]?)(i?)(b|bytes?|bits?)?(?:/s)?", re.IGNORECASE
 )
@@ -251,14 +254,8 @@ def _value_of(text: str, *, is_bits: bool) -> float | None:
     in_bits = (unit or "").lower().startswith("bit") or (is_bits and unit is None)
     if in_bits is not is_bits:
         return None
-    step = 1024.0 ** "kmgt".index(prefix.lower()) * 1024 if binary and prefix else None
-    return float(number) * (step or _PREFIXES[prefix.lower()])
-
-
-def _count(value: int, name: str) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: expected an integer, at least 1, got {value!r}")
-    return value
+    step = 1024.0 if binary else 1000.0
+    return float(number) * step ** _PREFIXES.index(prefix.lower())
 
 
 def _width_of_sums(dtype: str) -> float:
