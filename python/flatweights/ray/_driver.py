@@ -179,7 +179,7 @@ class DriverAverage:
 
     def run(self) -> Round:
         """Wait, average, and let go of all values, in an error too."""
-        with letting_go(self.let_go, self._arrivals.let_go):
+        with letting_go(self._held.clear, self._arrivals.let_go):
             # "skip" may leave too few, which is known only after the pass that writes ``out``.
             skips = self._request.nonfinite == "skip" and self._out is not None
             at_once = self._request.rule is not None or (self._may_hold_all() and not skips)
@@ -195,10 +195,6 @@ class DriverAverage:
                 seconds={"wait": self._arrivals.seconds_waited, "average": self._seconds},
                 nbytes=sum(self._nbytes.values()),
             )
-
-    def let_go(self) -> None:
-        """Hold no value any longer."""
-        self._held.clear()
 
     def _may_hold_all(self) -> bool:
         """Whether no more than ``max_inflight`` answers have to be mapped from the store."""

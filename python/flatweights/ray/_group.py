@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
@@ -44,7 +45,8 @@ ByRank = Callable[[int], Sequence[Any]]
 """A function of the rank that gives arguments."""
 
 
-class _Work(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Work:
     """The call that all workers of a round get.
 
     Attributes:
@@ -59,16 +61,12 @@ class _Work(NamedTuple):
     kwargs: Mapping[str, Any]
     arguments: ByRank | None
 
-    @classmethod
-    def of(
-        cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], arguments: ByRank | None
-    ) -> _Work:
+    def __post_init__(self) -> None:
         """Check that the method has a name: a call without one would only set weights."""
-        if not isinstance(method, str):
-            raise TypeError(f"method: expected a name, got {method!r}")
-        if arguments is not None and not callable(arguments):
-            raise TypeError(f"arguments: expected a function of the rank, got {arguments!r}")
-        return cls(method, args, kwargs, arguments)
+        if not isinstance(self.method, str):
+            raise TypeError(f"method: expected a name, got {self.method!r}")
+        if self.arguments is not None and not callable(self.arguments):
+            raise TypeError(f"arguments: expected a function of the rank, got {self.arguments!r}")
 
     @property
     def needs_weights(self) -> bool:
@@ -270,7 +268,7 @@ class WorkerGroup:
             TypeError: If ``method`` is not a name.
             ValueError: If ``ranks`` are not those of workers, each once.
         """
-        roster, work = self._roster, _Work.of(method, args, kwargs, arguments)
+        roster, work = self._roster, _Work(method, args, kwargs, arguments)
         timeout, asked = check_timeout(timeout), roster.check(ranks)
         called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
         by_rank = work.arguments_of(called)
@@ -345,13 +343,9 @@ class WorkerGroup:
             ValueError: As `flatweights.ray.average`; or if ``ranks`` are not those of workers,
                 each once.
         """
-        work = _Work.of(method, args, kwargs, arguments)
+        work = _Work(method, args, kwargs, arguments)
         request = self._request(
-            weights,
-            timeout=timeout,
-            min_results=min_results,
-            nonfinite=nonfinite,
-            rule=rule,
+            weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
         result = self._average(work, request, ranks, broadcast, out, travels)
         report(result, already_named=self.unhealthy)
@@ -506,19 +500,15 @@ class WorkerGroup:
             rounds = operator.index(rounds)
         except TypeError:
             raise TypeError(f"rounds: expected an integer, got {rounds!r}") from None
-        work = _Work.of(method, args, kwargs, arguments)
+        work = _Work(method, args, kwargs, arguments)
         request = self._request(
-            weights,
-            timeout=timeout,
-            min_results=min_results,
-            nonfinite=nonfinite,
-            rule=rule,
+            weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
 
         def average(number: int) -> Round:
             more = () if round_arguments is None else tuple(round_arguments(number))
             asked = ranks(number) if callable(ranks) else ranks
-            this = work._replace(args=(*args, *more))
+            this = dataclasses.replace(work, args=(*args, *more))
             return self._average(this, request, asked)
 
         if not callable(ranks):

@@ -159,24 +159,22 @@ def report(result: Round, *, already_named: Collection[int] = ()) -> None:
         already_named: Ranks that a warning has named.
     """
     left_out = ranks_left_out(result)
-    added: dict[Count, int] = {ROUND: 1, RECEIVED: result.nbytes}
-    for why, ranks in left_out.items():
-        if ranks:
-            added["ranks_left_out", "reason", why] = len(ranks)
+    counts: dict[Count, int] = {ROUND: 1, RECEIVED: result.nbytes}
+    for reason, ranks in left_out.items():
+        counts["ranks_left_out", "reason", reason] = len(ranks)
     for way in result.ways.values():
         by_way = "ways", "way", way.split(":")[0]
-        added[by_way] = added.get(by_way, 0) + 1
+        counts[by_way] = counts.get(by_way, 0) + 1
     seconds = {step: result.seconds[step] for step in _OWN if step in result.seconds}
-    METRICS.add(added, seconds, len(result.used))
+    METRICS.add(counts, seconds, len(result.used))
     lost = {*result.late, *result.failed}
     level = logging.WARNING if lost.difference(already_named) else logging.INFO
     if not _log.isEnabledFor(level):
         return
     name = "average" if result.number is None else f"round {result.number}"
-    counts = [f"{len(result.used)} of {len(result.used) + len(lost)} ranks"]
+    texts = [f"{len(result.used)} of {len(result.used) + len(lost)} ranks"]
     for reason, ranks in left_out.items():
-        if ranks:
-            counts.append(f"{len(ranks)} {reason} ({', '.join(map(str, ranks))})")
+        texts.append(f"{len(ranks)} {reason} ({', '.join(map(str, ranks))})")
     steps = {step: value for step, value in result.seconds.items() if step != "round"}
     times = ", ".join(f"{step} {value:.3f}" for step, value in steps.items())
     reasons = "".join(
@@ -188,7 +186,7 @@ def report(result: Round, *, already_named: Collection[int] = ()) -> None:
         level,
         "%s: %s, %.3f s (%s), %s%s",
         name,
-        ", ".join(counts),
+        ", ".join(texts),
         result.total_seconds,
         times,
         _in_bytes(result) + _by_ways(result),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 import operator
 import time
 from collections.abc import Mapping, Sequence
@@ -157,7 +158,7 @@ class Round:
         left_out = ranks_left_out(self)
         total = len(self.used) + sum(map(len, left_out.values()))
         counts = [f"{len(self.used)} of {total} ranks {_ranks(self.used)}"]
-        counts += [f"{reason} {_ranks(ranks)}" for reason, ranks in left_out.items() if ranks]
+        counts += [f"{reason} {_ranks(ranks)}" for reason, ranks in left_out.items()]
         return f"<{name}: {', '.join(counts)}, {self.total_seconds:.3f} s>"
 
     def _repr_html_(self) -> str:
@@ -176,29 +177,19 @@ class Round:
         return f"<table>{''.join(rows)}</table>"
 
 
+_FACTS = [*inspect.signature(Round).parameters][1:]
+
+
 def facts_of(result: Round) -> tuple[Any, ...]:
     """Return what `Round` takes after the weights, for a process that has these; no extras."""
-    return (
-        result.used,
-        result.failed,
-        result.late,
-        None,
-        result.seconds,
-        result.nbytes,
-        result.nbytes_sent,
-        result.quarantined,
-        result.number,
-        result.scores,
-        result.ways,
-        result.groups,
-        result.links,
-    )
+    return tuple(None if name == "extras" else getattr(result, name) for name in _FACTS)
 
 
 def ranks_left_out(result: Round) -> dict[str, list[int]]:
-    """Return the ranks left out of the average, by reason."""
+    """Return the ranks left out of the average, by each reason that there is."""
     failed = [rank for rank in result.failed if rank not in result.quarantined]
-    return {"late": [*result.late], "quarantined": [*result.quarantined], "failed": failed}
+    reasons = {"late": [*result.late], "quarantined": [*result.quarantined], "failed": failed}
+    return {reason: ranks for reason, ranks in reasons.items() if ranks}
 
 
 def _ranks(ranks: Sequence[int]) -> str:
