@@ -21,7 +21,7 @@ import flatweights as fw
 from flatweights.ray import _failpoints
 from flatweights.ray.lanes._driver import DriverLane, Lanes
 from flatweights.ray.lanes._message import Message, make_message
-from flatweights.ray.lanes._worker import WEIGHTS, WorkerLanes
+from flatweights.ray.lanes._worker import COMMAND, WEIGHTS, WorkerLanes
 
 # A worker is a fork of a server that has imported everything, once.
 _processes = multiprocessing.get_context("forkserver")
@@ -69,6 +69,9 @@ class Model:
 
     def echo(self, value: Any) -> Any:
         return value
+
+    def repeat(self, value: Any, count: int) -> Any:
+        return value * count
 
     def fail(self) -> None:
         raise ArithmeticError("diverged")
@@ -121,9 +124,9 @@ def _mapped() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def command_of(lanes: Lanes, method: str, *args: Any, wants_window: bool = True) -> Message | None:
+def command_of(lanes: Lanes, method: str, *args: Any) -> Message | None:
     """Return a command for workers; None if it has to go through Ray."""
-    return make_message(int(wants_window), [(method, args, {})], lanes.windows, frozen=True)
+    return make_message(COMMAND, [(method, args, {})], lanes.windows, frozen=True)
 
 
 def _work(pipe: Connection, rank: int, size: int) -> None:
@@ -231,13 +234,13 @@ class Driver:
         for worker in self.workers:
             worker.attach(self.lanes)
 
-    def command(self, method: str, *args: Any, wants_window: bool = True) -> Message:
-        found = command_of(self.lanes, method, *args, wants_window=wants_window)
+    def command(self, method: str, *args: Any) -> Message:
+        found = command_of(self.lanes, method, *args)
         assert found is not None
         return found
 
-    def post(self, method: str, *args: Any, wants_window: bool = True) -> None:
-        command = self.command(method, *args, wants_window=wants_window)
+    def post(self, method: str, *args: Any) -> None:
+        command = self.command(method, *args)
         for worker in self.workers:
             worker.post(command, self.lanes)
 
@@ -252,13 +255,13 @@ class Driver:
             self.lanes.wait(missing, max(0.0, end - time.monotonic()), len(missing))
         return True
 
-    def answers(self, method: str, *args: Any, wants_window: bool = True) -> list[tuple[int, Any]]:
-        self.post(method, *args, wants_window=wants_window)
+    def answers(self, method: str, *args: Any) -> list[tuple[int, Any]]:
+        self.post(method, *args)
         assert self.wait()
         return [worker.lane.take() for worker in self.workers]
 
-    def values(self, method: str, *args: Any, wants_window: bool = True) -> list[Any]:
-        return [value_of(one) for one in self.answers(method, *args, wants_window=wants_window)]
+    def values(self, method: str, *args: Any) -> list[Any]:
+        return [value_of(one) for one in self.answers(method, *args)]
 
     def is_held(self, index: int) -> bool:
         """Whether a worker holds a view of the driver's window ``index``."""
@@ -304,7 +307,7 @@ def _drive(point: str, action: str, pipe: Connection, worker: tuple[int, Connect
         _failpoints.reach("averaging")
         _failpoints.reach("sending")
         driver.lanes.wait([], 0.0)  # a worker that has answered already is not waited for
-        driver.values("set", mean, wants_window=False)
+        driver.values("set", mean)
         for weights in driver.values("get"):
             assert (weights["w"] == mean["w"]).all()
         mean = weights_of(float(value))

@@ -72,7 +72,7 @@ def test_a_worker_fails_at_a_point(driver: Driver, point: str, action: str) -> N
     driver.values("get", 1.0)
     if point == "called":  # the next command finds it out of its call
         assert first.outcomes(1) == [("value", None)]
-    first.post(driver.command("fail_at", point, action, wants_window=False), driver.lanes)
+    first.post(driver.command("fail_at", point, action), driver.lanes)
     assert driver.wait([first])
     assert value_of(first.lane.take()) is None
     if point == "called":
@@ -101,10 +101,10 @@ def test_a_worker_fails_at_a_point(driver: Driver, point: str, action: str) -> N
 @pytest.mark.parametrize("action", ACTIONS)
 def test_a_worker_fails_between_the_halves_of_a_set(driver: Driver, action: str) -> None:
     first, second = driver.workers
-    driver.values("set", weights_of(1.0), wants_window=False)
+    driver.values("set", weights_of(1.0))
     new = weights_of(5.0)
-    first.post(driver.command("set_by_halves", new, action, wants_window=False), driver.lanes)
-    second.post(driver.command("set", new, wants_window=False), driver.lanes)
+    first.post(driver.command("set_by_halves", new, action), driver.lanes)
+    second.post(driver.command("set", new), driver.lanes)
     assert driver.wait([second])
     if action == "die":
         while not first.lane.is_closed:

@@ -37,7 +37,7 @@ from flatweights.ray.lanes._driver import DriverLane, Lanes
 from flatweights.ray.lanes._end import LaneError, is_shortage
 from flatweights.ray.lanes._message import Message, make_message
 from flatweights.ray.lanes._order import CallLog
-from flatweights.ray.lanes._worker import BROKEN, BY_CALL, VALUE, WEIGHTS, NoLane
+from flatweights.ray.lanes._worker import BROKEN, BY_CALL, COMMAND, VALUE, WEIGHTS, NoLane
 
 _VARIABLE = "FLATWEIGHTS_RAY"
 _MOST_OFFERED = 3  # windows that may hold averages which the user keeps
@@ -147,9 +147,8 @@ class GroupLanes:
             assert self._lanes is not None
             weights = None if call.payload is None else call.payload.value
             args = call.head, plain_weights(weights), call.method, *call.args
-            kind = int(call.method is not None)  # without a method there is no result
             value = "call_version", args, call.kwargs
-            message = make_message(kind, [value], self._lanes.windows, frozen=True)
+            message = make_message(COMMAND, [value], self._lanes.windows, frozen=True)
             self._last = call, message
         return self._last[1]
 
@@ -429,7 +428,8 @@ class Worker:
                 self._fail(str(error), may_pass=False)
                 return
             self._token = lanes.new_token()
-            self._attaching = self.handle.attach_lane.remote(lanes.address, self._token, _node())
+            node = ray.get_runtime_context().get_node_id()
+            self._attaching = self.handle.attach_lane.remote(lanes.address, self._token, node)
             self.way = "store: it attaches"
         timeout = _INSIST if self._group.insists else 0
         if not ray.wait([self._attaching], timeout=timeout)[0]:
@@ -471,11 +471,6 @@ class Worker:
         _core.withdraw_offer()
         payload.put = lambda: put(made, self._group.ranks)
         return made
-
-
-def _node() -> str:
-    node: str = ray.get_runtime_context().get_node_id()
-    return node
 
 
 def _text_of(error: Exception) -> str:

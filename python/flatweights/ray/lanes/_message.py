@@ -4,8 +4,8 @@ A message is a header, a table of buffers, and a body of pickle's protocol 5. Th
 the window, its generation, the offset and the size of each buffer. A value that is too large for
 a mailbox, or refers to objects of Ray, cannot be a message: it goes through Ray.
 
-A command is a method's name, its arguments and its keyword arguments. Its kind says whether a large
-result is to lie in a window of the worker, to be read in place, or goes through Ray.
+A command is a method's name, its arguments and its keyword arguments. Its answer is the result,
+whose large buffers lie in a window of the worker, to be read in place.
 """
 
 import io
@@ -126,9 +126,7 @@ def buffer_message(
     return Message(join_message(kind, body, extents), extents)
 
 
-def make_message(
-    kind: int, box: list[Any], windows: Windows | None, *, frozen: bool
-) -> Message | None:
+def make_message(kind: int, box: list[Any], windows: Windows, *, frozen: bool) -> Message | None:
     """Return a message with the value in ``box``.
 
     Buffers that lie in windows are not moved, unless somebody could still write to them;
@@ -138,7 +136,7 @@ def make_message(
         kind: What kind of message.
         box: A list that holds only the value. It is emptied, so that this function can tell
             whether anything else refers to the value; without a message, the value is put back.
-        windows: Those of this process. If None, a value with large buffers makes no message.
+        windows: Those of this process.
         frozen: Whether read-only buffers are never written to. If not, a buffer that lies in a
             window is copied if an array over it is still alive.
 
@@ -151,43 +149,30 @@ def make_message(
         return None
     if not fits(body, len(buffers)):
         return None
-    if windows is None:
-        if buffers:
-            return None
-        box.clear()
-        return Message(join_message(kind, body), [])
-    extents = [windows.find(buffer) for buffer in buffers]
-    if frozen:
-        extents = [p if b.readonly else None for p, b in zip(extents, buffers, strict=True)]
-    if not _copy_in(windows, extents, dict(enumerate(buffers))):
+    found = {i: windows.find(b) for i, b in enumerate(buffers) if b.readonly or not frozen}
+    extents = {i: extent for i, extent in found.items() if extent is not None}
+    outside = {i: buffer for i, buffer in enumerate(buffers) if i not in extents}
+    if not _copy_in(windows, extents, outside):
         return None
     # From here on nothing in this function keeps the value alive.
-    del buffers
+    del buffers, outside
     box.clear()
     if not frozen:
-        kept = {
-            i: extent for i, extent in enumerate(extents) if extent and windows.is_taken(extent)
-        }
-        for i in kept:
-            extents[i] = None
+        kept = {i: extent for i, extent in extents.items() if windows.is_taken(extent)}
         if not _copy_in(windows, extents, kept):
-            copies = [windows.copy_of(kept.get(i) or extent) for i, extent in enumerate(extents)]
+            copies = [windows.copy_of(extent) for _, extent in sorted(extents.items())]
             box.append(pickle.loads(body, buffers=copies))
             return None
-    whole = [extent for extent in extents if extent is not None]
+    whole = [extent for _, extent in sorted(extents.items())]
     return Message(join_message(kind, body, whole), whole)
 
 
 def _copy_in(
-    windows: Windows, extents: list[Extent | None], sources: Mapping[int, memoryview | Extent]
+    windows: Windows, extents: dict[int, Extent], sources: Mapping[int, memoryview | Extent]
 ) -> bool:
-    """Copy the ``sources`` that have no extent yet into a window; return whether one was free."""
-    missing = [i for i, extent in enumerate(extents) if extent is None]
-    if not missing:
-        return True
-    copied = windows.copy_in([sources[i] for i in missing])
+    """Copy the ``sources`` into a window, and note their extents; return whether one was free."""
+    copied = windows.copy_in([*sources.values()]) if sources else []
     if copied is None:
         return False
-    for i, extent in zip(missing, copied, strict=True):
-        extents[i] = extent
+    extents.update(zip(sources, copied, strict=True))
     return True

@@ -33,6 +33,8 @@ the worker's time. A raw call on the actor's handle waits so long at most, and t
 running command.
 """
 
+COMMAND = 0  # the kind of all commands
+
 # Kinds of answers.
 VALUE = 0  # a pickled result
 BY_CALL = 1  # the result is that of a Ray call; holds its number, a `NUMBER`
@@ -153,7 +155,7 @@ class WorkerLane(LaneEnd):
         try:
             if self._doorbell is None:
                 self.receive()
-            kind, buffers, body = self.read()
+            _, buffers, body = self.read()
             if self._doorbell is None:  # known after `read`, so that no window stays held
                 raise self._missing("expected a doorbell, got none")
         except (LaneError, OSError, ValueError, MemoryError) as error:
@@ -166,8 +168,7 @@ class WorkerLane(LaneEnd):
         finally:
             del buffers
         reach("read")
-        wants_window = bool(kind)
-        if wants_window and self._last_nbytes:
+        if self._last_nbytes:
             self._windows.offer(self._last_nbytes, most_taken=2)
         try:
             box.append(getattr(worker, method)(*args, **kwargs))
@@ -176,13 +177,11 @@ class WorkerLane(LaneEnd):
             # The driver must not see the answer while views of its windows are alive.
             del args, kwargs, body
         reach("run")
-        message = self._weights_message(box) if wants_window else None
+        message = self._weights_message(box)
         layout = self._layout
         if message is None:
             layout = box[0].layout if type(box[0]) is FlatWeights else layout
-            message = make_message(
-                VALUE, box, self._windows if wants_window else None, frozen=False
-            )
+            message = make_message(VALUE, box, self._windows, frozen=False)
         if message is None:
             return None
         answer, extents = message

@@ -22,7 +22,7 @@ from flatweights.ray._calls import Answer, Packed
 from flatweights.ray.lanes._driver import DriverLane
 from flatweights.ray.lanes._message import Message, buffer_message
 from flatweights.ray.lanes._windows import Windows
-from flatweights.ray.lanes._worker import NUMBER
+from flatweights.ray.lanes._worker import COMMAND, NUMBER
 from flatweights.ray.members._asks import Ask, MemberDiedError, remember
 from flatweights.ray.members._news import News
 from flatweights.ray.nodes._agents import AgentEnd
@@ -231,7 +231,7 @@ def outcome_message(
 
     The member then fetches the outcome through Ray.
     """
-    message = buffer_message(0, body, buffer, windows)
-    message = message or buffer_message(0, NUMBER.pack(number), None, windows)
+    message = buffer_message(COMMAND, body, buffer, windows)
+    message = message or buffer_message(COMMAND, NUMBER.pack(number), None, windows)
     assert message is not None
     return message
