@@ -284,13 +284,11 @@ class RayAnswer(Answer):
         """Return the object: mapped from the object store, if it is large."""
         return ray.get(self.ref)
 
-    def abandon(self) -> None:
-        """Drop the reference, or the store would keep the value: actors take turns."""
-        self.ref = None
-
     def let_go(self) -> None:
         """Drop the reference."""
         self.ref = None
+
+    abandon = let_go  # or the store would keep the value; actors take turns
 
 
 def argument_of(payload: Payload | None) -> Any:

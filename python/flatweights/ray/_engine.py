@@ -214,6 +214,11 @@ class Arrivals:
         owing = {*self.late, *self._pending.values()}
         return {rank: answer for rank, answer in self.answers.items() if rank in owing}
 
+    @property
+    def errors(self) -> dict[int, Exception]:
+        """By rank, why it gave no result: what was raised, or that it is late."""
+        return self.failed | dict.fromkeys(self.late, late_error(self.deadline.timeout))
+
     def wait(self, *, all_at_once: bool = False) -> list[int] | None:
         """Wait for something to happen; return the ranks of answers that came.
 
@@ -288,13 +293,12 @@ class Arrivals:
         need = len(self.answers) if request.min_results is None else request.min_results
         if left + len(self.quarantined) >= need and left >= (request.min_results or 1):
             return
-        failed = dict(self.failed)
-        first = next(iter(failed.values()), None)
-        full = [rank for rank, error in failed.items() if isinstance(error, FULL)]
+        errors = self.errors
+        first = next(iter(self.failed.values()), None)
+        full = [rank for rank, error in errors.items() if isinstance(error, FULL)]
         if full:
-            failed |= dict.fromkeys(full, too_small(len(self.answers), sample()))
-        failed |= dict.fromkeys(self.late, late_error(self.deadline.timeout))
-        raise WorkerError(failed) from first
+            errors |= dict.fromkeys(full, too_small(len(self.answers), sample()))
+        raise WorkerError(errors) from first
 
     def let_go(self) -> None:
         """Let go of all answers but those that are still owed, and wait for none."""

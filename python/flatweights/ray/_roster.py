@@ -458,8 +458,7 @@ class Roster:
             rest = answer.overdue() if rank in arrivals.late else answer.abandon()
             self._records[rank].owed = rest
         arrivals.let_go()
-        self._note_lost(arrivals.failed)
-        self._note_lost(dict.fromkeys(arrivals.late, late_error(arrivals.deadline.timeout)))
+        self._note_lost(arrivals.errors)
 
     def _note_lost(self, failed: Mapping[int, Exception]) -> None:
         """Count those of the ``failed`` ranks as unhealthy whose worker is lost."""

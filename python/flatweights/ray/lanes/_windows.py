@@ -107,9 +107,8 @@ class Windows:
         move_parts([*map(self._bytes_at, extents)], sources)
         return extents
 
-    def copy_of(self, extent: Extent | None) -> NDArray[np.uint8]:
+    def copy_of(self, extent: Extent) -> NDArray[np.uint8]:
         """Return a copy of the bytes at ``extent``."""
-        assert extent is not None
         return np.array(self._bytes_at(extent))
 
     def _bytes_at(self, extent: Extent) -> NDArray[np.uint8]:
@@ -133,9 +132,9 @@ class Windows:
             self._windows[index] = _core.Window(0)
             self._generations[index] += 1
         try:
-            check_free_memory(nbytes)
+            _check_free_memory(nbytes)
             made = _core.Window(nbytes)
-        except (NoSharedMemoryError, OSError) as error:
+        except (MemoryError, OSError) as error:
             if not self._warned:
                 self._warned = True
                 _log.warning("no window, so weights go through Ray: %s", error)
@@ -151,18 +150,12 @@ class Windows:
         return not window.is_taken and not self._holds(index)
 
 
-class NoSharedMemoryError(MemoryError):
-    """There is no memory for a window: the control group or the machine has too little."""
-
-
-def check_free_memory(nbytes: int) -> None:
-    """Raise `NoSharedMemoryError` unless ``nbytes`` more fit into memory.
+def _check_free_memory(nbytes: int) -> None:
+    """Raise `MemoryError` unless ``nbytes`` more fit into memory.
 
     A memory file counts towards the control group of the process that fills it, and beyond the
     limit of a group the kernel kills one of its processes. So the limit is checked before.
     """
     free = _core.free_memory()
     if nbytes > free:
-        raise NoSharedMemoryError(
-            f"{nbytes:,} bytes of shared memory do not fit: {free:,} are free"
-        )
+        raise MemoryError(f"{nbytes:,} bytes of shared memory do not fit: {free:,} are free")

@@ -127,7 +127,8 @@ class WorkerLane(LaneEnd):
             finally:
                 if answer is None:  # this Ray call returns the result, or raises the error
                     mailbox.answer_with(join_message(BY_CALL, NUMBER.pack(call)), call)
-                    self._ring()
+                    if self._doorbell is not None:  # for however many answers it waits
+                        self._doorbell.ring()
             if answer is None:
                 return box.pop()
             if self._is_broken:
@@ -144,11 +145,6 @@ class WorkerLane(LaneEnd):
                 return None
         reach("waited")
         return None
-
-    def _ring(self) -> None:
-        """Wake the driver, however many answers it waits for."""
-        if self._doorbell is not None:
-            self._doorbell.ring()
 
     def _run(self, worker: Any, box: list[Any]) -> bytes | None:
         """Run the command in the mailbox; return the answer, None if the result is in ``box``."""

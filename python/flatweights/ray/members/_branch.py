@@ -28,7 +28,7 @@ from flatweights.ray.nodes._node import NodeEnd
 _KEPT = 4  # outcomes that members may fetch
 
 
-class Post(NamedTuple):
+class BranchOutcome(NamedTuple):
     """An outcome for members of one branch.
 
     Attributes:
@@ -72,7 +72,7 @@ class Branch:
         self._turn = turn
         self._seats: dict[bytes, Seat] = {}
         self._asked: set[bytes] = set()  # those that wait for an outcome
-        self._posts: dict[int, tuple[bytes, Any]] = {}
+        self._outcomes: dict[int, tuple[bytes, Any]] = {}
         self.news = News(made)
         threading.Thread(target=self._run, name="flatweights-branch", daemon=True).start()
 
@@ -105,31 +105,31 @@ class Branch:
         Raises:
             KeyError: If it is no longer kept.
         """
-        return self._posts[number]
+        return self._outcomes[number]
 
     def give(self, rank: int) -> NDArray[np.uint8]:
         """Return the weights of a member."""
         with self._turn:
             return self._end.models[rank]
 
-    def post(self, post: Post) -> None:
+    def post(self, outcome: BranchOutcome) -> None:
         """Give members an outcome."""
-        weights = post.weights
+        weights = outcome.weights
         buffer: Any = None
         if isinstance(weights, AverageOf):
             buffer = self._end.weights(weights.number).buffer
         elif weights is not None:
             buffer = ray.get(weights[0])
-        self._posts[post.number] = post.body, buffer
-        if len(self._posts) > _KEPT:
-            del self._posts[next(iter(self._posts))]
+        self._outcomes[outcome.number] = outcome.body, buffer
+        if len(self._outcomes) > _KEPT:
+            del self._outcomes[next(iter(self._outcomes))]
         windows = self._lanes.windows
-        message = outcome_message(post.number, post.body, buffer, windows)
+        message = outcome_message(outcome.number, outcome.body, buffer, windows)
         posted: list[DriverLane] = []
-        for token in post.tokens:
+        for token in outcome.tokens:
             seat = self._seats[token]
             self._end.models.pop(seat.rank, None)
-            seat.has = post.number
+            seat.has = outcome.number
             seat.answer = SeatAnswer(self.news, seat)
             self._asked.discard(token)
             try:
@@ -213,6 +213,6 @@ class BranchAgent(Agent):
         """See `Branch.give`."""
         return self._branch.give(rank)
 
-    def post(self, post: Post) -> None:
+    def post(self, outcome: BranchOutcome) -> None:
         """See `Branch.post`."""
-        self._branch.news.ask(self._branch.post, post)
+        self._branch.news.ask(self._branch.post, outcome)

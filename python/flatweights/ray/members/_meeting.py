@@ -33,7 +33,7 @@ from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Exchanged, Packed, seconds_left
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import Arrivals, Deadline, Request
-from flatweights.ray._errors import WorkerError, late_error, portable
+from flatweights.ray._errors import WorkerError, portable
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT, report
 from flatweights.ray._round import Round, facts_of
@@ -41,7 +41,7 @@ from flatweights.ray.lanes._driver import DriverLane, Lanes, wake
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message
 from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome
-from flatweights.ray.members._branch import BranchAgent, Post
+from flatweights.ray.members._branch import BranchAgent, BranchOutcome
 from flatweights.ray.members._news import News
 from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer, outcome_message
 from flatweights.ray.nodes._agent import AverageOf
@@ -375,10 +375,8 @@ class Meeting:
         answer = arrivals.answers.get(first.root)
         packed = None if answer is None else answer.packed()
         if packed is None:
-            why = arrivals.failed.get(first.root)
-            if first.root in arrivals.late:
-                why = late_error(arrivals.deadline.timeout)
-            raise WorkerError({first.root: why or RuntimeError("it has left the meeting")})
+            why = arrivals.errors.get(first.root) or RuntimeError("it has left the meeting")
+            raise WorkerError({first.root: why})
         self._lanes.windows.offer(packed.layout.nbytes)
         copied = packed.layout.new_buffer()
         _core.move_parts([copied], [packed.buffer])
@@ -449,7 +447,7 @@ class Meeting:
             elif buffer is not None:
                 ref = ray.put(buffer) if ref is None else ref
                 weights = [ref]
-            agent.handle.post.remote(Post(number, body, weights, tokens))
+            agent.handle.post.remote(BranchOutcome(number, body, weights, tokens))
 
     def _lose(self, seat: Seat, why: str) -> None:
         """Count a member as dead."""
