@@ -149,30 +149,33 @@ def make_message(kind: int, box: list[Any], windows: Windows, *, frozen: bool) -
         return None
     if not fits(body, len(buffers)):
         return None
-    found = {i: windows.find(b) for i, b in enumerate(buffers) if b.readonly or not frozen}
-    extents = {i: extent for i, extent in found.items() if extent is not None}
-    outside = {i: buffer for i, buffer in enumerate(buffers) if i not in extents}
+    if not buffers:
+        box.clear()
+        return Message(join_message(kind, body), [])
+    extents = [windows.find(b) if b.readonly or not frozen else None for b in buffers]
+    outside = {i: buffers[i] for i, extent in enumerate(extents) if extent is None}
     if not _copy_in(windows, extents, outside):
         return None
     # From here on nothing in this function keeps the value alive.
     del buffers, outside
     box.clear()
+    whole = [extent for extent in extents if extent is not None]
     if not frozen:
-        kept = {i: extent for i, extent in extents.items() if windows.is_taken(extent)}
-        if not _copy_in(windows, extents, kept):
-            copies = [windows.copy_of(extent) for _, extent in sorted(extents.items())]
+        kept = {i: extent for i, extent in enumerate(whole) if windows.is_taken(extent)}
+        if not _copy_in(windows, whole, kept):
+            copies = [*map(windows.copy_of, whole)]
             box.append(pickle.loads(body, buffers=copies))
             return None
-    whole = [extent for _, extent in sorted(extents.items())]
     return Message(join_message(kind, body, whole), whole)
 
 
 def _copy_in(
-    windows: Windows, extents: dict[int, Extent], sources: Mapping[int, memoryview | Extent]
+    windows: Windows, extents: list[Any], sources: Mapping[int, memoryview | Extent]
 ) -> bool:
     """Copy the ``sources`` into a window, and note their extents; return whether one was free."""
     copied = windows.copy_in([*sources.values()]) if sources else []
     if copied is None:
         return False
-    extents.update(zip(sources, copied, strict=True))
+    for i, extent in zip(sources, copied, strict=True):
+        extents[i] = extent
     return True
