@@ -243,18 +243,9 @@ class Template:
 
     def check_layout(self, layout: Layout, where: str) -> None:
         """Raise `ValueError`, naming the first difference, unless the digests agree."""
-        if layout is self.layout or layout.digest == self.layout.digest:
-            return
-        if len(layout) != len(self.layout):
-            difference = f"expected {len(self.layout)} slots, got {len(layout)}"
-        else:
-            pairs = zip(self.layout.slots, layout.slots, strict=True)
-            difference = next(
-                f"slot {i}: expected {ours}, got {theirs}"
-                for i, (ours, theirs) in enumerate(pairs)
-                if ours != theirs
-            )
-        raise ValueError(f"{where}: {difference}")
+        difference = first_difference(self.layout, layout)
+        if difference is not None:
+            raise ValueError(f"{where}: {difference}")
 
     def new(self) -> Any:
         """Return a model of this kind over new memory, with undefined values."""
@@ -276,6 +267,19 @@ class Template:
 
 
 @functools.lru_cache(maxsize=256)
+def first_difference(expected: Layout, layout: Layout) -> str | None:
+    """Return how errors name the first difference of ``layout``; None if the digests agree."""
+    if layout is expected or layout.digest == expected.digest:
+        return None
+    if len(layout) != len(expected):
+        return f"expected {len(expected)} slots, got {len(layout)}"
+    return next(
+        f"slot {i}: expected {ours}, got {theirs}"
+        for i, (ours, theirs) in enumerate(zip(expected.slots, layout.slots, strict=True))
+        if ours != theirs
+    )
+
+
 def check_flat_weights(layout: Layout, where: str) -> None:
     """Raise `TypeError` unless `FlatWeights` of this ``layout`` have a mean."""
     Template._checked(where, Kind.FLAT_WEIGHTS, layout)

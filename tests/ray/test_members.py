@@ -204,6 +204,20 @@ def test_different_calls_are_an_error_in_all_members(puppets: Puppets) -> None:
     assert [record["used"] for _, record in results] == [[0, 1, 2]] * N
 
 
+def test_the_first_slot_that_differs_is_named(puppets: Puppets) -> None:
+    def different(member: Member) -> Any:
+        size = 5 if member.rank == 2 else 4
+        weights = {"kernel": np.ones((2, 2)), "bias": np.ones(size, np.float32)}
+        return member.average(weights)
+
+    for error in errors_of(puppets.meet(), different):
+        assert isinstance(error, ValueError)
+        expected = (
+            "weights of rank 2: slot 1: expected 'bias' float32 (4,), got 'bias' float32 (5,)"
+        )
+        assert str(error).endswith(expected)
+
+
 def test_a_member_that_leaves_is_no_fault(puppets: Puppets) -> None:
     met = puppets.meet()
     all_of(met, average_of)

@@ -244,7 +244,8 @@ class _Averaging:
                     "Call model.optimizer.build(model.trainable_variables) before fit, which sets "
                     "them, or use the callback AverageLogs, which calls it"
                 )
-            member.broadcast_variables(state, timeout=self._timeout)
+            with calls_are_equal("the start of training"):
+                member.broadcast_variables(state, timeout=self._timeout)
         self._is_started, self._has_stepped = True, False
 
     def _average(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._average import Nonfinite
+from flatweights._sources import first_difference
 from flatweights._weights import FlatWeights
 from flatweights.ray._calls import Exchanged, Packed, seconds_left
 from flatweights.ray._driver import DriverAverage
@@ -294,7 +295,7 @@ class Meeting:
         result: Round | None = None
         error: Exception | None = None
         try:
-            self._check_agree(asks)
+            self._check_agree(asks, arrivals)
             result = self._average(asks, arrivals) if is_average else self._relay(first, arrivals)
             weights = Packed(result.weights.buffer, result.weights.layout)
         except Exception as raised:  # all members raise it; a rule may raise anything
@@ -330,7 +331,7 @@ class Meeting:
             report(result, already_named=dead)
             METRICS.add({SENT: self._agents.nbytes * len(asks)})
 
-    def _check_agree(self, asks: dict[int, Ask]) -> None:
+    def _check_agree(self, asks: dict[int, Ask], arrivals: Arrivals) -> None:
         """Raise `ValueError`, naming all ranks, unless all ask for the same call."""
         alike: list[tuple[Ask, list[int]]] = []
         for rank, ask in sorted(asks.items()):
@@ -342,7 +343,14 @@ class Meeting:
                 alike.append((ask, [rank]))
         if len(alike) > 1:
             calls = "; ".join(f"{_named(ranks)}: {ask}" for ask, ranks in alike)
-            raise ValueError(f"expected the same call of all members, got {calls}")
+            (ask, ranks), (other, others) = alike[:2]
+            difference: str | None = None
+            if ask.operation == other.operation and None not in (ask.digest, other.digest):
+                answers: dict[int, Any] = arrivals.answers
+                layouts = answers[ranks[0]].layout, answers[others[0]].layout
+                difference = first_difference(*layouts)
+            where = "" if difference is None else f"; weights of {_named(others)}: {difference}"
+            raise ValueError(f"expected the same call of all members, got {calls}{where}")
 
     def _average(self, asks: dict[int, Ask], arrivals: Arrivals) -> Round:
         first = asks[min(asks)]
