@@ -37,34 +37,30 @@ Exchange = tuple[Mapping[str, Any], Mapping[str, float]]  # the average; seconds
 AccuracyAndPlot = tuple[float, Callable[[], None]]  # of the test; shows the results
 
 
-def exchange_flat(group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
+def exchange_flat(group: WorkerGroup) -> Exchange:
     """Exchange through `flatweights`: two lines."""
-    result = group.average(weights=sizes)
+    result = group.average()
     group.broadcast(result)
     return result.weights, result.seconds
 
 
-def exchange_through_store(group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
+def exchange_through_store(group: WorkerGroup) -> Exchange:
     """Exchange through `flatweights.ray.average` and Ray's object store."""
     actors = group.actors().values()
-    result = average([actor.get_weights.remote() for actor in actors], sizes)
+    result = average([actor.get_weights.remote() for actor in actors])
     ref = result.ref
     begin = time.perf_counter()
     ray.get([actor.set_weights.remote(ref) for actor in actors])
     return result.weights, {**result.seconds, "broadcast": time.perf_counter() - begin}
 
 
-def exchange_dicts(group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
-    """Exchange as in Ray's guide; weighted, if the shares of the digits differ in size."""
+def exchange_dicts(group: WorkerGroup) -> Exchange:
+    """Exchange as in Ray's guide."""
     actors = group.actors().values()
     times = [time.perf_counter()]
     replies = ray.get([actor.get_dict.remote() for actor in actors])
     times.append(time.perf_counter())
-    if min(sizes) == max(sizes):
-        mean = {k: sum(w[k] for w in replies) / len(replies) for k in replies[0]}
-    else:
-        pairs = [(size / sum(sizes), w) for size, w in zip(sizes, replies, strict=True)]
-        mean = {k: sum(share * w[k] for share, w in pairs) for k in replies[0]}
+    mean = {k: sum(w[k] for w in replies) / len(replies) for k in replies[0]}
     times.append(time.perf_counter())
     ref = ray.put(mean)
     times.append(time.perf_counter())
@@ -76,7 +72,7 @@ def exchange_dicts(group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
 WAYS = {FLAT: exchange_flat, STORE: exchange_through_store, GUIDE: exchange_dicts}
 
 
-def exchange_by(name: str, group: WorkerGroup, sizes: Sequence[int]) -> Exchange:
+def exchange_by(name: str, group: WorkerGroup) -> Exchange:
     """Exchange in one of the `WAYS`, once the workers are ready for it.
 
     Workers of a group wait some milliseconds for its next command before they take other calls.
@@ -84,7 +80,7 @@ def exchange_by(name: str, group: WorkerGroup, sizes: Sequence[int]) -> Exchange
     ray.get([actor.ping.remote() for actor in group.actors().values()])
     if name == FLAT:  # without other ways between, the workers would wait for it already
         group.step("ping")
-    return WAYS[name](group, sizes)
+    return WAYS[name](group)
 
 
 def measure(message: Any, times: Sequence[Mapping[str, float]]) -> Cost:
@@ -117,12 +113,10 @@ def train(options: argparse.Namespace) -> None:
             max_restarts=int(options.kill_worker),
         )
         try:
-            sizes = list(group.step("size").values())
-            per_worker = " or ".join(map(str, sorted(set(sizes))))
-            screen.line(f"digits: {sum(sizes)} to train on, {per_worker} per worker")
+            screen.line(f"digits to train on: {group.step('size')[0]} per worker")
             screen.stage(f"training, averaging {options.mode} ({summary(options)})")
             follow = survive if options.kill_worker else compare
-            accuracy, show = follow(options, screen, group, sizes)
+            accuracy, show = follow(options, screen, group)
             digests = set(group.step("digest").values())
         except ray.exceptions.RayError:
             group.step("ping")  # a call that passed the group by does not say which rank has died
@@ -137,15 +131,13 @@ def train(options: argparse.Namespace) -> None:
     print(f"test accuracy {accuracy:.4f}, SHA-256 of the weights {digests.pop()}")
 
 
-def compare(
-    options: argparse.Namespace, screen: Screen, group: WorkerGroup, sizes: Sequence[int]
-) -> AccuracyAndPlot:
+def compare(options: argparse.Namespace, screen: Screen, group: WorkerGroup) -> AccuracyAndPlot:
     """Train, and exchange in all ways after each round; then exchange arrays of other sizes."""
     ways, tests, computing, gap = list(WAYS), list[tuple[float, float]](), list[float](), 0.0
     times: dict[str, list[Mapping[str, float]]] = {name: [] for name in WAYS}
     for number in range(1, options.rounds + 1):
         seconds = max(group.step("train").values())
-        results = {name: exchange_by(name, group, sizes) for name in ways}
+        results = {name: exchange_by(name, group) for name in ways}
         ways.reverse()  # no way always follows the same one
         computing.append(seconds + max(group.step("finish").values()))
         ours, _ = results[FLAT]
@@ -161,15 +153,13 @@ def compare(
         group.step("exchange_others", 1e6 * megabytes)
         for name in WAYS:
             # If this kept the means, each exchange would need new memory for its own.
-            some = [exchange_by(name, group, sizes)[1] for _ in range(1 + size.repeats)]
+            some = [exchange_by(name, group)[1] for _ in range(1 + size.repeats)]
             others[name][megabytes] = measure(None, some).total
     screen.line(f"largest difference between the averages: {gap:.1g}")
     return tests[-1][1], partial(show_comparison, options, tests, computing, costs, others)
 
 
-def survive(
-    options: argparse.Namespace, screen: Screen, group: WorkerGroup, sizes: Sequence[int]
-) -> AccuracyAndPlot:
+def survive(options: argparse.Namespace, screen: Screen, group: WorkerGroup) -> AccuracyAndPlot:
     """Train, and kill the process of the last rank half-way.
 
     Rounds include that rank again as soon as Ray has restarted its process. The restart takes
@@ -187,7 +177,7 @@ def survive(
     for number in range(1, options.rounds + 1):
         if number == dies_in:
             os.kill(ray.get(process), signal.SIGKILL)
-        (result,) = group.run(1, "train_on", weights=sizes, min_results=1)
+        (result,) = group.run(1, "train_on", min_results=1)
         tests.append(ray.get(group.actors()[result.used[0]].evaluate.remote()))
         is_there, was_there = victim in result.used, number - 1 not in away
         if is_there != was_there:

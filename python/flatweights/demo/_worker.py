@@ -49,7 +49,8 @@ class DigitsWorker(FlatWorker):
         images, labels = load_digits(return_X_y=True)
         images = (images / 16).astype(np.float32)
         parts = train_test_split(images, labels, test_size=359, random_state=options.seed)
-        self.digits = [part[rank :: options.workers] for part in (parts[0], parts[2])]
+        end = len(parts[0]) // options.workers * options.workers  # as many for every worker
+        self.digits = [part[rank : end : options.workers] for part in (parts[0], parts[2])]
         self.test = parts[1], parts[3]
         self.rng = np.random.default_rng([options.seed, rank])
         self.local_steps = options.local_steps
