@@ -66,26 +66,23 @@ def explain(error: Exception) -> str:
     Raises:
         Exception: ``error``, if it is a mistake of the program itself.
     """
-    frames = traceback.walk_tb(error.__traceback__)
-    if any(frame.f_globals.get("__name__") == "ray._private.worker" for frame, _ in frames):
-        import ray
+    import ray
 
-        if not ray.is_initialized():
-            return f"Ray did not start: {_in_a_line(error)}: {_remedy_for_start(error)}"
+    from flatweights.ray import StoreTooSmallError, WorkerError
+
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = {frame.f_globals.get("__name__") for frame, _ in frames}
+    if "ray._private.worker" in modules and not ray.is_initialized():
+        return f"Ray did not start: {_in_a_line(error)}: {_remedy_for_start(error)}"
     if isinstance(error, OSError):
         file = f"{error.filename}: " if error.filename else ""
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = ": free some space, or choose another folder" if is_full else ""
         return f"{file}{error.strerror or error}{remedy}"
-    if "ray" in sys.modules:
-        import ray
-
-        from flatweights.ray import StoreTooSmallError, WorkerError
-
-        if isinstance(error, WorkerError):
-            return "; ".join(f"rank {rank}: {_in_a_line(e)}" for rank, e in error.failed.items())
-        if isinstance(error, (ray.exceptions.RayError, StoreTooSmallError)):
-            return _in_a_line(error)
+    if isinstance(error, WorkerError):
+        return "; ".join(f"rank {rank}: {_in_a_line(e)}" for rank, e in error.failed.items())
+    if isinstance(error, (ray.exceptions.RayError, StoreTooSmallError)):
+        return _in_a_line(error)
     raise error
 
 
