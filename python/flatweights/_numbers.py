@@ -1,6 +1,7 @@
 """Checks of numbers that users pass."""
 
 import math
+import operator
 from typing import Any
 
 from flatweights._dtypes import is_floating, is_integer
@@ -35,6 +36,18 @@ def real_number(value: Any, where: str) -> float:
         raise TypeError(
             f"{where}: expected a real number, got {type(value).__name__}: {error}"
         ) from error
+
+
+def as_integer(value: Any, where: str) -> int:
+    """Return ``value`` as an int.
+
+    Raises:
+        TypeError: If it is not an integer.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{where}: expected an integer, got {value!r}") from None
 
 
 def finite(value: Any, where: str) -> float:

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import operator
 import sys
 import time
 import traceback
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flatweights._average import Nonfinite, check_nonfinite, read_weight, read_weights
+from flatweights._numbers import as_integer
 from flatweights.ray._calls import Answer, wait_any
 from flatweights.ray._errors import WorkerError, late_error
 from flatweights.ray._report import FAILED_ROUND, METRICS
@@ -111,10 +111,7 @@ PLAIN = Codec()
 
 def check_count(value: int, name: str, most: int | None = None) -> int:
     """Return ``value``, checked to be an integer in 1 to ``most``."""
-    try:
-        checked = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
+    checked = as_integer(value, name)
     if checked < 1 or (most is not None and checked > most):
         bound = "at least 1" if most is None else f"1 to {most}, the number of ranks"
         raise ValueError(f"{name}: expected {bound}, got {value!r}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import ray
 
 from flatweights._average import Nonfinite
+from flatweights._numbers import as_integer
 from flatweights.ray._calls import BY_VALUE
 from flatweights.ray._driver import DriverAverage
 from flatweights.ray._engine import (
@@ -496,10 +496,7 @@ class WorkerGroup:
         Raises:
             WorkerError: As `average` and `broadcast`.
         """
-        try:
-            rounds = operator.index(rounds)
-        except TypeError:
-            raise TypeError(f"rounds: expected an integer, got {rounds!r}") from None
+        rounds = as_integer(rounds, "rounds")
         work = _Work(method, args, kwargs, arguments)
         request = self._request(
             weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule

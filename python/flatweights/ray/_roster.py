@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import secrets
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ import numpy as np
 import ray
 
 from flatweights._layout import Layout
+from flatweights._numbers import as_integer
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._calls import (
     Answer,
@@ -161,7 +161,7 @@ class Roster:
         """
         if ranks is None:
             return range(len(self))
-        checked = sorted(map(operator.index, ranks))
+        checked = sorted(as_integer(rank, "ranks") for rank in ranks)
         if not checked or checked[0] < 0 or checked[-1] >= len(self):
             raise ValueError(f"ranks: expected some of 0 to {len(self) - 1}, got {checked}")
         if len({*checked}) < len(checked):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from flatweights import _core
 from flatweights._average import Job, Nonfinite
+from flatweights._numbers import as_integer
 
 Source = TypeVar("Source")
 """An array, `FlatWeights`, a mapping of arrays, or a sequence of arrays."""
@@ -126,11 +126,7 @@ AnyRule = Rule | Callable[[list[Any]], Any]
 
 def check_count(value: int, name: str, least: int = 1) -> None:
     """Raise unless a setting of a rule is an integer of at least ``least``."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
-    if number < least:
+    if as_integer(value, name) < least:
         raise ValueError(f"{name}: expected at least {least}, got {value!r}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import operator
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._average import Nonfinite, check_nonfinite, read_weight
 from flatweights._layout import Layout
+from flatweights._numbers import as_integer
 from flatweights._sources import Template, check_flat_weights
 from flatweights._weights import sealed
 from flatweights.ray._engine import check_count, check_timeout
@@ -443,10 +443,7 @@ def _check_thread() -> None:
 
 
 def _check_rank(rank: int, size: int, name: str) -> int:
-    try:
-        checked = operator.index(rank)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {rank!r}") from None
+    checked = as_integer(rank, name)
     if not 0 <= checked < size:
         raise ValueError(f"{name}: expected 0 to {size - 1}, got {rank!r}")
     return checked
