@@ -177,12 +177,8 @@ class Round:
         return f"<table>{''.join(rows)}</table>"
 
 
-_FACTS = [*inspect.signature(Round).parameters][1:]
-
-
-def facts_of(result: Round) -> tuple[Any, ...]:
-    """Return what `Round` takes after the weights, for a process that has these; no extras."""
-    return tuple(None if name == "extras" else getattr(result, name) for name in _FACTS)
+facts_of = operator.attrgetter(*[*inspect.signature(Round).parameters][1:])
+"""Returns what `Round` takes after the weights, for a process that has these."""
 
 
 def ranks_left_out(result: Round) -> dict[str, list[int]]:
