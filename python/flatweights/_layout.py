@@ -83,22 +83,6 @@ class Layout:
     (6, 64)
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_by_name",
-        "_core",
-        "_digest",
-        "_dtype",
-        "_dtypes",
-        "_hash",
-        "_named",
-        "_names",
-        "_pickled",
-        "_shapes",
-        "_signature",
-        "_slots",
-    )
-
     def __init__(
         self,
         names: Sequence[str],
@@ -125,6 +109,8 @@ class Layout:
         self._names = tuple(names)
         self._dtypes = tuple(np.dtype(dtype) for dtype in dtypes)
         self._shapes = tuple(tuple(int(operator.index(n)) for n in shape) for shape in shapes)
+        self._compared = (named, self._names, self._shapes, self._dtypes)
+        self._hash = hash(self._compared)
         self._core = _core.Layout(self._names, self._shapes, self._dtypes)
         self._by_name = {name: i for i, name in enumerate(self._names)}
         if len(self._by_name) != len(self._names):
@@ -135,7 +121,6 @@ class Layout:
         self._slots: tuple[Slot, ...] | None = None
         self._digest: str | None = None
         self._signature: str | None = None
-        self._hash: int | None = None
         self._pickled: bytes | None = None
 
     @classmethod
@@ -165,14 +150,8 @@ class Layout:
     def slots(self) -> tuple[Slot, ...]:
         """The slots in order."""
         if self._slots is None:
-            rows = zip(
-                self._names,
-                self._shapes,
-                self._dtypes,
-                self._core.starts,
-                self._core.offsets,
-                strict=True,
-            )
+            starts, offsets = self._core.starts, self._core.offsets
+            rows = zip(self._names, self._shapes, self._dtypes, starts, offsets, strict=True)
             self._slots = tuple(Slot(*row) for row in rows)
         return self._slots
 
@@ -263,17 +242,10 @@ class Layout:
             return True
         if not isinstance(other, Layout):
             return NotImplemented
-        return (
-            self._named == other._named
-            and self._names == other._names
-            and self._shapes == other._shapes
-            and self._dtypes == other._dtypes
-        )
+        return self._compared == other._compared
 
     def __hash__(self) -> int:
         """Hash of what `__eq__` compares."""
-        if self._hash is None:
-            self._hash = hash((self._named, self._names, self._shapes, self._dtypes))
         return self._hash
 
     def __repr__(self) -> str:

@@ -113,26 +113,16 @@ class Template:
                 overlaps ``written``.
         """
         parts = self._arrays(source, where)
-        for part in parts:
-            if not part.flags.c_contiguous:
-                break
-        else:  # the usual case
-            return parts
-        return [
-            part if part.flags.c_contiguous else self._copied(part, i, where, written)
-            for i, part in enumerate(parts)
-        ]
-
-    def _copied(
-        self, part: NDArray[Any], i: int, where: str, written: Sequence[NDArray[Any]]
-    ) -> NDArray[Any]:
-        if any(np.shares_memory(part, target) for target in written):
-            raise ValueError(
-                f"{where}{self.at_slot(i)}: overlaps out; only the very same array may be a source "
-                "and the result"
-            )
-        copy: NDArray[Any] = part.copy(order="C")
-        return copy
+        for i, part in enumerate(parts):
+            if part.flags.c_contiguous:  # the usual case
+                continue
+            if any(np.shares_memory(part, target) for target in written):
+                raise ValueError(
+                    f"{where}{self.at_slot(i)}: overlaps out; only the very same array may be a "
+                    "source and the result"
+                )
+            parts[i] = part.copy(order="C")
+        return parts
 
     def read_all(
         self, sources: list[Any], written: Sequence[NDArray[Any]]
@@ -211,11 +201,9 @@ class Template:
         values = self._values(source, where)
         if self.packed:
             return values
-        return (
-            [as_array(source, where)]
-            if self.kind is Kind.ARRAY
-            else _parts(self.keys, values, where)
-        )
+        if self.kind is Kind.ARRAY:
+            return [as_array(source, where)]
+        return _parts(self.keys, values, where)
 
     def _values(self, source: Any, where: str) -> list[Any]:
         """Return the parts of ``source`` as they are, or its packed buffer."""
