@@ -166,7 +166,7 @@ def average_used(
     return job.result, job.screened(job.mean)
 
 
-Parts = list[NDArray[Any]]
+_Arrays = list[NDArray[Any]]
 
 
 class Job:
@@ -256,12 +256,12 @@ class Job:
             parts, weights = [parts[k] for k in used], [weights[k] for k in used]
         return self._write(parts, weights)
 
-    def average(self, weights: Mapping[int, float], points: list[Parts] | None = None) -> None:
+    def average(self, weights: Mapping[int, float], points: list[_Arrays] | None = None) -> None:
         """Write the mean of the sources, or ``points``, at the positions that have ``weights``."""
         points = self.parts if points is None else points
         self._write([points[k] for k in weights], list(weights.values()))
 
-    def _write(self, parts: list[Parts], weights: list[float]) -> bool:
+    def _write(self, parts: list[_Arrays], weights: list[float]) -> bool:
         template = self.template
         core, packed = template.layout.core, template.packed
         return _core.average_into(core, packed, self.written, parts, weights)

@@ -16,6 +16,9 @@ from flatweights._dtypes import is_averaged
 from flatweights._locks import TurnLock
 from flatweights._sources import Template
 
+_Weights = tuple[float, float, float]
+_Kept = Mapping[int, NDArray[Any]]
+
 
 class _State(NamedTuple):
     """The state of a running average that has a source.
@@ -28,7 +31,7 @@ class _State(NamedTuple):
 
     template: Template
     sum: _core.RunningSum
-    kept: Mapping[int, NDArray[Any]]
+    kept: _Kept
 
 
 class RunningAverage:
@@ -188,16 +191,21 @@ class RunningAverage:
                 memory = pickle.PickleBuffer(memory.view(np.uint8).data)
             else:
                 memory = memory.tobytes()
-            return _unpickle, (type(self), state.template, memory, state.sum.weights, state.kept)
+            return running_of, (type(self), state.template, memory, state.sum.weights, state.kept)
 
 
-def _unpickle(
-    cls: type[RunningAverage],
-    template: Template,
-    buffer: Any,
-    weights: tuple[float, float, float],
-    kept: Mapping[int, NDArray[Any]],
+def running_of(
+    cls: type[RunningAverage], template: Template, buffer: Any, weights: _Weights, kept: _Kept
 ) -> RunningAverage:
+    """Return a running average with this state.
+
+    Args:
+        cls: Its class.
+        template: What the sources have in common.
+        buffer: The sums.
+        weights: What is known of the weights of the sources.
+        kept: By slot, the parts without a mean.
+    """
     memory: NDArray[Any] = np.frombuffer(buffer, np.float64)
     # The buffer belongs to the caller, and other sums may use it.
     memory.flags.writeable = False
@@ -206,30 +214,11 @@ def _unpickle(
     return running
 
 
-class SumState(NamedTuple):
-    """A sum as plain memory, to be sent: see `state_of` and `running_of`.
-
-    Attributes:
-        memory: The sums.
-        weights: What is known of the weights of the sources.
-        kept: By slot, the parts without a mean.
-    """
-
-    memory: NDArray[np.float64]
-    weights: tuple[float, float, float]
-    kept: Mapping[int, NDArray[Any]]
-
-
-def state_of(running: RunningAverage) -> SumState:
-    """Return the state of a running average to which something was added."""
+def state_of(running: RunningAverage) -> tuple[NDArray[np.float64], _Weights, _Kept]:
+    """Return the last three arguments of `running_of`, after something was added."""
     state = running._state
     assert state is not None
-    return SumState(state.sum.memory, state.sum.weights, state.kept)
-
-
-def running_of(template: Template, state: SumState) -> RunningAverage:
-    """Return the running average of a state, whose memory belongs to the caller."""
-    return _unpickle(RunningAverage, template, *state)
+    return state.sum.memory, state.sum.weights, state.kept
 
 
 def _kept_parts(template: Template, source: Any) -> dict[int, NDArray[Any]]:

@@ -250,9 +250,9 @@ def _header(file: io.FileIO, size: int) -> tuple[dict[str, str], dict[str, _Tens
         private.flush()
         with safe_open(f"/dev/fd/{private.fileno()}", framework="np") as opened:
             metadata = opened.metadata() or {}
-            described = [(key, opened.get_slice(key)) for key in opened.offset_keys()]
             tensors = {}
-            for key, tensor in described:
+            for key in opened.offset_keys():
+                tensor = opened.get_slice(key)
                 code, shape = tensor.get_dtype(), tuple(tensor.get_shape())
                 if code not in _DTYPES:
                     raise ValueError(f"tensor {key!r}: expected a dtype that NumPy has, got {code}")

@@ -64,27 +64,27 @@ class Gradients:
         most = None if clip_norm is None else _checked_norm(clip_norm, dtype)
         is_list = type(gradients) is list and len(gradients) == len(self._wrappers)
         arranged = gradients if is_list else self._arranged(gradients)
+        vector = None
         if tf.executing_eagerly() or not (
             tf.inside_function()
             or _is_of_graph(next((one for one in arranged if one is not None), None))
         ):
             vector = new_vector(self._layout.size, dtype) if out is None else out
             if _core.gather(self._layout.core, arranged, vector):
-                if most is not None:
-                    _clip(vector, most)
-                return vector
+                return _clip(vector, most)
         if is_list:  # it may hold pairs
             arranged = self._arranged(gradients)
-        if not any(_is_of_graph(gradient) for gradient in arranged):
-            if tf.inside_function():
-                raise RuntimeError(
-                    "inside a tf.function only its own tensors can be flattened; values in "
-                    "memory would be read once, when it is traced, and never again"
-                )
-            return self._in_memory(arranged, dtype, out, most)
-        if out is not None:
-            raise TypeError("out: expected None for gradients of a graph, got an array")
-        return self._in_graph(arranged, dtype, most)
+        if any(_is_of_graph(gradient) for gradient in arranged):
+            if out is not None:
+                raise TypeError("out: expected None for gradients of a graph, got an array")
+            return self._in_graph(arranged, dtype, most)
+        if vector is None:
+            raise RuntimeError(
+                "inside a tf.function only its own tensors can be flattened; values in memory "
+                "would be read once, when it is traced, and never again"
+            )
+        self._write(arranged, vector)
+        return _clip(vector, most)
 
     def _arranged(self, gradients: Any) -> list[Any]:
         """Return one gradient, or None, per slot."""
@@ -134,22 +134,14 @@ class Gradients:
     def _where(self, i: int) -> str:
         return place_of(i, self._layout.slots[i])
 
-    def _in_memory(
-        self,
-        gradients: Sequence[Any],
-        dtype: np.dtype[Any],
-        out: NDArray[Any] | None,
-        most: float | None,
-    ) -> NDArray[Any]:
+    def _write(self, gradients: Sequence[Any], out: NDArray[Any]) -> None:
+        """Write gradients in memory to the vector ``out``, after checking all of them."""
         wait()  # for what computes the gradients: its errors are not those of their conversion
-        pieces = [_piece(gradient, self._layout, i, dtype) for i, gradient in enumerate(gradients)]
-        if out is None:
-            out = new_vector(self._layout.size, dtype)
-        else:
-            for i, piece in enumerate(pieces):
-                array = piece.values if isinstance(piece, Rows) else piece
-                if array is not None and np.may_share_memory(out, array):
-                    raise ValueError(f"out: expected memory of its own, overlaps {self._where(i)}")
+        pieces = [_piece(one, self._layout, i, out.dtype) for i, one in enumerate(gradients)]
+        for i, piece in enumerate(pieces):
+            array = piece.values if isinstance(piece, Rows) else piece
+            if array is not None and np.may_share_memory(out, array):
+                raise ValueError(f"out: expected memory of its own, overlaps {self._where(i)}")
         targets, dense = [], []
         for view, piece in zip(self._layout.vector_views(out), pieces, strict=True):
             if piece is None:
@@ -160,15 +152,12 @@ class Gradients:
                 targets.append(view)
                 dense.append(piece)
         move_parts(targets, dense)
-        if most is not None:
-            _clip(out, most)
-        return out
 
     def _in_graph(
         self, gradients: Sequence[Any], dtype: np.dtype[Any], most: float | None
     ) -> tf.Tensor:
         if tf.inside_function():
-            return self._tensor(gradients, dtype, most)
+            return _clipped(concat(gradients, self._layout, dtype), most)
         graph = next(_parts(g)[0].graph for g in gradients if _is_of_graph(g))
         # Otherwise each call in a loop around a session would add operations to the graph.
         names = tuple(_names(gradient) for gradient in gradients)
@@ -177,16 +166,10 @@ class Gradients:
         if built is None:
             check_unfinished(graph, "flatten its gradients")
             with graph.as_default():
-                built = self._tensor(gradients, dtype, most)
+                built = _clipped(concat(gradients, self._layout, dtype), most)
             if None not in names:
                 self._built[key] = built
         return built
-
-    def _tensor(
-        self, gradients: Sequence[Any], dtype: np.dtype[Any], most: float | None
-    ) -> tf.Tensor:
-        flat = concat(gradients, self._layout, dtype)
-        return flat if most is None else _clipped(flat, most)
 
 
 def trained_positions(variables: Iterable[Any]) -> list[int]:
@@ -316,14 +299,19 @@ def _checked_norm(clip_norm: float, dtype: np.dtype[Any]) -> float:
     return most
 
 
-def _clip(flat: NDArray[Any], most: float) -> None:
+def _clip(flat: NDArray[Any], most: float | None) -> NDArray[Any]:
     try:
-        clip_by_norm_(flat, most)
+        if most is not None:
+            clip_by_norm_(flat, most)
     except ValueError:  # the norm is not finite; everything else is checked
         flat.fill(np.nan)
+    return flat
 
 
-def _clipped(flat: tf.Tensor, most: float) -> tf.Tensor:
+def _clipped(flat: tf.Tensor, most: float | None) -> tf.Tensor:
+    """Return the op that scales ``flat`` as `_clip` does."""
+    if most is None:
+        return flat
     # For float16, the sum of squares overflows at a norm of 256.
     wide = tf.cast(flat, tf.float32) if flat.dtype.size < 4 else flat
     norm = tf.linalg.global_norm([tf.abs(wide) if flat.dtype.is_complex else wide])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import ml_dtypes
@@ -115,7 +116,6 @@ class TensorFlowVariables:
         )
         self._dtype = self._layout.dtype
         self._has_warned = False
-        self._lossy: dict[np.dtype[Any], list[int]] = {}
         self._without_arithmetic = [
             str(slot)
             for slot in self._layout.slots
@@ -279,12 +279,7 @@ class TensorFlowVariables:
         """Warn once, of the first slot whose value `set_flat` cannot restore from ``flat``."""
         if self._has_warned:
             return
-        lossy = self._lossy.get(flat.dtype)
-        if lossy is None:
-            slots = enumerate(self._layout.slots)
-            lossy = [i for i, slot in slots if self._may_lose(slot.dtype, flat.dtype)]
-            self._lossy[flat.dtype] = lossy
-        for i in lossy:
+        for i in _lossy_slots(self._layout, flat.dtype):
             slot = self._layout.slots[i]
             values = flat[slot.start : slot.start + slot.size]
             if flat.dtype.kind == "c" or not _holds_integers(values):
@@ -296,13 +291,6 @@ class TensorFlowVariables:
                     stacklevel=3,
                 )
                 return
-
-    def _may_lose(self, own: np.dtype[Any], vector: np.dtype[Any]) -> bool:
-        """Whether a ``vector`` dtype may not hold the values of a variable of dtype ``own``."""
-        if vector.kind == "c":
-            # A caller who passes a complex dtype for real weights intends this.
-            return self._dtype.kind == "c" and own.kind != "c"
-        return is_integer(own) and 8 * own.itemsize > _bits_of_integers(vector)
 
     def _check_out(self, out: NDArray[Any], dtype: np.dtype[Any]) -> None:
         if not isinstance(out, np.ndarray):
@@ -525,10 +513,13 @@ class TensorFlowVariables:
                 self._mover.set_packed(new_weights.buffer, share=share)
                 return
         keys = match_slots(new_weights, self._layout, strict=strict, rename=rename)
+        values = {i: new_weights[key] for i, key in keys.items()}
         if share:
-            self._check_frozen({i: new_weights[key] for i, key in keys.items()})
-        values = {i: cast_for_slot(self._layout, i, new_weights[key]) for i, key in keys.items()}
-        self._mover.set_parts(values, share=share)
+            self._check_frozen(values)
+        self._mover.set_parts(self._cast(values), share=share)
+
+    def _cast(self, values: Mapping[int, ArrayLike]) -> dict[int, NDArray[Any]]:
+        return {i: cast_for_slot(self._layout, i, value) for i, value in values.items()}
 
     def _check_frozen(self, values: Mapping[int, ArrayLike]) -> None:
         for i, value in values.items():
@@ -599,7 +590,7 @@ class TensorFlowVariables:
                     f"expected names of the model, got {list(names.values())}, and no layout that "
                     "tells their order; rename= can map them"
                 )
-            values = {i: cast_for_slot(self._layout, i, parts[key]) for i, key in keys.items()}
+            values = self._cast({i: parts[key] for i, key in keys.items()})
         except (AssertionError, TypeError, ValueError) as error:
             raise type(error)(f"{os.fspath(path)}: {error}") from error
         self._mover.set_parts(values)
@@ -774,6 +765,18 @@ class TensorFlowVariables:
             "TensorFlowVariables cannot be pickled: a copy would set a different model. "
             "Build the model inside the actor, and send get_weights() or get_flat()"
         )
+
+
+@lru_cache
+def _lossy_slots(layout: Layout, vector: np.dtype[Any]) -> list[int]:
+    """Return the slots whose values a vector of this dtype may not hold."""
+    dtypes = [slot.dtype for slot in layout.slots]
+    if vector.kind == "c":
+        # A caller who passes a complex dtype for real weights intends this.
+        is_intended = layout.dtype.kind != "c"
+        return [i for i, own in enumerate(dtypes) if own.kind != "c" and not is_intended]
+    bits = _bits_of_integers(vector)
+    return [i for i, own in enumerate(dtypes) if is_integer(own) and 8 * own.itemsize > bits]
 
 
 def _bits_of_integers(dtype: np.dtype[Any]) -> int:

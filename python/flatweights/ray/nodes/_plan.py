@@ -24,7 +24,7 @@ from flatweights._average import average_used
 from flatweights._dtypes import is_averaged
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout
-from flatweights._running_average import RunningAverage, SumState, running_of, state_of
+from flatweights._running_average import RunningAverage, running_of, state_of
 from flatweights._sources import Kind, Template
 from flatweights.ray.nodes._pieces import Bytes, Piece, model_of, pieces_of
 from flatweights.ray.nodes._rounding import Coding, Residuals
@@ -252,7 +252,7 @@ def _sum_of(contribution: Sequence[Bytes], layout: Layout, like: Any) -> Running
             start += slot.nbytes
     base, ratios, total = weights.view(np.float64).tolist()
     sums = memory.view(np.float64)
-    return running_of(Template.of(like), SumState(sums, (base, ratios, total), parts))
+    return running_of(RunningAverage, Template.of(like), sums, (base, ratios, total), parts)
 
 
 def _as_bytes(array: Any) -> Bytes:
