@@ -34,6 +34,18 @@ py::array vector_argument(py::handle object, const char* what, Access access) {
   return flat;
 }
 
+// Raises unless `object` is a vector of this size and dtype that can be written to.
+void check_out(const py::object& object, std::size_t size, const py::dtype& dtype) {
+  const py::array out = as_array(object, "out");
+  const auto expected = [&] { return describe(dtype, {size}) + ", got " + describe(out); };
+  if (!same_dtype(out.dtype(), dtype)) throw py::type_error("out: expected " + expected());
+  if (out.ndim() != 1 || static_cast<std::size_t>(out.size()) != size || !is_contiguous(out))
+    throw py::value_error("out: expected contiguous " + expected() + " with strides " +
+                          py::str(out.attr("strides")).cast<std::string>());
+  if (!out.writeable())
+    throw py::value_error("out: expected a writable array, got a read-only one");
+}
+
 // `total + size`, or the largest number if that overflows: broadcast arrays may
 // have more elements than memory.
 py::ssize_t saturating_sum(py::ssize_t total, py::ssize_t size) {
@@ -314,6 +326,7 @@ bool gather(const BoundLayout& bound, const py::list& objects, const py::array& 
 
 void bind_flatten(py::module_& m) {
   m.def("uniform_size", &uniform_size, py::arg("parts"));
+  m.def("check_out", &check_out, py::arg("out"), py::arg("size"), py::arg("dtype"));
   m.def("flatten_into", &flatten_into, py::arg("out"), py::arg("parts"));
   m.def("unflatten_into", &unflatten_into, py::arg("parts"), py::arg("flat"));
   m.def("find_eager_tensors", &EagerTensors::find, py::arg("library"));

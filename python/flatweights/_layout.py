@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import operator
 import weakref
 import zlib
@@ -46,10 +47,7 @@ class Slot(NamedTuple):
     @property
     def size(self) -> int:
         """Number of elements."""
-        size = 1
-        for dimension in self.shape:
-            size *= dimension
-        return size
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,5 @@
 """Operations on eager variables: called directly on the host, traced for other devices."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,11 +16,7 @@ from flatweights._trees import as_array
 from flatweights.tensorflow._buckets import Bucket, Operations, is_synchronized_on_reading
 from flatweights.tensorflow.library._load import Library
 
-# Tracing this many variables takes a second or more.
-_MANY = 100
-
 _lock = TurnLock()
-_log = logging.getLogger("flatweights")
 
 
 class EagerOperations(Operations):
@@ -139,17 +134,12 @@ class _Elsewhere:
         self._bucket = bucket
         self._context = context
 
-        def read() -> tf.Tensor:
-            _tell_of_tracing(bucket)
-            return bucket.concat()
-
         def write(packed: tf.Tensor) -> None:
-            _tell_of_tracing(bucket)
             for variable, value in zip(bucket.variables, bucket.cut(packed), strict=True):
                 variable.assign(value, read_value=False)
 
         signature = [tf.TensorSpec([bucket.packed_size], bucket.dtype)]
-        self._read = tf.function(read, autograph=False)
+        self._read = tf.function(bucket.concat, autograph=False)
         self._write = tf.function(write, autograph=False, input_signature=signature)
 
     def read(self) -> list[NDArray[Any]]:
@@ -162,12 +152,6 @@ class _Elsewhere:
             return
         for j, value in values.items():
             self._bucket.variables[j].assign(value, read_value=False)
-
-
-def _tell_of_tracing(bucket: Bucket) -> None:
-    count = len(bucket.variables)
-    if count >= _MANY:
-        _log.warning("tracing the operations for %d variables, once", count)
 
 
 def _aliased(array: NDArray[Any], dtype: tf.DType, context: Any) -> tf.Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from flatweights._core import is_settable
+from flatweights._core import check_out, is_settable
 from flatweights._dtypes import is_averaged, is_floating, is_integer
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout, cast_for_slot, place_of
@@ -270,7 +270,7 @@ class TensorFlowVariables:
         if out is None:
             out = new_vector(self._layout.size, target)
         else:
-            self._check_out(out, target)
+            check_out(out, self._layout.size, target)
         self._mover.get_vector(out)
         self._warn_of_loss(out)
         return out
@@ -291,20 +291,6 @@ class TensorFlowVariables:
                     stacklevel=3,
                 )
                 return
-
-    def _check_out(self, out: NDArray[Any], dtype: np.dtype[Any]) -> None:
-        if not isinstance(out, np.ndarray):
-            raise TypeError(f"out: expected a NumPy array, got {type(out).__name__}")
-        size = self._layout.size
-        if out.dtype != dtype:
-            raise TypeError(f"out: expected {dtype} ({size},), got {out.dtype} {out.shape}")
-        if out.shape != (size,) or not out.flags.c_contiguous:
-            raise ValueError(
-                f"out: expected contiguous {dtype} ({size},), got {out.dtype} {out.shape} with "
-                f"strides {out.strides}"
-            )
-        if not out.flags.writeable:
-            raise ValueError("out: expected a writable array, got a read-only one")
 
     def set_flat(self, new_weights: ArrayLike, *, share: bool = False) -> None:
         """Set all weights from one vector.
@@ -651,7 +637,7 @@ class TensorFlowVariables:
         """
         target = self._dtype if dtype is None else np.dtype(dtype)
         if out is not None:
-            self._check_out(out, target)
+            check_out(out, self._layout.size, target)
         return self._gradients.flatten(grads, target, out, clip_norm)
 
     def prepare_gradients(self, optimizer: Any) -> None:
