@@ -139,6 +139,40 @@ def test_members_that_differ_in_a_step_are_an_error_that_says_how_to_start() -> 
         assert list(threads.map(apply, range(2))) == [[-1.0]] * 2
 
 
+def test_a_member_that_was_late_does_not_meet_the_end_of_the_others_training() -> None:
+    name, both = next(NAMES), threading.Barrier(2, timeout=60)
+
+    def train(rank: int) -> Any:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        with flatweights.ray.join(name, rank=rank, size=2) as member:
+            callback = AverageWeights(member=member, timeout=1.0, min_results=1)
+            callback.set_model(model)
+
+            def epoch() -> tuple[int, ...]:
+                callback.on_epoch_begin(0)
+                callback.on_train_batch_end(0)
+                callback.on_epoch_end(0)
+                assert callback.round is not None
+                return callback.round.late
+
+            callback.on_train_begin()
+            if rank == 0:
+                assert epoch() == (1,)
+                both.wait()
+            else:
+                both.wait()
+                assert epoch() == (1,)
+            both.wait()
+            if rank:  # it is an epoch behind
+                epoch()
+            callback.on_train_end()
+            both.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(train, range(2)))
+
+
 def test_a_rule_takes_the_place_of_the_mean() -> None:
     name, before = next(NAMES), threading.Barrier(3)
     gave = [[1.0, 2.0], [3.0, 100.0], [5.0, -7.0]]

@@ -169,12 +169,16 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_end(self, logs: Any = None) -> None:
         """Average once more, if members were trained since, and leave, if it joined by itself."""
         self._count()
-        end = {"the end of training": np.float64(self._trained)}
-        with calls_are_equal("the end of training"):
-            mean = self._member.average(
-                end, timeout=self._options["timeout"], min_results=self._min_results
-            ).weights
-        if mean["the end of training"]:
+        timeout, trained = self._options["timeout"], self._trained
+        # Members that have been late are not at the same call as the others.
+        if timeout is None or self._min_results is None:
+            end = {"the end of training": np.float64(trained)}
+            with calls_are_equal("the end of training"):
+                mean = self._member.average(
+                    end, timeout=timeout, min_results=self._min_results
+                ).weights
+            trained = bool(mean["the end of training"])
+        if trained:
             self._average()
         self._lease.end()
 
