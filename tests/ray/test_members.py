@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -267,24 +268,19 @@ def test_a_late_member_is_given_the_latest_average_and_then_takes_part(
     name = next(NAMES)
     late = second.join.remote(name, rank=1, size=3)
 
-    def join_twice(_: Any) -> dict[int, Any]:
+    def join_twice(_: Any) -> list[list[Any]]:
         """Let two threads of one process be ranks 0 and 2: they call within moments."""
 
-        def take_part(rank: int) -> None:
+        def take_part(rank: int) -> list[Any]:
             with join(name, rank=rank, size=3) as member:
                 both.wait()
-                results[rank] = [average_of(member, timeout=2.0, min_results=1)]
+                first = average_of(member, timeout=2.0, min_results=1)
                 is_over.touch()
-                results[rank].append(average_of(member, timeout=120.0, min_results=3))
+                return [first, average_of(member, timeout=120.0, min_results=3)]
 
         both = threading.Barrier(2)
-        results: dict[int, Any] = {}
-        threads = [threading.Thread(target=take_part, args=(rank,)) for rank in (0, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(take_part, (0, 2)))
 
     def be_late(member: Member) -> list[Any]:
         wait_for(is_over)
@@ -294,11 +290,11 @@ def test_a_late_member_is_given_the_latest_average_and_then_takes_part(
     ray.get(late)
     caught_up, whole = ray.get(second.run.remote(be_late))
     expected = fw.average([model_of(0), model_of(2)])
-    for weights, record in [*(results[0] for results in ray.get(call).values()), caught_up]:
+    for weights, record in [*(results[0] for results in ray.get(call)), caught_up]:
         assert record["used"] == [0, 2]
         assert record["late"] == [1]
         assert same_bits(weights, expected)
-    for _, record in [*(results[1] for results in ray.get(call).values()), whole]:
+    for _, record in [*(results[1] for results in ray.get(call)), whole]:
         assert record["used"] == [0, 1, 2]
 
 
