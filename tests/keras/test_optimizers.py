@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,34 @@ def test_a_member_that_was_late_does_not_meet_the_end_of_the_others_training() -
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(train, range(2)))
+
+
+def test_a_member_that_joins_again_does_not_take_a_step_of_the_past() -> None:
+    name, both = next(NAMES), threading.Barrier(2, timeout=60)
+
+    def step(member: flatweights.ray.Member) -> None:
+        variable = keras.Variable([0.0])
+        optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member)
+        optimizer.build([variable])
+        optimizer.apply([tf.constant([1.0])], [variable])
+        np.testing.assert_array_equal(variable, [-1.0])
+
+    def take_part(rank: int) -> None:
+        with suppress(ArithmeticError), flatweights.ray.join(name, rank=rank, size=2) as member:
+            step(member)
+            both.wait()
+            if rank == 0:
+                both.wait()  # until the other has ended, and has joined again
+            else:
+                raise ArithmeticError
+        if rank:
+            with flatweights.ray.join(name, rank=rank, size=2) as member:
+                with pytest.raises(TimeoutError, match="rank 1 was late, or has joined again"):
+                    step(member)
+                both.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(take_part, range(2)))
 
 
 def test_a_rule_takes_the_place_of_the_mean() -> None:

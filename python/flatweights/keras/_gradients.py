@@ -17,7 +17,7 @@ from flatweights import Layout
 from flatweights._average import Nonfinite
 from flatweights._core import move_parts
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.ray import Member
+from flatweights.ray import Member, Round
 from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._python_op import compute_in_python
@@ -233,8 +233,9 @@ class _Averaging:
         del values
         with calls_are_equal("the start of training"):
             part = {"the start of training": rows}
-            mean = member.average(part, timeout=self._timeout).weights["the start of training"]
-        rows = np.rint(mean * len(member.ranks))
+            started = member.average(part, timeout=self._timeout)
+            _check_in_time(started, "the start of training")
+        rows = np.rint(started.weights["the start of training"] * len(member.ranks))
         different = [rank for rank in member.ranks if (rows[rank, 1:] != rows[0, 1:]).any()]
         if different:
             if rows[:, 0].any():
@@ -276,7 +277,7 @@ class _Averaging:
         exchange.grads, exchange.averages = grads, averages
         try:
             with calls_are_equal("gradients"):
-                member.average_variables(exchange, **self._options)
+                _check_in_time(member.average_variables(exchange, **self._options), "gradients")
         except BaseException:
             self._is_started = False  # in another call of fit all members start again
             raise
@@ -336,6 +337,16 @@ def _accumulators(optimizer: Any) -> list[Any]:
     inners = [*getattr(optimizer, "_inner_optimizers", ()), *([] if inner is None else [inner])]
     own = list(getattr(optimizer, "_accumulated_gradients", ()))
     return own + [one for each in inners for one in _accumulators(each)]
+
+
+def _check_in_time(result: Round, what: str) -> None:
+    """Raise if the member was given an earlier call's average, since it has missed others."""
+    if result.late:
+        raise TimeoutError(
+            f"{what}: expected the average of this call, got one of the past: rank "
+            f"{result.late[0]} was late, or has joined again. Start the training of all members "
+            "again"
+        )
 
 
 def _is_averaged(grad: Any, variable: Any) -> bool:
