@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 import ml_dtypes  # noqa: F401  registers its dtypes with NumPy, by name
@@ -103,8 +102,12 @@ def promote(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any] | None:
     distinct = sorted(set(dtypes), key=encode_dtype)
     if not distinct:
         return np.dtype(np.float64)
+    try:
+        return np.result_type(*distinct)
+    except TypeError:
+        pass
     stand_ins = [np.dtype(np.float32) if is_ml_dtype(d) and is_floating(d) else d for d in distinct]
-    for dtypes in (distinct, stand_ins):
-        with suppress(TypeError):
-            return np.result_type(*dtypes)
-    return None
+    try:
+        return np.result_type(*stand_ins)
+    except TypeError:
+        return None

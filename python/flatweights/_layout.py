@@ -108,7 +108,6 @@ class Layout:
         self._dtypes = tuple(np.dtype(dtype) for dtype in dtypes)
         self._shapes = tuple(tuple(int(operator.index(n)) for n in shape) for shape in shapes)
         self._compared = (named, self._names, self._shapes, self._dtypes)
-        self._hash = hash(self._compared)
         self._core = _core.Layout(self._names, self._shapes, self._dtypes)
         self._by_name = {name: i for i, name in enumerate(self._names)}
         if len(self._by_name) != len(self._names):
@@ -119,6 +118,7 @@ class Layout:
         self._slots: tuple[Slot, ...] | None = None
         self._digest: str | None = None
         self._signature: str | None = None
+        self._hash: int | None = None
         self._pickled: bytes | None = None
 
     @classmethod
@@ -244,6 +244,8 @@ class Layout:
 
     def __hash__(self) -> int:
         """Hash of what `__eq__` compares."""
+        if self._hash is None:
+            self._hash = hash(self._compared)
         return self._hash
 
     def __repr__(self) -> str:

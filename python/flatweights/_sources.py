@@ -254,7 +254,6 @@ class Template:
         return [*parts] if is_list else dict(zip(self.keys, parts, strict=True))
 
 
-@functools.lru_cache(maxsize=256)
 def first_difference(expected: Layout, layout: Layout) -> str | None:
     """Return how errors name the first difference of ``layout``; None if the digests agree."""
     if layout is expected or layout.digest == expected.digest:
@@ -268,6 +267,7 @@ def first_difference(expected: Layout, layout: Layout) -> str | None:
     )
 
 
+@functools.lru_cache(maxsize=256)
 def check_flat_weights(layout: Layout, where: str) -> None:
     """Raise `TypeError` unless `FlatWeights` of this ``layout`` have a mean."""
     Template._checked(where, Kind.FLAT_WEIGHTS, layout)
