@@ -315,3 +315,17 @@ def test_the_graph_is_let_go(graph: Any) -> None:
     gone = construct()
     gc.collect()
     assert gone() is None
+
+
+def test_the_session_is_let_go_at_once(graph: Any) -> None:
+    del graph
+    with tf.Graph().as_default():
+        weights = TensorFlowVariables(variable("a", 1.0), initialized())
+    weights.set_flat(weights.get_flat())
+    gone = weakref.ref(weights.sess)
+    gc.disable()
+    try:
+        del weights
+        assert gone() is None
+    finally:
+        gc.enable()

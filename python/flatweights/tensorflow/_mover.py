@@ -54,12 +54,8 @@ class Mover:
     A move between all variables and one buffer is first tried directly in the core. If that
     fails, the general path checks, binds again, converts, and uses operations.
 
-    Attributes:
-        try_get: Reads all variables into a vector, or a new one if it is given None; returns it, or
-            None, with nothing done, if that takes more than moving bytes. For eager variables that
-            are all bound it is a function of the core, without a Python frame.
-        try_set: Writes all variables from a vector; returns False if that takes more than moving
-            bytes.
+    For eager variables that are all bound, `try_get` and `try_set` are functions of the core,
+    without a Python frame.
     """
 
     def __init__(
@@ -114,14 +110,25 @@ class Mover:
     def _take(self, binding: Binding) -> None:
         self._binding = binding
         whole = binding.bound if self._is_eager and not binding.others else None
-        self.try_get = whole.try_get if whole else self._try_get
-        self.try_set = whole.try_set if whole and not self._replicas else self._try_set
+        own = vars(self)  # is looked at before the methods
+        own.pop("try_get", None)
+        own.pop("try_set", None)
+        if whole is not None:
+            own["try_get"] = whole.try_get
+            if not self._replicas:
+                own["try_set"] = whole.try_set
 
-    def _try_get(self, out: Any) -> NDArray[Any] | None:
+    def try_get(self, out: Any) -> NDArray[Any] | None:
+        """Read all variables into ``out``, or a new vector if it is None.
+
+        Returns:
+            The vector; None, with nothing done, if that takes more than moving bytes.
+        """
         bound = self._whole()
         return None if bound is None else bound.try_get(out)
 
-    def _try_set(self, flat: Any) -> bool:
+    def try_set(self, flat: Any) -> bool:
+        """Write all variables from ``flat``; False if that takes more than moving bytes."""
         bound = self._whole()
         is_set = bound is not None and bound.try_set(flat)
         if is_set:
