@@ -298,6 +298,21 @@ def test_a_late_member_is_given_the_latest_average_and_then_takes_part(
         assert record["used"] == [0, 1, 2]
 
 
+def test_members_of_one_process_get_all_outcomes(puppets: Puppets) -> None:
+    name, calls = next(NAMES), 500
+
+    def join_twice(_: Any) -> list[int]:
+        def take_part(rank: int) -> int:
+            with join(name, rank=rank, size=2) as member:
+                return sum(len(member.average(np.ones(1)).used) for _ in range(calls))
+
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(take_part, range(2)))
+
+    [puppet] = puppets.idle(1)
+    assert ray.get(puppet.run.remote(join_twice), timeout=120) == [2 * calls] * 2
+
+
 def test_a_restarted_process_joins_again_under_its_rank(puppets: Puppets) -> None:
     met = puppets.meet(2)
     name = all_of(met, lambda member: member.name)[0]

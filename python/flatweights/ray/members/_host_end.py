@@ -159,6 +159,9 @@ class HostByStore(HostEnd):
     def __init__(self, host: Any, ticket: Ticket) -> None:
         """Have the host watch this process."""
         super().__init__(host, ticket)
+        # The references that came with the last outcome. If one thread drops its own when another
+        # has just received the same, Ray never finds the object: they are dropped an outcome later.
+        self._last_refs: Any = None
         # This process owns the result of `stay`: if it dies, the host learns that from Ray.
         self._stays = host.stay.remote(ticket.token)
         ray.get(host.watch.remote(ticket.token, [self._stays]))
@@ -190,6 +193,7 @@ class HostByStore(HostEnd):
             raise TimeoutError(f"no answer of the host within {patience} s") from None
         except ray.exceptions.RayTaskError as error:
             raise HostDiedError(str(error.cause)) from None
+        self._last_refs = refs
         if refs is None:
             return body, None
         with _getting:
