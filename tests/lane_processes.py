@@ -19,9 +19,10 @@ import pytest
 
 import flatweights as fw
 from flatweights.ray import _failpoints
-from flatweights.ray.lanes._driver import DriverLane, Lanes
+from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
 from flatweights.ray.lanes._message import Message, make_message
-from flatweights.ray.lanes._worker import COMMAND, WEIGHTS, WorkerLanes
+from flatweights.ray.lanes._protocol import COMMAND, WEIGHTS
+from flatweights.ray.lanes._worker_lane import WorkerLanes
 
 # A worker is a fork of a server that has imported everything, once.
 _processes = multiprocessing.get_context("forkserver")

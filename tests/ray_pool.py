@@ -11,8 +11,8 @@ import ray
 from ray_workers import PlainWorker
 
 from flatweights.ray import WorkerGroup
-from flatweights.ray import _engine as engine
-from flatweights.ray._calls import wait_any
+from flatweights.ray.peers import _wait as engine
+from flatweights.ray.peers._wait import wait_any
 
 Lend = Callable[..., WorkerGroup]
 

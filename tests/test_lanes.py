@@ -21,20 +21,12 @@ from lane_processes import LARGE, Driver, command_of, sealed, value_of, weights_
 
 import flatweights as fw
 from flatweights import _core
-from flatweights.ray.lanes._driver import Lanes
+from flatweights.ray.lanes._driver_lane import Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message, join_message
+from flatweights.ray.lanes._protocol import BROKEN, BY_CALL, REFUSED, VALUE, WEIGHTS
 from flatweights.ray.lanes._windows import Extent, Windows
-from flatweights.ray.lanes._worker import (
-    BROKEN,
-    BY_CALL,
-    REFUSED,
-    VALUE,
-    WEIGHTS,
-    NoLane,
-    WorkerLane,
-    WorkerLanes,
-)
+from flatweights.ray.lanes._worker_lane import NoLane, WorkerLane, WorkerLanes
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="lanes are Linux's")
 

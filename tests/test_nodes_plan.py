@@ -18,12 +18,12 @@ from reference import REAL, random_array
 import flatweights as fw
 from flatweights import FlatWeights, RunningAverage
 from flatweights._sources import Template
-from flatweights.ray.lanes._calls import GroupLanes
 from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._node import NodeEnd, Route
 from flatweights.ray.nodes._pieces import canonical, packed_bytes
 from flatweights.ray.nodes._plan import Plan, Sums, nbytes_of
-from flatweights.ray.nodes._results import Reading, read_into
+from flatweights.ray.peers._by_lane import GroupLanes
+from flatweights.ray.peers._summary import Reading, read_into
 
 DTYPES = [*REAL, *map(np.dtype, ("c8", "c16", "i8", "i4", "u1", "?"))]
 SUMS: tuple[Sums, ...] = ("float64", "float32")

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 import flatweights as fw
 from flatweights._sources import Template
-from flatweights.ray.lanes._calls import GroupLanes
 from flatweights.ray.nodes._node import NodeEnd, Route
 from flatweights.ray.nodes._plan import Plan
-from flatweights.ray.nodes._results import Reading, read_into
 from flatweights.ray.nodes._rounding import Coding
+from flatweights.ray.peers._by_lane import GroupLanes
+from flatweights.ray.peers._summary import Reading, read_into
 from flatweights.wire import Difference, WireDType, average_differences, wire_layout
 
 READING = Reading(screen=True, weigh=None, is_encoded=True)

@@ -23,8 +23,6 @@ from flatweights import _core
 REPOSITORY = Path(__file__).parents[1]
 STUB = ast.parse(Path(fw.__file__).with_name("_core.pyi").read_text())
 MODULES = [
-    "_arguments",
-    "_supervise",
     "_average",
     "_config",
     "_dtypes",

@@ -19,7 +19,7 @@ def supervised(body: str) -> Iterator[subprocess.Popen[str]]:
     """Run ``body`` as the supervised function of a program."""
     code = f"""
 import ctypes, os, subprocess, sys, time
-from flatweights._supervise import supervise
+from flatweights.examples._supervise import supervise
 def main():
     {body}
 sys.exit(supervise(main))

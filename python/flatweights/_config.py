@@ -56,7 +56,7 @@ def show_config() -> dict[str, str]:
         config["tensorflow path"] = "none, since tensorflow is not installed"
     else:
         config["tensorflow path"] = "known once flatweights.tensorflow is imported"
-    lanes = sys.modules.get("flatweights.ray.lanes._calls")
+    lanes = sys.modules.get("flatweights.ray.peers._by_lane")
     config["rounds on Ray"] = lanes.status() if lanes else "known once flatweights.ray is imported"
     return config
 

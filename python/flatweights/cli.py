@@ -13,7 +13,7 @@ from importlib import resources
 
 import flatweights
 from flatweights import demo, examples
-from flatweights._arguments import PLOT_SUFFIXES, integer, plot_file
+from flatweights.demo._arguments import PLOT_SUFFIXES, integer, plot_file
 
 _NEEDED = ("tensorflow", "ray", "sklearn", "rich", "matplotlib", "scipy", "gymnasium")
 

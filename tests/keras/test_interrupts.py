@@ -21,7 +21,7 @@ import json, sys, time
 from pathlib import Path
 import keras, numpy as np
 from flatweights.keras import average_gradients
-from flatweights.ray.lanes._member import MemberLane
+from flatweights.ray.lanes._member_lane import MemberLane
 from flatweights.ray.members._host_end import HostByLane
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._meeting import Ticket

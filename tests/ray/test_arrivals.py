@@ -19,8 +19,9 @@ from reference import assert_same, refuses, same_bits
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, WorkerError, average
-from flatweights.ray import _engine as engine
-from flatweights.ray._calls import RayAnswer, wait_any
+from flatweights.ray.peers import _wait as engine
+from flatweights.ray.peers._store import RayAnswer
+from flatweights.ray.peers._wait import wait_any
 
 LARGE = 30_000  # elements; beyond 100 KiB results lie in shared memory
 

@@ -7,7 +7,7 @@ import surface
 import flatweights.ray
 
 
-@pytest.mark.parametrize("module", ["_driver", "_group", "members._member"])
+@pytest.mark.parametrize("module", ["_average", "_group", "members._member"])
 def test_the_documented_examples_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"flatweights.ray.{module}"))
     assert result.attempted >= 4

@@ -24,9 +24,9 @@ from flatweights.ray import (
     WorkerGroup,
     average,
 )
-from flatweights.ray import _calls as calls
-from flatweights.ray import _engine as engine
-from flatweights.ray._calls import Head, Stamp
+from flatweights.ray.peers import _store
+from flatweights.ray.peers import _wait as engine
+from flatweights.ray.peers._contract import Head, Stamp
 
 LARGE = 80_000  # elements; in 16 bits, too, beyond what travels by value
 
@@ -355,7 +355,7 @@ def test_weights_that_could_not_be_put_are_not_the_latest(
     wired.broadcast(start_of(1.0, LARGE))
     wired.broadcast(start_of(1.5, LARGE))
     with monkeypatch.context() as patched:
-        patched.setattr(calls, "put", raising(error))
+        patched.setattr(_store, "put", raising(error))
         with pytest.raises(error):
             wired.broadcast(start_of(3.0, LARGE))
     without_rank_0(wired)
@@ -417,7 +417,7 @@ def test_a_call_whose_weights_could_not_be_put_runs_nowhere(
     heal(wired)
     wired.step("forget_calls", broadcast=start_of(1.0, LARGE))
     with monkeypatch.context() as patched:
-        patched.setattr(calls, "put", raising(error))
+        patched.setattr(_store, "put", raising(error))
         with pytest.raises(error):
             wired.average("train", broadcast=start_of(3.0, LARGE))
     assert wired.step("how_often") == {0: 0, 1: 0, 2: 0}

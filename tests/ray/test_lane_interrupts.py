@@ -19,7 +19,7 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import WorkerError, WorkerGroup, _failpoints
-from flatweights.ray.lanes._calls import LaneAnswer
+from flatweights.ray.peers._by_lane import LaneAnswer
 
 SIZE = 3_000
 

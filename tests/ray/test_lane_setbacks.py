@@ -13,7 +13,8 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import Round, WorkerGroup
-from flatweights.ray.lanes import _calls
+from flatweights.ray.peers import _by_lane, _setback
+from flatweights.ray.peers._setback import Setback
 
 TOO_MANY = "Too many open files"
 
@@ -51,15 +52,15 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.fixture(autouse=True)
 def slowly(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The driver has to be woken, and tries nothing again before `try_again`."""
-    monkeypatch.setattr(_calls, "_SLICE", 3600.0)
-    monkeypatch.setattr(_calls, "_PAUSE", 3600.0)
-    monkeypatch.setattr(_calls, "_MOST_PAUSE", 3600.0)
+    monkeypatch.setattr(_by_lane, "_SLICE", 3600.0)
+    monkeypatch.setattr(_setback, "_PAUSE", 3600.0)
+    monkeypatch.setattr(_setback, "_MOST_PAUSE", 3600.0)
     caplog.set_level(logging.INFO, "flatweights")
 
 
 def try_again(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make rounds until all workers have lanes."""
-    monkeypatch.setattr(_calls.Setback, "is_over", True)
+    monkeypatch.setattr(Setback, "is_over", True)
     while check_round(group).ways != {0: "lane", 1: "lane"}:
         pass
 
@@ -88,7 +89,7 @@ def test_a_driver_that_cannot_make_lanes_says_so_and_tries_again(
         raise OSError(errno.EMFILE, TOO_MANY)
 
     with monkeypatch.context() as patched:
-        patched.setattr(_calls, "Lanes", fail)
+        patched.setattr(_by_lane, "Lanes", fail)
         reason = f"OSError: [Errno {errno.EMFILE}] {TOO_MANY}"
         for _ in range(3):
             assert check_round(group).ways == dict.fromkeys((0, 1), f"store: {reason}")
@@ -105,7 +106,7 @@ def test_lanes_that_there_can_never_be_are_not_tried_again(
         raise AttributeError("no AF_UNIX")
 
     with monkeypatch.context() as patched:
-        patched.setattr(_calls, "Lanes", fail)
+        patched.setattr(_by_lane, "Lanes", fail)
         group.step("ping")
     for _ in range(2):
         assert check_round(group).ways == dict.fromkeys((0, 1), "store: AttributeError: no AF_UNIX")
@@ -113,11 +114,11 @@ def test_lanes_that_there_can_never_be_are_not_tried_again(
 
 
 def test_pauses_between_attempts_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_calls, "_PAUSE", 1.0)
-    monkeypatch.setattr(_calls, "_MOST_PAUSE", 60.0)
+    monkeypatch.setattr(_setback, "_PAUSE", 1.0)
+    monkeypatch.setattr(_setback, "_MOST_PAUSE", 60.0)
     now = 100.0
-    monkeypatch.setattr("flatweights.ray.lanes._calls.time.monotonic", lambda: now)
-    setback = _calls.Setback("rank 0 is")
+    monkeypatch.setattr("flatweights.ray.peers._setback.time.monotonic", lambda: now)
+    setback = Setback("rank 0 is")
     after = [setback.is_over]
     for pause in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
         setback.note("no memory", may_pass=True)

@@ -14,7 +14,7 @@ from reference import clean_environment
 
 from flatweights.ray import MemberError, _failpoints
 from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
-from flatweights.ray.lanes._member import MemberLane
+from flatweights.ray.lanes._member_lane import MemberLane
 from flatweights.ray.members._host_end import HostByLane
 from flatweights.ray.members._meeting import Entry, Meeting, Ticket
 from flatweights.ray.members._member import Member

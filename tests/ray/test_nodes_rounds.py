@@ -27,9 +27,9 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import Round, WorkerError, WorkerGroup, _failpoints
-from flatweights.ray.nodes._agent import AverageOf, Command
-from flatweights.ray.nodes._agents import AgentEnd, NodeCall
-from flatweights.ray.nodes._exchange import _BEACON
+from flatweights.ray.peers._agent import AverageOf, Command
+from flatweights.ray.peers._by_agent import AgentEnd, NodeCall
+from flatweights.ray.rounds._between_nodes import _BEACON
 
 pytestmark = pytest.mark.starts_actors
 

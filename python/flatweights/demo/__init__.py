@@ -13,7 +13,7 @@ Importing this package imports neither TensorFlow nor Ray; `run` does.
 import argparse
 from typing import NamedTuple
 
-from flatweights._arguments import PLOT_SUFFIXES, integer, plot_file
+from flatweights.demo._arguments import PLOT_SUFFIXES, integer, plot_file
 
 __all__ = ["SIZES", "add_options", "run"]
 

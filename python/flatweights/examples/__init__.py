@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from flatweights._supervise import supervise
+from flatweights.examples._supervise import supervise
 
 STYLE = {
     "axes.spines.right": False,

@@ -3,7 +3,7 @@
 Imports Ray, and TensorFlow only where a `FlatWorker` is built.
 """
 
-from flatweights.ray._driver import average
+from flatweights.ray._average import average
 from flatweights.ray._errors import (
     RefusedWeightsError,
     StaleWorkerError,

@@ -13,28 +13,27 @@ import ray
 
 from flatweights._average import Nonfinite
 from flatweights._numbers import as_integer
-from flatweights.ray._calls import BY_VALUE
-from flatweights.ray._driver import DriverAverage
-from flatweights.ray._engine import (
-    PLAIN,
+from flatweights.ray._errors import WorkerError, raised
+from flatweights.ray._report import report, rounds_bar
+from flatweights.ray._result import check_result
+from flatweights.ray._round import Round
+from flatweights.ray._wire import GroupWire, Travels
+from flatweights.ray._worker import FlatWorker
+from flatweights.ray.nodes._plan import Sums, check_sums
+from flatweights.ray.peers._contract import BY_VALUE
+from flatweights.ray.peers._roster import Roster, note_seconds
+from flatweights.ray.peers._store import check_cluster
+from flatweights.ray.peers._wait import (
     Arrivals,
-    Codec,
     Deadline,
     Request,
     Weights,
     check_count,
     check_timeout,
 )
-from flatweights.ray._errors import WorkerError, raised
-from flatweights.ray._report import report, rounds_bar
-from flatweights.ray._result import check_result
-from flatweights.ray._roster import Roster, note_seconds
-from flatweights.ray._round import Round
-from flatweights.ray._store import check_cluster
-from flatweights.ray._wire import GroupWire, Travels
-from flatweights.ray._worker import FlatWorker
-from flatweights.ray.nodes._exchange import NodesAverage
-from flatweights.ray.nodes._plan import Sums, check_sums
+from flatweights.ray.rounds._between_nodes import NodesAverage
+from flatweights.ray.rounds._codec import PLAIN, Codec
+from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.robust import AnyRule
 from flatweights.wire import WireDType
 

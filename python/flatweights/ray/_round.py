@@ -13,7 +13,7 @@ import ray
 
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._result import parts_of
-from flatweights.ray._store import put
+from flatweights.ray.peers._store import put
 
 
 class Round:

@@ -14,10 +14,10 @@ import ray
 from numpy.typing import ArrayLike, NDArray
 
 from flatweights._weights import FlatWeights
-from flatweights.ray._calls import Head, Stamp, weights_of
 from flatweights.ray._errors import RefusedWeightsError, StaleWorkerError, reason_of
 from flatweights.ray._wire import WireMessage, WorkerWire
-from flatweights.ray.lanes._worker import NoLane, WorkerLanes
+from flatweights.ray.lanes._worker_lane import NoLane, WorkerLanes
+from flatweights.ray.peers._contract import Head, Stamp, weights_of
 from flatweights.wire import MissedUpdateError
 
 _MOST_GROUPS = 64  # whose last calls a worker remembers

@@ -176,3 +176,14 @@ class LaneEnd:
         if window.nbytes != nbytes:
             raise LaneError(f"window {index}: expected {nbytes} bytes, got {window.nbytes}")
         self._of_peer[index] = generation, window
+
+
+_PEER = struct.Struct("3i")  # process, user, group
+
+
+def check_user(connection: socket.socket) -> None:
+    """Raise `LaneError` unless the peer belongs to the user of this process."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    _, user, _ = _PEER.unpack(credentials)
+    if user != os.geteuid():
+        raise LaneError(f"the peer belongs to user {user}, and this process to {os.geteuid()}")

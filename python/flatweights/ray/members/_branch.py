@@ -15,15 +15,15 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights._sources import Kind, Template
-from flatweights.ray.lanes._calls import GroupLanes
-from flatweights.ray.lanes._driver import DriverLane, wake
+from flatweights.ray.lanes._driver_lane import DriverLane, wake
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._news import News
 from flatweights.ray.members._seats import SLICE, Away, Letter, Seat, SeatAnswer, outcome_message
-from flatweights.ray.nodes._agent import Agent, AverageOf
-from flatweights.ray.nodes._agents import SMALL
 from flatweights.ray.nodes._node import NodeEnd
+from flatweights.ray.peers._agent import Agent, AverageOf
+from flatweights.ray.peers._by_agent import SMALL
+from flatweights.ray.peers._by_lane import GroupLanes
 
 _KEPT = 4  # outcomes that members may fetch
 

@@ -17,16 +17,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
-from flatweights.ray._calls import seconds_left
-from flatweights.ray.lanes._calls import choice
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._member import HostDiedError, MemberLane
-from flatweights.ray.lanes._worker import NUMBER
+from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
+from flatweights.ray.lanes._protocol import NUMBER
 from flatweights.ray.members._asks import Ask, Outcome, remember
 from flatweights.ray.members._host import Host
 from flatweights.ray.members._meeting import Ticket
 from flatweights.ray.members._seats import as_array
 from flatweights.ray.nodes._plan import Sums
+from flatweights.ray.peers._setback import choice
+from flatweights.ray.peers._wait import seconds_left
 
 _GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its host
 _LEAVE = pickle.dumps((tuple(Ask("leave")), None))

@@ -31,24 +31,25 @@ from flatweights import _core
 from flatweights._average import Nonfinite
 from flatweights._sources import first_difference
 from flatweights._weights import FlatWeights
-from flatweights.ray._calls import Exchanged, Packed, seconds_left
-from flatweights.ray._driver import DriverAverage
-from flatweights.ray._engine import Arrivals, Deadline, Request
 from flatweights.ray._errors import WorkerError, portable
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT, report
 from flatweights.ray._round import Round, facts_of
-from flatweights.ray.lanes._driver import DriverLane, Lanes, wake
+from flatweights.ray.lanes._driver_lane import DriverLane, Lanes, wake
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message
 from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome
 from flatweights.ray.members._branch import BranchAgent, BranchOutcome
 from flatweights.ray.members._news import News
 from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer, outcome_message
-from flatweights.ray.nodes._agent import AverageOf
-from flatweights.ray.nodes._agents import AgentEnd, Agents
-from flatweights.ray.nodes._exchange import NodesAverage
 from flatweights.ray.nodes._plan import Sums
+from flatweights.ray.peers._agent import AverageOf
+from flatweights.ray.peers._by_agent import AgentEnd, Agents
+from flatweights.ray.peers._contract import Packed
+from flatweights.ray.peers._summary import Exchanged
+from flatweights.ray.peers._wait import Arrivals, Deadline, Request, seconds_left
+from flatweights.ray.rounds._between_nodes import NodesAverage
+from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.robust import Rule
 
 _GRACE = 5.0  # seconds in which the process that had a rank may be seen to have ended

@@ -22,13 +22,13 @@ from flatweights._layout import Layout
 from flatweights._numbers import as_integer
 from flatweights._sources import Template, check_flat_weights
 from flatweights._weights import sealed
-from flatweights.ray._engine import check_count, check_timeout
 from flatweights.ray._round import Round
-from flatweights.ray.lanes._member import HostDiedError
+from flatweights.ray.lanes._member_lane import HostDiedError
 from flatweights.ray.members._asks import Ask, MemberError, Outcome
 from flatweights.ray.members._host_end import HostEnd, enter
 from flatweights.ray.members._train import train_worker
 from flatweights.ray.nodes._plan import Sums, check_sums
+from flatweights.ray.peers._wait import check_count, check_timeout
 from flatweights.robust import AnyRule, Rule
 
 Model = TypeVar("Model")

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from flatweights.ray._errors import reason_in_a_line
-from flatweights.ray.lanes._driver import Lanes
+from flatweights.ray.lanes._driver_lane import Lanes
 
 
 class News:

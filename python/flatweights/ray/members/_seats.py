@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
-from flatweights.ray._calls import Answer, Packed
-from flatweights.ray.lanes._driver import DriverLane
+from flatweights.ray.lanes._driver_lane import DriverLane
 from flatweights.ray.lanes._message import Message, buffer_message
+from flatweights.ray.lanes._protocol import COMMAND, NUMBER
 from flatweights.ray.lanes._windows import Windows
-from flatweights.ray.lanes._worker import COMMAND, NUMBER
 from flatweights.ray.members._asks import Ask, MemberDiedError, remember
 from flatweights.ray.members._news import News
-from flatweights.ray.nodes._agents import AgentEnd
-from flatweights.ray.nodes._results import Summary
+from flatweights.ray.peers._by_agent import AgentEnd
+from flatweights.ray.peers._contract import Answer, Packed
+from flatweights.ray.peers._summary import Summary
 
 SLICE = 1.0  # seconds between two looks at what rings no bell
 

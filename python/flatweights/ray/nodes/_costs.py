@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 
 from flatweights._dtypes import is_averaged
-from flatweights.ray._engine import check_count
 from flatweights.ray._report import readable_bytes
-from flatweights.ray.nodes._agents import SMALL
+from flatweights.ray.peers._by_agent import SMALL
+from flatweights.ray.peers._wait import check_count
 
 WayName = Literal["the guide's loop", "driver", "objects", "streams"]
 

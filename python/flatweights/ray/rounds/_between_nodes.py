@@ -22,18 +22,19 @@ from flatweights import _core
 from flatweights._average import read_weights
 from flatweights._sources import Kind, Template
 from flatweights._weights import sealed
-from flatweights.ray._calls import Exchanged
-from flatweights.ray._engine import PLAIN, Arrivals, Codec, Request, letting_go
 from flatweights.ray._errors import late_error, reason_of
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
-from flatweights.ray._store import put
-from flatweights.ray.nodes._agents import AgentEnd, Agents
 from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
 from flatweights.ray.nodes._plan import Plan
-from flatweights.ray.nodes._results import Reading, Summary, read_into
+from flatweights.ray.peers._by_agent import AgentEnd, Agents
+from flatweights.ray.peers._store import put
+from flatweights.ray.peers._summary import Exchanged, Reading, Summary, read_into
+from flatweights.ray.peers._wait import Arrivals, Request
+from flatweights.ray.rounds._codec import PLAIN, Codec
+from flatweights.ray.rounds._letting_go import letting_go
 
 _GRACE = 0.5  # seconds for which an exchange may go on when the time of a round is up
 _ANSWER = 10.0  # seconds in which an agent answers: while its store spills, it does nothing else

@@ -9,8 +9,6 @@ counts as having answered: its Ray call raises the error that says how it died.
 """
 
 import logging
-import math
-import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -20,85 +18,23 @@ import ray
 
 from flatweights import _core
 from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._calls import (
-    Answer,
-    Call,
-    Packed,
-    Payload,
-    RayAnswer,
-    argument_of,
-    call_actor,
-    plain_weights,
-    sent_weights,
-)
 from flatweights.ray._result import copied, is_arrays, parts_of
-from flatweights.ray._store import put
-from flatweights.ray.lanes._driver import DriverLane, Lanes
+from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
 from flatweights.ray.lanes._end import LaneError, is_shortage
 from flatweights.ray.lanes._message import Message, make_message
-from flatweights.ray.lanes._order import CallLog
-from flatweights.ray.lanes._worker import BROKEN, BY_CALL, COMMAND, VALUE, WEIGHTS, NoLane
+from flatweights.ray.lanes._protocol import BROKEN, BY_CALL, COMMAND, VALUE, WEIGHTS
+from flatweights.ray.lanes._worker_lane import NoLane
+from flatweights.ray.peers._contract import Answer, Call, Packed, Payload, plain_weights
+from flatweights.ray.peers._order import CallLog
+from flatweights.ray.peers._setback import VARIABLE, Setback, choice
+from flatweights.ray.peers._store import RayAnswer, argument_of, call_actor, put, sent_weights
 
-_VARIABLE = "FLATWEIGHTS_RAY"
 _MOST_OFFERED = 3  # windows that may hold averages which the user keeps
 _INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=lanes
 _SLICE = 1.0  # seconds between two checks of the Ray calls that serve lanes
-_PAUSE = 1.0  # seconds before a lane that could not be made is tried again; doubled each time
-_MOST_PAUSE = 60.0
 _MISSING: Any = object()  # in place of a value
 
 _log = logging.getLogger("flatweights")
-
-
-def choice() -> str:
-    """Return the value of ``FLATWEIGHTS_RAY``: ``"store"``, ``"lanes"`` or nothing.
-
-    Raises:
-        ValueError: If it has another value.
-    """
-    return setting(_VARIABLE, "store", "lanes")
-
-
-def setting(variable: str, *values: str) -> str:
-    """Return the value of an environment variable, or nothing.
-
-    Raises:
-        ValueError: If it is none of ``values``.
-    """
-    value = os.environ.get(variable, "")
-    if value not in ("", *values):
-        expected = f"{', '.join(values[:-1])} or {values[-1]}"
-        raise ValueError(f"{variable}: expected {expected}, got {value!r}")
-    return value
-
-
-class Setback:
-    """Why there is no lane at present, and when it is worth trying again.
-
-    Attributes:
-        reason: Why; empty if nothing has ever failed.
-    """
-
-    def __init__(self, who: str, reason: str = "") -> None:
-        """Take ``who`` is reached through Ray meanwhile; with a ``reason``, that is final."""
-        self.reason = reason
-        self._who = who
-        self._pause = _PAUSE
-        self._end = math.inf if reason else -math.inf
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it is worth trying now."""
-        return time.monotonic() >= self._end
-
-    def note(self, reason: str, *, may_pass: bool) -> None:
-        """Note a failure. What may pass is tried again, after pauses that double."""
-        if reason != self.reason:
-            level = logging.WARNING if may_pass else logging.INFO
-            _log.log(level, "%s reached through Ray: %s", self._who, reason)
-        self.reason = reason
-        self._end = time.monotonic() + self._pause if may_pass else math.inf
-        self._pause = min(2 * self._pause, _MOST_PAUSE)
 
 
 class LostResultError(ray.exceptions.RayError):  # type: ignore[misc]
@@ -120,7 +56,7 @@ class GroupLanes:
             ValueError: If the environment variable is malformed.
         """
         self.insists = choice() == "lanes"
-        self.setback = Setback("workers are", f"{_VARIABLE}=store" if choice() == "store" else "")
+        self.setback = Setback("workers are", f"{VARIABLE}=store" if choice() == "store" else "")
         self.ranks = ranks
         self._lanes: Lanes | None = None
         self._last: tuple[Any, Message | None] | None = None
@@ -458,7 +394,7 @@ class Worker:
         for setback in (self._group.setback, self._setback):
             if not setback.is_over:
                 where = f"there is no lane to rank {self.rank}"
-                raise RuntimeError(f"{_VARIABLE}=lanes: {where}: {setback.reason}")
+                raise RuntimeError(f"{VARIABLE}=lanes: {where}: {setback.reason}")
 
     def _frozen(self, payload: Payload) -> Any:
         """Return a read-only copy of the weights, in a window if one is free."""
@@ -482,6 +418,6 @@ def status() -> str:
     chosen = choice()
     return {
         "": "lanes within a machine, else the object store",
-        "store": f"the object store ({_VARIABLE}=store)",
-        "lanes": f"lanes ({_VARIABLE}=lanes)",
+        "store": f"the object store ({VARIABLE}=store)",
+        "lanes": f"lanes ({VARIABLE}=lanes)",
     }[chosen]

@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 
 import ray
 
-from flatweights.ray._calls import Answer, Call, Payload, wait_any, weights_of
 from flatweights.ray._errors import portable
-from flatweights.ray.lanes._calls import GroupLanes, Worker
 from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import NodeEnd, Route, Traffic
 from flatweights.ray.nodes._plan import Plan
-from flatweights.ray.nodes._results import Reading, read_into
+from flatweights.ray.peers._by_lane import GroupLanes, Worker
+from flatweights.ray.peers._contract import Answer, Call, Payload, weights_of
+from flatweights.ray.peers._store import payload_of
+from flatweights.ray.peers._summary import Reading, read_into
+from flatweights.ray.peers._wait import wait_any
 
 _SLICE = 0.1  # seconds after which answers are reported, although others are missing
 
@@ -212,10 +214,10 @@ class Agent:
             return None
         if isinstance(weights, AverageOf):
             if self._exchanged is None or self._exchanged[0] != weights:
-                self._exchanged = weights, Payload.of(self.end.weights(*weights), self._ranks)
+                self._exchanged = weights, payload_of(self.end.weights(*weights), self._ranks)
             return self._exchanged[1]
         value = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights
-        return Payload.of(weights_of(value), self._ranks)
+        return payload_of(weights_of(value), self._ranks)
 
     def _news(self, number: int) -> dict[int, Any]:
         while self._pending and self._is_on(number):

@@ -1,21 +1,16 @@
 """The request of a round, the wait for its answers, and the check that enough ranks are left."""
 
-import contextlib
 import math
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flatweights._average import Nonfinite, check_nonfinite, read_weight, read_weights
 from flatweights._numbers import as_integer
-from flatweights.ray._calls import Answer, wait_any
 from flatweights.ray._errors import WorkerError, late_error
-from flatweights.ray._report import FAILED_ROUND, METRICS
-from flatweights.ray._store import FULL, too_small
-from flatweights.ray._wire import widen
+from flatweights.ray.peers._contract import Answer
+from flatweights.ray.peers._store import FULL, too_small
 from flatweights.robust import AnyRule, Rule
 
 _FOREVER = 1e8  # seconds, three years: clocks that count nanoseconds overflow later
@@ -83,30 +78,6 @@ class Request:
         if callable(self.weights):
             return read_weight(self.weights(result), f"weight of rank {rank}")
         return self.weights[rank]
-
-
-class Codec(NamedTuple):
-    """How the weights of workers travel, and which ones are averaged.
-
-    Attributes:
-        decode: Decodes the weights that a worker returned, or the average of encoded ones.
-        finish: Turns the mean of decoded weights into the average; it may change the mean.
-        accept: Raises unless the first of these weights, or their layout, are to be averaged;
-            errors name them by the text.
-    """
-
-    decode: Callable[[Any], Any] = widen
-    finish: Callable[[Any], Any] = lambda mean: mean
-    accept: Callable[[Any, str], None] = lambda model, where: None
-
-    @property
-    def is_encoded(self) -> bool:
-        """Whether a group has workers encode weights."""
-        return self.decode is not widen
-
-
-PLAIN = Codec()
-"""Weights as they are; a `flatweights.wire.Difference` is widened."""
 
 
 def check_count(value: int, name: str, most: int | None = None) -> int:
@@ -305,25 +276,32 @@ class Arrivals:
                 answer.let_go()
 
 
-@contextlib.contextmanager
-def letting_go(*let_go: Callable[[], None]) -> Iterator[None]:
-    """Let go of all values of a round at its end, by calling each of ``let_go``.
+_SLICE = 1e-3  # seconds that one way is waited for while there are others
 
-    All code that touches values runs inside it. If an error leaves it, the frames of its traceback
-    are cleared, since they would keep values alive. Errors that were being handled before are left
-    as they are.
+
+def seconds_left(end: float | None) -> float | None:
+    """Return how long it is until ``end``, by `time.monotonic`; None for ever."""
+    return None if end is None else max(0.0, end - time.monotonic())
+
+
+def wait_any(
+    answers: Collection[Answer], deadline: float | None = None, enough: int = 1
+) -> list[Answer]:
+    """Wait for the first of ``answers``; return all that are there, none if the time is up.
+
+    Args:
+        answers: Of any ways, one at least.
+        deadline: When to stop, by `time.monotonic`; never, if None.
+        enough: See `Answer.wait`.
     """
-    outer = sys.exc_info()[1]
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, Exception):
-            METRICS.add({FAILED_ROUND: 1})
-        link: BaseException | None = error
-        while link is not None and link is not outer:
-            traceback.clear_frames(link.__traceback__)
-            link = link.__context__
-        raise
-    finally:
-        for release in let_go:
-            release()
+    ways: dict[type[Answer], list[Answer]] = {}
+    for answer in answers:
+        ways.setdefault(type(answer), []).append(answer)
+    while True:
+        left = seconds_left(deadline)
+        patience = left if len(ways) == 1 else min(_SLICE, _SLICE if left is None else left)
+        there: list[Answer] = []
+        for way, expected in ways.items():
+            there += way.wait(expected, 0.0 if there else patience, min(enough, len(expected)))
+        if there or left == 0:
+            return there

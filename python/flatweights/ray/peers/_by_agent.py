@@ -11,15 +11,18 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from flatweights.ray._calls import Answer, Call, Exchanged, argument_of, seconds_left
-from flatweights.ray.lanes._calls import Setback, Worker, setting
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._order import CallLog
-from flatweights.ray.nodes._agent import Agent, AverageOf, Command, Failure
 from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import NodeEnd
 from flatweights.ray.nodes._plan import Sums, check_sums
-from flatweights.ray.nodes._results import Reading
+from flatweights.ray.peers._agent import Agent, AverageOf, Command, Failure
+from flatweights.ray.peers._by_lane import Worker
+from flatweights.ray.peers._contract import Answer, Call
+from flatweights.ray.peers._order import CallLog
+from flatweights.ray.peers._setback import Setback, setting
+from flatweights.ray.peers._store import argument_of
+from flatweights.ray.peers._summary import Exchanged, Reading
+from flatweights.ray.peers._wait import seconds_left
 
 _VARIABLE = "FLATWEIGHTS_BETWEEN_NODES"
 _DEAD = ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError

@@ -14,12 +14,12 @@ from typing import Any
 from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
-from flatweights.ray._calls import Packed
 from flatweights.ray._failpoints import reach
-from flatweights.ray.lanes._end import LaneEnd, LaneError, receive_packet
+from flatweights.ray.lanes._end import LaneEnd, LaneError, check_user, receive_packet
 from flatweights.ray.lanes._message import Message
+from flatweights.ray.lanes._protocol import ASK, BY_CALL, NUMBER, VALUE, WEIGHTS
 from flatweights.ray.lanes._windows import Extent, Windows
-from flatweights.ray.lanes._worker import ASK, BY_CALL, NUMBER, VALUE, WEIGHTS, check_user
+from flatweights.ray.peers._contract import Packed
 
 _MOST_WINDOWS = 16
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
@@ -115,10 +115,10 @@ class DriverLane(LaneEnd):
         A view that is kept longer does no harm: its window is not written meanwhile.
 
         Returns:
-            One of the kinds in `flatweights.ray.lanes._worker`; and, for ``VALUE``, the result; for
-            ``WEIGHTS``, the result as `Packed`; for ``BY_CALL``, the number of the Ray call that
-            returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``ASK``, its body and its
-            buffers.
+            One of the kinds in `flatweights.ray.lanes._protocol`; and, for ``VALUE``, the result;
+            for ``WEIGHTS``, the result as `Packed`; for ``BY_CALL``, the number of the Ray call
+            that returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``ASK``, its body and
+            its buffers.
         """
         self._is_read = True
         kind, buffers, body = self.read()

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import buffer_message
-from flatweights.ray.lanes._worker import ASK, WorkerLane
+from flatweights.ray.lanes._protocol import ASK
+from flatweights.ray.lanes._worker_lane import WorkerLane
 
 _SLICE = 0.25  # seconds between two looks whether the host is alive
 _STAY = 1  # the number of the one call of the mailbox's protocol that a member is in

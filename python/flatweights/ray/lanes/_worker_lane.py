@@ -7,10 +7,8 @@ on the actor's handle get their turn. For the next command, the driver then make
 """
 
 import functools
-import os
 import pickle
 import socket
-import struct
 import threading
 import time
 from typing import Any, NamedTuple
@@ -19,8 +17,9 @@ from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._failpoints import reach
-from flatweights.ray.lanes._end import LaneEnd, LaneError, is_shortage
+from flatweights.ray.lanes._end import LaneEnd, LaneError, check_user, is_shortage
 from flatweights.ray.lanes._message import Message, join_message, make_message
+from flatweights.ray.lanes._protocol import BROKEN, BY_CALL, NUMBER, REFUSED, VALUE, WEIGHTS
 from flatweights.ray.lanes._windows import Windows
 
 LINGER = 0.01
@@ -33,19 +32,8 @@ the worker's time. A raw call on the actor's handle waits so long at most, and t
 running command.
 """
 
-COMMAND = 0  # the kind of all commands
-
-# Kinds of answers.
-VALUE = 0  # a pickled result
-BY_CALL = 1  # the result is that of a Ray call; holds its number, a `NUMBER`
-REFUSED = 2  # the command cannot be unpickled, and was not run; holds the reason
-WEIGHTS = 3  # the buffer of `FlatWeights`, whose layout is that of the last ones sent as a VALUE
-BROKEN = 4  # the lane is of no use, and the command was not run; holds the reason
-ASK = 5  # that of a member; holds a body and at most one buffer
 
 _MOST_WINDOWS = 4
-NUMBER = struct.Struct("<Q")
-_PEER = struct.Struct("3i")  # process, user, group
 
 
 class NoLane(NamedTuple):
@@ -238,11 +226,3 @@ class WorkerLanes(dict[bytes, WorkerLane]):
             return NoLane(f"{type(error).__name__}: {error}", is_shortage(error))
         self[token] = made
         return made.mailbox.nonce
-
-
-def check_user(connection: socket.socket) -> None:
-    """Raise `LaneError` unless the peer belongs to the user of this process."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    _, user, _ = _PEER.unpack(credentials)
-    if user != os.geteuid():
-        raise LaneError(f"the peer belongs to user {user}, and this process to {os.geteuid()}")

@@ -28,16 +28,6 @@ import ray
 from flatweights._layout import Layout
 from flatweights._numbers import as_integer
 from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._calls import (
-    Answer,
-    Call,
-    Payload,
-    RayAnswer,
-    Stamp,
-    argument_of,
-    wait_any,
-)
-from flatweights.ray._engine import Arrivals, Deadline, Request
 from flatweights.ray._errors import (
     WorkerError,
     is_lost,
@@ -48,17 +38,19 @@ from flatweights.ray._errors import (
     reason_of,
 )
 from flatweights.ray._failpoints import reach
-from flatweights.ray._latest import Latest, is_subset, merged
 from flatweights.ray._report import METRICS, SENT
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
-from flatweights.ray._store import check_cluster
 from flatweights.ray._wire import GroupWire, Travels
-from flatweights.ray.lanes._calls import GroupLanes, Worker
-from flatweights.ray.nodes._agent import Agent
-from flatweights.ray.nodes._agents import AgentEnd, Agents
 from flatweights.ray.nodes._plan import Sums
-from flatweights.ray.nodes._results import Reading
+from flatweights.ray.peers._agent import Agent
+from flatweights.ray.peers._by_agent import AgentEnd, Agents
+from flatweights.ray.peers._by_lane import GroupLanes, Worker
+from flatweights.ray.peers._contract import Answer, Call, Payload, Stamp
+from flatweights.ray.peers._latest import Latest, is_subset, merged
+from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster
+from flatweights.ray.peers._summary import Reading
+from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
 
 _PAUSE = 0.05  # seconds until an actor that Ray is restarting is asked again
 

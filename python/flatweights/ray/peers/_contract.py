@@ -31,11 +31,10 @@ contract:
 from __future__ import annotations
 
 import pickle
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import ray
@@ -43,12 +42,11 @@ from numpy.typing import NDArray
 
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._weights import FlatWeights
-from flatweights.ray._result import is_arrays
-from flatweights.ray._store import put
-from flatweights.ray._wire import Travels, WireMessage, nbytes_of
-from flatweights.wire import Difference, WireDType
+from flatweights.ray._wire import Travels
+from flatweights.wire import WireDType
 
-_SLICE = 1e-3  # seconds that one way is waited for while there are others
+if TYPE_CHECKING:
+    from flatweights.ray.peers._summary import Exchanged
 
 # Up to here arguments travel with the call and results with its reply; beyond, a value is
 # better put into the object store once than pickled into each call.
@@ -161,20 +159,6 @@ class Answer(ABC):
         """Give back the memory of the value; it is not taken again. A second time is harmless."""
 
 
-class Exchanged(NamedTuple):
-    """An average that nodes have exchanged, and which agents have it.
-
-    Attributes:
-        number: That of the exchange.
-        tokens: Those of the agents.
-        difference: What they have, if it is a difference in 16 bits.
-    """
-
-    number: int
-    tokens: frozenset[str]
-    difference: Difference | None = None
-
-
 @dataclass(eq=False)
 class Payload:
     """Weights on their way to workers.
@@ -200,11 +184,6 @@ class Payload:
     exchanged: Exchanged | None = None
     nbytes_sent: int = 0
 
-    @classmethod
-    def of(cls, value: Any, ranks: int) -> Payload:
-        """Return the payload that brings ``value`` to some of a group's ``ranks``."""
-        return cls(value, nbytes_of(value) or 0, lambda: put(value, ranks))
-
 
 class Call(NamedTuple):
     """One call, for one worker or several.
@@ -226,103 +205,3 @@ class Call(NamedTuple):
     def with_more(self, arguments: Sequence[Any]) -> Call:
         """Return the call with more ``arguments``, after its own: itself, if there are none."""
         return self._replace(args=(*self.args, *arguments)) if arguments else self
-
-
-def seconds_left(end: float | None) -> float | None:
-    """Return how long it is until ``end``, by `time.monotonic`; None for ever."""
-    return None if end is None else max(0.0, end - time.monotonic())
-
-
-def wait_any(
-    answers: Collection[Answer], deadline: float | None = None, enough: int = 1
-) -> list[Answer]:
-    """Wait for the first of ``answers``; return all that are there, none if the time is up.
-
-    Args:
-        answers: Of any ways, one at least.
-        deadline: When to stop, by `time.monotonic`; never, if None.
-        enough: See `Answer.wait`.
-    """
-    ways: dict[type[Answer], list[Answer]] = {}
-    for answer in answers:
-        ways.setdefault(type(answer), []).append(answer)
-    while True:
-        left = seconds_left(deadline)
-        patience = left if len(ways) == 1 else min(_SLICE, _SLICE if left is None else left)
-        there: list[Answer] = []
-        for way, expected in ways.items():
-            there += way.wait(expected, 0.0 if there else patience, min(enough, len(expected)))
-        if there or left == 0:
-            return there
-
-
-class RayAnswer(Answer):
-    """A reference to an object that a worker or somebody else makes.
-
-    Attributes:
-        ref: The reference; None once it was let go of.
-    """
-
-    def __init__(self, ref: Any) -> None:
-        """Take a reference; several answers may have the same."""
-        self.ref = ref
-
-    @classmethod
-    def wait(
-        cls, answers: Sequence[RayAnswer], timeout: float | None, enough: int = 1
-    ) -> list[Answer]:
-        """Return those that are there, once there is one: each may have failed."""
-        refs = list({answer.ref: None for answer in answers})
-        there, _ = ray.wait(refs, num_returns=1, timeout=timeout)
-        # All that have arrived meanwhile.
-        if there and len(refs) > 1:
-            there, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
-        arrived = set(there)
-        return [answer for answer in answers if answer.ref in arrived]
-
-    def take(self) -> Any:
-        """Return the object: mapped from the object store, if it is large."""
-        return ray.get(self.ref)
-
-    def let_go(self) -> None:
-        """Drop the reference."""
-        self.ref = None
-
-    abandon = let_go  # or the store would keep the value; actors take turns
-
-
-def argument_of(payload: Payload | None) -> Any:
-    """Return the argument by which a Ray call brings the weights; None for None.
-
-    A value, or a reference: the weights are put into the object store, once, unless they are small
-    or there. References that Ray may fail to resolve are in a tuple, for `weights_of`: where Ray
-    itself resolves an argument and fails, the call does not begin, and the error could be that of
-    any argument.
-    """
-    if payload is None:
-        return None
-    if payload.argument is None:
-        value = payload.value
-        is_message = isinstance(value, FlatWeights | WireMessage)
-        if is_message and payload.nbytes <= BY_VALUE:
-            payload.argument = value
-        elif isinstance(value, ray.ObjectRef):
-            payload.argument = (value,)
-        else:
-            resolves = is_message or is_arrays(value)
-            payload.argument = payload.put() if resolves else (payload.put(),)
-    return payload.argument
-
-
-def sent_weights(payload: Payload) -> Any:
-    """Return the weights of a payload that was prepared, as they were sent."""
-    sent = payload.value if payload.argument is None else payload.argument
-    if isinstance(sent, ray.ObjectRef):
-        sent = ray.get(sent)
-    return weights_of(sent)
-
-
-def call_actor(handle: Any, call: Call) -> RayAnswer:
-    """Make a call on an actor; references among the arguments are resolved, as Ray does."""
-    run, weights = handle.call_version, argument_of(call.payload)
-    return RayAnswer(run.remote(call.head, weights, call.method, *call.args, **call.kwargs))

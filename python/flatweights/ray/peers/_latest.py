@@ -10,9 +10,10 @@ import numpy as np
 import ray
 
 from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._calls import BY_VALUE, Payload, Stamp, sent_weights
 from flatweights.ray._round import Round
 from flatweights.ray._wire import GroupWire
+from flatweights.ray.peers._contract import BY_VALUE, Payload, Stamp
+from flatweights.ray.peers._store import payload_of, sent_weights
 from flatweights.wire import Difference
 
 
@@ -52,7 +53,7 @@ class Latest:
             exchanged = weights._exchanged if isinstance(weights, Round) else None
             difference = None if exchanged is None else exchanged.difference
             message, wire = wire.message(model, difference)
-            payload = Payload.of(message, self.ranks)
+            payload = payload_of(message, self.ranks)
             if isinstance(message, Difference) and difference is not None:
                 payload.exchanged = exchanged if message.values is difference.values else None
             return Latest(self.ranks, wire, payload, version, tuple(model))
@@ -61,7 +62,7 @@ class Latest:
         if isinstance(value, FlatWeights) and value.buffer.nbytes <= BY_VALUE:
             # The caller's may change before a restart wants it.
             value = value.copy() if value.buffer.flags.writeable else value
-        payload = Payload.of(value, self.ranks)
+        payload = payload_of(value, self.ranks)
         if isinstance(weights, Round):
             payload.put = weights.current_ref
             payload.exchanged = weights._exchanged
@@ -74,10 +75,10 @@ class Latest:
         All of them, if only a subset was sent last; a snapshot, if there is a wire.
         """
         if self._full is None and self.wire is not None and self.wire.has_sent:
-            self._full = Payload.of(self.wire.snapshot(), self.ranks)
+            self._full = payload_of(self.wire.snapshot(), self.ranks)
         elif self._full is None and self.base is not None and self.payload is not None:
             full = merged(sent_weights(self.base), sent_weights(self.payload))
-            self._full = Payload.of(full, self.ranks)
+            self._full = payload_of(full, self.ranks)
         return self._full or self.payload
 
     def _base_for(self, subset: Mapping[str, Any]) -> Payload | None:

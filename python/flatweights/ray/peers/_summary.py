@@ -82,3 +82,17 @@ def read_into(models: dict[int, Bytes], rank: int, result: Any, reading: Reading
         return Summary(template, containers, coding, weight, extras, spoiled, nbytes)
     except Exception as error:  # the driver raises it
         return Summary(error=portable(error))
+
+
+class Exchanged(NamedTuple):
+    """An average that nodes have exchanged, and which agents have it.
+
+    Attributes:
+        number: That of the exchange.
+        tokens: Those of the agents.
+        difference: What they have, if it is a difference in 16 bits.
+    """
+
+    number: int
+    tokens: frozenset[str]
+    difference: Difference | None = None

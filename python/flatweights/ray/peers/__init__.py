@@ -1,0 +1,10 @@
+"""How one process is reached, and what is known of it.
+
+- `_contract` is the seam: calls that go out, answers on their way back. `_wait` waits for them.
+- `_roster` has the record of each worker of a group, `_latest` the weights that they should have.
+- A call travels by one of three ways: `_store` through Ray, `_by_lane` through memory that driver
+  and worker map, `_by_agent` through an `_agent` on the worker's node, where a result may stay;
+  the driver then has a `_summary` of it.
+- `_setback` says when a way that failed is worth trying again; `_order` keeps a handle's calls in
+  their order, whichever way they take.
+"""

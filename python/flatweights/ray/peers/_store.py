@@ -1,0 +1,136 @@
+"""Weights in Ray's object store, and the error if it is full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import ray.util.client
+
+from flatweights._weights import FlatWeights
+from flatweights.ray._errors import StoreTooSmallError
+from flatweights.ray._result import is_arrays
+from flatweights.ray._wire import WireMessage, nbytes_of
+from flatweights.ray.peers._contract import BY_VALUE, Answer, Call, Payload, weights_of
+
+FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
+"""The errors of a result for which there was no room."""
+
+
+def check_cluster() -> None:
+    """Raise unless this process is part of Ray's cluster: a driver of Ray Client is not.
+
+    Raises:
+        RuntimeError: If Ray is connected by ``ray://``.
+    """
+    if ray.util.client.ray.is_connected():
+        raise RuntimeError(
+            "expected a driver in Ray's cluster, got one that is connected by Ray Client (ray://), "
+            "which has no object store of its own: run it on a node of the cluster, with "
+            "ray.init(address='auto') or as ray job submit -- python PROGRAM"
+        )
+
+
+def payload_of(value: Any, ranks: int) -> Payload:
+    """Return the payload that brings ``value`` to some of a group's ``ranks``."""
+    return Payload(value, nbytes_of(value) or 0, lambda: put(value, ranks))
+
+
+def put(weights: Any, ranks: int) -> Any:
+    """Put ``weights``, for or from so many ``ranks``, into the object store.
+
+    Raises:
+        StoreTooSmallError: If there is no room.
+    """
+    try:
+        return ray.put(weights)
+    except FULL as error:
+        raise too_small(ranks, weights) from error
+
+
+def too_small(ranks: int, weights: Any) -> StoreTooSmallError:
+    """Return the error that says how large the store must be for ``weights``, if known."""
+    nbytes = nbytes_of(weights)
+    need = f"({ranks} + 2) * " + (
+        "the bytes of the weights"
+        if nbytes is None
+        else f"{nbytes:,} = {(ranks + 2) * nbytes:,} bytes"
+    )
+    return StoreTooSmallError(
+        f"the object store is full: the results of {ranks} ranks, their average and the one "
+        f"before need at least {need}; set ray.init(object_store_memory=...) or ray start "
+        "--object-store-memory"
+    )
+
+
+class RayAnswer(Answer):
+    """A reference to an object that a worker or somebody else makes.
+
+    Attributes:
+        ref: The reference; None once it was let go of.
+    """
+
+    def __init__(self, ref: Any) -> None:
+        """Take a reference; several answers may have the same."""
+        self.ref = ref
+
+    @classmethod
+    def wait(
+        cls, answers: Sequence[RayAnswer], timeout: float | None, enough: int = 1
+    ) -> list[Answer]:
+        """Return those that are there, once there is one: each may have failed."""
+        refs = list({answer.ref: None for answer in answers})
+        there, _ = ray.wait(refs, num_returns=1, timeout=timeout)
+        # All that have arrived meanwhile.
+        if there and len(refs) > 1:
+            there, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+        arrived = set(there)
+        return [answer for answer in answers if answer.ref in arrived]
+
+    def take(self) -> Any:
+        """Return the object: mapped from the object store, if it is large."""
+        return ray.get(self.ref)
+
+    def let_go(self) -> None:
+        """Drop the reference."""
+        self.ref = None
+
+    abandon = let_go  # or the store would keep the value; actors take turns
+
+
+def argument_of(payload: Payload | None) -> Any:
+    """Return the argument by which a Ray call brings the weights; None for None.
+
+    A value, or a reference: the weights are put into the object store, once, unless they are small
+    or there. References that Ray may fail to resolve are in a tuple, for `weights_of`: where Ray
+    itself resolves an argument and fails, the call does not begin, and the error could be that of
+    any argument.
+    """
+    if payload is None:
+        return None
+    if payload.argument is None:
+        value = payload.value
+        is_message = isinstance(value, FlatWeights | WireMessage)
+        if is_message and payload.nbytes <= BY_VALUE:
+            payload.argument = value
+        elif isinstance(value, ray.ObjectRef):
+            payload.argument = (value,)
+        else:
+            resolves = is_message or is_arrays(value)
+            payload.argument = payload.put() if resolves else (payload.put(),)
+    return payload.argument
+
+
+def sent_weights(payload: Payload) -> Any:
+    """Return the weights of a payload that was prepared, as they were sent."""
+    sent = payload.value if payload.argument is None else payload.argument
+    if isinstance(sent, ray.ObjectRef):
+        sent = ray.get(sent)
+    return weights_of(sent)
+
+
+def call_actor(handle: Any, call: Call) -> RayAnswer:
+    """Make a call on an actor; references among the arguments are resolved, as Ray does."""
+    run, weights = handle.call_version, argument_of(call.payload)
+    return RayAnswer(run.remote(call.head, weights, call.method, *call.args, **call.kwargs))
