@@ -128,7 +128,7 @@ def read(ends: Sequence[NodeEnd], plan: Plan, sent: Mapping[int, Difference]) ->
 
 
 def new_end() -> NodeEnd:
-    return NodeEnd(GroupLanes(1).offer, "127.0.0.1")
+    return NodeEnd(GroupLanes().offer, "127.0.0.1")
 
 
 CASES: list[tuple[Groups, list[float]]] = [

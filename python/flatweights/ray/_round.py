@@ -13,7 +13,7 @@ import ray
 
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._result import parts_of
-from flatweights.ray.peers._store import put
+from flatweights.ray.peers._store import FULL, too_small
 
 
 class Round:
@@ -101,11 +101,18 @@ class Round:
         if self._ref is None or self._session != session:
             self._session = session
             begin = time.monotonic()
-            self._ref = put(self.weights, len(self.used) + len(self.failed) + len(self.late))
+            self._ref = self._put()
             parts = parts_of(self.weights)
             self._in_store = [] if any(part.flags.writeable for part in parts) else parts
             self.seconds["put"] = time.monotonic() - begin
         return self._ref
+
+    def _put(self) -> Any:
+        try:
+            return ray.put(self.weights)
+        except FULL as error:
+            ranks = len(self.used) + len(self.failed) + len(self.late)
+            raise too_small(ranks, self.weights) from error
 
     def current_ref(self) -> Any:
         """Return `ref`, but put `weights` anew if they may have changed since they were put."""

@@ -183,9 +183,9 @@ class Branch:
 class BranchAgent(Agent):
     """The actor; see `Branch`."""
 
-    def __init__(self, ranks: int, host: Any) -> None:
-        """Start, for a meeting of so many ``ranks``."""
-        super().__init__(ranks)
+    def __init__(self, host: Any) -> None:
+        """Start, for the meeting of ``host``."""
+        super().__init__()
         self._branch = Branch(host, self.lanes, self.end, self.turn)
 
     def stay(self) -> None:

@@ -122,7 +122,7 @@ class Meeting:
         self._node = node
         self._lanes = Lanes()
         offer, calls = self._lanes.windows.offer, 2 * size + 8
-        self._agents = Agents(offer, sums, BranchAgent, (size, host), calls)
+        self._agents = Agents(offer, sums, BranchAgent, (host,), calls)
         self._watched: set[str] = set()  # the tokens of agents
         self._seats: dict[int, Seat] = {}
         self._entries: list[Entry] = []

@@ -76,14 +76,13 @@ class Agent:
         turn: Held by whoever uses it.
     """
 
-    def __init__(self, ranks: int) -> None:
-        """Prepare for workers of a group of so many ``ranks``."""
+    def __init__(self) -> None:
+        """Prepare for workers of a group."""
         # An actor without CPUs is given one thread; but while it adds up, its workers wait.
         os.environ.pop("OMP_NUM_THREADS", None)
-        self.lanes = GroupLanes(ranks)
+        self.lanes = GroupLanes()
         self.end = NodeEnd(self.lanes.offer, ray.util.get_node_ip_address())
         self.turn = threading.Lock()
-        self._ranks = ranks
         self._workers: dict[int, Worker] = {}
         self._current = 0  # the number of the command whose results are here
         self._over = 0  # the number of the last command whose round is over
@@ -214,10 +213,10 @@ class Agent:
             return None
         if isinstance(weights, AverageOf):
             if self._exchanged is None or self._exchanged[0] != weights:
-                self._exchanged = weights, payload_of(self.end.weights(*weights), self._ranks)
+                self._exchanged = weights, payload_of(self.end.weights(*weights))
             return self._exchanged[1]
         value = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights
-        return payload_of(weights_of(value), self._ranks)
+        return payload_of(weights_of(value))
 
     def _news(self, number: int) -> dict[int, Any]:
         while self._pending and self._is_on(number):

@@ -27,7 +27,7 @@ from flatweights.ray.lanes._worker_lane import NoLane
 from flatweights.ray.peers._contract import Answer, Call, Packed, Payload, plain_weights
 from flatweights.ray.peers._order import CallLog
 from flatweights.ray.peers._setback import VARIABLE, Setback, choice
-from flatweights.ray.peers._store import RayAnswer, argument_of, call_actor, put, sent_weights
+from flatweights.ray.peers._store import RayAnswer, argument_of, call_actor, sent_weights
 
 _MOST_OFFERED = 3  # windows that may hold averages which the user keeps
 _INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=lanes
@@ -46,24 +46,22 @@ class GroupLanes:
 
     Attributes:
         setback: Why the group has no lanes.
-        ranks: How many workers the group has.
     """
 
-    def __init__(self, ranks: int) -> None:
-        """Make nothing yet, for a group of so many ``ranks``.
+    def __init__(self) -> None:
+        """Make nothing yet.
 
         Raises:
             ValueError: If the environment variable is malformed.
         """
         self.insists = choice() == "lanes"
         self.setback = Setback("workers are", f"{VARIABLE}=store" if choice() == "store" else "")
-        self.ranks = ranks
         self._lanes: Lanes | None = None
         self._last: tuple[Any, Message | None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as new ones."""
-        return type(self), (self.ranks,)
+        return type(self), ()
 
     @property
     def lanes(self) -> Lanes | None:
@@ -287,7 +285,7 @@ class Worker:
         For a lane, the weights must not change: workers read them in place.
 
         Raises:
-            StoreTooSmallError: If there is no room for it.
+            RayError: If the object store has no room for it.
         """
         if self._ready() is None or not (payload.is_frozen or is_arrays(payload.value)):
             argument_of(payload)
@@ -405,7 +403,7 @@ class Worker:
             value = dict(value)
         made = sealed(copied(value))
         _core.withdraw_offer()
-        payload.put = lambda: put(made, self._group.ranks)
+        payload.put = lambda: ray.put(made)
         return made
 
 

@@ -22,7 +22,6 @@ class Latest:
     """The weights that a group sent last; the next ones are another object.
 
     Attributes:
-        ranks: How many workers the group has.
         wire: The wire after them, if there is one.
         payload: The weights as they were sent.
         version: Their stamp; None before the first are sent.
@@ -30,7 +29,6 @@ class Latest:
         base: All weights as they were before, if ``payload`` has only some of them.
     """
 
-    ranks: int
     wire: GroupWire | None = None
     payload: Payload | None = None
     version: Stamp | None = None
@@ -53,21 +51,21 @@ class Latest:
             exchanged = weights._exchanged if isinstance(weights, Round) else None
             difference = None if exchanged is None else exchanged.difference
             message, wire = wire.message(model, difference)
-            payload = payload_of(message, self.ranks)
+            payload = payload_of(message)
             if isinstance(message, Difference) and difference is not None:
                 payload.exchanged = exchanged if message.values is difference.values else None
-            return Latest(self.ranks, wire, payload, version, tuple(model))
+            return Latest(wire, payload, version, tuple(model))
         if is_subset(value, self.names):
             base = self._base_for(value)
         if isinstance(value, FlatWeights) and value.buffer.nbytes <= BY_VALUE:
             # The caller's may change before a restart wants it.
             value = value.copy() if value.buffer.flags.writeable else value
-        payload = payload_of(value, self.ranks)
+        payload = payload_of(value)
         if isinstance(weights, Round):
             payload.put = weights.current_ref
             payload.exchanged = weights._exchanged
         names = self.names if base or not isinstance(value, Mapping) else tuple(value)
-        return Latest(self.ranks, None, payload, version, names, base)
+        return Latest(None, payload, version, names, base)
 
     def in_full(self) -> Payload | None:
         """Return the weights for workers that may have missed earlier ones; None if there are none.
@@ -75,10 +73,10 @@ class Latest:
         All of them, if only a subset was sent last; a snapshot, if there is a wire.
         """
         if self._full is None and self.wire is not None and self.wire.has_sent:
-            self._full = payload_of(self.wire.snapshot(), self.ranks)
+            self._full = payload_of(self.wire.snapshot())
         elif self._full is None and self.base is not None and self.payload is not None:
             full = merged(sent_weights(self.base), sent_weights(self.payload))
-            self._full = payload_of(full, self.ranks)
+            self._full = payload_of(full)
         return self._full or self.payload
 
     def _base_for(self, subset: Mapping[str, Any]) -> Payload | None:

@@ -48,7 +48,7 @@ from flatweights.ray.peers._by_agent import AgentEnd, Agents
 from flatweights.ray.peers._by_lane import GroupLanes, Worker
 from flatweights.ray.peers._contract import Answer, Call, Payload, Stamp
 from flatweights.ray.peers._latest import Latest, is_subset, merged
-from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster
+from flatweights.ray.peers._store import FULL, RayAnswer, argument_of, check_cluster, too_small
 from flatweights.ray.peers._summary import Reading
 from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
 
@@ -118,9 +118,9 @@ class Roster:
             first = ranks.setdefault(actor._actor_id, rank)
             if first != rank:
                 raise ValueError(f"rank {rank}: expected another actor than that of rank {first}")
-        self.lanes = GroupLanes(len(actors))
-        self.agents = Agents(self.lanes.offer, sums, Agent, (len(actors),))
-        self.latest = Latest(len(actors), wire)
+        self.lanes = GroupLanes()
+        self.agents = Agents(self.lanes.offer, sums, Agent, ())
+        self.latest = Latest(wire)
         self._records = [
             Record(Worker(actor, rank, self.lanes)) for rank, actor in enumerate(actors)
         ]
@@ -374,7 +374,7 @@ class Roster:
             record.why = RuntimeError("the group was shut down")
         self.agents.shut_down()
         self._is_shut_down = True
-        self.latest = Latest(len(self))
+        self.latest = Latest()
 
     def _next_stamp(self) -> Stamp:
         self._count += 1
@@ -485,13 +485,24 @@ class Roster:
             worker = self._records[rank].worker
             agent = self.agents.of(worker)
             if agent is None or not agent.has(latest.payload.exchanged):
-                worker.prepare(latest.payload)
+                self._prepare(worker, latest.payload)
         if not ranks:
-            argument_of(latest.payload)  # until somebody is sent them, the caller's may change
+            self._prepare(None, latest.payload)  # until it is sent, the caller's may change
         note_seconds(weights, "put", time.monotonic() - begin)
         self.latest = latest
         reach("sending")
         return latest.payload
+
+    def _prepare(self, worker: Worker | None, payload: Payload) -> None:
+        """Bring ``payload`` within reach of ``worker``; if that is None, of any.
+
+        Raises:
+            StoreTooSmallError: If the object store has no room for it.
+        """
+        try:
+            argument_of(payload) if worker is None else worker.prepare(payload)
+        except FULL as error:
+            raise too_small(len(self), payload.value) from error
 
     def _send_to_unhealthy(self, weights: Any, deadline: Deadline) -> list[int]:
         """Send ``weights`` to all ranks, none of which is healthy; return those that took them.
@@ -532,7 +543,7 @@ class Roster:
         def ask(ranks: Sequence[int]) -> None:
             for rank in ranks:
                 if payload is not None:
-                    self._records[rank].worker.prepare(payload)
+                    self._prepare(self._records[rank].worker, payload)
             self.send_out(self.call(payload=payload), arrivals, ranks)
 
         def is_to_be_asked_again(rank: int) -> bool:

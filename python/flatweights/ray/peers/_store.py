@@ -32,21 +32,9 @@ def check_cluster() -> None:
         )
 
 
-def payload_of(value: Any, ranks: int) -> Payload:
-    """Return the payload that brings ``value`` to some of a group's ``ranks``."""
-    return Payload(value, nbytes_of(value) or 0, lambda: put(value, ranks))
-
-
-def put(weights: Any, ranks: int) -> Any:
-    """Put ``weights``, for or from so many ``ranks``, into the object store.
-
-    Raises:
-        StoreTooSmallError: If there is no room.
-    """
-    try:
-        return ray.put(weights)
-    except FULL as error:
-        raise too_small(ranks, weights) from error
+def payload_of(value: Any) -> Payload:
+    """Return the payload that brings ``value`` to workers."""
+    return Payload(value, nbytes_of(value) or 0, lambda: ray.put(value))
 
 
 def too_small(ranks: int, weights: Any) -> StoreTooSmallError:

@@ -30,7 +30,6 @@ from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.peers._by_agent import AgentEnd, Agents
-from flatweights.ray.peers._store import put
 from flatweights.ray.peers._summary import Exchanged, Reading, Summary, read_into
 from flatweights.ray.peers._wait import Arrivals, Request
 from flatweights.ray.rounds._codec import PLAIN, Codec
@@ -314,8 +313,7 @@ class NodesAverage:
         """
         end, me, count = self._agents.end, nodes.index(None), len(nodes)
         agents = {k: node for k, node in enumerate(nodes) if node is not None}
-        ranks = len(plan.weights)
-        parts: dict[int, Any] = {me: [put(part, ranks) for part in end.cut(plan, me)]}
+        parts: dict[int, Any] = {me: [ray.put(part) for part in end.cut(plan, me)]}
         for k, agent in agents.items():
             refs = agent.handle.cut.options(num_returns=count).remote(plan, k)
             parts[k] = [refs] if count == 1 else refs
@@ -324,7 +322,7 @@ class NodesAverage:
             pieces = [parts[node][k] for node in range(count)]
             means[k] = agent.handle.merge.remote(plan, k, *pieces)
         mine = self._fetch([parts[node][me] for node in range(count)], nodes)
-        means[me] = put(end.merge(plan, me, mine), ranks)
+        means[me] = ray.put(end.merge(plan, me, mine))
         del mine
         all_means = [means[node] for node in range(count)]
         placed = [agent.handle.place.remote(plan, k, *all_means) for k, agent in agents.items()]
