@@ -182,7 +182,7 @@ def test_a_subset_follows_a_reference_and_no_vector(fresh: Fresh) -> None:
 
 def test_a_restarted_worker_refuses_a_subset(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = PlainWorker()
-    worker.variables = SimpleNamespace(variables={"w": 0, "n": 1})  # type: ignore[assignment]
+    worker.variables = SimpleNamespace(layout=own(1).layout)
     stamp = ("group", 0)
     monkeypatch.setattr(worker_module, "_was_restarted", lambda: True)
     with pytest.raises(ValueError, match="expected all weights, got 1 of 2: restarted"):

@@ -7,7 +7,7 @@ import pytest
 from tf_models import build_eager
 
 from flatweights import Layout
-from flatweights.tensorflow._match import match_slots
+from flatweights._match import match_slots
 
 SHAPES = {
     "dense/kernel": (4, 4),

@@ -1,6 +1,6 @@
 """Averaging the results of Ray actors, and actors whose weights travel as one buffer.
 
-Imports Ray, and TensorFlow only where a `FlatWorker` is built.
+Imports Ray, and no other framework: a model's weights are reached through `Variables`.
 """
 
 from flatweights.ray._average import average
@@ -12,6 +12,7 @@ from flatweights.ray._errors import (
 )
 from flatweights.ray._group import WorkerGroup
 from flatweights.ray._round import Round
+from flatweights.ray._variables import Variables
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.members._asks import MemberDiedError, MemberError
 from flatweights.ray.members._member import Member, join
@@ -27,6 +28,7 @@ __all__ = [
     "Round",
     "StaleWorkerError",
     "StoreTooSmallError",
+    "Variables",
     "WayCost",
     "WorkerError",
     "WorkerGroup",

@@ -13,8 +13,11 @@ import numpy as np
 import ray
 from numpy.typing import ArrayLike, NDArray
 
+from flatweights._frameworks import holder_of
 from flatweights._weights import FlatWeights
+from flatweights.ray import _variables
 from flatweights.ray._errors import RefusedWeightsError, StaleWorkerError, reason_of
+from flatweights.ray._variables import Variables
 from flatweights.ray._wire import WireMessage, WorkerWire
 from flatweights.ray.lanes._worker_lane import NoLane, WorkerLanes
 from flatweights.ray.peers._contract import Head, Stamp, weights_of
@@ -98,46 +101,45 @@ class FlatWorker:
         ray.get([w.set_weights.remote(mean.ref) for w in workers])
 
     Attributes:
-        variables: The `TensorFlowVariables` of what `build` returned.
+        variables: What `build` returned, if it is of the kind `Variables`; otherwise the
+            `TensorFlowVariables` of it.
     """
+
+    variables: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build the model; arguments go to `build`.
 
         Raises:
             NotImplementedError: If `build` is not defined.
-            TypeError: If `build` returns nothing; else as `TensorFlowVariables`.
+            TypeError: If `build` returns nothing, or what is neither `Variables` nor of TensorFlow.
+            Exception: As `TensorFlowVariables`.
         """
         built = self.build(*args, **kwargs)
         if built is None:
             raise TypeError(f"{type(self).__name__}.build() returned None: return the model")
-        # Not before build(), which may set environment variables that TensorFlow reads.
-        from flatweights.tensorflow import TensorFlowVariables
-
-        self.variables = (
-            built if isinstance(built, TensorFlowVariables) else TensorFlowVariables(built)
-        )
+        self.variables = built if isinstance(built, Variables) else holder_of(built)
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """Build the model, and import TensorFlow for it here; written by the user.
+        """Build the model, and import its framework here; written by the user.
 
         Returns:
-            What `TensorFlowVariables` takes as ``output``; or a `TensorFlowVariables`, in a graph
-            with its session.
+            What `TensorFlowVariables` takes as ``output``; a `TensorFlowVariables`, in a graph with
+            its session; or, for any other framework, an object of the kind `Variables`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define build()")
 
     def get_weights(self) -> FlatWeights:
         """Return the weights by name; see `TensorFlowVariables.get_weights`."""
-        return self.variables.get_weights()
+        return _variables.get_weights(self.variables)
 
     def set_weights(self, new_weights: Mapping[str, ArrayLike], *, share: bool = False) -> None:
         """Set weights by name; see `TensorFlowVariables.set_weights`."""
-        self.variables.set_weights(new_weights, share=share)
+        _variables.set_weights(self.variables, new_weights, share=share)
 
     def get_flat(self) -> NDArray[Any]:
         """Return the weights as one vector; see `TensorFlowVariables.get_flat`."""
-        return self.variables.get_flat()
+        return _variables.get_flat(self.variables)
 
     def set_flat(
         self, new_weights: ArrayLike | Mapping[str, ArrayLike], *, share: bool = False
@@ -149,7 +151,7 @@ class FlatWorker:
         if isinstance(new_weights, Mapping):
             self.set_weights(new_weights, share=share)
         else:
-            self.variables.set_flat(new_weights, share=share)
+            _variables.set_flat(self.variables, new_weights, share=share)
 
     def ping(self) -> str:
         """Return ``"pong"``: the actor is alive and built."""
@@ -244,7 +246,7 @@ def _receive(
     new_weights = weights_of(new_weights)
     if state.version is None and _was_restarted() and _is_subset(worker, new_weights):
         raise ValueError(
-            f"expected all weights, got {len(new_weights)} of {len(worker.variables.variables)}: "
+            f"expected all weights, got {len(new_weights)} of {len(worker.variables.layout)}: "
             "restarted, and not sent the others since"
         )
     if isinstance(new_weights, WireMessage):
@@ -260,7 +262,7 @@ def _receive(
 def _is_subset(worker: FlatWorker, new_weights: Any) -> bool:
     variables: Any = worker.__dict__.get("variables")  # subclasses need not have any
     is_by_name = isinstance(new_weights, Mapping) and variables is not None
-    return is_by_name and len(new_weights) < len(variables.variables)
+    return is_by_name and len(new_weights) < len(variables.layout)
 
 
 def _set(worker: FlatWorker, new_weights: Mapping[str, ArrayLike] | NDArray[Any]) -> None:

@@ -17,6 +17,7 @@ from flatweights._core import check_out, is_settable
 from flatweights._dtypes import is_averaged, is_floating, is_integer
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout, cast_for_slot, place_of
+from flatweights._match import match_slots
 from flatweights._numbers import finite
 from flatweights._safetensors import read
 from flatweights._trees import as_array
@@ -27,7 +28,6 @@ from flatweights.tensorflow._discover import discover
 from flatweights.tensorflow._eager import EagerOperations
 from flatweights.tensorflow._frozen import check_frozen
 from flatweights.tensorflow._gradients import Gradients
-from flatweights.tensorflow._match import match_slots
 from flatweights.tensorflow._mover import ADD, LERP, Mover, Update
 from flatweights.tensorflow._objective import Objective
 from flatweights.tensorflow._session import SessionOperations

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import ray
@@ -23,6 +23,7 @@ from flatweights._numbers import as_integer
 from flatweights._sources import Template, check_flat_weights
 from flatweights._weights import sealed
 from flatweights.ray._round import Round
+from flatweights.ray._variables import Variables
 from flatweights.ray.lanes._member_lane import HostDiedError
 from flatweights.ray.members._asks import Ask, MemberError, Outcome
 from flatweights.ray.members._host_end import HostEnd, enter
@@ -32,20 +33,6 @@ from flatweights.ray.peers._wait import check_count, check_timeout
 from flatweights.robust import AnyRule, Rule
 
 Model = TypeVar("Model")
-
-
-class Variables(Protocol):
-    """What is averaged in place: a `flatweights.tensorflow.TensorFlowVariables`, or one's own."""
-
-    @property
-    def layout(self) -> Layout:
-        """The layout of the variables."""
-
-    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
-        """Read all variables into a packed ``buffer``, whose padding is zero."""
-
-    def scatter(self, buffer: NDArray[np.uint8]) -> None:
-        """Set all variables from a packed ``buffer``."""
 
 
 _RETRY = 0.05  # seconds between two tries to find the host of a meeting

@@ -1,0 +1,41 @@
+"""How the variables of a framework are found, for parts that import no framework.
+
+`flatweights.ray` works with any holder of arrays. What an actor's ``build`` returns is often a
+framework's own object, such as a model; a part of this package knows how to hold it, and says so
+here when it is imported. It is imported once the process has imported the framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+# By framework, the part of this package that registers a holder for its objects.
+_PARTS = {"tensorflow": "flatweights.tensorflow"}
+
+_makers: dict[str, Callable[[Any], Any]] = {}
+
+
+def register(framework: str, make: Callable[[Any], Any]) -> None:
+    """Have ``make`` hold the objects of ``framework``."""
+    _makers[framework] = make
+
+
+def holder_of(built: Any) -> Any:
+    """Return a holder of the variables of ``built``, an object of an imported framework.
+
+    Raises:
+        TypeError: If no framework is imported, or its holder does not take ``built``.
+        Exception: As that holder raises.
+    """
+    for framework, part in _PARTS.items():
+        if framework in sys.modules:
+            importlib.import_module(part)
+            return _makers[framework](built)
+    frameworks = ", ".join(_PARTS)
+    raise TypeError(
+        f"expected an object with layout, gather_into and scatter, or one of {frameworks} in a "
+        f"process that has imported it; got {type(built).__name__}"
+    )

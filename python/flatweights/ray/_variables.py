@@ -1,0 +1,132 @@
+"""`Variables`: what workers and members need of the object that holds a model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from flatweights._core import move_parts
+from flatweights._flatten import flatten
+from flatweights._layout import Layout, cast_for_slot
+from flatweights._match import match_slots
+from flatweights._trees import as_array
+from flatweights._weights import FlatWeights
+
+
+@runtime_checkable
+class Variables(Protocol):
+    """What holds the weights of a model, of any framework.
+
+    `FlatWorker.build` may return one, and `Member.average_variables` averages one in place.
+    `flatweights.tensorflow.TensorFlowVariables` is one; a class of your own needs these three, and
+    no base class:
+
+    >>> import flatweights
+    >>> class Holder:
+    ...     def __init__(self, arrays):
+    ...         self.arrays = arrays
+    ...         self.layout = flatweights.Layout.of(arrays)
+    ...     def gather_into(self, buffer):
+    ...         for name, view in zip(self.arrays, self.layout.packed_views(buffer)):
+    ...             view[...] = self.arrays[name]
+    ...     def scatter(self, buffer):
+    ...         for name, view in zip(self.arrays, self.layout.packed_views(buffer)):
+    ...             self.arrays[name][...] = view
+    >>> isinstance(Holder({"w": np.zeros(3)}), Variables)
+    True
+
+    A `FlatWorker` gets and sets weights by these alone. If the object has ``get_weights()``,
+    ``set_weights(weights, share=)``, ``get_flat()`` or ``set_flat(vector, share=)`` of its own, as
+    `flatweights.tensorflow.TensorFlowVariables` has, the worker calls that instead.
+    """
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the variables: the same in every process that builds the same model."""
+
+    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
+        """Read all variables into a packed ``buffer``, whose padding is zero."""
+
+    def scatter(self, buffer: NDArray[np.uint8]) -> None:
+        """Set all variables from a packed ``buffer``, which may be read-only.
+
+        The buffer is valid only during the call: copy its values.
+        """
+
+
+def get_weights(variables: Variables) -> FlatWeights:
+    """Return the weights of ``variables`` by name."""
+    own = getattr(variables, "get_weights", None)
+    if own is not None:
+        weights: FlatWeights = own()
+        return weights
+    return _gathered(variables)
+
+
+def get_flat(variables: Variables) -> NDArray[Any]:
+    """Return the weights of ``variables`` as one vector."""
+    own = getattr(variables, "get_flat", None)
+    vector: NDArray[Any] = flatten(_gathered(variables)) if own is None else own()
+    return vector
+
+
+def set_weights(
+    variables: Variables, new_weights: Mapping[str, ArrayLike], *, share: bool = False
+) -> None:
+    """Set ``variables`` by name, as `flatweights.tensorflow.TensorFlowVariables.set_weights`."""
+    own = getattr(variables, "set_weights", None)
+    if own is not None:
+        own(new_weights, share=share)
+        return
+    _refuse_sharing(variables, share)
+    if not isinstance(new_weights, Mapping):
+        raise TypeError(f"expected a mapping from name to array, got {type(new_weights).__name__}")
+    layout = variables.layout
+    if isinstance(new_weights, FlatWeights) and new_weights.layout == layout:
+        variables.scatter(new_weights.buffer)
+        return
+    keys = match_slots(new_weights, layout)
+    _scatter(variables, {i: cast_for_slot(layout, i, new_weights[key]) for i, key in keys.items()})
+
+
+def set_flat(variables: Variables, new_weights: ArrayLike, *, share: bool = False) -> None:
+    """Set all ``variables`` from one vector."""
+    own = getattr(variables, "set_flat", None)
+    if own is not None:
+        own(new_weights, share=share)
+        return
+    _refuse_sharing(variables, share)
+    layout = variables.layout
+    flat = as_array(new_weights, "new_weights")
+    if flat.shape != (layout.size,):
+        raise ValueError(f"new_weights: expected shape ({layout.size},), got {flat.shape}")
+    views = layout.vector_views(np.ascontiguousarray(flat))
+    _scatter(variables, {i: cast_for_slot(layout, i, view) for i, view in enumerate(views)})
+
+
+def _gathered(variables: Variables) -> FlatWeights:
+    weights = FlatWeights.empty(variables.layout)
+    variables.gather_into(weights.buffer)
+    return weights
+
+
+def _scatter(variables: Variables, values: Mapping[int, NDArray[Any]]) -> None:
+    """Set the variables at some positions of the layout; the others keep their values."""
+    layout = variables.layout
+    buffer = layout.new_buffer()
+    if len(values) < len(layout):
+        variables.gather_into(buffer)
+    views = layout.packed_views(buffer)
+    move_parts([views[i] for i in values], list(values.values()))
+    variables.scatter(buffer)
+
+
+def _refuse_sharing(variables: Variables, share: bool) -> None:
+    if share:
+        raise TypeError(
+            f"share: expected False, got {share!r}: {type(variables).__name__} copies what it is "
+            "set to"
+        )

@@ -1,0 +1,43 @@
+"""Which part of the package imports which: read from the source, functions too."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flatweights
+
+PACKAGE = Path(flatweights.__file__).parent
+FRAMEWORKS = ("tensorflow", "keras", "tf_keras", "torch", "jax")
+
+
+def imports(file: Path) -> Iterator[str]:
+    """The modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
+            yield from (str(one.value) for one in node.args if isinstance(one, ast.Constant))
+
+
+def test_a_file_in_functions_is_read_too(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text("def f():\n    from flatweights.tensorflow import TensorFlowVariables\n")
+    assert list(imports(file)) == ["flatweights.tensorflow.TensorFlowVariables"]
+    file.write_text("def f():\n    return importlib.import_module('tensorflow')\n")
+    assert list(imports(file)) == ["tensorflow"]
+
+
+@pytest.mark.parametrize("part", ["ray", "server", "wire", "robust"])
+def test_no_part_but_tensorflow_and_keras_imports_a_framework(part: str) -> None:
+    files = sorted(PACKAGE.joinpath(part).rglob("*.py"))
+    assert files
+    for file in files:
+        for name in imports(file):
+            parts = name.split(".")
+            framework = parts[1] if parts[0] == "flatweights" and len(parts) > 1 else parts[0]
+            assert framework not in FRAMEWORKS, f"{file.relative_to(PACKAGE)} imports {name}"
