@@ -1,5 +1,6 @@
 """How many processes share the tests, and what all of them use."""
 
+import functools
 import gc
 import os
 import signal
@@ -39,11 +40,23 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if alone else max(1, min(cores + 2, 4, room // 3))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take long: those of Ray, then the pages, then TensorFlow's.
+    """Have the shared Ray for the tests that are marked; begin with the files that take long.
 
-    Processes take files in this order, so none of them is left with a long one at the end.
+    Tests that start actors of their own are left to one way of rounds, unless asked for more.
+
+    Those of Ray come first, then the pages, then TensorFlow's. Processes take files in this order,
+    so none of them is left with a long one at the end.
     """
+    for item in items:
+        if not isinstance(item, pytest.Function):
+            continue
+        if item.get_closest_marker("ray"):
+            item.fixturenames.insert(0, "shared_ray")
+        is_dear = "lend" in item.fixturenames or item.get_closest_marker("starts_actors")
+        if is_dear and hasattr(item, "callspec") and item.callspec.params.get("way") == "store":
+            item.add_marker(pytest.mark.slow)
     first = (TESTS / "ray", TESTS / "keras", TESTS.parent / "docs", TESTS / "tensorflow", TESTS)
     items.sort(key=lambda item: next(i for i, at in enumerate(first) if at in item.path.parents))
 
@@ -72,8 +85,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Halves(config, log)
 
 
+@functools.cache
 def _uses_ray(file: str) -> bool:
-    return file.startswith(("tests/ray/", "tests/keras/", "docs/"))
+    return file.endswith(".md") or "pytest.mark.ray" in (TESTS.parent / file).read_text()
 
 
 def pytest_configure() -> None:

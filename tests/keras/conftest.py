@@ -4,11 +4,6 @@ import pytest
 from keras_programs import Together
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _cluster(shared_ray: None) -> None:
-    """Have a Ray for all tests."""
-
-
 @pytest.fixture(scope="session")
 def together() -> Iterator[Together]:
     """Calls a function in several processes."""

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from keras_programs import LOOPS, OPTIMIZERS, Place, Together, close, train
 
+pytestmark = pytest.mark.ray
+
 BOUND = 1e-4
 
 

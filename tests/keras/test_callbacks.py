@@ -10,6 +10,8 @@ from keras_programs import BATCH, Place, Together, build, images
 import flatweights as fw
 from flatweights.server import FedAvgM
 
+pytestmark = pytest.mark.ray
+
 
 def compiled(place: Place, kind: str = "dense", **options: Any) -> Any:
     import keras

@@ -6,6 +6,8 @@ import surface
 
 import flatweights.keras
 
+pytestmark = pytest.mark.ray
+
 
 @pytest.mark.parametrize("module", ["_average_logs", "_average_weights", "_gradients"])
 def test_the_documented_examples_run(module: str) -> None:

@@ -14,7 +14,7 @@ from reference import clean_environment
 
 from flatweights.ray.members._meeting import Entry, Meeting, Ticket
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 MEMBER = """
 import json, sys, time

@@ -18,6 +18,8 @@ import flatweights.ray
 from flatweights import robust
 from flatweights.keras import AverageLogs, AverageWeights, average_gradients
 
+pytestmark = pytest.mark.ray
+
 NAMES = (f"alone {k}" for k in itertools.count())
 
 

@@ -21,7 +21,11 @@ from keras_programs import (
 
 from flatweights.examples import keras_parallel
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # those of Ray's libraries
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+]  # those of Ray's libraries
 
 
 def hosts() -> set[str]:

@@ -6,6 +6,8 @@ import surface
 
 import flatweights.ray
 
+pytestmark = pytest.mark.ray
+
 
 @pytest.mark.parametrize("module", ["_average", "_group", "members._member"])
 def test_the_documented_examples_run(module: str) -> None:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ray
+
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 

@@ -1,0 +1,200 @@
+"""Calls of some of the ranks, with arguments by rank and by round; groups as context managers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from ray_pool import Actors, wait_until_dead
+from ray_workers import PlainWorker, weights_of
+from reference import assert_same
+
+import flatweights as fw
+from flatweights import FlatWeights
+from flatweights.ray import WorkerError, WorkerGroup
+
+pytestmark = pytest.mark.ray
+
+
+class Adding(PlainWorker):
+    """Adds what it is told, and says what it was called with."""
+
+    def add(self, *values: float) -> FlatWeights:
+        self.model["w"] += sum(values)
+        return self.get_weights()
+
+    def told(self, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+
+@pytest.fixture(scope="module")
+def four(way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
+    with all_actors.loan() as lend:
+        yield lend(Adding, 4)
+
+
+@pytest.fixture
+def group(four: WorkerGroup) -> WorkerGroup:
+    four.broadcast(weights_of(1.0))
+    return four
+
+
+def added(*values: float) -> FlatWeights:
+    return weights_of(1.0 + sum(values))
+
+
+def test_arguments_by_rank_follow_those_of_all(group: WorkerGroup) -> None:
+    expected = {rank: ((1, rank, 10 * rank), {"x": 2}) for rank in range(4)}
+    assert group.step("told", 1, arguments=lambda rank: (rank, 10 * rank), x=2) == expected
+    found = group.average("add", 0.5, arguments=lambda rank: [rank])
+    assert_same(found.weights, fw.average([added(0.5, rank) for rank in range(4)]))
+    (found,) = group.run(1, "add", arguments=lambda rank: [rank])
+    twice = [added(0.5, rank, rank) for rank in range(4)]
+    assert_same(found.weights, fw.average(twice))
+
+
+def test_large_arguments_by_rank_arrive(group: WorkerGroup) -> None:
+    told = group.step("told", arguments=lambda rank: [np.full(50_000, rank)])
+    for rank, ((array,), _) in told.items():
+        assert array.tolist() == [rank] * 50_000
+
+
+def test_only_the_ranks_that_are_asked_are_called(group: WorkerGroup) -> None:
+    found = group.average("add", arguments=lambda rank: [rank], ranks=[3, 1])
+    assert (found.used, found.failed, found.late) == ((1, 3), {}, ())
+    assert_same(found.weights, fw.average([added(1), added(3)]))
+    assert sorted(group.step("told", ranks=(2,))) == [2]
+    for rank, weights in group.step("get_weights").items():
+        assert_same(weights, added(rank if rank in (1, 3) else 0))
+
+
+def test_ranks_that_were_not_called_get_the_weights_before_their_next_call(
+    group: WorkerGroup,
+) -> None:
+    found = group.average("add", 1.0, broadcast=weights_of(5.0), ranks=[0, 2])
+    assert_same(found.weights, weights_of(6.0))
+    assert_same(group.average("add", 2.0, ranks=[1, 2]).weights, weights_of(7.5))
+    assert group.healthy_actor_ids() == [0, 1, 2, 3]
+    given = [6.0, 7.0, 8.0, 5.0]
+    for rank, weights in group.step("get_weights").items():
+        assert_same(weights, weights_of(given[rank]))
+
+
+def test_only_ranks_that_were_asked_are_missed(group: WorkerGroup) -> None:
+    group._roster[0].why = TimeoutError("away")
+    found = group.average("add", 1.0, ranks=[1, 2], min_results=2)
+    assert (found.used, found.failed) == ((1, 2), {})
+    assert list(group.average("add", 1.0, ranks=[0, 2], min_results=1).failed) == [0]
+    with pytest.raises(WorkerError, match=r"^rank 0: TimeoutError: away$"):
+        group.average("add", 1.0, ranks=[0])
+    assert group.restore(timeout=60) == [0]
+
+
+def test_run_takes_functions_of_the_round(group: WorkerGroup) -> None:
+    told: list[int] = []
+
+    def sample(number: int) -> list[int]:
+        told.append(number)
+        return [number % 4, (number + 1) % 4]
+
+    rounds = group.run(
+        3,
+        "add",
+        0.25,
+        ranks=sample,
+        arguments=lambda rank: [rank],
+        round_arguments=lambda number: [100.0 * number],
+    )
+    value = 1.0
+    for number, found in enumerate(rounds, 1):
+        asked = sorted([number % 4, (number + 1) % 4])
+        assert found.used == tuple(asked)
+        each = [weights_of(value + 0.25 + 100 * number + rank) for rank in asked]
+        assert_same(found.weights, fw.average(each))
+        value = float(found.weights["w"][0])
+        for weights in group.step("get_weights").values():
+            assert_same(weights, found.weights)
+    assert told == [1, 2, 3]
+
+
+def test_wrong_ranks_and_arguments_are_refused_before_a_call(group: WorkerGroup) -> None:
+    def fail(rank: int) -> Any:
+        if rank == 2:
+            raise LookupError("no argument")
+        return [9.0]
+
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"ranks": [4]}, ValueError, r"ranks: expected some of 0 to 3, got \[4\]"),
+        ({"ranks": [-1, 0]}, ValueError, r"ranks: expected some of 0 to 3, got \[-1, 0\]"),
+        ({"ranks": []}, ValueError, r"ranks: expected some of 0 to 3, got \[\]"),
+        ({"ranks": [1, 0, 1]}, ValueError, r"ranks: expected each once, got \[0, 1, 1\]"),
+        ({"ranks": [0.5]}, TypeError, "integer"),
+        ({"arguments": [1]}, TypeError, "arguments: expected a function of the rank"),
+        ({"arguments": fail}, LookupError, "no argument"),
+    ]
+    for options, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            group.step("add", **options)
+        with pytest.raises(kind, match=text):
+            group.average("add", broadcast=weights_of(3.0), **options)
+        with pytest.raises(kind, match=text):
+            list(group.run(1, "add", **options))
+    with pytest.raises(ValueError, match="min_results: expected 1 to 2, the number of ranks"):
+        group.average("add", 1.0, ranks=[0, 1], min_results=3)
+    for weights in group.step("get_weights").values():
+        assert_same(weights, weights_of(1.0))
+
+
+# A group ends with its block.
+
+
+@pytest.mark.starts_actors
+def test_a_group_ends_with_its_block(way: str) -> None:
+    processes: list[psutil.Process] = []
+
+    def use(group: WorkerGroup) -> None:
+        with group:
+            processes.extend(map(psutil.Process, group.step("pid").values()))
+            raise LookupError("in the block")
+
+    group = WorkerGroup.create(PlainWorker, 2, num_cpus=0)
+    with pytest.raises(LookupError, match="in the block"):
+        use(group)
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert (len(processes), alive) == (2, [])
+    with pytest.raises(WorkerError, match="the group was shut down"):
+        group.step("pid")
+
+
+@pytest.mark.starts_actors
+def test_a_group_that_cannot_be_made_leaves_no_actor(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    def fail(actors: list[Any], *_: Any) -> None:
+        started.extend(actors)
+        raise LookupError("not made")
+
+    monkeypatch.setattr("flatweights.ray._group.Roster", fail)
+    with pytest.raises(LookupError, match="not made"):
+        WorkerGroup.create(PlainWorker, 2, num_cpus=0)
+    assert len(started) == 2
+    for actor in started:
+        wait_until_dead(actor)
+
+
+def test_a_group_says_how_it_is(group: WorkerGroup, way: str) -> None:
+    actors = list(group.actors().values())
+    fresh = WorkerGroup(actors)
+    assert repr(fresh).startswith("<WorkerGroup of 4 ranks, 4 healthy, 0 rounds")
+    for _ in range(3):
+        fresh.average("add", 1.0)
+    fresh._roster[2].why = TimeoutError("away")
+    expected = f"<WorkerGroup of 4 ranks, 3 healthy (2: TimeoutError), 3 rounds, {way}>"
+    for _ in range(200):  # until all have attached
+        if repr(fresh) == expected:
+            return
+        fresh.step("ping")
+    raise AssertionError(repr(fresh))

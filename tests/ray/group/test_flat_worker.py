@@ -1,0 +1,209 @@
+"""`FlatWorker` actors, eager and in graph mode.
+
+TensorFlow starts in two processes for the whole file. A worker defined in ``__main__`` is
+what the programs of `test_examples.py` run.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from numpy.typing import NDArray
+from reference import same_bits
+
+import flatweights as fw
+from flatweights import FlatWeights
+from flatweights.ray import FlatWorker, average
+
+pytestmark = pytest.mark.ray
+
+KERNEL = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], np.float32)
+BIAS = np.array([7.0, 8.0], np.float32)
+FLAT = np.arange(1, 9, dtype=np.float32)
+ANOTHER = np.linspace(-1, 1, 8, dtype=np.float32)
+
+NAMES = {"eager": ["dense/kernel", "dense/bias"], "graph": ["kernel", "bias"]}
+
+
+# An environment of its own: a process that has imported no TensorFlow yet.
+@ray.remote(runtime_env={"env_vars": {"FLATWEIGHTS_TESTS_ALONE": "1"}})
+class EagerWorker(FlatWorker):
+    """A Keras model; `build` returns it."""
+
+    def build(self, kernel: NDArray[Any], *, bias: NDArray[Any]) -> Any:
+        self.came_first = "tensorflow" not in sys.modules
+        import keras
+
+        self.model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        for variable, value in zip(self.model.variables, (kernel, bias), strict=True):
+            variable.assign(value)
+        return self.model
+
+    def predict(self, x: NDArray[Any]) -> NDArray[Any]:
+        return np.array(self.model(x))
+
+    def built_before_tensorflow(self) -> bool:
+        return self.came_first
+
+    def describe(self) -> tuple[str, list[str]]:
+        return type(self.variables).__name__, list(self.variables.variables)
+
+
+@ray.remote
+class GraphWorker(FlatWorker):
+    """A TF1 graph; `build` returns variables with their session."""
+
+    def build(self, kernel: NDArray[Any], *, bias: NDArray[Any]) -> Any:
+        import tensorflow.compat.v1 as tf
+
+        from flatweights.tensorflow import TensorFlowVariables
+
+        with tf.Graph().as_default():
+            self.x = tf.placeholder(tf.float32, [None, 3])
+            self.y = self.x @ tf.get_variable("kernel", initializer=kernel)
+            self.y += tf.get_variable("bias", initializer=bias)
+            self.session = tf.Session()
+            self.session.run(tf.global_variables_initializer())
+            return TensorFlowVariables(self.y, self.session)
+
+    def predict(self, x: NDArray[Any]) -> NDArray[Any]:
+        return np.array(self.session.run(self.y, {self.x: x}))
+
+    def describe(self) -> tuple[str, list[str]]:
+        return type(self.variables).__name__, list(self.variables.variables)
+
+
+@pytest.fixture(scope="module")
+def actors() -> dict[str, Any]:
+    """One worker per mode, which start at the same time."""
+    classes = {"eager": EagerWorker, "graph": GraphWorker}
+    return {mode: cls.remote(KERNEL, bias=BIAS) for mode, cls in classes.items()}  # type: ignore[attr-defined]
+
+
+@pytest.fixture(params=NAMES)
+def mode(request: pytest.FixtureRequest) -> str:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def worker(actors: dict[str, Any], mode: str) -> Iterator[Any]:
+    """A worker, its weights put back after the test."""
+    yield actors[mode]
+    ray.get(actors[mode].set_flat.remote(FLAT))
+
+
+def test_build_takes_the_arguments_of_the_actor(worker: Any, mode: str) -> None:
+    assert ray.get(worker.describe.remote()) == ("TensorFlowVariables", NAMES[mode])
+    x = np.eye(3, dtype=np.float32)
+    np.testing.assert_allclose(ray.get(worker.predict.remote(x)), KERNEL + BIAS, rtol=1e-6)
+
+
+def test_build_may_set_what_tensorflow_reads_when_imported(actors: dict[str, Any]) -> None:
+    assert ray.get(actors["eager"].built_before_tensorflow.remote())
+
+
+def test_get_weights_gives_flat_weights(worker: Any, mode: str) -> None:
+    weights = ray.get(worker.get_weights.remote())
+    assert type(weights) is FlatWeights
+    assert list(weights) == NAMES[mode]
+    for got, expected in zip(weights.values(), (KERNEL, BIAS), strict=True):
+        assert same_bits(got, expected)
+
+
+def test_get_flat_gives_one_vector(worker: Any) -> None:
+    assert same_bits(ray.get(worker.get_flat.remote()), FLAT)
+
+
+@pytest.mark.parametrize("send", [lambda value: value, ray.put], ids=["value", "ref"])
+def test_set_flat_sets_the_model(worker: Any, send: Any) -> None:
+    assert ray.get(worker.set_flat.remote(send(ANOTHER))) is None
+    assert same_bits(ray.get(worker.get_flat.remote()), ANOTHER)
+    expected = ANOTHER[:6].reshape(3, 2) + ANOTHER[6:]
+    got = ray.get(worker.predict.remote(np.eye(3, dtype=np.float32)))
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("send", [lambda value: value, ray.put], ids=["value", "ref"])
+def test_set_weights_sets_the_model(worker: Any, mode: str, send: Any) -> None:
+    kernel, bias = NAMES[mode]
+    weights = FlatWeights({kernel: -KERNEL, bias: -BIAS})
+    assert ray.get(worker.set_weights.remote(send(weights))) is None
+    assert same_bits(ray.get(worker.get_flat.remote()), -FLAT)
+    assert ray.get(worker.set_weights.remote(send({bias: BIAS}))) is None
+    assert same_bits(ray.get(worker.get_flat.remote()), np.concatenate([-FLAT[:6], BIAS]))
+
+
+@pytest.mark.parametrize("send", [lambda value: value, ray.put], ids=["value", "ref"])
+def test_set_flat_takes_weights_by_name(worker: Any, mode: str, send: Any) -> None:
+    kernel, bias = NAMES[mode]
+    ray.get(worker.set_flat.remote(send(FlatWeights({kernel: -KERNEL, bias: -BIAS}))))
+    assert same_bits(ray.get(worker.get_flat.remote()), -FLAT)
+
+
+def test_weights_may_be_shared_instead_of_copied(worker: Any, mode: str) -> None:
+    kernel, bias = NAMES[mode]
+    ray.get(worker.set_flat.remote(ANOTHER, share=True))
+    assert same_bits(ray.get(worker.get_flat.remote()), ANOTHER)
+    ray.get(worker.set_weights.remote({kernel: -KERNEL, bias: -BIAS}, share=True))
+    assert same_bits(ray.get(worker.get_flat.remote()), -FLAT)
+
+
+def test_what_was_got_does_not_follow_the_model(worker: Any) -> None:
+    before = ray.get(worker.get_weights.remote())
+    ray.get(worker.set_flat.remote(ANOTHER))
+    assert np.concatenate([v.ravel() for v in before.values()]).tolist() == FLAT.tolist()
+
+
+def test_a_round_averages_and_broadcasts(actors: dict[str, Any]) -> None:
+    workers = list(actors.values())
+    ray.get(workers[1].set_flat.remote(ANOTHER))
+    mean = average([w.get_flat.remote() for w in workers], [3, 1])
+    assert same_bits(mean.weights, fw.average([FLAT, ANOTHER], [3, 1]))
+    ray.get([w.set_flat.remote(mean.ref) for w in workers])
+    for w in workers:
+        assert same_bits(ray.get(w.get_flat.remote()), mean.weights)
+    ray.get([w.set_flat.remote(FLAT) for w in workers])
+
+
+def test_weights_of_one_mode_set_the_other_by_position(actors: dict[str, Any]) -> None:
+    weights = ray.get(actors["eager"].get_weights.remote()).copy()
+    weights["dense/bias"] = [9, 10]
+    ray.get(actors["graph"].set_weights.remote(weights))
+    assert ray.get(actors["graph"].get_flat.remote()).tolist() == [*range(1, 7), 9, 10]
+    ray.get(actors["graph"].set_flat.remote(FLAT))
+
+
+def test_a_wrong_vector_is_refused_by_rank_and_changes_nothing(worker: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected shape \(8,\), got \(7,\)"):
+        ray.get(worker.set_flat.remote(FLAT[:7]))
+    assert same_bits(ray.get(worker.get_flat.remote()), FLAT)
+
+
+@ray.remote
+class UnbuiltWorker(FlatWorker):
+    """Forgets `build`."""
+
+
+@ray.remote
+class EmptyHandedWorker(FlatWorker):
+    """Forgets to return its model."""
+
+    def build(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (UnbuiltWorker, r"NotImplementedError: UnbuiltWorker must define build\(\)"),
+        (EmptyHandedWorker, r"TypeError: EmptyHandedWorker\.build\(\) returned None"),
+    ],
+    ids=["no build", "no model"],
+)
+def test_a_worker_without_a_model_says_so(cls: Any, message: str) -> None:
+    worker = cls.remote()
+    with pytest.raises(ray.exceptions.ActorDiedError, match=message):
+        ray.get(worker.get_flat.remote())

@@ -1,0 +1,728 @@
+"""What a group promises whatever happens: names of ranks, one version, no call twice."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray_pool import Actors, Lend
+from ray_workers import PlainWorker, trained, wait_for, weights_of
+from reference import same_bits
+
+import flatweights as fw
+from flatweights import FlatWeights
+from flatweights.ray import (
+    RefusedWeightsError,
+    Round,
+    StaleWorkerError,
+    StoreTooSmallError,
+    WorkerError,
+    WorkerGroup,
+    average,
+)
+from flatweights.ray.peers import _store
+from flatweights.ray.peers import _wait as engine
+from flatweights.ray.peers._contract import Head, Stamp
+
+pytestmark = pytest.mark.ray
+
+LARGE = 80_000  # elements; in 16 bits, too, beyond what travels by value
+
+
+class TwoArgumentsError(Exception):
+    """Does not unpickle."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class Told(PlainWorker):
+    """Waits, trains and refuses as it is told; its weights may be float32, for the wire."""
+
+    def __init__(self, rank: int = 0, size: int = 5) -> None:
+        super().__init__(rank, size)
+        self.model = FlatWeights({"w": np.ones(size, np.float32), "n": np.int64(0)})
+
+    def set_weights(self, new_weights: Any, *, share: bool = False) -> None:
+        if new_weights["w"][0] > 50:
+            raise ValueError("too large")
+        super().set_weights(new_weights)
+
+    def wait_and_train(self, where: str) -> FlatWeights:
+        Path(where, f"{self.rank} began").touch()
+        wait_for(Path(where) / "go on")
+        return self.train()
+
+    def give(self, rank: int, value: Any, otherwise: Any) -> Any:
+        return value if rank == self.rank else otherwise
+
+    def raise_two_arguments(self) -> None:
+        raise TwoArgumentsError(1, 2)
+
+    def raise_text(self, rank: int, size: int) -> FlatWeights:
+        if rank == self.rank:
+            raise OSError("x" * size + "end")
+        return self.get_weights()
+
+    def takes_all(self, **options: Any) -> tuple[FlatWeights, Any]:
+        return self.get_weights(), options
+
+
+class AsyncTold(Told):
+    """An async actor."""
+
+    async def train_async(self) -> FlatWeights:
+        return self.train()
+
+
+def head(stamp: Stamp, version: Stamp | None) -> Head:
+    return stamp, version, None
+
+
+def start_of(value: float, size: int = 5) -> FlatWeights:
+    return FlatWeights({"w": np.full(size, value, np.float32), "n": np.int64(3)})
+
+
+@pytest.fixture(scope="module")
+def three(way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
+    with all_actors.loan() as lend:
+        yield lend(Told, 3, max_restarts=-1)
+
+
+@pytest.fixture(scope="module")
+def wired(way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
+    with all_actors.loan() as lend:
+        yield lend(Told, 3, LARGE, wire_dtype="bfloat16", max_restarts=-1)
+
+
+def heal(group: WorkerGroup) -> None:
+    for _ in range(600):
+        if len(group.healthy_actor_ids()) == len(group.actors()):
+            return
+        group.restore(timeout=60)
+        threading.Event().wait(0.1)
+    raise AssertionError(group.unhealthy)
+
+
+@pytest.fixture
+def group(three: WorkerGroup) -> WorkerGroup:
+    heal(three)
+    three.broadcast(start_of(1.0))
+    return three
+
+
+def bits(group: WorkerGroup) -> list[bytes]:
+    return [weights.buffer.tobytes() for weights in group.step("get_weights").values()]
+
+
+# Ranks are those of the group, though some are not called.
+
+
+def without_rank_0(group: WorkerGroup) -> None:
+    group._roster[0].why = TimeoutError("away")
+
+
+@pytest.mark.parametrize("plan", ["at once", "streamed"])
+def test_errors_name_the_ranks_of_the_group(group: WorkerGroup, plan: str) -> None:
+    if plan == "streamed":
+        group = WorkerGroup(list(group.actors().values()), max_inflight=1)
+    options: dict[str, Any] = {"min_results": 1}
+    without_rank_0(group)
+    good, nan = np.ones(3), np.array([1.0, np.nan, 1.0])
+    with pytest.raises(ValueError, match=r"^rank 2: holds NaN"):
+        group.average("give", 2, nan, good, **options)
+    found = group.average("give", 2, (nan, "x"), (good, "y"), nonfinite="skip", **options)
+    assert (found.used, found.quarantined, found.extras) == ((1,), (2,), {1: "y"})
+    assert str(found.failed[2]).startswith("rank 2: holds NaN")
+    assert found.record()["failed"]["2"] == "ValueError: rank 2: holds NaN or infinity"
+    with pytest.raises(ValueError, match=r"^rank 2\b.*expected.*\(rank 1 gave what is expected\)"):
+        group.average("give", 2, np.ones(4), good, **options)
+    with pytest.raises(ValueError, match=r"^weight of rank 2: expected a finite weight"):
+        group.average("give", 2, -good, good, weights=lambda result: float(result[0]), **options)
+    with pytest.raises(WorkerError, match=r"^rank 0: TimeoutError: away\nrank 2: ValueError: rank"):
+        group.average("give", 2, nan, good, nonfinite="skip", **options | {"min_results": 2})
+    weighed = group.average("give", 2, 3 * good, good, weights=[100, 3, 1], **options)
+    assert weighed.weights.tolist() == [1.5] * 3
+    group._roster[0].why = None
+
+
+# A broadcast happened, or it did not.
+
+
+@pytest.mark.parametrize("size", ["wire", "plain"])
+def test_weights_that_all_refused_are_sent_to_nobody(
+    three: WorkerGroup, wired: WorkerGroup, size: str
+) -> None:
+    group = wired if size == "wire" else three
+    elements = LARGE if group is wired else 5
+    heal(group)
+    group.broadcast(start_of(1.0, elements))
+    group.broadcast(start_of(1.25, elements))
+    before = bits(group)
+    without_rank_0(group)  # as if it had died
+    with pytest.raises(WorkerError, match="rank 1: ValueError: too large"):
+        group.broadcast(start_of(100.0, elements))
+    refused = "RefusedWeightsError: ValueError: too large"
+    with pytest.raises(WorkerError, match=f"rank 1: {refused}\nrank 2: {refused}$"):
+        group.average("train", broadcast=start_of(100.0, elements))
+    assert group.restore(timeout=60) == [0]
+    assert bits(group) == before
+    found = group.average("get_weights")
+    assert found.used == (0, 1, 2)
+    assert np.all(found.weights["w"] == 1.25)
+    group.broadcast(start_of(2.0, elements))
+    assert len({*bits(group)}) == 1
+
+
+@pytest.mark.parametrize("how", ["broadcast", "step", "average"])
+@pytest.mark.parametrize("size", ["wire", "plain"])
+def test_where_no_worker_is_healthy_weights_bring_those_back_that_take_them(
+    three: WorkerGroup, wired: WorkerGroup, size: str, how: str
+) -> None:
+    group = wired if size == "wire" else three
+    elements = LARGE if group is wired else 5
+    heal(group)
+    group.broadcast(start_of(1.0, elements))
+    group.broadcast(start_of(1.25, elements))
+    before = bits(group)
+    without_any(group)
+    with pytest.raises(WorkerError, match=r"rank 0: ValueError: too large\nrank 1: Value"):
+        send(group, how, start_of(100.0, elements))
+    assert group.healthy_actor_ids() == []
+    assert group.restore(timeout=60) == [0, 1, 2]
+    assert bits(group) == before
+    without_any(group)
+    send(group, how, start_of(3.0, elements))
+    assert group.healthy_actor_ids() == [0, 1, 2]
+    assert {*bits(group)} == {start_of(3.0, elements).buffer.tobytes()}
+
+
+def without_any(group: WorkerGroup) -> None:
+    for rank in group.actors():
+        group._roster[rank].why = TimeoutError("away")
+
+
+def pid_of(actor: Any) -> int:
+    for _ in range(1200):  # Ray takes a while to restart an actor
+        try:
+            pid: int = ray.get(actor.__ray_call__.remote(lambda worker: os.getpid()))
+        except ray.exceptions.RayActorError:
+            threading.Event().wait(0.05)
+        else:
+            return pid
+    raise AssertionError("the actor has not come back")
+
+
+def test_workers_that_all_restart_before_the_first_broadcast_come_back_with_it(lend: Lend) -> None:
+    group = lend(Told, 2, max_restarts=-1)
+    group.step("ping")
+    before = {rank: pid_of(actor) for rank, actor in group.actors().items()}
+    for rank, actor in group.actors().items():
+        ray.kill(actor, no_restart=False)
+        while pid_of(actor) == before[rank]:  # it takes effect later: until then it answers
+            threading.Event().wait(0.01)
+    with pytest.raises(WorkerError):
+        group.step("ping")
+    assert group.healthy_actor_ids() == []
+    assert group.broadcast(start_of(1.0), timeout=60) == [0, 1]
+    assert group.average("get_weights").used == (0, 1)
+    assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
+
+
+@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
+def lost() -> None:
+    raise ValueError("lost")
+
+
+@ray.remote(num_cpus=0)
+class Owner:
+    def put(self) -> list[Any]:
+        return [ray.put(start_of(5.0, LARGE))]
+
+
+def ref_without_owner() -> Any:
+    owner: Any = Owner.remote()  # type: ignore[attr-defined]
+    (ref,) = ray.get(owner.put.remote())
+    ray.kill(owner)
+    for _ in range(1200):  # until Ray has noticed
+        try:
+            ray.get(ref)
+        except ray.exceptions.OwnerDiedError:
+            return ref
+        threading.Event().wait(0.05)
+    raise AssertionError("the object has outlived its owner")
+
+
+class NotHere:
+    """Weights that no worker can unpickle."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _raise_value_error, ()
+
+
+def _raise_value_error() -> None:
+    raise ValueError("lost")
+
+
+BROKEN: dict[str, Callable[[], Any]] = {
+    "task": lambda: lost.remote(),
+    "owner": ref_without_owner,
+    "class": NotHere,
+}
+
+
+def send(
+    group: WorkerGroup,
+    how: str,
+    weights: Any,
+    argument: Any = None,
+) -> None:
+    """Send ``weights``, alone or with a call."""
+    call = ("get_weights",) if argument is None else ("give", -1, argument, None)
+    if how == "broadcast":
+        group.broadcast(weights)
+    elif how == "step":
+        group.step(*call, broadcast=weights)
+    else:
+        group.average(*call, broadcast=weights)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [(how, "task") for how in ("broadcast", "step", "average")]
+    + [("average", what) for what in ("owner", "class")],
+)
+def test_weights_that_reached_nobody_are_not_the_latest(
+    group: WorkerGroup, how: str, what: str
+) -> None:
+    group.step("forget_calls")
+    with pytest.raises(WorkerError, match=r"rank [012]: .*(lost|OwnerDiedError)"):
+        send(group, how, BROKEN[what]())
+    assert group.healthy_actor_ids() == [0, 1, 2]
+    without_rank_0(group)
+    assert group.restore(timeout=60) == [0]
+    assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
+
+
+@pytest.mark.parametrize("how", ["step", "average"])
+def test_ranks_whose_call_did_not_begin_get_its_weights_with_the_next(
+    group: WorkerGroup, how: str
+) -> None:
+    with pytest.raises(WorkerError, match=r"rank [012]: ValueError: lost"):
+        send(group, how, start_of(5.0), argument=lost.remote())
+    assert group.healthy_actor_ids() == [0, 1, 2]
+    assert set(bits(group)) == {start_of(5.0).buffer.tobytes()}
+    assert group.healthy_actor_ids() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["broadcast", "average"])
+def test_weights_that_cannot_be_sent_are_not_the_latest(group: WorkerGroup, how: str) -> None:
+    of_another_session = ray.ObjectRef.from_random()
+    with pytest.raises(ValueError, match="owner is unknown"):
+        send(group, how, of_another_session)
+    assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
+    without_rank_0(group)
+    assert group.restore(timeout=60) == [0]
+
+
+def test_weights_that_some_rank_took_before_its_method_raised_are_the_latest(
+    group: WorkerGroup,
+) -> None:
+    with pytest.raises(WorkerError, match=r"rank [012]: ArithmeticError: diverged"):
+        group.average("act", dict.fromkeys(range(3), "raise"), broadcast=start_of(2.0))
+    without_rank_0(group)
+    assert group.restore(timeout=60) == [0]
+    assert bits(group)[0] == start_of(2.0).buffer.tobytes()
+
+
+def test_a_round_is_put_anew_in_another_session_of_ray(group: WorkerGroup) -> None:
+    found = group.average("train")
+    first = found.ref
+    assert found.ref is first
+    found._session = ("an earlier job", "an earlier node")
+    assert found.current_ref() != first
+    assert found.ref is found.current_ref()
+    assert same_bits(ray.get(found.ref).buffer, found.weights.buffer)
+
+
+@pytest.mark.parametrize("error", [StoreTooSmallError, KeyboardInterrupt])
+def test_weights_that_could_not_be_put_are_not_the_latest(
+    wired: WorkerGroup, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    heal(wired)
+    wired.broadcast(start_of(1.0, LARGE))
+    wired.broadcast(start_of(1.5, LARGE))
+    with monkeypatch.context() as patched:
+        patched.setattr(_store, "put", raising(error))
+        with pytest.raises(error):
+            wired.broadcast(start_of(3.0, LARGE))
+    without_rank_0(wired)
+    assert wired.restore(timeout=60) == [0]
+    assert np.all(wired.average("get_weights").weights["w"] == 1.5)
+
+
+def raising(error: type[BaseException]) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_an_interrupt_while_workers_take_weights_leaves_one_version(
+    wired: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heal(wired)
+    wired.broadcast(start_of(1.0, LARGE))
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "wait_any", raising(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            wired.broadcast(start_of(2.0, LARGE))
+    found = wired.average("get_weights")
+    assert found.used == (0, 1, 2)
+    assert np.all(found.weights["w"] == 2.0)
+    assert len({*bits(wired)}) == 1
+
+
+@pytest.mark.parametrize("is_wired", [False, True], ids=["plain", "16 bits"])
+def test_a_call_that_brings_weights_gives_what_two_calls_give(
+    group: WorkerGroup, wired: WorkerGroup, is_wired: bool
+) -> None:
+    if is_wired:
+        heal(wired)
+        group = wired
+    start = start_of(1.0, LARGE if group is wired else 5)
+
+    def as_two_calls(broadcast: Any) -> Round:
+        group.broadcast(broadcast)
+        return group.average("train")
+
+    def as_one_call(broadcast: Any) -> Round:
+        return group.average("train", broadcast=broadcast)
+
+    averages = []
+    for call in (as_two_calls, as_one_call):
+        group.broadcast(start)
+        first = call(start)
+        averages.append(call(first).weights)
+    assert same_bits(averages[0].buffer, averages[1].buffer)
+    assert averages[0]["w"][0] > start["w"][0]
+
+
+@pytest.mark.parametrize("error", [StoreTooSmallError, KeyboardInterrupt])
+def test_a_call_whose_weights_could_not_be_put_runs_nowhere(
+    wired: WorkerGroup, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    heal(wired)
+    wired.step("forget_calls", broadcast=start_of(1.0, LARGE))
+    with monkeypatch.context() as patched:
+        patched.setattr(_store, "put", raising(error))
+        with pytest.raises(error):
+            wired.average("train", broadcast=start_of(3.0, LARGE))
+    assert wired.step("how_often") == {0: 0, 1: 0, 2: 0}
+    assert np.all(wired.average("get_weights").weights["w"] == 1.0)
+
+
+# No call runs twice, and none beside newer weights.
+
+
+def test_a_worker_refuses_a_call_that_comes_again_or_too_late() -> None:
+    worker = PlainWorker()
+    first, second, third = (("group", number) for number in range(3))
+    worker.call_version(head(first, first), weights_of(1.0), None)
+    worker.call_version(head(second, first), None, "train")
+    with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 1"):
+        worker.call_version(head(second, first), None, "train")
+    # As on a restarted actor: restored first, then asked again what it died of.
+    again = PlainWorker()
+    again.call_version(head(third, first), weights_of(1.0), None)
+    with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 2"):
+        again.call_version(head(second, first), None, "train")
+    with pytest.raises(StaleWorkerError):
+        again.call_version(head(first, first), weights_of(5.0), None)
+    assert (worker.calls, again.calls) == (1, 0)
+    again.call_version(head(("another group", 0), first), None, "train")
+
+
+def test_a_worker_takes_the_weights_that_a_call_brings_and_no_others() -> None:
+    worker = Told()
+    stamps = [("group", number) for number in range(6)]
+    result = worker.call_version(head(stamps[1], stamps[0]), start_of(2.0), "train")
+    assert same_bits(result.buffer, trained(start_of(2.0), 0).buffer)
+    with pytest.raises(RefusedWeightsError, match=r"^ValueError: too large$"):
+        worker.call_version(head(stamps[3], stamps[2]), start_of(100.0), "train")
+    with pytest.raises(StaleWorkerError, match="expected weights of version 2, got 0"):
+        worker.call_version(head(stamps[4], stamps[2]), None, "train")
+    with pytest.raises(StaleWorkerError, match="call 3 came again or too late, after call 4"):
+        worker.call_version(head(stamps[3], stamps[2]), start_of(5.0), "train")
+    assert same_bits(worker.get_weights().buffer, result.buffer)
+    assert worker.calls == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"max_concurrency": 4}], ids=["in turn", "at once"])
+def test_after_an_interrupt_weights_are_sent_once_the_call_has_ended(
+    way: str, lend: Lend, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where workers run several calls at a time, what was sent first would be trained on."""
+    group = lend(Told, 3, max_restarts=-1, **options)
+    group.broadcast(start_of(1.0))
+
+    def interrupt(*arguments: Any) -> Any:
+        for rank in range(3):
+            wait_for(tmp_path / f"{rank} began")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "wait_any", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(group.run(1, "wait_and_train", str(tmp_path)))
+    timer = threading.Timer(0.5, (tmp_path / "go on").touch)
+    timer.start()
+    (found,) = group.run(1, "train")
+    timer.join()
+    expected = fw.average([trained(start_of(1.0), rank) for rank in range(3)])
+    assert same_bits(found.weights.buffer, expected.buffer)
+    assert set(bits(group)) == {expected.buffer.tobytes()}
+
+
+def test_a_worker_says_whose_weights_it_has() -> None:
+    worker = PlainWorker()
+    worker.call_version(head(("one", 1), ("one", 0)), weights_of(1.0), None)
+    with pytest.raises(StaleWorkerError, match="expected weights of version 0, got 0 of another"):
+        worker.call_version(head(("another", 1), ("another", 0)), None, "train")
+    worker.call_version(head(("another", 2), None), None, "train")
+    # As after a broadcast that only a late worker took.
+    with pytest.raises(StaleWorkerError, match="expected no weights of the group, got version 0"):
+        worker.call_version(head(("one", 2), None), None, "train")
+    assert worker.calls == 1
+
+
+@pytest.mark.skipif(
+    not hasattr(ray.exceptions, "UnserializableException"),
+    reason="an older Ray tells of a failure of its own, so the rank is restored",
+)
+@pytest.mark.parametrize("call", ["step", "average"])
+def test_an_error_that_does_not_unpickle_leaves_its_actor_healthy(
+    group: WorkerGroup, call: str
+) -> None:
+    reason = r"[\w.]*TwoArgumentsError: 1 and 2"
+    with pytest.raises(WorkerError, match=rf"^rank [012]: {reason}(\nrank [12]: {reason})*$"):
+        getattr(group, call)("raise_two_arguments")
+    assert group.healthy_actor_ids() == [0, 1, 2]
+    with pytest.raises(WorkerError, match=rf"^rank [012]: {reason}"):
+        getattr(group, call)("raise_two_arguments", broadcast=start_of(2.0))
+    assert group.average("get_weights").used == (0, 1, 2)
+    assert set(bits(group)) == {start_of(2.0).buffer.tobytes()}
+
+
+def test_an_async_method_is_refused(lend: Lend) -> None:
+    group = lend(AsyncTold, 1)
+    for call in (group.step, group.average):
+        with pytest.raises(WorkerError, match="TypeError: expected a plain method, got an async o"):
+            call("train_async")
+    assert group.step("how_often") == {0: 0}
+
+
+# What is given is checked, and goes where it belongs.
+
+
+def test_run_gives_all_other_arguments_to_the_method(group: WorkerGroup) -> None:
+    (found,) = group.run(1, "takes_all", out=1, travels="gradients")
+    assert found.extras[0] == {"out": 1, "travels": "gradients"}
+
+
+def test_run_gives_restore_no_more_time_than_it_has(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float | None] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            group._roster, "restore", lambda deadline, **_: given.append(deadline.timeout)
+        )
+        for timeout in (2.0, 60.0, None):
+            without_rank_0(group)
+            list(group.run(1, "get_weights", timeout=timeout))
+    assert given == [2.0, 10.0, 10.0]
+    group._roster[0].why = None
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), -1, "2"])
+def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(
+    group: WorkerGroup, timeout: Any
+) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: group.step("train", timeout=timeout),
+        lambda: group.average("train", timeout=timeout),
+        lambda: group.broadcast(start_of(7.0), timeout=timeout),
+        lambda: group.restore(timeout=timeout),
+        lambda: group.run(1, "train", timeout=timeout),
+        lambda: average([ray.put(np.zeros(2))], timeout=timeout),
+    ]
+    for call in calls:
+        with pytest.raises((TypeError, ValueError), match="timeout: expected seconds"):
+            call()
+    assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
+
+
+@pytest.mark.parametrize("timeout", [1e16, 1e308, 10**400, np.float32(1e30)])
+def test_a_timeout_may_be_longer_than_clocks_count(group: WorkerGroup, timeout: Any) -> None:
+    group.broadcast(start_of(2.0), timeout=timeout)
+    assert group.step("ping", timeout=timeout) == dict.fromkeys(range(3), "pong")
+    without_rank_0(group)
+    assert group.restore(timeout=timeout) == [0]
+    assert group.average("get_weights", timeout=timeout).used == (0, 1, 2)
+    (found,) = group.run(1, "train", timeout=timeout)
+    assert found.used == (0, 1, 2)
+    assert average([ray.put(np.ones(2))], timeout=timeout).weights.tolist() == [1.0, 1.0]
+
+
+def test_texts_of_errors_are_cut_where_they_are_shown(
+    group: WorkerGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(WorkerError) as caught:
+        group.average("raise_text", 1, 3_000_000)
+    assert len(str(caught.value)) < 4000
+    assert str(caught.value).startswith("rank 1: OSError: xxx")
+    assert str(caught.value).endswith("... [3,000,003 characters] ... " + "x" * 497 + "end")
+    with caplog.at_level("INFO", logger="flatweights"):
+        found = group.average("raise_text", 1, 3_000_000, min_results=2)
+    assert len(found.record()["failed"]["1"]) < 4000
+    assert "rank 1: OSError: xxx" in caplog.text
+    assert len(caplog.text) < 10_000
+
+
+def test_a_driver_of_ray_client_is_told_before_it_starts_actors(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    calls: list[Callable[[], Any]] = [
+        lambda: WorkerGroup.create(PlainWorker, 1, num_cpus=0),
+        lambda: WorkerGroup(list(group.actors().values())),
+        lambda: average([ray.put(np.zeros(2))]),
+    ]
+    monkeypatch.setattr(PlainWorker, "__init__", raising(AssertionError))
+    for call in calls:
+        with pytest.raises(RuntimeError, match="expected a driver in Ray's cluster, got one that"):
+            call()
+
+
+# What a method returns is weights or gradients.
+
+
+def test_a_result_that_is_no_model_of_the_workers_is_named(group: WorkerGroup) -> None:
+    actors = list(group.actors().values())
+    wrong: dict[str, Any] = {
+        "parts of the names 'loss'": {"loss": [0.3]},
+        "parts of the names 'x', 'y'": FlatWeights({"x": np.ones(2), "y": np.ones(2)}),
+        r"2 parts of the shapes \[\(5,\), \(5,\)\]": [np.ones(5), np.ones(5)],
+        r"an array of the shape \(7,\)": np.ones(7),
+        r"an array of the shape \(\)": np.float64(3),
+    }
+    again = WorkerGroup(actors)
+    again.broadcast(start_of(1.0))
+    for got, value in wrong.items():
+        refused = f"^rank 0: expected weights .* from 'give', got {got}: is it"
+        with pytest.raises(TypeError, match=refused):
+            again.average("give", 0, value, value)
+        with pytest.raises(TypeError, match=refused):
+            list(again.run(1, "give", 0, (value, "extras"), (value, "extras")))
+    right: list[Any] = [
+        start_of(1.0),
+        {"n": np.int64(3)},
+        [np.ones(5)],
+        np.ones(6),
+        np.ones(3),
+        FlatWeights({"v": np.ones(5, np.float32), "m": np.int64(3)}),
+    ]
+    for value in right:
+        assert again.average("give", 0, value, value).used == (0, 1, 2)
+    unknown = WorkerGroup(actors, initial=None)
+    assert unknown.average("give", 0, np.ones(7), np.ones(7)).used == (0, 1, 2)
+
+
+def test_numbers_that_are_no_integers_are_refused(group: WorkerGroup) -> None:
+    with pytest.raises(TypeError, match=r"min_results: expected an integer, got 1\.5"):
+        group.average("train", min_results=1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"rounds: expected an integer, got 2\.5"):
+        group.run(2.5, "train")  # type: ignore[arg-type]
+    assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
+
+
+def test_one_actor_is_one_rank(group: WorkerGroup) -> None:
+    actors = group.actors()
+    with pytest.raises(ValueError, match="rank 2: expected another actor than that of rank 0"):
+        WorkerGroup([actors[0], actors[1], actors[0]])
+
+
+def test_create_takes_a_class_that_is_an_actor_already() -> None:
+    group = WorkerGroup.create(ray.remote(num_cpus=0)(PlainWorker), 1, 7)
+    assert group.broadcast(weights_of(1.0)) == [0]
+    group.shutdown()
+    with pytest.raises(TypeError, match="worker: expected a subclass of FlatWorker"):
+        WorkerGroup.create(ray.remote(dict), 1)
+
+
+# A round is what workers are sent.
+
+
+def models() -> dict[str, Any]:
+    arrays = {"a": np.arange(3.0), "b": np.ones((2, 2))}
+    return {
+        "array": arrays["a"],
+        "dict": arrays,
+        "list": list(arrays.values()),
+        "FlatWeights": FlatWeights(arrays),
+    }
+
+
+@pytest.mark.parametrize("max_inflight", [1, 4])
+@pytest.mark.parametrize("kind", models())
+def test_the_average_cannot_be_changed(kind: str, max_inflight: int) -> None:
+    model = models()[kind]
+    found = average([ray.put(model), ray.put(model)], max_inflight=max_inflight)
+    weights = found.weights
+    assert type(weights) is type(model)
+    parts = list(weights.values()) if isinstance(weights, dict) else weights
+    parts = [parts] if kind == "array" else parts
+    for part in parts:
+        with pytest.raises(ValueError, match="read-only"):
+            part += 1
+    with pytest.raises(AttributeError):
+        found.weights = model  # type: ignore[misc]
+
+
+def test_what_is_sent_is_what_the_weights_are(group: WorkerGroup) -> None:
+    by_name = group.average("give", -1, None, dict(start_of(1.0)))
+    assert by_name.ref is by_name.ref
+    by_name.weights["w"] = np.full(5, 7, np.float32)  # a dict is the user's to fill
+    group.broadcast(by_name)
+    assert group.step("get_weights")[2]["w"].tolist() == [7.0] * 5
+    out = start_of(0.0, LARGE)
+    found = group.average("give", -1, None, start_of(1.0, LARGE), out=out)
+    assert found.weights is out
+    assert ray.get(found.ref)["w"][0] == 1.0
+    out["w"] += 1
+    group.broadcast(found)
+    assert group.step("get_weights")[2]["w"][0] == 2.0
+
+
+def test_a_round_shows_ranks_and_seconds() -> None:
+    failed: dict[int, Exception] = {1: ValueError("<NaN>"), 3: OSError("gone")}
+    found = Round(
+        FlatWeights({f"w{k}": np.zeros(1000) for k in range(320)}),
+        used=[0, 4],
+        failed=failed,
+        late=[2],
+        quarantined=[1],
+        seconds={"wait": 1.0, "average": 0.5},
+        number=7,
+    )
+    shown = "<Round 7: 2 of 5 ranks (0, 4), late (2), quarantined (1), failed (3), 1.500 s>"
+    assert repr(found) == str(found) == shown
+    table = found._repr_html_()
+    assert "<td>[0, 4]</td>" in table
+    assert "rank 1: ValueError: &lt;NaN&gt;; rank 3: OSError: gone" in table
+    assert len(table) < 1000

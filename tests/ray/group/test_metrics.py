@@ -1,0 +1,401 @@
+"""What is to be seen of rounds: their records, Ray's metrics, the log, the progress bar."""
+
+import json
+import logging
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.util.metrics import Counter, Gauge
+from ray_cluster import start_lean_ray
+from ray_pool import Actors, Lend, only_late
+from ray_workers import PlainWorker, weights_of
+from reference import clean_environment
+
+from flatweights.ray import Round, WorkerError, WorkerGroup, average
+from flatweights.ray._report import METRICS, ROUND, Metrics, readable_bytes, rounds_bar
+
+pytestmark = pytest.mark.ray
+
+HELPERS = str(Path(__file__).parents[2] / "helpers")
+SIZE = 40_000
+NBYTES = weights_of(0.0, SIZE).buffer.nbytes
+
+
+@pytest.fixture(scope="module", params=[4, 2], ids=["one pass", "running sum"])
+def group(request: pytest.FixtureRequest, way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
+    with all_actors.loan() as lend:
+        made = lend(PlainWorker, 3, SIZE, max_inflight=request.param)
+        made.broadcast(weights_of(1.0, SIZE))
+        yield made
+
+
+def again(record: dict[str, Any]) -> Any:
+    return json.loads(json.dumps(record))
+
+
+def values_in(text: str, name: str, **tags: str) -> list[float]:
+    """Return the values of all series of such a name with such tags."""
+    values = []
+    for line in text.splitlines():
+        series = re.fullmatch(r"ray_(\w+)\{(.*)\} (\S+)", line)
+        if series and series[1] == name:
+            found = dict(re.findall(r'(\w+)="(.*?)"', series[2]))
+            if tags.items() <= found.items():
+                values.append(float(series[3]))
+    return values
+
+
+def scrape(node: dict[str, Any], name: str, value: float) -> str:
+    """Return what Prometheus would read from ``node``, once a metric has such a value."""
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    text = ""
+    for _ in range(1200):
+        try:
+            with urllib.request.urlopen(url, timeout=60) as reply:
+                text = reply.read().decode()
+        except OSError:
+            text = ""  # the agent is still starting
+        if values_in(text, name) == [value]:
+            return text
+        time.sleep(0.1)
+    raise AssertionError(f"{name} is not {value}: {text}")
+
+
+def scrape_all(node: dict[str, Any]) -> str:
+    """Return what Prometheus would read once all that was counted is there.
+
+    A report may be made while counts are handed over, and be read while it comes in. So this waits
+    for a number in one report, for another in a later one, and for a third after all of that.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()  # it hands counts over
+    number = Gauge("flatweights_tests_number", "A number that grows.")
+    for value in (1.0, 2.0, 3.0):
+        number.set(value)
+        text = scrape(node, "flatweights_tests_number", value)
+    return text
+
+
+def some_rounds(folder: str) -> None:
+    """Four rounds of which one fails: a program of its own, whose counters begin at zero."""
+    start_lean_ray(_system_config={"metrics_report_interval_ms": 200})
+    group = WorkerGroup.create(PlainWorker, 3, arguments=lambda rank: (rank, SIZE), num_cpus=0)
+    group.broadcast(weights_of(1.0, SIZE))
+    records = [found.record() for found in group.run(1, "train", progress=True)]
+    for found in group.run(1, "act", {1: "nan"}, nonfinite="skip", progress=True):
+        records.append(found.record())
+    try:
+        group.average("act", {0: "raise"})
+    except WorkerError:
+        records.append({})
+    late = {"timeout": 1.0, "min_results": 2, "progress": True}  # also to take the average
+    with only_late():
+        for found in group.run(1, "act", {2: "hang"}, folder, **late):  # type: ignore[arg-type]
+            records.append(found.record())
+    text = scrape_all(ray.nodes()[0])
+    (Path(folder) / "seen.json").write_text(json.dumps({"records": records, "text": text}))
+    ray.shutdown()
+
+
+def run_on_a_terminal(function: Callable[..., None], *arguments: str) -> str:
+    """Run a function of this file in a process whose output is a terminal; return the output."""
+    code = (
+        "import importlib.util, sys; sys.path.insert(0, sys.argv[1]);"
+        "spec = importlib.util.spec_from_file_location('seen', sys.argv[2]);"
+        "seen = importlib.util.module_from_spec(spec); spec.loader.exec_module(seen);"
+        "getattr(seen, sys.argv[3])(*sys.argv[4:])"
+    )
+    terminal, its_end = pty.openpty()
+    session = tempfile.mkdtemp(prefix="fw-", dir="/tmp")
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", code, HELPERS, __file__, function.__name__, *arguments],
+            env=clean_environment(PYTHONPATH=HELPERS, RAY_TMPDIR=session, TERM="xterm"),
+            stdout=its_end,
+            stderr=subprocess.PIPE,
+        ) as process:
+            os.close(its_end)
+            shown = b""
+            try:
+                while some := os.read(terminal, 4096):
+                    shown += some
+            except OSError:
+                pass  # how Linux says that nobody has the other end any more
+            _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors.decode()[-5000:]
+    finally:
+        os.close(terminal)
+        shutil.rmtree(session, ignore_errors=True)
+    return shown.decode()
+
+
+class Seen:
+    def __init__(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self.shown = run_on_a_terminal(some_rounds, folder)
+            found = json.loads((Path(folder) / "seen.json").read_text())
+        self.records: list[dict[str, Any]] = found["records"]
+        self.text: str = found["text"]
+
+    def metric(self, name: str, **tags: str) -> float:
+        """Return the value of the only series of such a name with such tags."""
+        (value,) = values_in(self.text, name, **tags)
+        return value
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    pytest.importorskip("prometheus_client", reason="Ray serves metrics with ray[default]")
+    return Seen()
+
+
+def test_prometheus_reads_rounds_and_ranks(seen: Seen) -> None:
+    assert seen.metric("flatweights_rounds_total") == 3
+    assert seen.metric("flatweights_failed_rounds_total") == 1
+    assert seen.metric("flatweights_ranks_used") == 2
+    assert seen.metric("flatweights_ranks_left_out_total", reason="quarantined") == 1
+    assert seen.metric("flatweights_ranks_left_out_total", reason="late") == 1
+    assert 'reason="failed"' not in seen.text
+
+
+def test_prometheus_reads_bytes(seen: Seen) -> None:
+    assert seen.metric("flatweights_bytes_total", direction="in") == (3 + 3 + 2) * NBYTES
+    assert seen.metric("flatweights_bytes_total", direction="out") == (3 + 3 + 3 + 2) * NBYTES
+
+
+@pytest.mark.parametrize(
+    ("step", "times"), {"wait": 3, "average": 3, "round": 3, "put": 4, "broadcast": 4}.items()
+)
+def test_prometheus_reads_times(seen: Seen, step: str, times: int) -> None:
+    assert seen.metric("flatweights_round_seconds_count", step=step) == times
+    total = seen.metric("flatweights_step_seconds_total", step=step)
+    recorded = sum(record["seconds"][step] for record in seen.records if record)
+    # The weights to begin with were put and sent outside of a round.
+    assert total > recorded if times == 4 else total == pytest.approx(recorded)
+
+
+def test_the_bar_shows_who_is_left_out(seen: Seen) -> None:
+    assert " 3 ranks" in seen.shown
+    assert "2 of 3 ranks, without 1" in seen.shown
+    assert "2 of 3 ranks, without 2" in seen.shown
+
+
+def test_records_of_rounds(seen: Seen) -> None:
+    first, skipped, _, hung = seen.records
+    used = [record["used"] for record in (first, skipped, hung)]
+    assert used == [[0, 1, 2], [0, 2], [0, 1]]
+    assert [record["late"] for record in (first, skipped, hung)] == [[], [], [2]]
+    assert skipped["quarantined"] == [1]
+    assert first["bytes"] == skipped["bytes"] == {"in": 3 * NBYTES, "out": 3 * NBYTES}
+    assert hung["bytes"] == {"in": 2 * NBYTES, "out": 2 * NBYTES}
+    assert hung["seconds"]["round"] >= hung["seconds"]["wait"]
+
+
+def test_a_record_is_what_json_gives_back(group: WorkerGroup) -> None:
+    for number, found in enumerate(group.run(2, "act", {1: "nan"}, nonfinite="skip"), 1):
+        record = found.record()
+        assert again(record) == record
+        assert record["round"] == number
+        assert (record["used"], record["late"]) == ([0, 2], [])
+        assert record["quarantined"] == [1] == list(found.failed)
+        assert record["failed"] == {"1": "ValueError: rank 1, slot 0 'w': holds NaN or infinity"}
+        assert record["bytes"] == {"in": 3 * NBYTES, "out": 3 * NBYTES}
+        steps = record["seconds"]
+        assert set(steps) == {"wait", "average", "put", "broadcast", "round"}
+        whole = steps.pop("round")
+        assert 0 <= sum(steps.values()) <= whole
+
+
+def test_a_round_by_hand_has_no_number(group: WorkerGroup) -> None:
+    found = group.average("train")
+    assert again(found.record()) == found.record()
+    assert found.record()["round"] is None
+    assert found.record()["bytes"] == {"in": 3 * NBYTES, "out": 0}
+    assert set(found.seconds) == {"wait", "average"}
+    group.broadcast(found)
+    assert found.record()["bytes"] == {"in": 3 * NBYTES, "out": 3 * NBYTES}
+    assert set(found.seconds) == {"wait", "average", "put", "broadcast"}
+
+
+def test_what_was_put_by_the_driver_is_timed() -> None:
+    found = average([ray.put(np.arange(3.0))])
+    assert set(found.seconds) == {"wait", "average"}
+    assert found.ref
+    assert set(found.seconds) == {"wait", "average", "put"}
+
+
+def test_reasons_in_a_record_are_one_line(group: WorkerGroup) -> None:
+    @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
+    def diverge() -> None:
+        raise ArithmeticError("diverged\nat step 3")
+
+    found = average([ray.put(np.arange(3.0)), diverge.remote()], min_results=1)
+    assert found.record()["failed"] == {"1": "ArithmeticError: diverged"}
+    assert found.quarantined == ()
+
+
+LINE = re.compile(
+    r"round 1: (.*), \d+\.\d{3} s "
+    r"\(wait \d+\.\d{3}, average \d+\.\d{3}, put \d+\.\d{3}, broadcast \d+\.\d{3}\), (.*)"
+)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+def test_the_log_has_a_line_for_each_round(
+    group: WorkerGroup, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "flatweights"):
+        list(group.run(1, "train"))
+    ((level, line),) = lines(caplog)
+    assert level == "INFO"
+    found = LINE.fullmatch(line)
+    assert found, line
+    by = " by lanes" if way == "lanes" else ""
+    assert found.groups() == ("3 of 3 ranks", f"960 kB in, 960 kB out{by}")
+
+
+def test_the_log_warns_of_ranks_that_are_skipped(
+    group: WorkerGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "flatweights"):
+        list(group.run(1, "act", {1: "nan"}, nonfinite="skip"))
+    ((level, line),) = lines(caplog)
+    assert level == "WARNING"
+    found = LINE.fullmatch(line)
+    assert found, line
+    assert found[1] == "2 of 3 ranks, 1 quarantined (1)"
+    assert found[2].endswith("; rank 1: ValueError: rank 1, slot 0 'w': holds NaN or infinity")
+
+
+def test_the_log_warns_once_of_who_has_died(
+    way: str, lend: Lend, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = lend(PlainWorker, 2, SIZE)
+    group.broadcast(weights_of(1.0, SIZE))
+    with caplog.at_level(logging.INFO, "flatweights"):
+        list(group.run(1, "act", {1: "die before"}, min_results=1))
+        group.average("train", min_results=1)
+    said, first, second = lines(caplog)
+    assert said[0] == "WARNING"
+    assert said[1].startswith("rank 1 is left out: ActorDiedError")
+    assert first[0] == second[0] == "INFO"
+    assert first[1].startswith("round 1: 1 of 2 ranks, 1 failed (1), ")
+    assert second[1].startswith("average: 1 of 2 ranks, 1 failed (1), ")
+    assert "Died" not in first[1] + second[1]
+
+
+def test_the_log_warns_of_late_references(
+    lend: Lend, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    worker = lend(PlainWorker, 1, SIZE).actors()[0]
+    refs = [ray.put(weights_of(1.0, SIZE)), worker.act.remote({0: "hang"}, str(tmp_path))]
+    with caplog.at_level(logging.INFO, "flatweights"):
+        average(refs, timeout=0.5, min_results=1)
+    (tmp_path / "go on").touch()
+    ((level, line),) = lines(caplog)
+    assert level == "WARNING"
+    assert line.startswith("average: 1 of 2 ranks, 1 late (1), ")
+    assert line.endswith("), 320 kB")
+
+
+def test_nothing_is_drawn_without_a_terminal(
+    group: WorkerGroup, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert len(list(group.run(2, "train", progress=True))) == 2
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.filterwarnings('ignore:install "ipywidgets"')
+def test_a_saved_notebook_has_the_last_state_of_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda _, text: shown.append(text))
+    with rounds_bar(2) as show:
+        show(Round(None, (0, 1), {}))
+        show(Round(None, (0,), {1: TimeoutError()}))
+    assert "2/2" in shown[-1]
+    assert "1 of 2 ranks, without 1" in shown[-1]
+
+
+def test_an_error_of_the_metrics_does_not_break_a_round(
+    group: WorkerGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no agent")
+
+    monkeypatch.setattr(METRICS, "works", True)  # and again afterwards
+    monkeypatch.setattr(Counter, "inc", refuse)
+    with caplog.at_level(logging.WARNING, "flatweights"):
+        rounds = list(group.run(2, "train"))
+        METRICS.hand_over()
+    assert [found.used for found in rounds] == [(0, 1, 2)] * 2
+    assert lines(caplog) == [("WARNING", "no metrics of rounds from now on: OSError: no agent")]
+
+
+def test_metrics_wait_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    metrics = Metrics()
+    handed_over: list[Any] = []
+    monkeypatch.setattr(metrics, "_record", lambda *args: handed_over.append(args))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Timer, "start", start)
+        metrics.add({ROUND: 1})
+    metrics.add({ROUND: 2})
+    assert metrics._timer is not None
+    metrics._timer.join()
+    assert handed_over == [({ROUND: 3}, [], None)]
+
+
+def test_a_round_of_nothing_but_weights_has_a_record() -> None:
+    found = Round([1.0], [0])
+    assert again(found.record()) == {
+        "round": None,
+        "used": [0],
+        "late": [],
+        "failed": {},
+        "quarantined": [],
+        "seconds": {},
+        "bytes": {"in": 0, "out": 0},
+        "ways": {},
+        "scores": {},
+        "groups": [],
+        "links": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (102_400, "102 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (4 * 10**8, "400 MB"),
+        (1_234_000_000, "1.23 GB"),
+        (5 * 10**15, "5,000 TB"),
+    ],
+)
+def test_bytes_are_readable(nbytes: int, text: str) -> None:
+    assert readable_bytes(nbytes) == text

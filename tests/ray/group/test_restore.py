@@ -1,0 +1,40 @@
+"""`restore` waits for answers that are owed and for restarts, until its time is up."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray_pool import Lend, only_late
+from ray_workers import PlainWorker, weights_of
+from reference import assert_same
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("way")]
+
+
+def test_restore_waits_for_what_a_late_rank_owes(lend: Lend, tmp_path: Path) -> None:
+    group = lend(PlainWorker, 2)
+    group.broadcast(weights_of(1.0))
+    hang: tuple[Any, ...] = ("act", {1: "hang"}, str(tmp_path))
+    with only_late():
+        assert group.average(*hang, timeout=0.05, min_results=1).late == (1,)
+    assert group.restore(timeout=0.1) == []
+    threading.Timer(0.2, (tmp_path / "go on").touch).start()
+    assert group.restore(timeout=60) == [1]
+    assert_same(group.step("get_weights")[1], weights_of(1.0))
+
+
+def test_restore_waits_for_restarts_and_not_for_the_dead(lend: Lend) -> None:
+    group = lend(PlainWorker, 3, max_restarts=1)
+    group.broadcast(weights_of(1.0))
+    found = group.average("act", {1: "die before"}, min_results=2)
+    assert sorted(found.failed) == [1]
+    assert group.restore(timeout=120) == [1]
+    assert group.average("get_weights").used == (0, 1, 2)
+    found = group.average("act", {1: "die before", 2: "die before"}, min_results=1)
+    assert found.used == (0,)
+    pid = group.actors()[1].pid
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(pid.remote())
+    assert group.restore(timeout=None) == [2], "Ray has given up rank 1: nobody waits for it"

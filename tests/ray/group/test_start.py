@@ -1,0 +1,196 @@
+"""All workers start from the same weights, and none has weights that nobody sent."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray_pool import Actors, Lend, wait_until_dead
+from ray_workers import PlainWorker
+from reference import assert_same
+
+import flatweights as fw
+from flatweights import FlatWeights
+from flatweights.ray import StaleWorkerError, WorkerError, WorkerGroup
+from flatweights.ray import _worker as worker_module
+
+pytestmark = pytest.mark.ray
+
+
+class Different(PlainWorker):
+    """Workers that are built with different weights."""
+
+    def __init__(self, rank: int = 0, size: int = 5) -> None:
+        super().__init__(rank, size)
+        self.model = own(rank, size)
+
+    def give(self, value: Any) -> Any:
+        return value
+
+
+class WithoutWeights(PlainWorker):
+    def get_weights(self) -> FlatWeights:
+        raise LookupError("there are none yet")
+
+    def count(self) -> Any:
+        return np.ones(2)
+
+
+def own(rank: int, size: int = 5) -> FlatWeights:
+    return FlatWeights({"w": np.full(size, 10.0 * rank), "n": np.int64(rank)})
+
+
+def after_training(start: FlatWeights, rank: int) -> FlatWeights:
+    after = start.copy()
+    after["w"] += rank + 1
+    return after
+
+
+def mean_of(start: FlatWeights, ranks: Any = range(3)) -> FlatWeights:
+    return fw.average([after_training(start, rank) for rank in ranks])
+
+
+@pytest.fixture(scope="module")
+def actors(way: str, all_actors: Actors) -> Iterator[list[Any]]:
+    with all_actors.loan() as lend:
+        yield list(lend(Different, 3).actors().values())
+
+
+@pytest.fixture
+def fresh(actors: list[Any]) -> Callable[..., WorkerGroup]:
+    """Makes groups of the same actors, which are as they were built."""
+
+    def make(**options: Any) -> WorkerGroup:
+        ray.get([actor.build_anew.remote() for actor in actors])
+        return WorkerGroup(actors, **options)
+
+    return make
+
+
+Fresh = Callable[..., WorkerGroup]
+
+
+def test_the_first_round_starts_from_the_weights_of_the_lowest_rank(fresh: Fresh) -> None:
+    (found,) = fresh().run(1, "train")
+    assert_same(found.weights, mean_of(own(0)))
+    group = fresh()
+    found = group.average("train")
+    assert_same(found.weights, mean_of(own(0)))
+    twice = [after_training(after_training(own(0), rank), rank) for rank in range(3)]
+    assert_same(group.average("train").weights, fw.average(twice))
+    trained = fresh().step("train")
+    for rank, weights in trained.items():
+        assert_same(weights, after_training(own(0), rank))
+
+
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+def test_a_call_that_brings_weights_needs_no_others(fresh: Fresh, wire_dtype: Any) -> None:
+    start = own(7)
+    group = fresh(wire_dtype=wire_dtype)
+    assert_same(group.average("train", broadcast=start).weights, mean_of(start))
+    group = fresh(wire_dtype=wire_dtype)
+    group.broadcast(start)
+    assert_same(group.step("get_weights")[2], start)
+
+
+def test_initial_weights_are_those_that_are_given(fresh: Fresh) -> None:
+    (found,) = fresh(initial=own(5)).run(1, "train")
+    assert_same(found.weights, mean_of(own(5)))
+    found = fresh(initial=np.array([1.0, 2, 3, 4, 5, 9])).average("train")
+    assert_same(found.weights["w"], np.arange(1.0, 6.0) + 2)
+    mine = own(5)
+    group = fresh(initial=mine)
+    mine["w"] += 1
+    assert_same(group.average("train").weights, mean_of(own(5)))
+    starts = [after_training(own(rank), rank) for rank in range(3)]
+    assert_same(fresh(initial=None).average("train").weights, fw.average(starts))
+
+
+def test_to_read_weights_changes_none(fresh: Fresh) -> None:
+    for method in ("get_weights", "ping"):
+        group = fresh()
+        group.step(method)
+        assert_same(group.average().weights, fw.average([own(rank) for rank in range(3)]))
+    group.step("train")
+    group.broadcast(group.average())
+    assert_same(group.step("get_weights")[1], mean_of(own(0)))
+
+
+def test_a_lowest_rank_that_is_dead_is_passed_over(lend: Lend) -> None:
+    group = lend(Different, 3)
+    group.step("ping")
+    ray.kill(group.actors()[0])
+    wait_until_dead(group.actors()[0])
+    found = group.average("train", min_results=2)
+    assert found.used == (1, 2)
+    assert_same(found.weights, mean_of(own(1), (1, 2)))
+
+
+def test_workers_without_weights_need_initial_none(lend: Lend) -> None:
+    group = lend(WithoutWeights, 2)
+    with pytest.raises(WorkerError, match=r"rank 0: .*initial= is given: LookupError: there"):
+        group.average("count")
+    assert group.healthy_actor_ids() == [0, 1]
+    found = WorkerGroup(list(group.actors().values()), initial=None).average("count")
+    assert found.used == (0, 1)
+
+
+# Weights that are a subset: those that were sent before remain.
+
+
+def lose_weights(group: WorkerGroup, rank: int) -> None:
+    """As if Ray had restarted the actor."""
+    ray.get(group.actors()[rank].build_anew.remote())
+    group._roster[rank].why = TimeoutError("restarted")
+
+
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+def test_a_restored_worker_has_all_weights_after_a_subset(fresh: Fresh, wire_dtype: Any) -> None:
+    group = fresh(wire_dtype=wire_dtype)
+    group.broadcast({"w": np.full(5, 2.0), "n": np.int64(3)})
+    for subset in ({"w": np.full(5, 4.0)}, {"w": np.full(5, 8.0)}, {"n": np.int64(6)}):
+        group.broadcast(subset)
+        before = group.step("get_weights")
+        assert_same(before[1], before[0])
+        lose_weights(group, 1)
+        assert group.restore(timeout=60) == [1]
+        assert_same(group.step("get_weights")[1], before[0])
+    assert_same(before[0], FlatWeights({"w": np.full(5, 8.0), "n": np.int64(6)}))
+
+
+def test_a_subset_that_is_sent_first_leaves_the_rest_to_the_lowest_rank(fresh: Fresh) -> None:
+    group = fresh()
+    group.broadcast({"w": np.full(5, 2.0)})
+    lose_weights(group, 2)
+    assert group.restore(timeout=60) == [2]
+    for weights in group.step("get_weights").values():
+        assert_same(weights, FlatWeights({"w": np.full(5, 2.0), "n": np.int64(0)}))
+
+
+def test_a_subset_follows_a_reference_and_no_vector(fresh: Fresh) -> None:
+    group = fresh()
+    group.broadcast(ray.put(own(3)))
+    group.broadcast({"n": np.int64(8)})
+    lose_weights(group, 0)
+    assert group.restore(timeout=60) == [0]
+    assert_same(group.step("get_weights")[0], FlatWeights({**own(3), "n": np.int64(8)}))
+    group.broadcast(np.arange(6.0))
+    with pytest.raises(ValueError, match="expected all 2 parts, got 1: a subset can follow"):
+        group.broadcast({"n": np.int64(1)})
+    assert group.step("get_weights")[2]["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_restarted_worker_refuses_a_subset(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = PlainWorker()
+    worker.variables = SimpleNamespace(layout=own(1).layout)
+    stamp = ("group", 0)
+    monkeypatch.setattr(worker_module, "_was_restarted", lambda: True)
+    with pytest.raises(ValueError, match="expected all weights, got 1 of 2: restarted"):
+        worker.call_version((stamp, stamp, None), {"n": np.int64(1)}, None)
+    with pytest.raises(StaleWorkerError):
+        worker.call_version((("group", 1), stamp, None), None, "train")
+    worker.call_version((("group", 3), ("group", 2), None), own(1), None)
+    worker.call_version((("group", 4), ("group", 4), None), {"n": np.int64(5)}, None)
+    assert worker.model["n"] == 5

@@ -1,0 +1,780 @@
+"""`WorkerGroup`: actors called together, in good health and in bad."""
+
+import gc
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from ray_pool import Actors, Lend, only_late, restored
+from ray_workers import POISON, PlainWorker, trained, weights_of
+from reference import assert_same, refuses, same_bits
+
+import flatweights as fw
+from flatweights import FlatWeights
+from flatweights.ray import (
+    RefusedWeightsError,
+    Round,
+    StaleWorkerError,
+    WorkerError,
+    WorkerGroup,
+)
+
+pytestmark = pytest.mark.ray
+
+SMALL, LARGE = 5, 40_000  # elements; beyond 100 KiB weights lie in shared memory
+
+Make = Callable[..., WorkerGroup]
+
+
+@pytest.fixture
+def make(way: str, lend: Lend) -> Make:
+    """Make a group of workers that know their rank, and that Ray restarts."""
+    restarted = {"max_restarts": -1}
+    return lambda n=3, size=SMALL, **options: lend(PlainWorker, n, size, **restarted | options)
+
+
+@pytest.fixture(scope="module")
+def three(way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
+    with all_actors.loan() as lend:
+        yield lend(PlainWorker, 3, max_restarts=-1)
+
+
+@pytest.fixture
+def group(three: WorkerGroup) -> WorkerGroup:
+    """Three workers that several tests use: to be left in good health, with any weights."""
+    three.broadcast(weights_of(0.0))  # another group may have sent others
+    assert len(three.step("forget_calls")) == 3
+    return three
+
+
+def mean_of(before: FlatWeights, ranks: Any, weights: Any = None, step: float = 1.0) -> FlatWeights:
+    return fw.average([trained(before, rank, step) for rank in ranks], weights)
+
+
+def assert_all_have(group: WorkerGroup, expected: FlatWeights) -> None:
+    for weights in group.step("get_weights").values():
+        assert_same(weights, expected)
+
+
+def test_create_passes_options_and_arguments_on() -> None:
+    group = WorkerGroup.create(
+        PlainWorker,
+        2,
+        7,
+        arguments=lambda rank: (10 + rank,),
+        num_cpus=0,
+        name=None,
+        max_restarts=3,
+        resources={},
+    )
+    sizes = {rank: weights["w"].size for rank, weights in group.step("get_weights").items()}
+    assert sizes == {0: 10, 1: 11}
+    assert list(group.actors()) == [0, 1]
+    group.shutdown()
+
+
+class Restartable(PlainWorker):
+    def __init__(self, shared: Any, rank: int, own: Any) -> None:
+        super().__init__(rank)
+        self.sums = float(shared.sum()), float(own.sum())
+
+    def both_sums(self) -> tuple[float, float]:
+        return self.sums
+
+
+def test_a_restart_has_the_large_arguments_too() -> None:
+    size = 50_000  # so many that Ray puts them into the object store
+    group = WorkerGroup.create(
+        Restartable,
+        2,
+        np.full(size, 2.0),
+        arguments=lambda rank: (rank, np.full(size, float(rank))),
+        num_cpus=0,
+        max_restarts=1,
+    )
+    assert group.step("both_sums") == {0: (2 * size, 0), 1: (2 * size, size)}
+    group.broadcast(weights_of(1.0))
+    process = psutil.Process(group.step("pid")[1])
+    time.sleep(1)  # until then Ray keeps arguments by itself
+    kill(group, 1, no_restart=False)
+    process.wait(60)
+    group.step("ping")
+    restored(group)
+    assert group.step("both_sums") == {0: (2 * size, 0), 1: (2 * size, size)}
+    group.shutdown()
+
+
+def test_create_refuses_what_is_no_worker() -> None:
+    with pytest.raises(
+        TypeError, match="worker: expected a subclass of FlatWorker, got <class 'dict'>"
+    ):
+        WorkerGroup.create(dict, 2)
+    with pytest.raises(ValueError, match="n: expected at least 1, got 0"):
+        WorkerGroup.create(PlainWorker, 0)
+    with pytest.raises(ValueError, match="max_inflight: expected at least 1, got 0"):
+        WorkerGroup.create(PlainWorker, 1, max_inflight=0, num_cpus=0)
+    with pytest.raises(ValueError, match="no_such_option"):
+        WorkerGroup.create(PlainWorker, 1, no_such_option=1)
+
+
+@ray.remote(num_cpus=0)
+class Stranger:
+    def ping(self) -> None: ...
+
+
+def test_a_group_is_of_flat_workers() -> None:
+    with pytest.raises(ValueError, match="at least one actor"):
+        WorkerGroup([])
+    with pytest.raises(TypeError, match="rank 0: expected an actor of a FlatWorker class"):
+        WorkerGroup([Stranger.remote()])  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="rank 0: expected an actor of a FlatWorker class, got int"):
+        WorkerGroup([1])
+
+
+def test_actors_may_be_given_and_change_groups(group: WorkerGroup) -> None:
+    group.broadcast(weights_of(1.0))
+    second = WorkerGroup(list(group.actors().values()))
+    assert_same(second.average().weights, weights_of(1.0))
+    second.broadcast(weights_of(2.0))
+    assert_same(second.average().weights, weights_of(2.0))
+    with pytest.raises(WorkerError, match=r"rank 0: StaleWorkerError: expected weights of ver"):
+        group.average(min_results=1)
+    assert group.restore() == [0, 1, 2]
+    assert_same(group.average().weights, weights_of(1.0))
+
+
+def test_step_gives_results_by_rank(group: WorkerGroup) -> None:
+    assert group.step("how_often") == {0: 0, 1: 0, 2: 0}
+    start = weights_of(2.0)
+    group.broadcast(start)
+    for rank, weights in group.step("train", 0.5).items():
+        assert_same(weights, trained(start, rank, 0.5))
+    assert group.step("train", step=0.25).keys() == {0, 1, 2}
+    assert group.step("how_often") == {0: 2, 1: 2, 2: 2}
+    # References are resolved, as in any call of an actor.
+    assert len(group.step("set_weights", ray.put(start))) == 3
+    assert_all_have(group, start)
+
+
+def senders() -> dict[str, Callable[[FlatWeights], Any]]:
+    def put_flat(w: FlatWeights) -> Any:
+        return np.concatenate([part.ravel() for part in w.values()])
+
+    return {
+        "FlatWeights": lambda w: w,
+        "dict": lambda w: dict(w),
+        "vector": put_flat,
+        "ref": ray.put,
+        "ref of a dict": lambda w: ray.put(dict(w)),
+        "ref of a vector": lambda w: ray.put(put_flat(w)),
+        "Round": lambda w: fw.ray.average([ray.put(w)]),
+    }
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
+def test_broadcast_takes_any_kind_of_weights(group: WorkerGroup, size: int) -> None:
+    for k, (name, send) in enumerate(senders().items()):
+        start = weights_of(float(k), size)
+        assert group.broadcast(send(start)) == [0, 1, 2], name
+        assert_all_have(group, start)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
+def test_a_call_brings_any_kind_of_weights(group: WorkerGroup, size: int) -> None:
+    for k, send in enumerate(senders().values()):
+        start = weights_of(float(k), size)
+        found = group.average("train", 0.5, broadcast=send(start))
+        assert_same(found.weights, mean_of(start, range(3), step=0.5))
+        for rank, weights in group.step("train", broadcast=send(start)).items():
+            assert_same(weights, trained(start, rank))
+
+
+def test_a_loop_that_brings_each_average_with_the_next_call(group: WorkerGroup) -> None:
+    expected = weights_of(1.0)
+    found: Any = expected
+    for _ in range(4):
+        before = found
+        found = group.average("train_counted", 0.5, broadcast=before)
+        expected = mean_of(expected, range(3), step=0.5)
+        assert_same(found.weights, expected)
+    assert before.nbytes_sent == 3 * before.weights.buffer.nbytes
+    assert {*before.seconds} == {"wait", "average", "put"}
+    assert group.step("how_often") == group.step("how_often_set") == {0: 4, 1: 4, 2: 4}
+    group._roster[1].why = TimeoutError("away")
+    assert group.restore() == [1]
+    assert_same(group.step("get_weights")[1], before.weights)  # those that were sent last
+
+
+def test_who_fails_after_it_took_the_weights_has_them(make: Make) -> None:
+    group = make(3)
+    group.broadcast(weights_of(1.0))
+    start = weights_of(2.0)
+    found = group.average("act", {1: "raise"}, broadcast=start, min_results=2)
+    assert found.used == (0, 2)
+    assert group.healthy_actor_ids() == [0, 1, 2]
+    assert_same(group.average("train").weights, fw.average([twice(start, k) for k in range(3)]))
+    with pytest.raises(WorkerError, match=r"rank 0: ActorDiedError|rank 0: ActorUn"):
+        group.average("act", {0: "die before"}, broadcast=weights_of(3.0))
+    assert restored(group) == [0]
+    assert_same(group.step("get_weights")[0], weights_of(3.0))
+
+
+def twice(start: FlatWeights, rank: int) -> FlatWeights:
+    return trained(trained(start, rank), rank)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
+def test_what_was_sent_does_not_follow_the_caller(make: Make, size: int, tmp_path: Path) -> None:
+    group = make(2, size)
+    mine = weights_of(1.0, size)
+    group.broadcast(mine)
+    mine["w"] += 1
+    with pytest.raises(WorkerError):
+        group.average("act", {0: "die before"})
+    assert restored(group) == [0]
+    assert_same(group.step("get_weights")[0], weights_of(1.0, size))
+
+
+@pytest.mark.parametrize("kind", [dict, FlatWeights])
+def test_what_was_sent_by_ray_is_what_lanes_send_later(
+    make: Make, kind: Any, tmp_path: Path
+) -> None:
+    group = make(2, LARGE)
+    mine = kind(weights_of(1.0, LARGE))
+    group.broadcast(mine)  # in Ray's store: there are no lanes yet
+    group.step("ping")
+    mine["w"] += 1
+    assert late_round(group, tmp_path, min_results=1).late == (1,)
+    (tmp_path / "go on").touch()
+    assert restored(group) == [1]
+    assert_same(group.step("get_weights")[1], weights_of(1.0, LARGE))
+
+
+def test_what_nobody_took_yet_does_not_follow_the_caller(make: Make, tmp_path: Path) -> None:
+    group = make(2, LARGE)
+    group.broadcast(weights_of(0.0, LARGE))  # else the first round asks for weights to start from
+    group.step("ping")
+    with pytest.raises(WorkerError):
+        group.average("act", dict.fromkeys(range(2), "hang"), str(tmp_path), timeout=0.05)
+    mine = weights_of(1.0, LARGE)
+    with pytest.raises(WorkerError):
+        group.broadcast(mine)  # all are late: the weights wait for them
+    mine["w"] += 1
+    (tmp_path / "go on").touch()
+    while len(group.healthy_actor_ids()) < 2:
+        restored(group)
+    for found in group.step("get_weights").values():
+        assert_same(found, weights_of(1.0, LARGE))
+
+
+@pytest.mark.parametrize("max_inflight", [2, 3], ids=["streamed", "fused"])
+def test_average_is_in_the_ranks_of_the_group(group: WorkerGroup, max_inflight: int) -> None:
+    group = WorkerGroup(list(group.actors().values()), max_inflight=max_inflight)
+    start = weights_of(1.0)
+    group.broadcast(start)
+    out = weights_of(0.0)
+    found = group.average("train_counted", weights=[1, 2, 3], out=out)
+    assert found.weights is out
+    assert_same(out, mean_of(start, range(3), [1, 2, 3]))
+    assert found.used == (0, 1, 2)
+    assert found.extras == {rank: {"samples": rank + 1, "calls": 1} for rank in range(3)}
+    group.broadcast(start)
+    found = group.average("train_counted", weights=lambda result: result[1]["samples"])
+    assert_same(found.weights, mean_of(start, range(3), [1, 2, 3]))
+
+
+def test_weights_and_ranks_belong_together_when_some_are_gone(make: Make) -> None:
+    group = make(4, max_inflight=2)
+    start = weights_of(1.0)
+    group.broadcast(start)
+    kill(group, 1)
+    found = group.average("train_counted", weights=[1, 2, 3, 4], min_results=3)
+    assert found.used == (0, 2, 3)
+    assert list(found.failed) == [1]
+    assert list(found.extras) == [0, 2, 3]
+    assert_same(found.weights, mean_of(start, (0, 2, 3), [1, 3, 4]))
+    group.broadcast(start)
+    again = group.average("train", weights=[1, 2, 3, 4])  # all that are healthy
+    assert again.used == (0, 2, 3)
+    assert list(again.failed) == [1], "why there is a rank less"
+    assert_same(again.weights, found.weights)
+    assert group.healthy_actor_ids() == [0, 2, 3]
+    assert group.num_healthy_actors() == 3
+    assert [group.is_actor_healthy(rank) for rank in range(4)] == [True, False, True, True]
+
+
+def kill(group: WorkerGroup, *ranks: int, no_restart: bool = True) -> None:
+    actors = group.actors()
+    for rank in ranks:
+        ray.kill(actors[rank], no_restart=no_restart)
+    # It takes effect later: until then an actor answers.
+    for rank in ranks if no_restart else ():
+        with pytest.raises(ray.exceptions.RayActorError):
+            ask_for_ever(actors[rank])
+
+
+def ask_for_ever(actor: Any) -> None:
+    while True:
+        ray.get(actor.ping.remote(), timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": [1, 2]}, "expected 3 weights, one per source, got 2"),
+        ({"weights": [0, 0, 0]}, "positive weight"),
+        ({"weights": [1, -1, 1]}, "weight 1: expected a finite weight"),
+        ({"min_results": 4}, "min_results: expected 1 to 3"),
+        ({"min_results": 0}, "min_results: expected 1 to 3"),
+        ({"timeout": -1}, "timeout: expected seconds"),
+        ({"nonfinite": "ignore"}, "nonfinite: expected"),
+    ],
+    ids=str,
+)
+def test_average_refuses_before_anybody_works(
+    group: WorkerGroup, options: Mapping[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        group.average("train", **options)
+    assert group.step("how_often") == {0: 0, 1: 0, 2: 0}
+
+
+def test_a_method_that_raises_leaves_its_actor_healthy(group: WorkerGroup) -> None:
+    start = weights_of(1.0)
+    group.broadcast(start)
+    for call in (group.step, group.average):
+        with pytest.raises(WorkerError, match=r"^rank 1: ArithmeticError: diverged$") as caught:
+            call("act", {1: "raise"})
+        assert list(caught.value.failed) == [1]
+    found = group.average("act", {1: "raise"}, min_results=2)
+    assert found.used == (0, 2)
+    assert list(found.failed) == [1]
+    assert group.healthy_actor_ids() == [0, 1, 2]
+    with pytest.raises(WorkerError, match=r"rank 0: AttributeError: .*no_such_method"):
+        group.step("no_such_method")
+
+
+def test_another_layout_or_nan_leaves_actors_healthy(group: WorkerGroup) -> None:
+    group.broadcast(weights_of(1.0))
+    out = weights_of(7.0)
+    with refuses(ValueError, "rank 1: expected 2 slots, got 1", out.buffer):
+        group.average("act", {1: "other layout"}, out=out)
+    with pytest.raises(ValueError, match="rank 2, slot 0 'w': holds NaN"):
+        group.average("act", {2: "nan"})
+    group.broadcast(weights_of(1.0))
+    found = group.average("act", {2: "nan"}, nonfinite="skip")
+    assert_same(found.weights, mean_of(weights_of(1.0), [0, 1]))
+    assert str(found.failed[2]) == "rank 2, slot 0 'w': holds NaN or infinity"
+    assert group.healthy_actor_ids() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("action", "restarts", "size"),
+    [
+        ("die before", 0, LARGE),
+        pytest.param("die before", -1, SMALL, marks=pytest.mark.slow),
+        pytest.param("die during", 0, SMALL, marks=pytest.mark.slow),
+        ("die during", -1, LARGE),
+    ],
+)
+def test_a_worker_that_dies_is_left_out(make: Make, action: str, restarts: int, size: int) -> None:
+    group = make(3, size, max_restarts=restarts)
+    start = weights_of(1.0, size)
+    group.broadcast(start)
+    found = group.average("act", {1: action}, min_results=2)
+    assert found.used == (0, 2)
+    assert isinstance(found.failed[1], ray.exceptions.RayActorError)
+    assert_same(found.weights, mean_of(start, [0, 2]))
+    assert group.healthy_actor_ids() == [0, 2]
+    group.broadcast(found)
+    if restarts == 0:
+        assert group.restore(timeout=60) == []
+        assert isinstance(group.unhealthy[1], ray.exceptions.ActorDiedError)
+        return
+    assert restored(group) == [1]
+    assert_all_have(group, found.weights)
+    again = group.average("train")
+    assert again.used == (0, 1, 2)
+    assert again.failed == {}
+    assert_same(again.weights, mean_of(found.weights, range(3)))
+
+
+def test_who_died_after_its_answer_is_in_this_round_and_not_in_the_next(
+    make: Make, tmp_path: Path
+) -> None:
+    group = make(3, LARGE)
+    start = weights_of(1.0, LARGE)
+    group.broadcast(start)
+    pid = group.step("pid")[1]
+    found = group.average("act", {1: "die after"}, str(tmp_path))
+    assert found.used == (0, 1, 2)
+    assert_same(found.weights, mean_of(start, range(3)))
+    process = psutil.Process(pid)
+    (tmp_path / "die").touch()
+    process.wait(60)
+    again = group.average("train", min_results=2)
+    assert again.used == (0, 2)
+    expected = [trained(trained(start, rank), rank) for rank in (0, 2)]
+    assert_same(again.weights, fw.average(expected))
+    group.broadcast(again)
+    assert restored(group) == [1]
+    assert_all_have(group, again.weights)
+
+
+def test_a_retried_call_never_answers_with_lost_weights(make: Make, tmp_path: Path) -> None:
+    """Ray calls the restarted actor again by itself; its weights are those of the start."""
+    group = make(3, max_task_retries=-1)
+    start = weights_of(1.0)
+    group.broadcast(start)
+    found = group.average("act", {1: "die once"}, str(tmp_path), min_results=2)
+    assert found.used == (0, 2)
+    assert isinstance(found.failed[1], StaleWorkerError)
+    assert "restarted since" in str(found.failed[1])
+    assert_same(found.weights, mean_of(start, [0, 2]))
+    assert group.healthy_actor_ids() == [0, 2]
+    group.broadcast(found)
+    assert group.restore() == [1]
+    assert_same(group.average("train").weights, mean_of(found.weights, range(3)))
+
+
+def test_a_restart_between_rounds_is_noticed(make: Make) -> None:
+    group = make(3, max_task_retries=-1)
+    start = weights_of(1.0)
+    group.broadcast(start)
+    process = psutil.Process(group.step("pid")[0])
+    kill(group, 0, no_restart=False)
+    process.wait(60)
+    found = group.average("train", min_results=2)
+    assert found.used == (1, 2)
+    assert np.max(found.weights["w"]) < POISON
+    assert_same(found.weights, mean_of(start, [1, 2]))
+    step = group.step("how_often")
+    assert step == {1: 1, 2: 1}
+
+
+def test_before_any_broadcast_a_restarted_worker_does_not_come_back(
+    make: Make, tmp_path: Path
+) -> None:
+    group = make(3, max_task_retries=-1, initial=None)
+    start = weights_of(2.0)
+    group.step("set_weights", start)  # the group does not know of it
+    found = group.average("act", {2: "die once"}, str(tmp_path), min_results=2)
+    assert isinstance(found.failed[2], StaleWorkerError)
+    assert_same(found.weights, mean_of(start, [0, 1]))
+    assert group.restore() == []
+    assert group.healthy_actor_ids() == [0, 1]
+    group.broadcast(found)
+    assert group.restore() == [2]
+    assert_all_have(group, found.weights)
+
+
+def late_round(group: WorkerGroup, where: Path, **options: Any) -> Round:
+    with only_late():
+        return group.average(
+            "act", {1: "hang"}, str(where), **({"timeout": 0.05, "min_results": 2} | options)
+        )
+
+
+def test_a_late_answer_is_never_averaged(group: WorkerGroup, tmp_path: Path) -> None:
+    start = weights_of(1.0)
+    group.broadcast(start)
+    assert group.step("ping") == dict.fromkeys(range(3), "pong")  # they have started
+    found = late_round(group, tmp_path)
+    assert found.used == (0, 2)
+    assert found.late == (1,)
+    assert_same(found.weights, mean_of(start, [0, 2]))
+    assert isinstance(group.unhealthy[1], TimeoutError)
+    group.broadcast(found)
+    assert group.restore(timeout=0.1) == [], "it is not even asked"
+    again = group.average("train")
+    assert again.used == (0, 2)
+    assert_same(again.weights, mean_of(found.weights, [0, 2]))
+    (tmp_path / "go on").touch()
+    assert restored(group) == [1]
+    assert group.unhealthy == {}
+    assert_same(group.step("get_weights")[1], found.weights)  # the latest that were sent
+    assert group.step("how_often") == {0: 2, 1: 1, 2: 2}, "nor was it called"
+    assert group.step("how_often_set") == {0: 2, 1: 2, 2: 2}
+    group.broadcast(found)
+    assert_same(group.average("train").weights, mean_of(found.weights, range(3)))
+
+
+def test_a_copy_of_a_group_waits_for_the_answer_that_the_group_is_owed(
+    group: WorkerGroup, tmp_path: Path
+) -> None:
+    start = weights_of(1.0)
+    group.broadcast(start)
+    group.step("ping")  # lanes are there
+    late_round(group, tmp_path)
+    copy = ray.cloudpickle.loads(ray.cloudpickle.dumps(group))
+    assert list(copy.unhealthy) == [1]
+    assert copy.restore(timeout=0.1) == [], "it is not even asked"
+    (tmp_path / "go on").touch()
+    assert restored(copy) == [1]
+    assert_same(copy.step("get_weights")[1], start)
+    assert copy.step("how_often") == dict.fromkeys(range(3), 1), "nobody was called again"
+    assert restored(group) == [1]  # which it owed to both
+
+
+def test_too_few_in_time_is_an_error_and_they_are_late_all_the_same(
+    group: WorkerGroup, tmp_path: Path
+) -> None:
+    group.broadcast(weights_of(1.0))
+    out = weights_of(7.0)
+    with refuses(WorkerError, r"^rank 1: TimeoutError: no result after 0\.05 s$", out.buffer):
+        late_round(group, tmp_path, min_results=3, out=out)
+    assert group.healthy_actor_ids() == [0, 2]
+    with pytest.raises(WorkerError, match=r"^rank 1: TimeoutError"):
+        group.average("train", min_results=3)
+    assert group.step("how_often") == {0: 1, 2: 1}, "nobody works in vain"
+    (tmp_path / "go on").touch()
+    assert restored(group) == [1]
+
+
+def test_late_ranks_are_noted_whatever_else_is_wrong(group: WorkerGroup, tmp_path: Path) -> None:
+    group.broadcast(weights_of(1.0))
+    group.step("ping")
+    with only_late(), pytest.raises(ValueError, match="rank 2, slot 0 'w': holds NaN"):
+        group.average("act", {1: "hang", 2: "nan"}, str(tmp_path), timeout=0.05, min_results=1)
+    assert group.healthy_actor_ids() == [0, 2]
+    (tmp_path / "go on").touch()
+    assert restored(group) == [1]
+
+
+def test_a_late_step_is_left_out(group: WorkerGroup, tmp_path: Path) -> None:
+    start = weights_of(1.0)
+    group.broadcast(start)
+    group.step("ping")
+    with only_late():
+        found = group.step("act", {1: "hang"}, str(tmp_path), timeout=0.05)
+    assert list(found) == [0, 2]
+    assert group.healthy_actor_ids() == [0, 2]
+    (tmp_path / "go on").touch()
+    assert restored(group) == [1]
+    assert_same(group.step("get_weights")[1], start)
+
+
+class Choosy(PlainWorker):
+    """Takes no odd ranks' share of negative weights."""
+
+    def set_weights(self, new_weights: Mapping[str, Any], *, share: bool = False) -> None:
+        if new_weights["w"][0] < 0 and (self.rank % 2 or new_weights["w"][0] < -1):
+            raise ValueError("negative")
+        super().set_weights(new_weights)
+
+
+def test_weights_that_nobody_takes_change_nothing(way: str) -> None:
+    group = WorkerGroup.create(Choosy, 2, arguments=lambda rank: (rank,), num_cpus=0)
+    start = weights_of(1.0)
+    group.broadcast(start)
+    with pytest.raises(WorkerError, match=r"rank 0: ValueError: negative\nrank 1: ValueError"):
+        group.broadcast(weights_of(-2.0))
+    assert group.healthy_actor_ids() == [0, 1]
+    assert_same(group.average("train").weights, mean_of(start, [0, 1]))
+    # Taken by some: the others do not count until they have them.
+    with pytest.raises(WorkerError, match=r"^rank 1: ValueError: negative$"):
+        group.broadcast(weights_of(-1.0))
+    assert group.healthy_actor_ids() == [0]
+    assert group.restore() == []
+    assert_same(group.average("train").weights, mean_of(weights_of(-1.0), [0]))
+    group.broadcast(start)
+    assert group.restore() == [1]
+    assert_same(group.average("train").weights, mean_of(start, [0, 1]))
+    # The same where a call brings them: who refuses does not run the method.
+    group.step("forget_calls", broadcast=start)
+    reason = "RefusedWeightsError: ValueError: negative"
+    for call in (group.average, group.step):
+        with pytest.raises(WorkerError, match=rf"^rank [01]: {reason}"):
+            call("train", broadcast=weights_of(-2.0))
+        assert group.healthy_actor_ids() == [0, 1]
+    assert_same(group.average("train").weights, mean_of(start, [0, 1]))
+    found = group.average("train", broadcast=weights_of(-1.0), min_results=1)
+    assert found.used == (0,)
+    assert isinstance(found.failed[1].cause, RefusedWeightsError)  # type: ignore[attr-defined]
+    assert_same(found.weights, mean_of(weights_of(-1.0), [0]))
+    assert group.healthy_actor_ids() == [0]
+    assert group.restore() == []
+    assert group.step("how_often", broadcast=start) == {0: 2}
+    assert group.restore() == [1]
+    assert group.step("how_often") == {0: 2, 1: 1}
+    group.shutdown()
+
+
+def test_broadcast_leaves_out_who_died(make: Make) -> None:
+    group = make(3)
+    group.step("ping")
+    kill(group, 1)
+    assert group.broadcast(weights_of(1.0)) == [0, 2]
+    assert group.healthy_actor_ids() == [0, 2]
+
+
+def test_all_dead_is_an_error_that_names_all(make: Make) -> None:
+    group = make(2)
+    group.step("ping")
+    kill(group, 0, 1)
+    with pytest.raises(WorkerError) as caught:
+        group.broadcast(weights_of(1.0))
+    assert list(caught.value.failed) == [0, 1]
+    assert group.restore(timeout=60) == []
+    calls: list[Callable[[], Any]] = [
+        lambda: group.step("ping"),
+        lambda: group.step("ping", broadcast=weights_of(1.0)),
+        lambda: group.average(),
+        lambda: group.broadcast(weights_of(1.0)),
+        lambda: list(group.run(1, "train")),
+    ]
+    for call in calls:
+        with pytest.raises(WorkerError, match=r"rank 0: ActorDiedError(.|\n)*rank 1: Actor"):
+            call()
+
+
+def test_the_log_says_who_is_left_out_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    group = make(2)
+    group.broadcast(weights_of(1.0))
+    process = psutil.Process(group.step("pid")[1])
+    kill(group, 1, no_restart=False)
+    process.wait(60)
+    with caplog.at_level(logging.WARNING, "flatweights"):
+        group.average("train", min_results=1)
+        restored(group)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert messages[0].startswith("rank 1 is left out: ")
+    assert messages[1] == "rank 1 is back"
+
+
+def test_run_trains_averages_and_sends(group: WorkerGroup) -> None:
+    expected = weights_of(1.0)
+    group.broadcast(expected)
+    rounds = 0
+    for found in group.run(3, "train_counted", 0.5, weights=lambda result: result[1]["samples"]):
+        expected = mean_of(expected, range(3), [1, 2, 3], 0.5)
+        assert_same(found.weights, expected)
+        assert_all_have(group, expected)
+        assert set(found.seconds) == {"wait", "average", "put", "broadcast", "round"}
+        rounds += 1
+    assert rounds == 3
+
+
+def test_run_goes_on_with_who_comes_back(make: Make, tmp_path: Path) -> None:
+    group = make(3)
+    expected = weights_of(1.0)
+    group.broadcast(expected)
+    group.step("ping")
+    used = []
+    for found in group.run(1000, "act", {1: "die once"}, str(tmp_path), min_results=2):
+        expected = mean_of(expected, found.used)
+        assert_same(found.weights, expected)
+        used.append(found.used)
+        if found.used == (0, 1, 2):
+            break
+        time.sleep(0.2)
+    assert used[0] == (0, 2)
+    assert used[-1] == (0, 1, 2)
+
+
+def test_run_after_a_broken_round_begins_with_the_latest_weights(group: WorkerGroup) -> None:
+    """In a round that fails, workers train on; the next run does not begin with that."""
+    start = weights_of(1.0)
+    group.broadcast(start)
+    assert_same(next(group.run(1, "train")).weights, expected := mean_of(start, range(3)))
+    with pytest.raises(WorkerError, match="rank 1: ArithmeticError"):
+        list(group.run(2, "act", {1: "raise"}))
+    assert_same(next(group.run(1, "train")).weights, mean_of(expected, range(3)))
+
+
+def test_after_a_broken_round_a_late_rank_takes_no_time_from_others(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group.broadcast(weights_of(1.0))
+    with pytest.raises(WorkerError, match="rank 1: ArithmeticError"):
+        list(group.run(1, "act", {1: "raise"}))
+    ends: list[Any] = []
+    settle, send = group._roster._await_owed, group._roster._send_latest
+
+    def settled(deadline: Any) -> None:
+        ends.append(deadline.end)
+        settle(deadline)
+
+    def sent(ranks: Any, deadline: Any) -> Any:
+        ends.append(deadline.end)
+        return send(ranks, deadline)
+
+    monkeypatch.setattr(group._roster, "_await_owed", settled)
+    monkeypatch.setattr(group._roster, "_send_latest", sent)
+    next(group.run(1, "train", timeout=60))
+    assert ends[0] < ends[1], "the time to send begins once the late ranks were waited for"
+
+
+@pytest.mark.parametrize("method", [None, 3])
+def test_a_method_without_a_name_is_refused(group: WorkerGroup, method: Any) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: group.step(method),
+        lambda: group.average(method, broadcast=weights_of(9.0)),
+        lambda: group.run(1, method),
+    ]
+    group.broadcast(start := weights_of(1.0))
+    for call in calls:
+        with pytest.raises(TypeError, match=f"method: expected a name, got {method}"):
+            call()
+    assert_all_have(group, start)
+
+
+def test_a_vector_goes_round_too(group: WorkerGroup) -> None:
+    start = weights_of(1.0)
+    group.broadcast(start)
+    (found,) = group.run(1, "get_flat")
+    assert same_bits(found.weights, np.concatenate([part.ravel() for part in start.values()]))
+    assert_all_have(group, start)
+
+
+def test_shutdown_ends_the_processes_and_lets_go(make: Make, tmp_path: Path) -> None:
+    group = make(3, LARGE)
+    group.broadcast(weights_of(1.0, LARGE))
+    processes = [psutil.Process(pid) for pid in group.step("pid").values()]
+    late_round(group, tmp_path)
+    group.shutdown()
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert alive == []
+    with pytest.raises(WorkerError, match="rank 0: RuntimeError: the group was shut down"):
+        group.average()
+    with pytest.raises(WorkerError, match="rank 0: RuntimeError: the group was shut down"):
+        group.broadcast(weights_of(1.0, LARGE))
+    assert group.restore() == []
+    group.shutdown()
+
+
+def test_a_group_that_is_dropped_takes_its_processes_along() -> None:
+    group = WorkerGroup.create(PlainWorker, 2, num_cpus=0)
+    group.broadcast(weights_of(1.0))
+    processes = [psutil.Process(pid) for pid in group.step("pid").values()]
+    dropped = weakref.ref(group)
+    del group
+    assert dropped() is None, "at once: it is in no cycle"
+    gc.collect()
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert alive == []
+
+
+def test_an_interrupt_in_a_round_leaves_the_last_round_as_it_was(make: Make) -> None:
+    group = make()
+    start = weights_of(1.0)
+    group.broadcast(start)
+    (last,) = group.run(1, "train")
+    kept = last.weights.copy()
+    with pytest.raises(KeyboardInterrupt):
+        list(group.run(1, "act", {1: "interrupt"}, str(os.getpid())))
+    assert_same(last.weights, kept)
+    assert_same(ray.get(last.ref), kept)
+    assert_same(kept, mean_of(start, range(3)))
+    kill(group, 1)  # still at work
+    (found,) = group.run(1, "train", min_results=2)
+    assert_same(found.weights, mean_of(kept, [0, 2]))

@@ -1,0 +1,553 @@
+"""Members: processes that ask for averages themselves, over lanes and over Ray's object store."""
+
+import asyncio
+import itertools
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import reference
+from ray_workers import wait_for
+
+import flatweights as fw
+from flatweights import robust
+from flatweights.ray import Member, MemberDiedError, MemberError, WorkerError, _failpoints, join
+
+pytestmark = pytest.mark.ray
+
+N = 3
+NAMES = (f"meeting {k}" for k in itertools.count())
+
+
+@ray.remote(num_cpus=0)
+class Puppet:
+    """A process that does what a test says, and keeps its member in between."""
+
+    def __init__(self, way: str) -> None:
+        os.environ["FLATWEIGHTS_RAY"] = "store" if way == "store" else ""
+        self.member: Member | None = None
+
+    def join(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        self.member = join(*args, **kwargs)
+        return self.member.rank, self.member.size
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(self.member, *args)
+
+    def leave(self) -> None:
+        if self.member is not None:
+            self.member.leave()
+        self.member = None
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Puppets:
+    """As many puppets as are asked for; one that was killed is replaced."""
+
+    def __init__(self, way: str) -> None:
+        self._way = way
+        self._all: list[Any] = []
+
+    def meet(self, n: int = N) -> list[Any]:
+        """Return ``n`` puppets that have joined a new meeting, by rank."""
+        puppets = self.idle(n)
+        name = next(NAMES)
+        joined = ray.get([p.join.remote(name, rank=r, size=n) for r, p in enumerate(puppets)])
+        assert joined == [(rank, n) for rank in range(n)]
+        return puppets
+
+    def idle(self, n: int) -> list[Any]:
+        """Return ``n`` puppets that are in no meeting."""
+        alive = []
+        for puppet in self._all:
+            try:
+                ray.get(puppet.leave.remote(), timeout=60)
+                alive.append(puppet)
+            except ray.exceptions.RayError:
+                pass
+        self._all = alive + [Puppet.remote(self._way) for _ in range(n - len(alive))]  # type: ignore[attr-defined]
+        return self._all[:n]
+
+
+@pytest.fixture(scope="module")
+def puppets(way: str) -> Iterator[Puppets]:
+    made = Puppets(way)
+    yield made
+    for puppet in made.idle(0):
+        ray.kill(puppet)
+
+
+def all_of(puppets: list[Any], function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return what ``function(member, *args)`` gives in all puppets, which run it together."""
+    calls = [puppet.run.remote(function, *args) for puppet in puppets]
+    results: list[Any] = ray.get(calls, timeout=120)
+    return results
+
+
+def errors_of(puppets: list[Any], function: Callable[..., Any], *args: Any) -> list[Exception]:
+    """Return what it raises in each."""
+
+    def caught(member: Member) -> Exception | None:
+        try:
+            function(member, *args)
+        except Exception as error:
+            return error
+        return None
+
+    return all_of(puppets, caught)
+
+
+def model_of(rank: int, kind: str = "dict") -> Any:
+    rng = np.random.default_rng(rank)
+    parts = {
+        "kernel": rng.normal(size=(40, 30)).astype(np.float32),
+        "bias": rng.normal(size=7),
+        "steps": np.int64(rank + 5),
+    }
+    if kind == "FlatWeights":
+        return fw.FlatWeights(parts)
+    if kind == "list":
+        return list(parts.values())
+    if kind == "array":
+        return parts["kernel"]
+    if kind == "tree":
+        return {"layers": [parts["kernel"], {"bias": parts["bias"]}]}
+    return parts
+
+
+def average_of(member: Member, *args: Any, **options: Any) -> Any:
+    result = member.average(model_of(member.rank), *args, **options)
+    return result.weights, result.record()
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two models have the same containers, and arrays of the same bits."""
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same_bits(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same_bits, a, b))
+    return reference.same_bits(a, np.asarray(b))
+
+
+KINDS = ("dict", "FlatWeights", "list", "array", "tree")
+
+
+def test_layouts_that_were_forgotten_are_sent_again(puppets: Puppets) -> None:
+    def averages(member: Member) -> list[float]:
+        sizes = [*range(1, 71), 1]
+        models = [np.full(size, float(member.rank)) for size in sizes]
+        return [float(member.average(model).weights[-1]) for model in models]
+
+    assert all_of(puppets.meet(2), averages) == [[0.5] * 71] * 2
+
+
+def test_averages_have_the_bits_of_flatweights_average(puppets: Puppets) -> None:
+    def averages(member: Member) -> list[Any]:
+        weight = float(member.rank + 1)
+        return [member.average(model_of(member.rank, kind), weight).weights for kind in KINDS]
+
+    got = all_of(puppets.meet(), averages)
+    for k, kind in enumerate(KINDS):
+        models = [model_of(rank, kind) for rank in range(N)]
+        expected = fw.average(models, weights=[1.0, 2.0, 3.0])
+        for result in got:
+            assert type(result[k]) is type(expected)
+            assert same_bits(result[k], expected)
+
+
+def test_out_is_written_and_may_be_the_source(puppets: Puppets) -> None:
+    def in_place(member: Member) -> Any:
+        weights = model_of(member.rank)
+        weights["steps"] = np.array(weights["steps"])
+        result = member.average(weights, out=weights)
+        assert result.weights is weights
+        return weights
+
+    expected = fw.average([model_of(rank) for rank in range(N)])
+    for result in all_of(puppets.meet(), in_place):
+        assert same_bits(result, expected)
+
+
+def test_a_broadcast_gives_all_members_the_weights_of_the_root(puppets: Puppets) -> None:
+    def sent(member: Member) -> Any:
+        counts = member.broadcast(np.arange(3) * member.rank, root=1)
+        return counts, member.broadcast(model_of(member.rank), root=2)
+
+    for counts, model in all_of(puppets.meet(), sent):
+        assert counts.tolist() == [0, 1, 2]
+        assert same_bits(model, model_of(2))
+
+
+def test_different_calls_are_an_error_in_all_members(puppets: Puppets) -> None:
+    def different(member: Member) -> Any:
+        if member.rank == 1:
+            return member.broadcast(model_of(0))
+        return member.average(model_of(0, "array" if member.rank == 2 else "dict"))
+
+    met = puppets.meet()
+    for error in errors_of(met, different):
+        assert isinstance(error, ValueError)
+        text = str(error)
+        assert "rank 0: average(layout" in text
+        assert "rank 1: broadcast(layout" in text
+        assert "root=0" in text
+        assert "rank 2: average(layout" in text
+    results = all_of(met, average_of)  # the next call is whole again
+    assert [record["used"] for _, record in results] == [[0, 1, 2]] * N
+
+
+def test_the_first_slot_that_differs_is_named(puppets: Puppets) -> None:
+    def different(member: Member) -> Any:
+        size = 5 if member.rank == 2 else 4
+        weights = {"kernel": np.ones((2, 2)), "bias": np.ones(size, np.float32)}
+        return member.average(weights)
+
+    for error in errors_of(puppets.meet(), different):
+        assert isinstance(error, ValueError)
+        expected = (
+            "weights of rank 2: slot 1: expected 'bias' float32 (4,), got 'bias' float32 (5,)"
+        )
+        assert str(error).endswith(expected)
+
+
+def test_a_member_that_leaves_is_no_fault(puppets: Puppets) -> None:
+    met = puppets.meet()
+    all_of(met, average_of)
+    ray.get(met[1].leave.remote())
+    results = all_of([met[0], met[2]], average_of)
+    for weights, record in results:
+        assert record["used"] == [0, 2]
+        assert not record["failed"]
+        assert same_bits(weights, fw.average([model_of(0), model_of(2)]))
+    assert all_of([met[0], met[2]], lambda member: member.ranks) == [(0, 2)] * 2
+
+
+@pytest.mark.parametrize("min_results", [None, 2])
+def test_a_member_that_is_killed_is_named_and_left_out(
+    puppets: Puppets, min_results: int | None
+) -> None:
+    met = puppets.meet()
+    pid = ray.get(met[1].pid.remote())
+    calls = (
+        [met[rank].run.remote(average_of, 1.0) for rank in (0, 2)] if min_results is None else []
+    )
+    os.kill(pid, signal.SIGKILL)
+    if min_results is None:
+        for call in calls:
+            with pytest.raises(
+                WorkerError, match=f"rank 1: MemberDiedError: process {pid}"
+            ) as info:
+                ray.get(call, timeout=60)
+            cause: Any = info.value.cause  # type: ignore[attr-defined]
+            assert isinstance(cause.failed[1], MemberDiedError)
+        return
+
+    def enough(member: Member) -> Any:
+        return average_of(member, min_results=2)
+
+    for weights, record in all_of([met[0], met[2]], enough):
+        assert record["used"] == [0, 2]
+        assert f"process {pid}" in record["failed"]["1"]
+        assert same_bits(weights, fw.average([model_of(0), model_of(2)]))
+
+
+def test_a_late_member_is_given_the_latest_average_and_then_takes_part(
+    puppets: Puppets, tmp_path: Path
+) -> None:
+    is_over = tmp_path / "the others have their average"
+    [first, second] = puppets.idle(2)
+    name = next(NAMES)
+    late = second.join.remote(name, rank=1, size=3)
+
+    def join_twice(_: Any) -> list[list[Any]]:
+        """Let two threads of one process be ranks 0 and 2: they call within moments."""
+
+        def take_part(rank: int) -> list[Any]:
+            with join(name, rank=rank, size=3) as member:
+                both.wait()
+                first = average_of(member, timeout=2.0, min_results=1)
+                is_over.touch()
+                return [first, average_of(member, timeout=120.0, min_results=3)]
+
+        both = threading.Barrier(2)
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(take_part, (0, 2)))
+
+    def be_late(member: Member) -> list[Any]:
+        wait_for(is_over)
+        return [average_of(member, timeout=120.0, min_results=fewest) for fewest in (1, 3)]
+
+    call = first.run.remote(join_twice)
+    ray.get(late)
+    caught_up, whole = ray.get(second.run.remote(be_late))
+    expected = fw.average([model_of(0), model_of(2)])
+    for weights, record in [*(results[0] for results in ray.get(call)), caught_up]:
+        assert record["used"] == [0, 2]
+        assert record["late"] == [1]
+        assert same_bits(weights, expected)
+    for _, record in [*(results[1] for results in ray.get(call)), whole]:
+        assert record["used"] == [0, 1, 2]
+
+
+def test_members_of_one_process_get_all_outcomes(puppets: Puppets) -> None:
+    name, calls = next(NAMES), 500
+
+    def join_twice(_: Any) -> list[int]:
+        def take_part(rank: int) -> int:
+            with join(name, rank=rank, size=2) as member:
+                return sum(len(member.average(np.ones(1)).used) for _ in range(calls))
+
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(take_part, range(2)))
+
+    [puppet] = puppets.idle(1)
+    assert ray.get(puppet.run.remote(join_twice), timeout=120) == [2 * calls] * 2
+
+
+def test_a_restarted_process_joins_again_under_its_rank(puppets: Puppets) -> None:
+    met = puppets.meet(2)
+    name = all_of(met, lambda member: member.name)[0]
+    all_of(met, average_of)
+    os.kill(ray.get(met[1].pid.remote()), signal.SIGKILL)
+    fresh = Puppet.remote("lanes")  # type: ignore[attr-defined]
+    assert ray.get(fresh.join.remote(name, rank=1, size=2), timeout=60) == (1, 2)
+    [(weights, record)] = all_of([fresh], average_of)
+    assert record["late"] == [1]
+    assert same_bits(weights, fw.average([model_of(0), model_of(1)]))
+    for _, record in all_of([met[0], fresh], average_of):
+        assert record["used"] == [0, 1]
+    ray.kill(fresh)
+
+
+def test_join_names_the_ranks_that_are_missing(puppets: Puppets) -> None:
+    [puppet] = puppets.idle(1)
+    with pytest.raises(TimeoutError, match=r"expected 3 members in 0.5 s; missing ranks: 0, 2"):
+        ray.get(puppet.join.remote(next(NAMES), rank=1, size=3, timeout=0.5))
+
+
+def test_wrong_arguments_raise_before_anything_is_sent(puppets: Puppets) -> None:
+    def wrong(member: Member) -> list[str]:
+        calls: list[Callable[[], Any]] = [
+            lambda: member.average(np.arange(3)),
+            lambda: member.average(model_of(0), -1.0),
+            lambda: member.average(model_of(0), min_results=4),
+            lambda: member.average(model_of(0), timeout=-1.0),
+            lambda: member.average(model_of(0), nonfinite="no"),  # type: ignore[arg-type]
+            lambda: member.average(model_of(0, "array"), out=np.zeros((40, 30))),
+            lambda: member.broadcast(model_of(0), root=3),
+            lambda: pickle.dumps(member),
+        ]
+        raised = []
+        for call in calls:
+            try:
+                call()
+            except (TypeError, ValueError) as error:
+                raised.append(str(error))
+        member.average(model_of(0))
+        return raised
+
+    for texts in all_of(puppets.meet(), wrong):
+        assert len(texts) == 8, texts
+
+
+def test_nan_is_named_by_its_rank_and_slot(puppets: Puppets) -> None:
+    def diverged(member: Member, nonfinite: Any) -> Any:
+        model = model_of(member.rank)
+        if member.rank == 1:
+            model["bias"][3] = np.nan
+        return member.average(model, nonfinite=nonfinite).record()
+
+    met = puppets.meet()
+    for error in errors_of(met, diverged, "raise"):
+        assert isinstance(error, ValueError)
+        assert "rank 1, slot 1 'bias': holds NaN or infinity" in str(error)
+    for record in all_of(met, diverged, "skip"):
+        assert record["used"] == [0, 2]
+        assert record["quarantined"] == [1]
+
+
+def test_a_rule_takes_the_place_of_the_mean(puppets: Puppets) -> None:
+    def hostile(member: Member, rule: Any) -> Any:
+        model = model_of(member.rank)
+        if member.rank == 1:
+            model["kernel"] *= -1000
+        result = member.average(model, rule=rule)
+        return result.weights, result.record()
+
+    models = [model_of(rank) for rank in range(N)]
+    models[1]["kernel"] *= -1000
+    met = puppets.meet()
+    for weights, record in all_of(met, hostile, robust.Median()):
+        assert record["used"] == [0, 1, 2]
+        assert same_bits(weights, robust.median(models))
+    for weights, _ in all_of(met, hostile, lambda given: given[2]):
+        assert same_bits(weights, models[2])
+
+    class LongError(Exception):
+        def __init__(self, text: str, other: int) -> None:
+            super().__init__(text)
+
+    def fail(given: Any) -> Any:
+        raise LongError("x" * 200_000, 1)
+
+    for error in errors_of(met, hostile, fail):
+        assert str(error).startswith("LongError: xxx")
+        assert len(str(error)) < 2000
+
+    def different(member: Member) -> None:
+        hostile(member, robust.Median() if member.rank else robust.TrimmedMean(1))
+
+    for error in errors_of(met, different):
+        assert isinstance(error, ValueError)
+        assert "rank 0: average(layout" in str(error)
+        assert "rule=TrimmedMean" in str(error)
+
+
+def test_the_death_of_the_host_is_an_error_in_all_members(puppets: Puppets) -> None:
+    met = puppets.meet()
+    name = all_of(met, lambda member: member.name)[0]
+    namespace = f"flatweights-{ray.get_runtime_context().get_job_id()}"
+    host = ray.get_actor(f"flatweights:{name}", namespace=namespace)
+    calls = [puppet.run.remote(average_of) for puppet in met[:2]]
+    time.sleep(0.2)
+    ray.kill(host)
+    for call in calls:
+        with pytest.raises(MemberError, match=name):
+            ray.get(call, timeout=60)
+
+
+def test_the_host_ends_with_the_last_member(puppets: Puppets) -> None:
+    met = puppets.meet()
+    name = all_of(met, lambda member: member.name)[0]
+    namespace = f"flatweights-{ray.get_runtime_context().get_job_id()}"
+    for puppet in met:
+        ray.get_actor(f"flatweights:{name}", namespace=namespace)
+        ray.get(puppet.leave.remote())
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            ray.get_actor(f"flatweights:{name}", namespace=namespace)
+        except ValueError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the host is still there")
+
+
+def test_an_exception_in_a_member_reaches_the_others_as_its_death(puppets: Puppets) -> None:
+    met = puppets.meet(2)
+
+    def fail(member: Member) -> None:
+        with member:
+            raise RuntimeError("diverged")
+
+    with pytest.raises(RuntimeError, match="diverged"):
+        ray.get(met[0].run.remote(fail))
+    with pytest.raises(WorkerError, match="rank 0: MemberDiedError"):
+        ray.get(met[1].run.remote(average_of), timeout=60)
+    with pytest.raises(MemberError, match="ended with RuntimeError"):
+        ray.get(met[0].run.remote(average_of), timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("how", "points"),
+    [
+        ("interrupt", _failpoints.MEMBER),
+        pytest.param("kill", _failpoints.MEMBER, marks=pytest.mark.slow),
+    ],
+)
+def test_a_member_that_ends_at_any_point_leaves_nothing_half_done(
+    how: str, points: tuple[str, ...]
+) -> None:
+    """Over lanes alone: through the object store there are no such points."""
+
+    def end(member: Member, point: str, how: str) -> str:
+        def hook(reached: str) -> None:
+            if reached == point:
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise KeyboardInterrupt
+
+        average_of(member, min_results=1)
+        _failpoints.hook = hook
+        try:
+            average_of(member, min_results=1)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            _failpoints.hook = None
+        with pytest.raises(MemberError, match="broken off by KeyboardInterrupt"):
+            average_of(member)
+        return "ended"
+
+    def go_on(member: Member) -> list[Any]:
+        return [average_of(member, min_results=1) for _ in range(3)]
+
+    puppets = Puppets("lanes")
+    for point in points:
+        first, second = puppets.meet(2)
+        others = first.run.remote(go_on)
+        ended = second.run.remote(end, point, how)
+        if how == "kill":
+            with pytest.raises(ray.exceptions.ActorDiedError):
+                ray.get(ended, timeout=60)
+        else:
+            assert ray.get(ended, timeout=60) == "ended"
+        # What it had given counts if it was given whole.
+        took_part = [0, 1] if point != "asking" else [0]
+        for (weights, record), used in zip(ray.get(others), ([0, 1], took_part, [0]), strict=True):
+            assert record["used"] in ([used] if point != "asked" else [used, [0]])
+            assert same_bits(weights, fw.average([model_of(rank) for rank in record["used"]]))
+    for puppet in puppets.idle(0):
+        ray.kill(puppet)
+
+
+def test_two_meetings_at_once_in_one_process() -> None:
+    results: list[float] = []
+
+    def take_part(name: str, rank: int) -> None:
+        with join(name, rank=rank, size=2) as member:
+            for k in range(20):
+                mean = member.average(np.full(4, float(rank + k))).weights
+                results.append(float(mean[0]) - k)
+
+    names = [next(NAMES), next(NAMES)]
+    threads = [threading.Thread(target=take_part, args=(n, r)) for n in names for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert results == [0.5] * 80
+
+
+def test_an_event_loop_is_not_blocked() -> None:
+    async def wait() -> None:
+        join("never", size=1)
+
+    with pytest.raises(RuntimeError, match="would block the event loop"):
+        asyncio.run(wait())
+
+
+def test_a_member_that_has_left_gives_its_windows_back(puppets: Puppets) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:flatweights")
+
+    def averages(member: Member) -> tuple[int, int, float]:
+        before = mapped()
+        kept = member.average(np.full(100_000, float(member.rank))).weights
+        member.leave()
+        return before, mapped(), kept[0]
+
+    for before, after, kept in all_of(puppets.meet(), averages):
+        assert after <= before + 1  # the doorbell
+        assert kept == 1.0

@@ -1,0 +1,826 @@
+"""Rounds between three nodes of this machine: averages bit for bit, and faults inside exchanges.
+
+One program starts the nodes and runs all checks; a test says what came of one of them.
+"""
+
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from numpy.typing import NDArray
+from ray_cluster import LEAN, MISSED_SOON, start_lean_cluster
+from ray_programs import output_of
+from ray_workers import PlainWorker, merged, trained, weights_of
+from reference import same_bits
+
+import flatweights as fw
+from flatweights.ray import Round, WorkerError, WorkerGroup, _failpoints
+from flatweights.ray.peers._agent import AverageOf, Command
+from flatweights.ray.peers._by_agent import AgentEnd, NodeCall
+from flatweights.ray.rounds._between_nodes import _BEACON
+
+pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]
+
+NODE = LEAN | {"object_store_memory": 100 * 2**20, "num_cpus": 1}
+PLACES = ("home", "a", "b", "a", "a", "b")  # by rank
+SIZE = 70_001  # elements
+SLACK = 5.0  # seconds after its timeout in which a round has ended; one, on a machine that is idle
+KINDS = ("FlatWeights", "vector", "dict", "list", "tree")
+WAYS = ("streams", "objects")
+
+Check = Callable[["Nodes"], None]
+CHECKS: dict[str, Check] = {}
+SLOW: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    """Make it a test of what came of the check in the program."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def slow_check(function: Check) -> Check:
+    SLOW[function.__name__] = function
+    return function
+
+
+def model_of(kind: str, rank: int, seed: int = 0) -> Any:
+    """What `NodeWorker.give` returns; its bytes are no multiple of 64."""
+    rng = np.random.default_rng([seed, rank])
+    values = rng.normal(size=SIZE).astype(np.float32)
+    parts = {
+        "w": values,
+        "n": np.array(rank),
+        "v": rng.normal(size=(7, 11)),
+        "nothing": np.zeros((0, 3), np.float32),
+    }
+    if kind == "vector":
+        return values
+    if kind == "list":
+        return [*parts.values()]
+    if kind == "tree":
+        return {"b": [parts["w"], {"x": parts["v"]}], "a": (values[:10],)}
+    return fw.FlatWeights(parts) if kind == "FlatWeights" else parts
+
+
+def drift_of(rank: int, seed: int) -> NDArray[Any]:
+    """What a step of `NodeWorker.drift` adds: too little for weights of 16 bits."""
+    return 1e-3 * np.random.default_rng([seed, rank]).random(SIZE)
+
+
+class NodeWorker(PlainWorker):
+    """Also returns models of any kind, late or not at all."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank, SIZE)
+
+    def give(
+        self, kind: str, seed: int = 0, plan: Mapping[int, str] = {}, *, extras: bool = False
+    ) -> Any:
+        action = plan.get(self.rank, "")
+        model = model_of(kind, self.rank, seed)
+        if action == "raise":
+            raise ArithmeticError("diverged")
+        if action == "nan":
+            model["w"][5] = np.nan
+        if action.startswith("sleep"):
+            time.sleep(float(action.split()[1]))
+        if action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if action == "exit":
+            os._exit(1)
+        return (model, {"samples": self.rank + 1}) if extras else model
+
+    def small(self) -> NDArray[Any]:
+        return np.full(100, float(self.rank))
+
+    def drift(self, seed: int, plan: Mapping[int, str] = {}) -> fw.FlatWeights:
+        if plan.get(self.rank, "").startswith("sleep"):
+            time.sleep(float(plan[self.rank].split()[1]))
+        self.model["w"] += drift_of(self.rank, seed)
+        self.model["n"] += 1
+        return self.get_weights()
+
+    def push(self, seed: int) -> fw.FlatWeights:
+        return fw.FlatWeights({"w": drift_of(self.rank, seed).astype(np.float32)})
+
+    def set_w(self, value: float) -> None:
+        self.model["w"][:] = value
+
+
+def leaves(model: Any) -> Iterator[NDArray[Any]]:
+    if isinstance(model, Mapping):
+        for name in sorted(model):
+            yield from leaves(model[name])
+    elif isinstance(model, list | tuple):
+        for one in model:
+            yield from leaves(one)
+    else:
+        yield np.asarray(model)
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    for one, other in zip(leaves(got), leaves(expected), strict=True):
+        assert same_bits(one, other)
+
+
+def oracle(result: Round, models: Mapping[int, Any], weights: Sequence[float] | None = None) -> Any:
+    """The average that `Round.used` and `Round.groups` say it is."""
+    ranks = [*result.used]
+    given = [1.0 if weights is None else weights[rank] for rank in ranks]
+    if not result.groups:
+        return fw.average([models[rank] for rank in ranks], given)
+    places = [[ranks.index(rank) for rank in group] for group in result.groups]
+    return merged([models[rank] for rank in ranks], places, given)
+
+
+def assert_right(
+    result: Round, kind: str, seed: int = 0, weights: Sequence[float] | None = None
+) -> None:
+    models = {rank: model_of(kind, rank, seed) for rank in range(6)}
+    assert_same(result.weights, oracle(result, models, weights))
+
+
+class Nodes:
+    """The cluster, its workers, and their groups."""
+
+    def __init__(self) -> None:
+        self.cluster = start_lean_cluster(
+            resources={"home": 100}, _system_config=MISSED_SOON, **NODE
+        )
+        self.added = [self.cluster.add_node(resources={name: 100}, **NODE) for name in "ab"]
+        self.cluster.wait_for_nodes()
+        worker = ray.remote(num_cpus=0, max_restarts=-1)(NodeWorker)
+        self.actors = [
+            worker.options(resources={place: 1}).remote(rank) for rank, place in enumerate(PLACES)
+        ]
+        self.groups: dict[str, WorkerGroup] = {}
+        self.last: str | None = None
+
+    def group(self, way: str) -> WorkerGroup:
+        """The group of all actors that takes this way; all agents take part in its next round."""
+        if way not in self.groups:
+            self.groups[way] = self.new_group(way)
+        if self.last != way:  # workers know the weights of the group that sent some last
+            self.groups[way].broadcast(weights_of(1.0, SIZE))
+            self.last = way
+        meet(self.groups[way])
+        return self.groups[way]
+
+    def new_group(self, way: str, **options: Any) -> WorkerGroup:
+        self.last = None
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("FLATWEIGHTS_BETWEEN_NODES", way)
+            return WorkerGroup(self.actors, initial=None, **options)
+
+
+def meet(group: WorkerGroup) -> None:
+    """Wait until all ranks take part, by lanes and agents."""
+    end = time.monotonic() + 100
+    while True:
+        group.restore(timeout=10)
+        found = group.average("give", "FlatWeights", 9, min_results=1)
+        assert_right(found, "FlatWeights", 9)
+        by_memory = [k for k in found.used if found.ways[k].startswith(("lane", "agent"))]
+        if len(by_memory) == 6:
+            group._roster.agents.streams = type(group._roster.agents.streams)("other nodes are")
+            return
+        assert time.monotonic() < end, (found, found.ways, group.unhealthy)
+        time.sleep(0.05)
+
+
+def agents_of(group: WorkerGroup) -> list[Any]:
+    return [agent.handle for agent in group._roster.agents._by_node.values()]
+
+
+def agent_at(group: WorkerGroup, rank: int) -> Any:
+    node = ray.get(group.actors()[rank].node.remote())
+    return group._roster.agents._by_node[node].handle
+
+
+def pid_of(actor: Any) -> int:
+    pid: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    return pid
+
+
+def set_hook(actor: Any, point: str, action: str) -> None:
+    """Have an agent do something at the next ``point``, once."""
+
+    def install(_: Any, point: str = point, action: str = action) -> None:
+        import ctypes
+        import os
+        import signal
+        import time
+
+        from flatweights.ray import _failpoints
+
+        def hook(reached: str) -> None:
+            if reached == point:
+                _failpoints.hook = None
+                if action == "exit":
+                    os._exit(1)
+                if action == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if action == "freeze":  # all threads, as Ray's store does while it makes room
+                    ctypes.PyDLL(None).sleep(4)
+                time.sleep(float(action.partition(" ")[2] or 0))
+
+        _failpoints.hook = hook
+
+    ray.get(actor.__ray_call__.remote(install))
+
+
+# Averages
+
+
+@check
+def averages_have_the_bits_that_are_documented(nodes: Nodes) -> None:
+    weights = [0.0, 1.0, 2.5, 1.0, 3.0, 0.5]
+    for way in WAYS:
+        group = nodes.group(way)
+        # One to three workers a node, also none on the driver's.
+        for ranks in ([1, 2], [0, 1, 2], [0, 1, 3, 2, 5], [*range(6)]):
+            for kind in KINDS if len(ranks) > 4 else KINDS[:1]:
+                found = group.average("give", kind, 7, weights=weights, ranks=ranks)
+                assert found.used == tuple(sorted(ranks)), found
+                assert_right(found, kind, 7, weights)
+                assert bool(found.groups) == (len(ranks) == 6), (ranks, found.groups)
+                for rank in ranks:
+                    expected = "lane" if PLACES[rank] == "home" else f"agent: {way}"
+                    assert found.ways[rank].startswith(expected), found.ways
+                links = found.record()["links"]
+                assert len(links) == len({PLACES[rank] for rank in ranks} | {"home"}), links
+
+
+@check
+def sums_of_float32_are_the_average_of_averages(nodes: Nodes) -> None:
+    group = nodes.new_group("streams", sums="float32")
+    meet_anyhow(group)
+    given = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    found = group.average("give", "vector", weights=given)
+    models = [model_of("vector", rank) for rank in range(6)]
+    assert sorted(found.groups) == [(0,), (1, 3, 4), (2, 5)]
+    total = fw.RunningAverage()
+    for ranks in found.groups:
+        of_group = [given[rank] for rank in ranks]
+        total.add(fw.average([models[rank] for rank in ranks], of_group), sum(of_group))
+    assert_same(found.weights, total.mean())
+
+
+def meet_anyhow(group: WorkerGroup) -> None:
+    """Wait until agents take part."""
+    end = time.monotonic() + 100
+    while not group.average("give", "vector").groups:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@check
+def extras_weights_by_function_and_out(nodes: Nodes) -> None:
+    group = nodes.group("streams")
+    samples = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    found = group.average("give", "dict", 2, extras=True, weights=lambda one: one[1]["samples"])
+    assert found.extras == {k: {"samples": k + 1} for k in range(6)}
+    assert_right(found, "dict", 2, samples)
+    for kind in KINDS:
+        out = model_of(kind, 0)
+        found = group.average("give", kind, 3, out=out)
+        assert found.weights is out
+        assert_right(found, kind, 3)
+    # A function that cannot be sent is called here.
+    lock = threading.Lock()
+
+    def weigh(one: Any) -> float:
+        with lock:
+            return float(one[1]["samples"])
+
+    found = group.average("give", "FlatWeights", 4, extras=True, weights=weigh)
+    assert "cannot be sent" in found.ways[1], found.ways
+    assert_right(found, "FlatWeights", 4, samples)
+    with pytest.raises(ZeroDivisionError):
+        group.average("give", "FlatWeights", weights=lambda one: 1 / 0)
+    with pytest.raises(ValueError, match="rank 0"):
+        group.average("give", "FlatWeights", weights=lambda one: -1.0)
+    assert_right(group.average("give", "FlatWeights"), "FlatWeights")
+
+
+@check
+def ranks_without_a_result_are_left_out_by_name(nodes: Nodes) -> None:
+    group = nodes.group("streams")
+    for rank in (0, 3):
+        with pytest.raises(WorkerError, match="diverged") as raised:
+            group.average("give", "FlatWeights", 0, {rank: "raise"})
+        assert [*raised.value.failed] == [rank]
+        cause = getattr(raised.value.failed[rank], "cause", None)
+        assert type(cause) is ArithmeticError
+        found = group.average("give", "FlatWeights", 1, {rank: "raise"}, min_results=3)
+        assert [*found.failed] == [rank]
+        assert rank not in found.used
+        assert_right(found, "FlatWeights", 1)
+        with pytest.raises(ValueError, match=f"rank {rank}"):
+            group.average("give", "FlatWeights", 0, {rank: "nan"})
+        found = group.average("give", "FlatWeights", 2, {rank: "nan"}, nonfinite="skip")
+        assert found.quarantined == (rank,)
+        assert_right(found, "FlatWeights", 2)
+        found = group.average("give", "FlatWeights", 2, {rank: "nan"}, nonfinite="propagate")
+        assert found.used == tuple(range(6))
+        assert np.isnan(found.weights["w"]).sum() == 1
+    assert not group.unhealthy
+    found = group.average("give", "FlatWeights", 5, ranks=[1, 4, 5])
+    assert found.used == (1, 4, 5)
+    assert_right(found, "FlatWeights", 5)
+    with pytest.raises(TypeError, match="rank 3"):
+        group.average("give", arguments=lambda k: ("dict" if k == 3 else "list",))
+    assert_right(group.average("give", "FlatWeights"), "FlatWeights")
+
+
+@check
+def weights_reach_all_workers(nodes: Nodes) -> None:
+    for way in WAYS:
+        group = nodes.group(way)
+        start = weights_of(1.0, SIZE)
+        group.broadcast(start)
+        first = group.average("train")
+        one = oracle(first, {k: trained(start, k) for k in range(6)})
+        assert_same(first.weights, one)
+        # With the next call, and the one after, which trains on it.
+        second = group.average("train", broadcast=first)
+        two = oracle(second, {k: trained(one, k) for k in range(6)})
+        assert_same(second.weights, two)
+        for got in group.step("get_weights", broadcast=second).values():
+            assert_same(got, two)
+        # The agents have another average by now.
+        third = group.average("give", "FlatWeights")
+        assert group.broadcast(first) == [*range(6)]
+        for got in group.step("get_weights").values():
+            assert_same(got, one)
+        assert_right(third, "FlatWeights")
+        for found in group.run(3, "train"):
+            one = oracle(found, {k: trained(one, k) for k in range(6)})
+            assert_same(found.weights, one)
+        for got in group.step("get_weights").values():
+            assert_same(got, one)
+
+
+@check
+def calls_of_the_user_keep_their_order(nodes: Nodes) -> None:
+    groups = [nodes.new_group(way) for way in WAYS]  # over the same actors
+    for group in groups:
+        meet_anyhow(group)
+    for value in range(1, 7):
+        for actor in nodes.actors:
+            actor.set_w.remote(float(value))
+        found = groups[value % 2].average("get_weights")
+        assert set(found.weights["w"].tolist()) == {float(value)}
+
+
+@check
+def small_models_go_through_the_driver(nodes: Nodes) -> None:
+    group = nodes.group("")
+    found = group.average("give", "vector")
+    assert found.ways[1] == "agent: streams", found.ways
+    group.average("small")
+    found = group.average("small")
+    assert found.ways[1].endswith("go through the driver"), found.ways
+    assert_same(found.weights, fw.average([np.full(100, float(k)) for k in range(6)]))
+    group = nodes.new_group("driver")
+    for _ in range(3):
+        found = group.average("give", "vector")
+        assert_right(found, "vector")
+        assert not found.groups
+    assert not agents_of(group)
+
+
+@check
+def a_late_rank_takes_no_more_than_the_time_of_the_round(nodes: Nodes) -> None:
+    for way, rank in zip((*WAYS, "streams"), (3, 2, 0), strict=True):
+        for timeout in (2.0, 6.0, 20.0):  # on a slow machine, others may be late, too
+            group = nodes.group(way)
+            begin = time.monotonic()
+            plan = {rank: f"sleep {2 * timeout}"}
+            try:
+                found = group.average(
+                    "give", "FlatWeights", 1, plan, timeout=timeout, min_results=5
+                )
+            except WorkerError:
+                assert timeout < 20
+                continue
+            break
+        took = time.monotonic() - begin
+        assert found.late == (rank,), found
+        assert took < timeout + SLACK, took
+        assert_right(found, "FlatWeights", 1)
+        assert group.restore(timeout=30) == [rank]
+        found = group.average("give", "FlatWeights", 2)
+        assert found.used == tuple(range(6))
+        assert_right(found, "FlatWeights", 2)
+
+
+@check
+def bytes_out_are_those_that_are_sent(nodes: Nodes) -> None:
+    group = nodes.new_group("streams")
+    group.broadcast(weights_of(1.0, SIZE))
+    commands: list[Command] = []
+
+    def spy(call: NodeCall, agent: AgentEnd, command: Command) -> None:
+        commands.append(command)
+        begin(call, agent, command)
+
+    def counted() -> int:
+        """The models that went to rank 0, which the driver calls, and to agents with a command."""
+        to_agents = [one for one in commands if one.weights is not None]
+        commands.clear()
+        return 1 + sum(not isinstance(one.weights, AverageOf) for one in to_agents)
+
+    begin = NodeCall.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NodeCall, "__init__", spy)
+        first = group.average("get_weights")
+        assert not commands  # the size of the weights is not known yet
+        second = group.average("get_weights", broadcast=first)
+        nbytes = first.weights.buffer.nbytes
+        assert first.nbytes_sent == counted() * nbytes == 3 * nbytes
+        third = group.average("get_weights", broadcast=second)
+        assert second.nbytes_sent == counted() * nbytes == nbytes  # agents have the average
+        group.broadcast(third)
+        assert third.nbytes_sent == counted() * nbytes == nbytes
+        assert third.record()["bytes"] == {"in": 6 * nbytes, "out": nbytes}
+
+
+ROUNDING = 4 * 2**-9 * 1e-3  # of a step: in a worker, a node's average, a piece's, and the driver
+
+
+@check
+def differences_in_16_bits_lose_nothing_over_many_rounds(nodes: Nodes) -> None:
+    for way in WAYS:
+        group = nodes.new_group(way, wire_dtype="bfloat16")
+        exact = np.linspace(1, 2, SIZE)
+        group.broadcast(fw.FlatWeights({"w": exact, "n": np.int64(0)}))
+        by_agents = 0
+        for found in group.run(15, "drift", round_arguments=lambda number: (number,)):
+            by_agents += assert_nothing_lost(found, exact, way)
+        assert by_agents >= 10, by_agents
+        assert_agree(group, exact)
+        # The driver sends other weights, which agents do not have; then averages of theirs again.
+        group.broadcast(fw.FlatWeights({"w": exact, "n": np.int64(15)}))
+        result = None
+        for seed in range(16, 20):
+            result = group.average("drift", seed, broadcast=result)
+            assert assert_nothing_lost(result, exact, way)
+        group.broadcast(result)
+        assert_agree(group, exact)
+
+
+def assert_nothing_lost(found: Round, exact: NDArray[Any], way: str) -> bool:
+    """Add a round of `NodeWorker.drift` to the ``exact`` weights; whether it was made by agents."""
+    seed = int(found.weights["n"])
+    exact += np.mean([drift_of(rank, seed) for rank in found.used], axis=0)
+    error = np.abs(found.weights["w"] - exact).max()
+    assert error < ROUNDING, (way, seed, error)
+    if not found.ways[1].startswith(f"agent: {way}"):
+        return False
+    assert found.groups == ((0,), (1, 3, 4), (2, 5)), found.groups
+    most = max(one["out"] for one in found.links.values())
+    assert most < 1.05 * 4 / 3 * 2 * SIZE, found.links  # two thirds of a model of 16 bits, twice
+    return True
+
+
+def assert_agree(group: WorkerGroup, exact: NDArray[Any]) -> None:
+    """All ranks have the same bits, those of ``exact`` but for roundings."""
+    values = [*group.step("get_weights").values()]
+    assert len(values) == 6
+    for one in values:
+        assert_same(one, values[0])
+    assert np.abs(values[0]["w"] - exact).max() < 2 * ROUNDING
+
+
+@check
+def faults_with_16_bits_lose_roundings_at_most(nodes: Nodes) -> None:
+    for way in WAYS:
+        group = nodes.new_group(way, wire_dtype="bfloat16")
+        exact = np.linspace(1, 2, SIZE)
+        group.broadcast(fw.FlatWeights({"w": exact, "n": np.int64(0)}))
+        by_agents: list[int] = []
+        for number in range(1, 13):
+            plan = {3: "sleep 4"} if number == 5 else {}
+            if number == 8:
+                set_hook(agent_at(group, 2), "merging", "exit")
+            timeout = 2.0 if plan else 30.0
+            found = group.average("drift", number, plan, min_results=1, timeout=timeout)
+            assert found.used, found
+            exact += np.mean([drift_of(rank, number) for rank in found.used], axis=0)
+            assert np.abs(found.weights["w"] - exact).max() < 3 * ROUNDING, (way, number, found)
+            if number == 5:
+                assert found.late == (3,), found
+            by_agents.append(sum(found.ways[k].startswith("agent") for k in found.used))
+            group.broadcast(found)
+            group.restore(timeout=30)
+        assert by_agents[-1] == 5, by_agents
+        assert_agree(group, exact)
+
+
+@check
+def gradients_of_16_bits_are_averaged_with_feedback(nodes: Nodes) -> None:
+    group = nodes.new_group("streams", wire_dtype="bfloat16")
+    exact = got = np.zeros(SIZE)
+    group.broadcast(weights_of(1.0, SIZE))
+    for seed in range(12):
+        found = group.average("push", seed, travels="gradients")
+        assert found.weights["w"].dtype == np.float32
+        got = got + found.weights["w"]
+        exact = exact + np.mean([drift_of(rank, seed) for rank in range(6)], axis=0)
+    assert found.ways[1] == "agent: streams", found.ways
+    assert np.abs(got - exact).max() < ROUNDING
+
+
+# Faults
+
+
+def fault(
+    nodes: Nodes, way: str, rank: int, point: str, action: str, timeout: float
+) -> tuple[WorkerGroup, Round]:
+    """A round in whose exchange the agent of a ``rank`` does something."""
+    group = nodes.group(way)
+    agent = agent_at(group, rank)
+    pid = pid_of(agent)
+    set_hook(agent, point, action)
+    begin = time.monotonic()
+    try:
+        found = group.average("give", "FlatWeights", 3, timeout=timeout, min_results=1)
+    finally:
+        if action == "stop":
+            os.kill(pid, signal.SIGCONT)
+    took = time.monotonic() - begin
+    assert took < timeout + SLACK, (way, point, took)
+    assert 0 in found.used, (way, point, found)
+    assert_right(found, "FlatWeights", 3)
+    return group, found
+
+
+def kill_agent(nodes: Nodes, way: str, point: str) -> None:
+    group, found = fault(nodes, way, 1, point, "exit", 8.0)
+    assert set(found.used) >= {0, 2, 5}, (way, point, found)
+    meet(group)
+
+
+def stop_agent(nodes: Nodes, way: str, point: str) -> None:
+    group, _ = fault(nodes, way, 2, point, "stop", 3.0)
+    meet(group)
+
+
+@check
+def an_agent_that_dies_in_an_exchange_takes_only_its_ranks_along(nodes: Nodes) -> None:
+    kill_agent(nodes, "streams", "merging")
+    kill_agent(nodes, "objects", "exchanging")
+
+
+@check
+def workers_of_an_agent_that_died_take_part_in_the_next_round_of_a_run(nodes: Nodes) -> None:
+    group = nodes.group("streams")
+    weights = weights_of(1.0, SIZE)
+    group.broadcast(weights)
+    used = []
+    for found in group.run(4, "train", min_results=1):
+        weights = oracle(found, {k: trained(weights, k) for k in range(6)})
+        assert_same(found.weights, weights)
+        used.append(len(found.used))
+        if found.number == 1:
+            set_hook(agent_at(group, 1), "merging", "exit")
+    for got in group.step("get_weights").values():
+        assert_same(got, weights)
+    assert used == [6, 3, 6, 6], used
+
+
+@slow_check
+def an_agent_that_dies_at_any_point(nodes: Nodes) -> None:
+    for way in WAYS:
+        for point in _failpoints.NODE:
+            kill_agent(nodes, way, point)
+
+
+@check
+def an_agent_that_stops_in_an_exchange_takes_no_more_than_the_time(nodes: Nodes) -> None:
+    stop_agent(nodes, "streams", "placing")
+    stop_agent(nodes, "objects", "merging")
+
+
+@slow_check
+def an_agent_that_stops_at_any_point(nodes: Nodes) -> None:
+    for way in WAYS:
+        for point in _failpoints.NODE:
+            stop_agent(nodes, way, point)
+
+
+@check
+def a_stream_that_stalls_is_replaced_by_objects_in_the_same_round(nodes: Nodes) -> None:
+    group = nodes.group("streams")
+    set_hook(agent_at(group, 2), "merging", "sleep 2.5")
+    found = group.average("give", "FlatWeights", 4)
+    assert found.used == tuple(range(6)), found
+    assert found.ways[1].startswith("agent: objects"), found.ways
+    assert_right(found, "FlatWeights", 4)
+
+
+@check
+def a_node_that_another_cannot_reach_is_left_out_without_a_timeout(nodes: Nodes) -> None:
+    group = nodes.group("objects")
+    let_go, beacon = socket.create_server(("127.0.0.1", 0)), _BEACON
+
+    def cut(agent: Any, port: int) -> None:
+        """Have it wait for what does not come, and see no other node."""
+        import functools
+        import socket
+
+        import ray
+
+        merge, wait = agent.end.merge, ray.wait
+
+        def stuck(*args: Any) -> Any:
+            agent.end.merge = merge
+            with socket.create_connection(("127.0.0.1", port)) as one:
+                one.recv(1)
+
+        @functools.wraps(wait)
+        def blind(refs: list[Any], **options: Any) -> Any:
+            is_for_beacons = options["timeout"] == beacon
+            return (refs[-1:], refs[:-1]) if is_for_beacons else wait(refs, **options)
+
+        agent.end.merge, ray.wait = stuck, blind
+
+    ray.get(agent_at(group, 2).__ray_call__.remote(cut, let_go.getsockname()[1]))
+    found = group.average("give", "FlatWeights", 3, min_results=1)
+    let_go.close()
+    assert found.used == (0, 1, 3, 4), found
+    assert "cannot fetch" in str(found.failed[2]), found.failed
+    assert_right(found, "FlatWeights", 3)
+
+    def mend(agent: Any) -> None:
+        import ray
+
+        ray.wait = ray.wait.__wrapped__
+
+    ray.get(agent_at(group, 2).__ray_call__.remote(mend))
+    meet(group)
+
+
+@check
+def an_agent_that_is_busy_is_not_left_out(nodes: Nodes) -> None:
+    group = nodes.group("objects")
+    set_hook(agent_at(group, 2), "merging", "freeze")
+    found = group.average("give", "FlatWeights", 4)
+    assert found.used == tuple(range(6)), found
+    assert_right(found, "FlatWeights", 4)
+
+
+@check
+def workers_die_or_stop_behind_an_agent(nodes: Nodes) -> None:
+    group = nodes.group("streams")
+    found = group.average("give", "FlatWeights", 3, {3: "exit"}, timeout=10, min_results=1)
+    assert found.used == (0, 1, 2, 4, 5), found
+    assert_right(found, "FlatWeights", 3)
+    meet(group)
+    pid = ray.get(nodes.actors[4].pid.remote())
+    begin = time.monotonic()
+    found = group.average("give", "FlatWeights", 3, {4: "stop"}, timeout=2, min_results=1)
+    took = time.monotonic() - begin
+    os.kill(pid, signal.SIGCONT)
+    assert took < 2 + SLACK, took
+    assert found.late == (4,), found
+    assert_right(found, "FlatWeights", 3)
+    meet(group)
+
+
+@check
+def an_interrupt_in_an_exchange_leaves_a_group_that_works(nodes: Nodes) -> None:
+    for way in WAYS:
+        group = nodes.group(way)
+        for point in _failpoints.NODE:
+
+            def interrupt(reached: str, point: str = point) -> None:
+                if reached == point:
+                    _failpoints.hook = None
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(0.01)
+
+            _failpoints.hook = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                group.average("give", "FlatWeights", 3)
+            found = group.average("give", "FlatWeights", 4)
+            assert found.used == tuple(range(6))
+            assert_right(found, "FlatWeights", 4)
+            assert found.ways[1].startswith(f"agent: {way}"), found.ways
+
+
+# What is left
+
+
+def listeners() -> int:
+    return sum(one.name == "flatweights-streams" for one in threading.enumerate())
+
+
+def wait_until(is_so: Callable[[], bool], what: str, timeout: float = 60) -> None:
+    end = time.monotonic() + timeout
+    while not is_so():
+        gc.collect()
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+@check
+def nothing_is_left_of_groups_that_are_dropped(nodes: Nodes) -> None:
+    group = nodes.group("streams")
+    copy = ray.get(ray.put(group))
+    assert not copy._roster.agents._by_node
+    assert_right(copy.average("give", "vector"), "vector")
+    addresses = [agent._address for agent in group._roster.agents._by_node.values()]
+    addresses.append(group._roster.agents.end.address)
+    pids = [pid_of(agent) for agent in agents_of(group)]
+    assert len(pids) == 2
+    del group, copy
+    nodes.groups.clear()
+    nodes.last = None
+    wait_until(lambda: not listeners(), f"{listeners()} threads that listen")
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), f"agents {pids}")
+    for address in addresses:
+        with pytest.raises(ConnectionRefusedError), socket.socket() as one:
+            one.connect((address.host, address.port))
+
+
+@check
+def a_node_that_dies_takes_its_agent_and_its_ranks_along(nodes: Nodes) -> None:
+    group = nodes.group("streams")
+    gone = {one.node_id: one for one in nodes.added}[ray.get(nodes.actors[2].node.remote())]
+
+    def lose(reached: str) -> None:
+        if reached == "exchanging":
+            _failpoints.hook = None
+            nodes.cluster.remove_node(gone, allow_graceful=False)
+
+    _failpoints.hook = lose
+    begin = time.monotonic()
+    found = group.average("give", "FlatWeights", 3, timeout=10.0, min_results=1)
+    took = time.monotonic() - begin
+    assert took < 10 + SLACK, took
+    assert set(found.used) >= {0, 1, 3, 4}, found
+    assert_right(found, "FlatWeights", 3)
+    # Its workers get a node of their own, and are restored with an agent there.
+    nodes.cluster.add_node(resources={"b": 100}, **NODE)
+    meet(group)
+
+
+def run_all(which: str, *names: str) -> None:
+    nodes = Nodes()
+    report: dict[str, Any] = {}
+    for name, function in (SLOW if which == "slow" else CHECKS).items():
+        if names and name not in names:
+            continue
+        begin = time.monotonic()
+        try:
+            function(nodes)
+        except (Exception, pytest.fail.Exception):
+            report[name] = traceback.format_exc()
+            _failpoints.hook = None
+        else:
+            report[name] = ""
+        print(f"{name}: {time.monotonic() - begin:.1f} s {report[name][-2000:]}", file=sys.stderr)
+    print(json.dumps(report))
+    ray.shutdown()
+    nodes.cluster.shutdown()
+
+
+def report_of(which: str) -> dict[str, str]:
+    said: dict[str, str] = json.loads(output_of(run_all, which, timeout=600).splitlines()[-1])
+    return said
+
+
+@pytest.fixture(scope="module")
+def came_of() -> dict[str, str]:
+    return report_of("default")
+
+
+@pytest.fixture(scope="module")
+def came_of_slow() -> dict[str, str]:
+    return report_of("slow")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_nodes(came_of: dict[str, str], name: str) -> None:
+    assert not came_of[name], came_of[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_nodes_at_all_points(came_of_slow: dict[str, str], name: str) -> None:
+    assert not came_of_slow[name], came_of_slow[name]

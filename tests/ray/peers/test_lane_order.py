@@ -1,0 +1,106 @@
+"""A group's commands and other calls on the actors' handles run in the order of submission."""
+
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+from ray_pool import Lend
+from ray_workers import PlainWorker, weights_of
+
+from flatweights.ray import WorkerError, WorkerGroup
+
+pytestmark = pytest.mark.ray
+
+ROUNDS = 8
+
+
+class Ordered(PlainWorker):
+    """Keeps what raw calls bring."""
+
+    def keep(self, value: Any, *_: Any) -> Any:
+        self.kept = value
+        return value
+
+    def keep_each(self, value: Any) -> Iterator[Any]:
+        yield self.keep(value)
+
+    def last_kept(self) -> Any:
+        return self.kept
+
+
+@pytest.fixture
+def group(lend: Lend) -> WorkerGroup:
+    made = lend(Ordered, 2)
+    made.broadcast(weights_of(0.0))
+    while set(made.average("train").ways.values()) != {"lane"}:
+        pass
+    return made
+
+
+def on_a_copy(handle: Any, value: Any) -> None:
+    copied = pickle.loads(pickle.dumps(handle))  # Ray 2.40 wants the handle to outlive the call
+    copied.keep.remote(value)
+
+
+def in_thread(call: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+WAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "on the handle": lambda handle, value: handle.keep.remote(value),
+    "awaited": lambda handle, value: ray.get(handle.keep.remote(value)),
+    "on a copy": on_a_copy,
+    "without a result": lambda handle, value: handle.keep.options(num_returns=0).remote(value),
+    "a generator": lambda handle, value: handle.keep_each.remote(value),
+    "in a thread": lambda handle, value: in_thread(lambda: handle.keep.remote(value)),
+    "with a reference": lambda handle, value: handle.keep.remote(value, ray.put(value)),
+    "by another group": lambda handle, value: other_group(handle).step("keep", value),
+}
+
+
+def other_group(handle: Any) -> WorkerGroup:
+    """Return a group that sends its worker no weights: those of the first group stay."""
+    return WorkerGroup([handle], initial=None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_group_call_comes_after_the_raw_calls_before_it(group: WorkerGroup, way: str) -> None:
+    for k in range(ROUNDS):
+        for rank, handle in group.actors().items():
+            WAYS[way](handle, (k, rank))
+        assert group.step("last_kept") == {0: (k, 0), 1: (k, 1)}
+        if k % 3 == 0:  # the next one finds the workers at their mailboxes, or on their way out
+            group.step("ping")
+
+
+def test_lanes_are_used_again_after_raw_calls(group: WorkerGroup) -> None:
+    for handle in group.actors().values():
+        handle.keep.remote(1)
+    assert group.average("train").ways == {0: "lane", 1: "lane"}
+
+
+def test_a_command_waits_for_the_call_of_a_round_that_was_broken_off(lend: Lend) -> None:
+    """That call is still on its way when the round ends, since the other rank has raised."""
+    group = lend(PlainWorker, 2)
+    start = weights_of(3.0)
+    for _ in range(3):
+        group.broadcast(start)
+        while set(group.average("train").ways.values()) != {"lane"}:
+            pass
+        process = group.step("pid")[1]
+        os.kill(process, signal.SIGSTOP)  # most likely at its mailbox
+        try:
+            with pytest.raises(WorkerError, match="rank 0: ArithmeticError: diverged"):
+                group.average("act", {0: "raise"}, broadcast=ray.put(start))
+        finally:
+            goes_on = threading.Timer(0.1, os.kill, (process, signal.SIGCONT))
+            goes_on.start()
+        assert group.average("act", {}).used == (0, 1)
+        goes_on.join()
