@@ -61,3 +61,17 @@ def finite(value: Any, where: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{where}: expected a finite number, got {number:g}")
     return number
+
+
+def check_count(value: int, name: str, most: int | None = None, *, least: int = 1) -> int:
+    """Return ``value``, checked to be an integer in ``least`` to ``most``, the number of ranks.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is out of range.
+    """
+    checked = as_integer(value, name)
+    if checked < least or (most is not None and checked > most):
+        bound = f"at least {least}" if most is None else f"{least} to {most}, the number of ranks"
+        raise ValueError(f"{name}: expected {bound}, got {value!r}")
+    return checked

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from flatweights._average import Nonfinite
-from flatweights._numbers import as_integer
+from flatweights._numbers import as_integer, check_count
 from flatweights.ray._errors import WorkerError, raised
 from flatweights.ray._report import report, rounds_bar
 from flatweights.ray._result import check_result
@@ -28,7 +28,6 @@ from flatweights.ray.peers._wait import (
     Deadline,
     Request,
     Weights,
-    check_count,
     check_timeout,
 )
 from flatweights.ray.rounds._between_nodes import NodesAverage

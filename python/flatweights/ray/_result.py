@@ -3,14 +3,27 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 
 _MOST_SHOWN = 2000  # characters of a text that a worker sent
+
+
+class Packed(NamedTuple):
+    """Weights as `FlatWeights` has them, without a view for each part.
+
+    Attributes:
+        buffer: The packed buffer.
+        layout: The layout of the buffer.
+    """
+
+    buffer: NDArray[np.uint8]
+    layout: Layout
 
 
 def split(result: Any) -> tuple[Any, Any]:

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights._average import Job, Nonfinite
-from flatweights._numbers import real_number
-from flatweights.robust._rules import Source, check_count
+from flatweights._numbers import check_count, real_number
+from flatweights.robust._rules import Source
 from flatweights.robust._selection import DistanceRule, Distances
 
 # Shares that change by less than this leave the bits of nearly all weights as they are.

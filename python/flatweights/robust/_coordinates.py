@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatweights._average import Nonfinite
-from flatweights._numbers import real_number
-from flatweights.robust._rules import CoordinateRule, Source, check_count
+from flatweights._numbers import check_count, real_number
+from flatweights.robust._rules import CoordinateRule, Source
 
 
 def _is_count(trim: float) -> bool:

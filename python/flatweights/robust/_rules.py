@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 
 from flatweights import _core
 from flatweights._average import Job, Nonfinite
-from flatweights._numbers import as_integer
 
 Source = TypeVar("Source")
 """An array, `FlatWeights`, a mapping of arrays, or a sequence of arrays."""
@@ -122,12 +121,6 @@ class Rule(ABC):
 
 AnyRule = Rule | Callable[[list[Any]], Any]
 """What ``rule=`` takes: a rule, or a function from a list of models to one of their kind."""
-
-
-def check_count(value: int, name: str, least: int = 1) -> None:
-    """Raise unless a setting of a rule is an integer of at least ``least``."""
-    if as_integer(value, name) < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value!r}")
 
 
 class Calling(Rule):

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._average import Job, Nonfinite, read_sources
+from flatweights._numbers import check_count
 from flatweights._sources import Template
-from flatweights.robust._rules import Rule, Source, check_count, write_ranks
+from flatweights.robust._rules import Rule, Source, write_ranks
 
 Distances = NDArray[np.float64]
 

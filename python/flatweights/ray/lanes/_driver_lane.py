@@ -15,11 +15,11 @@ from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._failpoints import reach
+from flatweights.ray._result import Packed
 from flatweights.ray.lanes._end import LaneEnd, LaneError, check_user, receive_packet
 from flatweights.ray.lanes._message import Message
 from flatweights.ray.lanes._protocol import ASK, BY_CALL, NUMBER, VALUE, WEIGHTS
 from flatweights.ray.lanes._windows import Extent, Windows
-from flatweights.ray.peers._contract import Packed
 
 _MOST_WINDOWS = 16
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results

@@ -21,8 +21,8 @@ from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._news import News
 from flatweights.ray.members._seats import SLICE, Away, Letter, Seat, SeatAnswer, outcome_message
 from flatweights.ray.nodes._node import NodeEnd
+from flatweights.ray.nodes._plan import SMALL
 from flatweights.ray.peers._agent import Agent, AverageOf
-from flatweights.ray.peers._by_agent import SMALL
 from flatweights.ray.peers._by_lane import GroupLanes
 
 _KEPT = 4  # outcomes that members may fetch

@@ -34,6 +34,7 @@ from flatweights._weights import FlatWeights
 from flatweights.ray._errors import WorkerError, portable
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT, report
+from flatweights.ray._result import Packed
 from flatweights.ray._round import Round, facts_of
 from flatweights.ray.lanes._driver_lane import DriverLane, Lanes, wake
 from flatweights.ray.lanes._end import LaneError
@@ -45,7 +46,6 @@ from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer, outc
 from flatweights.ray.nodes._plan import Sums
 from flatweights.ray.peers._agent import AverageOf
 from flatweights.ray.peers._by_agent import AgentEnd, Agents
-from flatweights.ray.peers._contract import Packed
 from flatweights.ray.peers._summary import Exchanged
 from flatweights.ray.peers._wait import Arrivals, Deadline, Request, seconds_left
 from flatweights.ray.rounds._between_nodes import NodesAverage

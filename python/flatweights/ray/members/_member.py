@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._average import Nonfinite, check_nonfinite, read_weight
 from flatweights._layout import Layout
-from flatweights._numbers import as_integer
+from flatweights._numbers import as_integer, check_count
 from flatweights._sources import Template, check_flat_weights
 from flatweights._weights import sealed
 from flatweights.ray._round import Round
@@ -29,7 +29,7 @@ from flatweights.ray.members._asks import Ask, MemberError, Outcome
 from flatweights.ray.members._host_end import HostEnd, enter
 from flatweights.ray.members._train import train_worker
 from flatweights.ray.nodes._plan import Sums, check_sums
-from flatweights.ray.peers._wait import check_count, check_timeout
+from flatweights.ray.peers._wait import check_timeout
 from flatweights.robust import AnyRule, Rule
 
 Model = TypeVar("Model")

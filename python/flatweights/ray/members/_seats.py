@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
+from flatweights.ray._result import Packed
 from flatweights.ray.lanes._driver_lane import DriverLane
 from flatweights.ray.lanes._message import Message, buffer_message
 from flatweights.ray.lanes._protocol import COMMAND, NUMBER
@@ -25,7 +26,7 @@ from flatweights.ray.lanes._windows import Windows
 from flatweights.ray.members._asks import Ask, MemberDiedError, remember
 from flatweights.ray.members._news import News
 from flatweights.ray.peers._by_agent import AgentEnd
-from flatweights.ray.peers._contract import Answer, Packed
+from flatweights.ray.peers._contract import Answer
 from flatweights.ray.peers._summary import Summary
 
 SLICE = 1.0  # seconds between two looks at what rings no bell

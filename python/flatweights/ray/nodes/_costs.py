@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 
 from flatweights._dtypes import is_averaged
+from flatweights._numbers import check_count
 from flatweights.ray._report import readable_bytes
-from flatweights.ray.peers._by_agent import SMALL
-from flatweights.ray.peers._wait import check_count
+from flatweights.ray.nodes._plan import SMALL
 
 WayName = Literal["the guide's loop", "driver", "objects", "streams"]
 

@@ -33,6 +33,10 @@ Sums = Literal["float64", "float32"]
 """The dtype in which sums of several ranks travel between nodes."""
 
 
+SMALL = 256 * 1024
+"""Bytes of a model below which a round through the driver is faster."""
+
+
 def check_sums(sums: str) -> None:
     """Raise `ValueError` unless ``sums`` is one of the dtypes."""
     if sums not in ("float64", "float32"):

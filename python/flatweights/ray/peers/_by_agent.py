@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import NodeEnd
-from flatweights.ray.nodes._plan import Sums, check_sums
+from flatweights.ray.nodes._plan import SMALL, Sums, check_sums
 from flatweights.ray.peers._agent import Agent, AverageOf, Command, Failure
 from flatweights.ray.peers._by_lane import Worker
 from flatweights.ray.peers._contract import Answer, Call
@@ -27,9 +27,6 @@ from flatweights.ray.peers._wait import seconds_left
 _VARIABLE = "FLATWEIGHTS_BETWEEN_NODES"
 _DEAD = ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError
 _CALLS = 4  # of an agent that may run at a time
-
-SMALL = 256 * 1024
-"""Bytes of a model below which a round through the driver is faster."""
 
 
 class NodeCall:

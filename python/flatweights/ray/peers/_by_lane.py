@@ -18,13 +18,13 @@ import ray
 
 from flatweights import _core
 from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._result import copied, is_arrays, parts_of
+from flatweights.ray._result import Packed, copied, is_arrays, parts_of
 from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
 from flatweights.ray.lanes._end import LaneError, is_shortage
 from flatweights.ray.lanes._message import Message, make_message
 from flatweights.ray.lanes._protocol import BROKEN, BY_CALL, COMMAND, VALUE, WEIGHTS
 from flatweights.ray.lanes._worker_lane import NoLane
-from flatweights.ray.peers._contract import Answer, Call, Packed, Payload, plain_weights
+from flatweights.ray.peers._contract import Answer, Call, Payload, plain_weights
 from flatweights.ray.peers._order import CallLog
 from flatweights.ray.peers._setback import VARIABLE, Setback, choice
 from flatweights.ray.peers._store import RayAnswer, argument_of, call_actor, sent_weights

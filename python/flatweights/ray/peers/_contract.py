@@ -38,10 +38,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import ray
-from numpy.typing import NDArray
 
-from flatweights._layout import Layout, unpickle_layout
+from flatweights._layout import unpickle_layout
 from flatweights._weights import FlatWeights
+from flatweights.ray._result import Packed
 from flatweights.ray._wire import Travels
 from flatweights.wire import WireDType
 
@@ -80,18 +80,6 @@ def weights_of(value: Any) -> Any:
         layout, buffer = value
         return FlatWeights.wrap(np.frombuffer(buffer, np.uint8), unpickle_layout(layout))
     return value
-
-
-class Packed(NamedTuple):
-    """Weights as `FlatWeights` has them, without a view for each part.
-
-    Attributes:
-        buffer: The packed buffer.
-        layout: The layout of the buffer.
-    """
-
-    buffer: NDArray[np.uint8]
-    layout: Layout
 
 
 class Answer(ABC):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flatweights._average import Nonfinite, check_nonfinite, read_weight, read_weights
-from flatweights._numbers import as_integer
+from flatweights._numbers import check_count
 from flatweights.ray._errors import WorkerError, late_error
 from flatweights.ray.peers._contract import Answer
 from flatweights.ray.peers._store import FULL, too_small
@@ -78,15 +78,6 @@ class Request:
         if callable(self.weights):
             return read_weight(self.weights(result), f"weight of rank {rank}")
         return self.weights[rank]
-
-
-def check_count(value: int, name: str, most: int | None = None) -> int:
-    """Return ``value``, checked to be an integer in 1 to ``most``."""
-    checked = as_integer(value, name)
-    if checked < 1 or (most is not None and checked > most):
-        bound = "at least 1" if most is None else f"1 to {most}, the number of ranks"
-        raise ValueError(f"{name}: expected {bound}, got {value!r}")
-    return checked
 
 
 def check_timeout(timeout: float | None) -> float | None:
