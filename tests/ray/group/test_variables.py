@@ -14,6 +14,9 @@ from flatweights import FlatWeights, Layout, average
 from flatweights.ray import FlatWorker, Variables, WorkerGroup, _variables, join
 
 
+pytestmark = pytest.mark.ray
+
+
 class Arrays:
     """Holds the arrays of a model: what a user of another library writes."""
 
