@@ -13,7 +13,6 @@ from reference import run_python, same_bits
 from flatweights import FlatWeights, Layout, average
 from flatweights.ray import FlatWorker, Variables, WorkerGroup, _variables, join
 
-
 pytestmark = pytest.mark.ray
 
 
