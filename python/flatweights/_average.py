@@ -58,11 +58,11 @@ def average(
             the same keys, sequences of arrays (Keras ``get_weights()``), or nested dicts,
             lists and tuples of arrays (Flax), which are named by their paths. Shapes and
             dtypes must agree; for `FlatWeights`, `Layout.digest` must. Strided arrays are
-            copied first. All are taken before any is read, so a generator must not yield one
-            buffer twice.
-        weights: One weight per source, in their order, such as the number of samples that it
-            saw: finite, not negative, not all 0, and none above 2**512 times the first positive
-            one. Equal weights, if None.
+            copied first. The iterable is consumed before any source is read, so a generator
+            must not yield one buffer twice.
+        weights: One weight per source, in their order, such as its number of samples: finite,
+            not negative, not all 0, and none above 2**512 times the first positive one. Equal
+            weights, if None.
         out: Model to write to: of the same kind, writable and contiguous. It may be one of
             the sources. If None, a new model of the same kind: a dict for mappings, a list
             for sequences, nested containers for nested ones.
@@ -159,8 +159,8 @@ def average_used(
 ) -> tuple[Source, list[int]]:
     """Return the mean as `average` does, and the positions of the sources that are in it.
 
-    Errors about NaN and infinity name sources by ``names``, if given. If the ``template`` of the
-    sources is known, it is not made once more.
+    Errors about NaN and infinity name sources by ``names``, if given. A known ``template`` of the
+    sources is not computed again.
     """
     job = Job(sources, weights, out, nonfinite, names, template)
     return job.result, job.screened(job.mean)
@@ -170,11 +170,11 @@ _Arrays = list[NDArray[Any]]
 
 
 class Job:
-    """The sources of one average, or of what takes its place, read; and the model to write to.
+    """The checked sources of one average or robust rule, and the model to write to.
 
     Attributes:
         models: The sources.
-        template: What they have in common.
+        template: The kind and layout that they share.
         parts: The parts of each source.
         result: The model to write to.
         written: Its parts.
@@ -198,8 +198,8 @@ class Job:
             weights: One weight per source; equal ones, if None.
             out: The model to write to; a new one, if None.
             nonfinite: What to do about NaN and infinity.
-            names: How errors about these name the sources, if not by number.
-            template: That of the sources, if it is known.
+            names: The names of the sources in errors about NaN and infinity, if not numbers.
+            template: The template of the sources, if it is known.
         """
         self.models = read_sources(sources)
         check_nonfinite(nonfinite)
@@ -231,10 +231,10 @@ class Job:
         return used
 
     def screened(self, write: Callable[[list[int]], bool]) -> list[int]:
-        """Have ``write`` make the result of the sources at some positions; return these.
+        """Call ``write`` with the positions of the sources to use; return these positions.
 
-        Sources are screened only if a result is not finite, or overwrites one of them.
-        ``write`` returns whether the result is finite.
+        ``write`` writes the result and returns whether it is finite. Sources are screened only
+        if a result is not finite, or overwrites one of them.
         """
         used = self.everything
         if self.nonfinite == "propagate":

@@ -1,8 +1,9 @@
-"""How the variables of a framework are found, for parts that import no framework.
+"""Finds the variables of a framework's objects, for modules that import no framework.
 
-`flatweights.ray` works with any holder of arrays. What an actor's ``build`` returns is often a
-framework's own object, such as a model; a part of this package knows how to hold it, and says so
-here when it is imported. It is imported once the process has imported the framework.
+`flatweights.ray` works with any holder of arrays. An actor's ``build`` often returns a framework's
+own object, such as a model. One part of this package per framework can hold such objects. It
+registers itself here when it is imported, which happens once the process has imported the
+framework.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class _State(NamedTuple):
     """The state of a running average that has a source.
 
     Attributes:
-        template: What the sources have in common.
+        template: The kind and layout that the sources share.
         sum: The sum and its weights: `_core` changes both, or neither.
         kept: By slot, the integer and boolean parts of the first source.
     """
@@ -38,8 +38,8 @@ class RunningAverage:
     """A weighted mean in one model's memory, whatever the number of sources.
 
     The sums are float64, plus as many float64 compensations where a part is float64 or
-    complex128. Models added in some order give the bits that `flatweights.average` gives
-    for them in that order. Calls from several threads take turns. An interrupted call (Ctrl-C)
+    complex128. The result has the same bits as that of `flatweights.average` for the same models
+    in the same order. Calls from several threads take turns. An interrupted call (Ctrl-C)
     has added its sources with their weights, or nothing; `total_weight` shows which.
 
     Pickling keeps every bit of an unfinished sum: later additions and merges give the same
@@ -122,10 +122,10 @@ class RunningAverage:
             self._state = _State(template, target, kept)
 
     def merge(self, other: RunningAverage) -> None:
-        """Add what ``other`` has summed up, as if its sources were added here.
+        """Add the sums of ``other``, as if its sources were added here.
 
-        The result is deterministic, but rounded differently from one long sum. ``other`` is
-        unchanged.
+        The result is deterministic, but its rounding differs from that of one long sum. ``other``
+        is unchanged.
 
         Args:
             other: Another running average over the same layout, or an empty one.
@@ -201,9 +201,9 @@ def running_of(
 
     Args:
         cls: Its class.
-        template: What the sources have in common.
+        template: The kind and layout that the sources share.
         buffer: The sums.
-        weights: What is known of the weights of the sources.
+        weights: The state of the weights of the sources.
         kept: By slot, the parts without a mean.
     """
     memory: NDArray[Any] = np.frombuffer(buffer, np.float64)

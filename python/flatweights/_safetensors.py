@@ -59,7 +59,7 @@ _KNOWN = frozenset(_DTYPES.values())
 
 
 class Saved(NamedTuple):
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
         layout: The layout of the buffer. For a file of another program its slots are sorted by

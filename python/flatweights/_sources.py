@@ -29,7 +29,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Template:
-    """What the models of one average have in common.
+    """The kind and layout that the models of one average share.
 
     Attributes:
         kind: The form in which they were passed.
@@ -104,8 +104,8 @@ class Template:
         Args:
             source: A model.
             where: How errors name it.
-            written: What the kernels will write to. They check that contiguous parts do not
-                overlap it, and see only the copies of strided ones.
+            written: The memory that the kernels will write to. They check that contiguous parts
+                do not overlap it, but of strided parts they see only copies.
 
         Raises:
             TypeError: If it is of another kind.

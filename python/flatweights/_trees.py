@@ -40,8 +40,8 @@ def as_array(value: Any, where: str) -> NDArray[Any]:
 
 
 def _converted(value: Any) -> NDArray[Any]:
-    # Not where NumPy finds another way: string tensors of TensorFlow have `__dlpack__`, too, which
-    # aborts the process.
+    # Only if NumPy finds no other way: TensorFlow's string tensors have `__dlpack__`, too, and
+    # calling it aborts the process.
     if [name for name in _PROTOCOLS if hasattr(value, name)] == ["__dlpack__"]:
         return np.from_dlpack(value)
     try:
@@ -137,9 +137,9 @@ class Tree:
         return paths
 
     def leaves(self, source: Any, where: str, path: tuple[Hashable, ...] = ()) -> list[Any]:
-        """Return the values that ``source`` has where this tree has arrays, in order.
+        """Return the values of ``source`` at the places of this tree's arrays, in order.
 
-        Errors name it ``where``, and the ``path`` that leads to it.
+        Errors name ``source`` by ``where`` and a container in it by its ``path``.
 
         Raises:
             TypeError: If a container is of another kind.

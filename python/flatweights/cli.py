@@ -122,9 +122,9 @@ def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Train a Keras model of 22 MB on handwritten digits, data-parallel in Ray actors.
 
-    The digits are scikit-learn's, the actors on this machine. Each round is exchanged in three
-    ways: as one buffer, within the machine and through Ray's object store, and as a dict of arrays,
-    as in Ray's guide. Then the actors exchange arrays of other sizes.
+    The digits come from scikit-learn, and the actors run on this machine. Each round is exchanged
+    in three ways: as one buffer through shared memory, as one buffer through Ray's object store,
+    and as a dict of arrays, as in Ray's guide. Then the actors exchange arrays of other sizes.
     """
     demo.check_options(parser, options)
     if _is_installed("demo", "all", *_NEEDED):
@@ -133,10 +133,10 @@ def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Print what a round between nodes costs, for each way that it can take.
+    """Print the cost of a round between nodes, for each way that it can take.
 
-    These are the bytes that the busiest link carries and how long a round takes; and which way a
-    group chooses by itself.
+    The cost is the number of bytes on the busiest link and the time of a round. The command also
+    names the way that a group chooses by itself.
     """
     if not _is_installed("plan", "ray", "ray"):
         return 2
@@ -207,23 +207,23 @@ def _parser() -> argparse.ArgumentParser:
     programs.usage = "flatweights examples [-h] [--plot FILE] [NAME [options of the program]]"
     plot = f"draw the results of the program ({', '.join(PLOT_SUFFIXES)})"
     programs.add_argument("--plot", type=plot_file, metavar="FILE", help=plot)
-    name = "which one to run"
+    name = "the program to run"
     programs.add_argument("name", nargs="?", choices=_programs(), metavar="NAME", help=name)
     programs.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
     costs = add(
-        "plan", _plan, "print what a round between nodes costs, by each way that it can take"
+        "plan", _plan, "print the cost of a round between nodes, for each way that it can take"
     )
     count = integer(1, 10**6)
     costs.add_argument("--nodes", type=count, required=True, help="nodes with workers")
     costs.add_argument("--workers", type=count, required=True, help="workers on each node")
     costs.add_argument("--model", required=True, metavar="SIZE", help="size of a model: 500MB")
     costs.add_argument("--link", required=True, metavar="RATE", help="rate of a link: 10Gbit")
-    costs.add_argument("--dtype", default="float32", help="that of most weights (float32)")
+    costs.add_argument("--dtype", default="float32", help="dtype of most weights (float32)")
     memory = "what a node's processes read and write a second (10GB)"
     costs.add_argument("--memory", default="10GB", metavar="SIZE", help=memory)
 
-    guide = "train on handwritten digits in Ray actors, beside the loop from Ray's guide"
+    guide = "train on handwritten digits in Ray actors, compared with the loop of Ray's guide"
     demo.add_options(add("demo", _demo, guide))
     return parser
 

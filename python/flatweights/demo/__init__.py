@@ -1,11 +1,11 @@
 """`flatweights demo`: handwritten digits, trained data-parallel in Ray actors.
 
-Each round, the actors train on their shares of the digits; then their weights or gradients are
-averaged, and all go on from the average. The demo does that exchange in three ways, from the same
-weights: by a `flatweights.ray.WorkerGroup`, through Ray's object store by
-`flatweights.ray.average`, and by the loop over dicts of arrays of Ray's guide. Afterwards,
-the same actors exchange as many variables of other sizes. Or, with ``--kill-worker``, one
-worker's process is killed half-way, and the training goes on.
+In each round, the actors train on their shares of the digits. Then their weights or gradients are
+averaged, and all actors continue from the average. The demo does that exchange in three ways, from
+the same weights: by a `flatweights.ray.WorkerGroup`, through Ray's object store by
+`flatweights.ray.average`, and by the loop over dicts of arrays from Ray's guide. Afterwards,
+the same actors exchange the same number of variables in other sizes. With ``--kill-worker``, the
+demo instead kills one worker's process half-way, and the training goes on.
 
 Importing this package imports neither TensorFlow nor Ray; `run` does.
 """
@@ -41,13 +41,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=many, help=rounds)
     steps = f"batches of a worker in a round; default: {weights[1]}, with gradients {gradients[1]}"
     add("--local-steps", type=many, help=steps)
-    seed = "of the data's split, the batches and the weights"
+    seed = "seed of the data's split, the batches and the weights"
     add("--seed", type=integer(0, 2**32 - 1), default=0, help=seed)
-    mode = "what is averaged; default: %(default)s"
+    mode = "the values to average; default: %(default)s"
     add("--mode", choices=tuple(SCHEDULES), default="weights", help=mode)
-    size = "of the network, 22 MB in 100 variables or 0.1 MB in 20; default: %(default)s"
+    size = "the network: 22 MB in 100 variables or 0.1 MB in 20; default: %(default)s"
     add("--size", choices=tuple(SIZES), default="full", help=size)
-    kill = "our way alone: kill a worker's process half-way, go on without it, then with it"
+    kill = "only our way: kill a worker's process half-way, train on without it, take it back"
     add("--kill-worker", action="store_true", help=kill)
     plot = f"picture of the results ({', '.join(PLOT_SUFFIXES)}); default: %(default)s"
     add("--plot", type=plot_file, default="flatweights-demo.png", metavar="FILE", help=plot)

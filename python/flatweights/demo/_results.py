@@ -1,4 +1,4 @@
-"""What the demo shows: progress while it runs, then tables and a plot."""
+"""The output of the demo: progress while it runs, then tables and a plot."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from flatweights.examples import number_ticks, open_figure, plot
 
-LINES = 10  # of progress, where there is no terminal to draw a bar on
+LINES = 10  # of progress, if there is no terminal to draw a bar on
 PALE_RED = "#f9e8ea"
 FLAT, STORE, GUIDE = "flatweights", "object store", "Ray's guide"
 STEPS = {
@@ -65,13 +65,13 @@ def milliseconds(seconds: float) -> str:
 
 
 def summary(options: argparse.Namespace) -> str:
-    """Return how many workers there are, and for how long they train."""
+    """Return the numbers of workers, rounds and local steps, as text."""
     rounds = f"rounds: {options.rounds}, local steps: {options.local_steps}"
     return f"workers: {options.workers}, {rounds}"
 
 
 class Cost(NamedTuple):
-    """What one way to exchange costs: seconds by step, and bytes and arrays of one message."""
+    """The cost of one way to exchange: seconds by step, and bytes and arrays of one message."""
 
     seconds: Mapping[str, float]
     nbytes: int
@@ -168,7 +168,7 @@ def show_survival(
     away: Sequence[int],
     victim: int,
 ) -> None:
-    """Print how many rounds went on without a worker, and the test's result; draw.
+    """Print the number of rounds without the killed worker, and the test's result; draw a plot.
 
     Args:
         options: Of the command.

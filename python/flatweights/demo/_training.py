@@ -75,18 +75,19 @@ WAYS = {FLAT: exchange_flat, STORE: exchange_through_store, GUIDE: exchange_dict
 def exchange_by(name: str, group: WorkerGroup) -> Exchange:
     """Exchange in one of the `WAYS`, once the workers are ready for it.
 
-    Workers of a group wait some milliseconds for its next command before they take other calls.
+    Workers of a group wait some milliseconds for the group's next command before they accept other
+    calls.
     """
     ray.get([actor.ping.remote() for actor in group.actors().values()])
-    if name == FLAT:  # without other ways between, the workers would wait for it already
+    if name == FLAT:  # in a program without the other ways, the workers would already be waiting
         group.step("ping")
     return WAYS[name](group)
 
 
 def measure(message: Any, times: Sequence[Mapping[str, float]]) -> Cost:
-    """Return the medians of some exchanges, and what Ray sends for a message of them.
+    """Return the medians of some exchanges, and the size of one message as Ray sends it.
 
-    The first exchange does not count: memory is new in it.
+    The first exchange does not count, since its memory is new.
     """
     seconds = {step: median(one.get(step, 0.0) for one in times[1:] or times) for step in STEPS}
     buffers: list[pickle.PickleBuffer] = []

@@ -1,12 +1,13 @@
 """Averages that a few wrong models cannot spoil.
 
-One worker that diverged, or lies, moves a mean as far as it likes. The functions of this module
-take what `flatweights.average` takes, and return a model that stays near the others. Each has a
-value of the same name, such as ``TrimmedMean(0.2)``, for ``rule=``.
+One diverged or malicious worker can move a mean arbitrarily far. The functions of this module take
+the same sources as `flatweights.average`, and return a model that stays near the majority. Each
+function has a class of the same name, such as ``TrimmedMean(0.2)``, whose instances are values for
+``rule=``.
 
-By coordinate: `median`, `trimmed_mean`, `mean_around_median`. By selection of whole models: `krum`,
-`multi_krum`, `bulyan`. By distance from a centre: `geometric_median`, `centered_clipping`.
-`distances` is what the last two kinds go by.
+`median`, `trimmed_mean` and `mean_around_median` work by coordinate. `krum`, `multi_krum` and
+`bulyan` select whole models. `geometric_median` and `centered_clipping` weigh models by their
+distance from a centre. The last two kinds compare models by `distances`.
 """
 
 from flatweights.robust._centers import (

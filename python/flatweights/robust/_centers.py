@@ -21,14 +21,15 @@ from flatweights.robust._selection import DistanceRule, Distances
 
 # Shares that change by less than this leave the bits of nearly all weights as they are.
 _STILL = 1e-12
-# Sources that are so many times as far from most others as these are from each other are left out.
+# A source is left out if it is this many times as far from most others as those are from each
+# other.
 _FAR = 1e5
 
 
 def _from_center(squares: Distances, shares: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the distance of each point from the mean of all with these ``shares``, of sum 1."""
     with np.errstate(invalid="ignore", over="ignore"):
-        # No matrix product: what BLAS computes depends on the machine. Infinity times 0 is 0.
+        # No matrix product: the bits of BLAS depend on the machine. Infinity times 0 is 0 here.
         spread = np.where(shares > 0, squares * shares, 0.0).sum(axis=1)
         within = np.where(shares > 0, spread * shares, 0.0).sum()
         found = spread - within / 2
@@ -46,8 +47,8 @@ def _weighted_median(values: Distances, weights: NDArray[np.float64]) -> float:
 def _near(squares: Distances, weights: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return which sources are so near to most others that their distances have a direction.
 
-    What is left of the distances of a source, when the distance of most others from each other
-    is subtracted, is the rounding errors of those it has from further away.
+    The distances of a far source from the others differ by less than their rounding errors, so they
+    do not show in which direction the source lies.
     """
     rows = np.array([_weighted_median(row, weights) for row in squares])
     most = _FAR**2 * _weighted_median(rows, weights)
@@ -65,8 +66,8 @@ class GeometricMedian(DistanceRule):
     """`geometric_median` as a value, for ``rule=``.
 
     Attributes:
-        smoothing: The least distance, in the unit of the weights.
-        steps: The most steps.
+        smoothing: The smallest distance that counts, in the unit of the weights.
+        steps: The largest number of steps.
     """
 
     takes_weights = True
@@ -104,8 +105,8 @@ class CenteredClipping(DistanceRule):
     """`centered_clipping` as a value, for ``rule=``.
 
     Attributes:
-        radius: How far from the centre a source can pull.
-        steps: How often the centre moves.
+        radius: The length to which differences from the centre are clipped.
+        steps: The number of times that the centre moves.
         center: The first centre, a model; the source nearest to all others, if None.
     """
 
@@ -160,13 +161,13 @@ def geometric_median(
 ) -> Source:
     """Return the model with the smallest sum of distances from ``sources``.
 
-    By Weiszfeld's algorithm with smoothing (RFA: Pillutla et al., "Robust Aggregation for Federated
-    Learning", 2019): each step is a mean in which a source counts its weight over its distance
-    from the last one. Wrong sources of up to half of the weight move it only so far. RFA takes
-    few steps, since each is a round of messages; here all steps together cost one
-    pass for `distances`, and one for the mean, so it goes on until nothing changes. A source that
-    is 100,000 times as far from most others as these are from each other counts as infinitely far,
-    and is left out.
+    It uses Weiszfeld's algorithm with smoothing (RFA: Pillutla et al., "Robust Aggregation for
+    Federated Learning", 2019). Each step computes a weighted mean of the sources; the weight of a
+    source is divided by its distance from the previous mean. Wrong sources that have less than half
+    of the weight can move the result only by a bounded distance. RFA takes few steps, since each is
+    a round of messages. Here all steps together cost one pass for `distances` and one for the mean,
+    so the algorithm iterates until nothing changes. A source that is 100,000 times as far from most
+    others as those are from each other counts as infinitely far, and is left out.
 
     >>> import numpy as np
     >>> from flatweights import robust
@@ -178,7 +179,7 @@ def geometric_median(
         sources: Models, all of one kind, as for `flatweights.average`.
         weights: One weight per source, as for `flatweights.average`.
         smoothing: Smaller distances count as this one, in the unit of the weights.
-        steps: The most steps.
+        steps: The largest number of steps.
         out: As for `krum`.
         nonfinite: As for `krum`.
 
@@ -205,11 +206,11 @@ def centered_clipping(
 ) -> Source:
     """Return ``center``, moved by the mean of clipped differences from it.
 
-    Karimireddy et al., "Learning from History for Byzantine Robust Optimization", ICML 2021: in
-    each step the centre moves by the mean over all sources of their differences from it, and a
-    difference longer than ``radius`` is scaled to that length. So a source moves the result by at
-    most ``radius / n`` a step. A source that is 100,000 times as far from most others as these are
-    from each other moves nothing.
+    This is the rule of Karimireddy et al., "Learning from History for Byzantine Robust
+    Optimization", ICML 2021. In each step the centre moves by the mean of the sources' differences
+    from it, after each difference longer than ``radius`` is scaled to that length. So a source
+    moves the result by at most ``radius / n`` per step. A source that is 100,000 times as far from
+    most others as those are from each other does not move it.
 
     >>> import numpy as np
     >>> from flatweights import robust
@@ -223,7 +224,7 @@ def centered_clipping(
             source with the smallest sum of distances from the others (ByzFL starts from
             zeros).
         radius: The length that differences are clipped to, in the unit of the weights.
-        steps: How often the centre moves.
+        steps: The number of times that the centre moves.
         out: As for `krum`.
         nonfinite: As for `krum`. A ``center`` that holds NaN or infinity is an error, too, unless
             this is ``"propagate"``.

@@ -64,7 +64,7 @@ class MeanAroundMedian(CoordinateRule):
     """`mean_around_median` as a value, for ``rule=``.
 
     Attributes:
-        keep: How many numbers are averaged.
+        keep: The number of values to average.
     """
 
     keep: int
@@ -85,14 +85,14 @@ def median(
 ) -> Source:
     """Return the median of ``sources``, number by number.
 
-    Of an even number of sources it is the mean of the middle two, as NumPy's. It has the bits
+    For an even number of sources it is the mean of the middle two, as in NumPy. It has the bits
     of ``np.median`` in float64, rounded once (but zeros are positive), whatever the order of the
     sources, the number of threads, the alignment and the instruction set. NaN in a source gives
-    NaN. Yin et al., "Byzantine-Robust Distributed Learning", ICML 2018, show how far it is from the
-    mean of the honest sources, which has to be more than half of them.
+    NaN. More than half of the sources must be honest. Yin et al., "Byzantine-Robust Distributed
+    Learning", ICML 2018, bound its distance from the mean of the honest sources.
 
-    One pass reads each source once, without the GIL; blocks of some 32 kB are the only other
-    memory. Within a model, integer and boolean parts keep the value of the first source.
+    One pass reads each source once, without the GIL. It needs no other memory than blocks of some
+    32 kB. Within a model, integer and boolean parts keep the value of the first source.
 
     It replaces ``np.median(np.stack(sources), axis=0)``.
 
@@ -129,9 +129,9 @@ def trimmed_mean(
     """Return the mean of ``sources`` without the smallest and largest, number by number.
 
     Yin et al., "Byzantine-Robust Distributed Learning", ICML 2018: of n sorted numbers, ``trim``
-    are dropped at each end, and the others averaged. Sums are those of `flatweights.average`,
-    in ascending order, so the bits do not depend on the order of the sources either. All else is as
-    for `median`, which is this rule with the largest trim.
+    are dropped at each end, and the others are averaged. They are summed in ascending order as in
+    `flatweights.average`, so the bits do not depend on the order of the sources either. Everything
+    else is as for `median`, which is this rule with the largest possible trim.
 
     >>> import numpy as np
     >>> from flatweights import robust
@@ -140,9 +140,9 @@ def trimmed_mean(
 
     Args:
         sources: Models, all of one kind, as for `flatweights.average`, of real numbers.
-        trim: How many numbers are dropped at each end, less than half of them: an integer; or a
+        trim: The number of values to drop at each end, less than half of them: an integer; or a
             fraction (a float) of the number of sources, rounded down, as in Flower and SciPy. It
-            has to be at least the number of sources that may be wrong.
+            must be at least the number of sources that may be wrong.
         out: As for `median`.
         nonfinite: As for `median`.
 
@@ -165,9 +165,9 @@ def mean_around_median(
 ) -> Source:
     """Return the mean of the ``keep`` numbers nearest to the median, number by number.
 
-    MeaMed: Xie et al., "Generalized Byzantine-tolerant SGD", 2018. Of two numbers that are
-    equally far from the median the smaller counts as nearer; distances are compared exactly. All
-    else is as for `median`.
+    This is MeaMed: Xie et al., "Generalized Byzantine-tolerant SGD", 2018. Of two numbers that are
+    equally far from the median, the smaller counts as nearer; distances are compared exactly.
+    Everything else is as for `median`.
 
     >>> import numpy as np
     >>> from flatweights import robust
@@ -176,7 +176,7 @@ def mean_around_median(
 
     Args:
         sources: Models, all of one kind, as for `flatweights.average`, of real numbers.
-        keep: How many numbers are averaged: for n sources of which f may be wrong, n - f.
+        keep: The number of values to average: n - f, if f of n sources may be wrong.
         out: As for `median`.
         nonfinite: As for `median`.
 

@@ -1,4 +1,4 @@
-"""What all rules share: reading the sources, leaving some out, and saying which were used."""
+"""The base of all rules: it reads the sources, leaves some out, and reports which were used."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Source = TypeVar("Source")
 
 @dataclass(frozen=True)
 class Aggregate(Generic[Source]):
-    """What a rule made of its sources.
+    """The result of a rule.
 
     Attributes:
         weights: The model.
         used: The positions of the sources that the rule used: those that it selected, or all
             that were not left out for NaN and infinity.
-        scores: One number per source by which the rule selected or weighed them, NaN for those
+        scores: The number for each source by which the rule selected or weighed it; NaN for sources
             left out for NaN and infinity; None for rules by coordinate.
     """
 
@@ -32,18 +32,18 @@ class Aggregate(Generic[Source]):
 
 
 class Rule(ABC):
-    """A way to make one model of several, that a few wrong ones cannot spoil.
+    """Combines several models into one that a few wrong models cannot spoil.
 
-    A rule is called as `flatweights.average` is, with sources, and takes the place of that mean
-    wherever this package has a ``rule=``. Any callable from a list of sources to a model does,
-    too; what these have beyond is that they tell which sources they used.
+    A rule is called with sources, like `flatweights.average`, and replaces the mean wherever this
+    package has a ``rule=``. Any function from a list of sources to a model can replace it, too, but
+    a rule also reports which sources it used.
     """
 
     takes_weights = False
 
     @staticmethod
     def of(rule: AnyRule) -> Rule:
-        """Return what ``rule=`` takes as a rule: ``rule`` itself, or one that calls it.
+        """Return a value of ``rule=`` as a rule: ``rule`` itself, or a rule that calls it.
 
         >>> Rule.of(lambda models: models[0])([np.ones(2), np.zeros(2)])
         array([1., 1.])
@@ -99,14 +99,14 @@ class Rule(ABC):
         nonfinite: Nonfinite = "propagate",
         names: Sequence[str] | None = None,
     ) -> Aggregate[Source]:
-        """Return what calling the rule returns, with the sources used and their scores.
+        """Return the result of calling the rule, with the sources used and their scores.
 
         Args:
             sources: As for the call.
             weights: As for the call.
             out: As for the call.
             nonfinite: As for the call.
-            names: How errors name the sources, if not by number.
+            names: The names of the sources in errors, if not numbers.
         """
         if weights is not None and not self.takes_weights:
             raise TypeError(f"{self.name} has no weights: all sources count alike")
@@ -120,11 +120,11 @@ class Rule(ABC):
 
 
 AnyRule = Rule | Callable[[list[Any]], Any]
-"""What ``rule=`` takes: a rule, or a function from a list of models to one of their kind."""
+"""A value of ``rule=``: a rule, or a function from a list of models to one of their kind."""
 
 
 class Calling(Rule):
-    """A rule that is any function from a list of models to one of their kind."""
+    """A rule that calls a function from a list of models to one of their kind."""
 
     def __init__(self, function: Callable[[list[Any]], Any]) -> None:
         """Take the function."""
@@ -137,7 +137,7 @@ class Calling(Rule):
 
     def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
         used = job.everything if job.nonfinite == "propagate" else job.finite()
-        # A copy: the function may return one of its sources, or keep what it returns.
+        # A copy: the function may return one of its sources, or keep the model that it returns.
         made = self._function([job.models[k] for k in used])
         job.template.match(made, "the result of the rule")
         _core.move_parts(job.written, job.template.read(made, "the result of the rule"))
@@ -149,10 +149,10 @@ class CoordinateRule(Rule):
 
     @abstractmethod
     def ranks(self, count: int) -> tuple[int, int, int]:
-        """Return which of ``count`` sorted numbers have the mean that is the result.
+        """Return which of ``count`` sorted numbers to average.
 
-        The first and the end of a range of ranks; and how many numbers nearest to the median
-        count instead, or 0.
+        The first two results are the begin and the end of a range of ranks. If the third is not 0,
+        so many numbers nearest to the median are averaged instead.
         """
 
     def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
@@ -161,7 +161,7 @@ class CoordinateRule(Rule):
 
 
 def write_ranks(job: Job, used: Sequence[int], first: int, last: int, nearest: int) -> bool:
-    """Write the mean of ranks of the sources ``used``; return whether these are finite."""
+    """Write the mean of some ranks of the sources ``used``; return whether these are finite."""
     return _core.order_into(
         job.template.layout.core,
         job.template.packed,

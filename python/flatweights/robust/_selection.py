@@ -1,4 +1,4 @@
-"""Rules by selection: whole models are compared by their distances, and the odd ones left out."""
+"""Rules by selection: they compare whole models by their distances and leave outliers out."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def distances(sources: Iterable[Any]) -> Distances:
     """Return the squared distances between all pairs of ``sources``.
 
     One pass reads each source once, without the GIL. Numbers of up to 32 bits are subtracted and
-    squared in float32, and blocks of squares added in float64, so each distance is right to about
-    seven digits, however near two sources are to each other and far from zero: unlike
+    squared in float32, and blocks of squares are added in float64. So each distance is exact to
+    about seven digits, even if two sources are close to each other and far from zero: unlike in
     ``norms[:, None] + norms - 2 * x @ x.T``, nothing cancels. float64 is squared in float64. The
     bits do not depend on threads, alignment or instruction set. Integer and boolean parts of a
     model do not count.
@@ -57,7 +57,8 @@ def krum_scores(squares: Distances, byzantine: int) -> list[float]:
 
     Args:
         squares: Squared distances between all pairs.
-        byzantine: How many sources may be wrong; of n sources the n - byzantine - 2 nearest count.
+        byzantine: The number of sources that may be wrong. Of n sources, the n - byzantine - 2
+            nearest count.
     """
     count = len(squares)
     scores = []
@@ -68,12 +69,12 @@ def krum_scores(squares: Distances, byzantine: int) -> list[float]:
 
 
 class DistanceRule(Rule):
-    """A rule that looks at the distances between sources alone."""
+    """A rule that uses only the distances between sources."""
 
     def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
         used = job.everything
         squares = _core.distances(job.template.layout.core, job.template.packed, self._points(job))
-        # One source is at no distance from any, whatever it holds.
+        # The distances of a single source show nothing: it is checked by its numbers.
         is_finite = len(job.parts) > 1 and np.isfinite(squares).all()
         if job.nonfinite != "propagate" and not is_finite:
             used = job.finite()
@@ -88,14 +89,14 @@ class DistanceRule(Rule):
         return chosen, scores
 
     def _points(self, job: Job) -> list[list[NDArray[Any]]]:
-        """Return the sources, and what else distances are wanted from."""
+        """Return the sources, and other points whose distances the rule needs."""
         return job.parts
 
     @abstractmethod
     def _combine(
         self, job: Job, squares: Distances, present: list[int]
     ) -> tuple[list[int], list[float]]:
-        """Write the result; return the positions used, and a score for each of ``present``.
+        """Write the result; return the positions used and a score for each of ``present``.
 
         Args:
             job: The sources.
@@ -118,8 +119,8 @@ class MultiKrum(DistanceRule):
     """`multi_krum` as a value, for ``rule=``.
 
     Attributes:
-        byzantine: How many sources may be wrong.
-        keep: How many sources are averaged.
+        byzantine: The number of sources that may be wrong.
+        keep: The number of sources to average.
     """
 
     byzantine: int
@@ -148,7 +149,7 @@ class Krum(MultiKrum):
     """`krum` as a value, for ``rule=``.
 
     Attributes:
-        byzantine: How many sources may be wrong.
+        byzantine: The number of sources that may be wrong.
     """
 
     keep: int = 1
@@ -159,7 +160,7 @@ class Bulyan(DistanceRule):
     """`bulyan` as a value, for ``rule=``.
 
     Attributes:
-        byzantine: How many sources may be wrong.
+        byzantine: The number of sources that may be wrong.
     """
 
     byzantine: int
@@ -178,7 +179,7 @@ class Bulyan(DistanceRule):
         chosen: list[int] = []
         while len(chosen) < count - 2 * byzantine:
             rest = krum_scores(squares[np.ix_(left, left)], byzantine)
-            # With few left, none has neighbours that count: the lower ranks are chosen.
+            # With few sources left, none has neighbours that count, so the lower ranks are chosen.
             chosen.append(left.pop(rest.index(min(rest))))
         used = sorted(present[k] for k in chosen)
         write_ranks(job, used, 0, len(used), len(used) - 2 * byzantine)
@@ -194,14 +195,14 @@ def krum(
 ) -> Source:
     """Return a copy of the source that is nearest to its neighbours.
 
-    Blanchard et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent",
-    NeurIPS 2017. The score of a source is the sum of the squared distances to its n - f - 2
-    nearest others, of n sources of which f may be wrong; the lowest score wins, and of equal ones
-    the lower position. So does Flower; ByzFL takes n - f - 1 neighbours. At least 2 f + 3 sources
-    are needed, as in the paper.
+    This is the rule of Blanchard et al., "Machine Learning with Adversaries: Byzantine Tolerant
+    Gradient Descent", NeurIPS 2017. If f of n sources may be wrong, the score of a source is the
+    sum of the squared distances to the n - f - 2 sources nearest to it. The lowest score wins;
+    among equal scores, the lowest position wins. Flower does the same; ByzFL takes n - f - 1
+    neighbours. At least 2 f + 3 sources are needed, as in the paper.
 
-    Distances are those of `distances`: of float32 models that differ by a millionth of their
-    weights, the order is that of float64.
+    Distances are computed as by `distances`: even float32 models that differ by only a millionth of
+    their weights are ordered as in float64.
 
     >>> import numpy as np
     >>> from flatweights import robust
@@ -210,14 +211,14 @@ def krum(
 
     Args:
         sources: Models, all of one kind, as for `flatweights.average`.
-        byzantine: How many of them may be wrong: f.
+        byzantine: The number of them that may be wrong: f.
         out: Model to write to: of the same kind, writable and contiguous. It may be one of the
             sources.
         nonfinite: What to do about NaN and infinity. ``"propagate"``: such a source is infinitely
             far from all others; ``"raise"``, naming source and slot; or ``"skip"`` the source.
 
     Returns:
-        ``out``, or a new model. Its integer and boolean parts are those of the source chosen.
+        ``out``, or a new model. Its integer and boolean parts come from the chosen source.
 
     Raises:
         TypeError: As `flatweights.average`.
@@ -236,8 +237,8 @@ def multi_krum(
 ) -> Source:
     """Return the mean of the ``keep`` sources with the lowest scores of `krum`.
 
-    Blanchard et al., 2017, as `krum`. The mean has no weights; Flower weighs it by the number of
-    samples, which a wrong source may exaggerate.
+    Blanchard et al., 2017, as for `krum`. The mean has no weights; Flower weighs it by the number
+    of samples, which a wrong source may exaggerate.
 
     >>> import numpy as np
     >>> from flatweights import robust
@@ -246,8 +247,8 @@ def multi_krum(
 
     Args:
         sources: As for `krum`.
-        byzantine: How many of them may be wrong: f.
-        keep: How many are averaged: at most n - f, to leave all wrong ones out.
+        byzantine: The number of them that may be wrong: f.
+        keep: The number of sources to average: at most n - f, to leave out all wrong ones.
         out: As for `krum`.
         nonfinite: As for `krum`.
 
@@ -270,11 +271,11 @@ def bulyan(
 ) -> Source:
     """Return the mean around the median of sources that `krum` chooses one after the other.
 
-    El Mhamdi et al., "The Hidden Vulnerability of Distributed Learning in Byzantium", ICML 2018.
-    n - 2 f of n sources are chosen, of which f may be wrong: each time the one that Krum chooses
-    among those left. Of these, the n - 4 f numbers nearest to the median are averaged, number by
-    number. Krum is applied anew to those left after each choice, as in the paper; Flower chooses
-    all at once, as `multi_krum` does. At least 4 f + 3 sources are needed.
+    This is the rule of El Mhamdi et al., "The Hidden Vulnerability of Distributed Learning in
+    Byzantium", ICML 2018. If f of n sources may be wrong, it chooses n - 2 f sources, one after the
+    other: each time the one that Krum chooses among those left, as in the paper (Flower chooses
+    all at once, as `multi_krum` does). Then, number by number, it averages the n - 4 f chosen
+    values nearest to their median. At least 4 f + 3 sources are needed.
 
     >>> import numpy as np
     >>> from flatweights import robust

@@ -4,7 +4,7 @@ An optimizer owns the global model. Each step takes the average of the workers' 
 updates the model, which is then sent to the workers. `FedAvg` sets the model to the average.
 `FedAvgM`, `FedAdagrad`, `FedAdam` and `FedYogi` use the difference between average and model as a
 gradient. `ExponentialMovingAverage` smooths the averages. `GradientDescent` takes averaged
-gradients. None needs TensorFlow or Ray. `ServerOptimizer` shows how to write one's own.
+gradients. None needs TensorFlow or Ray. `ServerOptimizer` shows how to write your own.
 
 >>> from flatweights import FlatWeights, average
 >>> from flatweights.server import FedAvgM

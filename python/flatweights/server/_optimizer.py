@@ -114,9 +114,10 @@ class ServerOptimizer(ABC, Generic[Model]):
     further steps, `weights`, `state`, `save` and pickling raise `RuntimeError`. Continue from a
     state that was saved before.
 
-    An optimizer of one's own is a subclass with its `Hyperparameter`s and `update`, which changes
-    the weights; perhaps `vectors`, which it keeps beside the weights, and `check`. All else is
-    here: checks, 16-bit parts, integers, files and pickles.
+    To write your own optimizer, derive a class that declares its `Hyperparameter`s and defines
+    `update`, which changes the weights. It may also define `vectors`, to keep more vectors beside
+    the weights, and `check`. This class does the rest: checks, 16-bit parts, integers, files and
+    pickles.
 
     >>> class FedLion(ServerOptimizer):
     ...     '''Steps of one size, each in the direction of the smoothed difference.'''

@@ -136,7 +136,7 @@ class Gradients:
 
     def _write(self, gradients: Sequence[Any], out: NDArray[Any]) -> None:
         """Write gradients in memory to the vector ``out``, after checking all of them."""
-        wait()  # for what computes the gradients: its errors are not those of their conversion
+        wait()  # errors in computing the gradients must not look like errors in converting them
         pieces = [_piece(one, self._layout, i, out.dtype) for i, one in enumerate(gradients)]
         for i, piece in enumerate(pieces):
             array = piece.values if isinstance(piece, Rows) else piece

@@ -21,8 +21,9 @@ def layer_variables(
 ) -> Iterator[tuple[KeyPath, Any, bool]]:
     """Yield path, variable, and whether it is trained, in Keras's order.
 
-    Then follow the states of stateful recurrent layers, which are not among Keras's variables.
-    Lookup tables of `tf_keras`, which are, hold no numbers that could be moved.
+    The states of stateful recurrent layers follow at the end, since Keras does not list them among
+    its variables. Keras does list lookup tables of `tf_keras`, but they hold no numbers that could
+    be moved, and are left out.
 
     Args:
         layer: A model or layer that is built.

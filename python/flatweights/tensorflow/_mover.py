@@ -1,6 +1,6 @@
 """Moves all variables of a model: bound ones by the core, others by TensorFlow's operations.
 
-Mirrored variables are read from their first replica. Whatever sets that sets all others after it.
+Mirrored variables are read from their first replica. A set writes the first, then the others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ _Bound = _core.BoundVariables
 _MOST_ATTEMPTS = 3
 
 _replicas_lock = TurnLock()
-"""Held while replicas follow, so that the last call sets all to the value of the first."""
+"""Held while other replicas are set, so that the last call sets all to the first one's value."""
 
 
 class Update(NamedTuple):
@@ -68,10 +68,11 @@ class Mover:
         """Take the ``operations`` on the variables at the slots of ``layout``.
 
         Args:
-            operations: What moves variables that are not bound.
+            operations: They move variables that are not bound.
             layout: The slots of the variables.
-            library: What binds variables.
-            replicas: By name, the other replicas of mirrored variables, which follow these.
+            library: It binds variables.
+            replicas: By name, the other replicas of mirrored variables, which are set after the
+                first.
         """
         self._operations = operations
         self._layout = layout
@@ -103,7 +104,7 @@ class Mover:
         return shared
 
     def bind(self) -> None:
-        """Bind what can be bound now."""
+        """Bind the variables that can be bound now."""
         if self._library is not None:
             self._take(bind(self._operations, self._layout, self._library))
 

@@ -46,7 +46,7 @@ def optimizer_variables(
     if callable(variables) and not isinstance(variables, Sequence):
         variables = variables()
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        # Sorted by name, they would change places with what else the process has built.
+        # Sorted by name, their order would depend on what else the process has built.
         places = {slot: place for place, slot in enumerate(slots)}
         variables = sorted(variables, key=lambda variable: places.get(id(variable), -1))
     for variable in variables:

@@ -1,4 +1,4 @@
-"""Functions of Python's as operations of a graph: by the op library, else by TensorFlow's."""
+"""Runs Python functions as operations of a graph, by the op library or else by TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from flatweights.tensorflow.library._load import load_library
 
 Compute = Callable[[list[NDArray[Any]], list[NDArray[Any]]], None]
 
-_CALLS = "_flatweights_calls"  # what a graph keeps alive
+_CALLS = "_flatweights_calls"  # attribute of a graph: the calls that it keeps alive
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def compute_in_python(compute: Compute, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return what ``compute(inputs, outputs)`` makes of ``tensors``: as many, of the same shapes.
+    """Return the tensors that ``compute(inputs, outputs)`` computes from ``tensors``.
 
-    In a `tf.function`, the op library has it read and write the memory of the tensors, which costs
-    a tenth of a `tf.py_function`; without the library, TensorFlow copies them. In both, what it
-    raises becomes a `tf.errors.OpError` with the text.
+    There are as many, of the same shapes. In a `tf.function`, the op library lets ``compute`` read
+    and write the memory of the tensors directly, which costs a tenth of a `tf.py_function`; without
+    the library, TensorFlow copies them. Either way, an exception of ``compute`` becomes a
+    `tf.errors.OpError` with its text.
 
     Args:
-        compute: Called with one-dimensional arrays, to be read and to be written. The two may be
-            the same memory, and are not valid any more when it returns.
+        compute: Called with one-dimensional arrays to read and to write. The two may be the same
+            memory, and become invalid when it returns.
         tensors: At least one, on the host.
     """
     library = None if tf.executing_eagerly() else load_library()
@@ -36,7 +37,7 @@ def compute_in_python(compute: Compute, tensors: Sequence[tf.Tensor]) -> list[tf
     dtypes = [tensor.dtype.as_numpy_dtype for tensor in tensors]
     call = _core.PythonCall(compute, [np.dtype(dtype) for dtype in dtypes])
     graph = tf.compat.v1.get_default_graph()
-    while hasattr(graph, "outer_graph"):  # the op may run as long as one of them exists
+    while hasattr(graph, "outer_graph"):  # the op may run as long as one of these graphs exists
         if not hasattr(graph, _CALLS):
             setattr(graph, _CALLS, [])
         getattr(graph, _CALLS).append((call, compute))

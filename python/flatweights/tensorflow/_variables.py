@@ -121,7 +121,8 @@ class TensorFlowVariables:
             for slot in self._layout.slots
             if is_floating(slot.dtype) and not is_averaged(slot.dtype)
         ]
-        # The session's address of a server; one that does not have the op rejects the whole graph.
+        # A session with an address runs on a server. A server without the op rejects the whole
+        # graph.
         is_elsewhere = bool(getattr(sess, "sess_str", ""))
         library = None if is_elsewhere else load_library()
         buckets = make_buckets(list(discovered.variables.values()), self._layout)
@@ -704,11 +705,12 @@ class TensorFlowVariables:
     ) -> Callable[..., tuple[float, NDArray[Any]]]:
         """Return a function from a vector of weights to the loss there and its gradient.
 
-        It is what `scipy.optimize.minimize` takes with ``jac=True``, for ``method="L-BFGS-B"``
+        `scipy.optimize.minimize` takes such a function with ``jac=True``, for ``method="L-BFGS-B"``
         (Byrd, Lu, Nocedal and Zhu, "A limited memory algorithm for bound constrained
-        optimization", SIAM J. Sci. Comput. 16(5), 1995) and others. Each call sets all weights
-        and does not restore them: set those of the result afterwards, since the last ones tried
-        need not be the best. Elements of variables that are not trainable have the gradient 0.
+        optimization", SIAM J. Sci. Comput. 16(5), 1995) and other methods. Each call sets all
+        weights and does not restore them. Set the weights of the result afterwards, since the last
+        ones tried may not be the best. Elements of variables that are not trainable have the
+        gradient 0.
 
         The weights are rounded to the dtypes of the variables. Where these are float32, the loss
         is flat at distances of 1e-7 of a weight, and a search cannot be more precise.

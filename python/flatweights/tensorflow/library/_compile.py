@@ -29,7 +29,7 @@ _FLAGS = ("-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
 _TIMEOUT = 600  # seconds
 
 
-# What compilers, assemblers and linkers say of failures that another try may not have.
+# Messages of compilers, assemblers and linkers for failures that another try may not meet.
 _PASSING = re.compile(
     "|".join(
         (
@@ -38,7 +38,7 @@ _PASSING = re.compile(
         )
     )
 )
-# Lines that say only that another program failed, which has said why.
+# Lines that only report the failure of another program, after that program's own message.
 _SUMMARY = re.compile("^collect2: |linker command failed")
 
 
@@ -92,7 +92,7 @@ def installed() -> Target:
 
 
 def identity(sources: Path, target: Target | None = None) -> dict[str, str]:
-    """Return what identifies a library: its sources and the target that it is compiled for.
+    """Return the identity of a library: its sources and the target that it is compiled for.
 
     TensorFlow's headers do not state their version, and a library for another version fails
     with undefined symbols at best.

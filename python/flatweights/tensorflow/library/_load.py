@@ -74,7 +74,7 @@ os.register_at_fork(after_in_child=_unlock)
 
 
 def load_library() -> Library | None:
-    """Return the library, found or compiled at the first call; None where there is none.
+    """Return the library, which the first call finds or compiles; None if there is none.
 
     Raises:
         RuntimeError: If FLATWEIGHTS_TENSORFLOW is ``bound`` and it is not available.
