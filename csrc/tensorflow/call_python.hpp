@@ -1,7 +1,7 @@
-// The op that has a function of Python's compute tensors, in the memory of those that it is given.
+// The op that calls a Python function to compute tensors in the memory of its inputs.
 //
-// Less than tf.py_function: no tensor of Python's is made, and no eager context entered. The
-// function may wait; the thread of TensorFlow's that runs the op waits with it, without the GIL.
+// It does less than tf.py_function: it makes no Python tensors and enters no eager context. The
+// function may wait; TensorFlow's thread that runs the op then waits with it, without the GIL.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 
 namespace flatweights {
 
-// What the bindings have set; null before.
+// The caller that the bindings have set; null before.
 inline std::atomic<PythonCaller>& python_caller() {
   static std::atomic<PythonCaller> caller{nullptr};
   return caller;
