@@ -1,11 +1,11 @@
 """Asynchronous gradients on CartPole: each is applied as it arrives, and no actor waits.
 
 The asynchronous advantage actor-critic of Mnih et al., "Asynchronous Methods for Deep
-Reinforcement Learning", ICML 2016. Each worker plays some steps with the weights that the driver
-sent it, and answers with one vector, the gradient of policy and critic. The driver takes a step of
-Adam on the flat vector of weights with the gradient that arrives first, and sends the
-new weights to that worker alone. Meanwhile the others compute with older ones: the staleness of a
-gradient is the number of steps between the sending of its weights and its arrival.
+Reinforcement Learning", ICML 2016. Each worker plays some steps with the weights that it was sent,
+and answers with one vector, the gradient of policy and critic. The driver takes a step of Adam on
+the flat vector of weights with the gradient that arrives first, and publishes the new weights,
+which that worker gets with its next call. Meanwhile the others compute with older ones: the
+staleness of a gradient is the number of publications since the weights that it is of.
 
     flatweights examples cartpole_async
     flatweights examples --plot returns.png cartpole_async --workers 4
@@ -30,7 +30,7 @@ import ray
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from numpy.typing import NDArray
 
-from flatweights.ray import FlatWorker
+from flatweights.ray import FlatWorker, WorkerGroup
 from flatweights.server import ExponentialMovingAverage, FedAdam
 
 ENVIRONMENT, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
@@ -78,14 +78,11 @@ class Worker(FlatWorker):
         self.over = np.zeros(ENVIRONMENTS, np.bool_)
         return {"policy": policy, "critic": critic}
 
-    def gradient(
-        self, weights: NDArray[Any], version: int
-    ) -> tuple[NDArray[Any], int, list[float], int]:
-        """Play with ``weights``; return the gradient with respect to all of them.
+    def gradient(self) -> tuple[NDArray[Any], tuple[list[float], int]]:
+        """Play; return the gradient with respect to all weights.
 
-        With it come the version of the weights, returns of episodes, and the number of steps.
+        With it come the returns of episodes that have ended, and the number of steps.
         """
-        self.set_flat(weights)
         states, columns = [self.states], []
         for _ in range(STEPS):
             logits = self.policy(self.states).numpy()
@@ -110,7 +107,7 @@ class Worker(FlatWorker):
         flat = self.variables.flatten_gradients(self.differentiate(*rows), clip_norm=MAX_NORM)
         returns = [float(value) for value in self.environments.return_queue]
         self.environments.return_queue.clear()
-        return flat, version, returns, int(counts.sum())
+        return flat, (returns, int(counts.sum()))
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
@@ -128,25 +125,24 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     if min(options.workers, options.updates) < 1:
         parser.error(f"expected at least 1 worker and 1 update, got {vars(options)}")
     ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")
-    actor: Any = ray.remote(Worker)
-    workers = [actor.remote(options.seed, rank) for rank in range(options.workers)]
-    start = ray.get(workers[0].get_flat.remote())
+    group = WorkerGroup.create(
+        Worker, options.workers, options.seed, arguments=lambda rank: (rank,), max_restarts=3
+    )
+    start = group.step("get_flat")[0]
     optimizer = FedAdam(start, learning_rate=LEARNING_RATE, tau=1e-5)
     smoothed = ExponentialMovingAverage(start, decay=SMOOTHING)
-    ray.get([worker.ping.remote() for worker in workers])  # all begin together
-    returns, steps, staleness = deque[float](maxlen=100), 0, []
+    group.publish(start)  # all begin with the same weights
+    returns, steps, staleness = deque[float](maxlen=100), 0, list[int]()
     curve = list[tuple[float, float]]()
     is_reached = False
-    running = {worker.gradient.remote(optimizer.weights, 0): worker for worker in workers}
-    while not is_reached and len(curve) < options.updates:
-        (first,), _ = ray.wait(list(running))
-        worker = running.pop(first)
-        gradient, version, ended, count = ray.get(first)
-        staleness.append(optimizer.steps - version)
+    for result in group.as_completed("gradient", updates=options.updates):
+        (rank,) = result.used
+        ended, count = result.extras[rank]
+        staleness.append(result.staleness[rank])
         # The model to step towards: that of a plain step against the gradient.
-        weights = optimizer.step(optimizer.weights - gradient)
+        weights = optimizer.step(optimizer.weights - result.weights)
         smoothed.step(weights)
-        running[worker.gradient.remote(weights, optimizer.steps)] = worker
+        group.publish(weights)
         steps += count
         returns.extend(ended)
         mean = float(np.mean(returns or [0.0]))
@@ -154,10 +150,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         is_reached = len(returns) == 100 and mean >= options.goal
         if is_reached or len(curve) % 50 == 0:
             print(f"update {len(curve)}: {steps} steps, mean return {mean:.1f}", flush=True)
-    ray.get(list(running))
+        if is_reached:
+            break
     if options.save:
-        ray.get(workers[0].set_flat.remote(smoothed.weights))
-        ray.get(workers[0].get_weights.remote()).save(options.save)
+        group.broadcast(smoothed.weights)
+        group.step("get_weights", ranks=[0])[0].save(options.save)
+    group.shutdown()
     print(f"staleness: {np.mean(staleness):.2f} updates on average, {max(staleness)} at most")
     if not is_reached:
         raise SystemExit(f"mean return {mean:.1f}, not {options.goal}: it needs more --updates")

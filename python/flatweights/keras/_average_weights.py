@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import keras
 import numpy as np
 
 from flatweights import FlatWeights
 from flatweights._average import Nonfinite
-from flatweights.keras._callback import MemberCallback
+from flatweights.keras._gradients import start_gradients
 from flatweights.keras._lease import MemberLease, calls_are_equal
+from flatweights.keras._samples import Samples
 from flatweights.ray import Member, Round
 from flatweights.robust import AnyRule, Rule
 from flatweights.server import ServerOptimizer
@@ -22,7 +24,7 @@ Unit = Literal["epoch", "batch"]
 Weight = Literal["samples"] | float
 
 
-class AverageWeights(MemberCallback):
+class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
     """Averages the model's weights over the members of a meeting, every so many epochs or batches.
 
     All members start from the weights of rank 0. Each then trains by itself; after ``every``
@@ -85,10 +87,9 @@ class AverageWeights(MemberCallback):
                 `flatweights.tensorflow.TensorFlowVariables` names them, such as one that was
                 loaded: the members start from its weights, which are rank 0's. Or a function that
                 makes one from the first weights.
-            timeout: Seconds that other members may be late; for ever, if None. What one of those
-                that average in a training is given, callback or optimizer, counts for all of them.
+            timeout: Seconds that other members may be late; for ever, if None.
             min_results: How many members make an average; all, if None. One that is late goes on
-                from the average of the others. It counts for all, too.
+                from the average of the others.
             nonfinite: What to do about NaN and infinity; see `flatweights.average`.
             rule: What takes the place of the mean, such as ``flatweights.robust.Median()``; see
                 `flatweights.ray.Member.average`. Where it has no weights, all members count alike.
@@ -99,6 +100,7 @@ class AverageWeights(MemberCallback):
             ValueError: If ``every`` is below 1, ``unit`` or ``weight`` is none of these, or
                 ``min_results`` is given with ``outer``, whose copies have to see every average.
         """
+        super().__init__()
         if unit not in ("epoch", "batch"):
             raise ValueError(f"unit: expected 'epoch' or 'batch', got {unit!r}")
         if every < 1:
@@ -112,22 +114,22 @@ class AverageWeights(MemberCallback):
             weight = 1.0
         if outer is not None and min_results is not None:
             raise ValueError("min_results: expected None with outer, which all have to step alike")
-        needs_all = "" if outer is None else "AverageWeights(outer=...)"
-        super().__init__(
-            MemberLease("AverageWeights", member, timeout, min_results, needs_all=needs_all)
-        )
         self._every = every
         self._unit = unit
+        self._lease = MemberLease(member)
         self._weight = weight
         self._includes_optimizer = include_optimizer
         self._given_outer = outer
-        self._options: dict[str, Any] = {"nonfinite": nonfinite, "rule": rule}
+        self._options: dict[str, Any] = {"timeout": timeout, "nonfinite": nonfinite, "rule": rule}
+        self._min_results = min_results
         self.round = None
         self.outer = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Have all members start from rank 0's weights."""
-        super().on_train_begin()
+        self._member = self._lease.take()
+        start_gradients(self.model)
+        self._samples = Samples(self.model)
         self._counted = 0.0  # of this epoch's samples, those that are in `_since`
         self._since = 0.0  # samples since the last average
         self._steps = 0  # epochs or batches since the last average
@@ -139,7 +141,7 @@ class AverageWeights(MemberCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Count anew."""
-        super().on_epoch_begin(epoch)
+        self._samples.begin_epoch()
         self._counted = 0.0
         self._batch = -1
         self._is_epoch_over = False
@@ -157,7 +159,7 @@ class AverageWeights(MemberCallback):
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Average before the validation, if it is time."""
-        super().on_test_begin()
+        self._samples.begin_test()
         self._end_epoch()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -167,18 +169,18 @@ class AverageWeights(MemberCallback):
     def on_train_end(self, logs: Any = None) -> None:
         """Average once more, if members were trained since, and leave, if it joined by itself."""
         self._count()
-        trained, lease = self._trained, self._lease
+        timeout, trained = self._options["timeout"], self._trained
         # Members that have been late are not at the same call as the others.
-        if lease.timeout is None or lease.min_results is None:
+        if timeout is None or self._min_results is None:
             end = {"the end of training": np.float64(trained)}
             with calls_are_equal("the end of training"):
                 mean = self._member.average(
-                    end, timeout=lease.timeout, min_results=lease.min_results
+                    end, timeout=timeout, min_results=self._min_results
                 ).weights
             trained = bool(mean["the end of training"])
         if trained:
             self._average()
-        super().on_train_end()
+        self._lease.end()
 
     def _end_epoch(self) -> None:
         if self._is_epoch_over:
@@ -210,7 +212,7 @@ class AverageWeights(MemberCallback):
             weights = list(model.non_trainable_weights)
         plain = [*weights, *optimizers]
         self._plain = TensorFlowVariables(plain) if plain else None
-        timeout = self._lease.timeout
+        timeout = self._options["timeout"]
         if self._plain is not None:
             self._member.broadcast_variables(self._plain, timeout=timeout)
         if self._learned is not None and given is not None:
@@ -231,16 +233,10 @@ class AverageWeights(MemberCallback):
         with calls_are_equal("weights"):
             if self._learned is not None and self.outer is not None:
                 weights = self._learned.get_weights()
-                self.round = self._member.average(
-                    weights, weight, timeout=self._lease.timeout, **self._options
-                )
+                self.round = self._member.average(weights, weight, **self._options)
                 self._learned.set_weights(self.outer.step(self.round.weights))
             if self._plain is not None:
                 self.round = self._member.average_variables(
-                    self._plain,
-                    weight,
-                    timeout=self._lease.timeout,
-                    min_results=self._lease.min_results,
-                    **self._options,
+                    self._plain, weight, min_results=self._min_results, **self._options
                 )
         self._since, self._steps, self._trained = 0.0, 0, False

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -30,50 +30,15 @@ from flatweights.ray.peers._wait import (
     Weights,
     check_timeout,
 )
+from flatweights.ray.rounds._as_completed import AsCompleted, rounds_of
 from flatweights.ray.rounds._between_nodes import NodesAverage
 from flatweights.ray.rounds._codec import PLAIN, Codec
 from flatweights.ray.rounds._in_one_place import DriverAverage
+from flatweights.ray.rounds._work import ByRank, Work
 from flatweights.robust import AnyRule
 from flatweights.wire import WireDType
 
-_READS = ("get_weights", "get_flat", "ping")  # methods that need no initial weights
 _PROBE = 10.0  # seconds that an unhealthy worker is given to answer
-
-ByRank = Callable[[int], Sequence[Any]]
-"""A function of the rank that gives arguments."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Work:
-    """The call that all workers of a round get.
-
-    Attributes:
-        method: Name of the method.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        arguments: A function of the rank that gives more arguments.
-    """
-
-    method: str
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    arguments: ByRank | None
-
-    def __post_init__(self) -> None:
-        """Check that the method has a name: a call without one would only set weights."""
-        if not isinstance(self.method, str):
-            raise TypeError(f"method: expected a name, got {self.method!r}")
-        if self.arguments is not None and not callable(self.arguments):
-            raise TypeError(f"arguments: expected a function of the rank, got {self.arguments!r}")
-
-    @property
-    def needs_weights(self) -> bool:
-        """Whether the method works on weights, rather than reads them."""
-        return self.method not in _READS
-
-    def arguments_of(self, ranks: Iterable[int]) -> dict[int, Sequence[Any]]:
-        """Return the additional arguments by rank."""
-        return {rank: tuple(self.arguments(rank)) if self.arguments else () for rank in ranks}
 
 
 class WorkerGroup:
@@ -149,6 +114,7 @@ class WorkerGroup:
         self._max_inflight = check_count(max_inflight, "max_inflight")
         self._count = 0  # of averages
         self._in_round = False  # of run(): workers may have trained since the latest weights
+        self._recipe: _Recipe | None = None  # by which `create` has made the actors
         self._arguments: list[Sequence[Any]] = []  # of the actors, for those that are restarted
 
     @classmethod
@@ -191,18 +157,9 @@ class WorkerGroup:
         check_sums(sums)  # before an actor is started
         if wire_dtype is not None:
             GroupWire(wire_dtype)
-        remote = remote or ray.remote(plain)
-        if ray_options:
-            remote = remote.options(**ray_options)
-        arguments_of = [arguments(rank) if arguments else () for rank in range(n)]
-        if ray_options.get("max_restarts"):
-            # Ray lets go of large arguments once an actor is built, and a restart wants them.
-            args = _by_reference(args)
-            arguments_of = [_by_reference(own) for own in arguments_of]
-        actors: list[Any] = []
+        made_by = _Recipe(remote or ray.remote(plain), args, arguments, ray_options)
+        actors, kept = made_by.start(range(n))
         try:
-            for own in arguments_of:
-                actors.append(remote.remote(*args, *own))
             group = cls(
                 actors,
                 max_inflight=max_inflight,
@@ -214,12 +171,77 @@ class WorkerGroup:
             for actor in actors:
                 ray.kill(actor)
             raise
-        group._arguments = [args, *arguments_of]
+        group._recipe, group._arguments = made_by, kept
         return group
 
     def actors(self) -> dict[int, Any]:
         """Return the actors by rank."""
-        return {rank: self._roster[rank].worker.handle for rank in range(len(self._roster))}
+        return self._roster.handles()
+
+    def add(
+        self,
+        n: int = 1,
+        *args: Any,
+        actors: Iterable[Any] | None = None,
+        arguments: Callable[[int], Sequence[Any]] | None = None,
+        **ray_options: Any,
+    ) -> list[int]:
+        """Add workers; return their ranks at once, while their processes start.
+
+        They take part, with the latest weights, in the first round after they are ready: also in
+        the rounds of a `run` or an `as_completed` in whose body this is called, unless that has
+        ``ranks``. `Round.joined` names them then. A worker that cannot be built is unhealthy. Ranks
+        count up, and are never used again.
+
+        ::
+
+            for result in group.run(1_000, "train"):
+                if result.number == 100:
+                    group.add(2)
+
+        Args:
+            n: How many.
+            *args: Arguments for each constructor; those of `create`, if there are none, and no
+                ``arguments``.
+            actors: Instead of all others: actors of the group's class, which start already.
+            arguments: A function of the rank that gives more arguments.
+            **ray_options: Ray's options for the actors, beside those of `create`.
+
+        Raises:
+            TypeError: If the group was made from actors, and ``actors`` are not given; or one of
+                them is not an actor of a class that the group has.
+            ValueError: If ``n`` is less than 1, or one of the actors is in the group.
+            RuntimeError: If the group was shut down.
+        """
+        if actors is not None:
+            if n != 1 or args or arguments is not None or ray_options:
+                raise TypeError("actors: expected no other arguments beside them")
+            return self._roster.add(actors)
+        check_count(n, "n")
+        if self._recipe is None:
+            raise TypeError("actors: expected actors, since the group was made from actors")
+        self._roster.check_open()
+        recipe = self._recipe.with_more(args, arguments, ray_options)
+        first = self._roster.span
+        made, kept = recipe.start(range(first, first + n))
+        self._arguments += kept
+        return self._roster.add(made)
+
+    def remove(self, ranks: Iterable[int] | int, *, kill: bool = True) -> None:
+        """Remove workers: they are in no later round.
+
+        A worker that owes an answer gives it first, which nobody gets. `Round.left` names the ranks
+        in the next round.
+
+        Args:
+            ranks: The ranks, or one.
+            kill: Whether to end their processes; if not, the actors live on.
+
+        Raises:
+            TypeError: If a rank is not an integer.
+            ValueError: If a rank is not in the group, is given twice, or no worker would be left.
+        """
+        self._roster.remove(ranks, kill=kill)
 
     def healthy_actor_ids(self) -> list[int]:
         """Return the ranks that are called."""
@@ -266,7 +288,7 @@ class WorkerGroup:
             TypeError: If ``method`` is not a name.
             ValueError: If ``ranks`` are not those of workers, each once.
         """
-        roster, work = self._roster, _Work(method, args, kwargs, arguments)
+        roster, work = self._roster, Work(method, args, kwargs, arguments)
         timeout, asked = check_timeout(timeout), roster.check(ranks)
         called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
         by_rank = work.arguments_of(called)
@@ -341,7 +363,7 @@ class WorkerGroup:
             ValueError: As `flatweights.ray.average`; or if ``ranks`` are not those of workers,
                 each once.
         """
-        work = _Work(method, args, kwargs, arguments)
+        work = Work(method, args, kwargs, arguments)
         request = self._request(
             weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
@@ -351,11 +373,14 @@ class WorkerGroup:
 
     def _request(self, weights: Weights, **options: Any) -> Request:
         """Return the checked arguments of a round, for all ranks of the group."""
-        return Request.of(len(self._roster), weights, max_inflight=self._max_inflight, **options)
+        roster = self._roster
+        roster.admit()
+        options["max_inflight"] = self._max_inflight
+        return Request.of(len(roster), weights, span=roster.span, **options)
 
     def _average(
         self,
-        work: _Work,
+        work: Work,
         request: Request,
         ranks: Iterable[int] | None,
         broadcast: Any = None,
@@ -397,6 +422,7 @@ class WorkerGroup:
             raise WorkerError(before | error.failed) from error.__cause__
         result.failed = dict(sorted((before | result.failed).items()))
         result.ways = roster.ways(called, why) | result.ways
+        result.joined, result.left = roster.take_news()
         self._count += 1
         return result
 
@@ -437,6 +463,101 @@ class WorkerGroup:
         if by_workers or not arrivals.arrived:
             raise WorkerError(by_workers or self.unhealthy)
         return sorted(arrivals.arrived)
+
+    def publish(self, weights: Any) -> None:
+        """Make a copy of ``weights`` the latest; return at once.
+
+        Each worker gets the latest weights with its next call, and skips those that were published
+        in between: nobody gets a mixture of two publications. It is for loops of `as_completed`,
+        in whose body or elsewhere it may be called at any time; workers of other calls get these
+        weights before their next call. Each byte moves once, in the calling thread.
+
+        Args:
+            weights: Arrays by name, a vector, a `Round`, or a reference to one of the former. A
+                subset of the weights by name leaves the others as they are.
+
+        Raises:
+            TypeError: If they are anything else.
+            ValueError: If a subset follows a vector.
+        """
+        self._roster.publish(weights)
+
+    def as_completed(
+        self,
+        method: str,
+        *args: Any,
+        updates: int | None = None,
+        buffer: int = 1,
+        max_staleness: int | None = None,
+        weights: Weights = None,
+        nonfinite: Nonfinite = "raise",
+        rule: AnyRule | None = None,
+        timeout: float | None = None,
+        ranks: Iterable[int] | None = None,
+        arguments: ByRank | None = None,
+        **kwargs: Any,
+    ) -> Generator[Round, None, None]:
+        """Yield results as they arrive, each as a `Round`: no worker waits for another.
+
+        All healthy workers have a call, all the time. A worker is called again, with the latest
+        weights, when the body of the loop asks for the next result. The body says what the
+        latest weights are, by `publish`::
+
+            for result in group.as_completed("gradient", updates=10_000):
+                optimizer.step(weights - result.weights)
+                group.publish(optimizer.weights)
+
+        `Round.staleness` says how many publications happened since the weights that a result was
+        computed from. With N workers it is N - 1 on average, if each result is followed by a
+        publication. A worker that answers fast does not keep results of others from being looked
+        at: the oldest call comes first.
+
+        A worker that dies, or is late, is named in the next `Round.failed` or `Round.late`; it
+        comes back with the latest weights, as in `run`, and nothing of its past is yielded. After
+        the loop, also after ``break`` or an error, workers finish the call that they are in, and
+        the group is ready for any other call, which waits for them. Calls in the body wait for all
+        workers, too, and keep their results for later rounds.
+
+        Results of workers on other nodes come through Ray's object store, and so do weights of a
+        group with a ``wire_dtype``, in full.
+
+        Args:
+            method: Name of a method that returns weights or gradients, maybe with extras.
+            *args: Its arguments.
+            updates: How many rounds; without end, if None.
+            buffer: How many results make a round, the next ones, of different workers: their
+                average, as in FedBuff. One that adds no worker twice: while a worker's second
+                result waits for the next round, it is not called.
+            max_staleness: Results staler than this are left out: `Round.stale` names their ranks.
+                Their workers go on with the latest weights.
+            weights: See `average`.
+            nonfinite: What to do about NaN and infinity; ``"skip"`` names them in the next round.
+            rule: See `average`.
+            timeout: Seconds after which a worker that has not answered is late.
+            ranks: The ranks to call; if None all, and workers that are added meanwhile.
+            arguments: A function of the rank that gives more arguments, after ``args``.
+            **kwargs: Keyword arguments of the method.
+
+        Raises:
+            WorkerError: If a method raised, or all workers are dead or late.
+            TypeError: As `average`.
+            ValueError: As `average`; or if ``updates``, ``buffer`` or ``max_staleness`` is out of
+                range.
+        """
+        work = Work(method, args, kwargs, arguments)
+        request = self._request(
+            weights, timeout=timeout, min_results=None, nonfinite=nonfinite, rule=rule
+        )
+        asked = None if ranks is None else self._roster.check(ranks)
+        buffer = check_count(buffer, "buffer", len(asked or self._roster))
+        if updates is not None and (updates := as_integer(updates, "updates")) < 0:
+            raise ValueError(f"updates: expected at least 0, got {updates}")
+        if max_staleness is not None:
+            max_staleness = as_integer(max_staleness, "max_staleness")
+            if max_staleness < 0:
+                raise ValueError(f"max_staleness: expected at least 0, got {max_staleness}")
+        loop = AsCompleted(self._roster, work, request, asked, buffer, max_staleness)
+        return rounds_of(loop, updates)
 
     def restore(self, *, timeout: float | None = _PROBE) -> list[int]:
         """Send unhealthy workers the latest weights; return the ranks that have them.
@@ -495,7 +616,7 @@ class WorkerGroup:
             WorkerError: As `average` and `broadcast`.
         """
         rounds = as_integer(rounds, "rounds")
-        work = _Work(method, args, kwargs, arguments)
+        work = Work(method, args, kwargs, arguments)
         request = self._request(
             weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
@@ -506,7 +627,7 @@ class WorkerGroup:
             this = dataclasses.replace(work, args=(*args, *more))
             return self._average(this, request, asked)
 
-        if not callable(ranks):
+        if not (ranks is None or callable(ranks)):
             ranks = self._roster.check(ranks)
         return self._rounds(rounds, average, request.timeout, progress)
 
@@ -569,6 +690,50 @@ class WorkerGroup:
         names = [name for way, name in (("lane", "lanes"), ("store", "store")) if way in ways]
         parts = [f"{len(roster)} ranks", healthy, f"{self._count} rounds", " and ".join(names)]
         return f"<{type(self).__name__} of {', '.join(filter(None, parts))}>"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recipe:
+    """How the actors of a group are made.
+
+    Attributes:
+        remote: What `ray.remote` made of their class.
+        args: Arguments of each constructor.
+        arguments: A function of the rank that gives more arguments.
+        options: Ray's options.
+    """
+
+    remote: Any
+    args: Sequence[Any]
+    arguments: ByRank | None
+    options: Mapping[str, Any]
+
+    def with_more(
+        self, args: Sequence[Any], arguments: ByRank | None, options: Mapping[str, Any]
+    ) -> _Recipe:
+        """Return the recipe with other arguments, if any are given, and more options."""
+        if args or arguments is not None:
+            return _Recipe(self.remote, args, arguments, {**self.options, **options})
+        return dataclasses.replace(self, options={**self.options, **options})
+
+    def start(self, ranks: Iterable[int]) -> tuple[list[Any], list[Sequence[Any]]]:
+        """Start an actor for each rank; return them, and the arguments that restarts want."""
+        remote = self.remote.options(**self.options) if self.options else self.remote
+        args = self.args
+        arguments_of = [self.arguments(rank) if self.arguments else () for rank in ranks]
+        if self.options.get("max_restarts"):
+            # Ray lets go of large arguments once an actor is built, and a restart wants them.
+            args = _by_reference(args)
+            arguments_of = [_by_reference(own) for own in arguments_of]
+        actors: list[Any] = []
+        try:
+            for own in arguments_of:
+                actors.append(remote.remote(*args, *own))
+        except BaseException:
+            for actor in actors:
+                ray.kill(actor)
+            raise
+        return actors, [args, *arguments_of]
 
 
 def _by_reference(arguments: Sequence[Any]) -> tuple[Any, ...]:

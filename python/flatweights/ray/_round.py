@@ -44,6 +44,13 @@ class Round:
             through Ray, and why.
         groups: The ranks that nodes added up first, in the order in which the sums were merged;
             none if the average has the bits of `flatweights.average` over `used`.
+        staleness: By rank, for results of `WorkerGroup.as_completed`: how many weights were
+            published since those that its result was computed from.
+        stale: The ranks whose results `WorkerGroup.as_completed` has left out since the last round,
+            because they were staler than ``max_staleness``; one for each result.
+        joined: The ranks of workers that were added to the group and are ready, since the last
+            round.
+        left: The ranks that were removed from the group since the last round.
         links: By the id of a node, the bytes that it exchanged with others, ``"in"`` and ``"out"``;
             none without an exchange.
     """
@@ -64,6 +71,10 @@ class Round:
         ways: Mapping[int, str] | None = None,
         groups: Sequence[tuple[int, ...]] = (),
         links: Mapping[str, dict[str, int]] | None = None,
+        staleness: Mapping[int, int] | None = None,
+        stale: Sequence[int] = (),
+        joined: Sequence[int] = (),
+        left: Sequence[int] = (),
     ) -> None:
         """Take the values of the attributes."""
         self._weights = weights
@@ -80,6 +91,10 @@ class Round:
         self.ways = dict(ways or {})
         self.groups = tuple(groups)
         self.links = dict(links or {})
+        self.staleness = dict(staleness or {})
+        self.stale = tuple(stale)
+        self.joined = tuple(joined)
+        self.left = tuple(left)
         self._exchanged: Any = None  # which agents have the average
         self._ref: Any = None
         self._session: tuple[str, str] | None = None  # of Ray, in which it was put
@@ -134,7 +149,8 @@ class Round:
             ``round``, its number or None; ``used``, ``late`` and ``quarantined``, lists of
             ranks; ``failed``, by rank the reason in one line; ``seconds`` by step;
             ``bytes``, those read as ``in`` and those sent as ``out``; ``ways`` and ``scores``,
-            by rank; ``groups`` and ``links``.
+            by rank; ``groups`` and ``links``; ``staleness``, by rank; ``stale``, ``joined`` and
+            ``left``, lists of ranks.
         """
         return {
             "round": self.number,
@@ -148,6 +164,10 @@ class Round:
             "groups": [list(group) for group in self.groups],
             "links": {node: dict(nbytes) for node, nbytes in self.links.items()},
             "scores": {str(rank): score for rank, score in self.scores.items()},
+            "staleness": {str(rank): count for rank, count in self.staleness.items()},
+            "stale": list(self.stale),
+            "joined": list(self.joined),
+            "left": list(self.left),
         }
 
     @property

@@ -21,7 +21,7 @@ from flatweights.ray.lanes._message import Message
 from flatweights.ray.lanes._protocol import ASK, BY_CALL, NUMBER, VALUE, WEIGHTS
 from flatweights.ray.lanes._windows import Extent, Windows
 
-_MOST_WINDOWS = 16
+_MOST_WINDOWS = 64  # as many as a mailbox counts; made when they are needed
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
 _TOKEN = 16
 _WATCH = 150e-6  # seconds that a driver polls mailboxes before it sleeps

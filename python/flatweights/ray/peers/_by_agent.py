@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -344,6 +344,11 @@ class Agents:
         if agent is None and starts:
             agent = self._by_node[node] = AgentEnd(node, *self._agents)
         return agent
+
+    def keep(self, nodes: Collection[str]) -> None:
+        """End the agents of all other nodes."""
+        for node in self._by_node.keys() - {*nodes}:
+            ray.kill(self._by_node.pop(node).handle)
 
     def shut_down(self) -> None:
         """End all."""

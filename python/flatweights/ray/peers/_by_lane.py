@@ -14,11 +14,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import ray
 
 from flatweights import _core
+from flatweights._flatten import new_vector
+from flatweights._layout import Layout
 from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._result import Packed, copied, is_arrays, parts_of
+from flatweights.ray._result import Packed, is_arrays, parts_of
 from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
 from flatweights.ray.lanes._end import LaneError, is_shortage
 from flatweights.ray.lanes._message import Message, make_message
@@ -90,6 +93,30 @@ class GroupLanes:
         """Have the next average, of ``nbytes``, made in a window, if there is a free one."""
         if self._lanes is not None and nbytes:
             self._lanes.windows.offer(nbytes, most_taken=_MOST_OFFERED)
+
+    def copy_of(self, value: Any) -> Any:
+        """Return a copy of arrays, read-only, in a window if one is free; of a dict, one buffer."""
+        layout = None
+        if isinstance(value, np.ndarray):
+            nbytes = value.nbytes
+        else:
+            layout = value.layout if isinstance(value, FlatWeights) else Layout.of(value)
+            nbytes = layout.nbytes
+        if self._lanes is not None:
+            self._lanes.windows.offer(nbytes)
+        try:
+            if layout is None:
+                made = new_vector(value.size, value.dtype).reshape(value.shape)
+                made[...] = value
+                return sealed(made)
+            buffer = layout.new_buffer()
+            if isinstance(value, FlatWeights):
+                _core.move_parts([buffer], [value.buffer])
+            else:
+                _core.move_parts(layout.packed_views(buffer), [*value.values()])
+            return FlatWeights.wrap(sealed(buffer), layout)
+        finally:
+            _core.withdraw_offer()
 
     def done(self) -> None:
         """Withdraw the offer, and forget the last command."""
@@ -300,6 +327,13 @@ class Worker:
         self.far_node = ""
         self._setback = Setback(f"rank {self.rank} is")
 
+    def part(self) -> None:
+        """Give up the lane of a worker that has left; it serves no call any more."""
+        if self._lane is not None:
+            if self._lane.is_answered and not self._lane.is_given_up:
+                self._lane.dismiss()
+            self.give_up(self._lane, "it has left")
+
     @property
     def lanes(self) -> Lanes:
         """The lanes of the group, one of which this worker has had."""
@@ -396,13 +430,7 @@ class Worker:
 
     def _frozen(self, payload: Payload) -> Any:
         """Return a read-only copy of the weights, in a window if one is free."""
-        value = payload.value
-        if isinstance(value, FlatWeights):
-            self.lanes.windows.offer(value.buffer.nbytes)
-        elif isinstance(value, dict):  # of any class
-            value = dict(value)
-        made = sealed(copied(value))
-        _core.withdraw_offer()
+        made = self._group.copy_of(payload.value)
         payload.put = lambda: ray.put(made)
         return made
 

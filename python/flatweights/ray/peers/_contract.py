@@ -66,19 +66,26 @@ be encoded. Plain tuples pickle ten times faster than named ones."""
 
 
 def plain_weights(value: Any) -> Any:
-    """Return `FlatWeights` as a plain tuple, which pickles faster; other weights as they are."""
+    """Return weights in a list, from which `weights_of` takes them; None for None.
+
+    What was taken is kept by nothing but the frames that set it, so a window is free again before
+    the worker's method runs. The parts of `FlatWeights` pickle faster than these.
+    """
     if type(value) is FlatWeights:
-        return value.layout.pickled, pickle.PickleBuffer(value.buffer.data)
-    return value
+        return None, [value.layout.pickled, pickle.PickleBuffer(value.buffer.data)]
+    return None if value is None else (None, [value])
 
 
 def weights_of(value: Any) -> Any:
     """Return the weights that `plain_weights` or `argument_of` was given."""
     if type(value) is tuple and len(value) == 1:
         return ray.get(value[0])
-    if type(value) is tuple and len(value) == 2 and type(value[0]) is bytes:
-        layout, buffer = value
-        return FlatWeights.wrap(np.frombuffer(buffer, np.uint8), unpickle_layout(layout))
+    if type(value) is tuple and len(value) == 2 and value[0] is None:
+        *layout, buffer = value[1]
+        value[1].clear()
+        if layout:
+            return FlatWeights.wrap(np.frombuffer(buffer, np.uint8), unpickle_layout(layout[0]))
+        return buffer
     return value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import ray
 
 from flatweights._weights import FlatWeights, sealed
+from flatweights.ray._result import is_arrays
 from flatweights.ray._round import Round
 from flatweights.ray._wire import GroupWire
 from flatweights.ray.peers._contract import BY_VALUE, Payload, Stamp
@@ -25,6 +26,7 @@ class Latest:
         wire: The wire after them, if there is one.
         payload: The weights as they were sent.
         version: Their stamp; None before the first are sent.
+        number: How many weights were the latest so far, with these.
         names: Those of all weights, as far as they are known.
         base: All weights as they were before, if ``payload`` has only some of them.
     """
@@ -32,6 +34,7 @@ class Latest:
     wire: GroupWire | None = None
     payload: Payload | None = None
     version: Stamp | None = None
+    number: int = 0
     names: tuple[str, ...] = ()
     base: Payload | None = None
     _full: Payload | None = None
@@ -54,7 +57,7 @@ class Latest:
             payload = payload_of(message)
             if isinstance(message, Difference) and difference is not None:
                 payload.exchanged = exchanged if message.values is difference.values else None
-            return Latest(wire, payload, version, tuple(model))
+            return Latest(wire, payload, version, self.number + 1, tuple(model))
         if is_subset(value, self.names):
             base = self._base_for(value)
         if isinstance(value, FlatWeights) and value.buffer.nbytes <= BY_VALUE:
@@ -65,7 +68,46 @@ class Latest:
             payload.put = weights.current_ref
             payload.exchanged = weights._exchanged
         names = self.names if base or not isinstance(value, Mapping) else tuple(value)
-        return Latest(None, payload, version, names, base)
+        return Latest(None, payload, version, self.number + 1, names, base)
+
+    def published(self, weights: Any, version: Stamp, copy_of: Callable[[Any], Any]) -> Latest:
+        """Return what is the latest once ``weights`` are published with the stamp ``version``.
+
+        A copy, in full, so that each worker gets it whenever it is called next.
+
+        Args:
+            weights: The weights.
+            version: The stamp.
+            copy_of: Returns a copy of arrays that does not change.
+
+        Raises:
+            TypeError: If they are no arrays, or with a wire no weights by name.
+            ValueError: If they are a subset, and the ones before are not known by name.
+        """
+        value = weights.weights if isinstance(weights, Round) else weights
+        names, number = self.names, self.number + 1
+        if isinstance(value, ray.ObjectRef):
+            value = ray.get(value)
+        if isinstance(value, Mapping) and not isinstance(value, FlatWeights):
+            value = {name: np.asarray(part) for name, part in value.items()}
+        if not is_arrays(value):
+            raise TypeError(
+                f"weights: expected weights by name, or a vector, got {type(value).__name__}"
+            )
+        if is_subset(value, names):
+            self._base_for(value)  # it raises unless those before are by name
+            before = self.in_full()
+            assert before is not None
+            value = merged(self.wire.weights if self.wire else sent_weights(before), value)
+        names = tuple(value) if isinstance(value, Mapping) else names
+        if self.wire is not None:
+            if isinstance(value, np.ndarray):
+                raise TypeError("wire_dtype: expected weights by name, got a vector")
+            message, wire = GroupWire(self.wire.wire_dtype).message(value)
+            return Latest(wire, payload_of(message), version, number, names)
+        payload = payload_of(copy_of(value))
+        payload.is_frozen = True
+        return Latest(None, payload, version, number, names)
 
     def in_full(self) -> Payload | None:
         """Return the weights for workers that may have missed earlier ones; None if there are none.

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,21 +57,67 @@ _PAUSE = 0.05  # seconds until an actor that Ray is restarting is asked again
 _log = logging.getLogger("flatweights")
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
     """The state of one worker.
 
     Attributes:
         worker: The driver's end of it.
         why: Why it is not called; None while it is healthy.
-        owed: The answer that it still owes to a call that was broken off, or was late.
+        owed: The answer that it owes, from the call until it is settled.
         version: The stamp of the last weights that it is known to have taken.
+        is_new: Whether it was added, and has not taken weights of the group yet.
+        has_left: Whether it was removed from the group.
+        kept: Keeps a copy of the value that it owes, if somebody wants it later, although the
+            answer is let go of.
     """
 
     worker: Worker
     why: Exception | None = None
     owed: Answer | None = None
     version: Stamp | None = None
+    is_new: bool = False
+    has_left: bool = False
+    kept: Callable[[], None] | None = None
+
+    def send(self, call: Call) -> Answer:
+        """Make a call; the worker owes the answer from then on."""
+        self.owed = answer = self.worker.call(call)
+        return answer
+
+    def settle(
+        self, answer: Answer, *, is_there: bool = True, is_late: bool = False, version: Any = None
+    ) -> None:
+        """Note what has become of an answer.
+
+        Args:
+            answer: The answer. If it is not what the worker owes, nothing is noted.
+            is_there: Whether it has come. If not, nobody waits for it any more, and nothing is sent
+                to the worker before it has answered.
+            is_late: Whether its time was up.
+            version: The stamp of the weights that the worker has taken with the call.
+        """
+        if self.owed is not answer:
+            return
+        self.kept = None
+        if is_there:
+            self.owed = None
+        else:
+            self.owed = answer.overdue() if is_late else answer.abandon()
+        if version is not None:
+            self.take(version)
+
+    def take(self, version: Stamp | None) -> None:
+        """Note that the worker has the weights of ``version``."""
+        self.version, self.is_new = version, False
+
+    def drop_owed(self) -> None:
+        """Let go of an owed answer that has come; its value is kept first, if it is wanted."""
+        if self.kept is not None:
+            self.kept()
+        if self.owed is not None:
+            self.owed.let_go()
+        self.owed = self.kept = None
 
 
 class Roster:
@@ -105,30 +151,175 @@ class Roster:
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         check_cluster()
-        actors = list(handles)
-        if not actors:
-            raise ValueError("expected at least one actor, got none")
-        ranks: dict[Any, int] = {}
-        for rank, actor in enumerate(actors):
-            if not isinstance(actor, ray.actor.ActorHandle) or not hasattr(actor, "call_version"):
-                raise TypeError(
-                    f"rank {rank}: expected an actor of a FlatWorker class, "
-                    f"got {type(actor).__name__}"
-                )
-            first = ranks.setdefault(actor._actor_id, rank)
-            if first != rank:
-                raise ValueError(f"rank {rank}: expected another actor than that of rank {first}")
+        self._records: dict[int, Record] = {}
+        self._joining: dict[int, tuple[Record, Any]] = {}  # and what is there once it is ready
+        self._leaving: list[tuple[Record, bool]] = []  # owe an answer; whether they end with it
+        self._news: tuple[list[int], list[int]] = [], []  # the ranks that came and went
+        self._span = 0
+        actors = self._checked(handles)
         self.lanes = GroupLanes()
         self.agents = Agents(self.lanes.offer, sums, Agent, ())
         self.latest = Latest(wire)
-        self._records = [
-            Record(Worker(actor, rank, self.lanes)) for rank, actor in enumerate(actors)
-        ]
+        self._records = {rank: self._record_of(actor) for rank, actor in enumerate(actors)}
         self.layout: Layout | None = None
         self.nbytes = 0
         self._initial = copied(initial)  # the caller's may change before the first call
         self._is_shut_down = False
         self._begin_to_count()
+
+    def _checked(self, handles: Iterable[Any]) -> list[Any]:
+        """Return actors that can be workers, one at least, none of them in the group."""
+        actors = list(handles)
+        if not actors:
+            raise ValueError("expected at least one actor, got none")
+        there = self._all()
+        ranks = {record.worker.handle._actor_id: rank for rank, record in there.items()}
+        classes = {_class_of(record.worker.handle) for record in there.values()}
+        for rank, actor in enumerate(actors, self._span):
+            if not isinstance(actor, ray.actor.ActorHandle) or not hasattr(actor, "call_version"):
+                raise TypeError(
+                    f"rank {rank}: expected an actor of a FlatWorker class, "
+                    f"got {type(actor).__name__}"
+                )
+            if classes and _class_of(actor) not in classes:
+                expected = " or ".join(sorted(name for _, name in classes))
+                got = _class_of(actor)[1]
+                raise TypeError(f"rank {rank}: expected an actor of {expected}, got one of {got}")
+            first = ranks.setdefault(actor._actor_id, rank)
+            if first != rank:
+                raise ValueError(f"rank {rank}: expected another actor than that of rank {first}")
+        return actors
+
+    def _record_of(self, actor: Any) -> Record:
+        """Return a new record, with the next rank."""
+        self._span += 1
+        return Record(Worker(actor, self._span - 1, self.lanes))
+
+    def _all(self) -> dict[int, Record]:
+        """Return the records by rank, of those that are being added, too."""
+        return self._records | {rank: record for rank, (record, _) in self._joining.items()}
+
+    @property
+    def span(self) -> int:
+        """How many ranks were ever given."""
+        return self._span
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether workers that were added are not ready yet."""
+        return bool(self._joining)
+
+    def handles(self) -> dict[int, Any]:
+        """Return the actors by rank."""
+        return {rank: record.worker.handle for rank, record in sorted(self._all().items())}
+
+    def add(self, handles: Iterable[Any]) -> list[int]:
+        """Take more actors, which are workers once they are ready; return their ranks.
+
+        Raises:
+            TypeError: If one is not an actor of a class that the group has.
+            ValueError: If one is in the group, or is given twice.
+        """
+        self.check_open()
+        actors = self._checked(handles)
+        records = [self._record_of(actor) for actor in actors]
+        for record in records:
+            record.is_new = True
+            ready = record.worker.handle.ping.remote()
+            self._joining[record.worker.rank] = record, ready
+        return [record.worker.rank for record in records]
+
+    def check_open(self) -> None:
+        """Raise `RuntimeError` if the group was shut down."""
+        if self._is_shut_down:
+            raise RuntimeError("the group was shut down")
+
+    def admit(self) -> list[int]:
+        """Count added workers that are ready as workers; return their ranks.
+
+        One that could not be built is a worker that is not healthy.
+        """
+        if self._leaving:
+            self._see_off()
+        if not self._joining:
+            return []
+        refs = {ready: rank for rank, (_, ready) in self._joining.items()}
+        there, _ = ray.wait([*refs], num_returns=len(refs), timeout=0)
+        ranks = sorted(refs[ready] for ready in there)
+        for rank in ranks:
+            record, ready = self._joining.pop(rank)
+            self._records = dict(sorted({**self._records, rank: record}.items()))
+            self._news[0].append(rank)
+            try:
+                ray.get(ready)
+            except ray.exceptions.RayError as error:
+                self.note_lost({rank: error})
+                record.why = record.why or error
+            else:
+                _log.info("rank %d has joined", rank)
+        return ranks
+
+    def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> None:
+        """Have ``ranks`` in no round any more; end them, if ``kill``, once they owe no answer.
+
+        Raises:
+            TypeError: If one is not an integer.
+            ValueError: If one is not in the group, is given twice, or none would be left.
+        """
+        there = self._all()
+        checked = self._check_of(there, [ranks] if isinstance(ranks, int) else ranks)
+        if len(checked) == len(there):
+            raise ValueError("ranks: expected at least one worker to stay, got all")
+        for rank in checked:
+            record = there[rank]
+            self._records.pop(rank, None)
+            self._joining.pop(rank, None)
+            record.has_left = True
+            self._news[1].append(rank)
+            self._leaving.append((record, kill))
+            _log.info("rank %d has left", rank)
+        self._see_off()
+        self.agents.keep({record.worker.far_node for record in self._all().values()})
+
+    def _see_off(self) -> None:
+        """Part with workers that have left and owe nothing any more."""
+        leaving, self._leaving = self._leaving, []
+        for record, kill in leaving:
+            if record.owed is not None and wait_any([record.owed], time.monotonic()):
+                record.drop_owed()
+            if record.owed is not None:
+                self._leaving.append((record, kill))
+                continue
+            record.worker.part()
+            if kill:
+                ray.kill(record.worker.handle)
+
+    def take_news(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ranks that came and those that went since this was asked last."""
+        if not (self._news[0] or self._news[1]):
+            return (), ()
+        (joined, left), self._news = self._news, ([], [])
+        return tuple(joined), tuple(left)
+
+    def get(self, rank: int) -> Record | None:
+        """Return the record of ``rank``, if it is a worker's."""
+        return self._records.get(rank)
+
+    def start(self, timeout: float | None) -> None:
+        """Have weights that all workers start from, unless some were sent; send nothing.
+
+        If no worker is healthy, those that can be reached get the latest weights.
+
+        Raises:
+            WorkerError: If the weights of no worker can be had.
+        """
+        self.admit()
+        if not self.healthy():
+            self.restore(Deadline.after(timeout), patient=False)
+        if self.latest.version is None and self._initial is not None:
+            self._await_owed(Deadline.after(timeout))
+            self.publish(self._start(None, timeout))
+        self._initial = None if self.latest.version is not None else self._initial
 
     def _begin_to_count(self) -> None:
         self._name, self._count = secrets.token_hex(8), 0
@@ -151,23 +342,25 @@ class Roster:
             TypeError: If one is not an integer.
             ValueError: If there is none, one is out of range, or is given twice.
         """
-        if ranks is None:
-            return range(len(self))
+        self.admit()
+        return [*self._records] if ranks is None else self._check_of(self._records, ranks)
+
+    def _check_of(self, there: Mapping[int, Record], ranks: Iterable[int]) -> list[int]:
         checked = sorted(as_integer(rank, "ranks") for rank in ranks)
-        if not checked or checked[0] < 0 or checked[-1] >= len(self):
-            raise ValueError(f"ranks: expected some of 0 to {len(self) - 1}, got {checked}")
+        if not checked or not there.keys() >= {*checked}:
+            raise ValueError(f"ranks: expected some of {_span(there)}, got {checked}")
         if len({*checked}) < len(checked):
             raise ValueError(f"ranks: expected each once, got {checked}")
         return checked
 
     def healthy(self, ranks: Iterable[int] | None = None) -> list[int]:
         """Return those of ``ranks``, or of all, that are called."""
-        asked = range(len(self)) if ranks is None else ranks
+        asked = self._records if ranks is None else ranks
         return [rank for rank in asked if self._records[rank].why is None]
 
     def unhealthy(self, ranks: Iterable[int] | None = None) -> dict[int, Exception]:
         """Return, for those of ``ranks``, or of all, that are not called, why."""
-        asked = range(len(self)) if ranks is None else ranks
+        asked = self._records if ranks is None else ranks
         return {rank: why for rank in asked if (why := self._records[rank].why) is not None}
 
     def begin(
@@ -195,11 +388,16 @@ class Roster:
         Raises:
             WorkerError: If no rank is healthy, and none took the weights.
         """
+        self.admit()
         self._await_owed(Deadline.after(timeout))
         if self.latest.version is not None:
             self._initial = None  # they are not needed again
         if self._initial is not None and starts and self.healthy():
             weights = self._start(weights, timeout)
+        new = [k for k in self.healthy(ranks) if self._records[k].is_new]
+        if weights is not None and new and self.latest.version is not None:
+            # These weights may be a difference from the latest, or some of them.
+            self._send_latest(new, Deadline.after(timeout))
         if weights is None:
             version = self.latest.version
             lacking = [k for k in self.healthy(ranks) if self._records[k].version != version]
@@ -265,10 +463,11 @@ class Roster:
         for agent, workers in far.items():
             number = self.agents.next_number()
             for rank, answer in agent.call(number, call, workers, by_rank, reading).items():
+                self._records[rank].owed = answer
                 arrivals.expect(rank, answer)
         for rank in near:
             this = call.with_more(by_rank.get(rank, ()))
-            arrivals.expect(rank, self._records[rank].worker.call(this))
+            arrivals.expect(rank, self._records[rank].send(this))
 
     @contextlib.contextmanager
     def bringing(
@@ -345,8 +544,23 @@ class Roster:
 
     def distrust(self) -> None:
         """Have all workers sent the latest weights again before their next call."""
-        for record in self._records:
+        for record in self._records.values():
             record.version = None
+
+    def publish(self, weights: Any) -> None:
+        """Make a copy of ``weights`` the latest; whoever lacks them gets them with a later call."""
+        self.latest = self.latest.published(weights, self._next_stamp(), self.lanes.copy_of)
+
+    def call_on_latest(
+        self, rank: int, method: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Call:
+        """Return a call for one worker, which brings it the latest weights if it lacks them."""
+        record, latest, payload = self._records[rank], self.latest, None
+        if latest.version is not None and record.version != latest.version:
+            payload = latest.in_full()
+            assert payload is not None
+            self._prepare(record.worker, payload)
+        return self.call(method, args, kwargs, payload)
 
     def restore(self, deadline: Deadline, *, patient: bool = True) -> list[int]:
         """Send unhealthy ranks the latest weights; return those that have them.
@@ -368,10 +582,13 @@ class Roster:
 
     def shut_down(self) -> None:
         """End all; none is called any more."""
-        for record in self._records:
+        leaving = [record for record, kill in self._leaving if kill]
+        for record in [*self._all().values(), *leaving]:
             ray.kill(record.worker.handle)
             record.owed = None
             record.why = RuntimeError("the group was shut down")
+        self._joining.clear()
+        self._leaving.clear()
         self.agents.shut_down()
         self._is_shut_down = True
         self.latest = Latest()
@@ -416,14 +633,16 @@ class Roster:
         for rank in self.healthy():
             # Not by a version: an actor that was restarted before the start is as good as another.
             arrivals = Arrivals(Deadline.after(timeout))
-            arrivals.expect(rank, RayAnswer(self._records[rank].worker.handle.get_weights.remote()))
+            record = self._records[rank]
+            record.owed = RayAnswer(record.worker.handle.get_weights.remote())
+            arrivals.expect(rank, record.owed)
             try:
                 values = copied(arrivals.collect())
             finally:
                 self._close(arrivals)
             if values:
                 return sealed(values[rank])
-            if self._records[rank].why is None:
+            if record.why is None:
                 error = arrivals.failed[rank]
                 asked = "get_weights, which all workers start from unless initial= is given"
                 raise WorkerError({rank: RuntimeError(f"{asked}: {reason_of(error)}")}) from error
@@ -432,27 +651,27 @@ class Roster:
     def _await_owed(self, deadline: Deadline) -> None:
         """Wait for the answers that healthy ranks owe to calls that were broken off."""
         late = self._drop_owed(self.healthy(), deadline.end)
-        self._note_lost(dict.fromkeys(late, late_error(deadline.timeout)))
+        self.note_lost(dict.fromkeys(late, late_error(deadline.timeout)))
 
     def _drop_owed(self, ranks: Iterable[int], end: float | None) -> list[int]:
         """Drop the answers that ``ranks`` owe as they come; return the ranks that still owe one."""
         owing = {owed: rank for rank in ranks if (owed := self._records[rank].owed) is not None}
         while owing and (there := wait_any(owing, end)):
             for answer in there:
-                answer.let_go()
-                self._records[owing.pop(answer)].owed = None
+                self._records[owing.pop(answer)].drop_owed()
         return list(owing.values())
 
     def _close(self, arrivals: Arrivals) -> None:
         """Note the failed, late and missing answers of a round that is over, or was broken off."""
         self.lanes.done()
-        for rank, answer in arrivals.unanswered.items():
-            rest = answer.overdue() if rank in arrivals.late else answer.abandon()
-            self._records[rank].owed = rest
+        unanswered = arrivals.unanswered
+        for rank, answer in arrivals.answers.items():
+            is_late = rank in arrivals.late
+            self._records[rank].settle(answer, is_there=rank not in unanswered, is_late=is_late)
         arrivals.let_go()
-        self._note_lost(arrivals.errors)
+        self.note_lost(arrivals.errors)
 
-    def _note_lost(self, failed: Mapping[int, Exception]) -> None:
+    def note_lost(self, failed: Mapping[int, Exception]) -> None:
         """Count those of the ``failed`` ranks as unhealthy whose worker is lost."""
         for rank, error in failed.items():
             if is_lost(error):
@@ -471,7 +690,7 @@ class Roster:
     def _note_taken(self, ranks: Iterable[int]) -> None:
         """Note that ``ranks`` have the latest weights."""
         for rank in ranks:
-            self._records[rank].version = self.latest.version
+            self._records[rank].take(self.latest.version)
 
     def _make_latest(self, weights: Any, ranks: Collection[int]) -> Payload:
         """Make ``weights`` ready for ``ranks``; from then on they are the latest.
@@ -515,7 +734,7 @@ class Roster:
             self._make_latest(weights, ())
             took = self.restore(deadline, patient=False)
         finally:
-            if not took and not any(record.owed for record in self._records):
+            if not took and not any(record.owed for record in self._records.values()):
                 self.latest = before
         if not took:
             raise WorkerError(self.unhealthy())
@@ -547,10 +766,8 @@ class Roster:
             self.send_out(self.call(payload=payload), arrivals, ranks)
 
         def is_to_be_asked_again(rank: int) -> bool:
-            record = self._records[rank]
-            if record.owed is not None:
-                record.owed.let_go()
-                record.owed = None
+            if owing.pop(rank, None) is not None:
+                self._records[rank].drop_owed()
                 arrivals.arrived.discard(rank)
                 return True
             arrivals.take(rank)
@@ -561,8 +778,8 @@ class Roster:
                 return True
             return False
 
+        owing = {rank: owed for rank in ranks if (owed := self._records[rank].owed)}
         try:
-            owing = {rank: owed for rank in ranks if (owed := self._records[rank].owed)}
             for rank, owed in owing.items() if patient else ():
                 arrivals.expect(rank, owed)
             ask([rank for rank in ranks if rank not in owing])
@@ -575,6 +792,19 @@ class Roster:
                 self._note_taken(arrivals.arrived)
                 _count_sent(payload, arrivals, arrivals.arrived)
         return arrivals.arrived
+
+
+def _class_of(actor: Any) -> tuple[str, str]:
+    """Return the module and the name of the class of an actor."""
+    descriptor = actor._ray_actor_creation_function_descriptor
+    return descriptor.module_name, descriptor.class_name
+
+
+def _span(ranks: Iterable[int]) -> str:
+    """Return ranks as errors name them."""
+    there = sorted(ranks)
+    is_whole = there == [*range(len(there))]
+    return f"0 to {there[-1]}" if is_whole else ", ".join(map(str, there))
 
 
 def note_seconds(weights: Any, step: str, seconds: float) -> None:

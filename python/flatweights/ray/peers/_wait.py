@@ -23,7 +23,8 @@ class Request:
     """The checked arguments of a round.
 
     Attributes:
-        weights: One weight for each rank, or a function of what a worker returned.
+        weights: One weight for each rank; none, if all count alike; or a function of what a worker
+            returned.
         timeout: Seconds to wait for results; for ever, if None.
         min_results: How many ranks make an average; all that are called, if None.
         nonfinite: What to do about NaN and infinity.
@@ -44,13 +45,14 @@ class Request:
         ranks: int,
         weights: Weights,
         *,
+        span: int | None = None,
         timeout: float | None,
         min_results: int | None,
         nonfinite: Nonfinite,
         max_inflight: int,
         rule: AnyRule | None = None,
     ) -> "Request":
-        """Check the arguments of an average over so many ``ranks``.
+        """Check the arguments of an average over so many ``ranks``, numbered up to ``span``.
 
         Raises:
             ValueError: If one is out of range.
@@ -61,7 +63,7 @@ class Request:
         if checked is not None and weights is not None and not checked.takes_weights:
             raise TypeError(f"weights: {checked.name} has none, all ranks count alike")
         return cls(
-            weights if callable(weights) else tuple(read_weights(weights, ranks)),
+            weights if callable(weights) else _numbers(weights, span or ranks),
             check_timeout(timeout),
             None if min_results is None else check_count(min_results, "min_results", ranks),
             nonfinite,
@@ -77,7 +79,28 @@ class Request:
         """
         if callable(self.weights):
             return read_weight(self.weights(result), f"weight of rank {rank}")
+        return self.number_of(rank)
+
+    def number_of(self, rank: int) -> float:
+        """Return the weight of a rank, where weights are numbers.
+
+        Raises:
+            ValueError: If the rank was added after they were given.
+        """
+        assert not callable(self.weights)
+        if not self.weights:
+            return 1.0
+        if rank >= len(self.weights):
+            count = len(self.weights)
+            raise ValueError(
+                f"weights: expected one for rank {rank}, which was added later, got {count} "
+                "numbers: give a function of what a worker returned"
+            )
         return self.weights[rank]
+
+
+def _numbers(weights: Iterable[float] | None, count: int) -> tuple[float, ...]:
+    return () if weights is None else tuple(read_weights(weights, count))
 
 
 def check_timeout(timeout: float | None) -> float | None:

@@ -229,8 +229,10 @@ class NodesAverage:
         arrivals.quarantine(spoiled)
         arrivals.check(request)
         ranks = sorted(self._summaries.keys() - arrivals.failed.keys())
-        asked = request.weights
-        values = [self._summaries[k].weight or 0.0 if callable(asked) else asked[k] for k in ranks]
+        by_result = callable(request.weights)
+        values = [
+            self._summaries[k].weight or 0.0 if by_result else request.number_of(k) for k in ranks
+        ]
         weights = dict(zip(ranks, read_weights(values, len(ranks)), strict=True))
         return ranks, weights, template
 

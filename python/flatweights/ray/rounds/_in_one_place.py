@@ -158,7 +158,7 @@ class DriverAverage:
             return None
         ranks = sorted(self._arrivals.arrived)
         models = [model for rank in ranks if (model := self._arrivals.answers[rank].packed())]
-        weights = [request.weights[rank] for rank in ranks]
+        weights = [request.number_of(rank) for rank in ranks]
         if len(models) < len(ranks) or not any(weights):
             return None
         self._codec.accept(models[0].layout, f"rank {ranks[0]}")

@@ -1,0 +1,222 @@
+"""Asynchronous training: updates a second, without and with work in the workers.
+
+``python -m bench.bench_async [--quick] [--json FILE]``
+
+A worker gets weights, sets its TensorFlow variables, works and returns a gradient; the driver adds
+each gradient to the weights in place as it arrives, and gives the new ones to that worker. The
+guide's way: ``ray.wait`` over plain actors that take and return dicts of arrays. Handles: the same
+loop over this package's workers, with one vector each way. Ours: `WorkerGroup.as_completed` and
+`WorkerGroup.publish`. They alternate; rows are medians, with the spread of the middle half.
+"publish" is one call of it alone, and "while adding" are rounds of `run` while two workers are
+added that sleep 5 s as they are built: the slowest round, and how it compares with the median.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import ray
+
+import flatweights as fw
+from bench import models, runner
+from flatweights.ray import FlatWorker, WorkerGroup
+
+MODELS = {"policy": models.POLICY, "resnet20": models.resnet20()}
+GUIDE, HANDLES = "guide: ray.wait, dicts", "handles: ray.wait, buffers"
+OURS = f"{runner.OURS}, as_completed"
+
+
+class Worker(FlatWorker):
+    """Returns a gradient that costs as much time as it is told to."""
+
+    def build(self, shapes: models.Shapes, seed: int, sleep: float = 0.0) -> Any:
+        """Make the variables and the gradient."""
+        import tensorflow as tf
+
+        time.sleep(sleep)
+        values = models.random_parts(shapes, seed=seed)
+        self._named = {f"v{i}": tf.Variable(v, name=f"v{i}") for i, v in enumerate(values)}
+        self._parts = {name: variable.numpy() for name, variable in self._named.items()}
+        return self._named
+
+    def work(self, seconds: float) -> None:
+        """Compute for so long."""
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    def of_dict(self, weights: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Work on a dict of arrays, and return one: the way of Ray's guide."""
+        for name, variable in self._named.items():
+            variable.assign(weights[name])
+        self.work(seconds)
+        return self._parts
+
+    def of_weights(self, weights: Any, seconds: float) -> Any:
+        """Work on weights in one buffer, and return some: today's handles."""
+        self.set_weights(weights)
+        return self.of_group(seconds)
+
+    def of_group(self, seconds: float) -> Any:
+        """Work on what the group has sent; return weights, which are as large as a gradient."""
+        self.work(seconds)
+        return self.get_weights()
+
+
+Loop = Callable[[int, float], None]
+
+
+class Loops:
+    """The loops over one set of workers; each takes a number of updates, and seconds of work."""
+
+    def __init__(self, shapes: models.Shapes, count: int) -> None:
+        """Start ``count`` workers."""
+        parts = models.random_parts(shapes)
+        self.weights = fw.FlatWeights({f"v{i}": part for i, part in enumerate(parts)})
+        self.group = WorkerGroup.create(
+            Worker, count, shapes, arguments=lambda rank: (rank,), num_cpus=0
+        )
+        self.workers = [*self.group.actors().values()]
+        self.most = 0  # staleness
+
+    def guide(self, updates: int, seconds: float) -> None:
+        """Run the guide's loop."""
+        weights = {name: part.copy() for name, part in self.weights.items()}
+        running = {worker.of_dict.remote(weights, seconds): worker for worker in self.workers}
+        for _ in range(updates):
+            (first,), _ = ray.wait(list(running))
+            worker, gradient = running.pop(first), ray.get(first)
+            for name, part in gradient.items():
+                weights[name] += 1e-9 * part
+            running[worker.of_dict.remote(weights, seconds)] = worker
+        ray.get(list(running))
+
+    def handles(self, updates: int, seconds: float) -> None:
+        """Run the same loop with one buffer each way."""
+        weights = self.weights.copy()
+        running = {worker.of_weights.remote(weights, seconds): worker for worker in self.workers}
+        for _ in range(updates):
+            (first,), _ = ray.wait(list(running))
+            worker, gradient = running.pop(first), ray.get(first)
+            fw.axpy_(weights, 1e-9, gradient)
+            running[worker.of_weights.remote(weights, seconds)] = worker
+        ray.get(list(running))
+
+    def ours(self, updates: int, seconds: float) -> None:
+        """Run a loop of the group."""
+        weights = self.weights.copy()
+        self.group.publish(weights)
+        for result in self.group.as_completed("of_group", seconds, updates=updates):
+            fw.axpy_(weights, 1e-9, result.weights)
+            self.group.publish(weights)
+            self.most = max(self.most, *result.staleness.values())
+
+    def check(self) -> None:
+        """Have every result be of the weights that its staleness says."""
+        weights = self.weights.copy()
+        for number in range(200):
+            weights["v0"][...] = number
+            self.group.publish(weights)
+            if number == 0:
+                rounds = self.group.as_completed("of_group", 0.0)
+            result = next(rounds)
+            (staleness,) = result.staleness.values()
+            assert (result.weights["v0"] == number - staleness).all(), (number, staleness)
+        rounds.close()
+
+
+def run_case(name: str, count: int, work: float, budget: float) -> list[runner.Row]:
+    """Return the rows of one model, number of workers and seconds of work."""
+    loops = Loops(MODELS[name], count)
+    loops.check()
+    ways: dict[str, Loop] = {GUIDE: loops.guide, HANDLES: loops.handles, OURS: loops.ours}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    counts = dict.fromkeys(ways, 20)
+    for way, loop in ways.items():  # warm, and see how many updates take a fiftieth of the budget
+        loop(20, work)
+        begin = time.perf_counter()
+        loop(20, work)
+        counts[way] = max(20, int(0.02 * budget / ((time.perf_counter() - begin) / 20)))
+    loops.most = 0
+    end = time.perf_counter() + budget
+    while time.perf_counter() < end:
+        for way, loop in ways.items():
+            begin = time.perf_counter()
+            loop(counts[way], work)
+            times[way].append((time.perf_counter() - begin) / counts[way])
+    loops.group.shutdown()
+    nbytes = 2 * loops.weights.buffer.nbytes
+    case = f"{name}, {count} workers, {1e3 * work:g} ms of work"
+    print(f"{case}: staleness {loops.most} at most")
+    ours = statistics.median(times[OURS])
+    return [_row(case, way, took, nbytes, ours) for way, took in times.items()]
+
+
+def publish_case(name: str, budget: float) -> list[runner.Row]:
+    """Return the row of one call of `WorkerGroup.publish`, while two workers work."""
+    loops = Loops(MODELS[name], 2)
+    weights, times = loops.weights.copy(), []
+    for _ in loops.group.as_completed("of_group", 0.0, updates=max(100, int(400 * budget))):
+        begin = time.perf_counter()
+        loops.group.publish(weights)
+        times.append(time.perf_counter() - begin)
+    loops.group.shutdown()
+    nbytes = 2 * weights.buffer.nbytes
+    return [_row(f"publish {name}", OURS, times, nbytes, statistics.median(times))]
+
+
+def adding_case(name: str) -> list[runner.Row]:
+    """Return rounds of four workers before and while two more are built, which takes 5 s."""
+    loops = Loops(MODELS[name], 4)
+    before, adding = list[float](), list[float]()
+    begin = time.perf_counter()
+    for result in loops.group.run(1_000_000, "of_group", 0.0):
+        if result.joined:
+            break
+        if adding or time.perf_counter() > begin + 2:
+            if not adding:
+                loops.group.add(2, MODELS[name], arguments=lambda rank: (rank, 5.0))
+            adding.append(result.seconds["round"])
+        else:
+            before.append(result.seconds["round"])
+    loops.group.shutdown()
+    adding.sort()
+    median, nbytes = statistics.median(before), 2 * loops.weights.buffer.nbytes
+    for text, times in (("before", sorted(before)), ("while adding", adding)):
+        shares = [times[min(len(times) - 1, int(share * len(times)))] for share in (0.5, 0.99, 1)]
+        print(text, "median, 99 %, slowest:", *(f"{1e3 * seconds:.2f} ms" for seconds in shares))
+    case = f"rounds of run, {name}, 4 workers"
+    return [
+        _row(case, OURS, before, nbytes, median),
+        _row(case, "while two are added", adding, nbytes, median),
+    ]
+
+
+def _row(case: str, way: str, times: list[float], nbytes: int, ours: float) -> runner.Row:
+    row = runner.row_of(case, way, times, nbytes)
+    row.ratio = row.seconds / ours
+    return row
+
+
+def main() -> None:
+    """Run the cases."""
+    options = runner.parser(__doc__ or "").parse_args()
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    budget = 4.0 if options.quick else 20.0
+    rows: list[runner.Row] = []
+    for work in (0.0, 2e-3):
+        for name in MODELS:
+            for count in (2, 4):
+                rows += run_case(name, count, work, budget)
+    for name in MODELS:
+        rows += publish_case(name, budget)
+    rows += adding_case("policy")
+    runner.report("Asynchronous training: seconds of one update", rows, {}, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,520 @@
+"""Rounds without a barrier: each result is a round when it arrives; no worker waits for others.
+
+All workers have a call, except for those whose results are in the round that the caller has. They
+are called again, with the latest weights, once the caller asks for the next round.
+
+- Fairness: of the results that are there, the one of the oldest call comes first. A call that more
+  rounds have passed than is usual is waited for, for a moment: on a busy machine a worker may not
+  have run yet, while another has answered several times. If it takes longer than that moment, the
+  worker is slow rather than late, and is left to itself for longer from then on.
+- A worker that dies, or is late, is named in the next round. It is asked to take the latest weights
+  until it does, and is called again then.
+- A worker that owes an answer to an earlier call is called once it has answered.
+- Other calls of the group in between wait for the workers; results are kept for later rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any, Literal
+
+from flatweights.ray._errors import (
+    WorkerError,
+    is_lost,
+    is_restarting,
+    late_error,
+)
+from flatweights.ray._failpoints import reach
+from flatweights.ray._report import METRICS, SENT, report
+from flatweights.ray._result import check_result, copied
+from flatweights.ray._round import Round
+from flatweights.ray.peers._contract import Answer, Stamp
+from flatweights.ray.peers._roster import Record, Roster
+from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
+from flatweights.ray.rounds._codec import PLAIN, Codec
+from flatweights.ray.rounds._in_one_place import DriverAverage
+from flatweights.ray.rounds._work import Work
+
+_MOMENT = 0.1  # seconds for which the oldest call is waited for
+_PAUSE, _MOST_PAUSE = 0.05, 5.0  # seconds until a worker that is lost is asked again; doubled
+_SLICE = 0.05  # seconds between two looks at workers that are being added
+
+_log = logging.getLogger("flatweights")
+
+
+@dataclasses.dataclass(eq=False)
+class _Sent:
+    """A call on its way.
+
+    Attributes:
+        rank: Of the worker.
+        record: Its record.
+        answer: The answer to it.
+        kind: ``"work"``; ``"probe"``, which only brings weights; or ``"owed"`` to an earlier call.
+        version: The stamp of the latest weights at the time.
+        publication: Their number.
+        rounds: How many rounds there had been.
+        end: When it is late.
+        pause: Seconds until the worker is asked again, if it does not take the weights.
+        patience: Until when it is waited for, while others have answered; None before that.
+    """
+
+    rank: int
+    record: Record
+    answer: Answer
+    kind: Literal["work", "probe", "owed"]
+    version: Stamp | None
+    publication: int
+    rounds: int
+    end: float | None
+    pause: float = _PAUSE
+    patience: float | None = None
+
+
+class _Kept(Answer):
+    """A value, or an error, that was copied before its worker was called again."""
+
+    is_in_store = False
+
+    def __init__(self, answer: Answer) -> None:
+        self._value: Any = None
+        self._error: Exception | None = None
+        try:
+            self._value = copied(answer.take())
+        except Exception as error:
+            self._error = error.with_traceback(None)
+
+    @classmethod
+    def wait(cls, answers: Any, timeout: float | None, enough: int = 1) -> Any:
+        return answers
+
+    def take(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def let_go(self) -> None:
+        self._value = None
+
+
+class AsCompleted:
+    """The calls of one loop, and the rounds that come of them.
+
+    Attributes:
+        roster: The workers.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        work: Work,
+        request: Request,
+        ranks: Iterable[int] | None,
+        buffer: int,
+        max_staleness: int | None,
+    ) -> None:
+        """Call nobody yet.
+
+        Args:
+            roster: The workers.
+            work: What they do.
+            request: The arguments of each round.
+            ranks: The ranks that are called; if None all, and those that are added.
+            buffer: How many results make a round.
+            max_staleness: The most publications since the weights that a result is of.
+        """
+        self.roster = roster
+        self._work = work
+        self._request = request
+        self._asked = None if ranks is None else {*ranks}
+        self._buffer = buffer
+        self._max_staleness = max_staleness
+        self._out: dict[Answer, _Sent] = {}  # oldest first
+        self._there: list[_Sent] = []  # have answered, and are in no round yet
+        self._idle: list[int] = []  # to be called
+        self._lost: dict[int, tuple[float, float]] = {}  # when to ask again, and the pause then
+        self._patience: dict[int, int] = {}  # rounds that a slow worker's call may take
+        self._rounds = 0
+        self._failed: dict[int, Exception] = {}  # since the last round
+        self._late: list[int] = []
+        self._quarantined: list[int] = []
+        self._stale: list[int] = []
+        self._nbytes_sent = 0
+        self._waited = 0.0
+
+    def begin(self) -> None:
+        """Have the weights that all start from, if none were sent yet; call nobody.
+
+        Raises:
+            WorkerError: If no worker is healthy.
+        """
+        roster = self.roster
+        if self._work.needs_weights:
+            roster.start(self._request.timeout)
+        now = time.monotonic()
+        for rank in roster.check(self._asked):
+            self._take_up(rank, now)
+
+    def _take_up(self, rank: int, now: float) -> None:
+        """Call ``rank`` soon: once it has answered what it owes, and has the latest weights."""
+        record = self.roster[rank]
+        if record.owed is not None:
+            self._expect(rank, record.owed, "owed")
+        elif record.why is None:
+            self._idle.append(rank)
+        else:
+            self._lost[rank] = now, _PAUSE
+
+    def next(self) -> Round:
+        """Return the next round.
+
+        Raises:
+            WorkerError: If all workers are dead or late, or a method has raised.
+        """
+        begin = time.monotonic()
+        self._waited = 0.0
+        taken: dict[int, _Sent] = {}
+        while True:
+            self._call_idle()
+            self._hear(0.0)
+            self._wait_for_oldest()
+            if self._take(taken):
+                result = self._round(taken)
+                if result is not None:
+                    break
+                taken = {}
+            elif self._idle:
+                continue
+            elif not (self._there or self._is_anyone_at_work()):
+                if not taken:
+                    raise WorkerError(self.roster.unhealthy(self._asked_now()) | self._failed)
+                result = self._round(taken)  # of fewer: nobody else is left
+                if result is not None:
+                    break
+                taken = {}
+            else:
+                self._hear(None)
+        self._rounds += 1
+        result.number = self._rounds
+        result.seconds["wait"] = self._waited
+        result.seconds["round"] = time.monotonic() - begin
+        METRICS.add({SENT: result.nbytes_sent})
+        report(result, already_named=self.roster.unhealthy().keys() - result.failed.keys())
+        return result
+
+    def close(self) -> None:
+        """Wait for nobody any more; what workers owe, they owe to the group."""
+        for answer, sent in self._out.items():
+            if sent.kind != "owed":
+                sent.record.settle(answer, is_there=False)
+        for sent in self._there:
+            sent.record.settle(sent.answer, version=sent.version)
+            sent.answer.let_go()
+        self._out.clear()
+        self._there.clear()
+        self.roster.lanes.done()
+
+    # Calls.
+
+    def _asked_now(self) -> list[int]:
+        """Return the ranks of the loop that are in the group now."""
+        return [rank for rank in self.roster.check(None) if self._is_asked(rank)]
+
+    def _is_asked(self, rank: int) -> bool:
+        return self._asked is None or rank in self._asked
+
+    def _call_idle(self) -> None:
+        roster, now = self.roster, 0.0
+        for rank in roster.admit():
+            if self._is_asked(rank):
+                self._take_up(rank, now)
+        if self._lost:
+            now = time.monotonic()
+            for rank in [rank for rank, (when, _) in self._lost.items() if when <= now]:
+                self._probe(rank)
+        idle, self._idle = self._idle, []
+        for k, rank in enumerate(idle):
+            if (record := roster.get(rank)) is None:  # it was removed
+                continue
+            if record.why is not None or record.owed is not None:  # in a call of the loop's body
+                self._take_up(rank, time.monotonic())
+                continue
+            try:
+                self._send(rank, "work")
+            except BaseException:
+                self._idle = idle[k:]
+                raise
+
+    def _send(self, rank: int, kind: Literal["work", "probe"], pause: float = _PAUSE) -> None:
+        roster, work, timeout = self.roster, self._work, self._request.timeout
+        if kind == "work":
+            more = work.arguments_of([rank])[rank]
+            call = roster.call_on_latest(rank, work.method, (*work.args, *more), work.kwargs)
+        else:
+            call = roster.call_on_latest(rank, None, (), {})
+            timeout = None
+        record = roster[rank]
+        answer = record.send(call)
+        record.kept = functools.partial(self._keep, answer)
+        self._expect(rank, answer, kind, timeout, pause)
+        if call.payload is not None:
+            self._nbytes_sent += call.payload.nbytes
+        reach("called")
+
+    def _expect(
+        self,
+        rank: int,
+        answer: Answer,
+        kind: Literal["work", "probe", "owed"],
+        timeout: float | None = None,
+        pause: float = _PAUSE,
+    ) -> None:
+        latest = self.roster.latest
+        end = None if timeout is None else time.monotonic() + timeout
+        record, rounds = self.roster[rank], self._rounds
+        self._out[answer] = _Sent(
+            rank, record, answer, kind, latest.version, latest.number, rounds, end, pause
+        )
+
+    def _probe(self, rank: int) -> None:
+        """Bring the latest weights to a worker that was lost."""
+        _, pause = self._lost.pop(rank)
+        record = self.roster.get(rank)
+        if record is None:
+            return
+        if record.why is None:  # it was restored in the loop's body
+            self._idle.append(rank)
+            return
+        if record.owed is not None:
+            self._expect(rank, record.owed, "owed")
+            return
+        record.version = None
+        self._send(rank, "probe", min(2 * pause, _MOST_PAUSE))
+
+    # Answers.
+
+    def _is_anyone_at_work(self) -> bool:
+        """Whether an answer may come of a worker that is healthy, or is being added."""
+        is_joining = self._asked is None and self.roster.is_joining
+        return is_joining or any(
+            sent.record.why is None and not sent.record.has_left for sent in self._out.values()
+        )
+
+    def _hear(self, seconds: float | None) -> None:
+        """Wait for an answer, for so long at most; or until there is something else to do."""
+        if not self._out:
+            if seconds is None:
+                time.sleep(_PAUSE)
+            return
+        ends = [sent.end for sent in self._out.values() if sent.end is not None]
+        ends += [when for when, _ in self._lost.values()]
+        begin = time.monotonic()
+        if seconds is not None:
+            ends.append(begin + seconds)
+        if self.roster.is_joining:
+            ends.append(begin + _SLICE)
+        there = wait_any([*self._out], min(ends, default=None))
+        for answer in there:
+            self._arrive(self._out.pop(answer))
+        if seconds == 0.0:
+            return
+        now = time.monotonic()
+        self._waited += now - begin
+        for sent in [one for one in self._out.values() if one.end is not None and one.end <= now]:
+            self._note_late(sent)
+
+    def _note_late(self, sent: _Sent) -> None:
+        del self._out[sent.answer]
+        sent.record.settle(sent.answer, is_there=False, is_late=True)
+        if sent.record.has_left:
+            return
+        self.roster.note_lost({sent.rank: late_error(self._request.timeout)})
+        self._late.append(sent.rank)
+        self._take_up_lost(sent.rank)
+
+    def _take_up_lost(self, rank: int, pause: float = _PAUSE) -> None:
+        """Ask ``rank`` to take the latest weights, once it has answered what it owes."""
+        record = self.roster[rank]
+        if record.owed is not None:
+            self._expect(rank, record.owed, "owed")
+        else:
+            self._lost[rank] = time.monotonic() + pause, pause
+
+    def _arrive(self, sent: _Sent) -> None:
+        record = sent.record
+        if record.has_left:
+            record.drop_owed()
+        elif sent.kind == "work" and record.why is None:
+            self._there.append(sent)
+        elif sent.kind == "probe":
+            self._end_probe(sent)
+        else:
+            record.drop_owed()
+            self._take_up(sent.rank, time.monotonic())
+
+    def _end_probe(self, sent: _Sent) -> None:
+        rank, record = sent.rank, sent.record
+        try:
+            sent.answer.take()
+        except Exception as error:
+            record.settle(sent.answer)
+            record.why = error.with_traceback(None)
+            self._take_up_lost(rank, _PAUSE if is_restarting(error) else sent.pause)
+        else:
+            record.settle(sent.answer, version=sent.version)
+            record.why = None
+            _log.warning("rank %d is back", rank)
+            self._idle.append(rank)
+        sent.answer.let_go()
+
+    def _keep(self, answer: Answer) -> None:
+        """Keep the value of an answer that another call of the group has waited for."""
+        sent = self._out.pop(answer, None)
+        if sent is None:
+            sent = next((one for one in self._there if one.answer is answer), None)
+            if sent is None:
+                return
+            self._there.remove(sent)
+        record = sent.record
+        if record.has_left:
+            return
+        if sent.kind == "work" and record.why is None:
+            self._there.append(dataclasses.replace(sent, answer=_Kept(answer)))
+        else:
+            self._idle.append(sent.rank)
+
+    # Rounds.
+
+    def _wait_for_oldest(self) -> None:
+        """Give a worker that has not run yet the time to do so; see the module."""
+        while self._there:
+            oldest = next((one for one in self._out.values() if one.kind == "work"), None)
+            if oldest is None:
+                return
+            rank, passed = oldest.rank, self._rounds - oldest.rounds
+            usual = 2 * (len(self._out) + len(self._there) + len(self._idle)) - 1
+            if passed < max(usual, self._patience.get(rank, 0)):
+                return
+            now = time.monotonic()
+            if oldest.patience is None:
+                oldest.patience = now + _MOMENT
+            if now >= oldest.patience:
+                self._patience[rank] = 2 * passed
+                oldest.patience = None
+                return
+            self._hear(oldest.patience - now)
+
+    def _take(self, taken: dict[int, _Sent]) -> bool:
+        """Take results for a round; return whether there are enough."""
+        if len(self._there) > 1:
+            self._there.sort(key=lambda sent: sent.rounds)
+        rest: list[_Sent] = []
+        there, self._there = self._there, rest
+        for k, sent in enumerate(there):
+            if len(taken) == self._buffer:
+                rest += there[k:]
+                break
+            if sent.rank in taken:
+                rest.append(sent)
+                continue
+            if not self._is_used(sent):
+                continue
+            taken[sent.rank] = sent
+            if len(taken) < self._buffer:
+                sent.answer, answer = _Kept(sent.answer), sent.answer
+                answer.let_go()
+                self._idle.append(sent.rank)
+        return len(taken) == self._buffer
+
+    def _is_used(self, sent: _Sent) -> bool:
+        """Whether a result is to be in a round; settle it.
+
+        Raises:
+            WorkerError: If the method raised.
+        """
+        rank, record = sent.rank, sent.record
+        if record.has_left:
+            record.drop_owed()
+            sent.answer.let_go()
+            return False
+        passed = self._rounds - sent.rounds
+        if rank in self._patience and 4 * passed < self._patience[rank]:
+            self._patience[rank] //= 2
+        if sent.answer.packed() is None:
+            try:
+                sent.answer.take()
+            except Exception as error:
+                sent.answer.let_go()
+                self._fail(sent, error.with_traceback(None))
+                return False
+        record.settle(sent.answer, version=sent.version)
+        staleness = self.roster.latest.number - sent.publication
+        if self._max_staleness is not None and staleness > self._max_staleness:
+            sent.answer.let_go()
+            self._stale.append(rank)
+            _log.info("rank %d: a result is left out, %d publications old", rank, staleness)
+            self._idle.append(rank)
+            return False
+        return True
+
+    def _fail(self, sent: _Sent, error: Exception) -> None:
+        rank = sent.rank
+        sent.record.settle(sent.answer)
+        if not is_lost(error):
+            self._idle.append(rank)
+            raise WorkerError({rank: error}) from error
+        self.roster.note_lost({rank: error})
+        self._failed[rank] = error
+        self._take_up_lost(rank)
+
+    def _round(self, taken: Mapping[int, _Sent]) -> Round | None:
+        """Return the average of the results; None, if all hold NaN or infinity."""
+        roster, request = self.roster, self._request
+        arrivals = Arrivals(Deadline(None, None))
+        for rank, sent in taken.items():
+            arrivals.arrive(rank, sent.answer)
+        codec = PLAIN
+        if roster.layout is not None:
+            method = self._work.method
+            codec = Codec(accept=functools.partial(check_result, roster.layout, method))
+        self._idle += [rank for rank, sent in taken.items() if type(sent.answer) is not _Kept]
+        roster.lanes.done()
+        try:
+            result = DriverAverage(arrivals, request, None, codec).run()
+        except WorkerError:
+            if arrivals.quarantined != taken.keys():
+                raise
+            self._failed |= arrivals.failed
+            self._quarantined += arrivals.quarantined
+            return None
+        number = roster.latest.number
+        result.staleness = {rank: number - taken[rank].publication for rank in taken}
+        result.ways = {rank: sent.record.worker.way for rank, sent in taken.items()}
+        if self._failed or self._late or self._quarantined:
+            result.failed = dict(sorted((self._failed | result.failed).items()))
+            result.quarantined = (*self._quarantined, *result.quarantined)
+            result.late = tuple(self._late)
+            self._failed, self._late, self._quarantined = {}, [], []
+        if self._stale:
+            result.stale, self._stale = tuple(self._stale), []
+        result.joined, result.left = roster.take_news()
+        result.nbytes_sent, self._nbytes_sent = self._nbytes_sent, 0
+        return result
+
+
+def rounds_of(loop: AsCompleted, updates: int | None) -> Generator[Round, None, None]:
+    """Yield the rounds of a loop, so many at most; end it as the caller does."""
+    try:
+        loop.begin()
+        number = 0
+        while updates is None or number < updates:
+            number += 1
+            result = loop.next()
+            yield result
+            del result  # while the next one is made
+    finally:
+        loop.close()

@@ -1,0 +1,45 @@
+"""What the workers of a round are to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+_READS = ("get_weights", "get_flat", "ping")  # methods that need no initial weights
+
+ByRank = Callable[[int], Sequence[Any]]
+"""A function of the rank that gives arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The call that all workers of a round get.
+
+    Attributes:
+        method: Name of the method.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        arguments: A function of the rank that gives more arguments.
+    """
+
+    method: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    arguments: ByRank | None
+
+    def __post_init__(self) -> None:
+        """Check that the method has a name: a call without one would only set weights."""
+        if not isinstance(self.method, str):
+            raise TypeError(f"method: expected a name, got {self.method!r}")
+        if self.arguments is not None and not callable(self.arguments):
+            raise TypeError(f"arguments: expected a function of the rank, got {self.arguments!r}")
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the method works on weights, rather than reads them."""
+        return self.method not in _READS
+
+    def arguments_of(self, ranks: Iterable[int]) -> dict[int, Sequence[Any]]:
+        """Return the additional arguments by rank."""
+        return {rank: tuple(self.arguments(rank)) if self.arguments else () for rank in ranks}

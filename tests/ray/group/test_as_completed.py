@@ -1,0 +1,376 @@
+"""`WorkerGroup.as_completed` and `publish`: results as they arrive, and the weights they are of."""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray_pool import Actors, Lend
+from ray_workers import PlainWorker, wait_for, weights_of
+from reference import assert_same, same_bits
+
+import flatweights as fw
+from flatweights import FlatWeights
+from flatweights.ray import Round, WorkerError, WorkerGroup
+
+SIZE = 3_000
+
+pytestmark = pytest.mark.ray
+
+
+def refuses(
+    error: type[Exception], match: str, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> None:
+    with pytest.raises(error, match=re.escape(match)):
+        call(*args, **kwargs)
+
+
+class Versioned(PlainWorker):
+    """Returns the weights that it has, and its rank added: which tells their version."""
+
+    def set_weights(self, new_weights: Any, *, share: bool = False) -> None:
+        if len({*new_weights["w"].tolist()}) != 1:
+            raise AssertionError("weights of two publications")
+        super().set_weights(new_weights, share=share)
+
+    def work(self) -> FlatWeights:
+        self.calls += 1
+        return result_of(self.model, self.rank)
+
+    def work_with_extras(self) -> tuple[FlatWeights, int]:
+        return self.work(), self.rank
+
+    def vector(self) -> Any:
+        return self.work()["w"]
+
+    def work_once(self, rank: int, where: str) -> FlatWeights:
+        """Work; a ``rank`` waits for a file."""
+        if self.rank == rank:
+            Path(where, "waits").touch()
+            wait_for(Path(where, "go on"))
+        return self.work()
+
+    def spoil(self, rank: int) -> FlatWeights:
+        """Work; a ``rank`` returns NaN."""
+        model = self.work()
+        if self.rank == rank:
+            model["w"][7] = np.nan
+        return model
+
+
+def result_of(model: FlatWeights, rank: int) -> FlatWeights:
+    """The oracle of `Versioned.work`."""
+    result = model.copy()
+    result["w"] += 0.1 * (rank + 1)
+    return result
+
+
+class Publications:
+    """Publishes models that tell their number, and says what results of them are."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        self.number = 0
+        self.publish()
+
+    def publish(self) -> None:
+        self.number += 1
+        self.group.publish(weights_of(float(self.number), SIZE))
+
+    def check(self, found: Round) -> None:
+        """See that a round is the average of what its ranks made of the versions it names."""
+        assert found.staleness.keys() == {*found.used}
+        results = [
+            result_of(weights_of(float(self.number - found.staleness[rank]), SIZE), rank)
+            for rank in found.used
+        ]
+        assert same_bits(found.weights.buffer, fw.average(results).buffer), found
+
+
+@pytest.fixture(scope="module")
+def three(way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
+    with all_actors.loan() as lend:
+        yield lend(Versioned, 3, SIZE)
+
+
+@pytest.fixture
+def group(three: WorkerGroup) -> WorkerGroup:
+    """Three workers that several tests use: to be left in good health."""
+    assert len(three.step("forget_calls")) == 3
+    return three
+
+
+def test_each_result_is_a_round_of_the_weights_that_it_names(group: WorkerGroup) -> None:
+    publications, used = Publications(group), Counter[int]()
+    for found in group.as_completed("work", updates=60):
+        assert len(found.used) == 1
+        assert found.seconds["round"] >= 0
+        publications.check(found)
+        used.update(found.used)
+        for _ in range(len(used) % 3):  # also none, and several
+            publications.publish()
+    assert used.keys() == {0, 1, 2}
+    assert found.number == 60
+    assert found.record()["staleness"].keys() == {str(found.used[0])}
+
+
+def test_a_fast_worker_does_not_starve_the_others(group: WorkerGroup) -> None:
+    publications = Publications(group)
+    most = 0
+    for found in group.as_completed("work", updates=300):
+        most = max(most, *found.staleness.values())
+        publications.publish()
+    assert most < 3 * 3
+
+
+@pytest.mark.parametrize("buffer", [2, 3])
+def test_a_buffer_is_the_average_of_the_next_results(group: WorkerGroup, buffer: int) -> None:
+    publications = Publications(group)
+    for found in group.as_completed("work", updates=20, buffer=buffer):
+        assert len(found.used) == buffer
+        publications.check(found)
+        publications.publish()
+
+
+def test_extras_vectors_and_weights_are_as_in_average(group: WorkerGroup) -> None:
+    publications = Publications(group)
+    for found in group.as_completed("work_with_extras", updates=6):
+        assert found.extras == {rank: rank for rank in found.used}
+        publications.check(found)
+    for found in group.as_completed("vector", updates=3):
+        (rank,) = found.used
+        assert same_bits(found.weights, result_of(weights_of(1.0, SIZE), rank)["w"])
+    *_, last = group.as_completed("work", updates=4, buffer=3, weights=[1.0, 2.0, 0.5])
+    models = [result_of(weights_of(1.0, SIZE), rank) for rank in last.used]
+    given = [[1.0, 2.0, 0.5][rank] for rank in last.used]
+    assert_same(last.weights, fw.average(models, given))
+
+
+def test_arguments_by_rank(group: WorkerGroup) -> None:
+    publications = Publications(group)
+    rounds = group.as_completed(
+        "act", {}, "", arguments=lambda rank: (float(10 * rank),), updates=9
+    )
+    for found in rounds:
+        (rank,) = found.used
+        assert found.weights["w"][0] == 1.0 + 10 * rank * (rank + 1)
+        publications.group.publish(weights_of(1.0, SIZE))
+
+
+def test_stale_results_are_left_out_and_counted(group: WorkerGroup) -> None:
+    publications, stale, rounds = Publications(group), list[int](), 0
+    for found in group.as_completed("work", updates=20, max_staleness=1):
+        publications.check(found)
+        assert max(found.staleness.values()) <= 1
+        stale += found.stale
+        rounds += 1
+        for _ in range(2):  # what others compute meanwhile is too old
+            publications.publish()
+    assert rounds == 20
+    assert stale
+    assert found.record()["stale"] == [*found.stale]
+
+
+@pytest.mark.parametrize("leave", ["break", "error", "close"])
+def test_a_group_is_usable_at_once_after_the_loop(group: WorkerGroup, leave: str) -> None:
+    publications = Publications(group)
+
+    def loop() -> None:
+        rounds = group.as_completed("work")
+        for found in rounds:
+            if found.number == 5:
+                if leave == "error":
+                    raise ZeroDivisionError
+                break
+        if leave == "close":
+            rounds.close()
+
+    if leave == "error":
+        with pytest.raises(ZeroDivisionError):
+            loop()
+    else:
+        loop()
+    found = group.average("work")
+    assert found.used == (0, 1, 2)
+    assert not found.failed
+    mine = [result_of(weights_of(float(publications.number), SIZE), rank) for rank in range(3)]
+    assert_same(found.weights, fw.average(mine))
+    assert [one.used for one in group.run(2, "work")] == [(0, 1, 2)] * 2
+
+
+def test_other_calls_in_the_body_lose_no_result(group: WorkerGroup) -> None:
+    publications, used = Publications(group), 0
+    for number, found in enumerate(group.as_completed("work", updates=12)):
+        publications.check(found)
+        used += len(found.used)
+        if number % 4 == 0:
+            assert len(group.step("ping")) == 3
+        if number % 4 == 1:
+            publications.publish()
+    calls = sum(group.step("how_often").values())
+    assert used == 12
+    assert calls <= 12 + 3
+
+
+def test_publish_copies_and_takes_subsets_vectors_and_rounds(group: WorkerGroup) -> None:
+    model = weights_of(5.0, SIZE)
+    group.publish(model)
+    model["w"] += 1.0
+    assert_same(group.average("get_weights").weights, weights_of(5.0, SIZE))
+    group.publish({"w": np.full(SIZE, 6.0)})
+    for found in group.step("get_weights").values():
+        assert_same(found, weights_of(6.0, SIZE))
+    group.publish(group.average("work"))
+    assert group.step("get_weights")[0]["w"][0] == pytest.approx(6.2)
+    group.publish(np.arange(SIZE + 1.0) * 0 + 3.0)
+    assert group.step("get_weights", ranks=[1])[1]["n"] == 3
+    refuses(TypeError, "weights: expected weights by name", group.publish, [1.0, 2.0])
+    group.publish(weights_of(7.0, SIZE))
+    group.publish(ray.put(weights_of(8.0, SIZE)))
+    assert group.step("get_weights")[2]["w"][0] == 8.0
+
+
+def test_no_queue_grows_when_nobody_asks(group: WorkerGroup) -> None:
+    publications = Publications(group)
+    rounds = group.as_completed("work")
+    for _ in itertools.islice(rounds, 3):
+        for _ in range(100):
+            publications.publish()
+    for found in itertools.islice(rounds, 6):
+        publications.check(found)
+    rounds.close()
+
+
+def test_a_method_that_raises_ends_the_loop(group: WorkerGroup) -> None:
+    Publications(group)
+    with pytest.raises(WorkerError, match="diverged"):
+        for _ in group.as_completed("act", {1: "raise"}, updates=50):
+            pass
+    assert group.num_healthy_actors() == 3
+
+
+def test_nan_is_raised_or_left_out(group: WorkerGroup) -> None:
+    publications = Publications(group)
+    with pytest.raises(ValueError, match="rank 1, slot 0 'w'"):
+        for _ in group.as_completed("spoil", 1, updates=50):
+            pass
+    quarantined = Counter[int]()
+    for found in group.as_completed("spoil", 1, updates=30, nonfinite="skip"):
+        assert 1 not in found.used
+        publications.check(found)
+        quarantined.update(found.quarantined)
+        assert {*found.quarantined} <= found.failed.keys()
+    assert quarantined.keys() == {1}
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "options"),
+    [
+        (ValueError, "buffer: expected 1 to 3", {"buffer": 4}),
+        (ValueError, "updates: expected at least 0", {"updates": -1}),
+        (ValueError, "max_staleness: expected at least 0", {"max_staleness": -1}),
+        (ValueError, "ranks: expected some of 0 to 2", {"ranks": [3]}),
+        (ValueError, "timeout", {"timeout": -1.0}),
+        (TypeError, "max_staleness", {"max_staleness": "1"}),
+    ],
+)
+def test_wrong_arguments_raise_before_a_call(
+    group: WorkerGroup, error: type[Exception], match: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=match):
+        group.as_completed("work", **options)
+    assert sum(group.step("how_often").values()) == 0
+
+
+def test_ranks_are_those_that_are_called(group: WorkerGroup) -> None:
+    Publications(group)
+    used = {
+        rank for found in group.as_completed("work", updates=9, ranks=[2, 0]) for rank in found.used
+    }
+    assert used == {0, 2}
+    assert group.step("how_often")[1] == 0
+
+
+Make = Callable[..., WorkerGroup]
+
+
+@pytest.fixture
+def make(way: str, lend: Lend) -> Make:
+    return lambda n=3, **options: lend(Versioned, n, SIZE, **{"max_restarts": -1} | options)
+
+
+def test_the_first_calls_bring_the_same_weights(make: Make) -> None:
+    group = make(2)
+    models = [found.weights["w"][0] for found in group.as_completed("work", updates=4)]
+    assert all(value == models[0] for value in models)  # 1e30, to which the rank adds nothing
+
+
+def test_a_worker_that_dies_is_named_once_and_comes_back(make: Make) -> None:
+    group = make(3)
+    publications, failed, back = Publications(group), Counter[int](), False
+    rounds = group.as_completed("work", timeout=60)
+    next(rounds)
+    pid = ray.get(group.actors()[1].pid.remote())
+    ray.kill(group.actors()[1], no_restart=False)
+    for found in rounds:
+        publications.check(found)
+        failed.update([*found.failed])
+        publications.publish()
+        back = back or (bool(failed) and found.used == (1,))
+        if back:
+            break
+    assert failed == {1: 1}
+    assert ray.get(group.actors()[1].pid.remote()) != pid
+    assert group.num_healthy_actors() == 3
+
+
+def test_a_late_worker_is_named_and_its_past_is_not_yielded(make: Make, tmp_path: Path) -> None:
+    group = make(2)
+    publications, late = Publications(group), list[int]()
+    rounds = group.as_completed("work_once", 1, str(tmp_path), timeout=3)
+    for found in rounds:
+        assert found.used == (0,)
+        publications.check(found)
+        publications.publish()
+        late += found.late
+        if late:
+            break
+    assert late == [1]
+    assert group.unhealthy.keys() == {1}
+    seen = publications.number
+    (tmp_path / "go on").touch()
+    for found in rounds:
+        publications.check(found)
+        assert not found.late
+        publications.publish()
+        if found.used == (1,):
+            assert publications.number - found.staleness[1] > seen
+            break
+    rounds.close()
+    assert group.average("work").used == (0, 1)
+
+
+def test_all_dead_or_late_is_an_error(make: Make, tmp_path: Path) -> None:
+    group = make(2, max_restarts=0)
+    Publications(group)
+    rounds = group.as_completed("work")
+    next(rounds)
+    for actor in group.actors().values():
+        ray.kill(actor)
+    with pytest.raises(WorkerError, match=r"rank 0: (\n|.)*rank 1: "):
+        for _ in rounds:
+            pass
+
+
+def test_a_wire_brings_weights_in_full(make: Make) -> None:
+    group = make(2, wire_dtype="bfloat16")
+    publications = Publications(group)
+    for found in group.as_completed("work", updates=6):
+        publications.check(found)
+        publications.publish()
+    assert [found.used for found in group.run(2, "work")] == [(0, 1)] * 2

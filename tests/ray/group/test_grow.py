@@ -1,0 +1,250 @@
+"""Groups that grow and shrink: `WorkerGroup.add` and `WorkerGroup.remove`."""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray_pool import Actors, Lend
+from ray_workers import PlainWorker, trained, wait_for, weights_of
+from reference import assert_same
+
+import flatweights as fw
+from flatweights.ray import Round, WorkerGroup
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("way")]
+
+
+def refuses(
+    error: type[Exception], match: str, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> None:
+    with pytest.raises(error, match=re.escape(match)):
+        call(*args, **kwargs)
+
+
+class Slow(PlainWorker):
+    """Is built once a file is there."""
+
+    def __init__(self, rank: int = 0, size: int = 5, where: str = "") -> None:
+        super().__init__(rank, size)
+        if where:
+            wait_for(Path(where))
+
+    def train_once(self, rank: int, where: str) -> Any:
+        """Train; a ``rank`` waits for a file, and writes another."""
+        if self.rank == rank:
+            Path(where, "trains").touch()
+            wait_for(Path(where, "go on"))
+            Path(where, "trained").touch()
+        return self.train()
+
+
+class Another(PlainWorker):
+    """Of another class."""
+
+
+@pytest.fixture
+def group(way: str) -> Iterator[WorkerGroup]:
+    with WorkerGroup.create(
+        Slow, 2, arguments=lambda rank: (rank,), num_cpus=0, max_restarts=-1
+    ) as made:
+        made.broadcast(weights_of(1.0))
+        yield made
+
+
+def until_joined(rounds: Iterator[Round], count: int = 1) -> Round:
+    """Return the first round after so many have joined."""
+    joined, end = list[int](), time.monotonic() + 120
+    for found in rounds:
+        joined += found.joined
+        if len(joined) == count:
+            return found
+        assert time.monotonic() < end, "nobody has joined"
+        time.sleep(0.01)
+    raise AssertionError("the rounds are over")
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_until_gone(pid: int) -> None:
+    end = time.monotonic() + 60
+    while not is_gone(pid):
+        assert time.monotonic() < end, f"process {pid} is there"
+        time.sleep(0.01)
+
+
+@pytest.mark.starts_actors
+def test_workers_are_added_in_the_body_of_run_and_removed(
+    group: WorkerGroup, tmp_path: Path
+) -> None:
+    gate = tmp_path / "built"
+    latest = weights_of(1.0)
+    rounds = group.run(1_000_000, "train", min_results=None)
+    for found in rounds:
+        assert found.used == (0, 1)
+        latest = fw.average([trained(latest, rank) for rank in found.used])
+        assert_same(found.weights, latest)
+        if found.number == 2:
+            # Arguments of their own: the class waits for a file.
+            added = group.add(2, arguments=lambda rank: (rank, 5, str(gate)))
+            assert added == [2, 3]
+            assert list(group.actors()) == [0, 1, 2, 3]
+            assert group.healthy_actor_ids() == [0, 1]
+        if found.number == 6:  # rounds go on while they start
+            break
+    gate.touch()
+    joined = list[int]()
+    end = time.monotonic() + 120
+    for found in rounds:
+        latest = fw.average([trained(latest, rank) for rank in found.used])
+        assert_same(found.weights, latest)
+        joined += found.joined
+        assert not {*found.used} - {0, 1} - {*joined}
+        assert not found.failed
+        assert found.record()["joined"] == [*found.joined]
+        if len(joined) == 2:
+            break
+        assert time.monotonic() < end
+    assert sorted(joined) == [2, 3]
+    group.remove([0, 3])
+    found = next(rounds)
+    assert (found.used, found.left, found.record()["left"]) == ((1, 2), (0, 3), [0, 3])
+    assert next(rounds).left == ()
+    rounds.close()  # type: ignore[attr-defined]
+    assert group.add() == [4], "ranks are never used again"
+    found = until_joined(group.run(1_000_000, "train"))
+    assert found.used == (1, 2, 4)
+    assert "3 ranks" in repr(group)
+
+
+@pytest.mark.starts_actors
+def test_workers_come_and_go_in_the_body_of_as_completed(group: WorkerGroup) -> None:
+    group.publish(weights_of(0.0))
+    rounds = group.as_completed("train", 0.0)
+    pid = ray.get(group.actors()[0].pid.remote())
+    next(rounds)
+    (added,) = group.add(actors=[ray.remote(Slow).options(num_cpus=0).remote(7, 5)])
+    found = until_joined(rounds)
+    group.remove(0)
+    used = set[int]()
+    lefts = list[int]()
+    for found in rounds:
+        assert 0 not in found.used
+        assert (found.weights["w"] == 0.0).all()
+        used |= {*found.used}
+        lefts += found.left
+        if used == {1, added}:
+            break
+    rounds.close()
+    assert lefts == [0]
+    wait_until_gone(pid)
+    assert group.average("train").used == (1, added)
+
+
+@pytest.mark.starts_actors
+def test_a_removed_worker_ends_its_call_first(group: WorkerGroup, tmp_path: Path) -> None:
+    actor = group.actors()[1]
+    pid = ray.get(actor.pid.remote())
+    assert group.step("ping")
+    found = group.average("train_once", 1, str(tmp_path), timeout=3, min_results=1)
+    assert found.late == (1,)
+    wait_for(tmp_path / "trains")
+    group.remove([1])
+    assert group.average("train").used == (0,)
+    assert not is_gone(pid)
+    (tmp_path / "go on").touch()
+    wait_for(tmp_path / "trained")
+    end = time.monotonic() + 60
+    while not is_gone(pid):  # a call of the group sees that it has answered
+        assert group.average("train").used == (0,)
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.starts_actors
+def test_a_removed_worker_may_live_on(group: WorkerGroup) -> None:
+    actor = group.actors()[1]
+    group.average("train")
+    group.remove(1, kill=False)
+    assert group.average("train").used == (0,)
+    assert ray.get(actor.ping.remote(), timeout=60) == "pong"
+    assert group.add(actors=[actor]) == [2]
+    found = until_joined(group.run(1_000_000, "train"))
+    assert found.used == (0, 2)
+    ray.kill(actor)
+
+
+@pytest.mark.starts_actors
+def test_a_worker_that_cannot_be_built_is_unhealthy(group: WorkerGroup) -> None:
+    group.add(arguments=lambda rank: (rank, "no size"), max_restarts=0)
+    found = until_joined(group.run(1_000_000, "train", min_results=1))
+    assert found.used == (0, 1)
+    assert 2 in found.failed
+    group.remove(2)
+    assert group.average("train").used == (0, 1)
+
+
+@pytest.fixture(scope="module")
+def two(way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
+    with all_actors.loan() as lend:
+        yield lend(PlainWorker, 2)
+
+
+def test_wrong_arguments_change_nothing(two: WorkerGroup, lend: Lend) -> None:
+    others = lend(PlainWorker, 1)
+    other, mine = others.actors()[0], two.actors()[0]
+    refuses(ValueError, "ranks: expected some of 0 to 1, got [2]", two.remove, [2])
+    refuses(ValueError, "ranks: expected each once", two.remove, [1, 1])
+    refuses(ValueError, "ranks: expected at least one worker to stay", two.remove, [0, 1])
+    refuses(TypeError, "ranks", two.remove, ["0"])
+    refuses(TypeError, "actors: expected actors, since the group was made", two.add, 1)
+    refuses(ValueError, "n: expected at least 1", two.add, 0)
+    add: Callable[..., Any] = two.add
+    refuses(ValueError, "rank 2: expected another actor than that of rank 0", add, actors=[mine])
+    refuses(ValueError, "expected at least one actor", add, actors=[])
+    refuses(TypeError, "rank 2: expected an actor of a FlatWorker class", add, actors=[3])
+    refuses(TypeError, "actors: expected no other arguments", add, 2, actors=[other])
+    twice = [other, other]
+    refuses(ValueError, "rank 3: expected another actor than that of rank 2", add, actors=twice)
+    stranger = ray.remote(Another).options(num_cpus=0).remote()
+    refuses(
+        TypeError,
+        "rank 2: expected an actor of PlainWorker, got one of Another",
+        add,
+        actors=[stranger],
+    )
+    ray.kill(stranger)
+    assert list(two.actors()) == [0, 1]
+    assert two.average("get_weights").used == (0, 1)
+
+
+def test_weights_by_rank_name_a_rank_that_was_added_later(lend: Lend) -> None:
+    group = lend(PlainWorker, 2)
+    more = lend(PlainWorker, 1)
+    group.broadcast(weights_of(1.0))
+    rounds = group.run(1_000_000, "train", weights=[1.0, 2.0])
+    next(rounds)
+    group.add(actors=more.actors().values())
+    with pytest.raises(ValueError, match="expected one for rank 2, which was added later"):
+        until_joined(rounds)
+    assert group.average("train", weights=[1.0, 2.0, 3.0]).used == (0, 1, 2)
+    group.remove(0)
+    found = group.average("get_weights", weights=[9.0, 2.0, 3.0])
+    assert found.used == (1, 2)
+
+
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+def test_who_joins_has_the_latest_weights(lend: Lend, wire_dtype: Any) -> None:
+    group = lend(PlainWorker, 2, wire_dtype=wire_dtype)
+    more = lend(PlainWorker, 1)
+    group.broadcast(weights_of(4.0))
+    group.add(actors=more.actors().values())
+    found = until_joined(group.run(1_000_000, "get_weights"))
+    assert found.used == (0, 1, 2)
+    assert (found.weights["w"] == 4.0).all()
