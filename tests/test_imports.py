@@ -41,3 +41,23 @@ def test_no_part_but_tensorflow_and_keras_imports_a_framework(part: str) -> None
             parts = name.split(".")
             framework = parts[1] if parts[0] == "flatweights" and len(parts) > 1 else parts[0]
             assert framework not in FRAMEWORKS, f"{file.relative_to(PACKAGE)} imports {name}"
+
+
+@pytest.mark.parametrize(
+    ("room", "below"),
+    [
+        ("lanes", set()),
+        ("nodes", set()),
+        ("peers", {"lanes", "nodes"}),
+        ("rounds", {"lanes", "nodes", "peers"}),
+        ("members", {"lanes", "nodes", "peers", "rounds"}),
+    ],
+)
+def test_rooms_of_ray_import_only_those_below(room: str, below: set[str]) -> None:
+    files = sorted(PACKAGE.joinpath("ray", room).glob("*.py"))
+    assert files
+    for file in files:
+        for name in imports(file):
+            parts = name.split(".")
+            if parts[:2] == ["flatweights", "ray"] and not parts[2].startswith("_"):
+                assert parts[2] in below | {room}, f"{room}/{file.name} imports {name}"
