@@ -102,7 +102,7 @@ def test_examples_are_listed_with_a_line_each(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("program", [path.stem for path in PROGRAMS])
 def test_the_documentation_names_each_example(program: Any) -> None:
     page = (Path(__file__).parents[1] / "docs" / "start.md").read_text()
-    assert re.search(rf"^flatweights examples {program} +# \w", page, re.MULTILINE)
+    assert re.search(rf"^\| `{program}` \| \w", page, re.MULTILINE)
 
 
 def test_examples_are_listed_on_the_base_install() -> None:

@@ -66,7 +66,8 @@ def _lacks_output() -> bool:
 
 def _programs() -> list[str]:
     """Return the names of the examples."""
-    return sorted(module.name for module in pkgutil.iter_modules(examples.__path__))
+    names = (module.name for module in pkgutil.iter_modules(examples.__path__))
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 def _info(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
