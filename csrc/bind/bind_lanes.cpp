@@ -29,6 +29,7 @@
 #include "flatweights/memory_file.hpp"
 #include "flatweights/message.hpp"
 #include "flatweights/window.hpp"
+#include "memory_files.hpp"
 #include "new_array.hpp"
 #include "offered_window.hpp"
 #include "without_gil.hpp"
@@ -43,72 +44,10 @@ using Side = Mailbox::Side;
 
 Side side_of(bool of_worker) { return of_worker ? Side::kWorker : Side::kDriver; }
 
-py::bytes as_bytes(const MemoryFile::Nonce& nonce) {
-  return py::bytes(reinterpret_cast<const char*>(nonce.data()), nonce.size());
-}
-
-py::bytes as_bytes(std::span<const std::byte> bytes) {
-  return py::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-}
-
-std::span<const std::byte> as_span(const py::bytes& bytes) {
-  const auto view = static_cast<std::string_view>(bytes);
-  return {reinterpret_cast<const std::byte*>(view.data()), view.size()};
-}
-
-MemoryFile::Nonce nonce_of(const py::bytes& bytes) {
-  const std::span<const std::byte> given = as_span(bytes);
-  MemoryFile::Nonce nonce;
-  if (given.size() != nonce.size())
-    throw py::value_error("nonce: expected " + std::to_string(nonce.size()) + " bytes, got " +
-                          std::to_string(given.size()));
-  std::copy(given.begin(), given.end(), nonce.begin());
-  return nonce;
-}
-
-// Calls `make`; raises a std::system_error as Python's OSError, with its number.
-template <class F>
-auto with_os_errors(F&& make) {
-  try {
-    return make();
-  } catch (const std::system_error& error) {
-    const auto raised = py::reinterpret_steal<py::object>(
-        PyObject_CallFunction(PyExc_OSError, "is", error.code().value(), error.what()));
-    if (raised) PyErr_SetObject(PyExc_OSError, raised.ptr());
-    throw py::error_already_set();
-  }
-}
-
-std::shared_ptr<MemoryFile> create_file(std::size_t nbytes) {
-  return with_os_errors([nbytes] {
-    const WithoutGil nogil;  // pages are filled with zeros
-    return MemoryFile::create(nbytes);
-  });
-}
-
-std::shared_ptr<MemoryFile> open_file(int descriptor, const py::bytes& nonce,
-                                      MemoryFile::Access access) {
-  const MemoryFile::Nonce expected = nonce_of(nonce);
-  return with_os_errors([&] {
-    const WithoutGil nogil;
-    return MemoryFile::open(descriptor, expected, access);
-  });
-}
-
 void check_index(std::size_t index) {
   if (index >= Mailbox::kWindows)
     throw py::value_error("window: expected less than " + std::to_string(Mailbox::kWindows) +
                           ", got " + std::to_string(index));
-}
-
-// A peer's file that holds one T, which both sides write.
-template <class T>
-std::shared_ptr<MemoryFile> open_shared(int descriptor, const py::bytes& nonce, const char* name) {
-  std::shared_ptr<MemoryFile> file = open_file(descriptor, nonce, MemoryFile::Access::kWrite);
-  if (file->size() != sizeof(T))
-    throw py::value_error(std::string(name) + ": expected " + std::to_string(sizeof(T)) +
-                          " bytes, got " + std::to_string(file->size()));
-  return file;
 }
 
 // A file descriptor that its destructor closes.

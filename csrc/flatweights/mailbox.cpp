@@ -1,58 +1,12 @@
 #include "flatweights/mailbox.hpp"
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
-#include <climits>
-#include <cstring>
 #include <thread>
 
-#ifdef __linux__
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <ctime>
-#endif
+#include "flatweights/futex.hpp"
 
 namespace flatweights {
-namespace {
-
-// Sleeps while `word` is `value`, for at most `nanoseconds`; returns whether a signal ended it.
-bool sleep_on(std::atomic<std::uint32_t>& word, std::uint32_t value, std::int64_t nanoseconds) {
-#ifdef __linux__
-  const timespec span{static_cast<time_t>(nanoseconds / 1'000'000'000),
-                      static_cast<long>(nanoseconds % 1'000'000'000)};
-  // Not FUTEX_PRIVATE_FLAG: another process wakes it.
-  return syscall(SYS_futex, &word, FUTEX_WAIT, value, &span, nullptr, 0) != 0 && errno == EINTR;
-#else
-  (void)word, (void)value, (void)nanoseconds;
-  return false;
-#endif
-}
-
-void wake_on(std::atomic<std::uint32_t>& word) {
-#ifdef __linux__
-  syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-#else
-  (void)word;
-#endif
-}
-
-// Wakes those that sleep on either word. Nobody sleeps on 0, which is AWAY.
-void wake_on(std::atomic<std::uint32_t>& one, std::atomic<std::uint32_t>& other) {
-#ifdef __linux__
-  constexpr std::uint32_t kUnchangedAndNotZero = FUTEX_OP(
-      FUTEX_OP_OR, 0, FUTEX_OP_CMP_NE, 0);  // what is done to `other`, and when it is woken
-  const long woken = syscall(SYS_futex, &one, FUTEX_WAKE_OP, INT_MAX, static_cast<long>(INT_MAX),
-                             &other, kUnchangedAndNotZero);
-  if (woken < 0) wake_on(one), wake_on(other);  // a sandbox may not have it
-#else
-  (void)one, (void)other;
-#endif
-}
-
-}  // namespace
 
 Mailbox::Posted Mailbox::post(std::span<const std::byte> command, std::uint32_t calls,
                               bool wakes) noexcept {

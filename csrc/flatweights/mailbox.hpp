@@ -121,7 +121,4 @@ class Mailbox {
   alignas(64) std::byte answer_[kBytes];
 };
 
-static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
-static_assert(sizeof(std::atomic<std::uint32_t>) == 4, "the kernel sleeps on 32 bits");
-
 }  // namespace flatweights

@@ -30,6 +30,8 @@ constexpr std::uint64_t kMagic = 0x31656e616c2d7766;  // "fw-lane1"
 constexpr std::size_t kHeader = 4096;                 // data begins at a page
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
+constexpr int kPopulateForWrites = 23;  // MADV_POPULATE_WRITE, of Linux 5.14
+
 constexpr unsigned kNotExecutable = 8;  // MFD_NOEXEC_SEAL, of Linux 6.3
 
 // By number: the C library has a function for it only since glibc 2.27.
@@ -44,7 +46,7 @@ int new_descriptor(unsigned flags) {
 
 }  // namespace
 
-std::shared_ptr<MemoryFile> MemoryFile::create(std::size_t nbytes) {
+std::shared_ptr<MemoryFile> MemoryFile::create(std::size_t nbytes, Pages pages) {
   const std::shared_ptr<MemoryFile> file(new MemoryFile);
   if (nbytes > (std::size_t{1} << 62)) {
     errno = ENOMEM;
@@ -55,7 +57,7 @@ std::shared_ptr<MemoryFile> MemoryFile::create(std::size_t nbytes) {
   if (file->descriptor_ < 0 && errno == EINVAL) file->descriptor_ = new_descriptor(0);
   if (file->descriptor_ < 0) fail("memfd_create");
   if (ftruncate(file->descriptor_, static_cast<off_t>(kHeader + nbytes)) != 0) fail("ftruncate");
-  file->map(file->descriptor_, nbytes, Access::kWrite);
+  file->map(file->descriptor_, nbytes, Access::kWrite, pages);
   auto* const header = reinterpret_cast<Header*>(file->mapping_);
   header->magic = kMagic;
   header->size = nbytes;
@@ -66,7 +68,8 @@ std::shared_ptr<MemoryFile> MemoryFile::create(std::size_t nbytes) {
   return file;
 }
 
-std::shared_ptr<MemoryFile> MemoryFile::open(int descriptor, const Nonce& nonce, Access access) {
+std::shared_ptr<MemoryFile> MemoryFile::open(int descriptor, const Nonce& nonce, Access access,
+                                             Pages pages) {
   const int seals = fcntl(descriptor, F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals)
     throw std::invalid_argument("expected a memory file of fixed size, got another file");
@@ -75,7 +78,7 @@ std::shared_ptr<MemoryFile> MemoryFile::open(int descriptor, const Nonce& nonce,
   const auto length = static_cast<std::size_t>(status.st_size);
   if (length < kHeader) throw std::invalid_argument("expected a memory file with a header");
   const std::shared_ptr<MemoryFile> file(new MemoryFile);
-  file->map(descriptor, length - kHeader, access);
+  file->map(descriptor, length - kHeader, access, pages);
   const auto* const header = reinterpret_cast<const Header*>(file->mapping_);
   if (header->magic != kMagic)
     throw std::invalid_argument("expected a memory file of this version of flatweights");
@@ -88,14 +91,28 @@ std::shared_ptr<MemoryFile> MemoryFile::open(int descriptor, const Nonce& nonce,
   return file;
 }
 
-void MemoryFile::map(int descriptor, std::size_t nbytes, Access access) {
+void MemoryFile::map(int descriptor, std::size_t nbytes, Access access, Pages pages) {
   const int protection = access == Access::kWrite ? PROT_READ | PROT_WRITE : PROT_READ;
-  void* const memory =
-      mmap(nullptr, kHeader + nbytes, protection, MAP_SHARED | MAP_POPULATE, descriptor, 0);
+  const int flags = MAP_SHARED | (pages == Pages::kAtOnce ? MAP_POPULATE : 0);
+  void* const memory = mmap(nullptr, kHeader + nbytes, protection, flags, descriptor, 0);
   if (memory == MAP_FAILED) fail("mapping a memory file");
   mapping_ = static_cast<std::byte*>(memory);
   data_ = mapping_ + kHeader;
   size_ = nbytes;
+}
+
+void MemoryFile::reserve(std::size_t begin, std::size_t size) {
+  int failed = 0;
+  do {
+    failed =
+        posix_fallocate(descriptor_, static_cast<off_t>(kHeader + begin), static_cast<off_t>(size));
+  } while (failed == EINTR);
+  if (failed != 0) {
+    errno = failed;
+    fail("memory for a slot");
+  }
+  // Where the kernel is older than 5.14, the first write finds the pages one by one.
+  (void)madvise(data_ + begin, size, kPopulateForWrites);
 }
 
 MemoryFile::~MemoryFile() {
@@ -110,15 +127,17 @@ void MemoryFile::close_descriptor() noexcept {
 
 #else
 
-std::shared_ptr<MemoryFile> MemoryFile::create(std::size_t) {
+std::shared_ptr<MemoryFile> MemoryFile::create(std::size_t, Pages) {
   throw std::system_error(ENOSYS, std::generic_category(), "memory files are Linux's");
 }
 
-std::shared_ptr<MemoryFile> MemoryFile::open(int, const Nonce&, Access) {
+std::shared_ptr<MemoryFile> MemoryFile::open(int, const Nonce&, Access, Pages) {
   throw std::system_error(ENOSYS, std::generic_category(), "memory files are Linux's");
 }
 
-void MemoryFile::map(int, std::size_t, Access) {}
+void MemoryFile::map(int, std::size_t, Access, Pages) {}
+
+void MemoryFile::reserve(std::size_t, std::size_t) {}
 
 MemoryFile::~MemoryFile() = default;
 

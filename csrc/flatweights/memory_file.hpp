@@ -5,8 +5,8 @@
 // only if the seals forbid any change of size (else a read could end in SIGBUS), the header is of
 // this version, and size and nonce agree. That the peer can map it proves that both are on one
 // machine. All pages are allocated at once: a first write to a fresh page takes ten times as long
-// as a later one. Nothing is left behind when the last process that maps the file is gone, however
-// it ended.
+// as a later one. Of a file that may never be used up, they are allocated as `reserve` asks for
+// them. Nothing is left behind when the last process that maps the file is gone, however it ended.
 #pragma once
 
 #include <array>
@@ -20,15 +20,19 @@ class MemoryFile {
  public:
   using Nonce = std::array<std::byte, 16>;
   enum class Access { kRead, kWrite };
+  // kLater: no memory but that for which `reserve` was called may be touched.
+  enum class Pages { kAtOnce, kLater };
 
   // A new file with room for `nbytes` zeros. Throws std::system_error where there is no
   // memory, or no such files (other systems than Linux).
-  [[nodiscard]] static std::shared_ptr<MemoryFile> create(std::size_t nbytes);
+  [[nodiscard]] static std::shared_ptr<MemoryFile> create(std::size_t nbytes,
+                                                          Pages pages = Pages::kAtOnce);
 
   // Maps the file behind `descriptor`, which stays the caller's. Throws std::system_error, and
   // std::invalid_argument for a file that `create` did not make or with another nonce.
   [[nodiscard]] static std::shared_ptr<MemoryFile> open(int descriptor, const Nonce& nonce,
-                                                        Access access);
+                                                        Access access,
+                                                        Pages pages = Pages::kAtOnce);
 
   MemoryFile(const MemoryFile&) = delete;
   MemoryFile& operator=(const MemoryFile&) = delete;
@@ -41,11 +45,15 @@ class MemoryFile {
 
   // The creator's descriptor, to be handed to peers; -1 once it was closed, and in a peer.
   [[nodiscard]] int descriptor() const noexcept { return descriptor_; }
+
+  // Creator, before the descriptor is closed: allocates the pages of `data()[begin, begin + size)`.
+  // Throws std::system_error where there is no memory; a write would end in SIGBUS.
+  void reserve(std::size_t begin, std::size_t size);
   void close_descriptor() noexcept;
 
  private:
   MemoryFile() = default;
-  void map(int descriptor, std::size_t nbytes, Access access);
+  void map(int descriptor, std::size_t nbytes, Access access, Pages pages);
 
   std::byte* mapping_ = nullptr;
   std::byte* data_ = nullptr;

@@ -1,0 +1,5 @@
+"""Weights that one process publishes, and all that want them read: the newest alone.
+
+A publisher has a board: memory that readers of its node map, and a socket that hands it to them. On
+another node an agent reads for all its processes, and has a board of its own.
+"""

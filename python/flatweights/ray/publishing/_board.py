@@ -1,0 +1,246 @@
+"""A board: a publication in memory that readers of this node map, and a socket that hands it out.
+
+Readers connect to an abstract Unix socket, and get a number and the descriptors of both files. The
+connection stays open: its end says that the reader is gone, and clears what it held. A thread does
+this, so `publish` makes no call of the system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from flatweights import _core
+from flatweights.ray.lanes._end import LaneError, check_user, receive_packet
+from flatweights.ray.nodes._links import kept
+
+_READER = struct.Struct("<cI")  # a kind, the number of the reader
+_WELCOME, _FULL, _TAKEN_OVER = b"R", b"F", b"T"
+_TICK = 1.0  # seconds
+_PAUSE = 0.01  # seconds between two attempts to connect to a socket whose queue is full
+
+
+class Place(NamedTuple):
+    """Where readers of a node find a board.
+
+    Attributes:
+        address: Of its socket.
+        control: The nonce of the file of the publication.
+        data: That of the file of its slots.
+        nbytes: Of the weights.
+    """
+
+    address: bytes
+    control: bytes
+    data: bytes
+    nbytes: int
+
+
+class FullError(RuntimeError):
+    """A board has as many readers as it can have."""
+
+
+class Board:
+    """A publication, and its readers.
+
+    Attributes:
+        publication: The publication.
+        place: Where readers find it.
+        is_closed: Whether no reader is let in any more.
+    """
+
+    def __init__(self, nbytes: int, tick: Callable[[], None] = lambda: None) -> None:
+        """Make room for weights of ``nbytes``; ``tick`` is called by the thread every second.
+
+        Raises:
+            OSError: If there is no memory, or this system has no such files.
+        """
+        self.publication = _core.Publication(nbytes)
+        self.is_closed = False
+        self._tick = tick
+        self._readers: dict[int, tuple[socket.socket, int]] = {}  # by descriptor
+        self._free = list(range(_core.PUBLICATION_READERS))
+        self._idle_since = time.monotonic()
+        self._listener = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        ours, self._waker = map(kept, socket.socketpair())
+        try:
+            address = b"\0flatweights-" + secrets.token_hex(16).encode()
+            self._listener.bind(address)
+            self._listener.listen(_core.PUBLICATION_READERS)
+            self._listener.setblocking(False)
+        except BaseException:
+            self._listener.close()
+            raise
+        _, control = self.publication.control
+        _, data = self.publication.data
+        self.place = Place(address, control, data, nbytes)
+        self._thread = threading.Thread(
+            target=self._run, args=(ours,), name="flatweights-board", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def idle(self) -> float:
+        """For how many seconds there has been no reader; 0 if there is one."""
+        return 0.0 if self._readers else time.monotonic() - self._idle_since
+
+    def close(self) -> None:
+        """Let no reader in any more, and have those that there are look for another board."""
+        self.is_closed = True
+        self._waker.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self, waker: socket.socket) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        poll.register(waker, select.POLLIN)
+        ticked = time.monotonic()
+        try:
+            while not self.is_closed:
+                for descriptor, _ in poll.poll(int(1000 * _TICK)):
+                    if descriptor in self._readers:
+                        self._hear(descriptor, poll)
+                    elif descriptor == self._listener.fileno():
+                        self._accept(poll)
+                if time.monotonic() - ticked >= _TICK:
+                    ticked = time.monotonic()
+                    self._tick()
+        finally:
+            self.is_closed = True
+            waker.close()
+            self._listener.close()
+            for connection, _ in self._readers.values():
+                connection.close()
+
+    def _accept(self, poll: select.poll) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            if not isinstance(error, (BlockingIOError, ConnectionError)):
+                time.sleep(_PAUSE)  # no descriptors are left
+            return
+        try:
+            kept(connection).setblocking(False)
+            check_user(connection)
+            if not self._free:
+                connection.send(_READER.pack(_FULL, len(self._readers)))
+                connection.close()
+                return
+            reader = self._free[0]
+            control, _ = self.publication.control
+            data, _ = self.publication.data
+            socket.send_fds(connection, [_READER.pack(_WELCOME, reader)], [control, data])
+        except (OSError, LaneError):
+            connection.close()
+            return
+        del self._free[0]
+        self._readers[connection.fileno()] = connection, reader
+        poll.register(connection, select.POLLIN)
+
+    def _hear(self, descriptor: int, poll: select.poll) -> None:
+        connection, reader = self._readers[descriptor]
+        try:
+            word = connection.recv(1)
+        except BlockingIOError:
+            return
+        except OSError:
+            word = b""
+        if word == _TAKEN_OVER:
+            self.is_closed = True
+            return
+        # Once the connection has ended, the reader reads no more.
+        poll.unregister(descriptor)
+        self.publication.clear(reader)
+        del self._readers[descriptor]
+        self._free.append(reader)
+        self._idle_since = time.monotonic()
+        connection.close()
+
+
+class Reading:
+    """A reader's end of a board; it is connected.
+
+    Attributes:
+        connection: The socket; readable once the board has closed.
+        reader: The reader.
+    """
+
+    def __init__(self, place: Place, end: float) -> None:
+        """Connect to a board of this node.
+
+        Args:
+            place: The board.
+            end: When to give up, by `time.monotonic`.
+
+        Raises:
+            OSError: If there is none any more, or not here; if it does not answer in time.
+            FullError: If it has too many readers.
+            LaneError: If it belongs to another user.
+            ValueError: If what it hands out is not that of ``place``.
+        """
+        self.connection = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        descriptors: list[int] = []
+        try:
+            self._connect(place.address, end)
+            check_user(self.connection)
+            self.connection.settimeout(max(1e-3, end - time.monotonic()))
+            packet, descriptors = receive_packet(self.connection)
+            self.connection.setblocking(False)
+            if len(packet) != _READER.size:
+                raise ConnectionResetError("the board has closed")
+            kind, number = _READER.unpack(packet)
+            if kind != _WELCOME or len(descriptors) != 2:
+                raise FullError(
+                    f"the publisher has {number} readers on this node, and takes no more"
+                )
+            control, data = descriptors
+            self.reader = _core.PublicationReader(
+                control, place.control, data, place.data, place.nbytes, number
+            )
+        except BaseException:
+            self.connection.close()
+            raise
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _connect(self, address: bytes, end: float) -> None:
+        self.connection.setblocking(False)
+        while True:
+            try:
+                return self.connection.connect(address)
+            except BlockingIOError:  # its queue is full
+                if time.monotonic() >= end:
+                    raise TimeoutError("the board takes no connections") from None
+                time.sleep(_PAUSE)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the board has closed, or its process has ended."""
+        try:
+            self.connection.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def take_over(self, end: float) -> None:
+        """Tell the board that it is superseded, and wait until it has closed."""
+        with contextlib.suppress(OSError):
+            self.connection.send(_TAKEN_OVER)
+            self.connection.settimeout(max(1e-3, end - time.monotonic()))
+            self.connection.recv(1)
+
+    def close(self) -> None:
+        """Disconnect; nothing may be held any more."""
+        self.connection.close()

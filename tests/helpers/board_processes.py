@@ -1,0 +1,101 @@
+"""Readers and writers of a board in processes of their own, without Ray."""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from flatweights.ray.publishing._board import Board, Place, Reading
+
+# A process is a fork of a server that has imported everything, once.
+_processes = multiprocessing.get_context("forkserver")
+
+NUMBERS = 3000  # of a publication: several pages
+
+
+def publish(board: Board, version: int) -> None:
+    buffer = board.publication.begin()
+    buffer.view(np.int64)[:] = version
+    del buffer
+    board.publication.commit(version)
+
+
+def read(reading: Reading, seen: int = 0) -> tuple[int, Any] | None:
+    news = reading.reader.take(seen)
+    return None if news is None else (news[0], news[2].view(np.int64))
+
+
+def read_all(place: Any, pipe: Connection) -> None:
+    """Read until the pipe says so; report what is wrong, and how many reads there were."""
+    reading = Reading(Place(*place), time.monotonic() + 60)
+    pipe.send("ready")
+    seen = reads = 0
+    while not pipe.poll():
+        for _ in range(1000):
+            news = reading.reader.take(seen)
+            if news is None:
+                continue
+            version, _, buffer = news
+            numbers = buffer.view(np.int64)
+            if not (numbers == version).all() or version <= seen:
+                pipe.send(f"version {version} after {seen}: {numbers.min()} to {numbers.max()}")
+            seen, reads = version, reads + 1
+            del buffer, numbers, news
+    pipe.send(reads)
+
+
+def hold(place: Any, pipe: Connection) -> None:
+    reading = Reading(Place(*place), time.monotonic() + 60)
+    news = reading.reader.take(0)
+    assert news is not None
+    pipe.send(news[0])
+    pipe.recv()
+    pipe.send(int(news[2].view(np.int64).max()))
+
+
+def _start_server() -> None:
+    """Start the server, unless it runs; it finds this module by the environment alone."""
+    folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with pytest.MonkeyPatch.context() as inherited:
+        inherited.setenv("PYTHONPATH", os.pathsep.join(folders))
+        _processes.set_forkserver_preload(["board_processes"])
+        forkserver.ensure_running()
+
+
+class Process:
+    """A process that runs a function with some arguments, and a pipe to it."""
+
+    def __init__(self, function: Callable[..., None], *args: Any) -> None:
+        _start_server()
+        self.pipe, theirs = _processes.Pipe()
+        process = _processes.Process(target=function, args=(*args, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        assert process.pid is not None
+        self.process = psutil.Process(process.pid)
+
+    def receive(self) -> Any:
+        assert self.pipe.poll(60)
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.process.wait(60)
+
+
+def publish_for_ever(pipe: Connection) -> None:
+    board = Board(8 * NUMBERS)
+    pipe.send(tuple(board.place))
+    for version in itertools.count(1):
+        publish(board, version)

@@ -1,0 +1,336 @@
+"""Publications in memory: what is read is whole, whoever is stopped or killed. Without Ray."""
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from board_processes import NUMBERS, Process, hold, publish, publish_for_ever, read, read_all
+
+from flatweights import _core
+from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.publishing import _board
+from flatweights.ray.publishing._board import Board, FullError, Reading
+
+_readings: list[Reading] = []  # of one test
+HELPERS = Path(__file__).parents[2] / "helpers"
+
+pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="boards are Linux's")
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    made = Board(8 * NUMBERS)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _end_of_readings() -> Iterator[None]:
+    yield
+    while _readings:
+        _readings.pop().close()
+
+
+def connect(board: Board) -> Reading:
+    _readings.append(Reading(board.place, time.monotonic() + 60))
+    return _readings[-1]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_reader_gets_the_newest_alone_and_once(board: Board) -> None:
+    reading = connect(board)
+    assert read(reading) is None
+    for version in (1, 2, 5):
+        publish(board, version)
+    news = read(reading)
+    assert news is not None
+    assert news[0] == 5
+    assert (news[1] == 5).all()
+    del news
+    assert read(reading, 5) is None
+    assert reading.reader.newest == 5
+
+
+def test_what_is_read_stays_as_it_is_while_others_are_published(board: Board) -> None:
+    readings = [connect(board) for _ in range(4)]
+    held = []
+    for version, reading in enumerate(readings, 1):
+        publish(board, version)
+        held.append(read(reading))
+    for version in range(5, 100):
+        publish(board, version)
+    for version, news in enumerate(held, 1):
+        assert news is not None
+        assert news[0] == version
+        assert (news[1] == version).all()
+    # One slot for each that holds one, the newest, and the next.
+    assert board.publication.slots == 6
+    del held, news
+    for version in range(100, 200):
+        publish(board, version)
+    assert board.publication.slots == 6
+
+
+def test_most_readers_hold_a_slot_each(board: Board) -> None:
+    readings = [connect(board) for _ in range(_core.PUBLICATION_READERS)]
+    with pytest.raises(FullError, match=f"has {_core.PUBLICATION_READERS} readers"):
+        connect(board)
+    held = []
+    for version, reading in enumerate(readings, 1):
+        publish(board, version)
+        held.append(read(reading))
+    publish(board, 1000)
+    publish(board, 1001)
+    for version, news in enumerate(held, 1):
+        assert news is not None
+        assert (news[1] == version).all()
+    readings[7].close()
+    assert board.publication.slots == _core.PUBLICATION_READERS + 2
+    end = time.monotonic() + 60
+    while True:  # until the board has seen that one is gone
+        with contextlib.suppress(FullError):
+            connect(board)
+            break
+        assert time.monotonic() < end
+
+
+def test_a_view_that_is_kept_is_told_and_changes_nothing(board: Board) -> None:
+    reading = connect(board)
+    publish(board, 1)
+    kept = read(reading)
+    publish(board, 2)
+    with pytest.raises(RuntimeError, match="one is kept: copy"):
+        read(reading)
+    assert kept is not None
+    assert (kept[1] == 1).all()
+    assert not kept[1].flags.writeable
+    del kept
+    news = read(reading)
+    assert news is not None
+    assert news[0] == 2
+
+
+def test_what_is_written_is_not_published_while_a_view_is_kept(board: Board) -> None:
+    kept = board.publication.begin()
+    with pytest.raises(RuntimeError, match="could change"):
+        board.publication.commit(1)
+    assert board.publication.newest == 0
+    del kept
+    board.publication.commit(1)
+    assert board.publication.newest == 1
+
+
+def test_versions_only_grow(board: Board) -> None:
+    publish(board, 7)
+    for version in (0, 6, 7, 2**56):
+        board.publication.begin()
+        with pytest.raises(ValueError, match="expected more than 7"):
+            board.publication.commit(version)
+    board.publication.commit(8)
+    with pytest.raises(RuntimeError, match="begun"):
+        board.publication.commit(9)
+
+
+def test_a_wait_ends_with_the_next_publication(board: Board) -> None:
+    reading = connect(board)
+    assert not reading.reader.wait(0, 0.0)
+    writer = threading.Thread(target=publish, args=(board, 1))
+    writer.start()
+    assert reading.reader.wait(0, 60.0)
+    writer.join()
+    assert not reading.reader.wait(1, 0.001)
+
+
+def test_a_board_lets_only_its_user_in(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(connection: socket.socket) -> None:
+        raise LaneError("the peer belongs to another user")
+
+    monkeypatch.setattr(_board, "check_user", refuse)
+    with pytest.raises((LaneError, OSError)):
+        connect(board)
+    monkeypatch.undo()
+    connect(board).close()
+
+
+def test_strangers_in_the_queue_do_not_keep_readers_out(board: Board) -> None:
+    """Each is accepted at once: 300 connections that say nothing are more than a queue takes."""
+    strangers = []
+    with contextlib.suppress(OSError):
+        for _ in range(300):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stranger.setblocking(False)
+            strangers.append(stranger)
+            stranger.connect(board.place.address)
+    for stranger in strangers:
+        stranger.close()
+    wait_until(lambda: board.idle > 0)
+    connect(board).close()
+
+
+def test_a_wrong_nonce_or_size_is_refused(board: Board) -> None:
+    end = time.monotonic() + 60
+    for place in (
+        board.place._replace(control=bytes(16)),
+        board.place._replace(data=bytes(16)),
+        board.place._replace(nbytes=10**6),
+    ):
+        with pytest.raises(ValueError, match=r"nonce|slots"):
+            Reading(place, end)
+    with pytest.raises(OSError, match="refused"):
+        Reading(board.place._replace(address=b"\0flatweights-nowhere"), end)
+
+
+def test_the_end_of_a_board_is_seen(board: Board) -> None:
+    reading = connect(board)
+    publish(board, 3)
+    assert not reading.is_over
+    board.close()
+    wait_until(lambda: reading.is_over)
+    news = read(reading)  # what was published last stays
+    assert news is not None
+    assert (news[1] == 3).all()
+    with pytest.raises(OSError, match="refused"):
+        connect(board)
+
+
+def test_a_fork_releases_nothing_of_its_parent(board: Board) -> None:
+    reading = connect(board)
+    publish(board, 1)
+    held = read(reading)
+    child = os.fork()
+    if child == 0:
+        del held
+        os._exit(0)
+    os.waitpid(child, 0)
+    for version in range(2, 50):
+        publish(board, version)
+    assert held is not None
+    assert (held[1] == 1).all()
+
+
+# What follows has processes, which are stopped and killed.
+
+
+def test_a_reader_that_is_stopped_costs_one_slot_and_nobody_time(board: Board) -> None:
+    publish(board, 1)
+    stopped = Process(hold, tuple(board.place))
+    assert stopped.receive() == 1
+    stopped.process.suspend()
+    other = connect(board)
+    for version in range(2, 2000):
+        publish(board, version)
+        news = read(other)
+        assert news is not None
+        assert news[0] == version
+        del news
+    assert board.publication.slots == 3
+    stopped.process.resume()
+    stopped.pipe.send("go on")
+    assert stopped.receive() == 1
+    stopped.kill()
+
+
+def test_the_slot_of_a_reader_that_is_killed_is_used_again(board: Board) -> None:
+    publish(board, 1)
+    version = itertools.count(2)
+    held = []
+    for _ in range(4):
+        reader = Process(hold, tuple(board.place))
+        held.append(reader.receive())
+        reader.kill()
+        wait_until(lambda: board.idle > 0)  # the board has seen its end
+        for _ in range(5):
+            publish(board, next(version))
+    assert held == [1, 6, 11, 16]
+    assert board.publication.slots == 3
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(3000, marks=pytest.mark.slow)])
+def test_reads_are_whole_whoever_is_killed_or_stopped(board: Board, count: int) -> None:
+    rng = random.Random(count)
+    publish(board, 1)
+    version = itertools.count(2)
+    readers = [Process(read_all, tuple(board.place)) for _ in range(4)]
+    for reader in readers:
+        assert reader.receive() == "ready"
+    wrong: list[Any] = []
+    for _ in range(count):
+        for _ in range(rng.randrange(200)):
+            publish(board, next(version))
+        k = rng.randrange(4)
+        readers[k].process.suspend()
+        for _ in range(rng.randrange(200)):
+            publish(board, next(version))
+        if rng.random() < 0.5:
+            readers[k].process.resume()
+            continue
+        while readers[k].pipe.poll():
+            wrong.append(readers[k].pipe.recv())
+        readers[k].kill()
+        readers[k] = Process(read_all, tuple(board.place))
+        assert readers[k].receive() == "ready"
+    for reader in readers:
+        reader.pipe.send("stop")
+        while not isinstance(outcome := reader.receive(), int):
+            wrong.append(outcome)
+        reader.kill()
+    assert wrong == []
+
+
+def test_a_writer_that_is_stopped_or_killed_leaves_a_whole_publication() -> None:
+    rng = random.Random(5)
+    for _ in range(10):
+        writer = Process(publish_for_ever)
+        reading = Reading(_board.Place(*writer.receive()), time.monotonic() + 60)
+        seen = 0
+        for _ in range(rng.randrange(1, 30)):
+            writer.process.suspend()
+            news = read(reading)
+            if news is not None:
+                assert news[0] >= seen
+                assert (news[1] == news[0]).all()
+                seen = news[0]
+                del news
+            writer.process.resume()
+        writer.kill()
+        while not reading.is_over:
+            time.sleep(0.001)
+        news = read(reading)
+        if news is not None:
+            assert (news[1] == news[0]).all()
+        del news
+        reading.close()
+
+
+def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
+    def names() -> set[str]:
+        return {file.name for folder in ("/dev/shm", tmp_path) for file in Path(folder).iterdir()}
+
+    code = (
+        "import os, signal, sys, time; sys.path.insert(0, sys.argv[1])\n"
+        "from board_processes import *\n"
+        "board = Board(8 * NUMBERS); publish(board, 1)\n"
+        "reading = Reading(board.place, time.monotonic() + 60); held = read(reading)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    before = names()
+    program = subprocess.run([sys.executable, "-c", code, str(HELPERS)], cwd=tmp_path, check=False)
+    assert program.returncode == -signal.SIGKILL
+    assert not any("flatweights" in name for name in names() - before)
