@@ -9,7 +9,9 @@ import flatweights.ray
 pytestmark = pytest.mark.ray
 
 
-@pytest.mark.parametrize("module", ["_average", "_group", "members._member"])
+@pytest.mark.parametrize(
+    "module", ["_average", "_group", "members._member", "publishing._publisher"]
+)
 def test_the_documented_examples_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"flatweights.ray.{module}"))
     assert result.attempted >= 4

@@ -17,6 +17,9 @@ from flatweights.ray._worker import FlatWorker
 from flatweights.ray.members._asks import MemberDiedError, MemberError
 from flatweights.ray.members._member import Member, join
 from flatweights.ray.nodes._costs import ExchangePlan, WayCost, plan
+from flatweights.ray.publishing._errors import StaleWeightsError, SupersededError
+from flatweights.ray.publishing._publisher import Publisher
+from flatweights.ray.publishing._subscriber import Subscriber
 
 __all__ = [
     "ExchangePlan",
@@ -24,10 +27,14 @@ __all__ = [
     "Member",
     "MemberDiedError",
     "MemberError",
+    "Publisher",
     "RefusedWeightsError",
     "Round",
+    "StaleWeightsError",
     "StaleWorkerError",
     "StoreTooSmallError",
+    "Subscriber",
+    "SupersededError",
     "Variables",
     "WayCost",
     "WorkerError",

@@ -1,0 +1,99 @@
+"""Models of arrays, read and written as `Variables` are: by way of one packed buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights import _core
+from flatweights._layout import Layout
+from flatweights._sources import Template, first_difference
+from flatweights._weights import FlatWeights
+from flatweights.ray._variables import Variables
+
+
+class Arrays:
+    """The arrays of a model: what `flatweights.average` takes.
+
+    Attributes:
+        layout: Their layout.
+    """
+
+    def __init__(self, model: Any, where: str) -> None:
+        """Take a model; errors name it ``where``.
+
+        Raises:
+            TypeError: If it is of no kind that `flatweights.average` takes.
+        """
+        self._template = Template.of(model, where)
+        self._model = model
+        self._where = where
+        self.layout = self._template.layout
+
+    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
+        """Copy the arrays into a packed ``buffer``."""
+        template = self._template
+        parts = template.read(self._model, self._where)
+        targets = [buffer] if template.packed else template.layout.packed_views(buffer)
+        _core.move_parts(targets, parts)
+
+    def scatter(self, buffer: NDArray[np.uint8]) -> None:
+        """Copy a packed ``buffer`` into the arrays."""
+        template = self._template
+        sources = [buffer] if template.packed else template.layout.packed_views(buffer)
+        _core.move_parts(template.read_out(self._model), sources)
+
+    def check_writable(self) -> None:
+        """Raise unless `scatter` can write to all arrays.
+
+        Raises:
+            TypeError: If one is no NumPy array.
+            ValueError: If one is read-only or not contiguous.
+        """
+        self._template.match(self._model, self._where)
+        for i, target in enumerate(self._template.read_out(self._model)):
+            if not (target.flags.writeable and target.flags.c_contiguous):
+                lacks = "contiguous" if target.flags.writeable else "writable"
+                slot = self._template.at_slot(i)
+                raise ValueError(f"{self._where}{slot}: expected an array that is {lacks}")
+
+
+def source_of(model: Any, where: str) -> Variables:
+    """Return ``model`` as what weights are gathered from."""
+    return model if isinstance(model, Variables) else Arrays(model, where)
+
+
+def target_of(model: Any, where: str) -> Variables:
+    """Return ``model`` as what weights are written to."""
+    if isinstance(model, Variables):
+        return model
+    arrays = Arrays(model, where)
+    arrays.check_writable()
+    return arrays
+
+
+def check_layout(published: Layout, own: Layout, where: str) -> None:
+    """Raise unless weights of the layout ``published`` can be written to one of layout ``own``.
+
+    Slots that a sequence or a bare array gave have no names of their own: these match by position.
+
+    Raises:
+        ValueError: If they cannot; it names the first difference.
+    """
+    if own.named and published.named:
+        difference = first_difference(own, published)
+    elif own.signature == published.signature:
+        difference = None
+    else:
+        difference = first_difference(own, published) or "expected other names"
+    if difference is not None:
+        raise ValueError(f"{where}, against what is published: {difference}")
+
+
+def copy_of(buffer: NDArray[np.uint8], layout: Layout) -> FlatWeights:
+    """Return a copy of a packed ``buffer`` as weights."""
+    weights = FlatWeights.empty(layout)
+    _core.move_parts([weights.buffer], [buffer])
+    return weights

@@ -1,0 +1,95 @@
+"""Who publishes under a name: a record in the key-value store of Ray's cluster.
+
+Each publisher of a name, within a job, adds a record under the next free number. To add one is
+atomic, so there is one publisher for each number; the one with the highest number is the
+publisher, all others are superseded. Records stay, some kilobytes each, as long as the cluster: a
+number that is used again would have versions go back.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from typing import NamedTuple
+
+import ray
+from ray.experimental import internal_kv
+
+from flatweights.ray.publishing._board import Place
+
+VERSIONS = 10**12
+"""How many versions each publisher of a name has: the first of number n is n * VERSIONS + 1."""
+
+_NAMESPACE = b"flatweights"
+
+
+class Record(NamedTuple):
+    """One publisher of a name.
+
+    Attributes:
+        number: Counts the publishers of the name.
+        node: The node of its process.
+        who: How errors name it.
+        layout: That of its weights, pickled.
+        place: Where readers of its node connect.
+    """
+
+    number: int
+    node: str
+    who: str
+    layout: bytes
+    place: Place
+
+
+def this_node() -> str:
+    """Return the node of this process.
+
+    Raises:
+        RuntimeError: If Ray is not initialized.
+    """
+    if not ray.is_initialized():
+        raise RuntimeError("Ray is not initialized in this process: call ray.init() first")
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+def claim(name: str, layout: bytes, place: Place) -> tuple[Record, Record | None]:
+    """Become the publisher of ``name``; return its record, and that of the publisher before it."""
+    node, who = this_node(), f"process {os.getpid()} on {socket.gethostname()}"
+    while True:
+        before = find(name)
+        number = 0 if before is None else before.number + 1
+        record = Record(number, node, who, layout, place)
+        exists = internal_kv._internal_kv_put(
+            _key(name, number), pickle.dumps(tuple(record)), False, namespace=_NAMESPACE
+        )
+        if not exists:
+            return record, before
+
+
+def find(name: str) -> Record | None:
+    """Return the record of the publisher of ``name``; None if there was none yet."""
+    keys = internal_kv._internal_kv_list(_prefix(name), namespace=_NAMESPACE)
+    return _read(max(keys)) if keys else None
+
+
+def is_superseded(name: str, number: int) -> bool:
+    """Whether the publisher with this number is not the last one of ``name``."""
+    key = _key(name, number + 1)
+    return bool(internal_kv._internal_kv_exists(key, namespace=_NAMESPACE))
+
+
+def _read(key: bytes) -> Record:
+    value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+    number, node, who, layout, place = pickle.loads(value)
+    return Record(number, node, who, layout, Place(*place))
+
+
+def _prefix(name: str) -> bytes:
+    job = ray.get_runtime_context().get_job_id()
+    return f"publisher:{job}:{name.encode().hex()}:".encode()
+
+
+def _key(name: str, number: int) -> bytes:
+    return _prefix(name) + b"%012d" % number

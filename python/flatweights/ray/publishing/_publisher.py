@@ -1,0 +1,186 @@
+"""The publisher of a name: it writes each version once, for all readers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from typing import Any, NoReturn
+
+from flatweights.ray.publishing import _names
+from flatweights.ray.publishing._board import Board, Reading
+from flatweights.ray.publishing._errors import SupersededError
+from flatweights.ray.publishing._models import check_layout, source_of
+
+_HANDOVER = 2.0  # seconds for which a publisher waits for the one before it to stop
+
+
+class Publisher:
+    """Publishes the newest weights of a model to all processes of a Ray job that want them.
+
+    `publish` copies the weights once, into memory that every `Subscriber` of this node maps, and
+    waits for none of them. A subscriber gets the newest weights when it asks: there is no queue.
+
+    There is one publisher for each name. Another one of that name takes over: the older one raises,
+    and subscribers go on with the new one's weights. So a learner that is restarted publishes again
+    under its name. Versions always grow: the n-th restart begins with ``n * 10**12 + 1``.
+
+    >>> import numpy as np
+    >>> import ray
+    >>> _ = ray.init(num_cpus=2, log_to_driver=False, ignore_reinit_error=True)
+    >>> weights = {"w": np.zeros(2)}
+    >>> publisher = Publisher("doctest", weights)
+    >>> weights["w"] += 1.0
+    >>> publisher.publish()
+    1
+    >>> from flatweights.ray import Subscriber
+    >>> actor_weights = {"w": np.zeros(2)}
+    >>> subscriber = Subscriber("doctest", actor_weights)
+    >>> subscriber.update(), actor_weights["w"], subscriber.update()
+    (True, array([1., 1.]), False)
+
+    Methods may be called from any thread.
+
+    Attributes:
+        name: The name.
+        version: The version that was published last; 0 if there is none.
+    """
+
+    def __init__(self, name: str, variables: Any) -> None:
+        """Become the publisher of ``name``; nothing is published yet.
+
+        Args:
+            name: Of the weights, within the Ray job.
+            variables: Where `publish` reads them: a `flatweights.tensorflow.TensorFlowVariables`
+                or any other `Variables`, gathered straight into the memory that is published; or
+                what `flatweights.average` takes: an array, `FlatWeights`, a mapping or a sequence
+                of arrays, nested containers.
+
+        Raises:
+            TypeError: If ``variables`` is something else.
+            RuntimeError: If Ray is not initialized.
+            OSError: If there is no memory for three copies; or no such memory at all, as on other
+                systems than Linux.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"name: expected a text, got {name!r}")
+        _names.this_node()
+        self.name = name
+        self.version = 0
+        self._source = source_of(variables, "variables")
+        self._layout = self._source.layout
+        self._turn = threading.Lock()
+        self._over = ""
+        tick = weakref.WeakMethod(self._tick)
+        self._board = Board(self._layout.nbytes, lambda: _call(tick))
+        self._finalizer = weakref.finalize(self, _close, self._board, os.getpid())
+        try:
+            self._record, before = _names.claim(name, self._layout.pickled, self._board.place)
+        except BaseException:
+            self._finalizer()
+            raise
+        self._next = self._record.number * _names.VERSIONS + 1
+        _alive.add(self)
+        if before is not None and before.node == self._record.node:
+            end = time.monotonic() + _HANDOVER
+            # The one before may have ended, or be stopped: then it learns it by the records.
+            with contextlib.suppress(OSError, RuntimeError, ValueError):
+                reading = Reading(before.place, end)
+                reading.take_over(end)
+                reading.close()
+
+    def publish(self, weights: Any = None) -> int:
+        """Publish the weights as they are now; return their version.
+
+        Each byte is copied once. It waits for no reader, whatever is stopped or killed.
+
+        Args:
+            weights: What to publish in place of ``variables``, with the same layout: for
+                frameworks whose arrays are replaced at each step.
+
+        Raises:
+            SupersededError: If another publisher of this name has taken over.
+            ValueError: If ``weights`` have another layout.
+            RuntimeError: If this publisher was closed, or in a fork of its process.
+            OSError: If there is no memory for another slot: readers are stopped, and hold theirs.
+            Exception: What reading ``variables`` raises; nothing is published then.
+        """
+        self._check()
+        source = self._source
+        if weights is not None:
+            source = source_of(weights, "weights")
+            check_layout(source.layout, self._layout, "weights")
+        with self._turn:
+            self._check()
+            publication = self._board.publication
+            buffer = publication.begin()
+            try:
+                source.gather_into(buffer)
+            except BaseException:
+                publication.abandon()
+                raise
+            del buffer
+            publication.commit(self._next)
+            self.version = self._next
+            self._next += 1
+            return self.version
+
+    def close(self) -> None:
+        """Publish no more; subscribers keep what they have. More calls do nothing."""
+        self._over = self._over or "it was closed"
+        self._finalizer()
+
+    def __enter__(self) -> Publisher:
+        """Return the publisher itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Return name and version."""
+        return f"<Publisher of {self.name!r}, version {self.version}>"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: a publisher is its process."""
+        raise TypeError("a Publisher cannot be pickled: make it in the process that publishes")
+
+    def _check(self) -> None:
+        if self._over:
+            raise RuntimeError(f"the publisher of {self.name!r}: {self._over}")
+        if self._board.is_closed:
+            newer = _names.find(self.name)
+            who = "" if newer is None else f": {newer.who}"
+            raise SupersededError(f"another publisher of {self.name!r} has taken over{who}")
+
+    def _tick(self) -> None:
+        """Close the board if this publisher is superseded: by one that could not say so."""
+        with contextlib.suppress(Exception):  # Ray may be shut down
+            if _names.is_superseded(self.name, self._record.number):
+                self._board.is_closed = True
+
+
+def _call(method: weakref.WeakMethod[Any]) -> None:
+    found = method()
+    if found is not None:
+        found()
+
+
+def _close(board: Board, process: int) -> None:
+    """Close ``board``, unless this is a fork of its process."""
+    if process == os.getpid():
+        board.close()
+
+
+_alive: weakref.WeakSet[Publisher] = weakref.WeakSet()
+
+
+def _end_copies() -> None:
+    for publisher in list(_alive):
+        publisher._over = "this process is a fork of the publisher's: make one here"
+
+
+os.register_at_fork(after_in_child=_end_copies)

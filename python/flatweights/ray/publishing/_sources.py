@@ -1,0 +1,185 @@
+"""Where a subscriber has its weights from: memory of a board, or calls of an outlet."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from flatweights.ray.nodes._links import kept, milliseconds
+from flatweights.ray.publishing._board import Place, Reading
+
+News = tuple[int, float, NDArray[np.uint8]]
+"""A version, when it was published by this machine's `time.monotonic`, and its packed buffer."""
+
+PULL = 2.0
+"""Seconds after which an outlet answers that there is nothing new."""
+_GRACE = 10.0  # seconds beyond these after which an outlet is given up
+_FETCH = 60.0  # seconds after which weights that do not come are given up
+
+
+class Source(ABC):
+    """Where the newest weights are.
+
+    Attributes:
+        way: How they come here; see `Subscriber.way`.
+        number: That of the publisher among those of its name.
+        layout: That of the weights, pickled.
+        take: Returns the newest weights if their version is above the one given; None, at once, if
+            not. The buffer stays as it is while it is referred to; no more than one may be.
+    """
+
+    def __init__(
+        self, way: str, number: int, layout: bytes, take: Callable[[int], News | None]
+    ) -> None:
+        """Take what the attributes say."""
+        self.way = way
+        self.number = number
+        self.layout = layout
+        self.take = take
+
+    @property
+    @abstractmethod
+    def newest(self) -> int:
+        """The newest version; 0 if there is none."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Have the buffer that was taken last change, although it may be referred to."""
+
+    @abstractmethod
+    def wait(self, seen: int, seconds: float) -> bool:
+        """Sleep until there is a version above ``seen``; return whether there is one."""
+
+    @abstractmethod
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait until this brings nothing new any more; return whether that is so."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Have `wait_for_end` return, in another thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Read no more; no other thread uses this, and no buffer is referred to."""
+
+
+class BoardSource(Source):
+    """The memory of a board."""
+
+    def __init__(self, way: str, number: int, layout: bytes, place: Place, end: float) -> None:
+        """Connect; raises as `Reading` does."""
+        self._reading = Reading(place, end)
+        self._reader = self._reading.reader
+        super().__init__(way, number, layout, self._reader.take)
+        self._ours, self._waker = map(kept, socket.socketpair())
+
+    @property
+    def newest(self) -> int:
+        """The newest version on the board."""
+        return self._reader.newest
+
+    def drop(self) -> None:
+        """Have the slot written again."""
+        self._reader.drop()
+
+    def wait(self, seen: int, seconds: float) -> bool:
+        """Sleep on the memory."""
+        return self._reader.wait(seen, seconds)
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait for the end of the socket."""
+        poll = select.poll()
+        poll.register(self._reading.connection, select.POLLIN)
+        poll.register(self._ours, select.POLLIN)
+        poll.poll(milliseconds(time.monotonic() + seconds))
+        return self._reading.is_over
+
+    def interrupt(self) -> None:
+        """End the pair of sockets that `wait_for_end` looks at."""
+        self._waker.close()
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._waker.close()
+        self._ours.close()
+        self._reading.close()
+
+
+class PulledSource(Source):
+    """Calls of an outlet, through Ray: each brings the newest weights, once there are newer ones.
+
+    A thread makes them, so `take` waits for none.
+    """
+
+    def __init__(self, way: str, number: int, layout: bytes, outlet: Any) -> None:
+        """Take the outlet, an actor."""
+        super().__init__(way, number, layout, self._take)
+        self._outlet = outlet
+        self._news: News | None = None
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._pull, name="flatweights-pull", daemon=True)
+        self._is_over = False
+        self._thread.start()
+
+    @property
+    def newest(self) -> int:
+        """The newest version that has arrived."""
+        news = self._news
+        return 0 if news is None else news[0]
+
+    def drop(self) -> None:
+        """Do nothing: what has arrived is never written to."""
+
+    def wait(self, seen: int, seconds: float) -> bool:
+        """Sleep until the thread has brought something."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.newest > seen, seconds)
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait until the outlet says that the publisher has ended, or cannot be reached."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._is_closed, seconds)
+        return self._is_over
+
+    def interrupt(self) -> None:
+        """Make no further call."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Make no further call."""
+        self.interrupt()
+
+    def _take(self, seen: int) -> News | None:
+        news = self._news
+        return None if news is None or news[0] <= seen else news
+
+    def _pull(self) -> None:
+        with contextlib.suppress(Exception):  # the outlet is gone, or Ray is shut down
+            while not self._is_closed:
+                call = self._outlet.newer.remote(self.newest)
+                answer = ray.get(call, timeout=PULL + _GRACE)
+                if answer is None:
+                    break
+                if answer:
+                    version, age, buffer = answer
+                    if isinstance(buffer, list):
+                        buffer = ray.get(buffer[0], timeout=_FETCH)
+                    with self._changed:
+                        self._news = version, time.monotonic() - age, buffer
+                        self._changed.notify_all()
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()

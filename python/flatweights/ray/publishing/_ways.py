@@ -1,0 +1,254 @@
+"""How a process gets to what is published: the ways, and which one is taken.
+
+On the publisher's node, by its board. On another node, by the board of the relay of that node,
+which the first subscriber starts; it pulls from the outlet on the publisher's node, so each version
+goes there once. Where no memory can be shared, a subscriber pulls from the outlet itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.peers._setback import choice
+from flatweights.ray.publishing._board import Board, FullError, Place
+from flatweights.ray.publishing._names import Record, find, is_superseded, this_node
+from flatweights.ray.publishing._sources import PULL, BoardSource, PulledSource, Source
+
+_TRY = 2.0  # seconds in which a board has to answer, or its process is stopped
+_IDLE = 10.0  # seconds without readers after which an actor of a node ends
+_LOOK = 0.5  # seconds between two looks of an actor at how things stand
+_INLINE = 100 << 10  # bytes up to which an array travels with the answer
+_START = 60.0  # seconds in which an actor has to start
+
+_log = logging.getLogger("flatweights")
+
+
+def connect(name: str, record: Record, end: float) -> Source:
+    """Return where this process gets the weights of a publisher from.
+
+    Args:
+        name: The name.
+        record: The publisher.
+        end: When to give up, by `time.monotonic`.
+
+    Raises:
+        OSError: If the publisher has ended, or does not answer.
+        FullError: If it has too many readers.
+        ray.exceptions.RayError: If an actor cannot be reached.
+    """
+    node, layout = this_node(), record.layout
+    why = f"{os.environ.get('FLATWEIGHTS_RAY')!r} is chosen"
+    if choice() != "store":
+        until = min(end, time.monotonic() + _TRY)
+        try:
+            if record.node == node:
+                return BoardSource("lane", record.number, layout, record.place, until)
+            layout, place = _relay_board(name, node, end)
+            return BoardSource("agent", record.number, layout, place, until)
+        except (OSError, LaneError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+    outlet = outlet_of(name, record)
+    try:
+        ray.get(outlet.ping.remote(), timeout=max(0.0, end - time.monotonic()))
+    except ray.exceptions.RayTaskError as error:
+        raise ConnectionError(str(error.cause)) from None
+    _log.info("weights of %r come through Ray: %s", name, why)
+    return PulledSource("store", record.number, record.layout, outlet)
+
+
+def outlet_of(name: str, record: Record) -> Any:
+    """Return the actor on the publisher's node that reads for others."""
+    outlet = _actor(Outlet, f"outlet:{name}:{record.number}", record.node, 64)
+    return outlet.remote(name, tuple(record))
+
+
+def _relay_board(name: str, node: str, end: float) -> tuple[bytes, Place]:
+    """Return layout and place of the board of the relay of this ``node``."""
+    relay = _actor(Relay, f"relay:{name}:{node}", node, 16).remote(name)
+    seconds = max(0.0, end - time.monotonic())
+    try:
+        layout, place = ray.get(relay.board.remote(seconds), timeout=seconds + _LOOK)
+    except ray.exceptions.RayTaskError as error:
+        raise ConnectionError(str(error.cause)) from None
+    return layout, Place(*place)
+
+
+def _actor(cls: type, name: str, node: str, concurrency: int) -> Any:
+    return ray.remote(cls).options(
+        name=f"flatweights:{name}",
+        namespace=f"flatweights-{ray.get_runtime_context().get_job_id()}",
+        get_if_exists=True,
+        lifetime="detached",  # not with the process that starts it: it ends when nobody needs it
+        num_cpus=0,
+        max_concurrency=concurrency,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+    )
+
+
+class Outlet:
+    """The actor on the publisher's node from which others pull. It ends when nobody does."""
+
+    def __init__(self, name: str, record: tuple[Any, ...]) -> None:
+        """Connect to the board of the publisher."""
+        self._name = name
+        self._record = Record(*record)
+        self._asked = time.monotonic()
+        self._turn = threading.Lock()
+        self._put: tuple[int, float, Any] | None = None
+        self._source: BoardSource | None = None
+        _start(self._watch, ray.get_runtime_context().current_actor)
+
+    def ping(self) -> None:
+        """Return if there is something to pull.
+
+        Raises:
+            ConnectionError: If the publisher cannot be read.
+        """
+        self._asked = time.monotonic()
+        with self._turn:
+            if self._source is None:
+                place, end = Place(*self._record.place), time.monotonic() + _TRY
+                try:
+                    self._source = BoardSource("lane", self._record.number, b"", place, end)
+                except (OSError, FullError, LaneError, ValueError) as error:
+                    raise ConnectionError(f"{type(error).__name__}: {error}") from None
+            if self._source.wait_for_end(0.0):
+                raise ConnectionError("the publisher has ended")
+
+    def newer(self, seen: int) -> Any:
+        """Return version, age and bytes of what is newer than ``seen``, once it is there.
+
+        Returns:
+            The bytes as an array, or a reference to it in a list; an empty tuple if there is
+            nothing new for a while; None if the publisher has ended or is superseded.
+        """
+        self._asked = time.monotonic()
+        source = self._source
+        if source is None:
+            return None
+        end = self._asked + PULL
+        while not source.wait(seen, max(0.0, min(_LOOK, end - time.monotonic()))):
+            if source.wait_for_end(0.0) or is_superseded(self._name, self._record.number):
+                return None
+            if time.monotonic() >= end:
+                return ()
+        with self._turn:
+            version, published, buffer = self._newest(source)
+            return version, time.monotonic() - published, buffer
+
+    def _newest(self, source: BoardSource) -> tuple[int, float, Any]:
+        """Return version, time and bytes; of each version, there is one object in Ray's store."""
+        before = 0 if self._put is None else self._put[0]
+        news = source.take(before)
+        if news is not None:
+            version, published, buffer = news
+            kept = [ray.put(buffer)] if buffer.nbytes > _INLINE else buffer.copy()
+            self._put = version, published, kept
+        assert self._put is not None
+        return self._put
+
+    def _watch(self) -> None:
+        while time.monotonic() - self._asked < _IDLE:
+            time.sleep(_LOOK)
+
+
+class Relay:
+    """The actor of a node that reads for all its processes. It ends when none of them does."""
+
+    def __init__(self, name: str) -> None:
+        """Begin to look for the publisher of ``name``."""
+        self._name = name
+        self._began = time.monotonic()
+        self._seen = 0
+        self._layout = b""
+        self._board: Board | None = None
+        self._changed = threading.Condition()
+        _start(self._run, ray.get_runtime_context().current_actor)
+
+    def board(self, seconds: float) -> tuple[bytes, tuple[Any, ...]]:
+        """Return the layout of the weights, and where the board is.
+
+        Raises:
+            TimeoutError: If there is none within ``seconds``.
+        """
+        self._began = time.monotonic()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._board is not None, seconds):
+                raise TimeoutError("the publisher cannot be read from this node")
+            assert self._board is not None
+            return self._layout, tuple(self._board.place)
+
+    @property
+    def _is_needed(self) -> bool:
+        board = self._board
+        idle = time.monotonic() - self._began
+        return (idle if board is None else min(idle, board.idle)) < _IDLE
+
+    def _run(self) -> None:
+        ended = -1  # the number of the last publisher that brings nothing any more
+        while self._is_needed:
+            with contextlib.suppress(ray.exceptions.RayError):
+                record = find(self._name)
+                if record is not None and record.number > ended:
+                    self._relay(record)
+                    ended = record.number if is_superseded(self._name, record.number) else ended
+            time.sleep(_LOOK)
+
+    def _relay(self, record: Record) -> None:
+        """Bring what a publisher publishes to the board, until it has ended."""
+        outlet = outlet_of(self._name, record)
+        ray.get(outlet.ping.remote(), timeout=_START)
+        board = self._board_for(record)
+        source = PulledSource("store", record.number, record.layout, outlet)
+        try:
+            while self._is_needed and not source.wait_for_end(0.0):
+                if not source.wait(self._seen, _LOOK):
+                    continue
+                news = source.take(self._seen)
+                if news is not None:
+                    self._publish(board, *news)
+        finally:
+            source.interrupt()
+
+    def _board_for(self, record: Record) -> Board:
+        with self._changed:
+            old = self._board
+            if old is None or self._layout != record.layout:
+                self._board = Board(record.place.nbytes)
+                self._layout = record.layout
+                self._changed.notify_all()
+                if old is not None:
+                    old.close()
+            assert self._board is not None
+            return self._board
+
+    def _publish(self, board: Board, version: int, published: float, buffer: Any) -> None:
+        target: NDArray[np.uint8] = board.publication.begin()
+        np.copyto(target, buffer)
+        del target
+        board.publication.commit(version, time.monotonic() - published)
+        self._seen = version
+
+
+def _start(run: Callable[[], None], actor: Any) -> None:
+    """Run a thread, and end the ``actor`` with it."""
+
+    def serve() -> None:
+        try:
+            run()
+        finally:
+            ray.kill(actor)
+
+    threading.Thread(target=serve, name="flatweights-publishing", daemon=True).start()

@@ -1,0 +1,431 @@
+"""Publishers and subscribers of one node: what is published is read, by whatever holds weights."""
+
+import itertools
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+import flatweights as fw
+from flatweights.ray import Publisher, StaleWeightsError, Subscriber, SupersededError
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(os.uname().sysname != "Linux", reason="boards are Linux's"),
+]
+
+VERSIONS = 10**12
+
+
+def wait_until(condition: Callable[[], Any]) -> Any:
+    end = time.monotonic() + 120
+    while not (value := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return value
+
+
+def model_of(value: float) -> dict[str, Any]:
+    return {"a": np.full((50, 60), value, np.float32), "n": np.array([int(value)])}
+
+
+class Learner:
+    """An actor that publishes."""
+
+    def __init__(self, name: str, size: int = 1000) -> None:
+        self.weights = {"w": np.zeros(size)}
+        self.publisher = Publisher(name, self.weights)
+
+    def publish(self, value: float) -> int:
+        self.weights["w"][:] = value
+        return self.publisher.publish()
+
+    def publish_for_ever(self) -> None:
+        value = 0.0
+        while True:
+            self.publish(value := value + 1.0)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Actor:
+    """An actor that reads."""
+
+    def __init__(self, name: str, way: str = "", size: int = 1000, **options: Any) -> None:
+        os.environ["FLATWEIGHTS_RAY"] = way
+        self.weights = {"w": np.zeros(size)}
+        self.subscriber = Subscriber(name, self.weights, **options)
+
+    def update(self) -> tuple[bool, int, float]:
+        is_new = self.subscriber.update()
+        values = self.weights["w"]
+        assert (values == values[0]).all()
+        return is_new, self.subscriber.version, float(values[0])
+
+    def update_many(self, count: int) -> None:
+        """Update until there was something new so many times."""
+        before = self.subscriber.version
+        while count > 0:
+            is_new, version, _ = self.update()
+            assert version > before if is_new else version == before
+            count, before = count - is_new, version
+
+    def ask(self, name: str) -> Any:
+        return getattr(self.subscriber, name)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+remote_learner: Any = ray.remote(num_cpus=0)(Learner)
+remote_actor: Any = ray.remote(num_cpus=0)(Actor)
+
+
+@pytest.fixture
+def started() -> Iterator[list[Any]]:
+    """Actors to be killed after the test."""
+    actors: list[Any] = []
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
+@pytest.mark.parametrize("way", ["", "store"])
+def test_an_actor_reads_the_newest_weights_once(started: list[Any], way: str) -> None:
+    name = f"newest{way}"
+    weights = {"w": np.zeros(20_000)}
+    with Publisher(name, weights) as publisher:
+        actor = remote_actor.remote(name, way, 20_000)
+        started.append(actor)
+        assert ray.get(actor.update.remote()) == (False, 0, 0.0)
+        assert ray.get(actor.ask.remote("way")) == ("store" if way else "lane")
+        assert ray.get(actor.ask.remote("age")) == float("inf")
+        for value in (1.0, 2.0, 3.0):
+            weights["w"][:] = value
+            assert publisher.publish() == publisher.version == int(value)
+        if way:
+            wait_until(lambda: ray.get(actor.ask.remote("behind")) == 3)
+        assert ray.get(actor.ask.remote("behind")) == 3
+        assert ray.get(actor.update.remote()) == (True, 3, 3.0)
+        assert ray.get(actor.update.remote()) == (False, 3, 3.0)
+        assert ray.get(actor.ask.remote("behind")) == 0
+        assert 0 < ray.get(actor.ask.remote("age")) < 600
+        weights["w"][:] = 4.0
+        publisher.publish()
+        assert wait_until(lambda: ray.get(actor.update.remote())[1:] == (4, 4.0))
+
+
+KINDS: dict[str, Callable[[float], Any]] = {
+    "array": lambda value: np.full(7, value),
+    "mapping": model_of,
+    "sequence": lambda value: [np.full((2, 3), value), np.full(3, int(value))],
+    "flat weights": lambda value: fw.FlatWeights(model_of(value)),
+    "tree": lambda value: {"x": [np.full(2, value), {"y": np.full(3, value)}]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_average_takes_is_published_and_set(kind: str) -> None:
+    make = KINDS[kind]
+    ours, theirs, other = make(1.0), make(0.0), make(0.0)
+    with (
+        Publisher(f"kinds {kind}", ours) as publisher,
+        Subscriber(f"kinds {kind}", theirs) as reader,
+    ):
+        publisher.publish()
+        assert reader.update()
+        np.testing.assert_equal(theirs, make(1.0))
+        publisher.publish(make(2.0))
+        assert reader.update(out=other)
+        np.testing.assert_equal(other, make(2.0))
+        np.testing.assert_equal(theirs, make(1.0))
+        assert not reader.update()
+        copy = reader.read()
+        assert isinstance(copy, fw.FlatWeights)
+        for part in copy.values():
+            assert (part == 2).all()
+
+
+class Holder:
+    """Weights of no framework."""
+
+    def __init__(self, model: dict[str, Any]) -> None:
+        self.model = model
+        self.layout = fw.Layout.of(model)
+        self.error: Exception | None = None
+        self.kept: Any = None
+
+    def gather_into(self, buffer: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        for own, view in zip(self.model.values(), self.layout.packed_views(buffer), strict=True):
+            view[...] = own
+
+    def scatter(self, buffer: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        self.kept = buffer if self.kept == "next" else None
+        for own, view in zip(self.model.values(), self.layout.packed_views(buffer), strict=True):
+            own[...] = view
+
+
+def test_what_goes_wrong_in_the_variables_is_raised_and_passes() -> None:
+    ours, theirs = Holder(model_of(1.0)), Holder(model_of(0.0))
+    errors = []
+    with Publisher("errors", ours) as publisher, Subscriber("errors", theirs) as subscriber:
+        for _ in range(10):
+            ours.error = theirs.error = ArithmeticError("diverged")
+            with pytest.raises(ArithmeticError) as raised:
+                publisher.publish()
+            errors.append(raised)  # with the traceback, which refers to the memory
+            ours.error = None
+            version = publisher.publish()
+            with pytest.raises(ArithmeticError) as raised:
+                subscriber.update()
+            errors.append(raised)
+            theirs.error = None
+            assert subscriber.update()
+            assert subscriber.version == version
+        assert version == 10
+        np.testing.assert_equal(theirs.model, model_of(1.0))
+
+
+def test_variables_that_keep_the_memory_are_told() -> None:
+    theirs = Holder(model_of(0.0))
+    with Publisher("kept", model_of(1.0)) as publisher, Subscriber("kept", theirs) as subscriber:
+        theirs.kept = "next"
+        publisher.publish()
+        assert subscriber.update()
+        publisher.publish()
+        with pytest.raises(RuntimeError, match="copy what is to be kept"):
+            subscriber.update()
+        theirs.kept = None
+        assert subscriber.update()
+
+
+def test_another_layout_is_refused() -> None:
+    with Publisher("layouts", model_of(1.0)) as publisher:
+        publisher.publish()
+        wrong = model_of(0.0)
+        wrong["a"] = wrong["a"].reshape(60, 50)
+        with pytest.raises(ValueError, match=r"variables, .*slot 0: expected .*60, 50.*50, 60"):
+            Subscriber("layouts", wrong)
+        with Subscriber("layouts") as subscriber:
+            with pytest.raises(ValueError, match="out, against what is published: slot 0"):
+                subscriber.update(out=wrong)
+            with pytest.raises(TypeError, match="neither"):
+                subscriber.update()
+            frozen = model_of(0.0)
+            frozen["n"].flags.writeable = False
+            with pytest.raises(ValueError, match="out, slot 1 'n': expected an array that is wri"):
+                subscriber.update(out=frozen)
+            assert subscriber.version == 0
+            assert subscriber.update(out=model_of(0.0))
+        with pytest.raises(ValueError, match="weights, against what is published"):
+            publisher.publish(wrong)
+        assert publisher.publish() == 2
+
+
+def test_wrong_calls_are_refused() -> None:
+    with pytest.raises(TypeError, match="name: expected a text"):
+        Publisher(3, np.zeros(2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="variables: expected"):
+        Publisher("wrong", 3)
+    with pytest.raises(ValueError, match="timeout"):
+        Subscriber("wrong", timeout=-1)
+    with pytest.raises(ValueError, match="max_age: expected a positive"):
+        Subscriber("wrong", max_age=0)
+    with pytest.raises(TimeoutError, match="there was none yet"):
+        Subscriber("nobody", timeout=0.05)
+    with Publisher("wrong", np.zeros(2)) as publisher:
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            ray.put(publisher)
+        with Subscriber("wrong", np.zeros(2)) as subscriber:
+            with pytest.raises(TypeError, match="cannot be pickled"):
+                ray.put(subscriber)
+            with pytest.raises(RuntimeError, match="nothing has been published"):
+                subscriber.read()
+        with pytest.raises(RuntimeError, match="closed"):
+            subscriber.update()
+    with pytest.raises(RuntimeError, match="closed"):
+        publisher.publish()
+    with pytest.raises(TimeoutError, match=rf"process {os.getpid()} on .* was the last"):
+        Subscriber("wrong", timeout=0.05)
+
+
+def test_a_newer_publisher_takes_over() -> None:
+    weights = np.zeros(5)
+    with Publisher("over", np.ones(5)) as old, Subscriber("over", weights) as subscriber:
+        for _ in range(3):
+            old.publish()
+        assert subscriber.update()
+        with Publisher("over", np.full(5, 2.0)) as new:
+            with pytest.raises(
+                SupersededError, match=f"'over' has taken over: process {os.getpid()}"
+            ):
+                old.publish()
+            assert new.publish() == VERSIONS + 1
+            wait_until(subscriber.update)
+            assert (weights == 2.0).all()
+            assert subscriber.version == VERSIONS + 1
+            assert subscriber.behind == 0
+
+
+@pytest.mark.parametrize("way", ["", "store"])
+def test_a_learner_that_is_killed_publishes_again(started: list[Any], way: str) -> None:
+    name = f"restarts{way}"
+    learner = remote_learner.options(max_restarts=-1).remote(name)
+    actor = remote_actor.remote(name, way, max_age=600.0)
+    started += [learner, actor]
+    assert ray.get(learner.publish.remote(1.0)) == 1
+    wait_until(lambda: ray.get(actor.update.remote()) == (True, 1, 1.0))
+    for restart in (1, 2):
+        os.kill(ray.get(learner.pid.remote()), signal.SIGKILL)
+        assert ray.get(actor.update.remote())[1:] == (VERSIONS * (restart - 1) + 1, float(restart))
+
+        def publish(value: float = 1.0 + restart) -> Any:
+            try:
+                return ray.get(learner.publish.remote(value))
+            except ray.exceptions.RayActorError:  # it has just died
+                return None
+
+        version = wait_until(publish)
+        assert version == restart * VERSIONS + 1
+        wait_until(lambda: ray.get(actor.update.remote())[0])
+        assert ray.get(actor.update.remote()) == (False, version, 1.0 + restart)
+
+
+def test_a_publisher_that_is_stopped_is_left_for_its_successor(started: list[Any]) -> None:
+    learner = remote_learner.remote("stopped")
+    started.append(learner)
+    ray.get(learner.publish.remote(1.0))
+    weights = {"w": np.zeros(1000)}
+    with Subscriber("stopped", weights) as subscriber:
+        pid = ray.get(learner.pid.remote())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert subscriber.update()
+            assert not subscriber.update()
+            with Publisher("stopped", {"w": np.full(1000, 2.0)}) as publisher:
+                publisher.publish()
+                wait_until(subscriber.update)
+                assert (weights["w"] == 2.0).all()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        with pytest.raises(SupersededError):
+            wait_until(lambda: ray.get(learner.publish.remote(3.0)) is None)
+
+
+def test_weights_that_are_too_old_are_refused() -> None:
+    weights = np.zeros(3)
+    with Publisher("age", np.ones(3)) as publisher:
+        with Subscriber("age", weights, max_age=1e-9) as subscriber:
+            text = r"'age': nothing was published for .* s, expected at most 1e-09 s \(max_age\)"
+            with pytest.raises(StaleWeightsError, match=text):
+                subscriber.update()
+            publisher.publish()
+            with pytest.raises(StaleWeightsError, match="is silent"):
+                subscriber.update()
+            assert (weights == 0).all()
+            with pytest.raises(StaleWeightsError):
+                subscriber.read()
+            publisher.close()
+
+            def has_ended() -> bool:
+                with pytest.raises(StaleWeightsError) as raised:
+                    subscriber.update()
+                return "has ended" in str(raised.value)
+
+            wait_until(has_ended)
+        assert subscriber.version == 0
+
+
+def test_read_without_variables_says_its_version() -> None:
+    with Publisher("read", np.ones(3)) as publisher, Subscriber("read") as subscriber:
+        publisher.publish()
+        assert (subscriber.read()[""] == 1).all()
+        assert subscriber.version == 1
+        assert re.fullmatch(r"<Subscriber of 'read', version 1, way 'lane'>", repr(subscriber))
+
+
+def test_many_subscribers_of_one_publisher() -> None:
+    targets = [np.zeros(100) for _ in range(64)]
+    with Publisher("many", np.ones(100)) as publisher:
+        subscribers = [Subscriber("many", target) for target in targets]
+        publisher.publish()
+        assert all(subscriber.update() for subscriber in subscribers)
+        assert all((target == 1).all() for target in targets)
+        for subscriber in subscribers:
+            subscriber.close()
+
+
+def test_threads_share_a_subscriber() -> None:
+    source, target = np.zeros(5000), np.zeros(5000)
+    with Publisher("threads", source) as publisher, Subscriber("threads", target) as subscriber:
+        news = []
+        is_over = threading.Event()
+
+        def update() -> None:
+            while not is_over.is_set():
+                news.append(subscriber.update())
+
+        threads = [threading.Thread(target=update) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for value in range(1, 200):
+            source[:] = value
+            publisher.publish()
+        wait_until(lambda: subscriber.version == 199)
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        assert (target == 199).all()
+        assert 1 <= sum(news) <= 199
+
+
+def test_a_fork_needs_its_own() -> None:
+    with (
+        Publisher("forks", np.ones(3)) as publisher,
+        Subscriber("forks", np.zeros(3)) as subscriber,
+    ):
+        publisher.publish()
+        child = os.fork()
+        if child == 0:
+            codes = []
+            for call in (publisher.publish, subscriber.update, subscriber.read):
+                try:
+                    call()
+                except RuntimeError as error:
+                    codes.append("fork" in str(error))
+            subscriber.close()
+            publisher.close()
+            os._exit(0 if codes == [True] * 3 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert subscriber.update()
+        assert publisher.publish() == 2
+        assert subscriber.update()
+
+
+def test_updates_are_whole_while_learner_and_actors_are_stopped(started: list[Any]) -> None:
+    learner = remote_learner.remote("whole", 30_000)
+    ray.get(learner.publish.remote(1.0))
+    actors = [remote_actor.remote("whole", "", 30_000) for _ in range(2)]
+    started += [learner, *actors]
+    pids = ray.get([process.pid.remote() for process in (learner, *actors)])
+    learner.publish_for_ever.remote()
+    running = [actor.update_many.remote(300) for actor in actors]
+    for pid in itertools.cycle(pids):
+        os.kill(pid, signal.SIGSTOP)
+        left = ray.wait(running, num_returns=2, timeout=0.05)[1]
+        os.kill(pid, signal.SIGCONT)
+        if not left:
+            break
+    ray.get(running)
