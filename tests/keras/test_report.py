@@ -1,0 +1,118 @@
+"""`Report`: what it saves can be resumed, and a run of Ray Train gets its metrics."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from flatweights.keras import Report
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+Y = X.sum(axis=1)
+
+
+def new_model(seed: int = 0, units: int = 4, optimizer: Any = None) -> Any:
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(units, "tanh"), keras.layers.BatchNormalization()]
+    model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
+    model.compile(optimizer or keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def fit(model: Any, epochs: int, begin: int = 0, callbacks: Any = ()) -> Any:
+    options = {"initial_epoch": begin, "callbacks": list(callbacks), "shuffle": False, "verbose": 0}
+    return model.fit(X, Y, 16, epochs=epochs, **options)
+
+
+def state(model: Any) -> list[NDArray[Any]]:
+    return [np.array(v.value) for v in [*model.variables, *model.optimizer.variables]]
+
+
+def train(config: Mapping[str, Any]) -> None:
+    """As a worker of Ray Train."""
+    import ray.train
+
+    if config["resumes"]:  # what a second start of this run would do, within the first
+        fit(new_model(seed=1), 2, callbacks=[Report()])
+    model = new_model(seed=2)
+    done = Report.resume(model)
+    fit(model, 5, done, [Report(every=2)])
+    rank = ray.train.get_context().get_world_rank()
+    np.savez(Path(config["folder"], f"{rank}.npz"), *state(model))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # those of Ray's libraries
+@pytest.mark.parametrize("resumes", [False, True])
+def test_ray_train_gets_metrics_and_a_checkpoint(tmp_path: Path, resumes: bool) -> None:
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.tensorflow import TensorflowTrainer
+
+    result = TensorflowTrainer(
+        train,
+        train_loop_config={"folder": str(tmp_path), "resumes": resumes},
+        scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 0.5}),
+        run_config=RunConfig(storage_path=str(tmp_path / "storage")),
+    ).fit()
+    assert result.metrics["epochs"] == 5
+    assert result.metrics["seconds"] > 0
+    expected = new_model(seed=1 if resumes else 2)
+    history = fit(expected, 5).history
+    assert result.metrics["loss"] == pytest.approx(history["loss"][-1], rel=1e-5)
+    reports = result.metrics_dataframe["epochs"].tolist()
+    assert reports == ([1, 2, 4, 5] if resumes else [2, 4, 5])
+    with np.load(tmp_path / "0.npz") as saved:
+        for got, wanted in zip(saved.values(), state(expected), strict=True):
+            assert np.allclose(got, wanted, rtol=1e-4, atol=1e-6)
+    loaded = new_model(seed=3)
+    assert Report.resume(loaded, result.checkpoint) == 5
+
+
+def checkpoint_of(model: Any, folder: Path, metadata: Mapping[str, Any]) -> Any:
+    import ray.train
+
+    model.save(folder / "model.keras")
+    (folder / ".metadata.json").write_text(json.dumps(metadata))
+    return ray.train.Checkpoint.from_directory(folder)
+
+
+def test_a_training_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
+    first, expected = new_model(), new_model()
+    fit(first, 2)
+    fit(expected, 4)
+    resumed = new_model(seed=1)
+    assert Report.resume(resumed, checkpoint_of(first, tmp_path, {"epochs": 2})) == 2
+    assert all(map(np.array_equal, state(first), state(resumed)))
+    fit(resumed, 4, begin=2)
+    assert all(map(np.array_equal, state(expected), state(resumed)))
+
+
+def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+    first = new_model()
+    fit(first, 1)
+    checkpoint = checkpoint_of(first, tmp_path, {"epochs": 1})
+    with pytest.raises(ValueError, match="could not be loaded"):
+        Report.resume(new_model(units=5), checkpoint)
+    with pytest.raises(ValueError, match=r"loading for optimizer|could not be loaded"):
+        Report.resume(new_model(optimizer=keras.optimizers.SGD()), checkpoint)
+    with pytest.raises(ValueError, match="expected one that is built and compiled"):
+        Report.resume(keras.Sequential([keras.layers.Dense(1)]), checkpoint)
+    foreign = checkpoint_of(first, tmp_path, {})
+    with pytest.raises(ValueError, match=r"expected one of flatweights\.keras\.Report"):
+        Report.resume(new_model(), foreign)
+
+
+def test_outside_of_ray_train_it_says_so() -> None:
+    with pytest.raises(RuntimeError, match="expected a worker of Ray Train"):
+        fit(new_model(), 1, callbacks=[Report()])
+    with pytest.raises(ValueError, match="every: expected at least 1, got 0"):
+        Report(0)
+    with pytest.raises(TypeError, match="every"):
+        Report(1.5)  # type: ignore[arg-type]
