@@ -17,6 +17,7 @@ from flatweights.ray._errors import WorkerError, raised
 from flatweights.ray._report import report, rounds_bar
 from flatweights.ray._result import check_result
 from flatweights.ray._round import Round
+from flatweights.ray._turn import Turn, alone
 from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.nodes._plan import Sums, check_sums
@@ -56,7 +57,8 @@ class WorkerGroup:
     call brings all the same weights (``initial``). Without them, a restarted actor stays
     unhealthy until there is a `broadcast`.
 
-    A group is for one thread: calls from several at a time are not supported.
+    One thread at a time may call a group: a call while another thread is in one raises
+    `RuntimeError`.
 
     >>> import numpy as np
     >>> import ray
@@ -112,6 +114,7 @@ class WorkerGroup:
         wire = None if wire_dtype is None else GroupWire(wire_dtype)
         self._roster = Roster(actors, wire, initial, sums)
         self._max_inflight = check_count(max_inflight, "max_inflight")
+        self._turn = Turn("WorkerGroup")
         self._count = 0  # of averages
         self._in_round = False  # of run(): workers may have trained since the latest weights
         self._recipe: _Recipe | None = None  # by which `create` has made the actors
@@ -178,6 +181,7 @@ class WorkerGroup:
         """Return the actors by rank."""
         return self._roster.handles()
 
+    @alone
     def add(
         self,
         n: int = 1,
@@ -227,6 +231,7 @@ class WorkerGroup:
         self._arguments += kept
         return self._roster.add(made)
 
+    @alone
     def remove(self, ranks: Iterable[int] | int, *, kill: bool = True) -> None:
         """Remove workers: they are in no later round.
 
@@ -260,6 +265,7 @@ class WorkerGroup:
         """By rank, why actors are not called."""
         return self._roster.unhealthy()
 
+    @alone
     def step(
         self,
         method: str,
@@ -302,6 +308,7 @@ class WorkerGroup:
             raise WorkerError(by_methods or roster.unhealthy(asked))
         return results
 
+    @alone
     def average(
         self,
         method: str = "get_weights",
@@ -378,6 +385,7 @@ class WorkerGroup:
         options["max_inflight"] = self._max_inflight
         return Request.of(len(roster), weights, span=roster.span, **options)
 
+    @alone
     def _average(
         self,
         work: Work,
@@ -426,6 +434,7 @@ class WorkerGroup:
         self._count += 1
         return result
 
+    @alone
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
         """Send ``weights`` to all healthy workers; they have them from then on.
 
@@ -559,6 +568,7 @@ class WorkerGroup:
         loop = AsCompleted(self._roster, work, request, asked, buffer, max_staleness)
         return rounds_of(loop, updates)
 
+    @alone
     def restore(self, *, timeout: float | None = _PROBE) -> list[int]:
         """Send unhealthy workers the latest weights; return the ranks that have them.
 

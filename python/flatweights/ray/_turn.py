@@ -1,0 +1,51 @@
+"""Calls that one thread at a time may make."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Turn:
+    """Held by the thread that is in a call; it may make calls within that one.
+
+    The others do not wait: a call that they make would find weights that it does not expect.
+    """
+
+    def __init__(self, owner: str) -> None:
+        """Take the name of what is called, for errors."""
+        self._owner = owner
+        self._lock = threading.RLock()
+        self._thread = ""
+
+    def __enter__(self) -> None:
+        """Begin a call.
+
+        Raises:
+            RuntimeError: If another thread is in one.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"expected calls of a {self._owner} from one thread at a time, got one of "
+                f"{threading.current_thread().name!r} while {self._thread!r} is in another"
+            )
+        self._thread = threading.current_thread().name
+
+    def __exit__(self, *error: object) -> None:
+        """End it."""
+        self._lock.release()
+
+
+def alone(method: Method) -> Method:
+    """Have a method run within the `Turn` that its object has as ``_turn``."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with self._turn:
+            return method(self, *args, **kwargs)
+
+    return cast("Method", call)
