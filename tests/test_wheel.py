@@ -115,3 +115,14 @@ def test_wheel_that_is_built_beside_tensorflow_carries_the_op_library(tmp_path: 
 
     off = "-Ccmake.define.FLATWEIGHTS_TENSORFLOW=OFF"
     assert op_library(build_wheel(tmp_path, "--no-build-isolation", off)) == sources()
+
+
+def test_the_builder_says_what_it_expects_of_a_python() -> None:
+    run = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "wheels", "3.99"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert "such as 3.11 or python3.11; python3.99 does not run" in run.stderr
