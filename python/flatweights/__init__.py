@@ -1,8 +1,10 @@
 """Move and average the weights of models, as one contiguous buffer.
 
 `flatweights` itself needs only NumPy, ml_dtypes and safetensors. `flatweights.tensorflow` has
-`TensorFlowVariables`; `flatweights.ray` has averaging drivers and workers; `flatweights.server`
-has optimizers that step along averages; `flatweights.wire` has 16-bit codecs with error
+`TensorFlowVariables`; `flatweights.ray` has averaging drivers, workers and members;
+`flatweights.keras` has callbacks and optimizers for `fit` on several processes;
+`flatweights.robust` has averages that a few wrong workers cannot spoil; `flatweights.server` has
+optimizers that step along averages or gradients; `flatweights.wire` has 16-bit codecs with error
 feedback for any transport.
 
 ``flatweights examples`` lists programs to copy, and ``flatweights info`` prints versions and

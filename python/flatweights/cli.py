@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from importlib import resources
+from pathlib import Path
 
 import flatweights
 from flatweights import demo, examples
@@ -152,11 +152,19 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """List the programs of flatweights.examples, or run one."""
+    """List the programs of flatweights.examples, run one, or show its source."""
+    if options.source is not None:
+        if options.name is None:
+            parser.error(f"examples --{options.source}: expected the NAME of an example")
+        source = _source(options.name)
+        print(source if options.source == "path" else source.read_text(encoding="utf-8").rstrip())
+        return 0
     if options.name is None:
         for name in _programs():
             print(f"{name:<26}{_first_line(name)}")
-        print("\nTo run one: flatweights examples NAME; more about it: with --help")
+        print(
+            "\nTo run one: flatweights examples NAME; more about it: with --help; its source: --show NAME"
+        )
         return 0
     if not _is_installed("examples", "all", *_NEEDED):
         return 2
@@ -174,8 +182,13 @@ def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
 def _first_line(name: str) -> str:
     """Return the first line of an example's docstring, without importing it."""
-    with resources.files(examples).joinpath(f"{name}.py").open(encoding="utf-8") as source:
+    with _source(name).open(encoding="utf-8") as source:
         return source.readline().strip().strip('"')
+
+
+def _source(name: str) -> Path:
+    """Return the file of an example."""
+    return Path(examples.__path__[0], f"{name}.py")
 
 
 def _is_installed(command: str, extra: str, *needed: str) -> bool:
@@ -205,9 +218,16 @@ def _parser() -> argparse.ArgumentParser:
     add("build-tf", _build_tf, ahead)
 
     programs = add("examples", _examples, "list the programs to read and to change, or run one")
-    programs.usage = "flatweights examples [-h] [--plot FILE] [NAME [options of the program]]"
+    programs.usage = (
+        "flatweights examples [-h] [--plot FILE] [NAME [options of the program]]\n"
+        "       flatweights examples --show NAME | --path NAME"
+    )
     plot = f"draw the results of the program ({', '.join(PLOT_SUFFIXES)})"
     programs.add_argument("--plot", type=plot_file, metavar="FILE", help=plot)
+    for option, what in (("show", "print its source"), ("path", "print where its source lies")):
+        programs.add_argument(
+            f"--{option}", dest="source", action="store_const", const=option, help=what
+        )
     name = "the program to run"
     programs.add_argument("name", nargs="?", choices=_programs(), metavar="NAME", help=name)
     programs.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
