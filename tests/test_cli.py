@@ -105,6 +105,30 @@ def test_the_documentation_names_each_example(program: Any) -> None:
     assert re.search(rf"^\| `{program}` \| \w", page, re.MULTILINE)
 
 
+@pytest.mark.parametrize("program", [path.stem for path in PROGRAMS])
+def test_the_source_of_an_example_is_shown(
+    program: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["examples", "--path", program]) == 0
+    path = Path(capsys.readouterr().out.rstrip("\n"))
+    assert path in PROGRAMS
+    assert main(["examples", "--show", program]) == 0
+    assert capsys.readouterr().out == path.read_text()
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "flatweights", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    assert run.stdout.startswith("usage: flatweights ")
+    for part in ("tensorflow", "ray", "keras", "robust", "server", "wire"):
+        assert f"`flatweights.{part}`" in run.stdout.replace("\n", " ")
+
+
 def test_examples_are_listed_on_the_base_install() -> None:
     run = in_fresh_interpreter(
         "import sys; sys.modules.update(dict.fromkeys(['tensorflow', 'ray', 'rich', 'scipy']))\n"
@@ -240,6 +264,7 @@ def test_plan_prints_what_ray_plan_says(capsys: pytest.CaptureFixture[str]) -> N
     [
         ([], "the following arguments are required: command"),
         (["train"], "invalid choice: 'train'"),
+        (["examples", "--show"], "examples --show: expected the NAME of an example"),
         (["examples", "lines"], "NAME: invalid choice: 'lines'"),
         (["demo", "--workers", "0"], "--workers: expected an integer from 1 to 64, got '0'"),
         (["demo", "--workers", "65"], "--workers: expected an integer from 1 to 64, got '65'"),
@@ -258,6 +283,7 @@ def test_plan_prints_what_ray_plan_says(capsys: pytest.CaptureFixture[str]) -> N
             "expected --mode weights",
         ),
         (["plan", "--nodes", "0"], "--nodes: expected an integer from 1 to 1000000, got '0'"),
+        ([*PLAN, "--link", "10"], "link: expected bits per second, such as 10e9 or '10Gbit'"),
         ([*PLAN, "--link", "10GB"], "link: expected bits per second, such as 10e9 or '10Gbit'"),
         ([*PLAN, "--link", "1Gbit", "--dtype", "int8"], "dtype: expected one that has a mean"),
     ],

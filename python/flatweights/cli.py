@@ -241,8 +241,8 @@ def _parser() -> argparse.ArgumentParser:
     costs.add_argument("--model", required=True, metavar="SIZE", help="size of a model: 500MB")
     costs.add_argument("--link", required=True, metavar="RATE", help="rate of a link: 10Gbit")
     costs.add_argument("--dtype", default="float32", help="dtype of most weights (float32)")
-    memory = "what a node's processes read and write a second (10GB)"
-    costs.add_argument("--memory", default="10GB", metavar="SIZE", help=memory)
+    memory = "what a node's processes read and write a second (50GB over lanes, else 10GB)"
+    costs.add_argument("--memory", metavar="SIZE", help=memory)
 
     guide = "train on handwritten digits in Ray actors, compared with the loop of Ray's guide"
     demo.add_options(add("demo", _demo, guide))

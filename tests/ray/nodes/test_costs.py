@@ -72,7 +72,8 @@ def test_small_models_and_single_nodes_go_through_the_driver() -> None:
     assert plan(nodes=4, workers=1, model="30kB", link=GBIT).chosen.way == "driver"
     assert plan(nodes=4, workers=1, model="30MB", link=GBIT).chosen.way == "streams"
     alone = plan(nodes=1, workers=8, model="30MB", link=GBIT)
-    assert (alone.chosen.way, alone.chosen.sent, alone.chosen.received) == ("driver", 0, 0)
+    assert (alone.chosen.way, alone.chosen.sent, alone.chosen.received) == ("lanes", 0, 0)
+    assert alone.chosen.seconds < alone["driver"].seconds < alone["the guide's loop"].seconds
 
 
 def test_texts_have_units() -> None:
@@ -95,6 +96,7 @@ def test_texts_have_units() -> None:
         ("model", float("nan"), "model: expected bytes"),
         ("link", "fast", "link: expected bits per second"),
         ("link", "10GB", "link: expected bits per second"),
+        ("link", "10", "link: expected bits per second, such as 10e9 or '10Gbit', got '10'"),
         ("memory", "1.2.3GB", "memory: expected bytes"),
         ("dtype", "int8", "dtype: expected one that has a mean, got 'int8'"),
         ("dtype", "float33", "dtype: expected the name of a dtype, got 'float33'"),
@@ -113,3 +115,23 @@ def test_table_marks_the_way_that_is_chosen() -> None:
     (chosen,) = [line for line in lines if line.startswith("->")]
     assert chosen.split()[1] == "streams"
     assert "(K - 1) / K x (2 + 1) M each way" in chosen
+    assert lines[-2].startswith("M: the bytes of the model. N workers on K nodes, W on each.")
+
+
+def test_a_round_over_lanes_keeps_a_window_of_each_worker_and_three_of_the_driver() -> None:
+    table = plan(nodes=1, workers=4, model="200MB", link="10Gbit")
+    assert str(table).startswith("1 node of 4 workers, 200 MB")
+    assert table.chosen.kept == 7 * 200e6
+    assert table["driver"].kept == 6 * 200e6
+    (chosen,) = [line for line in str(table).splitlines() if line.startswith("->")]
+    assert chosen.split()[1:8] == [
+        "lanes",
+        "0",
+        "B",
+        "0",
+        "B",
+        f"{table.chosen.seconds:.3g}",
+        "1.4",
+    ]
+    slower = plan(nodes=1, workers=4, model="200MB", link="10Gbit", memory="10GB")
+    assert slower.chosen.seconds > 4 * table.chosen.seconds

@@ -15,22 +15,35 @@ from flatweights._numbers import check_count
 from flatweights.ray._report import readable_bytes
 from flatweights.ray.nodes._plan import SMALL
 
-WayName = Literal["the guide's loop", "driver", "objects", "streams"]
+WayName = Literal["the guide's loop", "lanes", "driver", "objects", "streams"]
 
 # The share of a link's rate that the weights of a round get, headers and waiting taken off, of
 # ways as they ran over links of 300 to 1,000 Mbit/s; and seconds that a round takes besides.
 _SHARE: Mapping[WayName, float] = {
     "the guide's loop": 0.93,
+    "lanes": 1.0,
     "driver": 0.93,
     "objects": 0.6,
     "streams": 0.88,
 }
 _FIXED: Mapping[WayName, float] = {
     "the guide's loop": 8e-3,
+    "lanes": 0.3e-3,
     "driver": 6e-3,
     "objects": 30e-3,
     "streams": 10e-3,
 }
+
+
+# Bytes per second that the processes of a node read and write together: as measured over lanes, and
+# as fitted to rounds between nodes that shared a machine.
+_LANE_MEMORY = 50e9
+_MEMORY = 10e9
+
+_LEGEND = (
+    "M: the bytes of the model. N workers on K nodes, W on each. Memory: on the node that needs",
+    "most, beside the workers' own models. The arrow: the way that a group takes by itself.",
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,8 @@ class WayCost:
         seconds: How long a round takes, without the workers' training.
         formula: What a link carries, in each direction: M is the model, N the number of
             workers, K of nodes, W of workers on each.
+        kept: Bytes of memory that weights take on the node that has most, beside the models of the
+            workers themselves; of agents, an estimate.
     """
 
     way: WayName
@@ -57,6 +72,7 @@ class WayCost:
     critical: float
     seconds: float
     formula: str
+    kept: float
 
 
 @dataclass(frozen=True)
@@ -83,13 +99,13 @@ class ExchangePlan:
 
     def __str__(self) -> str:
         """A table for a terminal; the chosen way has an arrow."""
-        rows = [("", "way", "out", "in", "seconds", "bytes of the busiest link")]
+        rows = [("", "way", "out", "in", "seconds", "memory", "bytes of the busiest link")]
         for cost in self.ways:
             mark = "->" if cost is self.chosen else ""
             name = f"{cost.way}, {cost.options}" if cost.options else cost.way
             sizes = (readable_bytes(cost.sent), readable_bytes(cost.received))
             seconds = f"{cost.seconds:,.0f}" if cost.seconds >= 100 else f"{cost.seconds:.3g}"
-            rows.append((mark, name, *sizes, seconds, cost.formula))
+            rows.append((mark, name, *sizes, seconds, readable_bytes(cost.kept), cost.formula))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
         for row in rows:
@@ -97,7 +113,7 @@ class ExchangePlan:
             cells = [mark.ljust(widths[0]), name.ljust(widths[1])]
             cells += [text.rjust(widths[2 + i]) for i, text in enumerate(numbers)]
             lines.append("  ".join([*cells, formula]).rstrip())
-        return "\n".join([self.title, "", *lines])
+        return "\n".join([self.title, "", *lines, "", *_LEGEND])
 
 
 def plan(
@@ -107,7 +123,7 @@ def plan(
     model: int | str,
     link: float | str,
     dtype: str = "float32",
-    memory: float | str = "10GB",
+    memory: float | str | None = None,
 ) -> ExchangePlan:
     """Return what a round between nodes costs, by each way that it can take.
 
@@ -125,7 +141,7 @@ def plan(
         link: Bits per second of a node's link in each direction, such as ``10e9`` or ``"10Gbit"``.
         dtype: That of most of the weights.
         memory: Bytes per second that the processes of a node read and write together, such as
-            ``10e9`` or ``"10GB"``.
+            ``10e9`` or ``"10GB"``. If None, what was measured: 50 GB over lanes, 10 GB elsewhere.
 
     Raises:
         ValueError: If a number is not positive, or a text is not a number with a unit.
@@ -139,13 +155,14 @@ def plan(
         workers=check_count(workers, "workers"),
         nbytes=nbytes,
         link=bits / 8,
-        memory=_number(memory, "memory", _BYTES),
+        memory=None if memory is None else _number(memory, "memory", _BYTES),
         wide=_width_of_sums(dtype),
         is_float32=np.dtype(dtype) == np.float32,
     )
-    title = f"{nodes} nodes of {workers} workers, {readable_bytes(nbytes)}, {bits / 1e9:g} Gbit/s"
+    title = f"{_counted(nodes, 'node')} of {_counted(workers, 'worker')}, "
+    title += f"{readable_bytes(nbytes)}, {bits / 1e9:g} Gbit/s"
     ways = tuple(setting.ways())
-    best = "streams" if nodes > 1 and nbytes >= SMALL else "driver"
+    best = "lanes" if nodes == 1 else "streams" if nbytes >= SMALL else "driver"
     chosen = next(cost for cost in ways if cost.way == best and not cost.options)
     return ExchangePlan(ways, chosen, title)
 
@@ -168,13 +185,15 @@ class _Setting:
     workers: int
     nbytes: float
     link: float
-    memory: float
+    memory: float | None
     wide: float
     is_float32: bool
 
     def ways(self) -> Iterator[WayCost]:
         """Yield the costs of all ways."""
         yield self._by_driver("the guide's loop")
+        if self.nodes == 1:
+            yield self._by_lanes()
         yield self._by_driver("driver")
         agents: tuple[WayName, ...] = ("objects", "streams") if self.nodes > 1 else ()
         for way in agents:
@@ -183,6 +202,14 @@ class _Setting:
                 yield self._by_agents(way, sums=1.0, options='sums="float32"')
             if self.is_float32:
                 yield self._by_agents(way, sums=0.5, mean=0.5, options='wire_dtype="bfloat16"')
+
+    def _by_lanes(self) -> WayCost:
+        # Each worker gathers into its window and sets from the driver's, which averages them all.
+        moved = 5 * self.workers + 1
+        kept = self.workers + 3  # a window of each worker, and the driver's
+        formula = "none: the workers and the driver map the same memory"
+        rate = self.memory or _LANE_MEMORY
+        return self._cost("lanes", "", (0, 0, 0), moved, formula, kept, rate)
 
     def _by_driver(self, way: WayName) -> WayCost:
         every = self.nodes * self.workers
@@ -194,7 +221,8 @@ class _Setting:
         received, returned = every - self.workers, self.nodes - 1
         sent = max(returned, self.workers) if returned else 0
         formula = "driver: (N - W) M in, (K - 1) M out"
-        return self._cost(way, "", (sent, received, received + returned), moved, formula)
+        links = (sent, received, received + returned)
+        return self._cost(way, "", links, moved, formula, kept=every + 2)
 
     def _by_agents(
         self, way: WayName, *, sums: float | None = None, mean: float = 1.0, options: str = ""
@@ -206,10 +234,18 @@ class _Setting:
         if way == "objects":
             moved += 2 * (sums + mean)
         formula = f"(K - 1) / K x ({sums:g} + {mean:g}) M each way"
-        return self._cost(way, options, (links, links, links), moved, formula)
+        kept = self.workers + 3 + sums + mean
+        return self._cost(way, options, (links, links, links), moved, formula, kept)
 
     def _cost(
-        self, way: WayName, options: str, links: Iterable[float], moved: float, formula: str
+        self,
+        way: WayName,
+        options: str,
+        links: Iterable[float],
+        moved: float,
+        formula: str,
+        kept: float,
+        rate: float | None = None,
     ) -> WayCost:
         """Return the cost of a way.
 
@@ -219,11 +255,15 @@ class _Setting:
             links: Models sent, received, and those that pass one link one after the other.
             moved: Models that pass the memory of a node.
             formula: See `WayCost`.
+            kept: Models that it keeps in memory.
+            rate: Bytes per second of a node's memory, if not the usual.
         """
+        rate = rate or self.memory or _MEMORY
         sent, received, critical = (count * self.nbytes for count in links)
         seconds = critical / (self.link * _SHARE[way])
-        seconds += moved * self.nbytes / self.memory + _FIXED[way]
-        return WayCost(way, options, sent, received, critical, seconds, formula)
+        seconds += moved * self.nbytes / rate + _FIXED[way]
+        nbytes = kept * self.nbytes
+        return WayCost(way, options, sent, received, critical, seconds, formula, nbytes)
 
 
 _BYTES = "bytes, such as 500_000_000 or '500MB'"
@@ -246,11 +286,17 @@ def _number(given: float | str, name: str, expected: str) -> float:
     return float(value)
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def _value_of(text: str, *, is_bits: bool) -> float | None:
     found = _TEXT.fullmatch(text.strip())
     if found is None:
         return None
     number, prefix, binary, unit = found.groups()
+    if is_bits and not (prefix or unit):
+        return None  # a link of so few bits is one whose unit was forgotten
     in_bits = (unit or "").lower().startswith("bit") or (is_bits and unit is None)
     if in_bits is not is_bits:
         return None
