@@ -53,7 +53,9 @@ void adapt_(const std::string& kind, const py::object& weights_object,
       has_first ? vector_like(first_object, weights, "first", Access::kWrite) : py::array();
   const py::array second = vector_like(second_object, weights, "second", Access::kWrite);
   const py::array average = vector_like(average_object, weights, "average", Access::kRead);
-  const py::array before = vector_like(before_object, weights, "before", Access::kRead);
+  const bool has_before = !before_object.is_none();
+  const py::array before =
+      has_before ? vector_like(before_object, weights, "before", Access::kRead) : average;
   const auto meets_kept = [&](const py::array& array) {
     return overlap(array, second) || (has_first && overlap(array, first));
   };
@@ -71,7 +73,7 @@ void adapt_(const std::string& kind, const py::object& weights_object,
                             has_first ? memory(first) : nullptr,
                             memory(second),
                             average.data(),
-                            before.data()};
+                            has_before ? before.data() : nullptr};
   const WithoutGil nogil;
   adapt(range, second_moment, {learning_rate, first_share, second_share, tau});
 }

@@ -13,7 +13,8 @@ enum class SecondMoment {
 };
 
 // Vectors of one length, of float32 or float64, aligned for that type. `average` and `before`
-// may be `weights` or each other; otherwise none overlap.
+// may be `weights` or each other; otherwise none overlap. Without `before`, `average` is a
+// gradient.
 struct AdaptiveRange {
   bool wide;  // float64
   std::size_t size;
@@ -21,7 +22,7 @@ struct AdaptiveRange {
   void* first;  // null: the difference itself is the first moment
   void* second;
   const void* average;
-  const void* before;  // the weights that the workers started from
+  const void* before;  // the weights that the workers started from; null: see above
 };
 
 struct AdaptiveRates {
@@ -31,9 +32,10 @@ struct AdaptiveRates {
   double tau;
 };
 
-// With d = average - before: first += (d - first) * first_share; the second moment changes by
-// `kind`; weights += first / (sqrt(second) + tau) * learning_rate. Each operation is rounded
-// to the vectors' type, without contraction, so the bits depend only on the inputs.
+// With d = average - before, or -average without `before`: first += (d - first) * first_share; the
+// second moment changes by `kind`; weights += first / (sqrt(second) + tau) * learning_rate. Each
+// operation is rounded to the vectors' type, without contraction, so the bits depend only on the
+// inputs.
 void adapt(const AdaptiveRange& range, SecondMoment kind, const AdaptiveRates& rates);
 
 }  // namespace flatweights

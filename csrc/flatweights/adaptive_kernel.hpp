@@ -29,7 +29,7 @@ template <class T, SecondMoment Kind>
   return old - (beyond == 0 ? T{0} : with_sign_of(beyond, change));
 }
 
-template <class T, SecondMoment Kind, bool HasFirst>
+template <class T, SecondMoment Kind, bool HasFirst, bool HasBefore>
 inline void adapt_numbers(const AdaptiveRange& range, const AdaptiveRates& rates, std::size_t begin,
                           std::size_t end) noexcept {
   T* const weights = static_cast<T*>(range.weights);
@@ -44,7 +44,8 @@ inline void adapt_numbers(const AdaptiveRange& range, const AdaptiveRates& rates
   // An input may be `weights`, but iteration i reads and then writes only element i.
 #pragma GCC ivdep
   for (std::size_t i = begin; i < end; ++i) {
-    const T delta = average[i] - before[i];
+    T delta = -average[i];
+    if constexpr (HasBefore) delta = average[i] - before[i];
     T direction = delta;
     if constexpr (HasFirst) {
       direction = first[i] + (delta - first[i]) * first_share;
@@ -56,13 +57,22 @@ inline void adapt_numbers(const AdaptiveRange& range, const AdaptiveRates& rates
   }
 }
 
+template <class T, SecondMoment Kind, bool HasFirst>
+inline void adapt_from(const AdaptiveRange& range, const AdaptiveRates& rates, std::size_t begin,
+                       std::size_t end) noexcept {
+  if (range.before != nullptr)
+    adapt_numbers<T, Kind, HasFirst, true>(range, rates, begin, end);
+  else
+    adapt_numbers<T, Kind, HasFirst, false>(range, rates, begin, end);
+}
+
 template <class T, SecondMoment Kind>
 inline void adapt_moments(const AdaptiveRange& range, const AdaptiveRates& rates, std::size_t begin,
                           std::size_t end) noexcept {
   if (range.first != nullptr)
-    adapt_numbers<T, Kind, true>(range, rates, begin, end);
+    adapt_from<T, Kind, true>(range, rates, begin, end);
   else
-    adapt_numbers<T, Kind, false>(range, rates, begin, end);
+    adapt_from<T, Kind, false>(range, rates, begin, end);
 }
 
 // Implements `adapt` of Kernels.

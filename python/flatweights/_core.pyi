@@ -263,7 +263,7 @@ def adapt_(
     first: _Array | None,
     second: _Array,
     average: _Array,
-    before: _Array,
+    before: _Array | None,
     learning_rate: float,
     first_share: float,
     second_share: float,

@@ -163,7 +163,7 @@ def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         for name in _programs():
             print(f"{name:<26}{_first_line(name)}")
         print(
-            "\nTo run one: flatweights examples NAME; more about it: with --help; its source: --show NAME"
+            "\nTo run one: flatweights examples NAME; its options: NAME --help; source: --show NAME"
         )
         return 0
     if not _is_installed("examples", "all", *_NEEDED):

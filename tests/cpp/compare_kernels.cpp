@@ -262,15 +262,21 @@ class Comparison {
     std::vector<Buffer> start;
     for (int k = 0; k < 5; ++k) start.push_back(random_.numbers(real, count, false));
     for (const SecondMoment kind : {SecondMoment::kSum, SecondMoment::kMean, SecondMoment::kSign}) {
-      for (const bool has_first : {false, true}) {
+      for (const int given : {0, 1, 2, 3}) {
+        const bool has_first = given % 2 == 1;
+        const bool has_before = given >= 2;
         both("adapt", [&](const Kernels& k) {
           std::vector<Buffer> v = start;
           std::vector<std::byte>& second = v[2];  // not negative
           for (std::size_t i = 0; i < count; ++i)
             second[(i + 1) * kFormats[real].size - 1] &= std::byte{0x7f};
-          const AdaptiveRange range{
-              wide,          count,       v[0].data(), has_first ? v[1].data() : nullptr,
-              second.data(), v[3].data(), v[4].data()};
+          const AdaptiveRange range{wide,
+                                    count,
+                                    v[0].data(),
+                                    has_first ? v[1].data() : nullptr,
+                                    second.data(),
+                                    v[3].data(),
+                                    has_before ? v[4].data() : nullptr};
           // Squares that a mean or a sign makes negative would give NaN, of any sign.
           const AdaptiveRates rates{0.1, 0.1, kind == SecondMoment::kSign ? 0x1p-40 : 0.5, 1e-3};
           k.adapt[wide ? 1 : 0](range, kind, rates, 0, count);

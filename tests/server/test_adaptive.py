@@ -15,7 +15,7 @@ RATES = {"learning_rate": 0.03, "first_share": 0.1, "second_share": 0.02, "tau":
 def step(kind: Any, weights: Any, first: Any, second: Any, average: Any, before: Any) -> None:
     """Take the step, in place, one rounded operation of NumPy after the other."""
     rate, first_share, second_share, tau = (weights.dtype.type(value) for value in RATES.values())
-    delta = average - before
+    delta = -average if before is None else average - before
     direction = delta
     if first is not None:
         first += (delta - first) * first_share
@@ -61,6 +61,21 @@ def test_the_average_may_be_the_weights(kind: Any, rng: np.random.Generator) -> 
     step(kind, weights, None, expected, weights.copy(), before)
     assert same_bits(result, weights)
     assert same_bits(second, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_weights_before_it_steps_against_a_gradient(
+    kind: Any, rng: np.random.Generator
+) -> None:
+    weights, first, gradient = rng.normal(size=(3, 70_001)).astype(np.float32)
+    for held in (first, None):
+        ours = [array.copy() for array in (weights, first, np.square(first))]
+        expected = [array.copy() for array in ours]
+        _core.adapt_(
+            kind, ours[0], None if held is None else ours[1], ours[2], gradient, None, **RATES
+        )
+        step(kind, expected[0], None if held is None else expected[1], expected[2], gradient, None)
+        assert all(map(same_bits, ours, expected))
 
 
 BASE = np.zeros(20, np.float32)

@@ -54,8 +54,12 @@ MAKERS: dict[str, Make] = {
     "GradientDescent with momentum": lambda w: server.GradientDescent(
         w, learning_rate=LR, momentum=BETA1, max_norm=2.0
     ),
+    "Adam": lambda w: server.Adam(w, learning_rate=LR, beta2=BETA2, epsilon=TAU),
+    "Adam without beta1": lambda w: server.Adam(
+        w, learning_rate=LR, beta1=0, beta2=BETA2, epsilon=TAU
+    ),
 }
-AVERAGING = [name for name in MAKERS if not name.startswith("Gradient")]
+AVERAGING = [name for name in MAKERS if not name.startswith(("Gradient", "Adam"))]
 
 
 class Oracle:
@@ -69,7 +73,8 @@ class Oracle:
         self._name = name
         self.x = x
         self._m = np.zeros_like(x)
-        self._v = np.full_like(x, TAU**2)
+        self._v = np.full_like(x, 0.0 if name.startswith("Adam") else TAU**2)
+        self._steps = 0
 
     def step(self, average: Array, published: Array) -> None:
         """Take an average; ``published`` is the model that workers had."""
@@ -89,6 +94,13 @@ class Oracle:
             length = np.linalg.norm(average)
             self._m = momentum * self._m + average * (most / length if length > most else 1.0)
             self.x = self.x - LR * self._m
+        elif name.startswith("Adam"):
+            self._steps += 1
+            beta1 = 0.0 if "without" in name else BETA1
+            self._m = beta1 * self._m + (1 - beta1) * average
+            self._v = BETA2 * self._v + (1 - BETA2) * average**2
+            rate = LR * np.sqrt(1 - BETA2**self._steps) / (1 - beta1**self._steps)
+            self.x = self.x - rate * self._m / (np.sqrt(self._v) + TAU)
         else:
             has_beta1 = name in ("FedAdagrad with beta1", "FedAdam", "FedYogi")
             beta1 = BETA1 if has_beta1 else 0.0

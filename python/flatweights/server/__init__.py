@@ -3,8 +3,11 @@
 An optimizer owns the global model. Each step takes the average of the workers' results and
 updates the model, which is then sent to the workers. `FedAvg` sets the model to the average.
 `FedAvgM`, `FedAdagrad`, `FedAdam` and `FedYogi` use the difference between average and model as a
-gradient. `ExponentialMovingAverage` smooths the averages. `GradientDescent` takes averaged
-gradients. None needs TensorFlow or Ray. `ServerOptimizer` shows how to write your own.
+gradient. `ExponentialMovingAverage` smooths the averages. None needs TensorFlow or Ray.
+`ServerOptimizer` shows how to write your own.
+
+A parameter server takes gradients: `GradientDescent`, with momentum and clipping, and `Adam` step
+against those of `TensorFlowVariables.flatten_gradients`, or any others.
 
 >>> from flatweights import FlatWeights, average
 >>> from flatweights.server import FedAvgM
@@ -20,6 +23,7 @@ With a `flatweights.ray.WorkerGroup`, a round is::
     group.broadcast(optimizer.step(group.average("train").weights))
 """
 
+from flatweights.server._adam import Adam
 from flatweights.server._adaptive import FedAdagrad, FedAdam, FedYogi
 from flatweights.server._averaging import ExponentialMovingAverage, FedAvg, FedAvgM
 from flatweights.server._gradient import GradientDescent
@@ -27,6 +31,7 @@ from flatweights.server._optimizer import Hyperparameter, ServerOptimizer
 from flatweights.server._state import Block
 
 __all__ = [
+    "Adam",
     "Block",
     "ExponentialMovingAverage",
     "FedAdagrad",

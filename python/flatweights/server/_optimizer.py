@@ -252,15 +252,8 @@ class ServerOptimizer(ABC, Generic[Model]):
         Raises:
             ValueError: If the average is refused.
         """
-        sizes = [run.wide.dtype.itemsize for run in self._runs]
-        largest = min((_LARGEST_NORM[size] for size in sizes), default=math.inf)
-        for model, where in ((average, "average"), (self._weights, "weights")):
-            length = norm(model)
-            if not length <= largest:
-                self._check_finite(model, where)
-                raise ValueError(
-                    f"{where}: expected a norm of at most {largest:.2g}, got {length:.3g}"
-                )
+        self._check_norm(average, "average")
+        self._check_norm(self._weights, "weights")
 
     @property
     def weights(self) -> Model:
@@ -425,6 +418,15 @@ class ServerOptimizer(ABC, Generic[Model]):
         error = self._template.find_nonfinite(self._template.read(model, where), where)
         if error is not None:
             raise error
+
+    def _check_norm(self, model: Any, where: str) -> None:
+        """Raise unless squares of the numbers of ``model`` are finite."""
+        sizes = [run.wide.dtype.itemsize for run in self._runs]
+        largest = min((_LARGEST_NORM[size] for size in sizes), default=math.inf)
+        length = norm(model)
+        if not length <= largest:
+            self._check_finite(model, where)
+            raise ValueError(f"{where}: expected a norm of at most {largest:.2g}, got {length:.3g}")
 
     def _check_whole(self) -> None:
         if not self._is_whole:
