@@ -79,6 +79,7 @@ class WorkerLane(LaneEnd):
         self._windows = Windows(_MOST_WINDOWS, functools.partial(self.mailbox.holds, False))
         self._doorbell: _core.Doorbell | None = None
         self._last_nbytes = 0  # of the last result
+        self._is_copy_left = False  # whether it lies in the pool, too, from where it was copied
         self._layout: Layout | None = None  # of the last weights that were sent as a VALUE
         self._answered = 0.0  # when, by `time.monotonic`
         self._is_broken = False  # whether no command can be read any more
@@ -152,6 +153,9 @@ class WorkerLane(LaneEnd):
         finally:
             del buffers
         reach("read")
+        if self._is_copy_left:  # later results are made in windows, and never take that memory
+            self._is_copy_left = False
+            _core.clear_pool()
         if self._last_nbytes:
             self._windows.offer(self._last_nbytes, most_taken=2)
         try:
@@ -177,7 +181,9 @@ class WorkerLane(LaneEnd):
         self.hold(extents)
         self._layout = layout
         if extents:
-            self._last_nbytes = max(extent.nbytes for extent in extents)
+            nbytes = max(extent.nbytes for extent in extents)
+            self._is_copy_left = nbytes > self._last_nbytes
+            self._last_nbytes = nbytes
         reach("gathered")
         return answer
 
