@@ -24,7 +24,7 @@ exclude_patterns = ["figures/*.json"]
 myst_enable_extensions = ["colon_fence", "attrs_inline", "attrs_block"]
 myst_heading_anchors = 3
 
-# A name in single backticks in a docstring is a link to what bears it.
+# A name in single backticks in a docstring is a link to the object of that name.
 default_role = "py:obj"
 autodoc_typehints = "none"  # the signatures show them; "Args" says what they mean
 autodoc_member_order = "bysource"
@@ -51,16 +51,16 @@ html_theme_options = {
     "source_directory": "docs/",
 }
 
-# A name in a docstring that nothing bears is an error: renaming cannot leave one behind.
+# A name in a docstring that no object has is an error, so renaming cannot leave one behind.
 nitpicky = True
-# What others document, in places that cannot be asked without a network.
+# Names that are documented elsewhere, where they cannot be looked up without a network.
 ELSEWHERE = ("tf.", "tf_keras", "keras.", "ray.", "numpy.", "scipy.", "mmap", "copy.", "dict.")
 
 
 def find_in_all_modules(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element
 ) -> Element | None:
-    """Return a link to what has that name, in whichever module it is documented."""
+    """Return a link to the object of that name, in whichever module it is documented."""
     target: str = node["reftarget"]
     if target.startswith(ELSEWHERE):
         return text
@@ -82,7 +82,7 @@ def find_in_all_modules(
 def keep_first_line(
     _app: Sphinx, what: str, _name: str, _object: Any, _options: Any, lines: list[str]
 ) -> None:
-    """Keep Napoleon from taking what is before a colon for the type of a property."""
+    """Keep Napoleon from reading the text before a colon as the type of a property."""
     if what in ("property", "attribute"):
         lines[:0] = ["..", ""]  # an empty comment
 

@@ -1,7 +1,7 @@
 """Runs every Python block of these pages, and compares what it prints with what the page shows.
 
-A block below the comment ``slow`` starts workers as others do: it runs with ``-m slow`` alone, and
-then all blocks of its page, which it may need.
+A block below the comment ``slow`` starts workers in a way that other blocks already test. It runs
+only with ``-m slow``, together with all other blocks of its page, which it may need.
 """
 
 from doctest import ELLIPSIS

@@ -1,9 +1,9 @@
 """Draws the figures of these pages: ``python docs/draw_figures.py``.
 
-Reads ``figures/rounds.json``, which ``python -m bench.bench_sizes --json`` has written, and
-``figures/hostile.json``, accuracies by round of ``flatweights examples federated`` with the options
-in it; bytes between nodes are counted. Writes each figure twice beside them, for light and for dark
-pages.
+It reads ``figures/rounds.json``, the output of ``python -m bench.bench_sizes --json``, and
+``figures/hostile.json``, the accuracies by round of ``flatweights examples federated`` with the
+options in that file. Bytes between nodes are computed. It writes each figure twice beside these
+files, for light and for dark pages.
 """
 
 import json
