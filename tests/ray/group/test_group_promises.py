@@ -24,7 +24,6 @@ from flatweights.ray import (
     WorkerGroup,
     average,
 )
-from flatweights.ray.peers import _store
 from flatweights.ray.peers import _wait as engine
 from flatweights.ray.peers._contract import Head, Stamp
 
@@ -349,16 +348,22 @@ def test_a_round_is_put_anew_in_another_session_of_ray(group: WorkerGroup) -> No
     assert same_bits(ray.get(found.ref).buffer, found.weights.buffer)
 
 
-@pytest.mark.parametrize("error", [StoreTooSmallError, KeyboardInterrupt])
+NOT_PUT = [
+    (ray.exceptions.ObjectStoreFullError, StoreTooSmallError),
+    (KeyboardInterrupt, KeyboardInterrupt),
+]
+
+
+@pytest.mark.parametrize(("error", "expected"), NOT_PUT)
 def test_weights_that_could_not_be_put_are_not_the_latest(
-    wired: WorkerGroup, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+    wired: WorkerGroup, monkeypatch: pytest.MonkeyPatch, error: Any, expected: Any
 ) -> None:
     heal(wired)
     wired.broadcast(start_of(1.0, LARGE))
     wired.broadcast(start_of(1.5, LARGE))
     with monkeypatch.context() as patched:
-        patched.setattr(_store, "put", raising(error))
-        with pytest.raises(error):
+        patched.setattr(ray, "put", raising(error))
+        with pytest.raises(expected):
             wired.broadcast(start_of(3.0, LARGE))
     without_rank_0(wired)
     assert wired.restore(timeout=60) == [0]
@@ -412,15 +417,15 @@ def test_a_call_that_brings_weights_gives_what_two_calls_give(
     assert averages[0]["w"][0] > start["w"][0]
 
 
-@pytest.mark.parametrize("error", [StoreTooSmallError, KeyboardInterrupt])
+@pytest.mark.parametrize(("error", "expected"), NOT_PUT)
 def test_a_call_whose_weights_could_not_be_put_runs_nowhere(
-    wired: WorkerGroup, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+    wired: WorkerGroup, monkeypatch: pytest.MonkeyPatch, error: Any, expected: Any
 ) -> None:
     heal(wired)
     wired.step("forget_calls", broadcast=start_of(1.0, LARGE))
     with monkeypatch.context() as patched:
-        patched.setattr(_store, "put", raising(error))
-        with pytest.raises(error):
+        patched.setattr(ray, "put", raising(error))
+        with pytest.raises(expected):
             wired.average("train", broadcast=start_of(3.0, LARGE))
     assert wired.step("how_often") == {0: 0, 1: 0, 2: 0}
     assert np.all(wired.average("get_weights").weights["w"] == 1.0)

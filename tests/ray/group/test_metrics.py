@@ -378,6 +378,10 @@ def test_a_round_of_nothing_but_weights_has_a_record() -> None:
         "bytes": {"in": 0, "out": 0},
         "ways": {},
         "scores": {},
+        "staleness": {},
+        "stale": [],
+        "joined": [],
+        "left": [],
         "groups": [],
         "links": {},
     }
