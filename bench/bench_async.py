@@ -73,14 +73,12 @@ Loop = Callable[[int, float], None]
 class Loops:
     """The loops over one set of workers; each takes a number of updates, and seconds of work."""
 
-    def __init__(self, shapes: models.Shapes, count: int) -> None:
-        """Start ``count`` workers."""
+    def __init__(self, shapes: models.Shapes, workers: list[Any]) -> None:
+        """Take the ``workers``."""
         parts = models.random_parts(shapes)
         self.weights = fw.FlatWeights({f"v{i}": part for i, part in enumerate(parts)})
-        self.group = WorkerGroup.create(
-            Worker, count, shapes, arguments=lambda rank: (rank,), num_cpus=0
-        )
-        self.workers = [*self.group.actors().values()]
+        self.workers = workers
+        self.group = WorkerGroup(workers)
         self.most = 0  # staleness
 
     def guide(self, updates: int, seconds: float) -> None:
@@ -129,9 +127,9 @@ class Loops:
         rounds.close()
 
 
-def run_case(name: str, count: int, work: float, budget: float) -> list[runner.Row]:
-    """Return the rows of one model, number of workers and seconds of work."""
-    loops = Loops(MODELS[name], count)
+def run_case(name: str, workers: list[Any], work: float, budget: float) -> list[runner.Row]:
+    """Return the rows of one model, these workers and seconds of work."""
+    loops = Loops(MODELS[name], workers)
     loops.check()
     ways: dict[str, Loop] = {GUIDE: loops.guide, HANDLES: loops.handles, OURS: loops.ours}
     times: dict[str, list[float]] = {way: [] for way in ways}
@@ -148,44 +146,42 @@ def run_case(name: str, count: int, work: float, budget: float) -> list[runner.R
             begin = time.perf_counter()
             loop(counts[way], work)
             times[way].append((time.perf_counter() - begin) / counts[way])
-    loops.group.shutdown()
     nbytes = 2 * loops.weights.buffer.nbytes
-    case = f"{name}, {count} workers, {1e3 * work:g} ms of work"
+    case = f"{name}, {len(workers)} workers, {1e3 * work:g} ms of work"
     print(f"{case}: staleness {loops.most} at most")
     ours = statistics.median(times[OURS])
     return [_row(case, way, took, nbytes, ours) for way, took in times.items()]
 
 
-def publish_case(name: str, budget: float) -> list[runner.Row]:
+def publish_case(name: str, workers: list[Any], budget: float) -> list[runner.Row]:
     """Return the row of one call of `WorkerGroup.publish`, while two workers work."""
-    loops = Loops(MODELS[name], 2)
+    loops = Loops(MODELS[name], workers)
     weights, times = loops.weights.copy(), []
     for _ in loops.group.as_completed("of_group", 0.0, updates=max(100, int(400 * budget))):
         begin = time.perf_counter()
         loops.group.publish(weights)
         times.append(time.perf_counter() - begin)
-    loops.group.shutdown()
     nbytes = 2 * weights.buffer.nbytes
     return [_row(f"publish {name}", OURS, times, nbytes, statistics.median(times))]
 
 
 def adding_case(name: str) -> list[runner.Row]:
     """Return rounds of four workers before and while two more are built, which takes 5 s."""
-    loops = Loops(MODELS[name], 4)
+    group = WorkerGroup.create(Worker, 4, MODELS[name], arguments=lambda rank: (rank,), num_cpus=0)
     before, adding = list[float](), list[float]()
     begin = time.perf_counter()
-    for result in loops.group.run(1_000_000, "of_group", 0.0):
+    for result in group.run(1_000_000, "of_group", 0.0):
         if result.joined:
             break
         if adding or time.perf_counter() > begin + 2:
             if not adding:
-                loops.group.add(2, MODELS[name], arguments=lambda rank: (rank, 5.0))
+                group.add(2, MODELS[name], arguments=lambda rank: (rank, 5.0))
             adding.append(result.seconds["round"])
         else:
             before.append(result.seconds["round"])
-    loops.group.shutdown()
+    group.shutdown()
     adding.sort()
-    median, nbytes = statistics.median(before), 2 * loops.weights.buffer.nbytes
+    median, nbytes = statistics.median(before), 0
     for text, times in (("before", sorted(before)), ("while adding", adding)):
         shares = [times[min(len(times) - 1, int(share * len(times)))] for share in (0.5, 0.99, 1)]
         print(text, "median, 99 %, slowest:", *(f"{1e3 * seconds:.2f} ms" for seconds in shares))
@@ -208,12 +204,17 @@ def main() -> None:
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     budget = 4.0 if options.quick else 20.0
     rows: list[runner.Row] = []
-    for work in (0.0, 2e-3):
-        for name in MODELS:
+    published: list[runner.Row] = []
+    for name, shapes in MODELS.items():
+        actor: Any = ray.remote(Worker)
+        workers = [actor.options(num_cpus=0).remote(shapes, seed) for seed in range(4)]
+        for work in (0.0, 2e-3):
             for count in (2, 4):
-                rows += run_case(name, count, work, budget)
-    for name in MODELS:
-        rows += publish_case(name, budget)
+                rows += run_case(name, workers[:count], work, budget)
+        published += publish_case(name, workers[:2], budget)
+        for worker in workers:
+            ray.kill(worker)
+    rows += published
     rows += adding_case("policy")
     runner.report("Asynchronous training: seconds of one update", rows, {}, options)
 

@@ -148,7 +148,7 @@ class Metrics:
 METRICS = Metrics()
 
 
-def report(result: Round, *, already_named: Collection[int] = ()) -> None:
+def report(result: Round, *, already_named: Collection[int] = (), has_sent: bool = False) -> None:
     """Count a round, and log a line about it.
 
     If the average lacks ranks that no warning has named, the line is a warning with the reasons;
@@ -157,11 +157,14 @@ def report(result: Round, *, already_named: Collection[int] = ()) -> None:
     Args:
         result: The round.
         already_named: Ranks that a warning has named.
+        has_sent: Whether to count the bytes that it sent, which nobody has counted.
     """
     left_out = ranks_left_out(result)
     counts: dict[Count, int] = {ROUND: 1, RECEIVED: result.nbytes}
     for reason, ranks in left_out.items():
         counts["ranks_left_out", "reason", reason] = len(ranks)
+    if has_sent:
+        counts[SENT] = result.nbytes_sent
     for way in result.ways.values():
         by_way = "ways", "way", way.split(":")[0]
         counts[by_way] = counts.get(by_way, 0) + 1
@@ -175,6 +178,7 @@ def report(result: Round, *, already_named: Collection[int] = ()) -> None:
     texts = [f"{len(result.used)} of {len(result.used) + len(lost)} ranks"]
     for reason, ranks in left_out.items():
         texts.append(f"{len(ranks)} {reason} ({', '.join(map(str, ranks))})")
+    texts[-1] += _news(result)
     steps = {step: value for step, value in result.seconds.items() if step != "round"}
     times = ", ".join(f"{step} {value:.3f}" for step, value in steps.items())
     reasons = "".join(
@@ -265,9 +269,19 @@ def rounds_bar(rounds: int) -> Iterator[Callable[[Round], None]]:
 
 def _ranks(result: Round) -> str:
     lost = sorted({*result.late, *result.failed})
+    news = _news(result)
     if not lost:
-        return f"{len(result.used)} ranks"
+        return f"{len(result.used)} ranks{news}"
     without = ", ".join(map(str, lost))
-    return (
-        f"[yellow]{len(result.used)} of {len(result.used) + len(lost)} ranks, without {without}[/]"
-    )
+    total = len(result.used) + len(lost)
+    return f"[yellow]{len(result.used)} of {total} ranks, without {without}{news}[/]"
+
+
+def _news(result: Round) -> str:
+    """Return who came and went since the last round."""
+    texts = [
+        f"; {', '.join(map(str, ranks))} {verb}"
+        for ranks, verb in ((result.joined, "joined"), (result.left, "left"))
+        if ranks
+    ]
+    return "".join(texts)

@@ -217,6 +217,27 @@ def test_other_calls_in_the_body_lose_no_result(group: WorkerGroup) -> None:
     assert calls <= 12 + 3
 
 
+def test_a_loop_after_a_loop_that_was_left_may_remove_who_still_works(
+    make: "Make", tmp_path: Path
+) -> None:
+    group = make(2)
+    publications = Publications(group)
+    for _ in group.as_completed("work_once", 1, str(tmp_path)):
+        wait_for(tmp_path / "waits")
+        break
+    rounds = group.as_completed("work", ranks=[0, 1])
+    publications.check(next(rounds))  # rank 1 owes an answer to the loop before
+    group.remove(1)
+    (tmp_path / "go on").touch()
+    for found in itertools.islice(rounds, 20):
+        assert found.used == (0,)
+        publications.check(found)
+    inner = group.as_completed("work")
+    for found in itertools.islice(rounds, 6):  # two loops at a time take turns
+        publications.check(found)
+        publications.check(next(inner))
+
+
 def test_publish_copies_and_takes_subsets_vectors_and_rounds(group: WorkerGroup) -> None:
     model = weights_of(5.0, SIZE)
     group.publish(model)

@@ -330,9 +330,9 @@ def test_a_saved_notebook_has_the_last_state_of_the_bar(monkeypatch: pytest.Monk
     monkeypatch.setattr("rich.jupyter.display", lambda _, text: shown.append(text))
     with rounds_bar(2) as show:
         show(Round(None, (0, 1), {}))
-        show(Round(None, (0,), {1: TimeoutError()}))
+        show(Round(None, (0,), {1: TimeoutError()}, joined=[2, 3], left=[4]))
     assert "2/2" in shown[-1]
-    assert "1 of 2 ranks, without 1" in shown[-1]
+    assert "1 of 2 ranks, without 1; 2, 3 joined; 4 left" in shown[-1]
 
 
 def test_an_error_of_the_metrics_does_not_break_a_round(

@@ -82,8 +82,8 @@ class Record:
 
     def send(self, call: Call) -> Answer:
         """Make a call; the worker owes the answer from then on."""
-        self.owed = answer = self.worker.call(call)
-        return answer
+        self.owed, self.kept = self.worker.call(call), None
+        return self.owed
 
     def settle(
         self, answer: Answer, *, is_there: bool = True, is_late: bool = False, version: Any = None
@@ -294,10 +294,13 @@ class Roster:
             if kill:
                 ray.kill(record.worker.handle)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether ranks came or went since this was asked last."""
+        return bool(self._news[0] or self._news[1])
+
     def take_news(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ranks that came and those that went since this was asked last."""
-        if not (self._news[0] or self._news[1]):
-            return (), ()
         (joined, left), self._news = self._news, ([], [])
         return tuple(joined), tuple(left)
 

@@ -19,9 +19,12 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Literal
 
+from flatweights._average import mean_of_packed
+from flatweights._layout import Layout
+from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._errors import (
     WorkerError,
     is_lost,
@@ -29,7 +32,7 @@ from flatweights.ray._errors import (
     late_error,
 )
 from flatweights.ray._failpoints import reach
-from flatweights.ray._report import METRICS, SENT, report
+from flatweights.ray._report import report
 from flatweights.ray._result import check_result, copied
 from flatweights.ray._round import Round
 from flatweights.ray.peers._contract import Answer, Stamp
@@ -145,6 +148,7 @@ class AsCompleted:
         self._stale: list[int] = []
         self._nbytes_sent = 0
         self._waited = 0.0
+        self._accepted: Layout | None = None  # of the last results
 
     def begin(self) -> None:
         """Have the weights that all start from, if none were sent yet; call nobody.
@@ -202,8 +206,8 @@ class AsCompleted:
         result.number = self._rounds
         result.seconds["wait"] = self._waited
         result.seconds["round"] = time.monotonic() - begin
-        METRICS.add({SENT: result.nbytes_sent})
-        report(result, already_named=self.roster.unhealthy().keys() - result.failed.keys())
+        named = self.roster.unhealthy() if result.failed or result.late else {}
+        report(result, already_named=named.keys() - result.failed.keys(), has_sent=True)
         return result
 
     def close(self) -> None:
@@ -257,10 +261,7 @@ class AsCompleted:
         else:
             call = roster.call_on_latest(rank, None, (), {})
             timeout = None
-        record = roster[rank]
-        answer = record.send(call)
-        record.kept = functools.partial(self._keep, answer)
-        self._expect(rank, answer, kind, timeout, pause)
+        self._expect(rank, roster[rank].send(call), kind, timeout, pause)
         if call.payload is not None:
             self._nbytes_sent += call.payload.nbytes
         reach("called")
@@ -276,6 +277,7 @@ class AsCompleted:
         latest = self.roster.latest
         end = None if timeout is None else time.monotonic() + timeout
         record, rounds = self.roster[rank], self._rounds
+        record.kept = functools.partial(self._keep, answer, record.kept)
         self._out[answer] = _Sent(
             rank, record, answer, kind, latest.version, latest.number, rounds, end, pause
         )
@@ -371,8 +373,15 @@ class AsCompleted:
             self._idle.append(rank)
         sent.answer.let_go()
 
-    def _keep(self, answer: Answer) -> None:
-        """Keep the value of an answer that another call of the group has waited for."""
+    def _keep(self, answer: Answer, before: Callable[[], None] | None) -> None:
+        """Keep the value of an answer that another call of the group has waited for.
+
+        Args:
+            answer: The answer.
+            before: What another loop does, which waits for the same answer.
+        """
+        if before is not None:
+            before()
         sent = self._out.pop(answer, None)
         if sent is None:
             sent = next((one for one in self._there if one.answer is answer), None)
@@ -474,23 +483,24 @@ class AsCompleted:
     def _round(self, taken: Mapping[int, _Sent]) -> Round | None:
         """Return the average of the results; None, if all hold NaN or infinity."""
         roster, request = self.roster, self._request
-        arrivals = Arrivals(Deadline(None, None))
-        for rank, sent in taken.items():
-            arrivals.arrive(rank, sent.answer)
-        codec = PLAIN
-        if roster.layout is not None:
-            method = self._work.method
-            codec = Codec(accept=functools.partial(check_result, roster.layout, method))
         self._idle += [rank for rank, sent in taken.items() if type(sent.answer) is not _Kept]
         roster.lanes.done()
-        try:
-            result = DriverAverage(arrivals, request, None, codec).run()
-        except WorkerError:
-            if arrivals.quarantined != taken.keys():
-                raise
-            self._failed |= arrivals.failed
-            self._quarantined += arrivals.quarantined
-            return None
+        result = self._of_one(*taken.values()) if len(taken) == 1 else None
+        if result is None:
+            codec = PLAIN
+            if roster.layout is not None:
+                codec = Codec(accept=functools.partial(self._accept, roster.layout))
+            arrivals = Arrivals(Deadline(None, None))
+            for rank, sent in taken.items():
+                arrivals.arrive(rank, sent.answer)
+            try:
+                result = DriverAverage(arrivals, request, None, codec).run()
+            except WorkerError:
+                if arrivals.quarantined != taken.keys():
+                    raise
+                self._failed |= arrivals.failed
+                self._quarantined += arrivals.quarantined
+                return None
         number = roster.latest.number
         result.staleness = {rank: number - taken[rank].publication for rank in taken}
         result.ways = {rank: sent.record.worker.way for rank, sent in taken.items()}
@@ -501,9 +511,44 @@ class AsCompleted:
             self._failed, self._late, self._quarantined = {}, [], []
         if self._stale:
             result.stale, self._stale = tuple(self._stale), []
-        result.joined, result.left = roster.take_news()
+        if roster.has_news:
+            result.joined, result.left = roster.take_news()
         result.nbytes_sent, self._nbytes_sent = self._nbytes_sent, 0
         return result
+
+    def _accept(self, layout: Layout, model: Any, where: str) -> None:
+        check_result(layout, self._work.method, model, where)
+
+    def _of_one(self, sent: _Sent) -> Round | None:
+        """Return the round of a result that is weights alone, as `DriverAverage` does, but faster.
+
+        Returns:
+            None for any other result, and for NaN and infinity unless they are to be averaged.
+        """
+        request, packed = self._request, sent.answer.packed()
+        if packed is None or request.rule is not None or callable(request.weights):
+            return None
+        if not request.number_of(sent.rank):
+            return None
+        layout = packed.layout
+        if layout is not self._accepted:
+            if self.roster.layout is not None:
+                self._accept(self.roster.layout, layout, f"rank {sent.rank}")
+            self._accepted = layout
+        reach("averaging")
+        begin = time.monotonic()
+        mean = layout.new_buffer()
+        is_finite = mean_of_packed(mean, [layout], [[packed.buffer]], [1.0], f"rank {sent.rank}")
+        if not (is_finite or request.nonfinite == "propagate"):
+            return None
+        del packed
+        sent.answer.let_go()
+        return Round(
+            FlatWeights.wrap(sealed(mean), layout),
+            (sent.rank,),
+            seconds={"wait": 0.0, "average": time.monotonic() - begin},
+            nbytes=mean.nbytes,
+        )
 
 
 def rounds_of(loop: AsCompleted, updates: int | None) -> Generator[Round, None, None]:
