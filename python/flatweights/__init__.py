@@ -2,7 +2,7 @@
 
 `flatweights` itself needs only NumPy, ml_dtypes and safetensors. `flatweights.tensorflow` has
 `TensorFlowVariables`; `flatweights.ray` has averaging drivers, workers and members;
-`flatweights.keras` has callbacks and optimizers for `fit` on several processes;
+`flatweights.keras` has callbacks and optimizers for ``fit`` on several processes;
 `flatweights.robust` has averages that a few wrong workers cannot spoil; `flatweights.server` has
 optimizers that step along averages or gradients; `flatweights.wire` has 16-bit codecs with error
 feedback for any transport.

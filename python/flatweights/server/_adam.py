@@ -1,4 +1,4 @@
-"""Adam for gradients, as optimizers of deep learning have it."""
+"""Adam for gradients, as in deep-learning frameworks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatweights.server._state import Block
 
 
 class Adam(ServerOptimizer[Model]):
-    """Adam for gradients: what a parameter server steps, with the numbers of Keras's ``Adam``.
+    """Adam for gradients, for a parameter server: it computes the steps of Keras's ``Adam``.
 
     ``m = beta1 * m + (1 - beta1) * g``, ``v = beta2 * v + (1 - beta2) * g**2``, and
     ``weights -= a * m / (sqrt(v) + epsilon)``. The bias of the first steps is corrected by
