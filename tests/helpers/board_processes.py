@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from flatweights.ray.publishing._board import Board, Place, Reading
+from flatweights.ray.publishing._board import Board, BoardAddress, Reading
 
 # A process is a fork of a server that has imported everything, once.
 _processes = multiprocessing.get_context("forkserver")
@@ -35,9 +35,9 @@ def read(reading: Reading, seen: int = 0) -> tuple[int, Any] | None:
     return None if news is None else (news[0], news[2].view(np.int64))
 
 
-def read_all(place: Any, pipe: Connection) -> None:
+def read_all(address: Any, pipe: Connection) -> None:
     """Read until the pipe says so; report what is wrong, and how many reads there were."""
-    reading = Reading(Place(*place), time.monotonic() + 60)
+    reading = Reading(BoardAddress(*address), time.monotonic() + 60)
     pipe.send("ready")
     seen = reads = 0
     while not pipe.poll():
@@ -54,8 +54,8 @@ def read_all(place: Any, pipe: Connection) -> None:
     pipe.send(reads)
 
 
-def hold(place: Any, pipe: Connection) -> None:
-    reading = Reading(Place(*place), time.monotonic() + 60)
+def hold(address: Any, pipe: Connection) -> None:
+    reading = Reading(BoardAddress(*address), time.monotonic() + 60)
     news = reading.reader.take(0)
     assert news is not None
     pipe.send(news[0])
@@ -96,6 +96,6 @@ class Process:
 
 def publish_for_ever(pipe: Connection) -> None:
     board = Board(8 * NUMBERS)
-    pipe.send(tuple(board.place))
+    pipe.send(tuple(board.address))
     for version in itertools.count(1):
         publish(board, version)

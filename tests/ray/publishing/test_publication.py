@@ -43,7 +43,7 @@ def _end_of_readings() -> Iterator[None]:
 
 
 def connect(board: Board) -> Reading:
-    _readings.append(Reading(board.place, time.monotonic() + 60))
+    _readings.append(Reading(board.address, time.monotonic() + 60))
     return _readings[-1]
 
 
@@ -177,7 +177,7 @@ def test_strangers_in_the_queue_do_not_keep_readers_out(board: Board) -> None:
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stranger.setblocking(False)
             strangers.append(stranger)
-            stranger.connect(board.place.address)
+            stranger.connect(board.address.socket)
     for stranger in strangers:
         stranger.close()
     wait_until(lambda: board.idle > 0)
@@ -187,14 +187,14 @@ def test_strangers_in_the_queue_do_not_keep_readers_out(board: Board) -> None:
 def test_a_wrong_nonce_or_size_is_refused(board: Board) -> None:
     end = time.monotonic() + 60
     for place in (
-        board.place._replace(control=bytes(16)),
-        board.place._replace(data=bytes(16)),
-        board.place._replace(nbytes=10**6),
+        board.address._replace(control=bytes(16)),
+        board.address._replace(data=bytes(16)),
+        board.address._replace(nbytes=10**6),
     ):
         with pytest.raises(ValueError, match=r"nonce|slots"):
             Reading(place, end)
     with pytest.raises(OSError, match="refused"):
-        Reading(board.place._replace(address=b"\0flatweights-nowhere"), end)
+        Reading(board.address._replace(socket=b"\0flatweights-nowhere"), end)
 
 
 def test_the_end_of_a_board_is_seen(board: Board) -> None:
@@ -230,7 +230,7 @@ def test_a_fork_releases_nothing_of_its_parent(board: Board) -> None:
 
 def test_a_reader_that_is_stopped_costs_one_slot_and_nobody_time(board: Board) -> None:
     publish(board, 1)
-    stopped = Process(hold, tuple(board.place))
+    stopped = Process(hold, tuple(board.address))
     assert stopped.receive() == 1
     stopped.process.suspend()
     other = connect(board)
@@ -252,7 +252,7 @@ def test_the_slot_of_a_reader_that_is_killed_is_used_again(board: Board) -> None
     version = itertools.count(2)
     held = []
     for _ in range(4):
-        reader = Process(hold, tuple(board.place))
+        reader = Process(hold, tuple(board.address))
         held.append(reader.receive())
         reader.kill()
         wait_until(lambda: board.idle > 0)  # the board has seen its end
@@ -267,7 +267,7 @@ def test_reads_are_whole_whoever_is_killed_or_stopped(board: Board, count: int) 
     rng = random.Random(count)
     publish(board, 1)
     version = itertools.count(2)
-    readers = [Process(read_all, tuple(board.place)) for _ in range(4)]
+    readers = [Process(read_all, tuple(board.address)) for _ in range(4)]
     for reader in readers:
         assert reader.receive() == "ready"
     wrong: list[Any] = []
@@ -284,7 +284,7 @@ def test_reads_are_whole_whoever_is_killed_or_stopped(board: Board, count: int) 
         while readers[k].pipe.poll():
             wrong.append(readers[k].pipe.recv())
         readers[k].kill()
-        readers[k] = Process(read_all, tuple(board.place))
+        readers[k] = Process(read_all, tuple(board.address))
         assert readers[k].receive() == "ready"
     for reader in readers:
         reader.pipe.send("stop")
@@ -298,7 +298,7 @@ def test_a_writer_that_is_stopped_or_killed_leaves_a_whole_publication() -> None
     rng = random.Random(5)
     for _ in range(10):
         writer = Process(publish_for_ever)
-        reading = Reading(_board.Place(*writer.receive()), time.monotonic() + 60)
+        reading = Reading(_board.BoardAddress(*writer.receive()), time.monotonic() + 60)
         seen = 0
         for _ in range(rng.randrange(1, 30)):
             writer.process.suspend()
@@ -327,7 +327,7 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
         "import os, signal, sys, time; sys.path.insert(0, sys.argv[1])\n"
         "from board_processes import *\n"
         "board = Board(8 * NUMBERS); publish(board, 1)\n"
-        "reading = Reading(board.place, time.monotonic() + 60); held = read(reading)\n"
+        "reading = Reading(board.address, time.monotonic() + 60); held = read(reading)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     before = names()

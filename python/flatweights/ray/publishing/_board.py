@@ -28,17 +28,17 @@ _TICK = 1.0  # seconds
 _PAUSE = 0.01  # seconds between two attempts to connect to a socket whose queue is full
 
 
-class Place(NamedTuple):
+class BoardAddress(NamedTuple):
     """Where readers of a node find a board.
 
     Attributes:
-        address: Of its socket.
+        socket: The address of its socket.
         control: The nonce of the file of the publication.
         data: That of the file of its slots.
         nbytes: Of the weights.
     """
 
-    address: bytes
+    socket: bytes
     control: bytes
     data: bytes
     nbytes: int
@@ -53,7 +53,7 @@ class Board:
 
     Attributes:
         publication: The publication.
-        place: Where readers find it.
+        address: Where readers find it.
         is_closed: Whether no reader is let in any more.
     """
 
@@ -81,7 +81,7 @@ class Board:
             raise
         _, control = self.publication.control
         _, data = self.publication.data
-        self.place = Place(address, control, data, nbytes)
+        self.address = BoardAddress(address, control, data, nbytes)
         self._thread = threading.Thread(
             target=self._run, args=(ours,), name="flatweights-board", daemon=True
         )
@@ -174,11 +174,11 @@ class Reading:
         reader: The reader.
     """
 
-    def __init__(self, place: Place, end: float) -> None:
+    def __init__(self, address: BoardAddress, end: float) -> None:
         """Connect to a board of this node.
 
         Args:
-            place: The board.
+            address: The board.
             end: When to give up, by `time.monotonic`.
 
         Raises:
@@ -190,7 +190,7 @@ class Reading:
         self.connection = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         descriptors: list[int] = []
         try:
-            self._connect(place.address, end)
+            self._connect(address.socket, end)
             check_user(self.connection)
             self.connection.settimeout(max(1e-3, end - time.monotonic()))
             packet, descriptors = receive_packet(self.connection)
@@ -204,7 +204,7 @@ class Reading:
                 )
             control, data = descriptors
             self.reader = _core.PublicationReader(
-                control, place.control, data, place.data, place.nbytes, number
+                control, address.control, data, address.data, address.nbytes, number
             )
         except BaseException:
             self.connection.close()

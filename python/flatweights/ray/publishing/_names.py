@@ -16,7 +16,7 @@ from typing import NamedTuple
 import ray
 from ray.experimental import internal_kv
 
-from flatweights.ray.publishing._board import Place
+from flatweights.ray.publishing._board import BoardAddress
 
 VERSIONS = 10**12
 """How many versions each publisher of a name has: the first of number n is n * VERSIONS + 1."""
@@ -32,14 +32,14 @@ class Record(NamedTuple):
         node: The node of its process.
         who: How errors name it.
         layout: That of its weights, pickled.
-        place: Where readers of its node connect.
+        address: Where readers of its node connect.
     """
 
     number: int
     node: str
     who: str
     layout: bytes
-    place: Place
+    address: BoardAddress
 
 
 def this_node() -> str:
@@ -54,13 +54,13 @@ def this_node() -> str:
     return node
 
 
-def claim(name: str, layout: bytes, place: Place) -> tuple[Record, Record | None]:
+def claim(name: str, layout: bytes, address: BoardAddress) -> tuple[Record, Record | None]:
     """Become the publisher of ``name``; return its record, and that of the publisher before it."""
     node, who = this_node(), f"process {os.getpid()} on {socket.gethostname()}"
     while True:
         before = find(name)
         number = 0 if before is None else before.number + 1
-        record = Record(number, node, who, layout, place)
+        record = Record(number, node, who, layout, address)
         exists = internal_kv._internal_kv_put(
             _key(name, number), pickle.dumps(tuple(record)), False, namespace=_NAMESPACE
         )
@@ -82,8 +82,8 @@ def is_superseded(name: str, number: int) -> bool:
 
 def _read(key: bytes) -> Record:
     value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
-    number, node, who, layout, place = pickle.loads(value)
-    return Record(number, node, who, layout, Place(*place))
+    number, node, who, layout, address = pickle.loads(value)
+    return Record(number, node, who, layout, BoardAddress(*address))
 
 
 def _prefix(name: str) -> bytes:

@@ -77,7 +77,7 @@ class Publisher:
         self._board = Board(self._layout.nbytes, lambda: _call(tick))
         self._finalizer = weakref.finalize(self, _close, self._board, os.getpid())
         try:
-            self._record, before = _names.claim(name, self._layout.pickled, self._board.place)
+            self._record, before = _names.claim(name, self._layout.pickled, self._board.address)
         except BaseException:
             self._finalizer()
             raise
@@ -87,7 +87,7 @@ class Publisher:
             end = time.monotonic() + _HANDOVER
             # The one before may have ended, or be stopped: then it learns it by the records.
             with contextlib.suppress(OSError, RuntimeError, ValueError):
-                reading = Reading(before.place, end)
+                reading = Reading(before.address, end)
                 reading.take_over(end)
                 reading.close()
 

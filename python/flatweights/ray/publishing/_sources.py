@@ -16,7 +16,7 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights.ray.nodes._links import kept, milliseconds
-from flatweights.ray.publishing._board import Place, Reading
+from flatweights.ray.publishing._board import BoardAddress, Reading
 
 News = tuple[int, float, NDArray[np.uint8]]
 """A version, when it was published by this machine's `time.monotonic`, and its packed buffer."""
@@ -76,9 +76,11 @@ class Source(ABC):
 class BoardSource(Source):
     """The memory of a board."""
 
-    def __init__(self, way: str, number: int, layout: bytes, place: Place, end: float) -> None:
+    def __init__(
+        self, way: str, number: int, layout: bytes, address: BoardAddress, end: float
+    ) -> None:
         """Connect; raises as `Reading` does."""
-        self._reading = Reading(place, end)
+        self._reading = Reading(address, end)
         self._reader = self._reading.reader
         super().__init__(way, number, layout, self._reader.take)
         self._ours, self._waker = map(kept, socket.socketpair())

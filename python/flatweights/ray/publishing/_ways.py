@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.peers._setback import choice
-from flatweights.ray.publishing._board import Board, FullError, Place
+from flatweights.ray.publishing._board import Board, BoardAddress, FullError
 from flatweights.ray.publishing._names import Record, find, is_superseded, this_node
 from flatweights.ray.publishing._sources import PULL, BoardSource, PulledSource, Source
 
@@ -54,9 +54,9 @@ def connect(name: str, record: Record, end: float) -> Source:
         until = min(end, time.monotonic() + _TRY)
         try:
             if record.node == node:
-                return BoardSource("lane", record.number, layout, record.place, until)
-            layout, place = _relay_board(name, node, end)
-            return BoardSource("agent", record.number, layout, place, until)
+                return BoardSource("lane", record.number, layout, record.address, until)
+            layout, address = _relay_board(name, node, end)
+            return BoardSource("agent", record.number, layout, address, until)
         except (OSError, LaneError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
     outlet = outlet_of(name, record)
@@ -74,15 +74,15 @@ def outlet_of(name: str, record: Record) -> Any:
     return outlet.remote(name, tuple(record))
 
 
-def _relay_board(name: str, node: str, end: float) -> tuple[bytes, Place]:
-    """Return layout and place of the board of the relay of this ``node``."""
+def _relay_board(name: str, node: str, end: float) -> tuple[bytes, BoardAddress]:
+    """Return layout and address of the board of the relay of this ``node``."""
     relay = _actor(Relay, f"relay:{name}:{node}", node, 16).remote(name)
     seconds = max(0.0, end - time.monotonic())
     try:
-        layout, place = ray.get(relay.board.remote(seconds), timeout=seconds + _LOOK)
+        layout, address = ray.get(relay.board.remote(seconds), timeout=seconds + _LOOK)
     except ray.exceptions.RayTaskError as error:
         raise ConnectionError(str(error.cause)) from None
-    return layout, Place(*place)
+    return layout, BoardAddress(*address)
 
 
 def _actor(cls: type, name: str, node: str, concurrency: int) -> Any:
@@ -119,9 +119,9 @@ class Outlet:
         self._asked = time.monotonic()
         with self._turn:
             if self._source is None:
-                place, end = Place(*self._record.place), time.monotonic() + _TRY
+                address, end = BoardAddress(*self._record.address), time.monotonic() + _TRY
                 try:
-                    self._source = BoardSource("lane", self._record.number, b"", place, end)
+                    self._source = BoardSource("lane", self._record.number, b"", address, end)
                 except (OSError, FullError, LaneError, ValueError) as error:
                     raise ConnectionError(f"{type(error).__name__}: {error}") from None
             if self._source.wait_for_end(0.0):
@@ -188,7 +188,7 @@ class Relay:
             if not self._changed.wait_for(lambda: self._board is not None, seconds):
                 raise TimeoutError("the publisher cannot be read from this node")
             assert self._board is not None
-            return self._layout, tuple(self._board.place)
+            return self._layout, tuple(self._board.address)
 
     @property
     def _is_needed(self) -> bool:
@@ -226,7 +226,7 @@ class Relay:
         with self._changed:
             old = self._board
             if old is None or self._layout != record.layout:
-                self._board = Board(record.place.nbytes)
+                self._board = Board(record.address.nbytes)
                 self._layout = record.layout
                 self._changed.notify_all()
                 if old is not None:
