@@ -1,47 +1,55 @@
-// The op that has a function of Python's compute tensors, in the memory of those that it is given.
+// The op that calls a Python function to compute tensors in the memory of its inputs.
 //
-// Less than tf.py_function: no tensor of Python's is made, and no eager context entered. The
-// function may wait; the thread of TensorFlow's that runs the op waits with it, without the GIL.
+// It does less than tf.py_function: it makes no Python tensors and enters no eager context. The
+// function may wait for what other graphs of the process bring about: a thread of our own waits,
+// and none of TensorFlow's, which those graphs may lack.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "variables_api.hpp"
+#include "waiting_threads.hpp"
 
 namespace flatweights {
 
-// What the bindings have set; null before.
+// The caller that the bindings have set; null before.
 inline std::atomic<PythonCaller>& python_caller() {
   static std::atomic<PythonCaller> caller{nullptr};
   return caller;
 }
 
-class CallPythonOp : public tensorflow::OpKernel {
+class CallPythonOp : public tensorflow::AsyncOpKernel {
  public:
-  explicit CallPythonOp(tensorflow::OpKernelConstruction* context) : OpKernel(context) {
+  explicit CallPythonOp(tensorflow::OpKernelConstruction* context) : AsyncOpKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("id", &id_));
   }
 
-  void Compute(tensorflow::OpKernelContext* context) override {
+  void ComputeAsync(tensorflow::OpKernelContext* context, DoneCallback done) override {
     std::vector<CalledTensor> tensors;
     for (int i = 0; i < context->num_inputs(); ++i) {
       const tensorflow::Tensor& input = context->input(i);
       tensorflow::Tensor* output = nullptr;
-      OP_REQUIRES_OK(context,
-                     context->forward_input_or_allocate_output({i}, i, input.shape(), &output));
+      OP_REQUIRES_OK_ASYNC(
+          context, context->forward_input_or_allocate_output({i}, i, input.shape(), &output), done);
       tensors.push_back(
           {input.data(), output->data(), static_cast<std::size_t>(input.NumElements())});
     }
-    char text[2048] = "flatweights is not loaded";
-    const PythonCaller call = python_caller().load();
-    OP_REQUIRES(context,
-                call != nullptr && call(id_, tensors.data(), tensors.size(), text, sizeof text),
-                absl::UnknownError(text));
+    // `done` ends the life of the context, and maybe of this.
+    WaitingThreads::instance().run([id = id_, context, tensors = std::move(tensors),
+                                    done = std::move(done)] {
+      char text[2048] = "flatweights is not loaded";
+      const PythonCaller call = python_caller().load();
+      OP_REQUIRES_ASYNC(
+          context, call != nullptr && call(id, tensors.data(), tensors.size(), text, sizeof text),
+          absl::UnknownError(text), done);
+      done();
+    });
   }
 
  private:

@@ -1,12 +1,15 @@
 """Tensors that functions of Python's compute, by the op library and without it."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from reference import clean_environment
 
 from flatweights.tensorflow import _python_op
 from flatweights.tensorflow._python_op import compute_in_python
@@ -49,6 +52,36 @@ def test_it_runs_in_loops_and_at_each_call() -> None:
 
     assert several(tf.zeros(2)).numpy().tolist() == [3, 3]
     assert calls == [0, 1, 2, 3]
+
+
+MEETING = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import tensorflow as tf
+from flatweights.tensorflow._python_op import compute_in_python
+
+tf.config.threading.set_inter_op_parallelism_threads(1)
+met = threading.Barrier(4, timeout=20)
+
+def meet(inputs, outputs):
+    met.wait()
+    outputs[0][:] = inputs[0] + 1
+
+steps = [tf.function(lambda x: 2 * compute_in_python(meet, [2 * x])[0]) for _ in range(4)]
+for step in steps:
+    step.get_concrete_function(tf.zeros(2))
+with ThreadPoolExecutor(4) as threads:
+    results = list(threads.map(lambda step: float(step(tf.ones(2))[1]), steps))
+assert results == [6.0] * 4, results
+"""
+
+
+def test_functions_that_wait_for_each_other_hold_no_thread_of_tensorflow(path: str) -> None:
+    """More of them than its pool has threads."""
+    if path == "ops":
+        pytest.skip("TensorFlow's own op holds one")
+    command, environment = [sys.executable, "-c", MEETING], clean_environment()
+    subprocess.run(command, env=environment, check=True, timeout=300)
 
 
 class MuteError(Exception):
