@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from keras_programs import OPTIMIZERS, build, images, prepare
 import flatweights.ray
 from flatweights import robust
 from flatweights.keras import AverageLogs, AverageWeights, average_gradients
+from flatweights.server import FedAvgM
 
 pytestmark = pytest.mark.ray
 
@@ -118,12 +120,33 @@ def test_an_exchange_a_step_of_one_buffer(member: flatweights.ray.Member) -> Non
 
     optimizer = keras.optimizers.Adam(gradient_accumulation_steps=4)
     average_gradients(optimizer, member=member)
-    lease = optimizer.apply.__self__._lease
+    lease = optimizer.apply.__self__.lease
     lease._given = Counting()
     model = build("dense", 0)
     model.compile(optimizer, "mse")
     model.fit(*images("dense"), batch_size=12, verbose=0)  # 20 steps
     assert calls == [4] * 5  # one slot for each variable
+
+
+def test_more_members_in_a_process_than_threads_of_tensorflow() -> None:
+    """Each step waits for those of the others."""
+    size, name = tf.config.threading.get_inter_op_parallelism_threads() + 4, next(NAMES)
+    x, y = images("dense")
+    networks = [build("dense", seed) for seed in range(size)]
+
+    def fit(rank: int) -> Any:
+        with flatweights.ray.join(name, rank=rank, size=size) as member:
+            model, logs = networks[rank], AverageLogs(member=member)
+            optimizer = average_gradients(keras.optimizers.SGD(0.05), timeout=120.0)
+            model.compile(optimizer, "mse")
+            mine = slice(rank, len(x) // size * size, size)
+            model.fit(x[mine], y[mine], 4, verbose=0, shuffle=False, callbacks=[logs])
+            return model.get_weights()
+
+    with ThreadPoolExecutor(size) as threads:
+        first, *others = threads.map(fit, range(size))
+    for weights in others:
+        assert all(map(np.array_equal, first, weights))
 
 
 def test_members_that_differ_in_a_step_are_an_error_that_says_how_to_start() -> None:
@@ -233,8 +256,10 @@ def test_a_rule_takes_the_place_of_the_mean() -> None:
 
 
 def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
-    with pytest.raises(TypeError, match="optimizer: expected one of Keras 3, got builtins"):
-        average_gradients("adam", member=member)
+    such = r"optimizer: expected an optimizer object of Keras 3, such as keras.optimizers.Adam\(\)"
+    for given, got in (("adam", "'adam'"), (3, "builtins.int")):
+        with pytest.raises(TypeError, match=f"{such}, got {got}"):
+            average_gradients(given, member=member)
     for make in (AverageLogs, AverageWeights):
         with pytest.raises(TypeError, match="member: expected a Member, got int"):
             make(member=1)  # type: ignore[arg-type]
@@ -251,6 +276,84 @@ def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             AverageWeights(**arguments)  # type: ignore[arg-type]
+
+
+def test_what_is_said_to_one_counts_for_all(member: flatweights.ray.Member) -> None:
+    x, y = images("dense")
+    model = build("dense", 0)
+    optimizer = average_gradients(keras.optimizers.SGD(0.05))
+    model.compile(optimizer, "mse")
+    weights, logs = AverageWeights(timeout=3.0, member=member), AverageLogs(min_results=1)
+    seen: list[Any] = []
+
+    def look(*_: Any) -> None:
+        for lease in (weights._lease, logs._lease, optimizer.apply.__self__.lease):
+            seen.append((lease.take(), lease.timeout))
+        seen.extend(one._lease.min_results for one in (weights, logs))
+
+    spy = keras.callbacks.LambdaCallback(on_epoch_begin=look)
+    model.fit(x, y, verbose=0, callbacks=[logs, spy, weights])
+    assert seen == [(member, 3.0)] * 3 + [1, 1]
+    # In another training, what its own callbacks say.
+    spy = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda *_: seen.append(optimizer.apply.__self__.lease.timeout)
+    )
+    model.fit(x, y, verbose=0, callbacks=[AverageLogs(member=member, timeout=5.0), spy])
+    assert seen[-1] == 5.0
+
+
+def test_callbacks_that_were_told_different_things_raise_before_the_training(
+    member: flatweights.ray.Member,
+) -> None:
+    model = build("dense", 0)
+    model.compile(average_gradients(keras.optimizers.SGD(), timeout=4.0, member=member), "mse")
+    before = model.get_weights()
+    outer = AverageWeights(outer=partial(FedAvgM, momentum=0.9))
+    for callbacks, message in [
+        ([AverageLogs(timeout=5.0)], "timeout: .* got 5.0 of AverageLogs and 4.0 of average_grad"),
+        (
+            [AverageLogs(min_results=1), AverageWeights(min_results=2)],
+            "min_results: expected the same of all that average in one training, got ",
+        ),
+        (
+            [AverageLogs(min_results=1), outer],
+            r"min_results: expected None with AverageWeights\(outer=...\), which needs all members",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model.fit(*images("dense"), verbose=0, callbacks=callbacks)
+    assert all(map(np.array_equal, model.get_weights(), before))
+
+
+def test_a_training_goes_on_without_a_member_that_sleeps() -> None:
+    """The list of docs/keras.md, whose first callback says for both whom to wait for."""
+    name, woken, ended = next(NAMES), threading.Event(), threading.Event()
+    x, y = images("dense")
+    networks = [build("dense", seed) for seed in range(2)]
+
+    def fit(rank: int) -> Any:
+        def sleep(epoch: int, _: Any) -> None:
+            if rank == 1 and epoch == 1:
+                assert woken.wait(300)
+
+        model = networks[rank]
+        model.compile("sgd", "mse")
+        with flatweights.ray.join(name, rank=rank, size=2) as member:
+            callbacks = [
+                AverageWeights(min_results=1, timeout=1.0, member=member),
+                AverageLogs(),
+                keras.callbacks.LambdaCallback(on_epoch_begin=sleep),
+            ]
+            epochs = 4 if rank == 0 else 2
+            history = model.fit(x, y, epochs=epochs, verbose=0, callbacks=callbacks).history
+            (woken if rank == 0 else ended).set()
+            assert ended.wait(300)
+            return history["loss"], model.get_weights()
+
+    with ThreadPoolExecutor(2) as threads:
+        (losses, weights), (_, others) = threads.map(fit, range(2))
+    assert len(losses) == 4
+    assert all(map(np.array_equal, weights, others))  # it has the latest average
 
 
 def test_without_a_meeting_to_join_it_says_so() -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 
-from flatweights.keras._gradients import start_gradients
+from flatweights.keras._callback import MemberCallback
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.keras._samples import Samples
 from flatweights.ray import Member
 
 
-class AverageLogs(keras.callbacks.Callback):  # type: ignore[misc]
+class AverageLogs(MemberCallback):
     """Averages the losses and metrics of each epoch over the members of a meeting.
 
     Put it first in the list of callbacks: those behind it see the averages and so decide alike
@@ -49,29 +47,14 @@ class AverageLogs(keras.callbacks.Callback):  # type: ignore[misc]
         Args:
             member: This process's member. If None, that of the worker of Ray Train, shared with
                 the other callbacks and optimizers, which leaves at the end of the training.
-            timeout: Seconds that other members may be late; for ever, if None.
-            min_results: How many members make an average; all, if None.
+            timeout: Seconds that other members may be late; for ever, if None. What one of those
+                that average in a training is given, callback or optimizer, counts for all of them.
+            min_results: How many members make an average; all, if None. It counts for all, too.
 
         Raises:
             TypeError: If ``member`` is none.
         """
-        super().__init__()
-        self._lease = MemberLease(member)
-        self._options: dict[str, Any] = {"timeout": timeout, "min_results": min_results}
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Join, if need be."""
-        self._member = self._lease.take()
-        start_gradients(self.model)
-        self._samples = Samples(self.model)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Count anew."""
-        self._samples.begin_epoch()
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Take the count of the training before that of the validation begins."""
-        self._samples.begin_test()
+        super().__init__(MemberLease("AverageLogs", member, timeout, min_results))
 
     def on_test_end(self, logs: Any = None) -> None:
         """Take the count of the validation."""
@@ -96,10 +79,11 @@ class AverageLogs(keras.callbacks.Callback):  # type: ignore[misc]
             "stops": np.float64(self.model.stop_training),
         }
         with calls_are_equal(f"the logs of epoch {epoch + 1}"):
-            mean = self._member.average(part, nonfinite="propagate", **self._options).weights
+            mean = self._member.average(
+                part,
+                timeout=self._lease.timeout,
+                min_results=self._lease.min_results,
+                nonfinite="propagate",
+            ).weights
         logs.update({name: float(mean["logs"][name] / mean["samples"][name]) for name in own})
         self.model.stop_training = bool(mean["stops"])
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Leave, if it joined by itself."""
-        self._lease.end()

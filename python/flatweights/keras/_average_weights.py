@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-import keras
 import numpy as np
 
 from flatweights import FlatWeights
 from flatweights._average import Nonfinite
-from flatweights.keras._gradients import start_gradients
+from flatweights.keras._callback import MemberCallback
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.keras._samples import Samples
 from flatweights.ray import Member, Round
 from flatweights.robust import AnyRule, Rule
 from flatweights.server import ServerOptimizer
@@ -24,7 +22,7 @@ Unit = Literal["epoch", "batch"]
 Weight = Literal["samples"] | float
 
 
-class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
+class AverageWeights(MemberCallback):
     """Averages the model's weights over the members of a meeting, every so many epochs or batches.
 
     All members start from the weights of rank 0. Each then trains by itself; after ``every``
@@ -87,9 +85,10 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
                 `flatweights.tensorflow.TensorFlowVariables` names them, such as one that was
                 loaded: the members start from its weights, which are rank 0's. Or a function that
                 makes one from the first weights.
-            timeout: Seconds that other members may be late; for ever, if None.
+            timeout: Seconds that other members may be late; for ever, if None. What one of those
+                that average in a training is given, callback or optimizer, counts for all of them.
             min_results: How many members make an average; all, if None. One that is late goes on
-                from the average of the others.
+                from the average of the others. It counts for all, too.
             nonfinite: What to do about NaN and infinity; see `flatweights.average`.
             rule: What takes the place of the mean, such as ``flatweights.robust.Median()``; see
                 `flatweights.ray.Member.average`. Where it has no weights, all members count alike.
@@ -100,7 +99,6 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
             ValueError: If ``every`` is below 1, ``unit`` or ``weight`` is none of these, or
                 ``min_results`` is given with ``outer``, whose copies have to see every average.
         """
-        super().__init__()
         if unit not in ("epoch", "batch"):
             raise ValueError(f"unit: expected 'epoch' or 'batch', got {unit!r}")
         if every < 1:
@@ -114,22 +112,22 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
             weight = 1.0
         if outer is not None and min_results is not None:
             raise ValueError("min_results: expected None with outer, which all have to step alike")
+        needs_all = "" if outer is None else "AverageWeights(outer=...)"
+        super().__init__(
+            MemberLease("AverageWeights", member, timeout, min_results, needs_all=needs_all)
+        )
         self._every = every
         self._unit = unit
-        self._lease = MemberLease(member)
         self._weight = weight
         self._includes_optimizer = include_optimizer
         self._given_outer = outer
-        self._options: dict[str, Any] = {"timeout": timeout, "nonfinite": nonfinite, "rule": rule}
-        self._min_results = min_results
+        self._options: dict[str, Any] = {"nonfinite": nonfinite, "rule": rule}
         self.round = None
         self.outer = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Have all members start from rank 0's weights."""
-        self._member = self._lease.take()
-        start_gradients(self.model)
-        self._samples = Samples(self.model)
+        super().on_train_begin()
         self._counted = 0.0  # of this epoch's samples, those that are in `_since`
         self._since = 0.0  # samples since the last average
         self._steps = 0  # epochs or batches since the last average
@@ -141,7 +139,7 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Count anew."""
-        self._samples.begin_epoch()
+        super().on_epoch_begin(epoch)
         self._counted = 0.0
         self._batch = -1
         self._is_epoch_over = False
@@ -159,7 +157,7 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Average before the validation, if it is time."""
-        self._samples.begin_test()
+        super().on_test_begin()
         self._end_epoch()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -169,18 +167,18 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_end(self, logs: Any = None) -> None:
         """Average once more, if members were trained since, and leave, if it joined by itself."""
         self._count()
-        timeout, trained = self._options["timeout"], self._trained
+        trained, lease = self._trained, self._lease
         # Members that have been late are not at the same call as the others.
-        if timeout is None or self._min_results is None:
+        if lease.timeout is None or lease.min_results is None:
             end = {"the end of training": np.float64(trained)}
             with calls_are_equal("the end of training"):
                 mean = self._member.average(
-                    end, timeout=timeout, min_results=self._min_results
+                    end, timeout=lease.timeout, min_results=lease.min_results
                 ).weights
             trained = bool(mean["the end of training"])
         if trained:
             self._average()
-        self._lease.end()
+        super().on_train_end()
 
     def _end_epoch(self) -> None:
         if self._is_epoch_over:
@@ -212,7 +210,7 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
             weights = list(model.non_trainable_weights)
         plain = [*weights, *optimizers]
         self._plain = TensorFlowVariables(plain) if plain else None
-        timeout = self._options["timeout"]
+        timeout = self._lease.timeout
         if self._plain is not None:
             self._member.broadcast_variables(self._plain, timeout=timeout)
         if self._learned is not None and given is not None:
@@ -233,10 +231,16 @@ class AverageWeights(keras.callbacks.Callback):  # type: ignore[misc]
         with calls_are_equal("weights"):
             if self._learned is not None and self.outer is not None:
                 weights = self._learned.get_weights()
-                self.round = self._member.average(weights, weight, **self._options)
+                self.round = self._member.average(
+                    weights, weight, timeout=self._lease.timeout, **self._options
+                )
                 self._learned.set_weights(self.outer.step(self.round.weights))
             if self._plain is not None:
                 self.round = self._member.average_variables(
-                    self._plain, weight, min_results=self._min_results, **self._options
+                    self._plain,
+                    weight,
+                    timeout=self._lease.timeout,
+                    min_results=self._lease.min_results,
+                    **self._options,
                 )
         self._since, self._steps, self._trained = 0.0, 0, False

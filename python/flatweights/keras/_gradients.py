@@ -86,11 +86,12 @@ def average_gradients(
         ValueError: If it averages gradients already, or ``nonfinite`` does not suit it.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
         raise TypeError(
-            f"optimizer: expected one of Keras 3, got {type(optimizer).__module__}."
-            f"{type(optimizer).__name__}"
+            "optimizer: expected an optimizer object of Keras 3, such as keras.optimizers.Adam(), "
+            f"got {repr(optimizer) if isinstance(optimizer, str) else kind}"
         )
-    if isinstance(_averaging(optimizer), _Averaging):
+    if averaging_of_optimizer(optimizer) is not None:
         raise ValueError("optimizer: it averages gradients already")
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if not scales and keras.config.dtype_policy().name == "mixed_float16":
@@ -100,76 +101,101 @@ def average_gradients(
         raise ValueError(
             f"nonfinite: expected 'propagate' for a LossScaleOptimizer, got {nonfinite!r}"
         )
-    options = {
-        "timeout": timeout,
-        "nonfinite": nonfinite,
-        "rule": None if rule is None else Rule.of(rule),
-    }
-    _Averaging(optimizer, MemberLease(member), options)
+    options = {"nonfinite": nonfinite, "rule": None if rule is None else Rule.of(rule)}
+    lease = MemberLease("average_gradients", member, timeout)
+    Averaging(optimizer, lease, options)
     return optimizer
 
 
-class _Averaging:
-    """Takes the place of some methods of one optimizer."""
+class Averaging:
+    """Takes the place of some methods of one optimizer.
+
+    Attributes:
+        lease: The member, and how long its calls wait.
+    """
 
     def __init__(self, optimizer: Any, lease: MemberLease, options: dict[str, Any]) -> None:
+        """Change ``optimizer``; ``options`` are those of each average."""
+        self.lease = lease
         self._optimizer = optimizer
-        self._lease = lease
-        self._options = options  # of each average
-        self._timeout = options["timeout"]
-        self._applied: Sequence[Any] = ()  # variables of the call of `apply` that is under way
+        self._options = options
         self._is_started = False
         self._has_stepped = False  # since the start
+        self._errors: list[BaseException] = []  # what the step that runs has raised
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
         self._apply: Callable[..., None] = optimizer.apply
         self._finalize: Callable[[Any], None] = optimizer.finalize_variable_values
         self._make: Callable[[Any], None] = optimizer.build
-        self._clip: Callable[[list[Any]], list[Any]] = optimizer._clip_gradients
-        # Those that call others' `apply` decide whether, and what of: they have to see averages.
-        inner = hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "_inner_optimizers")
         # On the object itself, past Keras' tracking: its class is what is saved.
         methods = vars(optimizer)
-        methods["apply"] = self._apply_averages if inner else self._apply_own
+        methods["apply"] = self._apply_averages
         methods["build"] = self._build
         methods["finalize_variable_values"] = self._end
-        if not inner:
-            methods["_clip_gradients"] = self._clip_averages
+        # Those that call others' `apply` decide whether, and what of: they have to see averages.
+        inner = hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "_inner_optimizers")
+        if optimizer.gradient_accumulation_steps and not inner:
+            self._step: Callable[[Any, Any], None] = optimizer._backend_apply_gradients
+            methods["apply"] = self._apply_own
+            methods["_backend_apply_gradients"] = self._accumulate
 
-    def start_again(self, variables: Sequence[Any]) -> None:
-        """Have all members start alike, whether or not the last training has come to its end."""
-        if self._has_stepped:
-            self._is_started = False
-        self._optimizer.build(variables)
+    def begin_fit(self, model: Any) -> None:
+        """Have all members start alike, and ``model`` raise what a step has raised."""
+        if model.built:
+            if self._has_stepped:  # whether or not the last training has come to its end
+                self._is_started = False
+            self._optimizer.build(model.trainable_variables)
+        function = model.train_function
+        if function is not None and not hasattr(function, "raises_causes"):
+            model.train_function = self._raising_causes(function)
+
+    def _raising_causes(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return ``function``, which raises what a step has raised instead of TensorFlow's error.
+
+        That has forty lines about the graph before the cause.
+        """
+
+        def train(iterator: Any) -> Any:
+            self._errors.clear()
+            try:
+                return function(iterator)
+            except tf.errors.OpError:
+                if not self._errors:
+                    raise
+                error = self._errors.pop()
+                # Its frames have arrays whose memory was the step's.
+                error.__context__ = None
+                raise error.with_traceback(None) from None
+
+        vars(train)["raises_causes"] = True
+        return train
 
     def _apply_own(self, grads: Any, trainable_variables: Any = None) -> None:
-        grads, variables, begun = self._begin(grads, trainable_variables)
-        self._applied = [v for g, v in zip(grads, variables, strict=True) if _is_averaged(g, v)]
-        with tf.control_dependencies(begun):
-            self._apply(grads, None if trainable_variables is None else variables)
+        """Apply gradients that are averaged once they have been accumulated."""
+        grads, variables = self._begin(grads, trainable_variables)
+        self._apply(grads, None if trainable_variables is None else variables)
 
-    def _clip_averages(self, grads: list[Any]) -> list[Any]:
-        return self._clip(self._average(grads, self._applied))
+    def _accumulate(self, grads: list[Any], variables: list[Any]) -> None:
+        """Add gradients up; clip the average of what was accumulated, if it is time to."""
+        methods = vars(self._optimizer)
+        clip = self._optimizer._clip_gradients
+        methods["_clip_gradients"] = lambda sums: clip(self._average(sums, variables))
+        try:
+            self._step(grads, variables)
+        finally:
+            del methods["_clip_gradients"]
 
     def _apply_averages(self, grads: Any, trainable_variables: Any = None) -> None:
-        grads, variables, begun = self._begin(grads, trainable_variables)
+        grads, variables = self._begin(grads, trainable_variables)
         pairs = enumerate(zip(grads, variables, strict=True))
         positions = [i for i, pair in pairs if _is_averaged(*pair)]
-        with tf.control_dependencies(begun):
-            averages = self._average(
-                [grads[i] for i in positions], [variables[i] for i in positions]
-            )
-            for i, average in zip(positions, averages, strict=True):
-                grads[i] = average
+        averages = self._average([grads[i] for i in positions], [variables[i] for i in positions])
+        for i, average in zip(positions, averages, strict=True):
+            grads[i] = average
+        with tf.control_dependencies(averages):  # before that, no slot is read
             self._apply(grads, None if trainable_variables is None else variables)
 
-    def _begin(
-        self, grads: Any, trainable_variables: Any
-    ) -> tuple[list[Any], list[Any], list[tf.Tensor]]:
-        """Check where this is called, and have all members start alike.
-
-        Returns:
-            The gradients; their variables; and what has to run before the step changes anything.
-        """
+    def _begin(self, grads: Any, trainable_variables: Any) -> tuple[list[Any], list[Any]]:
+        """Check where this is called, and build; return the gradients and their variables."""
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if graph is not None and not tf.inside_function():
             raise RuntimeError("average_gradients: expected eager TensorFlow, got a TF1 graph")
@@ -194,19 +220,13 @@ class _Averaging:
                 with keras.name_scope(optimizer.name):
                     self._make(variables)
             self._start(variables, in_step=True)
-            return list(grads), variables, []
+            return list(grads), variables
         with tf.init_scope():
-            if not all(_inner(variable).is_initialized() for variable in variables):
-                # The first trace of a model that is built in this function only makes variables.
-                return list(grads), variables, []
-            with keras.name_scope(optimizer.name):
-                optimizer.build(variables)
-
-        def start(*_: Any) -> None:
-            self._start(variables, in_step=True)
-
-        with tf.device("CPU:0"):
-            return list(grads), variables, compute_in_python(start, [tf.zeros(1)])
+            # The first trace of a model that is built in this function only makes variables.
+            if all(_inner(variable).is_initialized() for variable in variables):
+                with keras.name_scope(optimizer.name):
+                    optimizer.build(variables)
+        return list(grads), variables
 
     def _build(self, variables: Sequence[Any]) -> None:
         if not self._optimizer.built:
@@ -221,7 +241,7 @@ class _Averaging:
         """
         if self._is_started:
             return
-        member = self._lease.take()
+        member = self.lease.take()
         own = {id(one) for one in _accumulators(self._optimizer)}  # the rest of a mean, of each
         slots = [slot for slot in self._optimizer.variables if id(slot) not in own]
         # Keras numbers names of slots by counters of the process.
@@ -233,7 +253,7 @@ class _Averaging:
         del values
         with calls_are_equal("the start of training"):
             part = {"the start of training": rows}
-            started = member.average(part, timeout=self._timeout)
+            started = member.average(part, timeout=self.lease.timeout)
             _check_in_time(started, "the start of training")
         rows = np.rint(started.weights["the start of training"] * len(member.ranks))
         different = [rank for rank in member.ranks if (rows[rank, 1:] != rows[0, 1:]).any()]
@@ -246,7 +266,7 @@ class _Averaging:
                     "them, or use the callback AverageLogs, which calls it"
                 )
             with calls_are_equal("the start of training"):
-                member.broadcast_variables(state, timeout=self._timeout)
+                member.broadcast_variables(state, timeout=self.lease.timeout)
         self._is_started, self._has_stepped = True, False
 
     def _average(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -271,15 +291,18 @@ class _Averaging:
         averages: list[NDArray[Any]],
     ) -> None:
         """Write the averages of ``grads`` to ``averages``."""
-        self._start(exchange.variables, in_step=True)
-        member = self._lease.take()
-        self._has_stepped = True
-        exchange.grads, exchange.averages = grads, averages
         try:
+            self._start(exchange.variables, in_step=True)
+            self._has_stepped = True
+            exchange.grads, exchange.averages = grads, averages
             with calls_are_equal("gradients"):
-                _check_in_time(member.average_variables(exchange, **self._options), "gradients")
-        except BaseException:
+                result = self.lease.take().average_variables(
+                    exchange, timeout=self.lease.timeout, **self._options
+                )
+                _check_in_time(result, "gradients")
+        except BaseException as error:
             self._is_started = False  # in another call of fit all members start again
+            self._errors.append(error)
             raise
         finally:
             exchange.grads, exchange.averages = [], []
@@ -290,8 +313,9 @@ class _Averaging:
             self._is_started = False
             end = {"the end of training": np.zeros(1)}
             with calls_are_equal("the end of training"):
-                self._lease.take().average(end, timeout=self._timeout)
+                self.lease.take().average(end, timeout=self.lease.timeout)
         self._finalize(var_list)
+        self.lease.end()
 
 
 class _Exchange:
@@ -319,16 +343,15 @@ class _Exchange:
         move_parts(self.averages, self.layout.packed_views(buffer))
 
 
-def start_gradients(model: Any) -> None:
-    """Have all members start alike, if ``model`` has an optimizer that averages gradients."""
-    averaging = _averaging(getattr(model, "optimizer", None))
-    if model.built and isinstance(averaging, _Averaging):
-        averaging.start_again(model.trainable_variables)
+def averaging_of(model: Any) -> Averaging | None:
+    """Return what averages the gradients of the optimizer of ``model``, if it does."""
+    return averaging_of_optimizer(getattr(model, "optimizer", None))
 
 
-def _averaging(optimizer: Any) -> Any:
-    """Return what averages the gradients of ``optimizer``, if anything does."""
-    return getattr(getattr(optimizer, "apply", None), "__self__", None)
+def averaging_of_optimizer(optimizer: Any) -> Averaging | None:
+    """Return what averages the gradients of ``optimizer``, if it does."""
+    averaging = getattr(getattr(optimizer, "apply", None), "__self__", None)
+    return averaging if isinstance(averaging, Averaging) else None
 
 
 def _accumulators(optimizer: Any) -> list[Any]:

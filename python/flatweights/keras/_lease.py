@@ -1,14 +1,16 @@
 """The member that a callback or an optimizer averages with: one of its own, or a shared one."""
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from flatweights.ray import Member, join
 
 _lock = threading.Lock()
 _shared: Member | None = None
-_leases = 0  # of the shared member
+_leases: weakref.WeakSet["MemberLease"] = weakref.WeakSet()  # of the shared member
 
 
 @contextmanager
@@ -31,18 +33,48 @@ def calls_are_equal(what: str) -> Iterator[None]:
 
 
 class MemberLease:
-    """A callback's or an optimizer's use of a member.
+    """A callback's or an optimizer's use of a member, and how long and for whom its calls wait.
 
     Those that are given no member share one, which joins with the first lease and leaves when the
     last one ends.
+
+    Attributes:
+        timeout: Seconds that other members may be late; for ever, if None.
+        min_results: How many members make an average; all, if None.
     """
 
-    def __init__(self, member: Member | None) -> None:
-        """Use ``member``, or the shared one if None."""
+    timeout: float | None
+    min_results: int | None
+
+    def __init__(
+        self,
+        who: str,
+        member: Member | None,
+        timeout: float | None = None,
+        min_results: int | None = None,
+        needs_all: str = "",
+    ) -> None:
+        """Use ``member``, or the shared one if None.
+
+        Args:
+            who: What errors call the callback or the optimizer.
+            member: The member.
+            timeout: See the attribute.
+            min_results: See the attribute.
+            needs_all: What of it needs all members, if anything does.
+        """
         if not isinstance(member, Member | None):
             raise TypeError(f"member: expected a Member, got {type(member).__name__}")
-        self._given = member
-        self._is_taken = False
+        self.who = who
+        self.needs_all = needs_all
+        self.given = {"member": member, "timeout": timeout, "min_results": min_results}
+        self.use(self.given)
+
+    def use(self, terms: dict[str, Any]) -> None:
+        """Have calls be made on these terms."""
+        self._given: Member | None = terms["member"]
+        self.timeout = terms["timeout"]
+        self.min_results = terms["min_results"]
 
     def take(self) -> Member:
         """Return the member; join, if it is shared and nobody has yet.
@@ -50,7 +82,7 @@ class MemberLease:
         Raises:
             RuntimeError: If there is nothing that says which meeting to join.
         """
-        global _shared, _leases
+        global _shared
         if self._given is not None:
             return self._given
         with _lock:
@@ -62,19 +94,45 @@ class MemberLease:
                         "member: outside of Ray Train expected flatweights.ray.join(name, "
                         "rank=..., size=...), got None"
                     ) from error
-            if not self._is_taken:
-                self._is_taken = True
-                _leases += 1
+            _leases.add(self)
             return _shared
 
     def end(self) -> None:
         """End the lease; with the last one, the shared member leaves. One that was given stays."""
-        global _shared, _leases
+        global _shared
+        self.use(self.given)
         with _lock:
-            if not self._is_taken:
-                return
-            self._is_taken = False
-            _leases -= 1
-            if _leases == 0 and _shared is not None:
+            _leases.discard(self)
+            if not _leases and _shared is not None:
                 _shared.leave()
                 _shared = None
+
+
+def agree(leases: Sequence[MemberLease]) -> None:
+    """Have all ``leases`` of a training wait alike: who is given terms says them for all.
+
+    A member that is late or dead for one of them is so for the others: if only one went on without
+    it, the next would wait for it.
+
+    Raises:
+        ValueError: If they were given different ones.
+    """
+    terms: dict[str, Any] = {}
+    for name in ("member", "timeout", "min_results"):
+        said = [lease for lease in leases if lease.given[name] is not None]
+        for lease in said[1:]:
+            if lease.given[name] != said[0].given[name]:
+                raise ValueError(
+                    f"{name}: expected the same of all that average in one training, got "
+                    f"{said[0].given[name]!r} of {said[0].who} and {lease.given[name]!r} of "
+                    f"{lease.who}. It need be given to one of them only"
+                )
+        terms[name] = said[0].given[name] if said else None
+        for lease in leases:
+            if name == "min_results" and said and lease.needs_all:
+                raise ValueError(
+                    f"min_results: expected None with {lease.needs_all}, which needs all members, "
+                    f"got {terms[name]!r} of {said[0].who}"
+                )
+    for lease in leases:
+        lease.use(terms)
