@@ -1,4 +1,4 @@
-"""Benches of `flatweights` against what people do instead; see README.md beside this file."""
+"""Benches of `flatweights` against its alternatives; see README.md beside this file."""
 
 import os
 

@@ -1,8 +1,8 @@
 """Runs every bench: ``python -m bench [--quick] [--json FILE] [--plot FILE]``.
 
 Each bench puts its name before the ending of the files: ``out.json`` becomes
-``out.average.json`` and so on. Each is a process of its own: models of one bench would leave
-too little memory for the actors of another.
+``out.average.json`` and so on. Each bench is a process of its own, since the models of one would
+leave too little memory for the actors of another.
 """
 
 import subprocess

@@ -2,8 +2,8 @@
 
 ``python -m bench.bench_contention [--quick] [--json FILE]``
 
-Ray runs many workers on one machine, and each has threads of its own. What all of them
-move together should stay what one alone moves.
+Ray runs many workers on one machine, and each has its own threads. All of them together should move
+as many bytes per second as one alone.
 """
 
 import json
@@ -29,12 +29,12 @@ NBYTES = (SOURCES + 1) * ELEMENTS * 4
 
 @dataclass
 class Row:
-    """What some processes did together.
+    """The result of several processes that ran at once.
 
     Attributes:
-        contender: What each of them ran.
-        processes: How many there were.
-        rate: Bytes per second of all together, of those that must move.
+        contender: The way to average that each of them ran.
+        processes: The number of processes.
+        rate: Bytes per second of all together, counting only bytes that must move.
         median: Seconds of the median call.
         slowest: Seconds of the slowest call.
     """

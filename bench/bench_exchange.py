@@ -2,18 +2,22 @@
 
 ``python -m bench.bench_exchange [--quick] [--json FILE] [--plot FILE]``
 
-No training: what a round costs beside it. Ours is a round of a `WorkerGroup`: over lanes, and over
-the object store. In loops it is one call that sets, runs and averages, as the guide's loop passes
-weights on with the call; one that calls `average` and `broadcast` has a row of its own. Contenders
-alternate, the first round of each turn untimed; and some run in loops of their own, at once after
-the last round and 5 ms later. A round right after other calls, which has to call workers back to
-their lanes, is a row of its own, as is one empty command to one worker.
-Where PyTorch is installed, one rival is an allreduce by gloo, of the vector that `FlatWorker` gives
-and takes: it has no driver, and no worker may be missing. Where Open MPI and mpi4py are, another is
-its ``Allreduce``, which sets and gets no variables. "memory traffic" is what a round moves (get,
-average, set) as copies in the driver alone: its ratio is the share of a round that memory takes.
-The limit is that of the bytes that a round must move: each worker's variables and window are read
-and written, the average reads all windows and writes one, and each worker reads that.
+The workers do not train, so only the exchange is timed. Our rows are rounds of a `WorkerGroup`,
+over lanes and over the object store. In loops, a round is one call that sets, runs and averages,
+since the guide's loop also passes weights on with the call; a loop that calls `average` and
+`broadcast` has a row of its own. Contenders alternate, and the first round of each turn is not
+timed. Some also run in loops of their own, with the next round at once or after 5 ms. There are
+further rows for a round right after other calls, which has to call workers back to their lanes, and
+for one empty command to one worker.
+
+If PyTorch is installed, one rival is an allreduce by gloo of the vector that `FlatWorker` gets and
+sets: it has no driver, and no worker may be missing. If Open MPI and mpi4py are installed, another
+rival is ``Allreduce``, which neither sets nor gets variables. "memory traffic" makes the copies of
+a round (get, average, set) in the driver alone: its ratio is the share of a round that memory
+takes.
+
+The limit counts the bytes that a round must move: each worker's variables and window are read
+and written, the average reads all windows and writes one, and each worker reads that one.
 """
 
 import json
@@ -74,20 +78,20 @@ class Worker(FlatWorker):
             variable.assign(weights[name])
 
     def get_list(self) -> Any:
-        """Return what Keras returns."""
+        """Return Keras's list of weights."""
         return self._keras.get_weights()
 
     def set_list(self, weights: Any) -> None:
-        """Have Keras set them."""
+        """Set them with Keras."""
         self._keras.set_weights(weights)
 
     def begin(self) -> None:
-        """Have the weights to begin with again."""
+        """Reset the weights to the first ones."""
         values = models.random_parts(self._shapes, seed=self._seed)
         self.set_flat(np.concatenate([part.reshape(-1) for part in values]))
 
     def join(self, name: str, size: int, rank: int) -> None:
-        """Join a group of so many for collective calls."""
+        """Join a group of ``size`` for collective calls."""
         collective = peers.gloo_collective()
         assert collective is not None
         collective.init_collective_group(size, rank, backend="gloo", group_name=name)
@@ -198,7 +202,7 @@ class Rounds:
         ray.get([worker.ping.remote() for worker in self._workers])
 
     def empty(self) -> None:
-        """The calls alone: what no way over Ray can spare."""
+        """The calls alone, which no way over Ray can avoid."""
         for _ in range(2):
             ray.get([worker.ping.remote() for worker in self._workers])
 
@@ -260,7 +264,7 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
 
 
 def traffic_of(shapes: models.Shapes, count: int) -> Callable[[], Any]:
-    """Return a function that moves what a round moves, and returns the average."""
+    """Return a function that moves the bytes of a round, and returns the average."""
     replicas = [
         fw.FlatWeights(
             {f"v{i}": part for i, part in enumerate(models.random_parts(shapes, seed=k))}

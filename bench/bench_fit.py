@@ -2,14 +2,15 @@
 
 ``python -m bench.bench_fit [--quick] [--json FILE] [--plot FILE]``
 
-Ours averages the gradients of every batch; a row of its own averages the weights of every tenth.
-The rival is `tf_keras` under `MultiWorkerMirroredStrategy` with ring communication: Keras 3 raises
-there. "without exchange" is the same Keras 3 model in as many processes that train at the same
-time, each by itself: the rest is the exchange. All processes have one thread for TensorFlow's
-operations. Contenders take turns, one `fit` each, of which the slowest process counts. Timed is the
-epoch, from its first batch to its end: the end of `fit` waits for a thread of `tf.data` that looks
-up 10, 30, 70, 150, 310, 630 ... ms after it has started, whoever trains. Before that, all members
-of ours are checked to have the same bits, and to have learned.
+Our first row averages the gradients of every batch; another averages the weights after every tenth.
+The rival is `tf_keras` under `MultiWorkerMirroredStrategy` with ring communication, since Keras 3
+raises there. "without exchange" trains the same Keras 3 model in as many processes at the same
+time, each by itself: the difference is the cost of the exchange. All processes have one thread for
+TensorFlow's operations. Contenders take turns, one `fit` each, and the slowest process counts. The
+time is that of the epoch, from its first batch to its end. The rest of `fit` is left out, because
+for every contender it waits for a thread of `tf.data` that wakes up 10, 30, 70, 150, 310, 630 ...
+ms after it has started. Before timing, the bench checks that all our members have the same bits and
+have learned.
 """
 
 import json

@@ -1,14 +1,14 @@
-"""One average of members on a node, beside a round of a `WorkerGroup` over the same actors.
+"""One average of members on a node, compared with a round of a `WorkerGroup` over the same actors.
 
 ``python -m bench.bench_members [--quick] [--json FILE] [--plot FILE]``
 
-No training: what the exchange costs. Members call in loops of their own, without the driver;
-`WorkerGroup.average` with ``broadcast=`` is one call from the driver, in a loop. Both gather the
-variables of all actors, average and set them. They take turns; a turn's first rounds, which bring
-the actors back from other calls, are not timed. "arrays" is `Member.average` of a `FlatWeights`
-into itself: no TensorFlow. The limit is that of the bytes that must move: each member's variables
-and window are read and written, the average reads all windows and writes one, and each member
-reads that.
+The actors do not train, so only the exchange is timed. Members call in loops of their own, without
+the driver; `WorkerGroup.average` with ``broadcast=`` is one call from the driver, in a loop. Both
+gather the variables of all actors, average them and set them. They take turns; the first rounds of
+a turn, which bring the actors back from other calls, are not timed. "arrays" is `Member.average` of
+a `FlatWeights` into itself, without TensorFlow. The limit counts the bytes that must move: each
+member's variables and window are read and written, the average reads all windows and writes one,
+and each member reads that one.
 """
 
 import os
@@ -49,7 +49,7 @@ class Worker(FlatWorker):
         self.member = join(name, rank=rank, size=size)
 
     def averages(self, way: str, seconds: float) -> list[float]:
-        """Return how long each of the averages took that fit into some seconds."""
+        """Call averages for some seconds; return the seconds that each took."""
         arrays = self.variables.get_weights()
         times: list[float] = []
         end = time.perf_counter() + seconds

@@ -2,15 +2,16 @@
 
 ``python -m bench.bench_nodes [--quick] [--case NODES WORKERS MB MBIT] [--json FILE] [--plot FILE]``
 
-Makes its nodes itself (see `bench.nodes`): it needs root, ``ip`` and ``tc``, and says so and ends
-where it lacks one. Workers are actors without TensorFlow, and do not train: a round is what the
-exchange costs. Contenders take turns, and the first round of each turn is not timed. The limit is
-the time of an allreduce: 2 (K - 1) / K models through each link in each direction. "of the way" is
-the time of the bytes that the contender's way must bring through one link, one after the other;
-"count" are those of the busier direction of the busiest link, and "of it" what the counters of the
-nodes' interfaces say over that: all bytes, of which headers are 4.6 % at 1,500 bytes a packet.
-"predicted" is what `flatweights.ray.plan` says, over what was measured. The ring over plain sockets
-is the limit in practice.
+The bench makes its own nodes (see `bench.nodes`). It needs root, ``ip`` and ``tc``; if one is
+missing, it says so and ends. Workers are actors without TensorFlow and do not train, so only the
+exchange is timed. Contenders take turns, and the first round of each turn is not timed. The limit
+is the time of an allreduce: 2 (K - 1) / K models through each link in each direction. "of the way"
+compares with the time of the bytes that the contender's way must send through one link, one after
+the other. "count" is the number of bytes that must pass the busier direction of the busiest link.
+"of it" is the number of bytes by the counters of the nodes' interfaces, divided by that count; they
+include headers, which are 4.6 % at 1,500 bytes a packet. "predicted" is the time that
+`flatweights.ray.plan` predicts, divided by the measured time. The ring over plain sockets is the
+limit in practice.
 """
 
 import functools
@@ -57,14 +58,14 @@ _WAY = "FLATWEIGHTS_BETWEEN_NODES"
 
 @dataclass(frozen=True)
 class Case:
-    """What is exchanged, and over what.
+    """The size of an exchange, and its links.
 
     Attributes:
-        nodes: How many take part.
-        workers: How many there are on each.
+        nodes: The number of nodes.
+        workers: The number of workers on each.
         nbytes: Bytes of the model.
         mbit: Million bits per second of each link and direction; None: not limited.
-        queue: Milliseconds that a byte waits in a link's queue at most.
+        queue: The longest time, in milliseconds, that a byte waits in a link's queue.
     """
 
     nodes: int
@@ -111,8 +112,8 @@ class Row:
 
     Attributes:
         case: Nodes, workers on each, model and links.
-        contender: Who did it; ours begin with `OURS`.
-        nodes: How many there were.
+        contender: The name of the contender; ours begin with `OURS`.
+        nodes: The number of nodes.
         seconds: Median.
         spread: Half the distance between the quartiles, relative to the median.
         ratio: Time over that of `OURS`.
@@ -121,7 +122,7 @@ class Row:
         sent: Bytes per round through the busiest link out of a node.
         received: Bytes per round through the busiest link into one.
         count: Bytes that the way must bring through the busiest link and direction.
-        predicted: Seconds that `flatweights.ray.plan` says; None of rings.
+        predicted: Seconds that `flatweights.ray.plan` predicts; None for rings.
     """
 
     case: str
@@ -138,7 +139,7 @@ class Row:
     predicted: float | None
 
     def cells(self) -> list[str]:
-        """Return what the columns after the contender's say; see `COLUMNS`."""
+        """Return the cells of the columns after the contender's; see `COLUMNS`."""
 
         def over(least: float | None) -> str:
             return "" if least is None else f"{100 * least / self.seconds:.0f}"
@@ -162,7 +163,7 @@ class Worker(FlatWorker):
         self._model = FlatWeights(parts_of(nbytes, seed))
 
     def begin(self) -> None:
-        """Have the weights to begin with again."""
+        """Reset the weights to the first ones."""
         self._model.update(parts_of(self._nbytes, self._seed))
 
     def get_weights(self) -> FlatWeights:
@@ -198,9 +199,9 @@ class Contender:
 
     Attributes:
         name: See `Row`.
-        cost: What `flatweights.ray.plan` says of it.
+        cost: Its cost by `flatweights.ray.plan`.
         prepare: Brings workers back to it from another contender; the time does not count.
-        rounds: Does as many rounds, and returns the seconds of each.
+        rounds: Does the given number of rounds, and returns the seconds of each.
     """
 
     name: str

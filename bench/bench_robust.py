@@ -1,7 +1,9 @@
-"""Robust averages of N buffers, against the mean, one read of them, and what others compute.
+"""Robust averages of N buffers, against the mean, one read of them, and other libraries.
 
-``python -m bench.bench_robust [--quick] [--json FILE] [--plot FILE]``; with an instruction set in
-the environment, ``FLATWEIGHTS_ISA=avx2`` or ``portable``, its rows alone, which are the last ones.
+``python -m bench.bench_robust [--quick] [--json FILE] [--plot FILE]``
+
+The last rows measure each instruction set. With one in the environment (``FLATWEIGHTS_ISA=avx2`` or
+``portable``), only its rows are measured.
 """
 
 import json

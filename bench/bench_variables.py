@@ -42,7 +42,7 @@ def _by_operations() -> Iterator[None]:
 
 
 class Subject:
-    """One model's variables, and all who move them.
+    """One model's variables, and all ways to move them.
 
     Attributes:
         mode: "eager" or "session".
@@ -258,7 +258,7 @@ def _bind(variables: list[Any]) -> None:
 
 
 def costs_text(rows: list[runner.Row]) -> str:
-    """Return, from the rows of `costs`, what a call costs and what each variable adds."""
+    """Return, from the rows of `costs`, the cost of a call and of each further variable."""
     found = {(row.case, row.contender): row.seconds for row in rows}
     lines = ["cost of a call, and of each variable:"]
     for what in ("get_flat", "set_flat"):

@@ -43,7 +43,7 @@ class Case:
         self.driver = DeltaBroadcaster(self.weights, wire_dtype)
 
     def encode(self) -> tuple[Contenders, Array]:
-        """Return the ways to make a worker's difference; what is lost is kept."""
+        """Return the ways to make a worker's difference and keep the rounding errors."""
         encoder = DeltaEncoder(self.driver.snapshot())
         residual = np.zeros_like(self.start)
 
@@ -61,7 +61,7 @@ class Case:
         return contenders, self.step.astype(np.float64)
 
     def encode_gradient(self) -> tuple[Contenders, Array]:
-        """Return the ways to round a gradient; what is lost is kept."""
+        """Return the ways to round a gradient and keep the rounding errors."""
         encoder = GradientEncoder(self.wire_dtype)
         residual = np.zeros_like(self.start)
 

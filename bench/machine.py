@@ -1,4 +1,4 @@
-"""What this machine is, and how fast it can move bytes.
+"""Describes this machine, and measures how fast it can move bytes.
 
 The limit of everything here is memory bandwidth. It is measured in the same run as the
 kernels, with routines of the C library: `memchr` for a byte that is not there reads,

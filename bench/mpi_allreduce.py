@@ -1,4 +1,4 @@
-"""Open MPI's ``Allreduce`` of as many bytes and ranks as a round has: it sets and gets nothing.
+"""Open MPI's ``Allreduce`` with the bytes and ranks of a round; it sets and gets no variables.
 
 ``python -m bench.mpi_allreduce ELEMENTS SECONDS`` is one rank; ``mpirun -n 4`` starts four. The
 first prints the seconds of each call as JSON.

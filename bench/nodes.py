@@ -1,8 +1,8 @@
-"""Nodes on one machine, with a network between them: what benches and checks between nodes run on.
+"""Nodes on one machine, with a network between them, for benches and checks between nodes.
 
 A node is a network namespace with one link to a bridge, a token bucket in each direction of it, and
-a ``/tmp/ray`` and a ``/dev/shm`` of its own. All nodes live in one process namespace, and end with
-the process that made them however that ends: nothing is left behind, and several sets of nodes can
+its own ``/tmp/ray`` and ``/dev/shm``. All nodes live in one process namespace, and end with the
+process that made them, however that ends: nothing is left behind, and several sets of nodes can
 exist side by side.
 
     from bench import nodes
@@ -13,8 +13,8 @@ exist side by side.
     cluster.start_ray()
     subprocess.run(cluster.inside(0, [sys.executable, "driver.py"]), env=cluster.environment())
 
-In ``driver.py``, and in whatever it starts, `Nodes.of_this_process` has the same methods: to cut a
-link and to mend it, to slow it down, and to count its bytes.
+In ``driver.py``, and in every process that it starts, `Nodes.of_this_process` has the same methods:
+to cut a link and to mend it, to slow it down, and to count its bytes.
 """
 
 import functools
@@ -58,7 +58,7 @@ class Traffic:
     received: int
 
     def since(self, before: "Traffic", rounds: int = 1) -> "Traffic":
-        """Return what passed in each of some rounds."""
+        """Return the bytes per round that passed since ``before``."""
         sent, received = self.sent - before.sent, self.received - before.received
         return Traffic(sent // rounds, received // rounds)
 
@@ -69,7 +69,7 @@ def is_among_nodes() -> bool:
 
 
 def missing() -> str | None:
-    """Return what nodes cannot be made without, and is not here; None if all is."""
+    """Return the first requirement of nodes that is missing here; None if none is."""
     if os.geteuid() != 0:
         return "root"
     paths = os.environ.get("PATH", "").split(os.pathsep)
@@ -91,7 +91,7 @@ def missing() -> str | None:
 def enter(command: Sequence[str]) -> None:
     """Replace this process by itself in process, network and mount namespaces of its own.
 
-    Does nothing where it has been done. When the process dies, the kernel ends all that it started.
+    Does nothing the second time. When the process dies, the kernel ends all processes it started.
 
     Args:
         command: The arguments of the interpreter.
@@ -199,13 +199,13 @@ class Nodes:
             if mbit is None:
                 _run(*at, "tc", "qdisc", "del", "dev", device, "root", check=False)
                 continue
-            # The bucket holds what flows in 2 ms: a kernel's timer is not exact to less.
+            # The bucket holds the bytes of 2 ms, since a kernel's timer is no more exact.
             bucket = max(int(mbit * 1e6 / 8 * 2e-3), 65536)
             words = ["tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{mbit}mbit"]
             _run(*at, *words, "burst", str(bucket), "latency", f"{queue}ms")
 
     def cut(self, node: int) -> None:
-        """Cut the link of a node: nothing gets through, and nobody is told."""
+        """Cut the link of a node: nothing gets through, and no process is told."""
         _run(*self._outside, "ip", "link", "set", self._port(node), "down")
 
     def mend(self, node: int) -> None:
@@ -213,7 +213,7 @@ class Nodes:
         _run(*self._outside, "ip", "link", "set", self._port(node), "up")
 
     def cut_between(self, one: int, other: int) -> None:
-        """Cut what two nodes send each other; all others reach both, and nobody is told."""
+        """Cut the traffic between two nodes; all others reach both, and no process is told."""
         for sender, receiver in ((one, other), (other, one)):
             words = ["replace", self.address(receiver), "lladdr", "02:00:00:00:00:ff"]
             _run(*self._at(sender), "ip", "neigh", *words, "nud", "permanent", "dev", "eth0")
@@ -242,7 +242,7 @@ class Nodes:
         return found
 
     def _at(self, node: int) -> list[str]:
-        """Return what runs a command in the network of a node, with this process's files."""
+        """Return the prefix of commands in the network of a node, with this process's files."""
         return ["nsenter", "-t", str(self._keepers[node]), "-n", "--"]
 
     @property

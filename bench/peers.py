@@ -1,4 +1,4 @@
-"""What people do instead: one function per rival, so that a bench reads as a list of names."""
+"""The alternatives: one function per rival, so that a bench reads as a list of names."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -21,7 +21,7 @@ def numpy_mean(sources: Arrays) -> Any:
 
 
 def numpy_in_place(sources: Arrays, out: NDArray[Any]) -> Any:
-    """The best that NumPy alone does: one buffer, one pass per source."""
+    """NumPy's best: one buffer, one pass per source."""
     np.copyto(out, sources[0])
     for source in sources[1:]:
         np.add(out, source, out=out)
@@ -191,16 +191,16 @@ class KerasHolder:
             self._layer.add_weight(shape)
 
     def get_weights(self) -> Any:
-        """Return what Keras returns: one array per weight."""
+        """Return Keras's list: one array per weight."""
         return self._layer.get_weights()
 
     def set_weights(self, arrays: Arrays) -> None:
-        """Have Keras set them."""
+        """Set them with Keras."""
         self._layer.set_weights(arrays)
 
 
 def tensorflow_functions(variables: Sequence[Any]) -> tuple[Callable[[], Any], Callable[..., None]]:
-    """Return the best that TensorFlow alone does: a fused concat, and a split with assignments."""
+    """Return TensorFlow's best: a fused concat, and a split with assignments."""
     import tensorflow as tf
 
     sizes = [variable.shape.num_elements() for variable in variables]

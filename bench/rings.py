@@ -1,8 +1,9 @@
 """Rivals between nodes that need no Ray: a ring over plain sockets, and TensorFlow's ring.
 
-Both take the mean of a float32 vector of each node by reduce-scatter and all-gather: a node sends
-and receives 2 (K - 1) / K vectors, the least that an allreduce of K nodes can. Over plain sockets
-that is what the links allow in practice. `Ring` runs ``python -m bench.rings`` on each node.
+Both compute the mean of one float32 vector per node by reduce-scatter and all-gather: a node sends
+and receives 2 (K - 1) / K vectors, the least possible for an allreduce of K nodes. The ring over
+plain sockets shows what the links allow in practice. `Ring` runs ``python -m bench.rings`` on each
+node.
 """
 
 import json
@@ -118,7 +119,7 @@ def _over_sockets(rank: int, addresses: list[str]) -> Allreduce:
 
 
 def _by_tensorflow(rank: int, addresses: list[str]) -> Allreduce:
-    """Return the mean by the operation that `MultiWorkerMirroredStrategy` takes it with."""
+    """Return the mean by the operation that `MultiWorkerMirroredStrategy` uses."""
     task = {"type": "worker", "index": rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
     import tensorflow as tf

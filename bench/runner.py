@@ -30,8 +30,8 @@ class Row:
     """How long one contender took for one case.
 
     Attributes:
-        case: What was done, such as ``"float32, N=4, 100 MB"``.
-        contender: Who did it; ours begin with `OURS`.
+        case: The name of the case, such as ``"float32, N=4, 100 MB"``.
+        contender: The name of the contender; ours begin with `OURS`.
         seconds: Median.
         spread: Half the distance between the quartiles, relative to the median.
         nbytes: The fewest bytes that must move for the case.
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """Bytes per second of those that must move."""
+        """Bytes per second, counting only bytes that must move."""
         return self.nbytes / self.seconds
 
 
@@ -66,17 +66,17 @@ def time_case(
     """Run ``contenders`` in turn until the time is used up, and return a row for each.
 
     Args:
-        case: What is done; ", cold" is added to the rows with cold caches.
+        case: The name of the case; ", cold" is added to the rows with cold caches.
         contenders: Calls by name; each returns its result.
         nbytes: The fewest bytes that must move.
         oracle: The float64 result; none for calls without a result to compare.
         tolerance: Largest relative error that still counts as the same result.
-        budget: Seconds for all of them together, and for what is not timed.
-        between: Called before each turn: ends what the last contender left running. The first call
-            of the turn is not timed then.
+        budget: Seconds for all of them together, including the calls that are not timed.
+        between: Called before each turn, to end anything that the last contender left running. The
+            first call of the turn is not timed then.
         cold: Write 128 MB before each call, as a training step does, so that the caches are cold.
-            Models that fit the caches are what this is about. There are at least 30 turns, of a
-            call each.
+            This matters for models that fit the caches. There are at least 30 turns of one call
+            each.
 
     Raises:
         AssertionError: If a result is wrong.
@@ -98,7 +98,7 @@ def time_case(
                 np.add(trampled, 1, out=trampled)
             elif previous and previous[-1] < _TURN:
                 # Fast calls are repeated, on data that their first call has brought back into
-                # the caches, until the clock can tell them from nothing.
+                # the caches, until their time is long enough for the clock.
                 repeats = min(1000, int(_TURN / previous[-1]) + 1)
                 call()
             begin = time.perf_counter()
@@ -205,7 +205,7 @@ def best_rate(rows: Sequence[Row], limits: dict[str, float]) -> float:
 
 
 def cells(row: Row, best: float) -> list[str]:
-    """Return what the columns after the contender's say; see `COLUMNS`."""
+    """Return the cells of the columns after the contender's; see `COLUMNS`."""
     return [
         _duration(row.seconds),
         f"{100 * row.spread:.0f}",

@@ -1,8 +1,8 @@
 """Writes the tables of ``bench/README.md``: ``python -m bench.tables out.json``.
 
-``out.json`` is what was given to ``python -m bench --json``. Each table stands between two
-comments, ``<!-- average -->`` and ``<!-- end -->``, and is replaced whole; one that was not
-measured stays.
+``out.json`` is the file that was passed to ``python -m bench --json``. Each table stands between
+two comments, ``<!-- average -->`` and ``<!-- end -->``, and is replaced as a whole; a table that
+was not measured stays.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def _nodes(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _cases(columns: Sequence[str], rows: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
-    """Return the lines of a table of which a row is a case, a contender, and cells."""
+    """Return the lines of a table whose rows consist of a case, a contender, and cells."""
     lines, last = _head(columns, texts=2), None
     for case, name, cells in rows:
         bold = f"**{name}**" if name.startswith(runner.OURS) else name
@@ -70,7 +70,7 @@ def _line(cells: Sequence[str]) -> str:
 def main() -> None:
     """Replace the tables that were measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("json", type=Path, help="the file that `python -m bench --json` was given")
+    parser.add_argument("json", type=Path, help="the file given to `python -m bench --json`")
     given: Path = parser.parse_args().json
     text, found = README.read_text(encoding="utf-8"), 0
     for name in re.findall(r"<!-- (?!end\b)(\w+) -->", text):

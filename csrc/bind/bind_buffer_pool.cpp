@@ -24,7 +24,7 @@ py::array_t<std::uint8_t> new_array(std::size_t nbytes) {
 
 void bind_buffer_pool(py::module_& m) {
   m.def("empty", &new_array, py::arg("nbytes"));
-  // Whether an array's base is what gives its memory back to the pool, or a window back.
+  // Whether an array's base is a capsule that returns its memory to the pool, or a window.
   m.def(
       "is_pooled", [](py::handle base) { return PyCapsule_IsValid(base.ptr(), kOwner) != 0; },
       py::arg("base"));

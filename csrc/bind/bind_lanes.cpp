@@ -1,9 +1,9 @@
 // Mailboxes, doorbells and windows for Python: each in a memory file of its own.
 //
-// The protocols are in mailbox.hpp, doorbell.hpp and window.hpp. Here is what they ask of Python:
-// whoever sleeps releases the GIL, and wakes up for signals; a view of a peer's window holds that
-// window, by the count in the mailbox, for exactly as long as any array over it lives; a fork of
-// the process drops no view of its parent. Errors of the system are OSError with their number.
+// The protocols are in mailbox.hpp, doorbell.hpp and window.hpp. This file does their part of
+// Python: a thread releases the GIL while it sleeps, and wakes up for signals. A view of a peer's
+// window holds that window, by the count in the mailbox, for exactly as long as any array over it
+// lives. A forked process drops no view of its parent. System errors are OSError with their number.
 #include <fcntl.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>

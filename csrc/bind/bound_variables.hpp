@@ -24,7 +24,7 @@ struct UnreadyError : std::runtime_error {
 // The bound variables of one model. Every function that moves them checks all arguments
 // with the GIL held, then locks, checks and moves without it, and raises UnreadyError if variables
 // have to be bound again. Functions that move vectors and packed buffers raise it, too, if eager
-// TensorFlow is not ready; callers of those that move single parts have seen to that.
+// TensorFlow is not ready; callers of functions that move single parts have already checked that.
 class BoundVariables {
  public:
   // Binds the slots at `positions` of `bound`, ascending, by their ids; `context` is that of
@@ -64,7 +64,7 @@ class BoundVariables {
   [[nodiscard]] std::vector<bool> get_shared() const;
 
   // Changes the averaged variables by `operation`, `axpy` or `lerp`, with `x` in their dtypes: a
-  // vector, or a packed buffer, whose caller has seen to it that TensorFlow is ready.
+  // vector or, if the caller has already checked that TensorFlow is ready, a packed buffer.
   using Update = void (*)(std::span<const InPlacePart> parts, double a);
   void update(Update operation, const py::array& x, bool packed, double a);
 

@@ -1,8 +1,8 @@
-// A window that the next large result of this thread is made in.
+// The window in which the next large result of this thread is made.
 //
-// Workers and drivers offer one before they call what makes the result. Whatever asks for a
-// new array of exactly those bytes gets the window's memory, once; the result is recognised
-// by its address afterwards. So nothing between here and there has to know of windows.
+// Workers and drivers offer a window before they call the function that makes the result. The
+// first request for a new array of exactly that many bytes gets the window's memory. Afterwards the
+// result is recognised by its address. So no code in between has to know about windows.
 #pragma once
 
 #include <pybind11/numpy.h>

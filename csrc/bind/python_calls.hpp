@@ -1,4 +1,4 @@
-// Functions of Python's that the op FlatweightsCallPython calls, by id.
+// Python functions that the op FlatweightsCallPython calls by id.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -17,7 +17,7 @@ namespace flatweights::bind {
 class PythonCall {
  public:
   // `function` is called with two lists of one-dimensional arrays, of these dtypes: to read, and to
-  // write. They are memory of TensorFlow's, and not valid any more when it returns.
+  // write. Their memory is TensorFlow's and becomes invalid when the function returns.
   PythonCall(const pybind11::function& function, std::vector<pybind11::dtype> dtypes);
   PythonCall(const PythonCall&) = delete;
   PythonCall& operator=(const PythonCall&) = delete;

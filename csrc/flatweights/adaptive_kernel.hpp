@@ -17,13 +17,13 @@ namespace {
 [[gnu::always_inline]] inline float root(float value) noexcept { return __builtin_sqrtf(value); }
 [[gnu::always_inline]] inline double root(double value) noexcept { return __builtin_sqrt(value); }
 
-// Returns the second moment after `square`, the squared difference; `old` is the one before.
+// Returns the second moment `old`, updated by `square`, the squared difference.
 template <class T, SecondMoment Kind>
 [[gnu::always_inline]] inline T next_second(T old, T square, T share) noexcept {
   if constexpr (Kind == SecondMoment::kSum) return old + square;
   if constexpr (Kind == SecondMoment::kMean) return old + (square - old) * share;
-  // Yogi: moves `old` towards `square` by at most `share` of `square`; not at all where they are
-  // equal.
+  // Yogi: moves `old` towards `square` by at most `share` of `square`; if they are equal, not at
+  // all.
   const T change = square * share;
   const T beyond = old - square;
   return old - (beyond == 0 ? T{0} : with_sign_of(beyond, change));

@@ -118,7 +118,7 @@ template <class T, class Out, bool Weighted, std::size_t Count>
   }
 }
 
-// Sources, larger than the caches, that are read side by side; more of them take turns.
+// How many sources larger than the caches are read side by side; more of them take turns.
 // Processors prefetch some 16 streams. Everything else that a step reads counts, too, even a
 // table of sources or a spilled number: 17 streams take a third longer than 16.
 inline constexpr std::size_t kTurn = 8;

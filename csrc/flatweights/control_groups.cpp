@@ -53,7 +53,7 @@ std::vector<Group> groups_of(const std::string& root, std::string_view controlle
   return groups;
 }
 
-// The number that a file begins with; none for "max", and where there is no such file.
+// The number that a file begins with; none for "max", or if there is no such file.
 template <class T>
 std::optional<T> number_in(const std::string& file) {
   T number{};

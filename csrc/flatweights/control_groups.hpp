@@ -1,8 +1,8 @@
 // The limits of this process's control groups: of its own group, and of all groups around it.
 //
-// Both versions of control groups are read. In a container, paths may be those of the host: what
-// does not exist there is skipped, and the container's own group is the root. `root` is where /proc
-// and /sys are looked for, so that tests can make their own.
+// Both versions of control groups are read. In a container, paths may be those of the host: groups
+// that do not exist there are skipped, and the container's own group is the root. /proc and /sys
+// are read below `root`, so that tests can make their own.
 #pragma once
 
 #include <cstdint>

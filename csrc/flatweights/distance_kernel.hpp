@@ -1,8 +1,8 @@
 // Squared distances between all pairs of sources. Included only by kernels.cpp.
 //
 // A block of every source stays in the second-level cache while all pairs of sources are compared,
-// and the next block is read into it meanwhile. What is squared is the difference of two numbers,
-// so nothing cancels, however far the sources are from zero, or another source from both.
+// and the next block is read into it meanwhile. Each square is that of the difference of two
+// numbers, so nothing cancels, even if two sources are far from zero or from other sources.
 #pragma once
 
 #include <cstddef>
@@ -29,15 +29,15 @@ inline constexpr std::size_t kTileRows = 4;  // 32 registers
 inline constexpr std::size_t kTileRows = 2;  // 16 registers
 #endif
 
-// What is prefetched while a tile is computed: two sources, from where their next block begins.
-// Into the second-level cache, since this block's numbers fill the first.
+// The memory to prefetch while a tile is computed: two sources, from the beginning of their next
+// block. It goes into the second-level cache, since this block's numbers fill the first.
 inline constexpr int kSecondLevel = 2;
 struct Ahead {
   const std::byte* first;
   const std::byte* second;
 };
 
-// Where the pair (i, j), i < j, is in the sums.
+// The position of the pair (i, j), i < j, in the sums.
 inline std::size_t pair_index(std::size_t i, std::size_t j, std::size_t count) noexcept {
   return i * (2 * count - i - 1) / 2 + (j - i - 1);
 }
@@ -66,9 +66,9 @@ template <class K>
 #endif
 }
 
-// A block of every row: whole lines, `nbytes` in all. But the first `lead` bytes do not count, and
-// as many bytes behind the last line do. A load that crosses the border of a line takes twice as
-// long, so lines begin where those of the caches do.
+// A block of every row: `nbytes` bytes, which begin `lead` bytes into the first line and end `lead`
+// bytes behind the last. A load that crosses the border of a line takes twice as long, so lines
+// begin where those of the caches do.
 struct Lines {
   std::size_t nbytes;
   std::size_t lead;
@@ -100,7 +100,7 @@ void add_tile(double* sums, std::size_t count, const std::byte* const* rows, std
     for (std::size_t r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
       for (std::size_t c = Triangle ? r + 1 : 0; c < Columns; ++c) total[r][c] = V{};
-    // Adds a line, of whose differences those count that `use` returns.
+    // Adds a line; `use` selects the differences that count.
     const auto add_line = [&](std::size_t at, auto use) __attribute__((always_inline)) {
       __builtin_prefetch(ahead.first + at, 0, kSecondLevel);
       __builtin_prefetch(ahead.second + at, 0, kSecondLevel);
@@ -190,7 +190,7 @@ template <class T, class K>
   for (; i < kSquareColumns<K>; ++i) row[i] = K{0};
 }
 
-// The bytes between the beginning of a line and that of each source; 0 if they differ.
+// The bytes from the beginning of a line to that of each source; 0 if sources differ in this.
 inline std::size_t common_lead(const std::byte* const* sources, std::size_t count) noexcept {
   const std::size_t rest = bytes_to_line(sources[0]);
   for (std::size_t k = 1; k < count; ++k)
@@ -220,12 +220,12 @@ void add_blocks(double* sums, const std::byte* const* sources, std::size_t count
     const std::size_t size = end - begin < kDistanceBlock ? end - begin : kDistanceBlock;
     const std::size_t lines = (size + kNumbers - 1) / kNumbers;
     if (std::is_same_v<T, K> && size % kNumbers == 0) {
-      // Where they are: to copy them takes longer.
+      // In place, since copying takes longer.
       for (std::size_t k = 0; k < count; ++k) rows[k] = sources[k] + begin * sizeof(T) - lead;
     } else {
       for (std::size_t k = 0; k < count; ++k)
         rows[k] = reinterpret_cast<const std::byte*>(copies + k * kDistanceBlock);
-      // Side by side, as processors prefetch streams.
+      // All sources side by side, since processors prefetch streams.
       for (std::size_t at = 0; at < size; at += kNumbers)
         for (std::size_t k = 0; k < count; ++k)
           copy_line<T>(copies + k * kDistanceBlock + at, sources[k] + (begin + at) * sizeof(T),
@@ -240,10 +240,10 @@ void add_blocks(double* sums, const std::byte* const* sources, std::size_t count
 template <class T, class K>
 void distances_range(double* sums, const std::byte* const* sources, std::size_t count,
                      std::size_t begin, std::size_t end, std::byte* room) noexcept {
-  constexpr std::size_t kLeast = 8 * kDistanceBlock;  // to move the columns has to pay
+  constexpr std::size_t kLeast = 8 * kDistanceBlock;  // below, moving the columns does not pay
   const std::size_t lead = std::is_same_v<T, K> ? common_lead(sources, count) : 0;
   if (lead % sizeof(T) == 0 && lead != 0 && end - begin >= kLeast) {
-    // All but the first block and the end: lines that are read begin and end up to a line outside.
+    // Not the first block and the end: the lines that are read may begin and end a line outside.
     const std::size_t first = begin + kDistanceBlock;
     const std::size_t last =
         first + (end - first - kLine / sizeof(T)) / kDistanceBlock * kDistanceBlock;

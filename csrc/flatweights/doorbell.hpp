@@ -1,11 +1,11 @@
 // Wakes a driver once as many workers have answered as it waits for.
 //
 // A count in memory that all of them map; the bell itself (an eventfd) is the caller's.
-// Driver: arm with the number of answers that are missing, look at the mailboxes, sleep only if
-// all are still missing. Worker: answer, then count down; the one that reaches zero rings. So of
-// the answers that were missing at the second look each is counted after the driver armed, and the
-// last one rings. An answer that is counted late, after the driver armed anew, rings too early at
-// worst. A worker that dies rings by the end of its socket.
+// Driver: arm with the number of missing answers, look at the mailboxes, sleep only if all are
+// still missing. Worker: answer, then count down; the worker that reaches zero rings. So each
+// answer that was missing at the second look is counted after the driver armed, and the last one
+// rings. An answer that is counted late, after the driver has armed again, rings too early at
+// worst. The death of a worker wakes the driver by the end of its socket.
 #pragma once
 
 #include <atomic>

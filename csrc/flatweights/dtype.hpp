@@ -25,7 +25,7 @@ struct BFloat16 {
   std::uint16_t bits;
 };
 
-// How a real type lies in memory: a sign, an exponent and a mantissa, as in IEEE 754.
+// The bits of a real type in memory: a sign, an exponent and a mantissa, as in IEEE 754.
 struct RealFormat {
   std::size_t size;    // bytes
   int mantissa;        // bits

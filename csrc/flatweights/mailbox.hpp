@@ -63,8 +63,8 @@ class Mailbox {
   }
 
   // Driver. `post` refuses unless the last command was answered; `command` is at most kBytes long.
-  // `calls`: how many calls of Ray's were made; where all of them have ended or were dismissed, the
-  // command needs another. Unless it `wakes`, a worker that sleeps sleeps on until `wake`.
+  // `calls` is the number of Ray calls made so far; if all of them have ended or were dismissed,
+  // the command needs another call. Unless `wakes` is set, a sleeping worker sleeps until `wake`.
   Posted post(std::span<const std::byte> command, std::uint32_t calls, bool wakes = true) noexcept;
   // Wakes the workers of `boxes`, two by each call of the system: the first one to wake may take
   // the processor from the driver, and the others would sleep until it has it back.
@@ -74,8 +74,8 @@ class Mailbox {
   static bool watch(std::span<const Mailbox* const> boxes, std::size_t enough,
                     std::int64_t nanoseconds) noexcept;
   bool withdraw() noexcept;
-  // The calls up to number `calls` take no command any more, nor wait for one. Only while the last
-  // command is answered.
+  // From now on, Ray calls up to number `calls` neither take commands nor wait for them. Allowed
+  // only after the last command has been answered.
   void dismiss(std::uint32_t calls) noexcept;
   [[nodiscard]] std::span<const std::byte> answer() const noexcept;
 
@@ -85,7 +85,7 @@ class Mailbox {
   void enter(std::uint32_t call) noexcept;
   Awaited await(std::int64_t nanoseconds, std::uint32_t call) noexcept;
   [[nodiscard]] std::span<const std::byte> command() const noexcept;
-  // Only while BUSY. An answer is at most kBytes long. After the first, the worker waits on.
+  // Only while BUSY. An answer is at most kBytes long. answer_and_stay leaves the worker WAITING.
   void answer_and_stay(std::span<const std::byte> answer) noexcept;
   void answer_and_leave(std::span<const std::byte> answer, std::uint32_t call) noexcept;
 

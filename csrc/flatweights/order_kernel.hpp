@@ -4,9 +4,8 @@
 // exchanging numbers between pairs of rows, so that afterwards one row holds the smallest number
 // of each position, one the second smallest, and so on. The mean is that of some of these rows.
 //
-// 16-bit numbers are sorted by keys: integers in the same order. Where all is done in registers,
-// float32 are, too: processors find the lesser of as many integers at a time as of floats, or of
-// twice as many.
+// 16-bit numbers are sorted by keys: integers in the same order. So is float32 if everything is
+// done in registers: processors compare as many integers at a time as floats, or twice as many.
 #pragma once
 
 #include <cstddef>
@@ -21,11 +20,11 @@
 namespace flatweights {
 namespace {
 
-// What numbers of type T are sorted as.
+// The type of the keys by which numbers of type T are sorted.
 template <class T>
 using Key = std::conditional_t<is_half<T>, std::int16_t, T>;
 
-// What they are sorted as in registers; void if only in rows. AVX2 cannot compare 64-bit integers.
+// The same in registers; void if they are sorted only in rows. AVX2 cannot compare 64-bit integers.
 template <class T>
 using RegisterKey =
     std::conditional_t<is_half<T>, std::int16_t,
@@ -112,7 +111,7 @@ inline bool sort_runs_singly(const SortedRows<T>& rows, const std::byte* const* 
   return finite;
 }
 
-// Makes all rows NaN where a source is.
+// Sets all rows to NaN at the positions where a source is NaN.
 template <class T>
 [[gnu::noinline]] void spread_nan(const SortedRows<T>& rows, const std::byte* const* sources,
                                   std::size_t begin, std::size_t count) noexcept {
@@ -316,7 +315,7 @@ struct Extremes {
 
 // Sorts N sources and writes the means over `ranks` of numbers [begin, begin + size), whole
 // registers, to `out[0, size)`, without rows. With Middle these are the ranks in the middle.
-// Returns whether all numbers are finite; if not, what is written is of no use.
+// Returns whether all numbers are finite; if not, the written numbers are invalid.
 template <class T, std::size_t N, bool Middle>
 bool mean_run(std::byte* out, const std::byte* const* sources, std::size_t begin, std::size_t size,
               Ranks ranks) noexcept {
@@ -330,7 +329,7 @@ bool mean_run(std::byte* out, const std::byte* const* sources, std::size_t begin
   for (std::size_t k = 0; k < N; ++k) source[k] = sources[k] + begin * sizeof(K);
   const Doubles divisor = broadcast(static_cast<double>(ranks.last - ranks.first));
   Extremes<K> extremes;
-  Doubles spoiled = {};  // never: sums of finite numbers are finite
+  Doubles spoiled = {};  // stays so: sums of finite numbers are finite
   for (std::size_t i = 0; i < size; i += kNumbers) {
     V values[N];
 #pragma GCC unroll 16
@@ -468,7 +467,7 @@ bool order_range(std::byte* out, const std::byte* const* sources, const Sorting&
   bool finite = true;
   for (std::size_t most = head > 0 ? head : block; begin < end; most = block) {
     std::size_t count = end - begin < most ? end - begin : most;
-    // What fills no register is a block of its own.
+    // The rest, which does not fill a register, is a block of its own.
     constexpr std::size_t kNumbers = kRegister / sizeof(T);
     if (most == block && count > kNumbers) count -= count % kNumbers;
     finite &= order_block(out, sources, rows, begin, count, stream);

@@ -10,7 +10,7 @@
 
 namespace flatweights {
 
-// Rooms of equal size, all taken before any thread writes a result: memory may be short.
+// Rooms of equal size. All are taken before any thread writes a result, since memory may be short.
 class Rooms {
  public:
   Rooms(std::size_t nbytes, std::size_t count) {

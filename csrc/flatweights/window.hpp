@@ -2,8 +2,8 @@
 //
 // The owner writes only while the window is free: no array over the memory is alive in its own
 // process (`take` and `give`), and no peer holds a view (counted in the mailboxes). A result that
-// was gathered straight into the window is sent without a copy, unless an array over it is still
-// alive: through that the result could change while others read it, so it is copied.
+// was gathered straight into the window is sent without a copy. If an array over it is still alive,
+// the result is copied, since that array could change it while others read it.
 #pragma once
 
 #include <atomic>

@@ -2,7 +2,7 @@
 //
 // TensorFlow computes in place where Tensor::RefCountIsOne holds: the counts of the tensor's
 // buffer and of that buffer's root are one, and the buffer owns its memory. A value that aliases
-// foreign memory says it does not. But Tensor::Slice (v[:n], unstack, split, datasets) makes
+// foreign memory says that it does not. But Tensor::Slice (v[:n], unstack, split, datasets) makes
 // a buffer that refers only to the root and says that it owns its memory, whatever the root
 // says. So the root is a separate object that also counts itself: a slice is never its only
 // reference, so slices, too, are copied before they are written to.

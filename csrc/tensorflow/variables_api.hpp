@@ -58,7 +58,7 @@ struct VariableAlias {
   void (*linger)();              // called, on any thread, when only `sweep` can find that out
 };
 
-// A tensor that a function of Python's reads, and the one that it writes: maybe the same memory.
+// A tensor that a Python function reads, and the one that it writes: maybe the same memory.
 struct CalledTensor {
   const void* input;
   void* output;
@@ -80,8 +80,8 @@ struct VariablesApi {
   Variables* (*make)(const WantedVariable* wanted, std::size_t count, VariableFailure* failure);
   void (*destroy)(Variables* variables);
 
-  // Has the processor fetch what the next lock and the moves after it will read, if it is not
-  // in the caches. It changes nothing and may be called at any time.
+  // Makes the processor prefetch the memory that the next lock and the moves after it will read.
+  // It changes nothing and may be called at any time.
   void (*prefetch)(const Variables* variables);
 
   // Locks the variables at the `count` positions `chosen` (all if that is null), checks that each
@@ -115,7 +115,7 @@ struct VariablesApi {
   // the value at once, with the GIL held. Null where this TensorFlow does not tell.
   const bool* (*eager_mode)(void* context);
 
-  // Sets what the op FlatweightsCallPython calls.
+  // Sets the function that the op FlatweightsCallPython calls.
   void (*set_python_caller)(PythonCaller caller);
 };
 
