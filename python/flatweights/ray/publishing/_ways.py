@@ -51,12 +51,15 @@ def connect(name: str, record: Record, end: float) -> Source:
     node, layout = this_node(), record.layout
     why = f"{os.environ.get('FLATWEIGHTS_RAY')!r} is chosen"
     if choice() != "store":
-        until = min(end, time.monotonic() + _TRY)
+        way, address = "lane", record.address
         try:
-            if record.node == node:
-                return BoardSource("lane", record.number, layout, record.address, until)
-            layout, address = _relay_board(name, node, end)
-            return BoardSource("agent", record.number, layout, address, until)
+            if record.node != node:
+                way = "agent"
+                layout, address = _relay_board(name, node, end)
+            until = min(end, time.monotonic() + _TRY)
+            return BoardSource(way, record.number, layout, address, until)
+        except TimeoutError:  # it is stopped, or slow: that may pass
+            raise
         except (OSError, LaneError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
     outlet = outlet_of(name, record)
@@ -78,10 +81,7 @@ def _relay_board(name: str, node: str, end: float) -> tuple[bytes, BoardAddress]
     """Return layout and address of the board of the relay of this ``node``."""
     relay = _actor(Relay, f"relay:{name}:{node}", node, 16).remote(name)
     seconds = max(0.0, end - time.monotonic())
-    try:
-        layout, address = ray.get(relay.board.remote(seconds), timeout=seconds + _LOOK)
-    except ray.exceptions.RayTaskError as error:
-        raise ConnectionError(str(error.cause)) from None
+    layout, address = ray.get(relay.board.remote(seconds), timeout=seconds + _LOOK)
     return layout, BoardAddress(*address)
 
 
@@ -170,7 +170,8 @@ class Relay:
     def __init__(self, name: str) -> None:
         """Begin to look for the publisher of ``name``."""
         self._name = name
-        self._began = time.monotonic()
+        self._asked = time.monotonic()
+        self._asking = 0  # calls of `board` that wait
         self._seen = 0
         self._layout = b""
         self._board: Board | None = None
@@ -183,18 +184,22 @@ class Relay:
         Raises:
             TimeoutError: If there is none within ``seconds``.
         """
-        self._began = time.monotonic()
         with self._changed:
-            if not self._changed.wait_for(lambda: self._board is not None, seconds):
-                raise TimeoutError("the publisher cannot be read from this node")
-            assert self._board is not None
-            return self._layout, tuple(self._board.address)
+            self._asking += 1
+            try:
+                if not self._changed.wait_for(lambda: self._board is not None, seconds):
+                    raise TimeoutError("the publisher cannot be read from this node")
+                assert self._board is not None
+                return self._layout, tuple(self._board.address)
+            finally:
+                self._asking -= 1
+                self._asked = time.monotonic()
 
     @property
     def _is_needed(self) -> bool:
         board = self._board
-        idle = time.monotonic() - self._began
-        return (idle if board is None else min(idle, board.idle)) < _IDLE
+        idle = time.monotonic() - self._asked
+        return self._asking > 0 or (idle if board is None else min(idle, board.idle)) < _IDLE
 
     def _run(self) -> None:
         ended = -1  # the number of the last publisher that brings nothing any more
