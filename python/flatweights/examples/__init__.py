@@ -1,8 +1,8 @@
 """Programs to run, to read and to copy: ``flatweights examples`` lists them.
 
-Each program is one file that needs no other, and uses public names only. This module is what the
-commands ``flatweights examples`` and ``flatweights demo`` add to a program: they end with all of
-its processes, say what went wrong in one line, and draw what it returns.
+Each program is one file that needs no other, and uses public names only. With this module, the
+commands ``flatweights examples`` and ``flatweights demo`` end all processes of a program, report
+an error in one line, and draw the curves that the program returns.
 """
 
 import contextlib

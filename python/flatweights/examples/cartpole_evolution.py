@@ -10,8 +10,8 @@ travel. The driver takes the same steps, without TensorFlow; in the end all have
     flatweights examples cartpole_evolution
     flatweights examples --plot returns.png cartpole_evolution --workers 4
 
-For a task of your own, change `Player.build`, which returns the policy, and `play`, which tells
-what a vector of weights is worth: any number will do, without gradients. A mean return of 475 takes
+For a task of your own, change `Player.build`, which returns the policy, and `play`, which scores
+a vector of weights: any number will do, without gradients. A mean return of 475 takes
 20 to 50 updates.
 """
 

@@ -12,9 +12,9 @@ does. Each server gets the same clients, and the same failures.
     flatweights examples federated --server FedAvg FedAvgM FedAdam FedYogi
     flatweights examples federated --server FedAvg --hostile 2 --rule mean trimmed_mean
 
-With ``--hostile``, so many clients of each round send the opposite of what they learned, five times
-as large. The mean does not learn then; the rules of `flatweights.robust` do, if clients are alike
-enough to tell a hostile one from the others (``--concentration 10``).
+With ``--hostile``, that many clients of each round send their own update multiplied by -5. Then the
+mean does not learn. The rules of `flatweights.robust` do, if clients are alike enough to
+distinguish hostile clients from the others (``--concentration 10``).
 
 A client keeps nothing between rounds, so a few actors play them all. Clients that fail raise an
 error; in one round of every ``--deaths``, one of them kills the process of its actor. Ray
@@ -47,7 +47,7 @@ BATCH, LEARNING_RATE = 8, 0.2  # of the clients
 ENOUGH = 0.9
 LAST = 5  # rounds whose mean accuracy is the final one, since single rounds jump
 LINES = 10  # of progress, for each server
-LIE = 5.0  # how many times the opposite of what it learned a hostile client sends
+LIE = 5.0  # a hostile client sends its update multiplied by minus this
 
 Digits = tuple[NDArray[Any], NDArray[Any]]  # images and labels
 
@@ -58,7 +58,7 @@ SERVERS: dict[str, Callable[[FlatWeights], ServerOptimizer[FlatWeights]]] = {
     "FedYogi": partial(FedYogi, learning_rate=0.02, tau=1e-3),
 }
 
-# What takes the place of the mean, for so many hostile clients of a round.
+# The rules that can replace the mean, by the number of hostile clients of a round.
 RULES: dict[str, Callable[[int], robust.Rule | None]] = {
     "mean": lambda hostile: None,
     "median": lambda hostile: robust.Median(),
@@ -119,8 +119,8 @@ class Client(FlatWorker):
     def train(self, weights: FlatWeights, number: int, client: int, fate: str) -> Any:
         """Train ``weights`` on the digits of ``client`` in a round; return them and their number.
 
-        A client whose ``fate`` is "raises" or "dies" does that in the end instead; one that "lies"
-        returns the opposite of what it learned.
+        A client whose ``fate`` is "raises" or "dies" does that at the end instead. A client that
+        "lies" returns its update with the opposite sign.
         """
         images, labels = self.digits[client]
         rng = np.random.default_rng([self.options.seed, number, client])

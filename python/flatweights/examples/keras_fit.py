@@ -1,8 +1,8 @@
-"""Compiled Keras models that fit in actors: only the lines that average are new.
+"""Compiled Keras models that run fit in actors: only the lines that average are new.
 
-`Network` is an actor as Ray's guide has it: a compiled model that can `fit`, and Keras's own
-`get_weights` and `set_weights`. Between two fits the driver averages the weights, in the way of
-the guide (`exchange_as_in_the_guide`) and in that of flatweights (`exchange`): these lines are the
+`Network` is an actor as in Ray's guide: a compiled model that can `fit`, and Keras's own
+`get_weights` and `set_weights`. Between two fits the driver averages the weights, as in the
+guide (`exchange_as_in_the_guide`) and with flatweights (`exchange`): these lines are the
 whole difference. `FlatNetwork` is the same actor as a `FlatWorker` in a `WorkerGroup`: its weights
 travel as one buffer instead of a list of arrays, and the exchange is one line.
 

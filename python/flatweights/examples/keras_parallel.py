@@ -1,4 +1,4 @@
-"""Keras `fit` on several workers of Ray Train: two lines more than on one.
+"""Keras `fit` on several workers of Ray Train, by adding two lines.
 
 Each worker runs `train`: it compiles a plain Keras model and fits it to its part of the data. With
 ``--average gradients`` the workers average the gradient of every batch, so that together they take

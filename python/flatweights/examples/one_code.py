@@ -1,10 +1,10 @@
-"""One code, run eagerly, as a `tf.function` and in a TF1 session, changing over half-way.
+"""The same code run eagerly, as a `tf.function` and in a TF1 session, switching half-way.
 
 The model, the loss and the step of the optimizer are written once. Each way of running them
-trains on handwritten digits to the end; and each starts a training that another finishes, from
-the file that `TensorFlowVariables.save` wrote: the weights and the optimizer's slots. A break alone
-changes no bit of the final weights; another way of running sums in another order, which rounds
-differently.
+trains on handwritten digits to the end. Each way also starts a training that another way finishes,
+from the file that `TensorFlowVariables.save` wrote: the weights and the optimizer's slots. A break
+alone changes no bit of the final weights. Another way of running sums in another order, and so
+rounds differently.
 
     flatweights examples one_code
     flatweights examples --plot one_code.png one_code --steps 400

@@ -1,9 +1,9 @@
 """A residual network on digits or CIFAR, data-parallel on CPUs or GPUs, with checkpoints.
 
-The program of Ray's old ResNet page, made current. One actor for each GPU, or for each of
-``--num-workers`` on the CPU, trains some steps from the averaged weights on its share of the
-images; the driver averages the results and sends the average to all of them. The driver needs no
-TensorFlow. Beside them, an actor evaluates the average every few rounds. Rounds leave out workers
+This is an up-to-date version of the program on Ray's old ResNet page. One actor for each GPU, or
+``--num-workers`` actors on the CPU, train some steps from the averaged weights, each on its share
+of the images. The driver averages the results and sends the average to all of them. The driver
+needs no TensorFlow. Another actor evaluates the average every few rounds. Rounds leave out workers
 that died until Ray has restarted them.
 
     flatweights examples resnet
@@ -13,8 +13,8 @@ that died until Ray has restarted them.
 The digits are scikit-learn's handwritten ones, enlarged to 32x32x3. Keras downloads CIFAR to
 ``~/.keras`` at the first use.
 
-With ``--checkpoint FILE``, each round ends with writing a file, and the same command goes on after
-the last round of it, with as many workers and in whichever mode you like. It draws new batches, so
+With ``--checkpoint FILE``, each round writes a file at its end, and the same command resumes after
+the last round in the file, with any number of workers and in either mode. It draws new batches, so
 the final bits differ from those of a run without a break. ``tensorboard --logdir logs`` shows the
 summaries.
 

@@ -14,15 +14,15 @@ from flatweights.ray import Member
 class AverageLogs(MemberCallback):
     """Averages the losses and metrics of each epoch over the members of a meeting.
 
-    Put it first in the list of callbacks: those behind it see the averages and so decide alike
+    Put it first in the list of callbacks. Callbacks after it see the averages and so decide alike
     in all members, such as `keras.callbacks.EarlyStopping`, ``ReduceLROnPlateau`` and
-    ``ModelCheckpoint``. ``fit`` prints and returns the averages, too. If training stops in one
-    member, because of a callback before this one, it stops in all.
+    ``ModelCheckpoint``. ``fit`` prints and returns the averages, too. If a callback before this one
+    stops training in one member, it stops in all.
 
-    Each value is weighted by the samples that it was computed from: those of the training, or, if
-    its name begins with ``val_``, those of the validation. That is exact for means, such as losses
-    and accuracies; of a metric that is not a mean over samples (AUC, precision), the average of the
-    members' values is close to the value over all samples, but not the same.
+    Each value is weighted by the number of samples that it was computed from: those of the
+    training or, if its name begins with ``val_``, those of the validation. That is exact for means,
+    such as losses and accuracies. For a metric that is not a mean over samples (AUC, precision),
+    the average of the members' values is close to the value over all samples, but not the same.
 
     >>> import keras
     >>> import flatweights.ray
@@ -65,8 +65,8 @@ class AverageLogs(MemberCallback):
 
         Raises:
             WorkerError: If a member is dead or late.
-            ValueError: If the members' calls differ: one has other logs, or is not at the end of
-                an epoch.
+            ValueError: If the members' calls differ, because one has other logs or is not at the
+                end of an epoch.
         """
         logs = {} if logs is None else logs
         # A train_step of one's own may count no samples.

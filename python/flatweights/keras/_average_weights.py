@@ -25,17 +25,17 @@ Weight = Literal["samples"] | float
 class AverageWeights(MemberCallback):
     """Averages the model's weights over the members of a meeting, every so many epochs or batches.
 
-    All members start from the weights of rank 0. Each then trains by itself; after ``every``
-    epochs or batches, and at the end of training, all go on from the average. An average after
-    an epoch is taken before its validation, which so tests what is saved. Put it before
-    callbacks that save the model.
+    All members start from the weights of rank 0. Each then trains by itself. After ``every``
+    epochs or batches, and at the end of training, all continue from the average. An average after
+    an epoch is taken before its validation, so the validation tests the weights that are saved. Put
+    this callback before callbacks that save the model.
 
-    With ``outer``, the average is not the next model, but what an optimizer of
-    `flatweights.server` learns from: each member steps its copy of the optimizer, all with the
-    same bits. With ``partial(FedAvgM, momentum=0.9, learning_rate=0.7, nesterov=True)`` this is
+    With ``outer``, the average is not the next model: an optimizer of `flatweights.server` takes a
+    step with it. Each member steps its own copy of the optimizer, all with the same bits. With
+    ``partial(FedAvgM, momentum=0.9, learning_rate=0.7, nesterov=True)`` this is
     DiLoCo (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
-    2023), which averages after hundreds of batches. It learns the trainable variables; others,
-    such as moving statistics, become the average.
+    2023), which averages after hundreds of batches. The optimizer updates the trainable variables;
+    others, such as moving statistics, become the average.
 
     >>> import keras
     >>> import flatweights.ray
@@ -50,8 +50,8 @@ class AverageWeights(MemberCallback):
 
     Attributes:
         round: The last `flatweights.ray.Round`; None before the first.
-        outer: The outer optimizer, from the start of the training on; None without one. Its
-            ``save`` writes what a training needs to go on from.
+        outer: The outer optimizer, from the start of training on; None without one. Its ``save``
+            saves the state needed to resume.
     """
 
     round: Round | None
@@ -126,7 +126,7 @@ class AverageWeights(MemberCallback):
         self.outer = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Have all members start from rank 0's weights."""
+        """Make all members start from rank 0's weights."""
         super().on_train_begin()
         self._counted = 0.0  # of this epoch's samples, those that are in `_since`
         self._since = 0.0  # samples since the last average
@@ -165,7 +165,7 @@ class AverageWeights(MemberCallback):
         self._end_epoch()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Average once more, if members were trained since, and leave, if it joined by itself."""
+        """Average once more, if members have trained since, and leave, if it joined by itself."""
         self._count()
         trained, lease = self._trained, self._lease
         # Members that have been late are not at the same call as the others.

@@ -35,28 +35,28 @@ def average_gradients(
     nonfinite: Nonfinite = "propagate",
     rule: AnyRule | None = None,
 ) -> Optimizer:
-    """Have ``optimizer`` average the gradients of all members before it applies them.
+    """Make ``optimizer`` average the gradients of all members before it applies them.
 
-    Each member computes the gradient of its own batch; all apply the average, and so stay alike.
-    With batches of one size, that is the step of one process with all of the batches. It works in
+    Each member computes the gradient of its own batch. All apply the average, so they stay equal.
+    With batches of equal size, that is the step of one process with all of the batches. It works in
     ``fit``, in a `tf.function` and in eager loops. Clipping, weight decay, moving averages of the
-    weights (``use_ema``) and a `keras.optimizers.LossScaleOptimizer` see the averaged gradient;
-    with ``gradient_accumulation_steps``, accumulated gradients are averaged, once for all steps.
-    All gradients travel as one buffer; those of embeddings become dense, so that clipping and the
+    weights (``use_ema``) and a `keras.optimizers.LossScaleOptimizer` see the averaged gradient.
+    With ``gradient_accumulation_steps``, accumulated gradients are averaged once for all steps.
+    All gradients travel as one buffer. Gradients of embeddings become dense, so clipping and the
     squares of Adam see the sum of rows that occur twice, and not each of them.
 
     The optimizer is changed in place: it keeps its class, and is saved and loaded like any other,
-    without this; after loading, call this again. Under the policy ``mixed_float16``, an
-    optimizer that is not in a `keras.optimizers.LossScaleOptimizer` is put into one first, as
-    ``compile`` does.
+    without the averaging. After loading, call this function again. Under the policy
+    ``mixed_float16``, an optimizer that is not in a `keras.optimizers.LossScaleOptimizer` is put
+    into one first, as ``compile`` does.
 
     Before the first step of the first ``fit``, all members get the trainable variables and the
-    optimizer's slots of rank 0. ``optimizer.build(model.trainable_variables)`` does that: call it
-    yourself before the first gradients of a loop of your own, and where members may differ before
+    optimizer's slots of rank 0. ``optimizer.build(model.trainable_variables)`` does that. Call it
+    yourself before the first gradients of your own loop, and, if members may differ, before
     another ``fit`` or one with ``run_eagerly=True``. `AverageLogs` and `AverageWeights` call it at
     the start of each ``fit``. Otherwise a difference is an error at the first step.
-    Other variables, such as BatchNormalization's moving statistics and frozen layers, stay each
-    member's own; `AverageWeights` beside this averages them, too.
+    Each member keeps its own values of other variables, such as BatchNormalization's moving
+    statistics and frozen layers; add `AverageWeights` to average them, too.
 
     >>> import keras
     >>> import flatweights.ray
@@ -68,21 +68,21 @@ def average_gradients(
 
     Args:
         optimizer: Of Keras 3.
-        member: This process's member. If None, that of the worker of Ray Train, shared with the
-            callbacks, which is joined at the first step.
+        member: This process's member. If None, the member of this worker of Ray Train, which is
+            shared with the callbacks and joins at the first step.
         timeout: Seconds that other members may be late for a step; for ever, if None.
         nonfinite: What to do about NaN and infinity; see `flatweights.average`. A
             `keras.optimizers.LossScaleOptimizer` needs ``"propagate"``: all members then skip
             the step.
-        rule: What takes the place of the mean, such as ``flatweights.robust.Median()``; see
+        rule: Replaces the mean, such as ``flatweights.robust.Median()``; see
             `flatweights.ray.Member.average`.
 
     Returns:
         ``optimizer``.
 
     Raises:
-        TypeError: If it is not an optimizer of Keras 3, ``member`` not a `Member`, or ``rule``
-            not a rule.
+        TypeError: If it is not an optimizer of Keras 3, ``member`` is not a `Member`, or ``rule``
+            is not a rule.
         ValueError: If it averages gradients already, or ``nonfinite`` does not suit it.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -319,13 +319,13 @@ class Averaging:
 
 
 class _Exchange:
-    """The gradients of some variables, as `Member.average_variables` wants them.
+    """The gradients of some variables, in the form that `Member.average_variables` takes.
 
     Attributes:
-        variables: Which they are of.
-        layout: One vector for each.
-        grads: Their arrays, while they are averaged.
-        averages: Where the averages go, meanwhile.
+        variables: The variables.
+        layout: One vector for each gradient.
+        grads: The arrays of the gradients, while they are averaged.
+        averages: The arrays for the averages, during that time.
     """
 
     def __init__(self, variables: Sequence[Any], grads: Sequence[tf.Tensor]) -> None:
@@ -363,7 +363,7 @@ def _accumulators(optimizer: Any) -> list[Any]:
 
 
 def _check_in_time(result: Round, what: str) -> None:
-    """Raise if the member was given an earlier call's average, since it has missed others."""
+    """Raise if the member got the average of an earlier call, because it has missed some."""
     if result.late:
         raise TimeoutError(
             f"{what}: expected the average of this call, got one of the past: rank "

@@ -1,4 +1,4 @@
-"""The member that a callback or an optimizer averages with: one of its own, or a shared one."""
+"""The member that a callback or an optimizer averages with: its own, or a shared one."""
 
 import threading
 import weakref
@@ -98,7 +98,7 @@ class MemberLease:
             return _shared
 
     def end(self) -> None:
-        """End the lease; with the last one, the shared member leaves. One that was given stays."""
+        """End the lease. With the last lease, the shared member leaves; a given member stays."""
         global _shared
         self.use(self.given)
         with _lock:

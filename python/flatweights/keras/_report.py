@@ -19,12 +19,12 @@ _EPOCHS = "epochs"  # in the metrics and in the checkpoint's metadata
 class Report(keras.callbacks.Callback):  # type: ignore[misc]
     """Reports epochs to Ray Train: the logs of each worker, and rank 0's model as a checkpoint.
 
-    Put it last in the list of callbacks, after `AverageLogs`: it reports what the others have left
-    in the logs. The metrics also have ``epochs``, how many are over, and ``seconds``, how long this
-    one took, without the report. The checkpoint has one file, ``model.keras``, with the optimizer's
-    state: `keras.models.load_model` reads it.
+    Put it last in the list of callbacks, after `AverageLogs`: it reports the logs as the other
+    callbacks leave them. The metrics also contain ``epochs``, the number of finished epochs, and
+    ``seconds``, the time of this epoch without the report. The checkpoint has one file,
+    ``model.keras``, with the optimizer's state: `keras.models.load_model` reads it.
 
-    `resume` sets a model to the latest checkpoint, after Ray Train has started the workers again::
+    `resume` sets a model to the latest checkpoint, after Ray Train has restarted the workers::
 
         def train(config):
             model = build()
@@ -38,14 +38,14 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
     """
 
     def __init__(self, every: int = 1, *, save: bool = True) -> None:
-        """Report the end of every so many epochs.
+        """Report every n-th epoch.
 
         Args:
-            every: After how many epochs; the last one is always reported.
+            every: The number n; the last epoch is always reported.
             save: Whether rank 0 saves the model.
 
         Raises:
-            TypeError: If ``every`` is no integer.
+            TypeError: If ``every`` is not an integer.
             ValueError: If it is below 1.
         """
         super().__init__()
@@ -54,13 +54,13 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
 
     @staticmethod
     def resume(model: keras.Model, checkpoint: Any = None) -> int:
-        """Set ``model`` and its optimizer to a checkpoint; return how many epochs it had seen.
+        """Set ``model`` and its optimizer to a checkpoint; return the number of finished epochs.
 
-        All workers call it, before ``fit(initial_epoch=...)``. Without a checkpoint, the model
-        stays as it is.
+        All workers must call it, before ``fit(initial_epoch=...)``. Without a checkpoint, the model
+        is unchanged.
 
         Args:
-            model: The same model as the one that was saved; built, and compiled.
+            model: The same model as the saved one; built and compiled.
             checkpoint: A `ray.train.Checkpoint`, such as ``trainer.fit().checkpoint`` of an earlier
                 run. If None, the latest of this run; there is none at its first start.
 

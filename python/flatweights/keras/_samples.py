@@ -1,4 +1,4 @@
-"""How many samples a model was trained with: Keras tells callbacks of batches alone."""
+"""Counts the samples that a model was trained with: Keras tells callbacks only about batches."""
 
 from typing import Any
 

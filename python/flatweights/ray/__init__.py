@@ -1,6 +1,6 @@
-"""Averaging the results of Ray actors, and actors whose weights travel as one buffer.
+"""Averages of the results of Ray actors, and actors whose weights travel as one buffer.
 
-Imports Ray, and no other framework: a model's weights are reached through `Variables`.
+It imports Ray and no other framework: it reaches a model's weights through `Variables`.
 """
 
 from flatweights.ray._average import average

@@ -11,11 +11,11 @@ import ray
 
 from flatweights.ray._result import shortened
 
-# What a method raised, if it does not unpickle here; older versions of Ray do not have it.
+# The error for an exception that does not unpickle here; older versions of Ray do not have it.
 _UNSERIALIZABLE: Any = getattr(ray.exceptions, "UnserializableException", ())
 
 _LONGEST_ERROR = 16 << 10  # bytes of a pickled error
-_LONGEST_TEXT = 1000  # characters of the text that takes the place of a longer one
+_LONGEST_TEXT = 1000  # characters of the text that replaces a longer error
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes|$)")
@@ -25,7 +25,7 @@ class WorkerError(RuntimeError):
     """Some workers gave no result that could be averaged.
 
     Attributes:
-        failed: By rank, what each of them raised.
+        failed: By rank, the exception of each of them.
     """
 
     def __init__(self, failed: Mapping[int, Exception]) -> None:
@@ -40,11 +40,11 @@ class WorkerError(RuntimeError):
 
 
 class StaleWorkerError(RuntimeError):
-    """A worker was asked to work on weights that it does not have: it was restarted since."""
+    """A call needs weights that the worker does not have, since it was restarted."""
 
 
 class RefusedWeightsError(RuntimeError):
-    """A worker has not set the weights that a call brought, and so did not run the method."""
+    """A worker could not set the weights that came with a call, so it did not run the method."""
 
 
 class StoreTooSmallError(RuntimeError):
@@ -60,17 +60,17 @@ def is_lost(error: Exception) -> bool:
 
 
 def raised(failed: Mapping[int, Exception]) -> dict[int, Exception]:
-    """Return those of the errors that methods raised."""
+    """Return the errors that were raised by methods."""
     return {rank: error for rank, error in failed.items() if not is_lost(error)}
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the worker has not set the weights that a call brought."""
+    """Whether the worker could not set the weights that came with a call."""
     return isinstance(getattr(error, "cause", error), RefusedWeightsError)
 
 
 def is_stale(error: Exception) -> bool:
-    """Whether the worker has other weights than those that a call means."""
+    """Whether the worker's weights are not the version that a call needs."""
     return isinstance(getattr(error, "cause", None), StaleWorkerError)
 
 
@@ -85,7 +85,7 @@ def late_error(timeout: float | None) -> TimeoutError:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the type and text of what a worker raised, without Ray's error around it."""
+    """Return type and text of a worker's exception, without Ray's error around it."""
     shown = _shown(error)
     if isinstance(shown, _UNSERIALIZABLE):  # a traceback, what the method raised last
         return shortened(str(shown).strip().splitlines()[-1])

@@ -1,6 +1,6 @@
 """Named points of a round at which tests kill, stop, delay or interrupt the process.
 
-Only tests set `hook`. Whatever they do at a point may happen there on any machine.
+Only tests set `hook`. Anything that a test does at a point may also happen there in production.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,6 @@ hook: Callable[[str], None] | None = None
 
 
 def reach(point: str) -> None:
-    """Let a test do something at ``point``."""
+    """Call the hook of a test, if there is one, at ``point``."""
     if hook is not None:
         hook(point)

@@ -46,18 +46,18 @@ class WorkerGroup:
     """Actors of a `FlatWorker` class, called together; ranks that fail are left out.
 
     The vocabulary is that of RLlib's actor manager: an actor is healthy until a call to it
-    fails for a reason of Ray's (it died, its node is gone, it does not answer in time).
-    Unhealthy ones are not called until `restore` has reached them and sent the weights that
-    the others have. A method that raises leaves its actor healthy.
+    fails for a reason that Ray reports (it died, its node is gone) or because it does not answer
+    in time. Unhealthy actors are not called until `restore` has reached them and sent the weights
+    that the others have. A method that raises leaves its actor healthy.
 
-    Weights that the group sends have a version, and every call says which one it means. So
-    an actor that Ray restarts (``max_restarts``) does not answer with the weights that it
-    was built with, and what it computed from older weights is in no later average. An actor
-    that is late is not asked again before it has answered; that answer is dropped. The first
-    call brings all the same weights (``initial``). Without them, a restarted actor stays
+    Weights that the group sends have a version, and every call names the version that it needs.
+    So an actor that Ray restarts (``max_restarts``) does not answer with the weights that it
+    was built with, and no average contains results computed from older weights. A late actor is
+    not called again before it has answered; that answer is dropped. The first
+    call sends all actors the same weights (``initial``). Without them, a restarted actor stays
     unhealthy until there is a `broadcast`.
 
-    One thread at a time may call a group: a call while another thread is in one raises
+    One thread at a time may call a group: a call during another thread's call raises
     `RuntimeError`.
 
     >>> import numpy as np
@@ -89,23 +89,23 @@ class WorkerGroup:
 
         Args:
             actors: Handles of the actors.
-            max_inflight: How many results are mapped at once; see `average`.
+            max_inflight: The number of results that may be mapped at once; see `average`.
             wire_dtype: ``"bfloat16"`` or ``"float16"``: after the first `broadcast`, weights
                 travel as differences of 16 bits, half the bytes of float32 both ways.
-                What rounding takes from one is added to the next, and averages are float32.
-                All workers have the same weights: those that were broadcast, except for the
+                The rounding error of each difference is added to the next one, and averages are
+                float32. All workers have the same weights: the broadcast ones, except for the
                 rounding of one difference. Between nodes, agents exchange 16 bits in both steps,
-                and add what rounding takes from these to the next, too. Weights have to be by
+                and also add the rounding errors to the next exchange. Weights must be given by
                 name, with the same layout both ways.
-            initial: The weights that all workers start from, which the first call brings them,
-                unless it brings others: what `broadcast` takes; or ``"lowest"``, those of the
-                lowest healthy rank; or None, if workers are to start from weights of their own.
-                `FlatWorker.get_weights`, `FlatWorker.get_flat` and `FlatWorker.ping` read what
-                workers have, and bring none.
-            sums: How sums of several workers of a node travel to other nodes: ``"float64"``, or
-                ``"float32"``, which has half the bytes: the average of a node's workers, rounded to
-                their dtype. That adds an error of half a unit in the last place of it. With a
-                ``wire_dtype``, they travel in 16 bits, whatever this is.
+            initial: The weights that all workers start from. The first call sends them, unless it
+                carries other weights. Any weights that `broadcast` takes; or ``"lowest"``, those of
+                the lowest healthy rank; or None, if workers start from weights of their own.
+                `FlatWorker.get_weights`, `FlatWorker.get_flat` and `FlatWorker.ping` read the
+                workers' state and send no initial weights.
+            sums: How sums of several workers of a node travel to other nodes: ``"float64"``; or
+                ``"float32"``, the average of a node's workers, rounded to their dtype, in half the
+                bytes. It adds an error of half a unit in the last place of that average. With a
+                ``wire_dtype``, sums travel in 16 bits, and this has no effect.
 
         Raises:
             ValueError: If there is no actor, or ``wire_dtype`` or ``sums`` is not one of these.
@@ -136,14 +136,14 @@ class WorkerGroup:
         """Start ``n`` actors of the class ``worker``.
 
         Args:
-            worker: A subclass of `FlatWorker`, or what `ray.remote` made of one.
-            n: How many.
+            worker: A subclass of `FlatWorker`, or the result of `ray.remote` for one.
+            n: The number of actors.
             *args: Arguments for each constructor, and so for `FlatWorker.build`.
             max_inflight: See `average`.
             wire_dtype: See the constructor.
             initial: See the constructor.
             sums: See the constructor.
-            arguments: A function of the rank that gives more arguments, after ``args``.
+            arguments: A function of the rank that returns more arguments, after ``args``.
             **ray_options: Ray's options for the actors: ``num_gpus=1``, ``max_restarts=-1``.
 
         Raises:
@@ -192,9 +192,9 @@ class WorkerGroup:
     ) -> list[int]:
         """Add workers; return their ranks at once, while their processes start.
 
-        They take part, with the latest weights, in the first round after they are ready: also in
-        the rounds of a `run` or an `as_completed` in whose body this is called, unless that has
-        ``ranks``. `Round.joined` names them then. A worker that cannot be built is unhealthy. Ranks
+        They take part, with the latest weights, in the first round after they are ready, also if
+        this is called in the body of a `run` or an `as_completed`, unless that has ``ranks``.
+        `Round.joined` then lists them. A worker that cannot be built is unhealthy. Ranks
         count up, and are never used again.
 
         ::
@@ -204,12 +204,12 @@ class WorkerGroup:
                     group.add(2)
 
         Args:
-            n: How many.
-            *args: Arguments for each constructor; those of `create`, if there are none, and no
+            n: The number of workers.
+            *args: Arguments for each constructor; those of `create`, if there are neither these nor
                 ``arguments``.
-            actors: Instead of all others: actors of the group's class, which start already.
-            arguments: A function of the rank that gives more arguments.
-            **ray_options: Ray's options for the actors, beside those of `create`.
+            actors: Actors of the group's class that already exist, instead of all other arguments.
+            arguments: A function of the rank that returns more arguments.
+            **ray_options: Ray's options for the actors, in addition to those of `create`.
 
         Raises:
             TypeError: If the group was made from actors, and ``actors`` are not given; or one of
@@ -235,12 +235,12 @@ class WorkerGroup:
     def remove(self, ranks: Iterable[int] | int, *, kill: bool = True) -> None:
         """Remove workers: they are in no later round.
 
-        A worker that owes an answer gives it first, which nobody gets. `Round.left` names the ranks
-        in the next round.
+        A worker that owes an answer first finishes its call, whose result is dropped. `Round.left`
+        lists the ranks in the next round.
 
         Args:
-            ranks: The ranks, or one.
-            kill: Whether to end their processes; if not, the actors live on.
+            ranks: The ranks, or one rank.
+            kill: Whether to end their processes; if not, the actors stay alive.
 
         Raises:
             TypeError: If a rank is not an integer.
@@ -253,7 +253,7 @@ class WorkerGroup:
         return self._roster.healthy()
 
     def num_healthy_actors(self) -> int:
-        """Return how many ranks are called."""
+        """Return the number of ranks that are called."""
         return len(self.healthy_actor_ids())
 
     def is_actor_healthy(self, rank: int) -> bool:
@@ -278,7 +278,7 @@ class WorkerGroup:
     ) -> dict[int, Any]:
         """Call ``method`` of all healthy workers; return the results by rank.
 
-        Ranks that die, or that are late, are left out and unhealthy from then on.
+        Ranks that die or are late are left out, and are unhealthy from then on.
 
         Args:
             method: Name of the method.
@@ -325,15 +325,15 @@ class WorkerGroup:
         arguments: ByRank | None = None,
         **kwargs: Any,
     ) -> Round:
-        """Call ``method`` of all healthy workers and average what they return.
+        """Call ``method`` of all healthy workers and average their results.
 
-        See `flatweights.ray.average`. Ranks are those of the group throughout.
+        See `flatweights.ray.average`. All ranks are those of the group.
 
-        With ``broadcast``, workers set these weights first, in the same call: as much as
-        `broadcast` and `average` one after the other, with half the messages. A worker that
-        cannot set them does not run the method: its rank has failed with a
-        `RefusedWeightsError`, and is unhealthy unless all ranks refused; the weights sent before
-        remain the latest then. A loop of rounds that sends each average with the next call::
+        With ``broadcast``, workers first set these weights, in the same call. That does the same
+        as `broadcast` followed by `average`, with half the messages. A worker that cannot set
+        them does not run the method: its rank fails with a `RefusedWeightsError` and becomes
+        unhealthy. If all ranks refuse them, all stay healthy, and the previous weights remain the
+        latest. This loop sends each average with the next call::
 
             result = None
             for _ in range(1_000):
@@ -343,23 +343,22 @@ class WorkerGroup:
         Args:
             method: Name of a method that returns weights, or weights and extras.
             *args: Its arguments; ``ray.put`` large ones once.
-            broadcast: Weights that the workers set first, in the same call: what `broadcast`
-                takes. If None, they work on those that they have.
-            weights: One weight for each rank of the group, or a function of what a worker
-                returned.
+            broadcast: Weights that the workers set first, in the same call: any that `broadcast`
+                takes. If None, they work on the weights that they have.
+            weights: One weight for each rank of the group, or a function of a worker's result.
             out: Where to write.
             timeout: Seconds to wait for results.
-            min_results: How many ranks make an average. All that are healthy, if None.
+            min_results: The number of ranks that make an average. All healthy ranks, if None.
             nonfinite: What to do about NaN and infinity. With a ``wire_dtype``, workers refuse to
-                send them, or what does not fit: a rank has failed then.
-            travels: With a ``wire_dtype``, what the method returns: ``"weights"``, or
-                ``"gradients"``, which are rounded themselves and may be a vector; it comes
+                send these, or numbers that do not fit, and the rank fails.
+            travels: With a ``wire_dtype``, the kind of the method's result: ``"weights"``, or
+                ``"gradients"``, which are rounded directly and may be a vector; a vector comes
                 back as the part ``"vector"``.
-            rule: What takes the place of the mean; see `flatweights.ray.average`.
+            rule: Replaces the mean; see `flatweights.ray.average`.
             ranks: The ranks to call, such as a sample of them; all, if None. `Round.used`,
-                `Round.failed` and `Round.late` name no others. Workers that are not called do not
-                get the weights of ``broadcast`` before a later call.
-            arguments: A function of the rank that gives more arguments, after ``args``.
+                `Round.failed` and `Round.late` contain no others. Workers that are not called get
+                the weights of ``broadcast`` with a later call.
+            arguments: A function of the rank that returns more arguments, after ``args``.
             **kwargs: Keyword arguments of the method.
 
         Raises:
@@ -395,7 +394,7 @@ class WorkerGroup:
         out: Any = None,
         travels: Travels = "weights",
     ) -> Round:
-        """As `average`, which reports it."""
+        """Do the work of `average`, without its report."""
         roster = self._roster
         asked, timeout, method = roster.check(ranks), request.timeout, work.method
         need = check_count(request.min_results or 1, "min_results", len(asked))
@@ -436,23 +435,23 @@ class WorkerGroup:
 
     @alone
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
-        """Send ``weights`` to all healthy workers; they have them from then on.
+        """Send ``weights`` to all healthy workers, which set them.
 
-        If no worker is healthy, they are sent to all that owe no answer: those that take them are
-        healthy again. If none takes them, and none is late, nothing has changed.
+        If no worker is healthy, the weights are sent to all workers that owe no answer; workers
+        that set them are healthy again. If none sets them, and none is late, nothing has changed.
 
         Args:
-            weights: What `FlatWorker.set_weights` takes, a vector, a `Round`, or a reference to
-                one of the former. It is put into the object store once, unless it is small.
-                With a ``wire_dtype``, no vector.
+            weights: Weights that `FlatWorker.set_weights` takes, a vector, a `Round`, or a
+                reference to one of the first two. They are put into the object store once, unless
+                they are small. With a ``wire_dtype``, no vector.
             timeout: Seconds to wait; for ever, if None.
 
         Returns:
-            The ranks that have them. Those that died or are late get them from `restore`.
+            The ranks that have the weights. Ranks that died or are late get them from `restore`.
 
         Raises:
-            WorkerError: If a worker raised, or none has them. If none took them and some
-                raised, the weights sent before remain the latest. If only some raised, those
+            WorkerError: If a worker raised, or none has the weights. If none set them and some
+                raised, the previous weights remain the latest. If only some raised, those
                 are unhealthy: they do not have the weights of the others.
             StoreTooSmallError: If the object store has no room for them; nothing was sent.
         """
@@ -477,13 +476,13 @@ class WorkerGroup:
         """Make a copy of ``weights`` the latest; return at once.
 
         Each worker gets the latest weights with its next call, and skips those that were published
-        in between: nobody gets a mixture of two publications. It is for loops of `as_completed`,
-        in whose body or elsewhere it may be called at any time; workers of other calls get these
+        in between; no worker gets a mixture of two publications. Use it in loops of `as_completed`;
+        it may be called at any time, in the body or elsewhere. Workers of other calls get these
         weights before their next call. Each byte moves once, in the calling thread.
 
         Args:
-            weights: Arrays by name, a vector, a `Round`, or a reference to one of the former. A
-                subset of the weights by name leaves the others as they are.
+            weights: Arrays by name, a vector, a `Round`, or a reference to one of the first two. A
+                subset of the weights by name leaves the others unchanged.
 
         Raises:
             TypeError: If they are anything else.
@@ -508,24 +507,23 @@ class WorkerGroup:
     ) -> Generator[Round, None, None]:
         """Yield results as they arrive, each as a `Round`: no worker waits for another.
 
-        All healthy workers have a call, all the time. A worker is called again, with the latest
-        weights, when the body of the loop asks for the next result. The body says what the
-        latest weights are, by `publish`::
+        All healthy workers always have a call. A worker is called again, with the latest weights,
+        when the body of the loop asks for the next result. The body sets the latest weights by
+        `publish`::
 
             for result in group.as_completed("gradient", updates=10_000):
                 optimizer.step(weights - result.weights)
                 group.publish(optimizer.weights)
 
-        `Round.staleness` says how many publications happened since the weights that a result was
+        `Round.staleness` is the number of publications since the weights that a result was
         computed from. With N workers it is N - 1 on average, if each result is followed by a
-        publication. A worker that answers fast does not keep results of others from being looked
-        at: the oldest call comes first.
+        publication. A fast worker cannot delay the results of others: the oldest call comes first.
 
-        A worker that dies, or is late, is named in the next `Round.failed` or `Round.late`; it
-        comes back with the latest weights, as in `run`, and nothing of its past is yielded. After
-        the loop, also after ``break`` or an error, workers finish the call that they are in, and
-        the group is ready for any other call, which waits for them. Calls in the body wait for all
-        workers, too, and keep their results for later rounds.
+        A worker that dies or is late is listed in the next `Round.failed` or `Round.late`. It
+        comes back with the latest weights, as in `run`, and its earlier results are not yielded.
+        After the loop, also after ``break`` or an error, workers finish their current call. The
+        group is then ready for any other call, which waits for them. Calls in the body also wait
+        for all workers, and keep their results for later rounds.
 
         Results of workers on other nodes come through Ray's object store, and so do weights of a
         group with a ``wire_dtype``, in full.
@@ -533,17 +531,18 @@ class WorkerGroup:
         Args:
             method: Name of a method that returns weights or gradients, maybe with extras.
             *args: Its arguments.
-            updates: How many rounds; without end, if None.
-            buffer: How many results make a round, the next ones, of different workers: their
-                average, as in FedBuff. One that adds no worker twice: while a worker's second
-                result waits for the next round, it is not called.
-            max_staleness: Results staler than this are left out: `Round.stale` names their ranks.
-                Their workers go on with the latest weights.
+            updates: The number of rounds; no limit, if None.
+            buffer: The number of results in a round: the next ones, of different workers, are
+                averaged, as in FedBuff. No round has two results of one worker: while a worker's
+                second result waits for the next round, the worker is not called.
+            max_staleness: Results staler than this are left out; `Round.stale` lists their ranks.
+                Their workers continue with the latest weights.
             weights: See `average`.
-            nonfinite: What to do about NaN and infinity; ``"skip"`` names them in the next round.
+            nonfinite: What to do about NaN and infinity; with ``"skip"``, the next round lists the
+                ranks.
             rule: See `average`.
             timeout: Seconds after which a worker that has not answered is late.
-            ranks: The ranks to call; if None all, and workers that are added meanwhile.
+            ranks: The ranks to call; if None, all, including workers that are added later.
             arguments: A function of the rank that gives more arguments, after ``args``.
             **kwargs: Keyword arguments of the method.
 
@@ -572,9 +571,9 @@ class WorkerGroup:
     def restore(self, *, timeout: float | None = _PROBE) -> list[int]:
         """Send unhealthy workers the latest weights; return the ranks that have them.
 
-        They are healthy again. It waits for workers that still owe a late answer, and for those
-        that Ray is restarting, until its time is up; not for those that Ray gave up. `run` does
-        the same before each round, without waiting.
+        These ranks are healthy again. Until its time is up, it waits for workers that still owe a
+        late answer and for workers that Ray is restarting, but not for workers that Ray gave up.
+        `run` does the same before each round, without waiting.
 
         Args:
             timeout: Seconds to wait; for ever, if None.
@@ -597,26 +596,26 @@ class WorkerGroup:
         progress: bool = False,
         **kwargs: Any,
     ) -> Iterator[Round]:
-        """Yield ``rounds`` rounds: average what ``method`` returns, send it to all workers.
+        """Yield ``rounds`` rounds: average the results of ``method``, send it to all workers.
 
-        Workers that are unhealthy are probed before each round, and come back with the
-        latest weights. If an earlier run broke off in the middle of a round, all workers are
-        sent the latest weights first: some may have trained on.
+        Unhealthy workers are probed before each round, and come back with the latest weights. If
+        an earlier run broke off in the middle of a round, all workers are first sent the latest
+        weights, since some may have continued to train.
 
         Args:
-            rounds: How many.
+            rounds: The number of rounds.
             method: Name of the method that trains and returns weights.
             *args: Its arguments.
             weights: See `average`.
             timeout: Seconds to wait for the results of each round, and for workers to take
                 the average.
-            min_results: How many ranks make an average.
+            min_results: The number of ranks that make an average.
             nonfinite: What to do about NaN and infinity.
             rule: See `average`.
-            ranks: The ranks to call; or a function of the number of the round, from 1, that gives
-                them. All get the average.
-            arguments: A function of the rank that gives more arguments, the last ones.
-            round_arguments: A function of the number of the round, from 1, that gives more
+            ranks: The ranks to call; or a function of the number of the round, from 1, that
+                returns them. All ranks get the average.
+            arguments: A function of the rank that returns more arguments, the last ones.
+            round_arguments: A function of the number of the round, from 1, that returns more
                 arguments, after ``args``: a step, a learning rate, a seed.
             progress: Show a progress bar, and the ranks that were left out of the last average, if
                 the standard output is a terminal or a notebook (needs ``rich``).
@@ -670,9 +669,9 @@ class WorkerGroup:
                 del result  # while the next one is made
 
     def shutdown(self) -> None:
-        """End all actors; their processes are gone soon after.
+        """End all actors; their processes end soon after.
 
-        A group is a context manager that does so at its end::
+        A group is also a context manager that calls this at its end::
 
             with WorkerGroup.create(Worker, 4) as group:
                 ...
@@ -732,7 +731,7 @@ class _Recipe:
         args = self.args
         arguments_of = [self.arguments(rank) if self.arguments else () for rank in ranks]
         if self.options.get("max_restarts"):
-            # Ray lets go of large arguments once an actor is built, and a restart wants them.
+            # Ray drops large arguments once an actor is built, and a restart needs them.
             args = _by_reference(args)
             arguments_of = [_by_reference(own) for own in arguments_of]
         actors: list[Any] = []

@@ -58,11 +58,11 @@ class _Instruments:
 class Metrics:
     """The metrics of this process, registered with Ray on first use.
 
-    One call of an instrument takes 4 µs and a round of a group makes fifteen, where a round of a
-    small model takes 400 µs. So rounds are counted here, and a thread hands the counts to Ray
-    a tenth of a second later. Ray sends them on every ten seconds, or as its
-    ``metrics_report_interval_ms`` says; where its agent is not installed (``ray[default]``),
-    nowhere.
+    One call of an instrument takes 4 µs, a round of a group would make fifteen, and a round of a
+    small model takes only 400 µs. So rounds are counted here, and a thread hands the counts to Ray
+    a tenth of a second later. Ray sends them on every ten seconds, or every
+    ``metrics_report_interval_ms``. If Ray's agent is not installed (``ray[default]``), it does
+    not send them.
 
     Attributes:
         works: Whether no error has occurred yet: an error ends the metrics, never a round.
@@ -94,8 +94,8 @@ class Metrics:
 
         Args:
             counts: By counter.
-            seconds: How long each step took.
-            used: How many ranks the last average is of.
+            seconds: The seconds of each step.
+            used: The number of ranks in the last average.
         """
         with self._lock:
             for counter, count in counts.items():
@@ -151,8 +151,8 @@ METRICS = Metrics()
 def report(result: Round, *, already_named: Collection[int] = (), has_sent: bool = False) -> None:
     """Count a round, and log a line about it.
 
-    If the average lacks ranks that no warning has named, the line is a warning with the reasons;
-    else it is for information.
+    If the average lacks ranks that no warning has named yet, the line is a warning with the
+    reasons; otherwise it has the level INFO.
 
     Args:
         result: The round.
@@ -203,14 +203,14 @@ _OWN = ("wait", "average", "round")
 
 
 def _in_bytes(result: Round) -> str:
-    """Return how much was read, and sent if any was."""
+    """Return the bytes that were read, and those that were sent if there are any, as text."""
     if not result.nbytes_sent:
         return readable_bytes(result.nbytes)
     return f"{readable_bytes(result.nbytes)} in, {readable_bytes(result.nbytes_sent)} out"
 
 
 def _by_ways(result: Round) -> str:
-    """Return how ranks were reached, and why some not by lanes; nothing, if none was by a lane."""
+    """Return the way to each rank, and why some have no lane; an empty text if none has one."""
     ranks: dict[str, list[str]] = {}
     for rank, way in result.ways.items():
         ranks.setdefault(way, []).append(str(rank))
@@ -235,8 +235,8 @@ def readable_bytes(nbytes: float) -> str:
 def rounds_bar(rounds: int) -> Iterator[Callable[[Round], None]]:
     """Show a progress bar of ``rounds``; yield the function to call after each round.
 
-    It shows how many are done, and which ranks were left out of the last average. It is drawn only
-    on a terminal or in a notebook: a file would get fragments of it.
+    It shows the number of finished rounds, and the ranks that were left out of the last average.
+    It is drawn only on a terminal or in a notebook, since a file would get fragments of it.
 
     Raises:
         ImportError: If ``rich`` is not installed.

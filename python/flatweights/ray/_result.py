@@ -1,4 +1,4 @@
-"""The result of a worker: weights, or weights and extras; imports nothing of Ray."""
+"""The result of a worker: weights, or weights and extras. It does not import Ray."""
 
 import math
 from collections import Counter
@@ -82,7 +82,7 @@ def check_result(layout: Layout, method: str, model: Any, where: str) -> None:
     if not is_theirs:
         raise TypeError(
             f"{where}: expected weights of the workers ({len(layout)} parts, {layout.size} "
-            f"elements) or gradients of them from {method!r}, got {got}: is it to return "
+            f"elements) or gradients of them from {method!r}, got {got}: should it return "
             "self.get_weights()?"
         )
 

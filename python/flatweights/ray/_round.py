@@ -1,4 +1,4 @@
-"""The outcome of a round: the average, and which ranks it is of."""
+"""The outcome of a round: the average, and the ranks in it."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from flatweights.ray.peers._store import FULL, too_small
 
 
 class Round:
-    """The average of one round, and which ranks it is of.
+    """The average of one round, and the ranks in it.
 
     Attributes:
-        used: The ranks that it was taken over, in the order in which they were added.
-        failed: By rank, what its worker raised, or the error about NaN and infinity for which
+        used: The ranks in the average, in the order in which they were added.
+        failed: By rank, the exception of its worker, or the error about NaN and infinity for which
             ``nonfinite="skip"`` left it out.
-        quarantined: Those of the failed ranks that ``nonfinite="skip"`` left out; and the ranks
+        quarantined: The failed ranks that ``nonfinite="skip"`` left out; and the ranks
             that a ``rule`` left out, which have not failed.
-        scores: By rank, what a ``rule`` selected or weighed the ranks by; none for the mean and
-            for rules by coordinate.
+        scores: By rank, the number by which a ``rule`` selected or weighed it; none for the mean
+            and for rules by coordinate.
         late: The ranks that had not answered when the time was up.
-        extras: By rank, what the workers of the used ranks returned beside their weights.
-        seconds: How long it took: ``"wait"`` for results, ``"average"`` to add them up,
-            ``"put"`` to bring the average into the object store, once it is there. A
+        extras: By used rank, the extras that its worker returned with its weights.
+        seconds: The time of each step: ``"wait"`` for results, ``"average"`` to add them up,
+            ``"put"`` to put the average into the object store, once it is there. A
             `WorkerGroup` adds ``"broadcast"``, until its workers had it, and `WorkerGroup.run`
-            the whole ``"round"``. Where the next call brought the average (``broadcast=``), the
+            the whole ``"round"``. If the next call brought the average (``broadcast=``), the
             time until workers had it is in that call's ``"wait"``.
         nbytes: Bytes of weights that were read.
         nbytes_sent: Bytes of weights that a `WorkerGroup` sent to workers that took the average:
             once to each worker that it calls itself, once to an agent for all of its workers, and
-            nothing to an agent that has exchanged the average.
-        number: Which round of `WorkerGroup.run` it was, from 1.
-        ways: By rank, how a `WorkerGroup` reached its worker: ``"lane"``, through memory that both
-            map; ``"agent"``, through that of its node, and by what it exchanged; or ``"store"``,
-            through Ray, and why.
+            none to an agent that has exchanged the average.
+        number: The number of the round in `WorkerGroup.run`, from 1.
+        ways: By rank, the way by which a `WorkerGroup` reached its worker: ``"lane"``, through
+            shared memory; ``"agent"``, through the agent of its node, with the kind of exchange; or
+            ``"store"``, through Ray, with the reason.
         groups: The ranks that nodes added up first, in the order in which the sums were merged;
             none if the average has the bits of `flatweights.average` over `used`.
         staleness: By rank, for results of `WorkerGroup.as_completed`: how many weights were
@@ -104,14 +104,14 @@ class Round:
     def weights(self) -> Any:
         """The average, of the kind that the workers returned.
 
-        It is read-only, so that it stays what workers are sent; change a copy. A buffer that was
-        given as ``out`` is returned itself.
+        It is read-only, so that it cannot differ from the weights that workers are sent; change a
+        copy. If a buffer was passed as ``out``, it is that buffer.
         """
         return self._weights
 
     @property
     def ref(self) -> Any:
-        """The average in the object store: put there on first use, once in a session of Ray."""
+        """A reference to the average, which is put into the object store once per Ray session."""
         session = _session()
         if self._ref is None or self._session != session:
             self._session = session
@@ -136,10 +136,10 @@ class Round:
         return self.ref
 
     def record(self) -> dict[str, Any]:
-        """Return all there is to know of the round except its weights and extras, as plain data.
+        """Return everything about the round except its weights and extras, as plain data.
 
-        For a line of JSON per round, or a row of a table: numbers, texts, lists and dicts with
-        texts as keys, which JSON gives back as they were.
+        Use it for a line of JSON per round, or a row of a table. It consists of numbers, texts,
+        lists, and dicts with texts as keys, so it survives a round trip through JSON.
 
         >>> result = Round([1.0], used=[0, 2], failed={1: ValueError("diverged")}, nbytes=16)
         >>> result.record()["used"], result.record()["failed"]
@@ -172,7 +172,7 @@ class Round:
 
     @property
     def total_seconds(self) -> float:
-        """How long the round took, as far as it is known."""
+        """The seconds that the round took, as far as they are known."""
         return self.seconds.get("round", sum(self.seconds.values()))
 
     def __repr__(self) -> str:
@@ -205,11 +205,11 @@ class Round:
 
 
 facts_of = operator.attrgetter(*[*inspect.signature(Round).parameters][1:])
-"""Returns what `Round` takes after the weights, for a process that has these."""
+"""Returns the arguments of `Round` after the weights, for a process that has the weights."""
 
 
 def ranks_left_out(result: Round) -> dict[str, list[int]]:
-    """Return the ranks left out of the average, by each reason that there is."""
+    """Return the ranks left out of the average, by reason."""
     failed = [rank for rank in result.failed if rank not in result.quarantined]
     reasons = {"late": [*result.late], "quarantined": [*result.quarantined], "failed": failed}
     return {reason: ranks for reason, ranks in reasons.items() if ranks}
@@ -221,7 +221,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _session() -> tuple[str, str]:
-    """Return what no two sessions of Ray have in common: the job and the node."""
+    """Return an identity of this session of Ray: the job and the node."""
     context = ray.get_runtime_context()
     return context.get_job_id(), context.get_node_id()
 

@@ -1,4 +1,4 @@
-"""`Variables`: what workers and members need of the object that holds a model's weights."""
+"""`Variables`: the protocol of objects that hold a model's weights for workers and members."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flatweights._weights import FlatWeights
 
 @runtime_checkable
 class Variables(Protocol):
-    """What holds the weights of a model, of any framework.
+    """An object that holds the weights of a model, of any framework.
 
     `FlatWorker.build` may return one, and `Member.average_variables` averages one in place.
-    `flatweights.tensorflow.TensorFlowVariables` is one; a class of your own needs these three, and
-    no base class:
+    `flatweights.tensorflow.TensorFlowVariables` is one. Your own class needs these three members
+    and no base class:
 
     >>> import flatweights
     >>> class Holder:
@@ -38,9 +38,10 @@ class Variables(Protocol):
     >>> isinstance(Holder({"w": np.zeros(3)}), Variables)
     True
 
-    A `FlatWorker` gets and sets weights by these alone. If the object has ``get_weights()``,
-    ``set_weights(weights, share=)``, ``get_flat()`` or ``set_flat(vector, share=)`` of its own, as
-    `flatweights.tensorflow.TensorFlowVariables` has, the worker calls that instead.
+    A `FlatWorker` gets and sets weights by these three. If the object has its own
+    ``get_weights()``, ``set_weights(weights, share=)``, ``get_flat()`` or
+    ``set_flat(vector, share=)``, as `flatweights.tensorflow.TensorFlowVariables` has, the worker
+    calls that method instead.
     """
 
     @property
@@ -127,6 +128,6 @@ def _scatter(variables: Variables, values: Mapping[int, NDArray[Any]]) -> None:
 def _refuse_sharing(variables: Variables, share: bool) -> None:
     if share:
         raise TypeError(
-            f"share: expected False, got {share!r}: {type(variables).__name__} copies what it is "
-            "set to"
+            f"share: expected False, got {share!r}: {type(variables).__name__} copies the weights "
+            "that it is set to"
         )

@@ -1,4 +1,4 @@
-"""16-bit differences between a `WorkerGroup` and its workers; imports nothing of Ray."""
+"""16-bit differences between a `WorkerGroup` and its workers. It does not import Ray."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -28,7 +28,7 @@ class WorkerWire:
     """A worker's encoders: they keep the weights of all workers, and the rounding errors."""
 
     def __init__(self) -> None:
-        """Begin with nothing: the first message has to be a snapshot."""
+        """Begin with no weights: the first message must be a snapshot."""
         self._weights: DeltaEncoder | None = None
         self._gradients: GradientEncoder | None = None
 
@@ -104,8 +104,8 @@ class GroupWire:
 
         Args:
             weights: `FlatWeights`, or a dict of arrays.
-            difference: The rounded one by which nodes came to these weights; what was sent last
-                tells whether it is one from these.
+            difference: The rounded difference by which nodes reached these weights. The last
+                message shows whether it is a difference from the weights that workers have.
 
         Raises:
             TypeError: If they are neither.
@@ -157,7 +157,7 @@ def widen(model: Any) -> Any:
 
 
 def nbytes_of(weights: Any) -> int | None:
-    """Return the bytes of ``weights`` as they travel, None if no average takes their kind."""
+    """Return the bytes of ``weights`` as they travel; None if their kind cannot be averaged."""
     if isinstance(weights, Difference):
         return weights.values.buffer.nbytes
     if isinstance(weights, Snapshot):

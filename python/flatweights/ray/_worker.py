@@ -31,11 +31,11 @@ class _GroupState:
 
     Attributes:
         turn: The lock by which their calls take turns. Actors may run several calls at a time
-            (``max_concurrency``), and a call that was broken off would go on training on weights
-            that were sent meanwhile.
+            (``max_concurrency``), and a call that was broken off would continue to train on weights
+            that were sent in the meantime.
         version: The stamp of the weights that a `WorkerGroup` has sent; None if none has.
-        wire: The weights and rounding errors, if these travel in 16 bits.
-        lanes: Those to groups that share this machine.
+        wire: The weights and rounding errors, if weights travel in 16 bits.
+        lanes: The lanes to groups on this machine.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _GroupState:
         self._last_calls: dict[str, int] = {}  # the number of each group's last call
 
     def admit(self, stamp: Stamp) -> None:
-        """Raise unless ``stamp`` is above all that its group has sent; remember it."""
+        """Raise unless ``stamp`` is above all earlier stamps of its group; remember it."""
         group, number = stamp
         last = self._last_calls.pop(group, -1)
         self._last_calls[group] = max(last, number)  # the last of the dict
@@ -60,8 +60,8 @@ class _GroupState:
     def check(self, group: str, version: Stamp | None) -> None:
         """Raise unless the actor has the weights of ``version``.
 
-        If that is None, the actor may have any, unless it was restarted, or ``group`` has sent it
-        some that nobody else took.
+        If ``version`` is None, the actor may have any weights, unless it was restarted, or
+        ``group`` has sent it weights that no other worker took.
         """
         got_from, got = (None, None) if self.version is None else self.version
         if version is None and got is None and _was_restarted():
@@ -101,8 +101,8 @@ class FlatWorker:
         ray.get([w.set_weights.remote(mean.ref) for w in workers])
 
     Attributes:
-        variables: What `build` returned, if it is of the kind `Variables`; otherwise the
-            `TensorFlowVariables` of it.
+        variables: The object that `build` returned, if it is a `Variables`; otherwise a
+            `TensorFlowVariables` over it.
     """
 
     variables: Any
@@ -112,7 +112,8 @@ class FlatWorker:
 
         Raises:
             NotImplementedError: If `build` is not defined.
-            TypeError: If `build` returns nothing, or what is neither `Variables` nor of TensorFlow.
+            TypeError: If `build` returns None, or an object that is neither a `Variables` nor
+                TensorFlow's.
             Exception: As `TensorFlowVariables`.
         """
         built = self.build(*args, **kwargs)
@@ -124,8 +125,8 @@ class FlatWorker:
         """Build the model, and import its framework here; written by the user.
 
         Returns:
-            What `TensorFlowVariables` takes as ``output``; a `TensorFlowVariables`, in a graph with
-            its session; or, for any other framework, an object of the kind `Variables`.
+            Anything that `TensorFlowVariables` takes as ``output``; a `TensorFlowVariables`, in a
+            graph with its session; or, for any other framework, a `Variables`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define build()")
 
@@ -146,7 +147,8 @@ class FlatWorker:
     ) -> None:
         """Set all weights from one vector; see `TensorFlowVariables.set_flat`.
 
-        Weights by name, such as `get_weights` or an average gives, are set by `set_weights`.
+        Weights by name, such as the result of `get_weights` or an average, are set by
+        `set_weights`.
         """
         if isinstance(new_weights, Mapping):
             self.set_weights(new_weights, share=share)
@@ -163,14 +165,15 @@ class FlatWorker:
         """Set the weights that a `WorkerGroup` sends, and call a method; each is optional.
 
         Ray repeats calls on a restarted actor, which has the weights that it was built with, or
-        newer ones: such an answer must not be averaged into the others, and such a call must
-        not train. So each call says its number and its weights; if none were ever sent, the
-        actor may have any, unless it was restarted.
+        newer ones. Such an answer must not be averaged with the others, and such a call must
+        not train. So each call carries its number and the version of its weights. If no weights
+        were ever sent, the actor may have any, unless it was restarted.
 
         Args:
-            head: Which call it is, which weights it means, and whether to encode the result.
+            head: The number of the call, the version of its weights, and whether to encode the
+                result.
             new_weights: These weights: a mapping, a vector or a message of the wire. None, if
-                this actor was sent them before.
+                they were sent to this actor before.
             method: Name of the method; None, if the weights are only set.
             *args: Its arguments.
             **kwargs: Its keyword arguments.
@@ -228,7 +231,7 @@ class FlatWorker:
 
         Raises:
             StaleWorkerError: If there is no such lane.
-            Exception: What a method raised.
+            Exception: The exception of a method.
         """
         try:
             lane = self._group_state.lanes[token]

@@ -1,4 +1,4 @@
-"""What members and their host say to each other: what a member asks for, what comes of it."""
+"""The messages between members and their host: a member's ask, and the outcome of a call."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class Ask(NamedTuple):
     """One member's part of a call.
 
     Attributes:
-        operation: What it asks for.
-        digest: That of the layout of its weights; None, if it has none to give or to compare.
+        operation: The operation that it asks for.
+        digest: The digest of the layout of its weights; None, if it has none to send or compare.
         root: The rank whose weights a broadcast takes.
         weight: The weight of this member's model.
         timeout: Seconds that others may be later than the first member.
-        min_results: How many ranks make an average; all that have joined and not left, if None.
+        min_results: The number of ranks that make an average; all that have joined and not left,
+            if None.
         nonfinite: What to do about NaN and infinity.
-        rule: What takes the place of the mean, pickled, and how errors and comparisons name it.
+        rule: The rule that replaces the mean, pickled, and its name in errors and comparisons.
     """
 
     operation: Operation

@@ -48,7 +48,7 @@ class Branch:
     """The members of one node. One thread owns their seats, as in a meeting.
 
     Attributes:
-        news: What other threads have that thread do.
+        news: The calls that other threads want that thread to make.
     """
 
     def __init__(self, host: Any, lanes: GroupLanes, end: NodeEnd, turn: threading.Lock) -> None:

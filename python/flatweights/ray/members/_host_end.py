@@ -1,4 +1,4 @@
-"""How a member reaches its host: through a lane within a node, through Ray's object store else."""
+"""A member's connection to its host: a lane within a node, else Ray's object store."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class HostByStore(HostEnd):
 
 
 class Entered(NamedTuple):
-    """What a process has that has joined: the host, its ticket, and the first outcome."""
+    """What a process gets when it joins: the host, a ticket, and the first outcome."""
 
     host_end: HostEnd
     ticket: Ticket

@@ -101,7 +101,7 @@ class Meeting:
     """The members, by rank, and their calls.
 
     Attributes:
-        news: What other threads have the meeting's thread do.
+        news: The calls that other threads want the meeting's thread to make.
     """
 
     def __init__(self, name: str, size: int, sums: Sums, node: str, host: Any) -> None:
@@ -585,7 +585,7 @@ def _request_of(
     nonfinite: Nonfinite,
     rule: tuple[str, bytes] | None,
 ) -> Request:
-    """Return the request of an average, the same one for the same arguments."""
+    """Return the request of an average; the same object for the same arguments."""
     applied = None if rule is None else _rule_of(rule[1])
     return Request(weights, None, min_results, nonfinite, len(weights), applied)
 

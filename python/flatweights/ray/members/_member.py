@@ -47,16 +47,16 @@ def join(
     timeout: float | None = 300.0,
     sums: Sums = "float64",
 ) -> Member:
-    """Join a meeting: the processes that average their weights together, each by a call of its own.
+    """Join a meeting: a set of processes that average their weights, each by its own calls.
 
     Any process of a Ray program can be a member: a task, an actor, the driver, a worker of Ray
-    Train, a trial of Ray Tune. It returns once ``size`` members have joined. The first one starts
-    the host, an actor without CPUs on its node, which ends with the last member. Within a node,
-    members and host exchange weights through memory that both map; on each other node the host
-    starts an agent, which its members reach in the same way.
+    Train, a trial of Ray Tune. The call returns once ``size`` members have joined. The first member
+    starts the host, an actor without CPUs on its node, which ends with the last member. Within a
+    node, members and host exchange weights through memory that both map. On every other node the
+    host starts an agent, which that node's members reach in the same way.
 
     In a worker of Ray Train no argument is needed: name, rank and size come from its context, and
-    each attempt of a run is a meeting of its own.
+    each attempt of a run is a separate meeting.
 
     >>> import numpy as np
     >>> import ray
@@ -69,17 +69,17 @@ def join(
     [{'w': array([0.5, 0.5])}, {'w': array([0.5, 0.5])}]
 
     Args:
-        name: Of the meeting, within the Ray job. If None, ``"default"``.
-        rank: The rank of this member, below ``size``; the lowest that is free, if None.
-        size: How many members there are.
+        name: The name of the meeting, local to the Ray job. If None, ``"default"``.
+        rank: The rank of this member, below ``size``; the lowest free rank, if None.
+        size: The number of members.
         timeout: Seconds to wait for all to join; for ever, if None.
         sums: How sums of several members of a node travel to other nodes: ``"float64"`` or
             ``"float32"``; see `WorkerGroup`.
 
     Raises:
-        TimeoutError: If not all have joined in time; it names the ranks that are missing.
+        TimeoutError: If not all have joined in time; it lists the missing ranks.
         ValueError: If ``rank`` is out of range or another process has it, or ``size`` or ``sums``
-            is not that of the others.
+            differs from that of the others.
         RuntimeError: If Ray is not initialized, or this thread runs an event loop, which the wait
             would block.
         MemberError: If the host ended while this process joined.
@@ -215,12 +215,12 @@ class Member:
     ) -> Round:
         """Average ``variables`` with those of the other members, in place.
 
-        They are gathered into memory that the host maps, and set from its memory: no other copy is
-        made, and none is held. Afterwards all members have the same values, one that was late, too.
+        They are gathered into memory that the host maps, and set from the host's memory: no other
+        copy is made, and none is held. Afterwards all members have the same values, late ones, too.
 
         Args:
             variables: A `flatweights.tensorflow.TensorFlowVariables`, or any object with its
-                ``layout``, ``gather_into`` and ``scatter``; of all members alike.
+                ``layout``, ``gather_into`` and ``scatter``; of the same layout in all members.
             weight: See `average`.
             timeout: See `average`.
             min_results: See `average`.
@@ -247,8 +247,8 @@ class Member:
         """Return the weights of rank ``root`` in all members.
 
         Args:
-            weights: The weights, of the kinds that `average` takes; integers of any kind, too. In
-                members other than the root they only say what is expected: the same layout.
+            weights: The weights, of the kinds that `average` takes; also integers of any kind. In
+                members other than the root they only show the expected layout.
             root: The rank whose weights are sent.
             timeout: See `average`.
 
@@ -281,7 +281,7 @@ class Member:
         """Set ``variables`` to those of rank ``root``, in place, in all members.
 
         Args:
-            variables: As in `average_variables`; of all members alike.
+            variables: As in `average_variables`; of the same layout in all members.
             root: The rank whose variables are sent.
             timeout: See `average`.
 
@@ -322,7 +322,7 @@ class Member:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave; after an error, the others are told of a member that has died."""
+        """Leave; after an error, the others see a member that has died."""
         if error is None:
             self.leave()
         else:

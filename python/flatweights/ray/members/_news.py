@@ -1,4 +1,4 @@
-"""What other threads have the one thread do that owns a meeting, or a branch of it."""
+"""Calls that other threads want made by the one thread that owns a meeting, or a branch of it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flatweights.ray.lanes._driver_lane import Lanes
 
 
 class News:
-    """Calls that the thread is to make, in their order; true while there are any.
+    """Calls for the thread to make, in their order; true while there are any.
 
     Attributes:
-        lanes: Where the thread waits: it is woken there.
+        lanes: The lanes at which the thread waits, and by which it is woken.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -30,7 +30,7 @@ class News:
         return bool(self._calls)
 
     def tell(self, method: Callable[..., object], *args: Any) -> None:
-        """Have the thread call ``method``."""
+        """Make the thread call ``method``."""
         self._calls.append(lambda: method(*args))
         self.lanes.ring()
 
@@ -48,7 +48,7 @@ class News:
         return done.result()
 
     def watch(self, ref: Any, lost: Callable[[str], object]) -> None:
-        """Have the thread call ``lost`` with the reason, if what makes ``ref`` dies."""
+        """Make the thread call ``lost`` with the reason, if the process that makes ``ref`` dies."""
 
         def wait() -> None:
             try:
@@ -61,6 +61,6 @@ class News:
         threading.Thread(target=wait, daemon=True).start()
 
     def read(self) -> None:
-        """Make all calls; of the thread alone."""
+        """Make all calls; only the thread itself may call this."""
         while self._calls:
             self._calls.popleft()()

@@ -8,9 +8,9 @@ class TrainWorker(NamedTuple):
     """A worker of one attempt of a run.
 
     Attributes:
-        name: The same in all workers of this attempt, and in no other attempt.
+        name: A name that all workers of this attempt share, and no other attempt has.
         rank: Its world rank.
-        size: How many workers there are.
+        size: The number of workers.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a round between nodes costs, by the way it takes: a model of links and memory."""
+"""The cost of a round between nodes by each way: a model of links and memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LEGEND = (
 
 @dataclass(frozen=True)
 class WayCost:
-    """What a round costs that takes one way.
+    """The cost of a round by one way.
 
     Attributes:
         way: ``"the guide's loop"`` (`ray.get` of all results in the driver, ``sum(ws) / n``, one
@@ -77,12 +77,12 @@ class WayCost:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """What a round costs by each way, and which one a group takes.
+    """The cost of a round by each way, and the way that a group takes.
 
     Attributes:
-        ways: By way and options, what a round costs.
-        chosen: The one that a group takes by itself.
-        title: What was asked.
+        ways: The cost of a round, by way and options.
+        chosen: The cost of the way that a group takes by itself.
+        title: The arguments, as text.
     """
 
     ways: tuple[WayCost, ...]
@@ -125,21 +125,21 @@ def plan(
     dtype: str = "float32",
     memory: float | str | None = None,
 ) -> ExchangePlan:
-    """Return what a round between nodes costs, by each way that it can take.
+    """Return the cost of a round between nodes, by each way that it can take.
 
-    Each node has one link, and both of its directions work at once. The driver is on a node with
-    workers. Times were fitted to links of 300 to 1,000 Mbit/s; on faster ones processors and memory
-    decide more than is counted here.
+    Each node has one link, whose two directions work at the same time. The driver is on a node with
+    workers. Times were fitted to links of 300 to 1,000 Mbit/s; on faster links, processors and
+    memory matter more than this model assumes.
 
     >>> print(plan(nodes=4, workers=8, model="500MB", link="10Gbit")["driver"].formula)
     driver: (N - W) M in, (K - 1) M out
 
     Args:
-        nodes: How many nodes have workers.
-        workers: How many workers each has.
+        nodes: The number of nodes with workers.
+        workers: The number of workers on each.
         model: Bytes of the model, such as ``500_000_000`` or ``"500MB"``.
         link: Bits per second of a node's link in each direction, such as ``10e9`` or ``"10Gbit"``.
-        dtype: That of most of the weights.
+        dtype: The dtype of most of the weights.
         memory: Bytes per second that the processes of a node read and write together, such as
             ``10e9`` or ``"10GB"``. If None, what was measured: 50 GB over lanes, 10 GB elsewhere.
 
@@ -169,11 +169,11 @@ def plan(
 
 @dataclass(frozen=True)
 class _Setting:
-    """What a plan is for.
+    """The setting of a plan.
 
     Attributes:
-        nodes: How many have workers.
-        workers: How many each has.
+        nodes: The number of nodes with workers.
+        workers: The number of workers on each.
         nbytes: Bytes of the model.
         link: Bytes per second of a link in one direction.
         memory: Bytes per second that a node's processes read and write.

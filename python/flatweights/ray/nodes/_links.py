@@ -3,9 +3,9 @@
 In a swap each node sends buffers to each other node, each of them in a frame: the number of the
 swap and the length (8 bytes each), then the bytes. The receiver checks both before it reads more.
 
-- One thread, that of the caller, serves all sockets: it reads and sends where that is possible now,
-  a block at a time, so all links are busy until the end. It also computes what is sent next.
-- The first error ends the links: all sockets are shut down, and the swaps of the peers end within a
+- The caller's thread serves all sockets: it reads and sends wherever that is possible now, one
+  block at a time, so all links are busy until the end. It also computes the next data to send.
+- The first error ends the links: all sockets are shut down, and the peers' swaps end within a
   moment. Another thread may end them, too. Sockets are closed once no thread uses them.
 """
 

@@ -1,4 +1,4 @@
-"""Pieces of equal bytes of the packed form; imports nothing of Ray."""
+"""Pieces of equal size of the packed form. It does not import Ray."""
 
 import functools
 from bisect import bisect_right

@@ -1,15 +1,17 @@
-"""Who adds up what in an exchange between nodes: the same on all of them; imports nothing of Ray.
+"""The plan of an exchange between nodes, the same on all of them. It does not import Ray.
 
-The packed form of the model is cut into one piece per node. Each node adds up its own ranks, sends
-every other node its part of that (reduce-scatter), averages its own piece over all nodes, and sends
-that to every other node (all-gather). The way of the sums decides the bits:
+The packed form of the model is cut into one piece per node. Each node sums its own ranks, sends
+every other node that node's piece of the sum (reduce-scatter), averages its own piece over all
+nodes, and sends the average to every other node (all-gather). The form of the sums determines the
+bits:
 
-- Few ranks of a node send their values as they are, while these have no more bytes than a sum.
-  Where all nodes do, the average has the bits of `flatweights.average` over all ranks.
+- A node with few ranks sends their values unchanged, if these take no more bytes than a sum. If
+  all nodes do so, the average has the bits of `flatweights.average` over all ranks.
 - Otherwise a node sends its `RunningAverage`; sums are merged in the order of the nodes.
 - With ``sums="float32"``, a node sends the average of its ranks, in their own dtypes.
-- Models that were encoded in 16 bits stay so: a node sends a rank's own, or the average of several,
-  and the average of its piece, both rounded, with the rounding errors of earlier exchanges.
+- Models that were encoded in 16 bits stay in 16 bits: a node sends a rank's own model, or the
+  average of several, and the average of its piece, both rounded, with the rounding errors of
+  earlier exchanges.
 """
 
 from __future__ import annotations

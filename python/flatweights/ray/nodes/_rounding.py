@@ -1,4 +1,4 @@
-"""16 bits between nodes: what rounding takes from a message is added to the next; no Ray here."""
+"""16 bits between nodes: the rounding error of a message is added to the next. No import of Ray."""
 
 from __future__ import annotations
 

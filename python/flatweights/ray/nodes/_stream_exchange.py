@@ -1,8 +1,8 @@
-"""An exchange over streams: both steps in one swap, block by block; imports nothing of Ray.
+"""An exchange over streams: both steps in one swap, block by block. It does not import Ray.
 
-Each node's piece is cut into blocks. A node sends every other node its part of that one's blocks,
-then the averages of its own blocks, each as soon as the block has come from all nodes. So sums are
-added up while others travel, and links wait for the slowest node once an exchange, not twice.
+Each node's piece is cut into blocks. A node sends every other node its part of that node's blocks,
+then the averages of its own blocks, each as soon as the block has arrived from all nodes. So sums
+are computed while others travel, and links wait for the slowest node once per exchange, not twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How one process is reached, and what is known of it.
+"""The ways to one process, and the records of processes.
 
 - `_contract` is the seam: calls that go out, answers on their way back. `_wait` waits for them.
 - `_roster` has the record of each worker of a group, `_latest` the weights that they should have.

@@ -1,4 +1,4 @@
-"""Calls to workers: through lanes where driver and worker share a machine, else through Ray.
+"""Calls to workers: through lanes if driver and worker share a machine, else through Ray.
 
 The first call of a group goes through Ray, and asks the worker to attach. From then on, commands
 go into the worker's mailbox. If the worker is in no call of `FlatWorker.serve_lane`, the driver

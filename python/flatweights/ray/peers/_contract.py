@@ -1,6 +1,6 @@
 """The seam between rounds and workers: calls that go out, answers on their way back.
 
-Rounds (averages, `WorkerGroup`) know `Answer` and `wait_any` alone, and not how a call travels.
+Rounds (averages, `WorkerGroup`) know only `Answer` and `wait_any`, and not how a call travels.
 `call_actor` and `RayAnswer` go through Ray's actor calls and its object store; lanes and agents
 (`flatweights.ray.lanes`, `flatweights.ray.nodes`) are other ways. One round may mix several. The
 contract:
@@ -8,7 +8,7 @@ contract:
 - A call returns an `Answer` at once. The worker answers its calls in their order.
 - `wait_any` waits for several answers, of any ways, until a deadline. A worker that died counts as
   having answered: its answer raises.
-- `Answer.take` gives the value, or raises what the worker raised. The value may be a view of
+- `Answer.take` returns the value, or raises the worker's exception. The value may be a view of
   memory that is not the driver's: it is valid until `Answer.let_go`, and until the next call or
   message to that worker at the latest. A round copies the values that it keeps, and lets go of
   each answer that it has waited for before it returns. It may take a value repeatedly.
@@ -56,8 +56,8 @@ BY_VALUE = 96 * 1024
 
 
 Stamp: TypeAlias = tuple[str, int]
-"""Tells a call from all others: a text that no other group has, in any process, and a number that
-counts the calls of the group."""
+"""Identifies a call: a text that no other group has, in any process, and a number that counts the
+calls of the group."""
 
 Head: TypeAlias = tuple[Stamp, Stamp | None, tuple[WireDType, Travels] | None]
 """The head of a call, which travels with it: its stamp; the stamp of the weights that the worker
@@ -100,7 +100,7 @@ class Answer(ABC):
 
     @property
     def carrier(self) -> object:
-        """What brought the call's weights: once for all answers that share it; None if none did."""
+        """The carrier of the call's weights, one for all answers that share it; None without."""
         return self
 
     @property
@@ -118,7 +118,8 @@ class Answer(ABC):
         Args:
             answers: Answers of this class that nobody has let go of.
             timeout: Seconds to wait; for ever, if None.
-            enough: How many are worth waiting for, unless one has failed: it may return sooner.
+            enough: The number of answers worth waiting for. It may return sooner, as after a
+            failure.
         """
 
     @abstractmethod
@@ -137,7 +138,7 @@ class Answer(ABC):
         return None
 
     def abandon(self) -> Answer | None:
-        """Note that nobody wants the value of an answer that is not there yet.
+        """Note that the value of an answer that is not there yet is no longer needed.
 
         Returns:
             The answer to wait for before this worker is sent anything else: this one. None, if

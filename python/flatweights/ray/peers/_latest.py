@@ -40,7 +40,7 @@ class Latest:
     _full: Payload | None = None
 
     def after(self, weights: Any, version: Stamp) -> Latest:
-        """Return what is the latest once ``weights`` are sent with the stamp ``version``.
+        """Return the latest weights after ``weights`` are sent with the stamp ``version``.
 
         Raises:
             ValueError: If they are a subset, and the ones before are not known by name.

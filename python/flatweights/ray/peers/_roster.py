@@ -1,4 +1,4 @@
-"""The workers of a group, one record for each, and the weights that they should have.
+"""The workers of a group, with one record for each, and the weights that they should have.
 
 `Roster` holds everything that a `WorkerGroup` knows between two calls:
 

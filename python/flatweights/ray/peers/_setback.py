@@ -1,4 +1,4 @@
-"""Ways that fail for a while: the choice by the environment, and when to try again."""
+"""Ways that fail for a while: the user's choice in the environment, and when to try again."""
 
 from __future__ import annotations
 

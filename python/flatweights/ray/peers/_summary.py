@@ -1,4 +1,4 @@
-"""What the ranks of one node have returned in one round; the driver gets a summary of each."""
+"""The results of the ranks of one node in one round; the driver gets a summary of each."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from flatweights.wire import Difference
 
 
 class Summary(NamedTuple):
-    """What the driver knows of a rank's result, which stays on its node.
+    """The driver's summary of a rank's result, which stays on its node.
 
     Attributes:
-        template: That of the weights; dicts by sorted keys.
-        containers: Those of a dict, a list or a tree, in their own order.
+        template: The template of the weights; dicts by sorted keys.
+        containers: The containers of a dict, a list or a tree, in their own order.
         coding: The weights before they were encoded, if they stay in 16 bits.
         weight: Its weight, if a function of the result gives that.
         extras: The part of the result beside the weights.
         spoiled: The error about NaN or infinity, if the weights were screened and hold any.
         nbytes: Bytes of the weights as they were returned.
-        error: Why it cannot be averaged, if it cannot: the caller's mistake.
+        error: The caller's mistake for which it cannot be averaged, if there is one.
     """
 
     template: Template | None = None
@@ -41,7 +41,7 @@ class Summary(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How results are read.
+    """The way in which results are read.
 
     Attributes:
         screen: Whether to look for NaN and infinity in them.

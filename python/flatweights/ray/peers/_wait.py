@@ -104,7 +104,7 @@ def _numbers(weights: Iterable[float] | None, count: int) -> tuple[float, ...]:
 
 
 def check_timeout(timeout: float | None) -> float | None:
-    """Return ``timeout``, checked to be seconds; None for those that no clock counts."""
+    """Return ``timeout``, checked to be seconds; None if too long for a clock."""
     if timeout is None:
         return None
     if not hasattr(timeout, "__float__"):
@@ -122,8 +122,8 @@ class Deadline(NamedTuple):
     """When a wait ends.
 
     Attributes:
-        timeout: How many seconds it takes, as errors say; for ever, if None.
-        end: When they are over, by `time.monotonic`; never, if None.
+        timeout: Its seconds, as errors show them; for ever, if None.
+        end: When the seconds are over, by `time.monotonic`; never, if None.
     """
 
     timeout: float | None
@@ -198,7 +198,7 @@ class Arrivals:
 
     @property
     def errors(self) -> dict[int, Exception]:
-        """By rank, why it gave no result: what was raised, or that it is late."""
+        """By rank, the reason for a missing result: an exception, or that the rank is late."""
         return self.failed | dict.fromkeys(self.late, late_error(self.deadline.timeout))
 
     def wait(self, *, all_at_once: bool = False) -> list[int] | None:

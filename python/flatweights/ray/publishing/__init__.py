@@ -1,4 +1,4 @@
-"""Weights that one process publishes, and all that want them read: the newest alone.
+"""Weights that one process publishes and any other process reads, only the newest version.
 
 A publisher has a board: memory that readers of its node map, and a socket that hands it to them. On
 another node an agent reads for all its processes, and has a board of its own.

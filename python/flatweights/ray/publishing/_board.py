@@ -1,8 +1,8 @@
 """A board: a publication in memory that readers of this node map, and a socket that hands it out.
 
 Readers connect to an abstract Unix socket, and get a number and the descriptors of both files. The
-connection stays open: its end says that the reader is gone, and clears what it held. A thread does
-this, so `publish` makes no call of the system.
+connection stays open. When it ends, the reader is gone, and its hold is cleared. A thread does
+this, so `publish` makes no system call.
 """
 
 from __future__ import annotations

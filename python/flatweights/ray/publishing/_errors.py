@@ -1,4 +1,4 @@
-"""What publishers and subscribers raise."""
+"""The errors of publishers and subscribers."""
 
 
 class SupersededError(RuntimeError):

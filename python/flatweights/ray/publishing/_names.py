@@ -1,9 +1,9 @@
-"""Who publishes under a name: a record in the key-value store of Ray's cluster.
+"""The publisher of a name: a record in the key-value store of Ray's cluster.
 
-Each publisher of a name, within a job, adds a record under the next free number. To add one is
-atomic, so there is one publisher for each number; the one with the highest number is the
-publisher, all others are superseded. Records stay, some kilobytes each, as long as the cluster: a
-number that is used again would have versions go back.
+Each publisher of a name, within a job, adds a record under the next free number. Adding a record is
+atomic, so there is one publisher for each number. The one with the highest number is the current
+publisher; all others are superseded. Records stay as long as the cluster, some kilobytes each: if a
+number were used again, versions would go back.
 """
 
 from __future__ import annotations

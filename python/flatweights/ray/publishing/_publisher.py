@@ -18,14 +18,14 @@ _HANDOVER = 2.0  # seconds for which a publisher waits for the one before it to 
 
 
 class Publisher:
-    """Publishes the newest weights of a model to all processes of a Ray job that want them.
+    """Publishes the newest weights of a model to any process of a Ray job.
 
     `publish` copies the weights once, into memory that every `Subscriber` of this node maps, and
-    waits for none of them. A subscriber gets the newest weights when it asks: there is no queue.
+    does not wait for them. A subscriber gets the newest weights when it asks; there is no queue.
 
-    There is one publisher for each name. Another one of that name takes over: the older one raises,
-    and subscribers go on with the new one's weights. So a learner that is restarted publishes again
-    under its name. Versions always grow: the n-th restart begins with ``n * 10**12 + 1``.
+    There is one publisher for each name. A new publisher of a name takes over: the older one
+    raises, and subscribers continue with the new one's weights. So a restarted learner publishes
+    again under its name. Versions always grow: the n-th restart begins with ``n * 10**12 + 1``.
 
     >>> import numpy as np
     >>> import ray
@@ -52,11 +52,11 @@ class Publisher:
         """Become the publisher of ``name``; nothing is published yet.
 
         Args:
-            name: Of the weights, within the Ray job.
-            variables: Where `publish` reads them: a `flatweights.tensorflow.TensorFlowVariables`
-                or any other `Variables`, gathered straight into the memory that is published; or
-                what `flatweights.average` takes: an array, `FlatWeights`, a mapping or a sequence
-                of arrays, nested containers.
+            name: The name of the weights, within the Ray job.
+            variables: The source from which `publish` reads them: a
+                `flatweights.tensorflow.TensorFlowVariables` or any other `Variables`, gathered
+                straight into the published memory; or any model that `flatweights.average` takes:
+                an array, `FlatWeights`, a mapping or a sequence of arrays, nested containers.
 
         Raises:
             TypeError: If ``variables`` is something else.
@@ -94,18 +94,18 @@ class Publisher:
     def publish(self, weights: Any = None) -> int:
         """Publish the weights as they are now; return their version.
 
-        Each byte is copied once. It waits for no reader, whatever is stopped or killed.
+        Each byte is copied once. It never waits for a reader, whatever is stopped or killed.
 
         Args:
-            weights: What to publish in place of ``variables``, with the same layout: for
-                frameworks whose arrays are replaced at each step.
+            weights: Weights to publish instead of ``variables``, with the same layout: for
+                frameworks that replace their arrays at each step.
 
         Raises:
             SupersededError: If another publisher of this name has taken over.
             ValueError: If ``weights`` have another layout.
             RuntimeError: If this publisher was closed, or in a fork of its process.
             OSError: If there is no memory for another slot: readers are stopped, and hold theirs.
-            Exception: What reading ``variables`` raises; nothing is published then.
+            Exception: The exception of reading ``variables``; then nothing is published.
         """
         self._check()
         source = self._source
@@ -128,7 +128,7 @@ class Publisher:
             return self.version
 
     def close(self) -> None:
-        """Publish no more; subscribers keep what they have. More calls do nothing."""
+        """Stop publishing; subscribers keep their weights. Further calls do nothing."""
         self._over = self._over or "it was closed"
         self._finalizer()
 

@@ -1,4 +1,4 @@
-"""Where a subscriber has its weights from: memory of a board, or calls of an outlet."""
+"""The sources of a subscriber's weights: memory of a board, or calls of an outlet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process gets to what is published: the ways, and which one is taken.
+"""The ways by which published weights reach a process, and the choice among them.
 
 On the publisher's node, by its board. On another node, by the board of the relay of that node,
 which the first subscriber starts; it pulls from the outlet on the publisher's node, so each version

@@ -2,5 +2,5 @@
 
 - `_in_one_place` adds results where they lie, in the process that waits for them.
 - `_between_nodes` has each node add up its own, and nodes exchange pieces of the sums.
-- `_codec` says how weights travel, `_letting_go` ends a round.
+- `_codec` encodes and decodes weights that travel, `_letting_go` ends a round.
 """

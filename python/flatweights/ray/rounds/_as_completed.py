@@ -1,14 +1,14 @@
 """Rounds without a barrier: each result is a round when it arrives; no worker waits for others.
 
-All workers have a call, except for those whose results are in the round that the caller has. They
-are called again, with the latest weights, once the caller asks for the next round.
+Every worker has a call, except those whose results are in the caller's current round. These are
+called again, with the latest weights, once the caller asks for the next round.
 
-- Fairness: of the results that are there, the one of the oldest call comes first. A call that more
-  rounds have passed than is usual is waited for, for a moment: on a busy machine a worker may not
-  have run yet, while another has answered several times. If it takes longer than that moment, the
-  worker is slow rather than late, and is left to itself for longer from then on.
-- A worker that dies, or is late, is named in the next round. It is asked to take the latest weights
-  until it does, and is called again then.
+- Fairness: among the results that have arrived, the result of the oldest call comes first. If a
+  call has been passed by more rounds than usual, the loop waits a moment for it: on a busy machine
+  a worker may not have run yet, while another has answered several times. If it takes longer than
+  that moment, the worker is slow rather than late, and from then on more rounds may pass it.
+- A worker that dies or is late is listed in the next round. It is asked to take the latest weights
+  until it does, and is then called again.
 - A worker that owes an answer to an earlier call is called once it has answered.
 - Other calls of the group in between wait for the workers; results are kept for later rounds.
 """

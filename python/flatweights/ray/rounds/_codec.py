@@ -1,4 +1,4 @@
-"""How the weights of workers travel, and which ones are averaged."""
+"""The encoding of workers' weights, and the check of those that are averaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a round: all values go, also where an error leaves it."""
+"""The end of a round: it lets go of all values, even if an error ends the round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers of a round are to do."""
+"""The work of a round: the call that all its workers receive."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 _READS = ("get_weights", "get_flat", "ping")  # methods that need no initial weights
 
 ByRank = Callable[[int], Sequence[Any]]
-"""A function of the rank that gives arguments."""
+"""A function of the rank that returns arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The call that all workers of a round get.
+    """The call that all workers of a round receive.
 
     Attributes:
         method: Name of the method.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        arguments: A function of the rank that gives more arguments.
+        arguments: A function of the rank that returns more arguments.
     """
 
     method: str
@@ -37,7 +37,7 @@ class Work:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether the method works on weights, rather than reads them."""
+        """Whether the method works on weights rather than reading them."""
         return self.method not in _READS
 
     def arguments_of(self, ranks: Iterable[int]) -> dict[int, Sequence[Any]]:
