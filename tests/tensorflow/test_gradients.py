@@ -18,6 +18,9 @@ import flatweights as fw
 from flatweights import _core
 from flatweights.tensorflow import TensorFlowVariables
 
+# Weights are moved here, but how is not what is tested: once is enough.
+pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
+
 tf1 = tf.compat.v1
 
 

@@ -9,6 +9,9 @@ from tf_models import build_eager
 from flatweights import Layout
 from flatweights._match import match_slots
 
+# Weights are moved here, but how is not what is tested: once is enough.
+pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
+
 SHAPES = {
     "dense/kernel": (4, 4),
     "dense/bias": (4,),
