@@ -78,7 +78,7 @@ class AverageLogs(MemberCallback):
             "samples": samples,
             "stops": np.float64(self.model.stop_training),
         }
-        with calls_are_equal(f"the logs of epoch {epoch + 1}"):
+        with calls_are_equal(self._member, "logs"):
             mean = self._member.average(
                 part,
                 timeout=self._lease.timeout,

@@ -171,7 +171,7 @@ class AverageWeights(MemberCallback):
         # Members that have been late are not at the same call as the others.
         if lease.timeout is None or lease.min_results is None:
             end = {"the end of training": np.float64(trained)}
-            with calls_are_equal("the end of training"):
+            with calls_are_equal(self._member, "end"):
                 mean = self._member.average(
                     end, timeout=lease.timeout, min_results=lease.min_results
                 ).weights
@@ -228,7 +228,7 @@ class AverageWeights(MemberCallback):
         weight = self._weight
         if weight == "samples":
             weight = self._since or float(self._trained)
-        with calls_are_equal("weights"):
+        with calls_are_equal(self._member, "weights"):
             if self._learned is not None and self.outer is not None:
                 weights = self._learned.get_weights()
                 self.round = self._member.average(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -13,6 +14,7 @@ from flatweights.keras._samples import Samples
 from flatweights.ray import Member
 
 _callbacks: weakref.WeakSet[MemberCallback] = weakref.WeakSet()
+_lock = threading.Lock()
 
 
 class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -22,13 +24,15 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Average as ``lease`` says."""
         super().__init__()
         self._lease = lease
-        _callbacks.add(self)
+        with _lock:
+            _callbacks.add(self)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Join, if need be, and have gradients start alike in all members."""
         averaging = averaging_of(self.model)
         # `fit` gives its callbacks one and the same dictionary.
-        of_this_fit = [one for one in _callbacks if one.params is self.params is not None]
+        with _lock:
+            of_this_fit = [one for one in _callbacks if one.params is self.params is not None]
         leases = {id(one): one._lease for one in (self, *of_this_fit)}
         agree([*leases.values(), *([] if averaging is None else [averaging.lease])])
         self._member: Member = self._lease.take()

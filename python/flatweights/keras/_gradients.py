@@ -251,7 +251,7 @@ class Averaging:
         rows = np.zeros((member.size, 1 + _DIGEST))
         rows[member.rank] = [in_step, *hashlib.blake2b(values, digest_size=_DIGEST).digest()]
         del values
-        with calls_are_equal("the start of training"):
+        with calls_are_equal(member, "start"):
             part = {"the start of training": rows}
             started = member.average(part, timeout=self.lease.timeout)
             _check_in_time(started, "the start of training")
@@ -265,7 +265,7 @@ class Averaging:
                     "Call model.optimizer.build(model.trainable_variables) before fit, which sets "
                     "them, or use the callback AverageLogs, which calls it"
                 )
-            with calls_are_equal("the start of training"):
+            with calls_are_equal(member, "start"):
                 member.broadcast_variables(state, timeout=self.lease.timeout)
         self._is_started, self._has_stepped = True, False
 
@@ -295,8 +295,9 @@ class Averaging:
             self._start(exchange.variables, in_step=True)
             self._has_stepped = True
             exchange.grads, exchange.averages = grads, averages
-            with calls_are_equal("gradients"):
-                result = self.lease.take().average_variables(
+            member = self.lease.take()
+            with calls_are_equal(member, "step"):
+                result = member.average_variables(
                     exchange, timeout=self.lease.timeout, **self._options
                 )
                 _check_in_time(result, "gradients")
@@ -312,7 +313,7 @@ class Averaging:
         if self._is_started:
             self._is_started = False
             end = {"the end of training": np.zeros(1)}
-            with calls_are_equal("the end of training"):
+            with calls_are_equal(self.lease.take(), "end"):
                 self.lease.take().average(end, timeout=self.lease.timeout)
         self._finalize(var_list)
         self.lease.end()

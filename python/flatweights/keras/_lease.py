@@ -4,7 +4,9 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from flatweights.ray import Member, join
 
@@ -13,9 +15,27 @@ _shared: Member | None = None
 _leases: weakref.WeakSet["MemberLease"] = weakref.WeakSet()  # of the shared member
 
 
+def calls_differ(error: ValueError) -> bool:
+    """Whether ``error`` says that members have called different things."""
+    return "the same call of all members" in str(error)
+
+
+Place = Literal["start", "step", "weights", "logs", "end"]
+
+# Where in a training calls are made, as errors say it of a rank.
+_PLACES: dict[Place, str] = {
+    "start": "begins its training",
+    "step": "is at a step of its epoch",
+    "weights": "averages its weights",
+    "logs": "has ended its epoch",
+    "end": "has ended its training",
+}
+_PATIENCE = 5.0  # seconds that members wait to tell each other where they are
+
+
 @contextmanager
-def calls_are_equal(what: str) -> Iterator[None]:
-    """Enclose a call of ``what``: if members have called different things, say what to do.
+def calls_are_equal(member: Member, place: Place) -> Iterator[None]:
+    """Enclose a call of ``member``: if members have called different things, say where each is.
 
     Raises:
         ValueError: If they have.
@@ -23,13 +43,45 @@ def calls_are_equal(what: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if "the same call of all members" not in str(error):
+        if not calls_differ(error):
             raise
         raise ValueError(
-            f"{what}: {error}. All members need the same model, the same callbacks in the same "
-            "order, validation data in all of them or in none, and as many batches in an epoch: "
-            "give fit the same steps_per_epoch, and repeat the data"
+            f"{_where_all_are(member, place)}. All members need the same model, the same callbacks "
+            "in the same order, validation data in all of them or in none, and as many batches in "
+            "an epoch: give fit the same steps_per_epoch, and repeat the data. Their calls: "
+            f"{error}"
         ) from error
+
+
+def _where_all_are(member: Member, place: Place) -> str:
+    """Return where the members are, all of which have had the same error and so ask here, too."""
+    own = np.zeros(member.size)
+    own[member.rank] = 1 + [*_PLACES].index(place)
+    try:
+        met = member.average({"places": own}, timeout=_PATIENCE, min_results=1)
+    except Exception:  # one does not ask: it is no training, or its process has ended
+        return f"rank {member.rank} {_PLACES[place]}, others do not"
+    codes = np.rint(met.weights["places"] * len(met.used)).astype(int)
+    ranks = {
+        name: [rank for rank in met.used if codes[rank] == code]
+        for code, name in enumerate(_PLACES, 1)
+        if code in codes
+    }
+    if ranks.keys() == {"step", "logs"}:
+        return f"{_named(ranks['logs'], _PLACES['logs'])}, {_named(ranks['step'], 'has not')}"
+    places = [_named(those, _PLACES[name]) for name, those in ranks.items()]
+    return ", ".join(places) if len(ranks) > 1 else f"{places[0]}, with different arguments"
+
+
+def _named(ranks: Sequence[int], does: str) -> str:
+    """Return a sentence about ``ranks``, of what one of them does."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} {does}"
+    plural = {"has": "have", "is": "are"}
+    verb, _, rest = does.partition(" ")
+    verb = plural.get(verb, verb.removesuffix("s"))
+    rest = rest.replace("its", "their")
+    return f"ranks {', '.join(map(str, ranks))} {verb} {rest}"
 
 
 class MemberLease:
