@@ -10,10 +10,9 @@ staleness of a gradient is the number of publications since the weights that it 
     flatweights examples cartpole_async
     flatweights examples --plot returns.png cartpole_async --workers 4
 
-Adam is `flatweights.server.FedAdam`, which steps towards a model: here, towards the one that a
-plain step against the gradient leads to. ``--save`` writes a moving average of the weights. Which
-gradient arrives first depends on the machine, so no two runs are alike: a mean return of 475 takes
-150 to 1,500 updates.
+Adam is `flatweights.server.Adam`, over the flat vector of weights. ``--save`` writes a moving
+average of the weights. Which gradient arrives first depends on the machine, so no two runs are
+alike: a mean return of 475 takes 150 to 1,500 updates.
 
 For a task of your own, change `Worker`: `gradient` returns one gradient for each variable of what
 `build` returns.
@@ -31,7 +30,7 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from numpy.typing import NDArray
 
 from flatweights.ray import FlatWorker, WorkerGroup
-from flatweights.server import ExponentialMovingAverage, FedAdam
+from flatweights.server import Adam, ExponentialMovingAverage
 
 ENVIRONMENT, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
 UPDATES = 3000
@@ -129,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         Worker, options.workers, options.seed, arguments=lambda rank: (rank,), max_restarts=3
     )
     start = group.step("get_flat")[0]
-    optimizer = FedAdam(start, learning_rate=LEARNING_RATE, tau=1e-5)
+    optimizer = Adam(start, learning_rate=LEARNING_RATE, beta2=0.99, epsilon=1e-5)
     smoothed = ExponentialMovingAverage(start, decay=SMOOTHING)
     group.publish(start)  # all begin with the same weights
     returns, steps, staleness = deque[float](maxlen=100), 0, list[int]()
@@ -139,8 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         (rank,) = result.used
         ended, count = result.extras[rank]
         staleness.append(result.staleness[rank])
-        # The model to step towards: that of a plain step against the gradient.
-        weights = optimizer.step(optimizer.weights - result.weights)
+        weights = optimizer.step(result.weights)
         smoothed.step(weights)
         group.publish(weights)
         steps += count

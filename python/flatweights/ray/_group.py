@@ -512,7 +512,7 @@ class WorkerGroup:
         `publish`::
 
             for result in group.as_completed("gradient", updates=10_000):
-                optimizer.step(weights - result.weights)
+                optimizer.step(result.weights)  # an Adam of flatweights.server
                 group.publish(optimizer.weights)
 
         `Round.staleness` is the number of publications since the weights that a result was
