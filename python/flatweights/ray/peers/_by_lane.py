@@ -8,10 +8,11 @@ and large arguments go through Ray's calls from the start. A worker that died
 counts as having answered: its Ray call raises the error that says how it died.
 """
 
+import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from flatweights._flatten import new_vector
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._result import Packed, is_arrays, parts_of
-from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
+from flatweights.ray.lanes._driver_lane import DriverLane, Lanes, wake
 from flatweights.ray.lanes._end import LaneError, is_shortage
 from flatweights.ray.lanes._message import Message, make_message
 from flatweights.ray.lanes._protocol import BROKEN, BY_CALL, COMMAND, VALUE, WEIGHTS
@@ -61,6 +62,7 @@ class GroupLanes:
         self.setback = Setback("workers are", f"{VARIABLE}=store" if choice() == "store" else "")
         self._lanes: Lanes | None = None
         self._last: tuple[Any, Message | None] | None = None
+        self._asleep: list[DriverLane] | None = None  # to be woken at the end
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as new ones."""
@@ -117,6 +119,28 @@ class GroupLanes:
             return FlatWeights.wrap(sealed(buffer), layout)
         finally:
             _core.withdraw_offer()
+
+    @contextlib.contextmanager
+    def waking_together(self) -> Iterator[None]:
+        """Have workers that are called meanwhile woken at the end, two by each call of the system.
+
+        The first one to wake may take the processor from the driver, and the others would get their
+        commands only once it has it back.
+        """
+        self._asleep = asleep = list[DriverLane]()
+        try:
+            yield
+        finally:
+            self._asleep = None
+            wake(asleep)
+
+    def post(self, lane: DriverLane, command: Message) -> bool:
+        """Post a command; see `DriverLane.post`."""
+        assert self._lanes is not None
+        wakes = self._asleep is None
+        if self._asleep is not None:
+            self._asleep.append(lane)
+        return lane.post(command, self._lanes.windows, wakes=wakes)
 
     def done(self) -> None:
         """Withdraw the offer, and forget the last command."""
@@ -359,7 +383,7 @@ class Worker:
         try:
             if self.log.last != self._token:  # the command must not overtake other calls
                 lane.dismiss()
-            is_there = lane.post(command, self.lanes.windows)
+            is_there = self._group.post(lane, command)
         except Exception as error:
             self.give_up(lane, _text_of(error))
             return None

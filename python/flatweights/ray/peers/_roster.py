@@ -468,9 +468,10 @@ class Roster:
             for rank, answer in agent.call(number, call, workers, by_rank, reading).items():
                 self._records[rank].owed = answer
                 arrivals.expect(rank, answer)
-        for rank in near:
-            this = call.with_more(by_rank.get(rank, ()))
-            arrivals.expect(rank, self._records[rank].send(this))
+        with self.lanes.waking_together():
+            for rank in near:
+                this = call.with_more(by_rank.get(rank, ()))
+                arrivals.expect(rank, self._records[rank].send(this))
 
     @contextlib.contextmanager
     def bringing(
