@@ -41,7 +41,7 @@ def program(
     monkeypatch.chdir(tmp_path)
 
     def run(name: str, *options: str) -> str:
-        if name in ("cartpole_policy_gradient", "digits_lbfgs"):
+        if name in ("cartpole_policy_gradient", "cartpole_replay", "digits_lbfgs"):
             import tensorflow as tf  # which stays as it is in this process
 
             threads = "set_intra_op_parallelism_threads"
@@ -154,6 +154,14 @@ def test_staleness_is_that_of_two_workers(program: Program) -> None:
     assert found
     # Between two gradients of one worker there is about one of the other.
     assert 0.5 < float(found[1]) <= float(found[2])
+
+
+def test_actors_take_the_newest_weights_of_a_learner(program: Program) -> None:
+    output = program("cartpole_replay", "--goal=45")
+    found = re.search(r"^(\d+) versions published, (\d+) times an actor took a newer", output, re.M)
+    assert found
+    assert int(found[1]) > 10
+    assert int(found[2]) > 2  # more than the first one of each
 
 
 @pytest.mark.slow
