@@ -24,7 +24,7 @@ from flatweights import _core
 from flatweights.ray.lanes._driver_lane import Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message, join_message
-from flatweights.ray.lanes._protocol import BROKEN, BY_CALL, REFUSED, VALUE, WEIGHTS
+from flatweights.ray.lanes._protocol import BROKEN, BY_CALL, REFUSED, VALUE, WEIGHTS, WELCOME
 from flatweights.ray.lanes._windows import Extent, Windows
 from flatweights.ray.lanes._worker_lane import NoLane, WorkerLane, WorkerLanes
 
@@ -508,6 +508,7 @@ def test_a_worker_may_still_be_about_to_say_who_it_is_when_another_is_met() -> N
         lanes.connect(first, quick.mailbox.nonce)
         mailbox = _core.Mailbox()
         socket.send_fds(slow, [b"H" + second + mailbox.nonce], [mailbox.descriptor])
+        assert slow.recv(1) == WELCOME
         assert not lanes.connect(second, mailbox.nonce).is_closed
     quick.close()
     lanes.close()
@@ -537,9 +538,9 @@ def test_a_stranger_is_no_worker(one: Driver) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect(lanes.address)
         stranger.send(b"H" + bytes(32))
+        assert stranger.recv(10) == b""
         with pytest.raises(LaneError, match="has not connected"):
             lanes.connect(lanes.new_token(), bytes(16))
-        assert stranger.recv(10) == b""
     token = lanes.new_token()
     (worker,) = one.workers
     worker.pipe.send(("attach", lanes.address, token))
@@ -702,25 +703,131 @@ def test_a_worker_that_cannot_take_its_doorbell_wakes_the_driver() -> None:
     lanes.close()
 
 
-def test_a_driver_without_descriptors_meets_the_worker_later() -> None:
+def test_a_driver_without_descriptors_meets_the_worker_later(
+    one: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    (worker,) = one.workers
+    token = one.lanes.new_token()
+    with no_descriptors():
+        worker.pipe.send(("attach", one.lanes.address, token))
+        while "Too many open files" not in caplog.text:
+            time.sleep(0.01)
+    ((_, nonce),) = worker.outcomes(1)
+    assert not one.lanes.connect(token, nonce).is_closed
+
+
+def test_a_lane_that_is_forgotten_is_closed() -> None:
     lanes = Lanes()
-    token, later = lanes.new_token(), lanes.new_token()
+    token = lanes.new_token()
     worker = WorkerLane(lanes.address, token)
-    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
-        lanes.connect(token, worker.mailbox.nonce)
-    again = WorkerLane(lanes.address, later)
-    assert not lanes.connect(later, again.mailbox.nonce).is_closed
+    lanes.forget(token)
     worker.receive()
     assert worker.is_closed, "nobody waits for it any more"
+    with pytest.raises(LaneError, match="does not expect this worker"):
+        WorkerLane(lanes.address, token)
     worker.close()
-    again.close()
     lanes.close()
+
+
+@contextlib.contextmanager
+def stranger(address: bytes, user: int, count: int, say: bytes = b"") -> Iterator[None]:
+    """Another process, of a ``user``, that opens connections and keeps them."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+            os.setuid(user)
+            ours.close()
+            opened = []
+            for _ in range(count):
+                one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                one.setblocking(False)
+                opened.append(one)
+                with contextlib.suppress(OSError):  # the queue is full, or it was refused already
+                    one.connect(address)
+                    if say:
+                        one.send(say)
+            theirs.send(b"!")
+            theirs.recv(1)
+        finally:
+            os._exit(0)
+    theirs.close()
+    try:
+        assert ours.recv(1) == b"!"
+        yield
+    finally:
+        ours.close()
+        os.waitpid(child, 0)
+
+
+ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("user", "say", "told"),
+    [
+        pytest.param(65534, b"", "the peer belongs to user 65534", marks=ROOT_ONLY),
+        pytest.param(65534, b"H" + bytes(32), "belongs to user 65534", marks=ROOT_ONLY),
+        (os.geteuid(), b"", "too many connections without a hello"),
+        (os.geteuid(), b"garbage", "no hello"),
+        (os.geteuid(), b"H" + bytes(10_000), "no hello"),
+    ],
+)
+def test_strangers_do_not_keep_a_worker_out(
+    user: int, say: bytes, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lanes = Lanes()
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with stranger(lanes.address, user, 600, say):
+        token = lanes.new_token()
+        worker = WorkerLane(lanes.address, token)
+        assert not lanes.connect(token, worker.mailbox.nonce).is_closed
+        assert len([*Path("/proc/self/fd").iterdir()]) < before + 100
+        worker.close()
+    assert [record for record in caplog.records if told in record.getMessage()]
+    assert len(caplog.records) < 4, caplog.text
+    lanes.close()
+
+
+def test_a_worker_gives_up_on_a_driver_that_takes_no_connection() -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stuck:
+        stuck.bind(b"\0flatweights-stuck-%d" % os.getpid())
+        stuck.listen(1)
+        queued = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(8)]
+        for count in (0, 8):  # there is room in its queue; there is none
+            for one in queued[:count]:
+                one.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    one.connect(stuck.getsockname())
+            with pytest.raises(TimeoutError, match="not taken the connection"):
+                WorkerLane(stuck.getsockname(), b"t" * 16, 0.1)
+        for one in queued:
+            one.close()
+
+
+def test_closed_lanes_give_their_memory_back() -> None:
+    def mapped() -> int:
+        """Return how many windows are mapped that hold weights."""
+        lines = [one.split() for one in Path("/proc/self/maps").read_text().splitlines()]
+        sizes = [one[0].split("-") for one in lines if "/memfd:flatweights" in one]
+        return sum(int(end, 16) - int(begin, 16) > 4 * LARGE for begin, end in sizes)
+
+    driver = Driver(2)
+    before = mapped()
+    kept = driver.values("get", 1.0)[0]
+    driver.values("set", weights_of(1.0))
+    assert mapped() - before == 3
+    driver.close()
+    assert mapped() - before == 1, "that of the view"
+    assert (kept["w"] == 1.0).all()
 
 
 def test_a_worker_without_descriptors_says_that_this_may_pass() -> None:
     with no_descriptors():
         found = WorkerLanes().attach(b"\0flatweights-nowhere", b"t" * 16)
-    assert found == NoLane("OSError: [Errno 24] Too many open files", may_pass=True)
+    assert found == NoLane("OSError: [Errno 24] memfd_create: Too many open files", True)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -1,24 +1,34 @@
 """The driver's end of lanes: it posts commands, and waits for answers of any of its workers."""
 
-import contextlib
 import functools
 import os
 import pickle
 import secrets
 import select
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._failpoints import reach
+from flatweights.ray._listener import Listener, RefusedError, Stranger
 from flatweights.ray._result import Packed
 from flatweights.ray.lanes._end import LaneEnd, LaneError, check_user, receive_packet
 from flatweights.ray.lanes._message import Message
-from flatweights.ray.lanes._protocol import ASK, BY_CALL, NUMBER, VALUE, WEIGHTS
+from flatweights.ray.lanes._protocol import (
+    ASK,
+    BY_CALL,
+    NUMBER,
+    REFUSAL,
+    VALUE,
+    WEIGHTS,
+    WELCOME,
+)
 from flatweights.ray.lanes._windows import Extent, Windows
 
 _MOST_WINDOWS = 64  # as many as a mailbox counts; made when they are needed
@@ -166,18 +176,17 @@ class Lanes:
         """
         _core.Mailbox()  # raises where there are no memory files
         self.address = b"\0flatweights-" + secrets.token_hex(16).encode()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.setblocking(False)
-        self._listener.bind(self.address)
-        self._listener.listen(512)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listening.bind(self.address)
+        listening.listen(512)
+        self._met = _Met()
+        self._listener = Listener(listening, "lanes", self._met.greet)
+        weakref.finalize(self, self._listener.close)
         self._doorbell = _core.Doorbell()
         self._poll = select.epoll()
         self._poll.register(self._doorbell.fileno(), select.EPOLLIN)
         self._lanes: dict[int, DriverLane] = {}  # by descriptor
         self._process = os.getpid()
-        self._tokens: set[bytes] = set()  # of workers that were asked to attach
-        self._strangers: list[socket.socket] = []  # connections that have sent no token yet
-        self._new: dict[bytes, DriverLane] = {}  # by token
         self._waits: dict[int, float] = {}  # seconds that the last one took, by answers missing
         # A bound method would be a cycle, and keep the windows until the next collection.
         self.windows = Windows(_MOST_WINDOWS, functools.partial(_is_held, self._lanes))
@@ -185,16 +194,18 @@ class Lanes:
     def new_token(self) -> bytes:
         """Return a token by which the driver recognises a worker."""
         token = secrets.token_bytes(_TOKEN)
-        self._tokens.add(token)
+        self._met.expect(token)
         return token
 
     def expect(self, token: bytes) -> None:
         """Take a connection with ``token``, which another process has made."""
-        self._tokens.add(token)
+        self._met.expect(token)
 
     def forget(self, token: bytes) -> None:
         """Take no connection with ``token`` any more: its worker has made no lane."""
-        self._tokens.discard(token)
+        lane = self._met.take(token)
+        if lane is not None:
+            lane.close()
 
     def connect(self, token: bytes, nonce: bytes) -> DriverLane:
         """Return the lane to a worker that has attached; its token is of no use afterwards.
@@ -208,11 +219,7 @@ class Lanes:
             OSError: If it has died since.
         """
         self._drop_given_up()
-        try:
-            self._accept()
-        finally:
-            self.forget(token)
-        lane = self._new.pop(token, None)
+        lane = self._met.take(token)
         if lane is None:
             raise LaneError("the worker has not connected")
         bell = self._doorbell
@@ -292,54 +299,65 @@ class Lanes:
         lane.close()
 
     def close(self) -> None:
-        """Close everything; views of windows stay valid."""
-        for lane in [*self._lanes.values(), *self._new.values()]:
-            self._drop(lane)
-        for connection in self._strangers:
-            connection.close()
+        """Close everything, and give all windows back; views of them stay valid."""
         self._listener.close()
+        for lane in [*self._lanes.values(), *self._met.all()]:
+            self._drop(lane)
+            lane.forget_windows()
+        self.windows.clear()
         self._poll.close()
 
-    def _accept(self) -> None:
-        """Make lanes to all workers that have connected and sent their token."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                self._strangers.append(connection)
-        strangers, self._strangers = self._strangers, []
-        for connection in strangers:
-            try:
-                made = self._greet(connection)
-            except BlockingIOError:  # the token is still to come
-                self._strangers.append(connection)
-                continue
-            if made is None:
-                connection.close()
-            else:
-                self._new[made[0]] = made[1]
 
-    def _greet(self, connection: socket.socket) -> tuple[bytes, DriverLane] | None:
-        """Return the token and the lane of a connection; None if it is not a worker's.
+class _Met:
+    """The workers that are expected, and those that have come; a thread greets them."""
 
-        Raises:
-            BlockingIOError: If the token has not arrived yet.
-        """
-        descriptors: list[int] = []
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lanes: dict[bytes, DriverLane | None] = {}  # by token
+
+    def expect(self, token: bytes) -> None:
+        """Have a worker with ``token`` greeted."""
+        self._lanes[token] = None
+
+    def take(self, token: bytes) -> DriverLane | None:
+        """Return the lane to a worker, if it has come; it is not expected any more."""
+        with self._lock:
+            return self._lanes.pop(token, None)
+
+    def all(self) -> list[DriverLane]:
+        """Return the lanes that were not taken."""
+        return [lane for lane in self._lanes.values() if lane is not None]
+
+    def greet(self, stranger: Stranger) -> Iterator[int]:
+        """Make the lane to a worker once it has sent its token and its mailbox, and say so."""
+        connection = stranger.connection
         try:
             check_user(connection)
-            message, descriptors = receive_packet(connection)
-            token, nonce = message[1 : 1 + _TOKEN], message[1 + _TOKEN :]
-            if message[:1] != b"H" or len(descriptors) != 1 or token not in self._tokens:
-                return None
-            return token, DriverLane(connection, _core.Mailbox.open(descriptors[0], nonce))
-        except BlockingIOError:
-            raise
-        except (OSError, LaneError, ValueError):
-            return None
+            while True:
+                try:
+                    packet, descriptors = receive_packet(connection)
+                    break
+                except BlockingIOError:
+                    yield select.POLLIN
+        except LaneError as error:
+            raise RefusedError(str(error)) from None
+        try:
+            token, nonce = packet[1 : 1 + _TOKEN], packet[1 + _TOKEN :]
+            if packet[:1] != b"H" or len(descriptors) != 1:
+                raise RefusedError("closed before a hello" if not packet else "no hello")
+            lane = DriverLane(connection, _core.Mailbox.open(descriptors[0], nonce))
+        except (OSError, LaneError, ValueError, MemoryError) as error:
+            raise RefusedError(f"{type(error).__name__}: {error}") from None
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+        with self._lock:
+            is_expected = self._lanes.get(token, lane) is None
+            if is_expected:
+                self._lanes[token] = lane
+        connection.send(WELCOME if is_expected else REFUSAL)
+        if not is_expected:
+            raise RefusedError("no such worker is expected")
 
 
 def _is_held(lanes: Mapping[int, DriverLane], index: int) -> bool:

@@ -30,7 +30,7 @@ class LaneError(RuntimeError):
 
 def is_shortage(error: Exception) -> bool:
     """Whether what failed with ``error`` may succeed later."""
-    return isinstance(error, MemoryError) or (
+    return isinstance(error, (MemoryError, TimeoutError)) or (
         isinstance(error, OSError) and error.errno in _SHORTAGES
     )
 
@@ -82,6 +82,10 @@ class LaneEnd:
         """Close the socket; views of windows stay valid."""
         self.is_closed = True
         self.connection.close()
+
+    def forget_windows(self) -> None:
+        """Unmap the peer's windows, of which no view is alive; no message is read any more."""
+        self._of_peer.clear()
 
     def send_windows(self, windows: Windows, extents: list[Extent]) -> None:
         """Send the peer those windows of ``extents`` that it does not have yet.

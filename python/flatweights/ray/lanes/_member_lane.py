@@ -30,7 +30,7 @@ class MemberLane(WorkerLane):
     def close(self) -> None:
         """Close the socket, and give back the memory of all windows that no array is over."""
         super().close()
-        self._of_peer.clear()
+        self.forget_windows()
         self._windows.clear()
 
     def offer(self, nbytes: int) -> None:

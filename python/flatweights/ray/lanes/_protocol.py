@@ -1,8 +1,12 @@
-"""What both ends of a lane know: the kinds of commands and answers."""
+"""What both ends of a lane know: the first packets, the kinds of commands and answers."""
 
 from __future__ import annotations
 
 import struct
+
+# What a driver answers to a worker's first packet.
+WELCOME = b"A"  # it has the mailbox, and will know the worker by its token
+REFUSAL = b"N"  # it does not expect the worker
 
 COMMAND = 0  # the kind of all commands
 

@@ -19,7 +19,16 @@ from flatweights._weights import FlatWeights
 from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._end import LaneEnd, LaneError, check_user, is_shortage
 from flatweights.ray.lanes._message import Message, join_message, make_message
-from flatweights.ray.lanes._protocol import BROKEN, BY_CALL, NUMBER, REFUSED, VALUE, WEIGHTS
+from flatweights.ray.lanes._protocol import (
+    BROKEN,
+    BY_CALL,
+    NUMBER,
+    REFUSAL,
+    REFUSED,
+    VALUE,
+    WEIGHTS,
+    WELCOME,
+)
 from flatweights.ray.lanes._windows import Windows
 
 LINGER = 0.01
@@ -32,8 +41,11 @@ the worker's time. A raw call on the actor's handle waits so long at most, and t
 running command.
 """
 
+PATIENCE = 5.0
+"""Seconds in which a driver takes a connection."""
 
 _MOST_WINDOWS = 4
+_PAUSE = 0.001  # seconds until the next attempt to connect, at first; twice as long each time
 
 
 class NoLane(NamedTuple):
@@ -53,28 +65,22 @@ class NoLane(NamedTuple):
 class WorkerLane(LaneEnd):
     """This worker's end of the lane to one driver."""
 
-    def __init__(self, address: bytes, token: bytes) -> None:
+    def __init__(self, address: bytes, token: bytes, patience: float = PATIENCE) -> None:
         """Connect to a driver and hand over a mailbox.
 
         Args:
             address: Of the driver's socket.
             token: What tells the driver which worker this is.
+            patience: Seconds in which the driver has to take it.
 
         Raises:
             OSError: If there is no such socket here, or no memory.
-            LaneError: If the driver belongs to another user.
+            TimeoutError: If the driver does not take the connection in time.
+            LaneError: If the driver belongs to another user, or does not expect this worker.
         """
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.connect(address)
-            check_user(connection)
-            super().__init__(connection, _core.Mailbox(), is_worker=True)
-            socket.send_fds(
-                connection, [b"H" + token + self.mailbox.nonce], [self.mailbox.descriptor]
-            )
-        except BaseException:
-            connection.close()
-            raise
+        mailbox = _core.Mailbox()
+        connection = _connect(address, b"H" + token + mailbox.nonce, mailbox.descriptor, patience)
+        super().__init__(connection, mailbox, is_worker=True)
         self.mailbox.close_descriptor()
         self._windows = Windows(_MOST_WINDOWS, functools.partial(self.mailbox.holds, False))
         self._doorbell: _core.Doorbell | None = None
@@ -208,6 +214,36 @@ class WorkerLane(LaneEnd):
                 return None
             (extent,) = copied
         return Message(join_message(WEIGHTS, self._layout.digest.encode(), [extent]), [extent])
+
+
+def _connect(address: bytes, hello: bytes, descriptor: int, patience: float) -> socket.socket:
+    """Return a connection to a driver that has taken the ``hello``.
+
+    A driver closes connections while it has no descriptors left, or if too many come at once; and
+    there is no room for more in its queue while it is stopped. So this tries again.
+    """
+    end, pause = time.monotonic() + patience, _PAUSE
+    while (left := end - time.monotonic()) > 0:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(left)
+            connection.connect(address)
+            check_user(connection)
+            socket.send_fds(connection, [hello], [descriptor])
+            answer = connection.recv(1)
+            if answer == WELCOME:
+                return connection
+            if answer == REFUSAL:
+                raise LaneError("the driver does not expect this worker any more")
+        except (BlockingIOError, BrokenPipeError, ConnectionResetError, TimeoutError):
+            pass
+        except BaseException:
+            connection.close()
+            raise
+        connection.close()
+        time.sleep(pause)
+        pause *= 2
+    raise TimeoutError(f"the driver has not taken the connection in {patience:g} s")
 
 
 class WorkerLanes(dict[bytes, WorkerLane]):

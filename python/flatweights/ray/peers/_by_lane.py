@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,7 @@ class GroupLanes:
         self.insists = choice() == "lanes"
         self.setback = Setback("workers are", f"{VARIABLE}=store" if choice() == "store" else "")
         self._lanes: Lanes | None = None
+        self._close: Callable[[], object] = lambda: None
         self._last: tuple[Any, Message | None] | None = None
         self._asleep: list[DriverLane] | None = None  # to be woken at the end
 
@@ -77,8 +78,14 @@ class GroupLanes:
             except (OSError, MemoryError, AttributeError) as error:  # the last on other systems
                 self.setback.note(_text_of(error), may_pass=is_shortage(error))
             else:
-                weakref.finalize(self, self._lanes.close)
+                self._close = weakref.finalize(self, self._lanes.close)
         return self._lanes
+
+    def close(self) -> None:
+        """Close all lanes, and give back the memory of windows of which no view is alive."""
+        self.done()
+        self._close()
+        self._lanes, self.setback = None, Setback("workers are", "the group was shut down")
 
     def command(self, call: Call) -> Message | None:
         """Return the command for ``call``, one for all workers; None if it goes through Ray."""

@@ -594,6 +594,7 @@ class Roster:
         self._joining.clear()
         self._leaving.clear()
         self.agents.shut_down()
+        self.lanes.close()
         self._is_shut_down = True
         self.latest = Latest()
 

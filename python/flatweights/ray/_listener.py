@@ -1,0 +1,180 @@
+"""A listener: where peers connect, and strangers come no further.
+
+A thread accepts each connection when it comes, so nobody can fill the queue of those that wait, and
+greets it: reads, without waiting, what a peer says first. A connection that was greeted is that of
+a peer. All others are strangers: few of them are kept, each is refused in time, and each kind of
+refusal is logged once. The thread does nothing else, and sleeps while nobody connects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+_STRANGERS = 64  # connections that have not been greeted yet
+_PAUSE = 0.05  # seconds until the next attempt to accept
+_HELLO_TIME = 5.0  # seconds in which a connection has to be greeted
+
+_log = logging.getLogger("flatweights")
+
+
+class RefusedError(Exception):
+    """Why a connection is not that of a peer."""
+
+
+class Stranger:
+    """A connection that is being greeted.
+
+    Attributes:
+        connection: The socket; whoever greets it may put another one over it in its place.
+        events: What the greeting waits for.
+    """
+
+    def __init__(self, connection: socket.socket, who: str) -> None:
+        """Take a connection from ``who``."""
+        self.connection = connection
+        self.who = who
+        self.events = select.POLLIN
+        self.end = time.monotonic() + _HELLO_TIME
+        self.greeting: Iterator[int] = iter(())
+
+
+class Listener:
+    """Accepts the connections of peers, and refuses all others."""
+
+    def __init__(
+        self, listening: socket.socket, name: str, greet: Callable[[Stranger], Iterator[int]]
+    ) -> None:
+        """Begin to accept connections.
+
+        Args:
+            listening: A socket that listens; it is closed at the end.
+            name: What listens, and perhaps where, for the log.
+            greet: Greets a stranger in steps; yields the events of `select.poll` that each of them
+                waits for. At its end the connection is its own. It raises `RefusedError`, or an
+                `OSError` if the connection broke, for the connection to be closed.
+        """
+        self._socket = kept(listening)
+        self._socket.setblocking(False)
+        self._name = name
+        self._greet = greet
+        self._strangers: dict[int, Stranger] = {}
+        self._told: set[str] = set()
+        self._is_closing = False
+        thread = f"flatweights-{name.split()[0]}"
+        self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody can connect any more, as in a fork."""
+        return self._socket.fileno() < 0
+
+    def close(self) -> None:
+        """Refuse all strangers, and wait for the thread."""
+        self._is_closing = True
+        shut(self._socket)  # wakes the thread
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._serve()
+        finally:
+            for stranger in self._strangers.values():
+                stranger.connection.close()
+            self._socket.close()
+
+    def _serve(self) -> None:
+        """Wait until something comes, or has not come in time."""
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLIN)
+        for descriptor, stranger in self._strangers.items():
+            poll.register(descriptor, stranger.events)
+        ends = [stranger.end for stranger in self._strangers.values()]
+        for descriptor, _ in poll.poll(milliseconds(min(ends, default=None))):
+            if descriptor in self._strangers:
+                self._go_on(descriptor)
+            else:
+                self._accept()
+        now = time.monotonic()
+        for descriptor, stranger in list(self._strangers.items()):
+            if stranger.end <= now:
+                self._refuse(descriptor, "no hello in time")
+
+    def _accept(self) -> None:
+        try:
+            connection, address = self._socket.accept()
+        except OSError as error:  # closed; gone again; or there are no descriptors left
+            if not self._is_closing and not isinstance(error, (BlockingIOError, ConnectionError)):
+                self._tell("error", f"cannot accept connections: {error}")
+                time.sleep(_PAUSE)
+            return
+        kept(connection).setblocking(False)
+        if len(self._strangers) >= _STRANGERS:
+            self._refuse(next(iter(self._strangers)), "too many connections without a hello")
+        stranger = Stranger(connection, address[0] if address else "another process")
+        stranger.greeting = self._greet(stranger)
+        descriptor = connection.fileno()
+        self._strangers[descriptor] = stranger
+        self._go_on(descriptor)
+
+    def _go_on(self, descriptor: int) -> None:
+        """Greet a stranger, as far as that is possible now."""
+        stranger = self._strangers[descriptor]
+        try:
+            stranger.events = next(stranger.greeting)
+        except StopIteration:
+            del self._strangers[descriptor]
+        except RefusedError as error:
+            self._refuse(descriptor, str(error))
+        except OSError:
+            self._refuse(descriptor, "closed before a hello")
+
+    def _refuse(self, descriptor: int, reason: str) -> None:
+        """Close a connection, and log why."""
+        stranger = self._strangers.pop(descriptor)
+        stranger.connection.close()
+        self._tell(reason, f"refused a connection from {stranger.who}: {reason}")
+
+    def _tell(self, kind: str, text: str) -> None:
+        """Log ``text``, unless one of its kind was logged before."""
+        if kind not in self._told:
+            self._told.add(kind)
+            _log.warning("%s: %s", self._name, text)
+
+
+def milliseconds(end: float | None) -> int | None:
+    """Return how long to poll until ``end``, rounded up."""
+    return None if end is None else max(0, int((end - time.monotonic()) * 1000) + 1)
+
+
+def shut(connection: socket.socket) -> None:
+    """End a connection for all processes that have the socket, and for its peer."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def kept(connection: socket.socket) -> socket.socket:
+    """Have the copies of a socket in forks of this process closed."""
+    _sockets.add(connection)
+    return connection
+
+
+def _close_copies() -> None:
+    for connection in list(_sockets):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
