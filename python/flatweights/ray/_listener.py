@@ -160,7 +160,8 @@ def milliseconds(end: float | None) -> int | None:
 def shut(connection: socket.socket) -> None:
     """End a connection for all processes that have the socket, and for its peer."""
     with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+        # Not the method of a TLS socket, after which another thread would read what is encrypted.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import os
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
+
+from flatweights.ray.peers._listener import milliseconds, shut
 
 Buffer: TypeAlias = Any  # what has the buffer protocol, contiguous; a type of its own since 3.12
 
@@ -238,6 +239,7 @@ class _Peer:
         self.missing = 0
         self._links = links
         self._connection = connection
+        self._write, self._pending = _writer_of(connection)
         self._number = number
         self._queue: collections.deque[Iterable[Buffer]] = collections.deque()
         self._sending: Iterator[None] | None = None
@@ -275,7 +277,7 @@ class _Peer:
                 view = _view(buffer)
                 rest = [memoryview(_FRAME.pack(self._number, view.nbytes)), view]
                 while rest:
-                    count = self._move(self._connection.sendmsg, rest) or 0
+                    count = self._move(self._write, rest) or 0
                     self._links.sent_bytes[self.place] += count
                     while rest and count >= rest[0].nbytes:
                         count -= rest.pop(0).nbytes
@@ -304,7 +306,8 @@ class _Peer:
 
     def _fill(self, view: memoryview) -> Iterator[None]:
         while view.nbytes:
-            yield
+            if not self._pending():
+                yield
             count = self._move(self._connection.recv_into, view[:_BLOCK])
             if count == 0:
                 raise StreamError(self.place, f"it closed the stream in swap {self._number}")
@@ -316,12 +319,21 @@ class _Peer:
         """Return how many bytes a call of the socket has moved; None if it can move none now."""
         try:
             count = call(data)
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return None
         except OSError as error:
             raise StreamError(self.place, f"it closed the stream ({error})") from error
         self.since = time.monotonic()
         return count
+
+
+def _writer_of(
+    connection: socket.socket,
+) -> tuple[Callable[[list[memoryview]], int], Callable[[], int]]:
+    """Return what sends views, and how many bytes were received that no poll tells of."""
+    if isinstance(connection, ssl.SSLSocket):
+        return lambda views: connection.send(views[0]), connection.pending
+    return connection.sendmsg, lambda: 0
 
 
 def _step(steps: Iterator[None]) -> Iterator[None] | None:
@@ -344,11 +356,6 @@ def _worst(peers: Iterable[_Peer]) -> int:
     return max(peers, key=lambda peer: peer.missing).place
 
 
-def milliseconds(end: float | None) -> int | None:
-    """Return how long to poll until ``end``, rounded up."""
-    return None if end is None else max(0, int((end - time.monotonic()) * 1000) + 1)
-
-
 def set_up(connection: socket.socket) -> None:
     """Have a connection send without delay, and take no more than it can send soon."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -360,30 +367,7 @@ def set_up(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
 
-def shut(connection: socket.socket) -> None:
-    """End a connection for all processes that have the socket, and for its peer."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
 def _view(buffer: Buffer) -> memoryview:
     """Return a view of the bytes of ``buffer``."""
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def kept(connection: socket.socket) -> socket.socket:
-    """Have the copies of a socket in forks of this process closed."""
-    _sockets.add(connection)
-    return connection
-
-
-def _close_copies() -> None:
-    for connection in list(_sockets):
-        connection.close()
-
-
-os.register_at_fork(after_in_child=_close_copies)

@@ -13,7 +13,7 @@ from flatweights import _core
 from flatweights._sources import Kind
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._failpoints import reach
-from flatweights.ray.nodes._listener import Address
+from flatweights.ray.nodes._address import Address
 from flatweights.ray.nodes._pieces import Bytes
 from flatweights.ray.nodes._plan import Plan, nbytes_of
 from flatweights.ray.nodes._rounding import Residuals

@@ -1,8 +1,9 @@
 """Streams: how the processes of several nodes connect to each other.
 
-Of the pair of nodes (i, j) with i < j, i connects to j. It sends a hello with the key of j's
-listener, the epoch, and its place i. Once j has called `open` with that epoch, too, it answers with
-the epoch. So an answer says that both ends are ready.
+Of the pair of nodes (i, j) with i < j, i connects to j. Where Ray uses TLS, both verify each
+other's certificate first. Then i sends a hello with the key of j's listener, the epoch, and its
+place i. The key is compared before anything else is read. Once j has called `open` with that epoch,
+too, it answers with the epoch. So an answer says that both ends are ready.
 
 An epoch is one attempt: whoever has all nodes connect chose it at random. A connection for an epoch
 that is not open here, yet or any more, is closed without a word; its peer connects again until its
@@ -11,13 +12,19 @@ time is up.
 
 from __future__ import annotations
 
+import hmac
+import secrets
+import select
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from flatweights.ray.nodes._links import Links, StreamError, kept, set_up
-from flatweights.ray.nodes._listener import HELLO, Address, Listener
+from flatweights.ray.nodes._address import HELLO, KEY, Address, family_of, listen
+from flatweights.ray.nodes._links import Links, StreamError, set_up
+from flatweights.ray.nodes._tls import Tls, shake_hands
+from flatweights.ray.peers._listener import Listener, RefusedError, Stranger, kept
 
 _EPOCH = 16  # bytes of an epoch
 _PAUSE = 0.01  # seconds until the next attempt to connect, at first; twice as long each time
@@ -31,12 +38,19 @@ class Streams:
         address: What the peers need to connect.
     """
 
-    def __init__(self, host: str) -> None:
-        """Listen on ``host`` alone; see `Listener`."""
+    def __init__(self, host: str, ports: range = range(1)) -> None:
+        """Listen on ``host`` alone, on one of ``ports``; see `listen`.
+
+        Raises:
+            OSError: If that is not possible, or Ray's certificates cannot be used.
+        """
         self._opening = threading.Lock()  # held by `open`
         self._links: Links | None = None  # of the epoch that was opened last
-        self._listener = Listener(host, self._admit)
-        self.address = self._listener.address
+        self._tls = Tls.of_ray()
+        listening = listen(host, ports)
+        self.address = Address(host, listening.getsockname()[1], secrets.token_bytes(KEY))
+        name = f"streams at {host}:{self.address.port}"
+        self._listener = Listener(listening, name, self._greet)
 
     def open(
         self, peers: Sequence[Address], me: int, epoch: bytes, end: float | None = None
@@ -70,15 +84,12 @@ class Streams:
             with links.in_use():
                 if self._listener.is_closed:
                     raise StreamError(-1, "the streams are closed")
-                higher = range(me + 1, len(peers))
-                calls = [_call(links, place, peers[place], end) for place in higher]
-                for place, connection in zip(higher, calls, strict=True):
+                for place in range(me + 1, len(peers)):
                     pause = _PAUSE
-                    while not _is_answered(links, place, connection, end):
+                    while not self._reach(links, place, peers[place], end):
                         links.drop(place)
                         time.sleep(pause)
                         pause = min(2 * pause, _LONGEST_PAUSE)
-                        connection = _call(links, place, peers[place], end)
                 links.wait(end)
             return links
 
@@ -95,15 +106,31 @@ class Streams:
             if self._links is not None:
                 self._links.close()
 
-    def _admit(self, connection: socket.socket, epoch: bytes, place: int) -> None:
-        """Take the connection of a peer, and answer it."""
+    def _greet(self, stranger: Stranger) -> Iterator[int]:
+        """Read a hello: the key first, and the rest if that is right; take the connection."""
+        if self._tls is not None:
+            yield from self._tls.greet(stranger)
+        connection, hello = stranger.connection, bytearray()
+        while len(hello) < HELLO.size:
+            wanted = (KEY if len(hello) < KEY else HELLO.size) - len(hello)
+            try:
+                piece = connection.recv(wanted)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                yield select.POLLIN
+                continue
+            if not piece:
+                raise RefusedError("closed before a hello")
+            hello += piece
+            if len(hello) == KEY and not hmac.compare_digest(hello, self.address.key):
+                raise RefusedError("a wrong key")
+        _, epoch, place = HELLO.unpack(hello)
         links = self._links
         if links is None or links.epoch != epoch or links.is_closed:
             connection.close()
         elif not 0 <= place < links.me:
-            self._listener.refuse(connection, "a place that does not connect to this one")
+            raise RefusedError("a place that does not connect to this one")
         elif place not in links.missing:
-            self._listener.refuse(connection, "a place that is connected")
+            raise RefusedError("a place that is connected")
         else:
             try:
                 set_up(connection)
@@ -113,38 +140,43 @@ class Streams:
             else:
                 links.add(place, connection)
 
+    def _reach(self, links: Links, place: int, address: Address, end: float | None) -> bool:
+        """Connect to the peer at ``place``, and wait for its answer.
 
-def _call(links: Links, place: int, address: Address, end: float | None) -> socket.socket:
-    """Connect to the peer at ``place``, and send a hello."""
-    connection = kept(socket.socket(address.family))
-    links.add(place, connection)
-    try:
-        set_up(connection)
-        connection.settimeout(_left(end))
-        connection.connect((address.host, address.port))
-        connection.sendall(HELLO.pack(address.key, links.epoch, links.me))
-    except OSError as error:
+        Returns:
+            False if it closed the connection: others that connect may have pushed it out, or the
+            peer has not opened the epoch yet.
+        """
+        connection = kept(socket.socket(family_of(address.host)))
+        links.add(place, connection)
         where = f"{address.host}:{address.port}"
-        raise StreamError(place, f"cannot connect to {where}: {error}") from error
-    return connection
-
-
-def _is_answered(links: Links, place: int, connection: socket.socket, end: float | None) -> bool:
-    """Wait for the answer of the peer at ``place``; return False if it closed the connection.
-
-    Others that connect may have pushed it out, or the peer has not opened the epoch yet.
-    """
-    try:
-        connection.settimeout(_left(end))
-        answer = connection.recv(_EPOCH)
-    except TimeoutError as error:
-        raise StreamError(place, "it has not answered in time") from error
-    except OSError:
-        return False
-    if answer not in (b"", links.epoch):
-        raise StreamError(place, "a wrong answer")
-    connection.setblocking(False)
-    return answer == links.epoch
+        try:
+            set_up(connection)
+            connection.settimeout(_left(end))
+            connection.connect((address.host, address.port))
+        except OSError as error:
+            raise StreamError(place, f"cannot connect to {where}: {error}") from error
+        try:
+            if self._tls is not None:
+                connection = self._tls.connect(connection, address.host)
+                links.add(place, connection)
+                if not shake_hands(connection):
+                    return False
+            connection.sendall(HELLO.pack(address.key, links.epoch, links.me))
+            connection.settimeout(_left(end))
+            answer = connection.recv(_EPOCH)
+        except TimeoutError as error:
+            raise StreamError(place, "it has not answered in time") from error
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            return False
+        except ssl.SSLError as error:
+            raise StreamError(place, f"TLS with {where}: {error}") from error
+        except OSError:
+            return False
+        if answer not in (b"", links.epoch):
+            raise StreamError(place, "a wrong answer")
+        connection.setblocking(False)
+        return answer == links.epoch
 
 
 def _left(end: float | None) -> float | None:

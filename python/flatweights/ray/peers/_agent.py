@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import ray
 
 from flatweights.ray._errors import portable
+from flatweights.ray.nodes._address import Address
 from flatweights.ray.nodes._links import StreamError
-from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import NodeEnd, Route, Traffic
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.peers._by_lane import GroupLanes, Worker

@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.nodes._listener import Address
+from flatweights.ray.nodes._address import Address
 from flatweights.ray.nodes._node import NodeEnd
 from flatweights.ray.nodes._plan import SMALL, Sums, check_sums
 from flatweights.ray.peers._agent import Agent, AverageOf, Command, Failure

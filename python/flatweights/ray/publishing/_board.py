@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from flatweights import _core
+from flatweights.ray._listener import kept
 from flatweights.ray.lanes._end import LaneError, check_user, receive_packet
-from flatweights.ray.nodes._links import kept
 
 _READER = struct.Struct("<cI")  # a kind, the number of the reader
 _WELCOME, _FULL, _TAKEN_OVER = b"R", b"F", b"T"

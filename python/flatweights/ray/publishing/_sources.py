@@ -15,7 +15,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from flatweights.ray.nodes._links import kept, milliseconds
+from flatweights.ray._listener import kept, milliseconds
 from flatweights.ray.publishing._board import BoardAddress, Reading
 
 News = tuple[int, float, NDArray[np.uint8]]

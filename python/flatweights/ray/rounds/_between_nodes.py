@@ -25,8 +25,8 @@ from flatweights._weights import sealed
 from flatweights.ray._errors import late_error, reason_of
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
+from flatweights.ray.nodes._address import Address
 from flatweights.ray.nodes._links import StreamError
-from flatweights.ray.nodes._listener import Address
 from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.peers._by_agent import AgentEnd, Agents

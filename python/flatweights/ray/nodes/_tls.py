@@ -1,0 +1,92 @@
+"""TLS between nodes, with the certificates that Ray is configured with; both ends are verified."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import ssl
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flatweights.ray.peers._listener import RefusedError, Stranger, kept
+
+_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+_VERIFIED = b"!"  # since TLS 1.3, who connects is not told otherwise that its certificate is good
+
+
+class Tls(NamedTuple):
+    """What both ends of a connection need.
+
+    Attributes:
+        accepts: For the end that listens.
+        connects: For the one that connects.
+    """
+
+    accepts: ssl.SSLContext
+    connects: ssl.SSLContext
+
+    @classmethod
+    def of_ray(cls) -> Tls | None:
+        """Return what Ray is configured with; None if it does not use TLS.
+
+        Raises:
+            OSError: If a file cannot be used, or is not given.
+        """
+        if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+            return None
+        if missing := [name for name in _FILES if not os.environ.get(name)]:
+            raise OSError(f"RAY_USE_TLS is set, and {', '.join(missing)} is not")
+        certificate, key, authority = (os.environ[name] for name in _FILES)
+        made = []
+        for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
+            context = ssl.SSLContext(protocol)
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_cert_chain(certificate, key)
+                context.load_verify_locations(authority)
+            except OSError as error:
+                raise OSError(f"TLS: {certificate}, {key}, {authority}: {error}") from error
+            made.append(context)
+        return cls(*made)
+
+    def greet(self, stranger: Stranger) -> Iterator[int]:
+        """Accept a connection in steps, as `Listener` does."""
+        stranger.connection = secure = self.accepts.wrap_socket(
+            stranger.connection, server_side=True, do_handshake_on_connect=False
+        )
+        kept(secure)
+        while True:
+            try:
+                secure.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                yield select.POLLIN
+            except ssl.SSLWantWriteError:
+                yield select.POLLOUT
+            except ssl.SSLError as error:
+                raise RefusedError(f"TLS: {error}") from None
+        secure.send(_VERIFIED)
+
+    def connect(self, connection: socket.socket, host: str) -> socket.socket:
+        """Return a connection over ``connection``, before the handshake.
+
+        Args:
+            connection: A blocking socket, connected.
+            host: The address that the other end's certificate has to have.
+        """
+        made = self.connects.wrap_socket(
+            connection, server_hostname=host, do_handshake_on_connect=False
+        )
+        return kept(made)
+
+
+def shake_hands(connection: socket.socket) -> bool:
+    """Have both ends of a connection verified; return False if the other one has closed it.
+
+    Raises:
+        ssl.SSLError: If one end does not accept the other's certificate.
+    """
+    assert isinstance(connection, ssl.SSLSocket)
+    connection.do_handshake()
+    return connection.recv(1) == _VERIFIED
