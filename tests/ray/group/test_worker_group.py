@@ -736,12 +736,25 @@ def test_a_vector_goes_round_too(group: WorkerGroup) -> None:
     assert_all_have(group, start)
 
 
+def windows_of_this_process() -> int:
+    """How many windows are mapped that hold weights."""
+    lines = [one.split() for one in Path("/proc/self/maps").read_text().splitlines()]
+    sizes = [one[0].split("-") for one in lines if "/memfd:flatweights" in one]
+    return sum(int(end, 16) - int(begin, 16) > 4 * LARGE for begin, end in sizes)
+
+
 def test_shutdown_ends_the_processes_and_lets_go(make: Make, tmp_path: Path) -> None:
     group = make(3, LARGE)
     group.broadcast(weights_of(1.0, LARGE))
     processes = [psutil.Process(pid) for pid in group.step("pid").values()]
     late_round(group, tmp_path)
+    kept = group.average("get_weights", min_results=1).weights
+    expected = kept.copy()
+    before = windows_of_this_process()
+    assert before > 1 or group._roster.lanes.lanes is None
     group.shutdown()
+    assert windows_of_this_process() <= 1, "that of the average at most"
+    assert same_bits(kept.buffer, expected.buffer)
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert alive == []
     with pytest.raises(WorkerError, match="rank 0: RuntimeError: the group was shut down"):

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from flatweights.ray.peers._listener import milliseconds, shut
+from flatweights.ray._listener import milliseconds, shut
 
 Buffer: TypeAlias = Any  # what has the buffer protocol, contiguous; a type of its own since 3.12
 

@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from flatweights.ray.peers._listener import RefusedError, Stranger, kept
+from flatweights.ray._listener import RefusedError, Stranger, kept
 
 _FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 _VERIFIED = b"!"  # since TLS 1.3, who connects is not told otherwise that its certificate is good

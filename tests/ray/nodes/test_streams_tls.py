@@ -6,7 +6,6 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,10 +49,9 @@ def streams_with(certificate: Path, ports: range = range(1)) -> Streams:
 
 
 @pytest.fixture
-def tls(good: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def tls(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in tls_environment(good).items():
         monkeypatch.setenv(name, value)
-    return
 
 
 @pytest.mark.usefixtures("tls")
