@@ -182,7 +182,7 @@ def module(name: str) -> ModuleType:
 
 def test_every_module_of_the_core_is_listed() -> None:
     files = {path.stem for path in Path(fw.__file__).parent.glob("_*.py")}
-    assert files == {"__init__", *MODULES}
+    assert files == {"__init__", "__main__", *MODULES}
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -580,6 +580,7 @@ class WorkerGroup:
         """
         return self._roster.restore(Deadline.after(timeout))
 
+    @alone
     def run(
         self,
         rounds: int,
