@@ -6,13 +6,13 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from meetings import seated
 from reference import clean_environment
 
-from flatweights.ray.members._meeting import Entry, Meeting, Ticket
+from flatweights.ray.members._meeting import Meeting
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -22,16 +22,16 @@ from pathlib import Path
 import keras, numpy as np
 from flatweights.keras import average_gradients
 from flatweights.ray.lanes._member_lane import MemberLane
-from flatweights.ray.members._host_end import HostByLane
+from flatweights.ray.members._host_end import HostByLane, Pass
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._meeting import Ticket
 
-rank, address, token, has_timeout, stalled = json.loads(sys.argv[1])
-stalled = Path(stalled)
-lane = MemberLane(bytes.fromhex(address), bytes.fromhex(token))
+rank, seat, address, token, has_timeout, stalled = json.loads(sys.argv[1])
+stalled, token = Path(stalled), bytes.fromhex(token)
+lane = MemberLane(bytes.fromhex(address), token)
 print(lane.mailbox.nonce.hex(), flush=True)
-host = HostByLane(None, Ticket(rank, bytes.fromhex(token), None), lane)
-member = Member("interrupted", rank, host.start(300.0), host)
+host = HostByLane(None, Pass(token, "member"), lane)
+member = Member("interrupted", host, Ticket(rank, seat, None), host.start(300.0))
 
 def batches():
     for k in range(1000):
@@ -62,24 +62,20 @@ def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
 ) -> None:
     stalled = tmp_path / "stalled"
     meeting = Meeting("interrupted", 2, "float64", "here", None)
-    tickets = [Future[Ticket](), Future[Ticket]()]
-    for rank, future in enumerate(tickets):
-        who = f"member {rank}"
-        meeting.enter(Entry(rank, 2, "float64", who, "here", True, time.monotonic(), future))
-    meeting._read_news()
+    entered = seated(meeting, 0, 1)
     members = []
-    for rank, future in enumerate(tickets):
-        ticket = future.result()
+    for entry, ticket in entered:
         assert ticket.address is not None
-        told = [rank, ticket.address.hex(), ticket.token.hex(), has_timeout, str(stalled)]
+        token = entry.token.hex()
+        told = [*ticket[:2], ticket.address.hex(), token, has_timeout, str(stalled)]
         command = [sys.executable, "-c", MEMBER, json.dumps(told)]
         pipe = subprocess.PIPE
         members.append(subprocess.Popen(command, stdout=pipe, text=True, env=clean_environment()))
     outputs = []
-    for future, process in zip(tickets, members, strict=True):
+    for (entry, _), process in zip(entered, members, strict=True):
         assert process.stdout is not None
         outputs.append(process.stdout)
-        meeting.attach(future.result().token, bytes.fromhex(outputs[-1].readline()))
+        meeting.attach(entry.token, bytes.fromhex(outputs[-1].readline()))
     thread = threading.Thread(target=meeting.run)
     thread.start()
     lane = meeting._seats[1].lane

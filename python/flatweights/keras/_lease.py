@@ -8,16 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flatweights.ray import Member, join
+from flatweights.ray import CallsDifferError, Member, NotInTrainError, join
 
 _lock = threading.Lock()
 _shared: Member | None = None
 _leases: weakref.WeakSet["MemberLease"] = weakref.WeakSet()  # of the shared member
-
-
-def calls_differ(error: ValueError) -> bool:
-    """Whether ``error`` says that members have called different things."""
-    return "the same call of all members" in str(error)
 
 
 Place = Literal["start", "step", "weights", "logs", "end"]
@@ -38,14 +33,12 @@ def calls_are_equal(member: Member, place: Place) -> Iterator[None]:
     """Enclose a call of ``member``: if members have called different things, say where each is.
 
     Raises:
-        ValueError: If they have.
+        CallsDifferError: If they have.
     """
     try:
         yield
-    except ValueError as error:
-        if not calls_differ(error):
-            raise
-        raise ValueError(
+    except CallsDifferError as error:
+        raise CallsDifferError(
             f"{_where_all_are(member, place)}. All members need the same model, the same callbacks "
             "in the same order, validation data in all of them or in none, and as many batches in "
             "an epoch: give fit the same steps_per_epoch, and repeat the data. Their calls: "
@@ -141,7 +134,7 @@ class MemberLease:
             if _shared is None:
                 try:
                     _shared = join()
-                except TypeError as error:
+                except NotInTrainError as error:
                     raise RuntimeError(
                         "member: outside of Ray Train expected flatweights.ray.join(name, "
                         "rank=..., size=...), got None"

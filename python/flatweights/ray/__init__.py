@@ -14,20 +14,28 @@ from flatweights.ray._group import WorkerGroup
 from flatweights.ray._round import Round
 from flatweights.ray._variables import Variables
 from flatweights.ray._worker import FlatWorker
-from flatweights.ray.members._asks import MemberDiedError, MemberError
-from flatweights.ray.members._member import Member, join
+from flatweights.ray.members._asks import (
+    CallsDifferError,
+    MemberDiedError,
+    MemberError,
+    MemberRaisedError,
+)
+from flatweights.ray.members._member import Member, NotInTrainError, join
 from flatweights.ray.nodes._costs import ExchangePlan, WayCost, plan
 from flatweights.ray.publishing._errors import StaleWeightsError, SupersededError
 from flatweights.ray.publishing._publisher import Publisher
 from flatweights.ray.publishing._subscriber import Subscriber
 
 __all__ = [
+    "CallsDifferError",
     "ExchangePlan",
     "FlatWorker",
     "Member",
     "MemberDiedError",
     "MemberError",
     "Publisher",
+    "MemberRaisedError",
+    "NotInTrainError",
     "RefusedWeightsError",
     "Round",
     "StaleWeightsError",

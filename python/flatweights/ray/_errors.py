@@ -31,7 +31,7 @@ class WorkerError(RuntimeError):
     def __init__(self, failed: Mapping[int, Exception]) -> None:
         """Say which ranks failed, and why."""
         self.failed = dict(sorted(failed.items()))
-        reasons = [f"rank {rank}: {reason_of(error)}" for rank, error in self.failed.items()]
+        reasons = [error_of_rank(rank, error) for rank, error in self.failed.items()]
         super().__init__("\n".join(reasons))  # Ray's own errors have several lines
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -120,6 +120,13 @@ def portable(error: Exception) -> Exception:
     if 0 < len(pickled) <= _LONGEST_ERROR:
         return bare
     return RuntimeError(f"{type(bare).__name__}: {str(bare)[:_LONGEST_TEXT]}")
+
+
+def error_of_rank(rank: int, error: Exception) -> str:
+    """Return what has failed of a rank: as a sentence, if the error's text goes on from it."""
+    if getattr(error, "follows_rank", False):
+        return f"rank {rank} {error}"
+    return f"rank {rank}: {reason_of(error)}"
 
 
 def _shown(error: Exception) -> Exception:

@@ -18,6 +18,9 @@ HOST = ("shared", "posted", "waiting", "averaging", "sending")
 MEMBER = ("asking", "asked", "told")
 """Points of a call of a `Member`: with its weights in a window, after its ask, with the outcome."""
 
+JOIN = ("entering", "entered", "attached")
+"""Those of `join`: once it has asked for a ticket, with the ticket, with its lane."""
+
 NODE = ("exchanging", "merging", "placing")
 """Points of an exchange between nodes, in each agent and in the driver: before anything goes, with
 what other nodes sent of the own piece, with its average."""

@@ -3,30 +3,30 @@
 import json
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from meetings import LocalMeeting, entry_of, seated
 from reference import clean_environment
 
 from flatweights.ray import MemberError, _failpoints
 from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray.lanes._member_lane import MemberLane
-from flatweights.ray.members._host_end import HostByLane
-from flatweights.ray.members._meeting import Entry, Meeting, Ticket
+from flatweights.ray.members._host_end import HostByLane, Pass
+from flatweights.ray.members._meeting import Meeting, Ticket
 from flatweights.ray.members._member import Member
 from flatweights.ray.nodes._plan import Sums, check_sums
 
-pytestmark = pytest.mark.ray
-
+HELPERS = Path(__file__).parents[2] / "helpers"
 HOST = """
 import json, os, signal, time
-from concurrent.futures import Future
+from meetings import seated
 from flatweights.ray import _failpoints
-from flatweights.ray.members._meeting import Entry, Meeting
+from flatweights.ray.members._meeting import Meeting
 
 orders = open(0, "rb", buffering=0)  # children read on where their siblings have stopped
 for point in _failpoints.HOST:
@@ -34,15 +34,12 @@ for point in _failpoints.HOST:
     if child:
         os.waitpid(child, 0)
         continue
-    meeting, tickets = Meeting("doomed", 2, "float64", "here", None), [Future(), Future()]
-    for rank, ticket in enumerate(tickets):
-        who, now = f"member {rank}", time.monotonic()
-        meeting.enter(Entry(rank, 2, "float64", who, "here", True, now, ticket))
-    meeting._read_news()
-    tickets = [ticket.result() for ticket in tickets]
-    print(json.dumps([[t.address.hex(), t.token.hex()] for t in tickets]), flush=True)
-    for ticket, nonce in zip(tickets, json.loads(orders.readline())):
-        meeting.attach(ticket.token, bytes.fromhex(nonce))
+    meeting = Meeting("doomed", 2, "float64", "here", None)
+    entered = seated(meeting, 0, 1)
+    told = [[entry.token.hex(), *ticket[:2], ticket.address.hex()] for entry, ticket in entered]
+    print(json.dumps(told), flush=True)
+    for (entry, _), nonce in zip(entered, json.loads(orders.readline())):
+        meeting.attach(entry.token, bytes.fromhex(nonce))
 
     def die(reached):
         if reached == point and meeting._number >= 3:
@@ -53,22 +50,10 @@ for point in _failpoints.HOST:
 """
 
 
-def connect(tickets: list[Ticket]) -> list[MemberLane]:
-    lanes = []
-    for ticket in tickets:
-        assert ticket.address is not None
-        lanes.append(MemberLane(ticket.address, ticket.token))
-    return lanes
-
-
-def member_of(ticket: Ticket, lane: MemberLane) -> Member:
-    host = HostByLane(None, ticket, lane)
-    return Member("meeting", ticket.rank, host.start(60.0), host)
-
-
 def test_members_of_a_killed_host_are_told() -> None:
-    def call_till_the_end(rank: int, ticket: Ticket, lane: MemberLane) -> int:
-        member = member_of(ticket, lane)
+    def call_till_the_end(rank: int, token: bytes, ticket: Ticket, lane: MemberLane) -> int:
+        host = HostByLane(None, Pass(token, "member"), lane)
+        member = Member("doomed", host, ticket, host.start(60.0))
         weights = {"w": np.full(500, float(rank))}
         calls = 0
         while True:
@@ -87,20 +72,19 @@ def test_members_of_a_killed_host_are_told() -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=clean_environment(),
+        env=clean_environment(PYTHONPATH=str(HELPERS)),
     )
     assert host.stdin is not None
     assert host.stdout is not None
     with host, ThreadPoolExecutor(2) as threads:
         for _ in _failpoints.HOST:
             told = json.loads(host.stdout.readline())
-            tickets = [
-                Ticket(k, bytes.fromhex(b), bytes.fromhex(a)) for k, (a, b) in enumerate(told)
-            ]
-            lanes = connect(tickets)
+            tokens = [bytes.fromhex(token) for token, *_ in told]
+            tickets = [Ticket(rank, seat, bytes.fromhex(a)) for _, rank, seat, a in told]
+            lanes = [MemberLane(t.address or b"", k) for t, k in zip(tickets, tokens, strict=True)]
             host.stdin.write(json.dumps([lane.mailbox.nonce.hex() for lane in lanes]) + "\n")
             host.stdin.flush()
-            calls = list(threads.map(call_till_the_end, range(2), tickets, lanes))
+            calls = list(threads.map(call_till_the_end, range(2), tokens, tickets, lanes))
             assert min(calls) >= 2
         host.stdin.close()
     assert host.returncode == 0
@@ -113,21 +97,21 @@ def test_members_agree_on_their_number_and_sums() -> None:
         (2, "float64", "sums: expected 'float32', as the others, got 'float64'"),
     ]
     for size, sums, said in refused:
-        ticket = Future[Ticket]()
-        meeting.enter(Entry(0, size, sums, "member 0", "here", True, time.monotonic(), ticket))
-        meeting._read_news()
-        assert str(ticket.exception()) == said
+        entry = entry_of(0, size, sums)
+        meeting.enter(entry)
+        meeting._admit()
+        assert str(entry.ticket.exception()) == said
+        assert entry.over.done()
     meeting._lanes.close()
     with pytest.raises(ValueError, match="sums: expected 'float64' or 'float32', got 'f4'"):
         check_sums("f4")
 
 
 def test_a_host_sleeps_while_members_are_still_to_join() -> None:
-    meeting, ticket = Meeting("quiet", 2, "float64", "here", None), Future[Ticket]()
-    meeting.enter(Entry(0, 2, "float64", "member 0", "here", True, time.monotonic(), ticket))
-    meeting._read_news()
-    (lane,) = connect([ticket.result()])
-    meeting.attach(ticket.result().token, lane.mailbox.nonce)
+    meeting = Meeting("quiet", 2, "float64", "here", None)
+    [(entry, ticket)] = seated(meeting, 0)
+    lane = MemberLane(ticket.address or b"", entry.token)
+    meeting.attach(entry.token, lane.mailbox.nonce)
     sleeps, poll = [], meeting._lanes._poll
 
     class Poll:
@@ -138,7 +122,7 @@ def test_a_host_sleeps_while_members_are_still_to_join() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meeting._lanes, "_poll", Poll())
-        meeting._gather()
+        meeting._step()
     assert len(sleeps) == 1
     lane.close()
     meeting._lanes.close()
@@ -147,18 +131,12 @@ def test_a_host_sleeps_while_members_are_still_to_join() -> None:
 def test_a_host_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[Any] = []
     monkeypatch.setattr(METRICS, "add", lambda *values: counted.append(values))
-    meeting, ticket = Meeting("counted", 1, "float64", "here", None), Future[Ticket]()
-    meeting.enter(Entry(0, 1, "float64", "this process", "here", True, time.monotonic(), ticket))
-    meeting._read_news()
-    (lane,) = connect([ticket.result()])
-    meeting.attach(ticket.result().token, lane.mailbox.nonce)
-    thread = threading.Thread(target=meeting.run)
-    thread.start()
-    member = member_of(ticket.result(), lane)
+    local = LocalMeeting(1)
+    member = local.join(0)
     member.average({"w": np.ones(500)})
     member.broadcast({"w": np.ones(500)})
     member.leave()
-    thread.join()
+    local.thread.join()
     (counts, seconds, used), sent = counted
     assert (used, sent) == (1, ({SENT: 4032},))
     assert counts == {ROUND: 1, RECEIVED: 4032, ("ways", "way", "lane"): 1}

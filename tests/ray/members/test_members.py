@@ -330,6 +330,98 @@ def test_a_restarted_process_joins_again_under_its_rank(puppets: Puppets) -> Non
     ray.kill(fresh)
 
 
+def test_a_process_that_restarts_in_the_open_call_is_late(puppets: Puppets) -> None:
+    """What the dead one asked for is dropped, and not mixed with what the new one has."""
+    met = puppets.meet()
+    name = all_of(met, lambda member: member.name)[0]
+    pid = ray.get(met[0].pid.remote())
+
+    def average(member: Member, value: float) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
+        result = member.average(np.array([value]), min_results=1)
+        return float(result.weights[0]), result.used, result.late
+
+    all_of(met, average, 50.0)
+    call = met[0].run.remote(average, 50.0)
+    assert not ray.wait([call], timeout=0.2)[0]  # most likely it has asked
+    os.kill(pid, signal.SIGKILL)
+    fresh = Puppet.remote("lanes")  # type: ignore[attr-defined]
+    assert ray.get(fresh.join.remote(name, rank=0, size=N), timeout=60) == (0, N)
+    assert all_of([fresh], average, -1000.0) == [(50.0, (0, 1, 2), (0,))]
+    for value, used, late in all_of([fresh, *met[1:]], average, 20.0):
+        assert (value, used, late) == (20.0, (0, 1, 2), ())
+    ray.kill(fresh)
+
+
+def test_a_process_that_dies_or_gives_up_while_it_joins_leaves_nothing(puppets: Puppets) -> None:
+    def try_to_join(_: Any, name: str, point: str, action: str) -> None:
+        def act(reached: str) -> None:
+            if reached == point and action == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif reached == point:
+                raise TimeoutError("the time is up")
+
+        _failpoints.hook = act
+        try:
+            join(name, rank=0, size=2, timeout=60.0)
+        finally:
+            _failpoints.hook = None
+
+    for point in _failpoints.JOIN:
+        first, second = puppets.idle(2)
+        name = next(NAMES)
+        other = second.join.remote(name, rank=1, size=2)
+        with pytest.raises(TimeoutError, match="expected 2 members"):
+            ray.get(first.run.remote(try_to_join, name, point, "give up"), timeout=60)
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(first.run.remote(try_to_join, name, point, "die"), timeout=60)
+        fresh = Puppet.remote("lanes")  # type: ignore[attr-defined]
+        assert ray.get(fresh.join.remote(name, rank=0, size=2), timeout=60) == (0, 2)
+        assert ray.get(other, timeout=60) == (1, 2)
+        used = [record["used"] for _, record in all_of([fresh, second], average_of)]
+        assert used == [[0, 1]] * 2
+        ray.kill(fresh)
+
+
+def host_of(name: str) -> Any:
+    """Return the host of a meeting; None if there is none."""
+    namespace = f"flatweights-{ray.get_runtime_context().get_job_id()}"
+    try:
+        return ray.get_actor(f"flatweights:{name}", namespace=namespace)
+    except ValueError:
+        return None
+
+
+def wait_for_the_end_of(name: str, patience: float) -> None:
+    end = time.monotonic() + patience
+    while host_of(name) is not None:
+        assert time.monotonic() < end, "the host is still there"
+        time.sleep(0.05)
+
+
+def test_a_host_whose_members_gave_up_ends(puppets: Puppets) -> None:
+    [puppet] = puppets.idle(1)
+    name = next(NAMES)
+    with pytest.raises(TimeoutError):
+        ray.get(puppet.join.remote(name, rank=0, size=2, timeout=0.05))
+    wait_for_the_end_of(name, 50.0)  # one that nobody has come to is there for 60 s
+
+
+def test_a_host_has_few_threads_however_many_members_there_are(puppets: Puppets) -> None:
+    threads: list[int] = []
+    for size in (2, 2000):
+        name = next(NAMES)
+        puppet = Puppet.remote("lanes")  # type: ignore[attr-defined]
+        puppet.join.remote(name, rank=1, size=size)
+        while (host := host_of(name)) is None:
+            time.sleep(0.05)
+        assert len(ray.get(host.absent.remote())) >= size - 1
+        pid = ray._private.state.actors(host._actor_id.hex())["Pid"]
+        threads.append(len([*Path(f"/proc/{pid}/task").iterdir()]))
+        ray.kill(puppet)
+        wait_for_the_end_of(name, 60.0)
+    assert threads[1] < threads[0] + 20, threads
+
+
 def test_join_names_the_ranks_that_are_missing(puppets: Puppets) -> None:
     [puppet] = puppets.idle(1)
     with pytest.raises(TimeoutError, match=r"expected 3 members in 0.5 s; missing ranks: 0, 2"):
@@ -430,18 +522,10 @@ def test_the_death_of_the_host_is_an_error_in_all_members(puppets: Puppets) -> N
 def test_the_host_ends_with_the_last_member(puppets: Puppets) -> None:
     met = puppets.meet()
     name = all_of(met, lambda member: member.name)[0]
-    namespace = f"flatweights-{ray.get_runtime_context().get_job_id()}"
     for puppet in met:
-        ray.get_actor(f"flatweights:{name}", namespace=namespace)
+        assert host_of(name) is not None
         ray.get(puppet.leave.remote())
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        try:
-            ray.get_actor(f"flatweights:{name}", namespace=namespace)
-        except ValueError:
-            return
-        time.sleep(0.05)
-    raise AssertionError("the host is still there")
+    wait_for_the_end_of(name, 60.0)
 
 
 def test_an_exception_in_a_member_reaches_the_others_as_its_death(puppets: Puppets) -> None:
@@ -453,7 +537,7 @@ def test_an_exception_in_a_member_reaches_the_others_as_its_death(puppets: Puppe
 
     with pytest.raises(RuntimeError, match="diverged"):
         ray.get(met[0].run.remote(fail))
-    with pytest.raises(WorkerError, match="rank 0: MemberDiedError"):
+    with pytest.raises(WorkerError, match="rank 0 left with RuntimeError: diverged"):
         ray.get(met[1].run.remote(average_of), timeout=60)
     with pytest.raises(MemberError, match="ended with RuntimeError"):
         ray.get(met[0].run.remote(average_of), timeout=60)

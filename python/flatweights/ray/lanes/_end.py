@@ -17,7 +17,7 @@ from flatweights import _core
 from flatweights.ray.lanes._windows import Extent, Windows
 
 _WINDOW = struct.Struct("<IIQ16s")  # index, generation, bytes, nonce
-_MOST = 256  # bytes of a packet
+_MOST = 512  # bytes of a packet
 
 
 # Errors of a shortage that may be over soon: of file descriptors, or memory.
@@ -57,6 +57,7 @@ class LaneEnd:
     Attributes:
         mailbox: The mailbox that both sides map.
         is_closed: Whether the peer is dead, or has closed its end.
+        parting: What the peer has said about that.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class LaneEnd:
         self.connection.setblocking(False)
         self.mailbox = mailbox
         self.is_closed = False
+        self.parting = ""
         self._is_worker = is_worker
         self._of_peer: dict[int, tuple[int, _core.PeerWindow]] = {}
         self._peer_has: dict[int, int] = {}  # generations of windows, by index
@@ -86,6 +88,11 @@ class LaneEnd:
     def forget_windows(self) -> None:
         """Unmap the peer's windows, of which no view is alive; no message is read any more."""
         self._of_peer.clear()
+
+    def part(self, words: str) -> None:
+        """Send the peer some ``words`` about why this end is about to be closed."""
+        with contextlib.suppress(OSError):  # it is dead, or its socket is full
+            self.connection.send(b"P" + words.encode()[: _MOST - 1])
 
     def send_windows(self, windows: Windows, extents: list[Extent]) -> None:
         """Send the peer those windows of ``extents`` that it does not have yet.
@@ -143,12 +150,18 @@ class LaneEnd:
 
         If one cannot be used, nothing is raised here: the message that needs it cannot be read.
         """
+        was_reset = False
         while not self.is_closed:
             descriptors: list[int] = []
             try:
                 packet, descriptors = receive_packet(self.connection)
             except BlockingIOError:
                 return
+            except ConnectionResetError:  # the peer did not read all; what it sent comes next
+                if not was_reset:
+                    was_reset = True
+                    continue
+                packet = b""
             except OSError:
                 packet = b""
             except LaneError as error:
@@ -173,6 +186,9 @@ class LaneEnd:
         return LaneError(text + (f" ({type(refused).__name__}: {refused})" if refused else ""))
 
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
+        if kind == b"P" and not descriptors:
+            self.parting = body.decode(errors="replace")
+            return
         if kind != b"W" or len(body) != _WINDOW.size or len(descriptors) != 1:
             raise LaneError(f"expected a window, got a packet {kind!r} of {len(body)} bytes")
         index, generation, nbytes, nonce = _WINDOW.unpack(body)

@@ -19,6 +19,23 @@ class MemberDiedError(RuntimeError):
     """A member's process has ended, or dropped its `Member`, without `Member.leave`."""
 
 
+class MemberRaisedError(MemberDiedError):
+    """A member has left its ``with`` with an exception, or a call was interrupted."""
+
+    follows_rank = True  # "rank 1 left with RuntimeError: ..."
+
+
+def end_of(who: str, raised: str = "") -> MemberDiedError:
+    """Return how process ``who`` ended without `leave`: with what it ``raised``, if anything."""
+    if raised:
+        return MemberRaisedError(f"left with {raised} ({who})")
+    return MemberDiedError(f"{who} has ended without leave()")
+
+
+class CallsDifferError(ValueError):
+    """Members have called different things, or with other layouts: nothing was averaged."""
+
+
 class Ask(NamedTuple):
     """One member's part of a call.
 
@@ -79,10 +96,10 @@ class Outcome(NamedTuple):
     """What came of a call: the weights travel beside it.
 
     Attributes:
-        number: Counts the calls of the meeting, from 1; 0 says that all members have joined.
+        number: Counts the calls of the meeting, from 1; 0 is the first one of each member.
         size: How many members the meeting has.
         ranks: Those that take part at present.
-        before: How many calls there were when this member joined; of the first outcome.
+        seats: The numbers of the seats whose asks it is of: a rank may have had several.
         error: What all members raise.
         layout: That of the weights, pickled, unless all members have said what they expect.
         facts: What `Round` takes after the weights; nothing with an error.
@@ -91,7 +108,7 @@ class Outcome(NamedTuple):
     number: int
     size: int
     ranks: tuple[int, ...]
-    before: int = 0
+    seats: tuple[int, ...] = ()
     error: Exception | None = None
     layout: bytes | None = None
     facts: tuple[Any, ...] = ()

@@ -19,7 +19,15 @@ from flatweights.ray.lanes._driver_lane import DriverLane, wake
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._news import News
-from flatweights.ray.members._seats import SLICE, Away, Letter, Seat, SeatAnswer, outcome_message
+from flatweights.ray.members._seats import (
+    SLICE,
+    Away,
+    Letter,
+    Seat,
+    State,
+    outcome_message,
+    wait_for,
+)
 from flatweights.ray.nodes._node import NodeEnd
 from flatweights.ray.nodes._plan import SMALL
 from flatweights.ray.peers._agent import Agent, AverageOf
@@ -71,7 +79,7 @@ class Branch:
         self._end = end
         self._turn = turn
         self._seats: dict[bytes, Seat] = {}
-        self._asked: set[bytes] = set()  # those that wait for an outcome
+        self._stale: set[int] = set()  # ranks whose models are those of dead members
         self._outcomes: dict[int, tuple[bytes, Any]] = {}
         self.news = News(made)
         threading.Thread(target=self._run, name="flatweights-branch", daemon=True).start()
@@ -89,15 +97,24 @@ class Branch:
             LaneError: If it has not connected.
         """
         seat = self._seats.get(token)
-        if seat is None:
+        if seat is None or seat.state is not State.ENTERING:
             raise LaneError("no such member")
-        seat.lane = self._lanes.connect(token, nonce)
-        seat.answer = SeatAnswer(self.news, seat)
+        seat.attach(self._lanes.connect(token, nonce))
         self._host.hand.remote(token, None, None)
+
+    def forget(self, token: bytes) -> None:
+        """Drop a member that has left, or that the host has counted as dead."""
+        seat = self._seats.pop(token, None)
+        if seat is None:
+            return
+        if seat.lane is None:
+            self._lanes.forget(token)
+        else:
+            self._lanes.give_up(seat.lane)
 
     def deliver(self, token: bytes, body: bytes, buffer: Any) -> None:
         """Take an ask that does not fit into a lane."""
-        self._seats[token].letters.append(Letter(body, buffer, None))
+        self._seats[token].receive(Letter(body, buffer, None))
 
     def fetch(self, number: int) -> tuple[bytes, Any]:
         """Return an outcome that did not fit into a lane: its body and its buffer.
@@ -126,58 +143,56 @@ class Branch:
         windows = self._lanes.windows
         message = outcome_message(outcome.number, outcome.body, buffer, windows)
         posted: list[DriverLane] = []
-        for token in outcome.tokens:
-            seat = self._seats[token]
+        for rank in self._stale:  # no exchange uses them any more
+            self._end.models.pop(rank, None)
+        self._stale.clear()
+        for seat in [self._seats[token] for token in outcome.tokens if token in self._seats]:
             self._end.models.pop(seat.rank, None)
-            seat.has = outcome.number
-            seat.answer = SeatAnswer(self.news, seat)
-            self._asked.discard(token)
+            seat.tell(outcome.number)
             try:
                 assert seat.lane is not None
                 seat.lane.post(message, windows, wakes=False)
                 posted.append(seat.lane)
             except Exception as error:  # it died meanwhile
-                self._lose(seat, f"{seat.who}: {type(error).__name__}: {error}")
+                self._lose(seat, MemberDiedError(f"{seat.who}: {type(error).__name__}: {error}"))
         wake(posted)
 
     def _run(self) -> None:
         while True:
-            seats = [
-                seat
-                for token, seat in self._seats.items()
-                if seat.is_present and seat.answer is not None and token not in self._asked
-            ]
-            awaited = [seat.answer for seat in seats if seat.answer is not None]
-            for answer in SeatAnswer.wait([SeatAnswer(self.news), *awaited], SLICE):
-                if answer.seat is not None:
-                    self._hear(answer, answer.seat)
+            for seat in wait_for([*self._seats.values()], self.news, SLICE, 1):
+                if seat.why is not None:
+                    self._lose(seat, seat.why)
+                else:
+                    self._hand_on(seat)
             self.news.read()
 
-    def _hear(self, answer: SeatAnswer, seat: Seat) -> None:
+    def _hand_on(self, seat: Seat) -> None:
+        """Give the host what a member asks for; large weights stay here."""
+        answer = seat.answer
+        assert answer is not None
         ask = answer.ask
-        if ask is None:
-            self._lose(seat, str(answer.error))
-            return
-        self._asked.add(seat.token)
-        seat.left = ask.operation == "leave"
         packed = answer.packed()
+        if ask.operation == "leave":
+            seat.leave()
         if packed is None or packed.buffer.nbytes < SMALL:
             buffer = None if packed is None else packed.buffer
             self._host.hand.remote(seat.token, answer.body, buffer)
             return
         with self._turn:
             self._end.models[seat.rank] = packed.buffer
+            self._stale.discard(seat.rank)
         spoiled = None
         if ask.nonfinite != "propagate" and ask.rule is None:
             template = Template(Kind.FLAT_WEIGHTS, packed.layout)
             spoiled = template.find_nonfinite([packed.buffer], f"rank {seat.rank}")
         self._host.hand.remote(seat.token, answer.body, Away(spoiled))
 
-    def _lose(self, seat: Seat, why: str) -> None:
-        seat.gone = MemberDiedError(why)
-        if seat.lane is not None:
-            self._lanes.give_up(seat.lane)
+    def _lose(self, seat: Seat, why: MemberDiedError) -> None:
+        """Count a member as dead, and tell the host."""
+        seat.die(why)
+        self._stale.add(seat.rank)
         self._host.lose.remote(seat.token, why)
+        self.forget(seat.token)
 
 
 class BranchAgent(Agent):
@@ -201,13 +216,18 @@ class BranchAgent(Agent):
         """See `Branch.attach`."""
         self._branch.news.ask(self._branch.attach, token, nonce)
 
+    def forget(self, token: bytes) -> None:
+        """See `Branch.forget`."""
+        self._branch.news.tell(self._branch.forget, token)
+
     def deliver(self, token: bytes, body: bytes, buffer: Any) -> None:
         """See `Branch.deliver`."""
         self._branch.news.ask(self._branch.deliver, token, body, buffer)
 
     def fetch(self, number: int) -> tuple[bytes, Any]:
         """See `Branch.fetch`."""
-        return self._branch.fetch(number)
+        fetched: tuple[bytes, Any] = self._branch.news.ask(self._branch.fetch, number)
+        return fetched
 
     def give(self, rank: int) -> NDArray[np.uint8]:
         """See `Branch.give`."""

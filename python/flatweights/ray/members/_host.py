@@ -1,118 +1,164 @@
 """The host of a meeting: an actor without CPUs, on the node of the first member.
 
-Its methods, in threads of Ray's, hand what members send to the one thread of the meeting. The
-meeting itself is a plain object: Ray wraps every method of an actor's class to trace its calls.
+Its methods are coroutines of one event loop, which hand what members send to the one thread of the
+meeting, and wait for its answer: so a call that waits takes no thread, however many members there
+are. The meeting itself is a plain object: Ray wraps every method of an actor's class to trace its
+calls.
 """
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import ray
 
+from flatweights.ray._errors import reason_in_a_line
+from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._meeting import Entry, Meeting, Ticket
-from flatweights.ray.members._seats import SLICE, Letter
+from flatweights.ray.members._seats import Letter
 from flatweights.ray.nodes._plan import Sums
 
 _LAST_REPLIES = 1.0  # seconds in which calls that have their result return it
 
 
 class Host:
-    """The actor. Members call `enter`, and then `attach`, or `watch` and `exchange`."""
+    """The actor. Members call `stay` and `enter`, and then `attach` or `exchange`."""
 
     def __init__(self, name: str, size: int, sums: Sums) -> None:
         """Open the meeting ``name`` for ``size`` members, whose sums travel as ``sums``."""
         # An actor without CPUs is given one thread; but while it averages, its members wait.
         os.environ.pop("OMP_NUM_THREADS", None)
         context = ray.get_runtime_context()
-        self._node = context.get_node_id()
-        self._meeting = Meeting(name, size, sums, self._node, context.current_actor)
-        self._running: list[bytes] = []  # the exchanges that have not returned, by token
-        serve = functools.partial(_serve, self._meeting, self._running, context.current_actor)
-        threading.Thread(target=serve, name="flatweights-meeting", daemon=True).start()
+        self._meeting = Meeting(name, size, sums, context.get_node_id(), context.current_actor)
+        self._ends: dict[bytes, Future[None]] = {}  # of members, until they enter
+        self._watches: set[asyncio.Task[None]] = set()  # the loop itself holds them weakly
+        self._running = 0  # exchanges that have not returned; the thread below reads it
+        thread = threading.Thread(target=self._serve, args=[context.current_actor], daemon=True)
+        thread.name = "flatweights-meeting"
+        thread.start()
 
-    def enter(
-        self, rank: int | None, size: int, sums: Sums, who: str, node: str, wants_lane: bool
+    async def stay(self, token: bytes) -> None:
+        """Return when a member is gone: its process owns the result, so Ray says if it dies."""
+        end = self._ends[token] = Future()
+        await asyncio.wrap_future(end)
+
+    async def enter(
+        self,
+        token: bytes,
+        stays: Sequence[Any],
+        rank: int | None,
+        size: int,
+        sums: Sums,
+        who: str,
+        node: str,
+        wants_lane: bool,
     ) -> Ticket:
         """Take a seat; wait while a process that may have ended has it.
+
+        Args:
+            token: By what the member is to be recognised: it has called `stay` with it.
+            stays: The reference to the result of that call, which tells of its death from now on.
+            rank: See `Entry`, as for the others.
+            size: See there.
+            sums: See there.
+            who: See there.
+            node: See there.
+            wants_lane: See there.
 
         Raises:
             ValueError: If ``size`` or ``sums`` is not that of the meeting, or ``rank`` is taken or
                 too large.
         """
+        watch = asyncio.create_task(self._watch(token, who, stays[0]))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
         ticket: Future[Ticket] = Future()
-        entry = Entry(rank, size, sums, who, node, wants_lane, time.monotonic(), ticket)
+        now, over = time.monotonic(), self._ends.pop(token)
+        entry = Entry(token, rank, size, sums, who, node, wants_lane, now, ticket, over)
         self._meeting.news.tell(self._meeting.enter, entry)
-        return ticket.result()
+        return await asyncio.wrap_future(ticket)
 
-    def attach(self, token: bytes, nonce: bytes) -> None:
+    async def attach(self, token: bytes, nonce: bytes) -> None:
         """Make the lane to a member that has connected.
 
         Raises:
             LaneError: If it has not.
         """
-        self._meeting.news.ask(self._meeting.attach, token, nonce)
+        await self._ask(self._meeting.attach, token, nonce)
 
-    def stay(self, token: bytes) -> None:
-        """Return when the member is gone: its process owns the result, so Ray says if it dies."""
-        while self._meeting.has(token):
-            time.sleep(SLICE)
-
-    def watch(self, token: bytes, stays: Sequence[Any]) -> None:
-        """Learn of the death of a member that calls through Ray, by the result of its `stay`."""
-        self._meeting.news.watch(stays[0], functools.partial(self._meeting.lose, token))
-
-    def exchange(self, token: bytes, body: bytes | None = None, buffer: Any = None) -> Any:
+    async def exchange(self, token: bytes, body: bytes | None = None, buffer: Any = None) -> Any:
         """Ask for a call; return the body of the outcome, and references to the weights.
 
         Without a body, it is the first outcome.
         """
-        outcome: Future[Any] = Future()
-        self._running.append(token)
+        caller: Future[Any] = Future()
+        self._running += 1
         try:
-            letter = Letter(body, buffer, outcome)
-            self._meeting.news.tell(self._meeting.put, token, letter)
-            return outcome.result()
+            if body is None:
+                self._meeting.news.tell(self._meeting.expect, token, caller)
+            else:
+                self._meeting.news.tell(self._meeting.put, token, Letter(body, buffer, caller))
+            return await asyncio.wrap_future(caller)
         finally:
-            self._running.remove(token)
+            self._running -= 1
 
-    def deliver(self, token: bytes, body: bytes, buffer: Any) -> None:
+    async def deliver(self, token: bytes, body: bytes, buffer: Any) -> None:
         """Take an ask that does not fit into a lane; the lane then says that it is here."""
-        self._meeting.news.ask(self._meeting.put, token, Letter(body, buffer, None))
+        await self._ask(self._meeting.put, token, Letter(body, buffer, None))
 
-    def hand(self, token: bytes, body: bytes | None, buffer: Any) -> None:
+    async def hand(self, token: bytes, body: bytes | None, buffer: Any) -> None:
         """Take an ask from the agent of a node; without a body, the member is ready."""
-        self._meeting.news.tell(self._meeting.put, token, Letter(body, buffer, None))
+        if body is None:
+            self._meeting.news.tell(self._meeting.expect, token, None)
+        else:
+            self._meeting.news.tell(self._meeting.put, token, Letter(body, buffer, None))
 
-    def fetch(self, number: int) -> tuple[bytes, Any]:
+    async def fetch(self, number: int) -> tuple[bytes, Any]:
         """Return an outcome that did not fit into a lane: its body and its buffer.
 
         Raises:
             KeyError: If it is no longer kept.
         """
-        return self._meeting.fetch(number)
+        fetched: tuple[bytes, Any] = await self._ask(self._meeting.fetch, number)
+        return fetched
 
-    def lose(self, token: bytes, why: str = "it has ended without leave()") -> None:
-        """Count a member as dead that has dropped its end."""
+    async def lose(self, token: bytes, why: MemberDiedError) -> None:
+        """Count a member as dead that has dropped its end, or gives up to enter."""
+        end = self._ends.pop(token, None)
+        if end is not None:
+            end.set_result(None)
         self._meeting.news.tell(self._meeting.lose, token, why)
 
-    def absent(self) -> list[int]:
+    async def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
-        return self._meeting.absent()
+        absent: list[int] = await self._ask(self._meeting.absent)
+        return absent
 
+    async def _ask(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Return what ``method`` returns in the meeting's thread, or raise what it raises."""
+        return await asyncio.wrap_future(self._meeting.news.asked(method, *args))
 
-def _serve(meeting: Meeting, running: list[bytes], handle: Any) -> None:
-    """Run the meeting, then end the actor."""
-    try:
-        meeting.run()
-    finally:
-        end = time.monotonic() + _LAST_REPLIES
-        while running and time.monotonic() < end:
-            time.sleep(0.01)
-        ray.kill(handle)
+    async def _watch(self, token: bytes, who: str, stays: Any) -> None:
+        """Tell the meeting if the process that owns the result of `stay` dies."""
+        try:
+            await stays
+        except ray.exceptions.OwnerDiedError:
+            await self.lose(token, MemberDiedError(f"{who}: it or its node has died"))
+        except Exception as error:
+            await self.lose(token, MemberDiedError(f"{who}: {reason_in_a_line(error)}"))
+
+    def _serve(self, handle: Any) -> None:
+        """Run the meeting, then end the actor."""
+        try:
+            self._meeting.run()
+        finally:
+            end = time.monotonic() + _LAST_REPLIES
+            while self._running and time.monotonic() < end:
+                time.sleep(0.01)
+            ray.kill(handle)

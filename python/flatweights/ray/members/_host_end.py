@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import secrets
 import socket
 import threading
 from abc import ABC, abstractmethod
@@ -17,10 +18,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
+from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
 from flatweights.ray.lanes._protocol import NUMBER
-from flatweights.ray.members._asks import Ask, Outcome, remember
+from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome, end_of, remember
 from flatweights.ray.members._host import Host
 from flatweights.ray.members._meeting import Ticket
 from flatweights.ray.members._seats import as_array
@@ -28,11 +30,36 @@ from flatweights.ray.nodes._plan import Sums
 from flatweights.ray.peers._setback import choice
 from flatweights.ray.peers._wait import seconds_left
 
+_ABSENT = 5.0  # seconds in which a host says who is missing
+_CALLS = 4  # of a member in its host: it stays, and is in another one; two that it gave up
+_TOKEN = 16
 _GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its host
 _LEAVE = pickle.dumps((tuple(Ask("leave")), None))
 # With Ray 2.51.0 and 2.51.1 a node ends once two threads of one process get the same object at the
 # same time (ray-project/ray#58394), and all members get the same one.
 _getting = threading.Lock()
+
+
+class Pass(NamedTuple):
+    """What a host knows of a process from its entry on.
+
+    Attributes:
+        token: What it recognises it by.
+        who: The process, as errors name it.
+        stays: The result of its call of `Host.stay`. The process owns it: if it dies, the host
+            learns that from Ray.
+    """
+
+    token: bytes
+    who: str
+    stays: Any = None
+
+    @classmethod
+    def of(cls, host: Any) -> Pass:
+        """Introduce this process to a host."""
+        token = secrets.token_bytes(_TOKEN)
+        stays = host.stay.remote(token)
+        return cls(token, f"process {os.getpid()} on {socket.gethostname()}", stays)
 
 
 class HostEnd(ABC):
@@ -42,11 +69,11 @@ class HostEnd(ABC):
         is_asking: Whether an ask is on its way whose outcome was not taken.
     """
 
-    def __init__(self, host: Any, ticket: Ticket) -> None:
-        """Take the actor: the host, or the agent of this node; and what the host gave."""
+    def __init__(self, actor: Any, pass_: Pass) -> None:
+        """Take the actor, the host or the agent of this node, and what the host knows."""
         self.is_asking = False
-        self._actor = host
-        self._ticket = ticket
+        self._actor = actor
+        self._pass = pass_
         self._known: dict[str, None] = {}  # digests of layouts that the host has been sent
 
     def offer(self, nbytes: int) -> None:  # noqa: B027 - through Ray there is no such memory
@@ -101,8 +128,8 @@ class HostEnd(ABC):
         """Say that the member leaves."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Close this end, which tells the host that the member is gone."""
+    def close(self, raised: str = "") -> None:
+        """Close this end, which tells the host that the member is gone, and what it ``raised``."""
 
     @abstractmethod
     def _swap(
@@ -114,9 +141,9 @@ class HostEnd(ABC):
 class HostByLane(HostEnd):
     """Through memory that member and host map."""
 
-    def __init__(self, host: Any, ticket: Ticket, lane: MemberLane) -> None:
+    def __init__(self, actor: Any, pass_: Pass, lane: MemberLane) -> None:
         """Take the lane, which is attached."""
-        super().__init__(host, ticket)
+        super().__init__(actor, pass_)
         self._lane = lane
 
     def offer(self, nbytes: int) -> None:
@@ -131,8 +158,10 @@ class HostByLane(HostEnd):
         """Answer the last command."""
         self._lane.ask(_LEAVE, None, is_urgent=True)
 
-    def close(self) -> None:
+    def close(self, raised: str = "") -> None:
         """Close the socket."""
+        if raised and not self._lane.is_closed:
+            self._lane.part(raised)
         self._lane.close()
 
     def _swap(
@@ -141,7 +170,7 @@ class HostByLane(HostEnd):
         is_urgent = patience is not None
         if not self._lane.ask(body, buffer, is_urgent=is_urgent):
             # There is no window, or it is too long for a mailbox.
-            ray.get(self._actor.deliver.remote(self._ticket.token, body, buffer))
+            ray.get(self._actor.deliver.remote(self._pass.token, body, buffer))
             self._lane.ask(b"", None, is_urgent=is_urgent)
         return self._outcome(patience)
 
@@ -156,34 +185,31 @@ class HostByLane(HostEnd):
 class HostByStore(HostEnd):
     """Through Ray's calls and its object store: for members on other nodes than the host's."""
 
-    def __init__(self, host: Any, ticket: Ticket) -> None:
-        """Have the host watch this process."""
-        super().__init__(host, ticket)
+    def __init__(self, host: Any, pass_: Pass) -> None:
+        """Take the host."""
+        super().__init__(host, pass_)
         # The references that came with the last outcome. If one thread drops its own when another
         # has just received the same, Ray never finds the object: they are dropped an outcome later.
         self._last_refs: Any = None
-        # This process owns the result of `stay`: if it dies, the host learns that from Ray.
-        self._stays = host.stay.remote(ticket.token)
-        ray.get(host.watch.remote(ticket.token, [self._stays]))
 
     def start(self, timeout: float | None) -> Outcome:
         """Call without a body."""
-        call = self._actor.exchange.remote(self._ticket.token)
+        call = self._actor.exchange.remote(self._pass.token)
         return Outcome(*pickle.loads(self._take(call, timeout)[0]))
 
     def leave(self) -> None:
         """Deliver an ask whose outcome nobody waits for."""
-        ray.get(self._actor.deliver.remote(self._ticket.token, _LEAVE, None))
+        ray.get(self._actor.deliver.remote(self._pass.token, _LEAVE, None))
 
-    def close(self) -> None:
+    def close(self, raised: str = "") -> None:
         """Tell the host, unless it has seen that the member left."""
         with contextlib.suppress(Exception):  # Ray may be shut down
-            self._actor.lose.remote(self._ticket.token)
+            self._actor.lose.remote(self._pass.token, end_of(self._pass.who, raised))
 
     def _swap(
         self, body: bytes, buffer: NDArray[np.uint8] | None, patience: float | None
     ) -> tuple[bytes, Any]:
-        call = self._actor.exchange.remote(self._ticket.token, body, buffer)
+        call = self._actor.exchange.remote(self._pass.token, body, buffer)
         return self._take(call, patience)
 
     def _take(self, call: Any, patience: float | None) -> tuple[bytes, Any]:
@@ -237,29 +263,35 @@ def enter(
             get_if_exists=True,
             lifetime="detached",  # not with the member that starts it, but with the last one
             num_cpus=0,
-            max_concurrency=2 * size + 8,
+            max_concurrency=_CALLS * size + 64,  # coroutines, not threads
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
         .remote(name, size, sums)
     )
-    who = f"process {os.getpid()} on {socket.gethostname()}"
     wants_lane = choice() != "store"
+    pass_ = Pass.of(host)
+    ticket: Ticket | None = None
     host_end: HostEnd | None = None
     try:
-        entering = host.enter.remote(rank, size, sums, who, node, wants_lane)
-        ticket: Ticket = ray.get(entering, timeout=seconds_left(end))
-        host_end = _end_of(host, ticket, who)
+        entering = host.enter.remote(
+            pass_.token, [pass_.stays], rank, size, sums, pass_.who, node, wants_lane
+        )
+        reach("entering")
+        ticket = ray.get(entering, timeout=seconds_left(end))
+        assert ticket is not None
+        reach("entered")
+        host_end = _end_of(host, ticket, pass_, end)
+        reach("attached")
         return Entered(host_end, ticket, host_end.start(seconds_left(end)))
     except BaseException as error:
-        late = isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError))
-        missing = ray.get(host.absent.remote(), timeout=_GRACE) if late else []
+        with contextlib.suppress(ray.exceptions.RayError):
+            host.lose.remote(pass_.token, MemberDiedError(f"{pass_.who} has given up to join"))
         if host_end is not None:
             host_end.close()
-        if late:
-            ranks = ", ".join(str(other) for other in missing if other != rank)
-            raise TimeoutError(
-                f"meeting {name!r}: expected {size} members in {timeout} s; missing ranks: {ranks}"
-            ) from None
+        if isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError)):
+            why = _who_is_missing(host, rank if ticket is None else ticket.rank)
+            expected = f"expected {size} members in {timeout} s"
+            raise TimeoutError(f"meeting {name!r}: {expected}; {why}") from None
         if isinstance(error, ray.exceptions.RayTaskError):
             if isinstance(error.cause, ValueError):
                 raise error.cause from None
@@ -267,25 +299,51 @@ def enter(
         raise
 
 
-def _end_of(host: Any, ticket: Ticket, who: str) -> HostEnd:
-    address, other = ticket.address, host
+def _who_is_missing(host: Any, own: int | None) -> str:
+    """Return which ranks, but for the ``own`` one, have not joined."""
+    try:
+        absent = ray.get(host.absent.remote(), timeout=_ABSENT)
+    except ray.exceptions.RayError as error:
+        return f"its host does not answer: {type(error).__name__}"
+    missing = [str(rank) for rank in absent if rank != own]
+    if not missing:
+        return "the last of them came just then"
+    return f"missing ranks: {', '.join(missing)}"
+
+
+def _end_of(host: Any, ticket: Ticket, pass_: Pass, end: float | None) -> HostEnd:
+    """Make the lane that a ticket is for; without one, return the way through Ray's store.
+
+    Raises:
+        OSError: If there can be no lane, and ``FLATWEIGHTS_RAY=lanes``; so for the next two.
+        LaneError: The same; or if the host did not find it.
+        MemoryError: The same.
+        ray.exceptions.RayError: If the host, or the agent of this node, has died, or does not
+            answer by ``end``.
+    """
+    address, actor = ticket.address, host
     if ticket.branch is not None:
-        other = ticket.branch
+        actor = ticket.branch
         try:
-            address = ray.get(other.enter.remote(ticket.rank, who, ticket.token))
+            address = ray.get(
+                actor.enter.remote(ticket.rank, pass_.who, pass_.token), timeout=seconds_left(end)
+            )
+        except ray.exceptions.GetTimeoutError:
+            raise
         except ray.exceptions.RayError:
             address = None
     if address is None:
-        return HostByStore(host, ticket)
+        return HostByStore(host, pass_)
     try:
-        lane = MemberLane(address, ticket.token)
+        lane = MemberLane(address, pass_.token)
     except (OSError, LaneError, MemoryError):
         if choice() == "lanes":
             raise
-        return HostByStore(host, ticket)
+        return HostByStore(host, pass_)
     try:
-        ray.get(other.attach.remote(ticket.token, lane.mailbox.nonce))
+        attaching = actor.attach.remote(pass_.token, lane.mailbox.nonce)
+        ray.get(attaching, timeout=seconds_left(end))
     except BaseException:
         lane.close()
         raise
-    return HostByLane(other, ticket, lane)
+    return HostByLane(actor, pass_, lane)

@@ -1,15 +1,18 @@
 """A meeting: what a driver is elsewhere, for members that call by themselves.
 
-One thread (`Meeting.run`) owns all state. Other threads only have it do things (`Meeting.news`).
-It waits for the members' asks by the same wait as every round (`Arrivals`), averages them as every
-round does (`DriverAverage`), and posts one outcome for all.
+One thread (`Meeting.run`) owns all state; other threads have it do what they want (`Meeting.news`).
+It waits for the members' asks, averages them as every round does (`DriverAverage`), and posts one
+outcome for all. What it knows of each member is its `Seat`, whose table lists the states.
 
 - Outcomes are numbered. A member that has the outcome before the present call takes part in it.
   One that has an older outcome is late, or has joined again: its ask is answered at once by the
   last outcome of a call like it, until none is newer; then it takes part again.
+- The open call consists of the asks of members that wait for its outcome. If one of them dies
+  meanwhile, its ask is dropped. A process that takes its rank has a seat of its own.
 - A member that has died, or left, is not waited for. A call waits for those that are late only if
   it cannot be done without them.
-- The meeting ends when no member is left.
+- The meeting ends when no member is left. A process that is joining counts as a member; if it gives
+  up or dies, nothing of it is left.
 """
 
 from __future__ import annotations
@@ -17,9 +20,8 @@ from __future__ import annotations
 import functools
 import logging
 import pickle
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -31,7 +33,7 @@ from flatweights import _core
 from flatweights._average import Nonfinite
 from flatweights._sources import first_difference
 from flatweights._weights import FlatWeights
-from flatweights.ray._errors import WorkerError, portable
+from flatweights.ray._errors import WorkerError, error_of_rank, portable
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT, report
 from flatweights.ray._result import Packed
@@ -39,10 +41,21 @@ from flatweights.ray._round import Round, facts_of
 from flatweights.ray.lanes._driver_lane import DriverLane, Lanes, wake
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message
-from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome
+from flatweights.ray.members._asks import (
+    Ask,
+    CallsDifferError,
+    MemberDiedError,
+    Outcome,
+)
 from flatweights.ray.members._branch import BranchAgent, BranchOutcome
 from flatweights.ray.members._news import News
-from flatweights.ray.members._seats import SLICE, Letter, Seat, SeatAnswer, outcome_message
+from flatweights.ray.members._seats import (
+    Letter,
+    Seat,
+    State,
+    outcome_message,
+    wait_for,
+)
 from flatweights.ray.nodes._plan import Sums
 from flatweights.ray.peers._agent import AverageOf
 from flatweights.ray.peers._by_agent import AgentEnd, Agents
@@ -52,6 +65,7 @@ from flatweights.ray.rounds._between_nodes import NodesAverage
 from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.robust import Rule
 
+_CALLS = 16  # of an agent that run at a time; they do not wait for each other
 _GRACE = 5.0  # seconds in which the process that had a rank may be seen to have ended
 _KEPT = 8  # kinds of call of which the last outcome is kept, for members that are late
 _EMPTY = 60.0  # seconds for which a meeting without members waits for the first one
@@ -64,20 +78,34 @@ class Ticket(NamedTuple):
 
     Attributes:
         rank: Its rank.
-        token: What tells the host which member calls.
+        seat: The number of its seat.
         address: Where to make a lane to; None, if it is to call through Ray.
         branch: The agent of its node, to which it makes a lane instead, if it is on another one.
     """
 
     rank: int
-    token: bytes
+    seat: int
     address: bytes | None
     branch: Any = None
 
 
 class Entry(NamedTuple):
-    """A process that wants to be a member."""
+    """A process that wants to be a member.
 
+    Attributes:
+        token: What it is recognised by.
+        rank: The rank that it wants; any, if None.
+        size: How many members it expects.
+        sums: How it expects sums to travel.
+        who: The process, as errors name it.
+        node: Its node.
+        wants_lane: Whether it would use a lane.
+        since: When it came, by `time.monotonic`.
+        ticket: What it waits for.
+        over: What is done once it is no member, nor to be one.
+    """
+
+    token: bytes
     rank: int | None
     size: int
     sums: Sums
@@ -86,6 +114,12 @@ class Entry(NamedTuple):
     wants_lane: bool
     since: float
     ticket: Future[Ticket]
+    over: Future[None]
+
+    def end(self, error: Exception) -> None:
+        """Give it no ticket."""
+        self.ticket.set_exception(error)
+        self.over.set_result(None)
 
 
 class Kept(NamedTuple):
@@ -121,175 +155,131 @@ class Meeting:
         self._size = size
         self._node = node
         self._lanes = Lanes()
-        offer, calls = self._lanes.windows.offer, 2 * size + 8
-        self._agents = Agents(offer, sums, BranchAgent, (host,), calls)
+        self._agents = Agents(self._lanes.windows.offer, sums, BranchAgent, (host,), _CALLS)
         self._watched: set[str] = set()  # the tokens of agents
-        self._seats: dict[int, Seat] = {}
-        self._entries: list[Entry] = []
+        self._seats: dict[int, Seat] = {}  # the last one of each rank
+        self._by_token: dict[bytes, Seat] = {}  # those that are present
+        self._entries: list[Entry] = []  # that wait for a rank
+        self._asking: list[Seat] = []  # the open call, in the order of its asks
+        self._seconds_waited = 0.0  # for the open call
+        self._untold: list[Seat] = []  # of deaths
         self.news = News(self._lanes)
-        self._news_answer = SeatAnswer(self.news)
         self._kept: list[Kept] = []
-        self._number = 0
+        self._entered = 0  # how many seats there were
+        self._number = 0  # of the last outcome
+        self._has_begun = False  # whether anybody has come
         self._is_open = False  # whether all have joined
-        self._ticks = False  # whether the news will soon be read again
-
-    def has(self, token: bytes) -> bool:
-        """Whether a member takes part."""
-        seat = self._seat_of(token)
-        return seat is not None and seat.is_present
-
-    def absent(self) -> list[int]:
-        """Return the ranks that do not take part."""
-        present = self._ranks()
-        return [rank for rank in range(self._size) if rank not in present]
-
-    def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
-        """Return the body of an outcome, and its weights.
-
-        Raises:
-            KeyError: If it is no longer kept.
-        """
-        for kept in [*self._kept]:
-            if kept.number == number:
-                return kept.body, kept.weights.buffer
-        raise KeyError(f"outcome {number} is no longer kept")
 
     def run(self) -> None:
         """Run the meeting until no member is left."""
         empty_until = time.monotonic() + _EMPTY
         try:
-            while self._ranks() or (not self._seats and time.monotonic() < empty_until):
-                if self._is_open:
-                    self._round()
-                else:
-                    self._gather()
+            while self._by_token or self._is_new(empty_until):
+                self._step()
         except Exception:
             _log.exception("the host of meeting %r has failed", self._name)
         self._agents.shut_down()
         for entry in self._entries:
-            entry.ticket.set_exception(RuntimeError("the meeting has ended"))
+            entry.end(RuntimeError("the meeting has ended"))
         self._lanes.close()
 
-    def _gather(self) -> None:
-        """Wait until something happens; open the meeting once all have joined."""
-        there = SeatAnswer.wait([self._news_answer, *self._awaited(lambda seat: True)], SLICE)
-        for answer in there:
-            seat = answer.seat
-            if seat is not None:  # before the first outcome a member asks for nothing: it is dead
-                self._lose(seat, f"{seat.who} has ended before all had joined")
-        self._read_news()
-        ready = [seat for seat in self._seats.values() if seat.is_ready]
-        if len(ready) == self._size:
-            self._is_open = True
-            self._welcome(ready)
+    def _is_new(self, empty_until: float) -> bool:
+        """Whether the first member is still to come, or is about to get its ticket."""
+        if not self._has_begun:
+            return time.monotonic() < empty_until
+        return not self._seats and bool(self._entries)
 
-    def _welcome(self, seats: Sequence[Seat]) -> None:
-        """Give new members their first outcome: which call was the last one."""
-        if seats:
-            welcome = Outcome(0, self._size, self._ranks(), before=self._number)
-            self._post(0, pickle.dumps(tuple(welcome)), None, seats)
+    def _step(self) -> None:
+        """Do what can be done, or wait until something happens."""
+        self._admit()
+        self._welcome()
+        if self._is_due():
+            self._close_call()
+            return
+        seats = [*self._by_token.values()]
+        working = [seat for seat in seats if seat.state is State.WORKING]
+        on_time = all(map(self._is_on_time, working))  # others are answered at once
+        begin = time.monotonic()
+        enough = max(1, len(working)) if on_time else 1
+        heard = wait_for(seats, self.news, self._patience(begin), enough)
+        self._seconds_waited += time.monotonic() - begin
+        for seat in heard:
+            self._hear(seat)
+        self.news.read()
 
-    def _awaited(self, which: Callable[[Seat], bool]) -> list[SeatAnswer]:
-        """Return the answers of those present members for whom ``which`` is true."""
-        seats = [seat for seat in self._seats.values() if seat.is_present and which(seat)]
-        return [seat.answer for seat in seats if seat.answer is not None]
+    def _is_on_time(self, seat: Seat) -> bool:
+        """Whether the open call waits for the ask of a member."""
+        return seat.state is State.WORKING and seat.has == self._number
 
-    def _round(self) -> None:
-        """Wait for one call of all that take part, and give them its outcome."""
-        arrivals = Arrivals(Deadline(None, None))
-        asks: dict[int, Ask] = {}
-        arrivals.listen(self._news_answer)
-        for answer in self._awaited(lambda seat: seat.has is not None):
-            self._expect(answer, arrivals)
-        while True:
-            came = arrivals.wait(all_at_once=True)
-            there: list[Any] = [arrivals.answers[rank] for rank in came or ()] + arrivals.heard
-            arrivals.heard = []
-            if came is None:
-                if len(asks) == len(self._seats):  # the usual case
-                    break
-                left = seconds_left(arrivals.deadline.end)
-                if not self._ranks() or (asks and (left == 0.0 or self._are_enough(asks))):
-                    break
-                # Only those that are late, or join again, can bring the call about.
-                waiting: list[Any] = [*arrivals.listening]
-                there = SeatAnswer.wait(waiting, left)
-                for answer in there:
-                    del arrivals.listening[answer]
-            for answer in there:
-                if answer is self._news_answer:
-                    self._read_news()
-                    arrivals.listen(answer)
-                    again = [s for s in self._seats.values() if s.is_ready and s.has is None]
-                    self._welcome(again)
-                    for seat in again:
-                        assert seat.answer is not None
-                        self._expect(seat.answer, arrivals)
-                else:
-                    self._hear(answer, arrivals, asks)
-        if asks:
-            self._number += 1
-            self._close_round(asks, arrivals)
+    def _patience(self, now: float) -> float | None:
+        """Return in how many seconds something is to be done, though nothing happens."""
+        ends = [entry.since + _GRACE for entry in self._entries]
+        deadline = self._deadline()
+        ends += [] if deadline.end is None else [deadline.end]
+        return max(0.0, min(ends) - now) if ends else None if self._seats else _GRACE
 
-    def _are_enough(self, asks: dict[int, Ask]) -> bool:
+    def _deadline(self) -> Deadline:
+        """Return when the open call is to end: the first end that one of its asks wants."""
+        deadlines = [seat.answer.deadline for seat in self._asking if seat.answer is not None]
+        ends = [deadline for deadline in deadlines if deadline.end is not None]
+        return min(ends, key=lambda deadline: deadline.end or 0.0, default=Deadline(None, None))
+
+    def _is_due(self) -> bool:
+        """Whether the open call is to be closed."""
+        if not self._asking:
+            return False
+        if seconds_left(self._deadline().end) == 0.0:
+            return True
+        if any(map(self._is_on_time, self._by_token.values())):
+            return False
+        # Only those that are late, or join again, can bring the call about.
+        return len(self._asking) == len(self._by_token) or self._are_enough()
+
+    def _are_enough(self) -> bool:
         """Whether a call need not wait for members that are late."""
+        asks = self._asks()
         first = asks[min(asks)]
         if first.operation == "broadcast":
             return first.root in asks or first.root not in self._ranks()
-        return len(asks) >= min(self._need(first), len(self._ranks()))
+        joined = sum(seat.state is not State.LEFT for seat in self._seats.values())
+        need = joined if first.min_results is None else first.min_results
+        return len(asks) >= min(need, len(self._by_token))
 
-    def _need(self, ask: Ask) -> int:
-        """Return how many ranks make the average that ``ask`` is part of."""
-        joined = sum(not seat.left for seat in self._seats.values())
-        return joined if ask.min_results is None else ask.min_results
+    def _asks(self) -> dict[int, Ask]:
+        """Return the asks of the open call by rank, in their order."""
+        return {seat.rank: seat.answer.ask for seat in self._asking if seat.answer is not None}
 
-    def _expect(self, answer: SeatAnswer, arrivals: Arrivals) -> None:
-        """Wait for the ask of a member: if it is late, only beside the others."""
-        assert answer.seat is not None
-        if answer.seat.has == self._number:
-            arrivals.expect(answer.seat.rank, answer)
-        else:
-            arrivals.listen(answer)
-
-    def _hear(self, answer: SeatAnswer, arrivals: Arrivals, asks: dict[int, Ask]) -> None:
-        """Take what a member asks for, or the news of its death."""
-        seat, ask = answer.seat, answer.ask
-        assert seat is not None
-        assert seat.has is not None
-        if ask is None:
-            self._lose(seat, str(answer.error))
-            arrivals.forget(seat.rank)
+    def _hear(self, seat: Seat) -> None:
+        """Take what a member asks for, or the news of its end."""
+        if seat.why is not None:
+            self._lose(seat, seat.why)
             return
+        assert seat.answer is not None
+        ask = seat.answer.ask
         if ask.operation == "leave":
-            seat.left = True
-            arrivals.forget(seat.rank)
+            seat.leave()
+            self._forget(seat)
             return
         kept = next((kept for kept in self._kept if ask.is_served_by(kept.ask)), None)
         if kept is not None and kept.number > seat.has:
-            answer.let_go()
-            arrivals.forget(seat.rank)
             self._post(kept.number, kept.body, kept.weights.buffer, [seat])
-            if seat.answer is not None and seat.is_present:
-                self._expect(seat.answer, arrivals)
             return
-        arrivals.arrive(seat.rank, answer)  # maybe it was late, and has caught up
-        asks[seat.rank] = ask
-        if ask.timeout is not None:
-            deadline, now = Deadline.after(ask.timeout), arrivals.deadline.end
-            if now is None or (deadline.end is not None and deadline.end < now):
-                arrivals.deadline = deadline
+        self._asking.append(seat)
+        self._tell_deaths()
 
-    def _close_round(self, asks: dict[int, Ask], arrivals: Arrivals) -> None:
+    def _close_call(self) -> None:
         """Average or relay, and post the outcome to all that have asked."""
-        number = self._number
-        for seat in self._seats.values():  # those that were lost or late before this call
-            if seat.rank in asks or seat.left or seat.answer is None:
-                continue
-            arrivals.answers[seat.rank] = seat.answer
-            if seat.gone is not None:
-                arrivals.failed[seat.rank] = seat.gone
-            elif seat.rank not in arrivals.late:
-                arrivals.late = sorted([*arrivals.late, seat.rank])
+        self._number += 1
+        number, asks, deadline = self._number, self._asks(), self._deadline()
+        asking, self._asking = self._asking, []
+        arrivals = Arrivals.over(
+            {seat.rank: seat.answer for seat in asking if seat.answer is not None},
+            failed={k: seat.why for k, seat in self._seats.items() if seat.why is not None},
+            late=[rank for rank in self._ranks() if rank not in asks],
+            timeout=deadline.timeout,
+            seconds_waited=self._seconds_waited,
+        )
+        self._seconds_waited = 0.0
         first = asks[min(asks)]
         is_average = first.operation == "average"
         weights: Packed | None = None
@@ -314,7 +304,8 @@ class Meeting:
                 result.failed = {rank: portable(why) for rank, why in result.failed.items()}
                 pickler = ray.cloudpickle
             facts = facts_of(result)
-        outcome = Outcome(number, self._size, self._ranks(), 0, error, layout, facts)
+        took_part = tuple(seat.number for seat in asking)
+        outcome = Outcome(number, self._size, self._ranks(), took_part, error, layout, facts)
         body = pickler.dumps(tuple(outcome))
         if weights is not None:
             self._kept = [k for k in self._kept if not first.is_served_by(k.ask)][: _KEPT - 1]
@@ -324,16 +315,16 @@ class Meeting:
         reach("sending")
         buffer = None if weights is None else weights.buffer
         # The last to ask may not even sleep yet: told first, it goes on while the others wake.
-        seats = [self._seats[rank] for rank in reversed(asks)]
-        self._post(number, body, buffer, seats, None if result is None else result._exchanged)
+        asking.reverse()
+        self._post(number, body, buffer, asking, None if result is None else result._exchanged)
         if result is not None and is_average:  # nobody waits for this
             # A death was told when it was noticed.
-            dead = [seat.rank for seat in self._seats.values() if seat.gone]
+            dead = [seat.rank for seat in self._seats.values() if seat.why]
             report(result, already_named=dead)
             METRICS.add({SENT: self._agents.nbytes * len(asks)})
 
     def _check_agree(self, asks: dict[int, Ask], arrivals: Arrivals) -> None:
-        """Raise `ValueError`, naming all ranks, unless all ask for the same call."""
+        """Raise `CallsDifferError`, naming all ranks, unless all ask for the same call."""
         alike: list[tuple[Ask, list[int]]] = []
         for rank, ask in sorted(asks.items()):
             for other, ranks in alike:
@@ -351,7 +342,7 @@ class Meeting:
                 layouts = answers[ranks[0]].layout, answers[others[0]].layout
                 difference = first_difference(*layouts)
             where = "" if difference is None else f"; weights of {_named(others)}: {difference}"
-            raise ValueError(f"expected the same call of all members, got {calls}{where}")
+            raise CallsDifferError(f"expected the same call of all members, got {calls}{where}")
 
     def _average(self, asks: dict[int, Ask], arrivals: Arrivals) -> Round:
         first = asks[min(asks)]
@@ -368,7 +359,6 @@ class Meeting:
             for answer in answers.values():
                 if answer.away is not None:
                     answer.agent = answer.seat.agent
-            arrivals.deadline = arrivals.deadline._replace(end=None)  # it was for late members
             return NodesAverage(self._agents, arrivals, request).run()
         self._lanes.windows.offer(self._agents.nbytes)
         return DriverAverage(arrivals, request).run()
@@ -403,8 +393,15 @@ class Meeting:
         return {k: "store" if self._seats[k].lane is None else "lane" for k in sorted(asks)}
 
     def _ranks(self) -> tuple[int, ...]:
-        seats = [*self._seats.items()]
-        return tuple(sorted([rank for rank, seat in seats if seat.is_present]))
+        """Return the ranks that take part."""
+        return tuple(sorted(seat.rank for seat in self._by_token.values()))
+
+    def _welcome(self) -> None:
+        """Give those that are ready their first outcome, once all have joined."""
+        ready = [seat for seat in self._by_token.values() if seat.state is State.READY]
+        self._is_open = self._is_open or len(ready) == self._size
+        if ready and self._is_open:
+            self._post(0, pickle.dumps(tuple(Outcome(0, self._size, self._ranks()))), None, ready)
 
     def _post(
         self,
@@ -420,7 +417,7 @@ class Meeting:
             number: That of the outcome.
             body: The outcome.
             buffer: Its weights.
-            seats: The members.
+            seats: The members, which wait for one.
             exchanged: Which agents have the weights already.
         """
         windows = self._lanes.windows
@@ -429,25 +426,23 @@ class Meeting:
         away: dict[AgentEnd, list[bytes]] = {}
         posted: list[DriverLane] = []
         for seat in seats:
-            seat.has = number
-            seat.answer = SeatAnswer(self.news, seat)
+            caller = seat.tell(number)
             try:
                 if seat.lane is not None:
                     message = message or outcome_message(number, body, buffer, windows)
                     seat.lane.post(message, windows, wakes=False)
                     posted.append(seat.lane)
-                elif seat.is_waiting and seat.agent is not None:
-                    seat.is_waiting = False
-                    away.setdefault(seat.agent, []).append(seat.token)
-                elif seat.outcome is not None:
-                    outcome, seat.outcome = seat.outcome, None
+                elif caller is not None:
                     if buffer is not None and ref is None:
                         wake(posted)  # nobody sleeps while weights are put
                         posted.clear()
                         ref = ray.put(buffer)
-                    outcome.set_result((body, None if ref is None else [ref]))
+                    caller.set_result((body, None if ref is None else [ref]))
+                elif seat.agent is not None:
+                    away.setdefault(seat.agent, []).append(seat.token)
             except Exception as error:  # it died meanwhile
-                self._lose(seat, f"{seat.who}: {type(error).__name__}: {error}")
+                why = f"{seat.who}: {type(error).__name__}: {error}"
+                self._lose(seat, MemberDiedError(why))
         wake(posted)
         for agent, tokens in away.items():
             weights: Any = None
@@ -458,37 +453,53 @@ class Meeting:
                 weights = [ref]
             agent.handle.post.remote(BranchOutcome(number, body, weights, tokens))
 
-    def _lose(self, seat: Seat, why: str) -> None:
+    def _lose(self, seat: Seat, why: MemberDiedError) -> None:
         """Count a member as dead."""
         if seat.is_present:
-            seat.gone = MemberDiedError(why)
-            _log.warning("meeting %r: rank %d: %s", self._name, seat.rank, why)
+            seat.die(why)
+            self._forget(seat)
+            self._untold.append(seat)
+            self._tell_deaths()
+
+    def _forget(self, seat: Seat) -> None:
+        """Wait for nothing of a member any more, that has left or is dead."""
+        del self._by_token[seat.token]
+        if seat in self._asking:
+            self._asking.remove(seat)
+        self._forget_lane(seat)
+
+    def _forget_lane(self, seat: Seat) -> None:
+        """Post nothing to a member's lane any more, or expect none from it."""
+        if seat.agent is not None:
+            seat.agent.handle.forget.remote(seat.token)
         if seat.lane is not None:
             self._lanes.give_up(seat.lane)
-        if seat.outcome is not None:
-            seat.outcome.set_exception(seat.gone or MemberDiedError(why))
-            seat.outcome = None
+        else:
+            self._lanes.forget(seat.token)
 
-    def _read_news(self) -> None:
-        self.news.read()
+    def _tell_deaths(self) -> None:
+        """Log who has died, once somebody waits for them: at its end a training leaves nobody."""
+        if self._asking or not self._is_open:
+            for seat in self._untold:
+                assert seat.why is not None
+                text = error_of_rank(seat.rank, seat.why)
+                _log.warning("meeting %r: %s", self._name, text)
+            self._untold.clear()
+
+    def _admit(self) -> None:
+        """Give processes that want to be members their tickets."""
         now = time.monotonic()
         entries, self._entries = self._entries, []
         for entry in entries:
             try:
                 ticket = self._seat(entry, now)
             except ValueError as error:
-                entry.ticket.set_exception(error)
+                entry.end(error)
                 continue
             if ticket is None:
                 self._entries.append(entry)
             else:
                 entry.ticket.set_result(ticket)
-        if self._entries and not self._ticks:  # no bell rings when their time is up
-            self._ticks = True
-            threading.Timer(SLICE / 4, self.news.tell, (self._tick,)).start()
-
-    def _tick(self) -> None:
-        self._ticks = False
 
     def _seat(self, entry: Entry, now: float) -> Ticket | None:
         """Return the ticket for a process; None while another process may be about to end.
@@ -501,46 +512,54 @@ class Meeting:
         if entry.sums != self._agents.sums:
             expected = f"{self._agents.sums!r}, as the others"
             raise ValueError(f"sums: expected {expected}, got {entry.sums!r}")
-        free = [r for r in range(self._size) if r not in self._seats]
-        free += [rank for rank, seat in self._seats.items() if not seat.is_present]
-        rank = entry.rank if entry.rank is not None else next(iter(free), None)
-        if rank is not None and not 0 <= rank < self._size:
-            raise ValueError(f"rank: expected 0 to {self._size - 1}, got {rank}")
-        if rank is None or rank not in free:
+        if entry.rank is not None and not 0 <= entry.rank < self._size:
+            raise ValueError(f"rank: expected 0 to {self._size - 1}, got {entry.rank}")
+        wanted = range(self._size) if entry.rank is None else [entry.rank]
+        rank = next((rank for rank in wanted if self._is_free(rank)), None)
+        if rank is None:
             if now - entry.since < _GRACE:
                 return None
-            if rank is None:
+            if entry.rank is None:
                 raise ValueError(f"meeting {self._name!r}: all {self._size} ranks are taken")
-            taken = self._seats[rank].who
-            raise ValueError(f"rank: expected one that is free, got {rank}, which is {taken}'s")
-        token = self._lanes.new_token()
-        seat = self._seats[rank] = Seat(rank, entry.who, token)
-        seat.answer = SeatAnswer(self.news, seat)
+            taken = f"{entry.rank}, which is {self._seats[entry.rank].who}'s"
+            raise ValueError(f"rank: expected one that is free, got {taken}")
+        self._entered += 1
+        seat = Seat(rank, entry.who, entry.token, self._entered, over=entry.over)
+        self._seats[rank] = self._by_token[entry.token] = seat
         if not entry.wants_lane:
-            return Ticket(rank, token, None)
+            return Ticket(rank, seat.number, None)
         if entry.node == self._node:
-            return Ticket(rank, token, self._lanes.address)
+            self._lanes.expect(entry.token)
+            return Ticket(rank, seat.number, self._lanes.address)
         agent = seat.agent = self._agents.at(entry.node, starts=True)
         assert agent is not None
         if agent.token not in self._watched:
             self._watched.add(agent.token)
             self.news.watch(agent.handle.stay.remote(), functools.partial(self._lose_all, agent))
-        return Ticket(rank, token, None, agent.handle)
+        return Ticket(rank, seat.number, None, agent.handle)
+
+    def _is_free(self, rank: int) -> bool:
+        """Whether no process that is alive has ``rank``."""
+        seat = self._seats.get(rank)
+        if seat is not None and seat.is_present and seat.lane is not None:
+            seat.lane.receive()  # it may have died this moment
+            if seat.look():
+                self._hear(seat)
+        return seat is None or not seat.is_present
 
     def _lose_all(self, agent: AgentEnd, why: str) -> None:
         """Count the members of a dead agent's node as dead."""
         agent.is_dead = True
-        for seat in self._seats.values():
-            if seat.agent is agent and seat.is_present:
-                self._lose(seat, f"{seat.who}: the agent of its node: {why}")
-
-    def _seat_of(self, token: bytes) -> Seat | None:
-        return next((seat for seat in [*self._seats.values()] if seat.token == token), None)
+        for seat in [*self._by_token.values()]:
+            if seat.agent is agent:
+                lost = f"{seat.who}: the agent of its node: {why}"
+                self._lose(seat, MemberDiedError(lost))
 
     # What other threads have the meeting's thread do.
 
     def enter(self, entry: Entry) -> None:
         """Give ``entry`` a ticket, or an error, once that can be said."""
+        self._has_begun = True
         self._entries.append(entry)
 
     def attach(self, token: bytes, nonce: bytes) -> None:
@@ -549,33 +568,59 @@ class Meeting:
         Raises:
             LaneError: If it has not connected.
         """
-        seat = self._seat_of(token)
-        if seat is None:
+        seat = self._by_token.get(token)
+        if seat is None or seat.state is not State.ENTERING:
             raise LaneError("no such member")
-        seat.lane = self._lanes.connect(token, nonce)
-        seat.answer = SeatAnswer(self.news, seat)
+        seat.attach(self._lanes.connect(token, nonce))
+
+    def expect(self, token: bytes, caller: Future[Any] | None) -> None:
+        """Note that a member waits for its first outcome, in a call through Ray or at a branch."""
+        seat = self._by_token.get(token)
+        if seat is not None:
+            if caller is not None:  # it has made no lane
+                self._forget_lane(seat)
+            seat.expect(caller)
+        elif caller is not None:
+            caller.set_exception(_not_here())
 
     def put(self, token: bytes, letter: Letter) -> None:
-        """Take a letter: an ask; without content, the wish for the first outcome."""
-        seat = self._seat_of(token)
-        if seat is None or not seat.is_present:
-            if letter.outcome is not None:
-                error = MemberDiedError("the host has counted this member as dead")
-                letter.outcome.set_exception(error)
-        else:
-            if letter.outcome is not None:  # it has made no lane to the agent of its node
-                seat.agent = None
-            seat.is_waiting = seat.agent is not None
-            if letter.body is None:
-                seat.outcome = letter.outcome
-            else:
-                seat.letters.append(letter)
+        """Take an ask that came through Ray."""
+        seat = self._by_token.get(token)
+        if seat is not None:
+            seat.receive(letter)
+        elif letter.caller is not None:
+            letter.caller.set_exception(_not_here())
 
-    def lose(self, token: bytes, why: str) -> None:
-        """Count a member as dead."""
-        seat = self._seat_of(token)
-        if seat is not None and seat.is_present:
-            self._lose(seat, f"{seat.who}: {why}")
+    def lose(self, token: bytes, why: MemberDiedError) -> None:
+        """Count a member as dead; or a process as one that does not want to be one any more."""
+        for entry in [entry for entry in self._entries if entry.token == token]:
+            self._entries.remove(entry)
+            entry.end(why)
+        seat = self._by_token.get(token)
+        if seat is not None and seat.look():  # it may have left before
+            self._hear(seat)
+        if seat is not None:
+            self._lose(seat, why)
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have not joined."""
+        there = {seat.rank for seat in self._by_token.values() if seat.state is not State.ENTERING}
+        return [rank for rank in range(self._size) if rank not in there]
+
+    def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
+        """Return the body of an outcome, and its weights.
+
+        Raises:
+            KeyError: If it is no longer kept.
+        """
+        for kept in self._kept:
+            if kept.number == number:
+                return kept.body, kept.weights.buffer
+        raise KeyError(f"outcome {number} is no longer kept")
+
+
+def _not_here() -> MemberDiedError:
+    return MemberDiedError("the host has counted this member as dead")
 
 
 @functools.lru_cache(maxsize=16)

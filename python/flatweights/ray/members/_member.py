@@ -22,20 +22,27 @@ from flatweights._layout import Layout
 from flatweights._numbers import as_integer, check_count
 from flatweights._sources import Template, check_flat_weights
 from flatweights._weights import sealed
+from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round
 from flatweights.ray._variables import Variables
 from flatweights.ray.lanes._member_lane import HostDiedError
 from flatweights.ray.members._asks import Ask, MemberError, Outcome
 from flatweights.ray.members._host_end import HostEnd, enter
+from flatweights.ray.members._meeting import Ticket
 from flatweights.ray.members._train import train_worker
 from flatweights.ray.nodes._plan import Sums, check_sums
-from flatweights.ray.peers._wait import check_timeout
+from flatweights.ray.peers._wait import check_timeout, seconds_left
 from flatweights.robust import AnyRule, Rule
 
 Model = TypeVar("Model")
 
 
+class NotInTrainError(TypeError):
+    """`join` was called without a ``size``, in a process that is no worker of Ray Train."""
+
+
 _RETRY = 0.05  # seconds between two tries to find the host of a meeting
+_MOST_TOLD = 200  # characters
 _RESTART = 10.0  # seconds in which another host may take the place of one that has ended
 
 
@@ -89,11 +96,14 @@ def join(
         raise RuntimeError("join: Ray is not initialized in this process: call ray.init() first")
     end = None if check_timeout(timeout) is None else time.monotonic() + (timeout or 0.0)
     if name is None and rank is None and size is None:
-        worker = train_worker()
+        worker = train_worker(seconds_left(end))
         if worker is not None:
             name, rank, size = worker
     if size is None:
-        raise TypeError("size: expected how many members there are, got None")
+        raise NotInTrainError(
+            "size: expected how many members there are, got None; only in a worker of Ray Train "
+            "it may be left out"
+        )
     size = check_count(size, "size")
     if rank is not None:
         rank = _check_rank(rank, size, "rank")
@@ -104,21 +114,19 @@ def join(
     give_up = time.monotonic() + _RESTART
     while True:
         try:
-            host, ticket, outcome = enter(name, rank, size, sums, timeout, end)
+            return Member(name, *enter(name, rank, size, sums, timeout, end))
         except (ray.exceptions.RayActorError, HostDiedError) as error:
             # Perhaps it was the host of an earlier meeting of this name, which was about to end.
             if time.monotonic() >= give_up:
                 raise MemberError(f"meeting {name!r}: its host has ended: {error}") from None
             time.sleep(_RETRY)
-        else:
-            return Member(name, ticket.rank, outcome, host)
 
 
 class Member:
     """A process that takes part in averages with others; `join` makes it.
 
     All members make the same calls in the same order: the n-th call of one meets the n-th of the
-    others. Where one calls something else, or with another layout, all of them raise `ValueError`,
+    others. Where one calls something else, or with another layout, all raise `CallsDifferError`,
     and nothing is averaged.
 
     A member that dies is left out, at once. Whether the others go on is up to ``min_results``: if
@@ -135,13 +143,13 @@ class Member:
         size: How many have joined.
     """
 
-    def __init__(self, name: str, rank: int, outcome: Outcome, host: HostEnd) -> None:
+    def __init__(self, name: str, host: HostEnd, ticket: Ticket, outcome: Outcome) -> None:
         """Take what `join` has found; not for users."""
         self.name = name
-        self.rank = rank
+        self.rank = ticket.rank
         self.size = outcome.size
         self._ranks = outcome.ranks
-        self._before = outcome.before
+        self._seat = ticket.seat
         self._host = host
         self._turn = threading.Lock()
         self._over: str = ""
@@ -187,11 +195,13 @@ class Member:
 
         Raises:
             WorkerError: If fewer than ``min_results`` ranks take part, in all members alike.
-            ValueError: If members call different things; if an argument is out of range; or NaN or
-                infinity were found, and ``nonfinite="raise"``.
+            CallsDifferError: If members call different things.
+            ValueError: If an argument is out of range; or if NaN or infinity were found, and
+                ``nonfinite="raise"``.
             TypeError: If ``weights`` or ``out`` are of no kind that is averaged.
             MemberError: If the host has ended, or this member has left.
         """
+        self._check_process()
         template = Template.of(weights, "weights")
         parts = template.read(weights, "weights")
         targets = None if out is None else _targets(template, out)
@@ -233,6 +243,7 @@ class Member:
         Raises:
             Exception: As `average`; the variables are as they were.
         """
+        self._check_process()
         layout = variables.layout
         check_flat_weights(layout, "variables")
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule)
@@ -254,10 +265,11 @@ class Member:
 
         Raises:
             WorkerError: If the root has died or is late.
-            ValueError: If members call different things, or have different layouts.
+            CallsDifferError: If members call different things, or have different layouts.
             TypeError: If ``weights`` are of no such kind.
             MemberError: As `average`.
         """
+        self._check_process()
         if not isinstance(weights, (Mapping, Sequence)):  # of bare arrays, integers have no mean
             return self.broadcast([weights], root, timeout=timeout)[0]
         template = Template.of(weights, "weights")
@@ -291,6 +303,7 @@ class Member:
         Raises:
             Exception: As `broadcast`; the variables are as they were.
         """
+        self._check_process()
         layout = variables.layout
         ask = self._ask(layout, 1.0, timeout, None, "propagate", root)
         with self._call() as host:
@@ -305,6 +318,7 @@ class Member:
 
     def leave(self) -> None:
         """Leave the meeting: the others go on without this member, and nothing counts as failed."""
+        self._check_process()
         with self._turn:
             if not self._over:
                 self._over = "this member has left the meeting"
@@ -325,8 +339,8 @@ class Member:
         """Leave; after an error, the others see a member that has died."""
         if error is None:
             self.leave()
-        else:
-            self._break_off(f"this member ended with {type(error).__name__}")
+        elif self._process == os.getpid():
+            self._break_off(f"this member ended with {type(error).__name__}", error)
 
     def __repr__(self) -> str:
         """Return name, rank and size."""
@@ -372,8 +386,6 @@ class Member:
         """Run one call; whatever breaks it off ends this member."""
         _check_thread()
         with self._turn:
-            if self._process != os.getpid():
-                raise MemberError("this process is a fork of the member's: it has to join itself")
             if self._over:
                 raise MemberError(f"meeting {self.name!r}: {self._over}")
             self._host.is_asking = False
@@ -387,12 +399,18 @@ class Member:
                 raise MemberError(f"meeting {self.name!r}: {self._over}") from error
             except BaseException as error:
                 if self._host.is_asking:  # the outcome, when it comes, would be taken for another
-                    self._break_off(f"a call was broken off by {type(error).__name__}")
+                    self._break_off(f"a call was broken off by {type(error).__name__}", error)
                 raise
 
-    def _break_off(self, why: str) -> None:
+    def _check_process(self) -> None:
+        """Raise in a fork of the member's process: before any lock, which it may have inherited."""
+        if self._process != os.getpid():
+            raise MemberError("this process is a fork of the member's: it has to join itself")
+
+    def _break_off(self, why: str, error: BaseException | None = None) -> None:
         self._over = self._over or why
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            self._host.close("" if error is None else _line_of(error))
 
     def _note(self, outcome: Outcome) -> None:
         self._ranks = outcome.ranks
@@ -400,7 +418,7 @@ class Member:
     def _round(self, outcome: Outcome, weights: Any) -> Round:
         self._note(outcome)
         result = Round(weights, *outcome.facts)
-        if outcome.number <= self._before:  # the call of another process that had this rank
+        if self._seat not in outcome.seats:  # it is of a call that this member did not take part in
             result.failed.pop(self.rank, None)
             result.late = tuple(sorted({*result.late, self.rank}))
         return result
@@ -410,6 +428,13 @@ def _close(host: HostEnd, process: int) -> None:
     """Close ``host``, unless this is a fork of its process."""
     if process == os.getpid():
         host.close()
+
+
+def _line_of(error: BaseException) -> str:
+    """Return what others are told of an error that a member has left with."""
+    if isinstance(error, Exception):
+        return reason_in_a_line(error)[:_MOST_TOLD]
+    return type(error).__name__
 
 
 def _name_of(rule: Rule) -> str:

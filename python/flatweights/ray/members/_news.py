@@ -36,6 +36,10 @@ class News:
 
     def ask(self, method: Callable[..., Any], *args: Any) -> Any:
         """Return what ``method`` returns in the thread, or raise what it raises."""
+        return self.asked(method, *args).result()
+
+    def asked(self, method: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Have the thread call ``method``; return where what it returns or raises will be."""
         done: Future[Any] = Future()
 
         def call() -> None:
@@ -45,7 +49,7 @@ class News:
                 done.set_exception(error)
 
         self.tell(call)
-        return done.result()
+        return done
 
     def watch(self, ref: Any, lost: Callable[[str], object]) -> None:
         """Make the thread call ``lost`` with the reason, if the process that makes ``ref`` dies."""

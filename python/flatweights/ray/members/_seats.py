@@ -1,7 +1,26 @@
-"""The record of one member, and what a meeting waits for: its next ask."""
+"""The record of one member, from its entry to its end; and what it asks for.
+
+A seat is one process, not a rank: a process that takes the rank of a dead one has its own seat,
+and an ask belongs to the seat that made it. The states of a seat:
+
+| state | the member | what ends it |
+| --- | --- | --- |
+| `ENTERING` | has a ticket, and is making its lane | `attach` or `expect`: `READY` |
+| `READY` | waits for its first outcome | `tell`: `WORKING` |
+| `WORKING` | has the outcome `has`; its next ask is waited for | `look` finds an ask: `ASKING` |
+| `ASKING` | has asked, and waits for the outcome | `tell`: `WORKING`; `leave`: `LEFT` |
+| `LEFT` | has said that it leaves | nothing |
+| `DEAD` | has ended in another way: `die`, from each of the first four | nothing |
+
+One thread, that of the meeting or of the branch, calls these methods; no other thread reads a seat.
+A member is watched in each of the first four states: the socket of its lane closes, and it owns the
+result of a call (`Host.stay`), whose death Ray reports. Until then nobody else gets its rank;
+afterwards another process gets it at once.
+"""
 
 from __future__ import annotations
 
+import enum
 import functools
 import pickle
 import time
@@ -23,11 +42,12 @@ from flatweights.ray.lanes._driver_lane import DriverLane
 from flatweights.ray.lanes._message import Message, buffer_message
 from flatweights.ray.lanes._protocol import COMMAND, NUMBER
 from flatweights.ray.lanes._windows import Windows
-from flatweights.ray.members._asks import Ask, MemberDiedError, remember
+from flatweights.ray.members._asks import Ask, MemberDiedError, end_of, remember
 from flatweights.ray.members._news import News
 from flatweights.ray.peers._by_agent import AgentEnd
 from flatweights.ray.peers._contract import Answer
 from flatweights.ray.peers._summary import Summary
+from flatweights.ray.peers._wait import Deadline
 
 SLICE = 1.0  # seconds between two looks at what rings no bell
 
@@ -35,9 +55,9 @@ SLICE = 1.0  # seconds between two looks at what rings no bell
 class Letter(NamedTuple):
     """An ask that came through Ray: its body, its buffer, and where its caller waits."""
 
-    body: bytes | None
+    body: bytes
     buffer: NDArray[np.uint8] | Away | None
-    outcome: Future[Any] | None
+    caller: Future[Any] | None
 
 
 class Away(NamedTuple):
@@ -50,138 +70,204 @@ class Away(NamedTuple):
     spoiled: Exception | None
 
 
-@dataclass
+class State(enum.Enum):
+    """What a member does; see the table above."""
+
+    ENTERING = enum.auto()
+    READY = enum.auto()
+    WORKING = enum.auto()
+    ASKING = enum.auto()
+    LEFT = enum.auto()
+    DEAD = enum.auto()
+
+
+@dataclass(eq=False)
 class Seat:
-    """All that the host knows of the member of one rank.
+    """All that a host, or a branch, knows of one member.
 
     Attributes:
-        rank: The rank.
+        rank: Its rank.
         who: The process, as errors name it.
-        token: That of its ticket.
-        lane: The lane to it; None, if it calls through Ray.
-        has: The number of the last outcome that it was given; None before the first.
-        gone: Why it does not take part any more; None while it does.
-        left: Whether it has left.
-        answer: What the host waits for: its next ask.
-        letters: Asks of its that came through Ray.
-        outcome: What its call through Ray waits for.
-        layouts: Those that its asks have brought, by digest.
+        token: What it is recognised by.
+        number: Counts the seats of a meeting, from 1.
         agent: The agent of its node, if that has the lane to it.
-        is_waiting: Whether a call through that agent waits for an outcome.
+        over: Where its call of `Host.stay` waits for its end.
+        state: What it does.
+        lane: The lane to it; None, if it calls through Ray.
+        has: The number of the last outcome that it was told; 0 after the first.
+        answer: Its ask, while it is `ASKING`.
+        why: How it has ended, if that was seen, and it has not left.
     """
 
     rank: int
     who: str
     token: bytes
-    lane: DriverLane | None = None
-    has: int | None = None
-    gone: Exception | None = None
-    left: bool = False
-    answer: SeatAnswer | None = None
-    letters: deque[Letter] = field(default_factory=deque)
-    outcome: Future[Any] | None = None
-    layouts: dict[str, Layout] = field(default_factory=dict)
+    number: int = 0
     agent: AgentEnd | None = None
-    is_waiting: bool = False
+    over: Future[None] | None = None
+    state: State = State.ENTERING
+    lane: DriverLane | None = None
+    has: int = 0
+    answer: SeatAnswer | None = None
+    why: MemberDiedError | None = None
+    _letters: deque[Letter] = field(default_factory=deque)
+    _caller: Future[Any] | None = None  # where its call through Ray waits
+    _layouts: dict[str, Layout] = field(default_factory=dict)  # those it has sent, by digest
 
     @property
     def is_present(self) -> bool:
-        """Whether it is alive and has not left."""
-        return self.gone is None and not self.left
+        """Whether it takes part: it is alive, and has not left."""
+        return self.state not in (State.LEFT, State.DEAD)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether it can be given an outcome."""
-        can_be_told = self.lane is not None or self.outcome is not None or self.is_waiting
-        return self.is_present and can_be_told
+    def attach(self, lane: DriverLane) -> None:
+        """Take the lane to it: it is ready for its first outcome."""
+        self.lane, self.state = lane, State.READY
+
+    def expect(self, caller: Future[Any] | None) -> None:
+        """Note that it waits for its first outcome: in a call through Ray, or at its branch."""
+        self._caller, self.state = caller, State.READY
+        if caller is not None:
+            self.agent = None
+
+    def receive(self, letter: Letter) -> None:
+        """Take an ask that came through Ray; `look` reads it."""
+        self._letters.append(letter)
+
+    def look(self) -> bool:
+        """Read what the member has sent; return whether there is an ask, or it was seen to end."""
+        if self.state is State.WORKING:
+            try:
+                self._read()
+            except Exception as error:  # it died while it sent a window, or sends nonsense
+                why = f"{type(error).__name__}: {error}"
+                self.why = MemberDiedError(f"{self.who}: its call could not be read: {why}")
+            if self.answer is not None or self.why is not None:
+                return True
+        if self.lane is None or not self.lane.is_closed or not self.is_present:
+            return False
+        self.why = end_of(self.who, self.lane.parting)
+        return True
+
+    def tell(self, number: int) -> Future[Any] | None:
+        """Note that it is told outcome ``number``; return where its call through Ray waits."""
+        self.has, self.state = number, State.WORKING
+        self._drop_ask()
+        caller, self._caller = self._caller, None
+        return caller
+
+    def leave(self) -> None:
+        """Note that it has said that it leaves."""
+        self._end(State.LEFT)
+
+    def die(self, why: MemberDiedError) -> None:
+        """Note that it has ended otherwise; its ask goes with it."""
+        self.why = why
+        self._end(State.DEAD)
+
+    def _end(self, state: State) -> None:
+        self.state = state
+        self._drop_ask()
+        self._letters.clear()
+        if self._caller is not None and not self._caller.done():
+            self._caller.set_exception(self.why or MemberDiedError("this member has left"))
+        self._caller = None
+        if self.over is not None and not self.over.done():
+            self.over.set_result(None)
+
+    def _drop_ask(self) -> None:
+        if self.answer is not None:
+            self.answer.let_go()
+            self.answer = None
+
+    def _read(self) -> None:
+        """Read the ask, if it has come."""
+        lane = self.lane
+        body: bytes | None = None
+        buffer: Any = None
+        if lane is not None and lane.is_answered:
+            body, buffers = lane.take()[1]
+            buffer = buffers[0] if buffers else None
+        if self._letters and (lane is None or body == b""):
+            body, buffer, self._caller = self._letters.popleft()
+        if body is None:
+            return
+        ask, pickled = _ask_in(body)
+        if pickled is not None:
+            sent = unpickle_layout(pickled)
+            remember(self._layouts, sent.digest, sent)
+        layout = None if ask.digest is None else self._layouts[ask.digest]
+        self.answer = SeatAnswer(self, ask, body, layout, buffer)
+        self.state = State.ASKING
+
+
+def wait_for(seats: Sequence[Seat], news: News, timeout: float | None, enough: int) -> list[Seat]:
+    """Return those of ``seats`` that have asked or ended since; sooner, if there is news.
+
+    Args:
+        seats: Those that are present.
+        news: What other threads have this one do.
+        timeout: Seconds to wait; for ever, if None.
+        enough: How many asks are worth waiting for. Asks that have a timeout, and ends, are told
+            at once.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    heard: dict[Seat, None] = {}
+    while True:
+        for seat in seats:
+            if seat not in heard and seat.look():
+                heard[seat] = None
+        left = SLICE if end is None else min(SLICE, end - time.monotonic())
+        if len(heard) >= enough or left <= 0 or news or any(map(_is_urgent, heard)):
+            return [*heard]
+        # Before its first outcome a member asks for nothing, but its mailbox looks answered.
+        lanes = [one.lane for one in seats if one.state is State.WORKING and one.lane is not None]
+        # All but the last are read while that member still works.
+        news.lanes.wait(lanes, left, max(1, enough - len(heard) - 1))
+
+
+def _is_urgent(seat: Seat) -> bool:
+    """Whether the wait for others ends at once."""
+    if seat.why is not None or seat.answer is None:
+        return True
+    ask = seat.answer.ask
+    return ask.timeout is not None or ask.operation == "leave"
 
 
 class SeatAnswer(Answer):
-    """What the host waits for: the next ask of a member, or news that came through Ray.
+    """The ask of a member, as what a round averages.
 
     Attributes:
-        seat: The member; None for news.
-        ask: The ask, once it has come.
+        seat: The member.
+        ask: The ask.
         body: The ask as it came.
         away: What stands for weights that stay on their node.
-        error: Why no ask comes any more: the member has died.
+        deadline: When others that have not asked are late.
     """
 
     is_in_store = False  # a letter's array is there while the call that brought it runs
 
-    def __init__(self, news: News, seat: Seat | None = None) -> None:
-        """Wait for the next ask of ``seat``; without one, for ``news``."""
+    def __init__(
+        self, seat: Seat, ask: Ask, body: bytes, layout: Layout | None, buffer: Any
+    ) -> None:
+        """Take the ask of ``seat``, and the layout and the buffer that it names."""
         self.seat = seat
-        self.ask: Ask | None = None
-        self.body = b""
+        self.ask = ask
+        self.body = body
         self.away: Away | None = None
-        self._layout: Layout | None = None
-        self._news = news
+        self.deadline = Deadline.after(ask.timeout)
+        self._layout = layout
         self._value: Packed | None = None
-        self.error: Exception | None = None
+        if isinstance(buffer, Away):
+            self.away = buffer
+        elif layout is not None and ask.root in (None, seat.rank):
+            self._value = Packed(as_array(buffer), layout)
 
     @classmethod
     def wait(
         cls, answers: Sequence[SeatAnswer], timeout: float | None, enough: int = 1
     ) -> list[SeatAnswer]:
-        """Return those that are there."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while True:
-            there = [answer for answer in answers if answer.is_there()]
-            left = SLICE if end is None else min(SLICE, end - time.monotonic())
-            if len(there) >= enough or left <= 0 or any(one.is_urgent for one in there):
-                return there
-            missing = {*answers}.difference(there)
-            # A member that has no outcome yet asks for nothing: its mailbox looks answered.
-            seats = [one.seat for one in missing if one.seat and one.seat.has is not None]
-            lanes = [seat.lane for seat in seats if seat.lane]
-            # All but the last are read while that member still works.
-            answers[0]._news.lanes.wait(lanes, left, max(1, enough - len(there) - 1))
-
-    def is_there(self) -> bool:
-        """Whether there is something to take; an ask that has come is read at once."""
-        if self.seat is None:
-            return bool(self._news)
-        if self.ask is None and self.error is None:
-            try:
-                self._read(self.seat)
-            except Exception as error:  # it died while it sent a window, or sends nonsense
-                why = f"{type(error).__name__}: {error}"
-                self.error = MemberDiedError(f"{self.seat.who}: its call could not be read: {why}")
-        return self.ask is not None or self.error is not None
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether the wait for others ends at once."""
-        return self.ask is None or self.ask.timeout is not None or self.ask.operation == "leave"
-
-    def _read(self, seat: Seat) -> None:
-        """Read the ask, if it has come."""
-        lane = seat.lane
-        body: bytes | None = None
-        buffer: Any = None
-        if seat.gone is not None:
-            self.error = seat.gone
-        elif lane is not None and lane.is_answered and seat.has is not None:
-            body, buffers = lane.take()[1]
-            buffer = buffers[0] if buffers else None
-        elif lane is not None and lane.is_closed:
-            self.error = MemberDiedError(f"{seat.who} has ended without leave()")
-        if seat.letters and (lane is None or body == b""):
-            body, buffer, seat.outcome = seat.letters.popleft()
-        if body is None:
-            return
-        asked, layout = _ask_in(body)
-        if layout is not None:
-            known = unpickle_layout(layout)
-            remember(seat.layouts, known.digest, known)
-        if asked.digest is not None:
-            self._layout = seat.layouts[asked.digest]
-        if isinstance(buffer, Away):
-            self.away = buffer
-        elif self._layout is not None and asked.root in (None, seat.rank):
-            self._value = Packed(as_array(buffer), self._layout)
-        self.ask, self.body = asked, body
+        """Return all: they have come."""
+        return [*answers]
 
     @property
     def layout(self) -> Layout:
@@ -191,8 +277,6 @@ class SeatAnswer(Answer):
 
     def take(self) -> Any:
         """Return the weights; a summary of them, if they are to stay with `agent`."""
-        if self.error is not None:
-            raise self.error
         if self.agent is not None and self.away is not None:
             template = Template(Kind.FLAT_WEIGHTS, self.layout)
             return Summary(template, spoiled=self.away.spoiled, nbytes=self.layout.nbytes)
@@ -202,7 +286,6 @@ class SeatAnswer(Answer):
     def packed(self) -> Packed | None:
         """Return the weights without views of their parts; they are fetched if they are away."""
         if self._value is None and self.away is not None:
-            assert self.seat is not None
             assert self.seat.agent is not None
             buffer = ray.get(self.seat.agent.handle.give.remote(self.seat.rank))
             self._value = Packed(buffer, self.layout)

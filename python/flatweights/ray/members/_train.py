@@ -1,7 +1,12 @@
 """The worker of Ray Train that this process is, if it is one."""
 
 import secrets
+import threading
+from concurrent.futures import Future
 from typing import Any, NamedTuple
+
+_lock = threading.Lock()
+_pending: Future[str] | None = None
 
 
 class TrainWorker(NamedTuple):
@@ -18,8 +23,15 @@ class TrainWorker(NamedTuple):
     size: int
 
 
-def train_worker() -> TrainWorker | None:
-    """Return the worker of Ray Train that this process is; None if it is none."""
+def train_worker(timeout: float | None) -> TrainWorker | None:
+    """Return the worker of Ray Train that this process is; None if it is none.
+
+    Args:
+        timeout: Seconds to wait for the other workers; for ever, if None.
+
+    Raises:
+        TimeoutError: If not all of them have come in time.
+    """
     try:
         import ray.train
     except ImportError:  # it needs packages that Ray alone does not
@@ -31,14 +43,45 @@ def train_worker() -> TrainWorker | None:
         return None
     if rank is None or size is None:
         return None
-    return TrainWorker(f"train-{_attempt(context)}", rank, size)
+    return TrainWorker(f"train-{_attempt(context, size, timeout)}", rank, size)
 
 
-def _attempt(context: Any) -> str:
+def _attempt(context: Any, size: int, timeout: float | None) -> str:
     """Return what all workers of this attempt have in common, and no other attempt has."""
+    global _pending
     try:
         from ray.train.collective import broadcast_from_rank_zero
     except ImportError:  # before Ray 2.50
         return f"{context.get_experiment_name()}-{context.get_trial_id()}"
-    token: str = broadcast_from_rank_zero(secrets.token_hex(8))
+    with _lock:
+        # It has no timeout, and counts its callers: one that gave up is not to call it again.
+        if _pending is None:
+            _pending = _in_thread(broadcast_from_rank_zero, secrets.token_hex(8))
+        pending = _pending
+    try:
+        token: str = pending.result(timeout)
+    except TimeoutError:
+        if pending.done():  # it is what the call itself raised
+            raise
+        raise TimeoutError(
+            f"join: expected all {size} workers of Ray Train to call it in {timeout} s"
+        ) from None
+    finally:
+        with _lock:
+            if _pending is pending and pending.done():
+                _pending = None
     return token
+
+
+def _in_thread(function: Any, *args: Any) -> Future[Any]:
+    """Call ``function`` in a thread that nobody waits for at the end of the process."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(function(*args))
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="flatweights-train", daemon=True).start()
+    return done

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,6 +136,26 @@ class Deadline(NamedTuple):
         return cls(seconds, None if seconds is None else time.monotonic() + seconds)
 
 
+class _NoAnswer(Answer):
+    """In place of an answer that nobody waits for any more."""
+
+    is_in_store = False
+
+    @classmethod
+    def wait(
+        cls, answers: Sequence[Any], timeout: float | None, enough: int = 1
+    ) -> Sequence[Answer]:
+        """Return none."""
+        return []
+
+    def take(self) -> Any:
+        """Raise: there is no value."""
+        raise LookupError("no answer has come")
+
+    def let_go(self) -> None:
+        """Do nothing."""
+
+
 class Arrivals:
     """The one wait for answers by rank: which ranks have answered, failed, or are late.
 
@@ -147,8 +167,6 @@ class Arrivals:
         late: The ranks that had not answered when the time was up.
         seconds_waited: How long it has waited.
         deadline: When ranks that have not answered are late.
-        listening: Answers that are waited for beside those by rank, and never alone.
-        heard: Those of them that have come.
     """
 
     def __init__(self, deadline: Deadline, answers: Mapping[int, Answer] = {}) -> None:
@@ -165,30 +183,46 @@ class Arrivals:
         self.late: list[int] = []
         self.seconds_waited = 0.0
         self.deadline = deadline
-        self.listening: dict[Answer, None] = {}
-        self.heard: list[Answer] = []
         self._pending: dict[Answer, int] = {}
         for rank, answer in answers.items():
             self.expect(rank, answer)
+
+    @classmethod
+    def over(
+        cls,
+        answers: Mapping[int, Answer],
+        *,
+        failed: Mapping[int, Exception],
+        late: Sequence[int],
+        timeout: float | None,
+        seconds_waited: float,
+    ) -> "Arrivals":
+        """Return a wait that is over.
+
+        Args:
+            answers: Those that have come.
+            failed: By rank, why others have not.
+            late: The ranks whose time was up.
+            timeout: After how many seconds it was.
+            seconds_waited: How long the wait took.
+        """
+        arrivals = cls(Deadline(timeout, None))
+        arrivals.answers = {**answers, **dict.fromkeys([*failed, *late], _NoAnswer())}
+        arrivals.arrived = {*answers}
+        arrivals.failed = {**failed}
+        arrivals.late = sorted(late)
+        arrivals.seconds_waited = seconds_waited
+        return arrivals
 
     def expect(self, rank: int, answer: Answer) -> None:
         """Wait for ``answer``, too."""
         self.answers[rank] = answer
         self._pending[answer] = rank
 
-    def listen(self, answer: Answer) -> None:
-        """Have `wait` end when ``answer`` comes, too, which is then in `heard`."""
-        self.listening[answer] = None
-
     def arrive(self, rank: int, answer: Answer) -> None:
         """Count ``answer``, which has come, as that of a rank."""
         self.answers[rank] = answer
         self.arrived.add(rank)
-
-    def forget(self, rank: int) -> None:
-        """Count ``rank`` as one that was not called."""
-        self._pending.pop(self.answers.pop(rank, None), None)  # type: ignore[arg-type]
-        self.arrived.discard(rank)
 
     @property
     def unanswered(self) -> dict[int, Answer]:
@@ -215,12 +249,7 @@ class Arrivals:
         begin = time.monotonic()
         end = self.deadline.end
         enough = len(self._pending) if all_at_once else 1
-        there = wait_any([*self._pending, *self.listening], end, enough)
-        if self.listening:
-            self.heard += [answer for answer in there if answer in self.listening]
-            there = [answer for answer in there if answer not in self.listening]
-            for answer in self.heard:
-                self.listening.pop(answer, None)
+        there = wait_any([*self._pending], end, enough)
         now = time.monotonic()
         self.seconds_waited += now - begin
         came = sorted(self._pending.pop(answer) for answer in there)

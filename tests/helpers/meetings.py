@@ -1,0 +1,93 @@
+"""A meeting without Ray: its thread and its members are in this process, with real lanes."""
+
+import secrets
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from flatweights.ray.lanes._member_lane import MemberLane
+from flatweights.ray.members._host_end import HostByLane, Pass
+from flatweights.ray.members._meeting import Entry, Meeting, Ticket
+from flatweights.ray.members._member import Member
+from flatweights.ray.nodes._plan import Sums
+
+
+def entry_of(rank: int | None, size: int, sums: Sums = "float64") -> Entry:
+    """Return what a process of this node gives a meeting that wants to be its member."""
+    token, who, now = secrets.token_bytes(16), f"process of rank {rank}", time.monotonic()
+    return Entry(token, rank, size, sums, who, "here", True, now, Future(), Future())
+
+
+def seated(meeting: Meeting, *ranks: int) -> list[tuple[Entry, Ticket]]:
+    """Give ``ranks`` tickets, while no thread runs the meeting."""
+    entries = [entry_of(rank, meeting._size) for rank in ranks]
+    for entry in entries:
+        meeting.enter(entry)
+    meeting._admit()
+    return [(entry, entry.ticket.result()) for entry in entries]
+
+
+class LocalMeeting:
+    """A meeting and the thread that runs it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.meeting = Meeting("local", size, "float64", "here", None)
+        self.thread = threading.Thread(target=self.meeting.run, daemon=True)
+        self.thread.start()
+
+    def enter(self, rank: int | None) -> Entry:
+        """Ask for a ticket."""
+        entry = entry_of(rank, self.size)
+        self.meeting.news.tell(self.meeting.enter, entry)
+        return entry
+
+    def lane(self, entry: Entry) -> MemberLane:
+        """Make the lane that the ticket is for."""
+        ticket = entry.ticket.result()
+        assert ticket.address is not None
+        lane = MemberLane(ticket.address, entry.token)
+        try:
+            self.meeting.news.ask(self.meeting.attach, entry.token, lane.mailbox.nonce)
+        except BaseException:
+            lane.close()
+            raise
+        return lane
+
+    def member(self, entry: Entry, lane: MemberLane) -> Member:
+        """Wait for the first outcome."""
+        host = HostByLane(None, Pass(entry.token, entry.who), lane)
+        return Member("local", host, entry.ticket.result(), host.start(60.0))
+
+    def join(self, rank: int | None = None) -> Member:
+        """Do as `flatweights.ray.join` does."""
+        entry = self.enter(rank)
+        return self.member(entry, self.lane(entry))
+
+    def join_all(self) -> list[Member]:
+        """Return a member for each rank."""
+        entries = [self.enter(rank) for rank in range(self.size)]
+        lanes = [self.lane(entry) for entry in entries]
+        return [self.member(entry, lane) for entry, lane in zip(entries, lanes, strict=True)]
+
+    def lose(self, entry: Entry, why: Any) -> None:
+        """Do as the host does when a process gives up."""
+        self.meeting.news.tell(self.meeting.lose, entry.token, why)
+
+    def wait_until(self, is_true: Any) -> None:
+        """Wait until ``is_true(meeting)``, as the thread of the meeting sees it."""
+        while not self.meeting.news.ask(is_true, self.meeting):
+            time.sleep(0.001)
+
+    def until_asked(self, *ranks: int) -> None:
+        """Wait until the open call consists of the asks of ``ranks``."""
+        self.wait_until(lambda meeting: sorted(s.rank for s in meeting._asking) == sorted(ranks))
+
+
+def kill(member: Member) -> None:
+    """Have the socket of a member close, as the death of its process does."""
+    host = member._host
+    assert isinstance(host, HostByLane)
+    host._lane.connection.shutdown(socket.SHUT_RDWR)

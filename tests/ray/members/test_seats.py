@@ -1,0 +1,301 @@
+"""Members that die, leave, give up and are replaced, at each step of a meeting.
+
+No Ray is started: the host is a thread, the members are others, with lanes between them.
+"""
+
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from meetings import LocalMeeting, kill
+
+from flatweights.ray import MemberDiedError, MemberError, WorkerError
+from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.members._member import Member
+from flatweights.ray.members._seats import State
+
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as made:
+        yield made
+
+
+def mean_of(member: Member, value: float, **options: Any) -> tuple[float, Any]:
+    result = member.average(np.array([value]), **options)
+    return float(result.weights[0]), result
+
+
+def call_all(
+    threads: ThreadPoolExecutor, members: list[Member], values: list[float], **options: Any
+) -> list[tuple[float, Any]]:
+    calls = [
+        threads.submit(mean_of, member, value, **options)
+        for member, value in zip(members, values, strict=True)
+    ]
+    return [call.result(PATIENCE) for call in calls]
+
+
+def finish(local: LocalMeeting, *members: Member) -> None:
+    """Have all leave: the host ends, whatever happened before."""
+    for member in members:
+        member.leave()
+    local.thread.join(PATIENCE)
+    assert not local.thread.is_alive()
+
+
+def test_the_ask_of_a_dead_member_is_dropped_and_its_successor_is_late(
+    threads: ThreadPoolExecutor,
+) -> None:
+    local = LocalMeeting(3)
+    first, second, third = local.join_all()
+    call_all(threads, [first, second, third], [40.0, 50.0, 60.0])
+    asked = threads.submit(mean_of, first, 50.0)
+    local.until_asked(0)
+    kill(first)
+    with pytest.raises(MemberError):
+        asked.result(PATIENCE)
+    again = local.join(0)
+    value, result = mean_of(again, -1000.0)
+    assert (value, result.late) == (50.0, (0,))
+    assert 0 not in result.failed
+    for value, result in call_all(threads, [again, second, third], [10.0, 20.0, 60.0]):
+        assert (value, result.used, result.late) == (30.0, (0, 1, 2), ())
+    finish(local, again, second, third)
+
+
+def test_a_successor_that_works_has_no_part_in_the_call_its_predecessor_died_in(
+    threads: ThreadPoolExecutor,
+) -> None:
+    local = LocalMeeting(3)
+    first, second, third = local.join_all()
+    call_all(threads, [first, second, third], [1.0, 2.0, 3.0])
+    asked = threads.submit(mean_of, first, 50.0)
+    local.until_asked(0)
+    kill(first)
+    with pytest.raises(MemberError):
+        asked.result(PATIENCE)
+    again = local.join(0)
+    assert mean_of(again, 0.0)[0] == 2.0  # and now it works
+    value, result = mean_of(second, 7.0, timeout=0.01, min_results=1)
+    assert (value, result.used, result.late) == (7.0, (1,), (0, 2))
+    assert mean_of(third, 8.0)[0] == 7.0
+    finish(local, again, second, third)
+
+
+def test_a_call_whose_only_askers_have_died_is_not_closed(threads: ThreadPoolExecutor) -> None:
+    local = LocalMeeting(2)
+    first, second = local.join_all()
+    asked = threads.submit(mean_of, first, 1.0, timeout=1e4)
+    local.until_asked(0)
+    kill(first)
+    with pytest.raises(MemberError):
+        asked.result(PATIENCE)
+    local.wait_until(lambda meeting: meeting._seats[0].state is State.DEAD)
+    value, result = mean_of(second, 2.0, min_results=1)
+    assert (value, result.number, list(result.failed)) == (2.0, 1, [0])
+    finish(local, second)
+
+
+def test_an_entry_that_is_given_up_leaves_nothing(threads: ThreadPoolExecutor) -> None:
+    """Between any two steps of `join`, with another process that wants the same rank."""
+    gone = MemberDiedError("it has given up")
+    for steps in range(4):
+        local = LocalMeeting(2)
+        [other_entry] = [local.enter(1)]
+        other_lane = local.lane(other_entry)
+        entry = local.enter(0)
+        lane = local.lane(entry) if steps > 1 else None
+        waits = local.enter(0) if steps == 3 else None
+        if steps:
+            entry.ticket.result(PATIENCE)
+        local.lose(entry, gone)
+        assert entry.over.result(PATIENCE) is None
+        if steps == 1:
+            with pytest.raises(LaneError):
+                local.lane(entry)  # a slow process, whose seat is another's meanwhile
+        retried = waits or local.enter(0)
+        members = [
+            threads.submit(local.member, retried, local.lane(retried)),
+            threads.submit(local.member, other_entry, other_lane),
+        ]
+        first, second = (member.result(PATIENCE) for member in members)
+        assert call_all(threads, [first, second], [1.0, 2.0])[0][0] == 1.5
+        finish(local, first, second)
+        if lane is not None:
+            lane.close()
+
+
+def test_a_meeting_ends_when_all_that_were_joining_have_given_up() -> None:
+    for steps in range(3):
+        local = LocalMeeting(2)
+        entry = local.enter(0)
+        if steps:
+            entry.ticket.result(PATIENCE)
+        lane = local.lane(entry) if steps == 2 else None
+        if lane is None:
+            local.lose(entry, MemberDiedError("it was killed"))
+        else:
+            lane.close()
+        local.thread.join(PATIENCE)
+        assert not local.thread.is_alive()
+
+
+def in_state(
+    local: LocalMeeting, threads: ThreadPoolExecutor, state: State
+) -> tuple[Callable[[], None], Any, Future[Any] | None]:
+    """Bring rank 0 of a meeting of three into ``state``, the other two to work.
+
+    Returns:
+        What kills it, the other two members, and its call.
+    """
+    others = [local.enter(1), local.enter(2)]
+    lanes = [local.lane(entry) for entry in others]
+    if state is State.ENTERING:
+        entry = local.enter(0)
+        entry.ticket.result(PATIENCE)
+
+        def die() -> None:
+            local.lose(entry, MemberDiedError("it was killed"))
+
+        return die, (others, lanes), None
+    if state is State.READY:
+        entry = local.enter(0)
+        lane = local.lane(entry)
+        return lane.close, (others, lanes), None
+    members = [threads.submit(local.member, e, k) for e, k in zip(others, lanes, strict=True)]
+    first = local.join(0)
+    both = [member.result(PATIENCE) for member in members]
+    call_all(threads, [first, *both], [1.0, 2.0, 3.0])
+    if state is State.WORKING:
+        return lambda: kill(first), both, None
+    asked = threads.submit(mean_of, first, 50.0, min_results=1)
+    local.until_asked(0)
+    return lambda: kill(first), both, asked
+
+
+@pytest.mark.parametrize("state", [State.ENTERING, State.READY, State.WORKING, State.ASKING])
+def test_a_death_and_a_successor_in_each_state(threads: ThreadPoolExecutor, state: State) -> None:
+    """The successor comes before or after the death; and the others ask before, between, after."""
+    for events in itertools.permutations(["die", "enter", "ask"]):
+        is_open = state in (State.WORKING, State.ASKING)
+        if not is_open and events[2] != "ask":
+            continue  # nobody asks before all have joined
+        local = LocalMeeting(3)
+        die, others, asked = in_state(local, threads, state)
+        joining: Future[Member] | None = None
+        calls: list[Future[Any]] = []
+        for event in events:
+            if event == "die":
+                die()
+            elif event == "enter":
+                joining = threads.submit(local.join, 0)
+            else:
+                if not is_open:
+                    entries = zip(*others, strict=True)
+                    both = [threads.submit(local.member, *entry) for entry in entries]
+                    others = [member.result(PATIENCE) for member in both]
+                calls = [threads.submit(mean_of, one, 5.0, min_results=1) for one in others]
+        assert joining is not None
+        again, number = joining.result(PATIENCE), 0
+        while number < 1 + is_open:  # until it has the outcome that the others wait for
+            value, result = mean_of(again, -10.0, min_results=1)
+            number = result.number
+        for call in calls:
+            mean, got = call.result(PATIENCE)
+            assert (mean, got.used) == (value, result.used), events
+        # Whoever asks and dies has part in the call, if it is closed before the death is seen.
+        whole = {0.0, 20.0} if state is State.ASKING else {0.0}
+        assert value in {(0, 1, 2): whole, (1, 2): {5.0}}[result.used], events
+        if asked is not None:
+            asked.exception(PATIENCE)
+        finish(local, again, *others)
+
+
+def test_what_leaves_a_with_is_named_in_all_others(
+    threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    local = LocalMeeting(2)
+    first, second = local.join_all()
+    with pytest.raises(RuntimeError, match="bug"), second:
+        raise RuntimeError("my own bug")
+    with (
+        caplog.at_level(logging.WARNING, "flatweights"),
+        pytest.raises(WorkerError, match=r"^rank 1 left with RuntimeError: my own bug") as info,
+        first,
+    ):
+        first.average(np.ones(1))
+    assert isinstance(info.value.failed[1], MemberDiedError)
+    local.thread.join(PATIENCE)
+    told = [record.message for record in caplog.records if "rank" in record.message]
+    assert told == [
+        "meeting 'local': rank 1 left with RuntimeError: my own bug (process of rank 1)"
+    ]
+
+
+def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
+    local = LocalMeeting(2)
+    first, second = local.join_all()
+
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    second._host._lane.outcome = interrupt  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        second.average(np.ones(1))
+    local.wait_until(lambda meeting: meeting._seats[1].state is State.DEAD)
+    with pytest.raises(WorkerError, match=r"^rank 1 left with KeyboardInterrupt"):
+        first.average(np.ones(1))
+    finish(local, first)
+
+
+def test_members_that_end_with_their_training_are_no_deaths(
+    threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    local = LocalMeeting(2)
+    members = local.join_all()
+    with caplog.at_level(logging.WARNING, "flatweights"):
+        call_all(threads, members, [1.0, 2.0])
+        for member in members:
+            kill(member)
+        local.thread.join(PATIENCE)
+    assert not caplog.records
+
+
+def test_all_calls_of_a_member_are_refused_in_a_fork(threads: ThreadPoolExecutor) -> None:
+    local = LocalMeeting(2)
+    first, second = local.join_all()
+    asked = threads.submit(mean_of, first, 1.0)  # so a thread that no fork has holds the lock
+    local.until_asked(0)
+    weights = np.ones(1)
+    calls: list[Callable[[], Any]] = [
+        lambda: first.average(weights),
+        lambda: first.average_variables(None),  # type: ignore[arg-type]
+        lambda: first.broadcast(weights),
+        lambda: first.broadcast_variables(None),  # type: ignore[arg-type]
+        first.leave,
+        lambda: first.__exit__(None, None, None),
+    ]
+    child = os.fork()
+    if child == 0:
+        texts = set()
+        for call in calls:
+            try:
+                call()
+            except MemberError as error:
+                texts.add(str(error))
+        first.__exit__(KeyError, KeyError(), None)
+        os._exit(
+            0 if texts == {"this process is a fork of the member's: it has to join itself"} else 1
+        )
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert mean_of(second, 2.0)[0] == 1.5
+    assert asked.result(PATIENCE)[0] == 1.5
+    finish(local, first, second)
