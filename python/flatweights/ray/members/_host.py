@@ -12,6 +12,7 @@ import asyncio
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -36,7 +37,9 @@ class Host:
         os.environ.pop("OMP_NUM_THREADS", None)
         context = ray.get_runtime_context()
         self._meeting = Meeting(name, size, sums, context.get_node_id(), context.current_actor)
-        self._ends: dict[bytes, Future[None]] = {}  # of members, until they enter
+        # By member, done at its end. Ray may begin its first calls in any order.
+        self._ends: dict[bytes, Future[None]] = defaultdict(Future)
+        self._entered: set[bytes] = set()  # those whose end is the meeting's to say
         self._watches: set[asyncio.Task[None]] = set()  # the loop itself holds them weakly
         self._running = 0  # exchanges that have not returned; the thread below reads it
         thread = threading.Thread(target=self._serve, args=[context.current_actor], daemon=True)
@@ -45,8 +48,7 @@ class Host:
 
     async def stay(self, token: bytes) -> None:
         """Return when a member is gone: its process owns the result, so Ray says if it dies."""
-        end = self._ends[token] = Future()
-        await asyncio.wrap_future(end)
+        await asyncio.wrap_future(self._ends[token])
 
     async def enter(
         self,
@@ -74,12 +76,17 @@ class Host:
         Raises:
             ValueError: If ``size`` or ``sums`` is not that of the meeting, or ``rank`` is taken or
                 too large.
+            MemberDiedError: If the process has given up already.
         """
+        over = self._ends[token]
+        if over.done():
+            raise MemberDiedError(f"{who} has given up to join")
+        self._entered.add(token)
         watch = asyncio.create_task(self._watch(token, who, stays[0]))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
         ticket: Future[Ticket] = Future()
-        now, over = time.monotonic(), self._ends.pop(token)
+        now = time.monotonic()
         entry = Entry(token, rank, size, sums, who, node, wants_lane, now, ticket, over)
         self._meeting.news.tell(self._meeting.enter, entry)
         return await asyncio.wrap_future(ticket)
@@ -130,9 +137,8 @@ class Host:
 
     async def lose(self, token: bytes, why: MemberDiedError) -> None:
         """Count a member as dead that has dropped its end, or gives up to enter."""
-        end = self._ends.pop(token, None)
-        if end is not None:
-            end.set_result(None)
+        if token not in self._entered and not self._ends[token].done():
+            self._ends[token].set_result(None)
         self._meeting.news.tell(self._meeting.lose, token, why)
 
     async def absent(self) -> list[int]:
