@@ -423,9 +423,14 @@ def test_a_host_has_few_threads_however_many_members_there_are(puppets: Puppets)
 
 
 def test_join_names_the_ranks_that_are_missing(puppets: Puppets) -> None:
-    [puppet] = puppets.idle(1)
-    with pytest.raises(TimeoutError, match=r"expected 3 members in 0.5 s; missing ranks: 0, 2"):
-        ray.get(puppet.join.remote(next(NAMES), rank=1, size=3, timeout=0.5))
+    first, second = puppets.idle(2)
+    name = next(NAMES)
+    first.join.remote(name, rank=1, size=3, timeout=60.0)
+    while (host := host_of(name)) is None or ray.get(host.absent.remote()) != [0, 2]:
+        time.sleep(0.05)
+    with pytest.raises(TimeoutError, match=r"expected 3 members in 0.5 s; missing ranks: 2"):
+        ray.get(second.join.remote(name, rank=0, size=3, timeout=0.5))
+    ray.kill(first)
 
 
 def test_wrong_arguments_raise_before_anything_is_sent(puppets: Puppets) -> None:
