@@ -19,6 +19,7 @@ BENCHES = (
     "variables",
     "exchange",
     "members",
+    "publish",
     "fit",
     "contention",
     "wire",

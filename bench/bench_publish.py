@@ -1,0 +1,254 @@
+"""Newest weights for processes that act: memory that all map, beside an actor that holds them.
+
+``python -m bench.bench_publish [--quick] [--json FILE] [--plot FILE]``
+
+The driver publishes again and again; readers, each an actor with the model's variables, ask for
+something new in a loop, as between two steps of an environment. Timed in the readers: asking when
+there is nothing new, and taking something new until the variables are set. All ways take turns.
+
+- "an actor's references": what RLlib does. An actor holds version and reference; a reader calls
+  ``pull_if_newer(version)``, gets the dict of arrays, and assigns each variable.
+- "one vector through Ray's store": the same, with one flat vector that `set_flat` reads in place.
+
+Timed in the driver: publishing, and a step of NumPy with and without a reader that asks all the
+time. The limit of an update is that of reading and writing the model once for each reader.
+"""
+
+import os
+import time
+from argparse import Namespace
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import ray
+
+from bench import machine, models, runner
+from bench.bench_exchange import start_ray
+from flatweights.ray import Publisher, Subscriber
+from flatweights.tensorflow import TensorFlowVariables
+
+ACTOR, VECTOR = "an actor's references", "one vector through Ray's store"
+WAYS = (runner.OURS, ACTOR, VECTOR)
+_TURNS = 4
+_PAUSE = 1e-3  # seconds between two questions: a step of an environment
+
+
+def variables_of(shapes: models.Shapes, seed: int) -> TensorFlowVariables:
+    """Return the variables of a model."""
+    import tensorflow as tf
+
+    values = models.random_parts(shapes, seed=seed)
+    return TensorFlowVariables([tf.Variable(v, name=f"v{i}") for i, v in enumerate(values)])
+
+
+class Holder:
+    """Holds the newest reference and its version."""
+
+    def __init__(self) -> None:
+        """Hold nothing."""
+        self.held: tuple[int, list[Any]] = (0, [])
+
+    def put(self, version: int, refs: list[Any]) -> None:
+        """Hold another one."""
+        self.held = version, refs
+
+    def pull_if_newer(self, version: int) -> Any:
+        """Return version and reference if there is something newer."""
+        return self.held if self.held[0] > version else None
+
+
+class Reader:
+    """Has the variables of a model, and sets them to what is new."""
+
+    def __init__(self, name: str, shapes: models.Shapes, holders: dict[str, Any]) -> None:
+        """Make the variables."""
+        self.variables = variables_of(shapes, seed=1)
+        self.subscriber = Subscriber(name, self.variables)
+        self.holders = holders
+        self.versions = dict.fromkeys(WAYS, 0)
+
+    def ask(self, way: str) -> bool:
+        """Set the variables if there is something new; return whether there was."""
+        if way == runner.OURS:
+            return self.subscriber.update()
+        news = ray.get(self.holders[way].pull_if_newer.remote(self.versions[way]))
+        if news is None:
+            return False
+        self.versions[way], (ref,) = news
+        weights = ray.get(ref)
+        if way == VECTOR:
+            self.variables.set_flat(weights)
+        else:
+            for name, variable in self.variables.variables.items():
+                variable.assign(weights[name])
+        return True
+
+    def run(self, way: str, seconds: float, pause: float) -> tuple[list[float], list[float]]:
+        """Ask for a while; return how long it took when there was nothing new, and when there was.
+
+        Questions that take less than a clock can tell are timed a hundred at once.
+        """
+        nothing: list[float] = []
+        news: list[float] = []
+        end = time.perf_counter() + seconds
+        self.ask(way)
+        while time.perf_counter() < end:
+            begin = time.perf_counter()
+            is_new = self.ask(way)
+            took = time.perf_counter() - begin
+            if is_new:
+                news.append(took)
+            elif way == runner.OURS:
+                begin = time.perf_counter()
+                was_new = [self.ask(way) for _ in range(100)]
+                took = (time.perf_counter() - begin) / 100
+                if not any(was_new):
+                    nothing.append(took)
+            else:
+                nothing.append(took)
+            if pause:
+                time.sleep(pause)
+        return nothing, news
+
+    def values(self) -> Any:
+        """Return all weights as one vector."""
+        return self.variables.get_flat()
+
+
+remote_holder: Any = ray.remote(num_cpus=0)(Holder)
+remote_reader: Any = ray.remote(num_cpus=0)(Reader)
+
+
+class Learner:
+    """Publishes by each way.
+
+    Attributes:
+        times: How long that took, by way.
+    """
+
+    def __init__(self, name: str, shapes: models.Shapes) -> None:
+        """Make variables, a publisher and holders."""
+        self.variables = variables_of(shapes, seed=0)
+        self.publisher = Publisher(name, self.variables)
+        self.holders = {way: remote_holder.remote() for way in (ACTOR, VECTOR)}
+        self.version = 0
+        self.times: dict[str, list[float]] = {way: [] for way in WAYS}
+
+    def publish(self, way: str) -> None:
+        """Publish once."""
+        self.version += 1
+        begin = time.perf_counter()
+        if way == runner.OURS:
+            self.publisher.publish()
+        else:
+            get = self.variables.get_flat if way == VECTOR else self._parts
+            ref = ray.put(get())
+            ray.get(self.holders[way].put.remote(self.version, [ref]))
+        self.times[way].append(time.perf_counter() - begin)
+
+    def _parts(self) -> dict[str, Any]:
+        return {name: variable.numpy() for name, variable in self.variables.variables.items()}
+
+
+def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> list[runner.Row]:
+    """Return the rows of one model and number of readers."""
+    learner = Learner(f"{name}-{count}", shapes)
+    flat = learner.variables.get_flat()
+    readers = [
+        remote_reader.remote(f"{name}-{count}", shapes, learner.holders) for _ in range(count)
+    ]
+    for way in WAYS:  # right before fast; and all is warm
+        learner.variables.set_flat(flat * (2 + WAYS.index(way)))
+        learner.publish(way)
+        ray.get([reader.run.remote(way, 0.0, 0.0) for reader in readers])
+        for values in ray.get([reader.values.remote() for reader in readers]):
+            np.testing.assert_array_equal(values, learner.variables.get_flat())
+    pause = max(3e-3, 4 * flat.nbytes / 1e9)
+    nothing: dict[str, list[float]] = {way: [] for way in WAYS}
+    news: dict[str, list[float]] = {way: [] for way in WAYS}
+    for times in learner.times.values():
+        times.clear()
+    for _ in range(_TURNS):
+        for way in WAYS:
+            seconds = budget / _TURNS / len(WAYS)
+            calls = [reader.run.remote(way, seconds, _PAUSE) for reader in readers]
+            waiting = calls
+            while waiting:
+                learner.publish(way)
+                _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=pause)
+            for without, some in ray.get(calls):
+                nothing[way] += without
+                news[way] += some
+    nbytes = flat.nbytes
+    case = f"{name}, {count} reader{'s' if count > 1 else ''}"
+    rows = []
+    for what, measured, moved in (
+        ("nothing new", nothing, 0),
+        ("read and set", news, 2 * nbytes * count),
+        ("publish", learner.times, 2 * nbytes),
+    ):
+        found = [
+            runner.row_of(f"{case}: {what}", way, measured[way], moved)
+            for way in WAYS
+            if len(measured[way]) > 1
+        ]
+        for row in found:
+            row.ratio = row.seconds / found[0].seconds
+        rows += found
+    for actor in (*readers, *learner.holders.values()):
+        ray.kill(actor)
+    learner.publisher.close()
+    return rows
+
+
+def run_steps(budget: float) -> list[runner.Row]:
+    """Return how long a learner's step takes while a reader asks all the time, and without."""
+    learner = Learner("steps", models.resnet20())
+    learner.publish(runner.OURS)
+    reader = remote_reader.remote("steps", models.resnet20(), learner.holders)
+    ray.get(reader.run.remote(runner.OURS, 0.0, 0.0))
+    a = models.random_vector(500 * 500).reshape(500, 500)
+    contenders = {"alone": 0, "with a reader that asks all the time": 1}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(2 * _TURNS):
+        for name, is_asked in contenders.items():
+            seconds = budget / 4 / _TURNS
+            if is_asked:
+                call = reader.run.remote(runner.OURS, seconds, 0.0)
+            end = time.perf_counter() + seconds
+            while time.perf_counter() < end:
+                begin = time.perf_counter()
+                np.sin(a)
+                learner.publisher.publish()
+                times[name].append(time.perf_counter() - begin)
+            if is_asked:
+                ray.get(call)
+    rows = [runner.row_of("resnet20: a step and a publication", n, t) for n, t in times.items()]
+    for row in rows:
+        row.ratio = row.seconds / rows[0].seconds
+    ray.kill(reader)
+    learner.publisher.close()
+    return rows
+
+
+def run(options: Namespace) -> None:
+    """Run the bench."""
+    start_ray()
+    shapes_of: dict[str, models.Shapes] = {
+        "policy": models.POLICY,
+        "resnet20": models.resnet20(),
+        "resnet50": models.resnet50(),
+    }
+    rows = []
+    for name, shapes in shapes_of.items():
+        for count in (1, 4):
+            rows += run_case(name, shapes, count, 6.0 if options.quick else 20.0)
+    rows += run_steps(4.0 if options.quick else 12.0)
+    ray.shutdown()
+    runner.report("publish", rows, machine.limits(rounds=3), options)
+
+
+if __name__ == "__main__":
+    run(runner.arguments(__doc__ or ""))
