@@ -1,4 +1,4 @@
-"""Deep Q-learning on CartPole: actors play with the newest weights, a learner trains on a replay.
+"""Deep Q-learning on CartPole: actors play with the newest weights, a learner replays.
 
 Double DQN (van Hasselt, Guez and Silver, "Deep Reinforcement Learning with Double Q-learning", AAAI
 2016). Each actor plays all the time and answers with what it saw; before each step it asks for the

@@ -144,7 +144,7 @@ class Member:
     """
 
     def __init__(self, name: str, host: HostEnd, ticket: Ticket, outcome: Outcome) -> None:
-        """Take what `join` has found; not for users."""
+        """Take the results of `join`; not for users."""
         self.name = name
         self.rank = ticket.rank
         self.size = outcome.size
@@ -178,23 +178,23 @@ class Member:
         are copied once into memory that the host maps, and the mean once out of it.
 
         Args:
-            weights: What `flatweights.average` takes: an array, `FlatWeights`, a mapping or a
-                sequence of arrays, nested containers. Of all members alike.
-            weight: The weight of this member, such as the number of samples that it saw.
+            weights: Any model that `flatweights.average` takes: an array, `FlatWeights`, a mapping
+                or a sequence of arrays, nested containers. The same kind and layout in all members.
+            weight: The weight of this member, such as its number of samples.
             out: Where to write: of the same kind, contiguous; it may be ``weights``.
             timeout: Seconds that others may be later than the first member that calls; the
                 shortest of all members counts. For ever, if None.
-            min_results: How many ranks make an average; all that have joined and not left, if None.
-                The same in all members, as is ``nonfinite``.
+            min_results: The number of ranks that make an average; all that have joined and not
+                left, if None. The same in all members, as is ``nonfinite``.
             nonfinite: What to do about NaN and infinity; see `flatweights.average`.
-            rule: What takes the place of the mean, such as ``flatweights.robust.Median()``; the
-                same in all members. A function is run in the host, on a list of `FlatWeights`.
+            rule: Replaces the mean, such as ``flatweights.robust.Median()``; the same in all
+                members. A function is run in the host, on a list of `FlatWeights`.
 
         Returns:
-            A `Round`, whose ``weights`` are of the kind given. They are the same in all members.
+            A `Round`, whose ``weights`` are of the given kind. They are the same in all members.
 
         Raises:
-            WorkerError: If fewer than ``min_results`` ranks take part, in all members alike.
+            WorkerError: If fewer than ``min_results`` ranks take part; all members raise it.
             CallsDifferError: If members call different things.
             ValueError: If an argument is out of range; or if NaN or infinity were found, and
                 ``nonfinite="raise"``.
@@ -317,7 +317,7 @@ class Member:
             return self._round(outcome, None)
 
     def leave(self) -> None:
-        """Leave the meeting: the others go on without this member, and nothing counts as failed."""
+        """Leave the meeting: the others continue without this member, and count no failure."""
         self._check_process()
         with self._turn:
             if not self._over:
@@ -438,7 +438,7 @@ def _line_of(error: BaseException) -> str:
 
 
 def _name_of(rule: Rule) -> str:
-    """Return what two rules have in common that do the same."""
+    """Return a name that is equal for two rules that do the same."""
     return rule.name if type(rule).__repr__ is object.__repr__ else repr(rule)
 
 

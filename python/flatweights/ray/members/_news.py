@@ -35,7 +35,7 @@ class News:
         self.lanes.ring()
 
     def ask(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Return what ``method`` returns in the thread, or raise what it raises."""
+        """Call ``method`` in the thread; return its result, or raise its exception."""
         return self.asked(method, *args).result()
 
     def asked(self, method: Callable[..., Any], *args: Any) -> Future[Any]:

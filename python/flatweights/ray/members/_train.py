@@ -47,7 +47,7 @@ def train_worker(timeout: float | None) -> TrainWorker | None:
 
 
 def _attempt(context: Any, size: int, timeout: float | None) -> str:
-    """Return what all workers of this attempt have in common, and no other attempt has."""
+    """Return an id that all workers of this attempt share, and no other attempt has."""
     global _pending
     try:
         from ray.train.collective import broadcast_from_rank_zero

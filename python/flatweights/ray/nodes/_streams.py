@@ -5,9 +5,9 @@ other's certificate first. Then i sends a hello with the key of j's listener, th
 place i. The key is compared before anything else is read. Once j has called `open` with that epoch,
 too, it answers with the epoch. So an answer says that both ends are ready.
 
-An epoch is one attempt: whoever has all nodes connect chose it at random. A connection for an epoch
-that is not open here, yet or any more, is closed without a word; its peer connects again until its
-time is up.
+An epoch is one attempt. The process that makes all nodes connect chose it at random. A connection
+for an epoch that is not open here, yet or any more, is closed without an answer; its peer connects
+again until its time is up.
 """
 
 from __future__ import annotations
