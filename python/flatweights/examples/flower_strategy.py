@@ -65,7 +65,7 @@ class FlatStrategy(FedAvg):  # type: ignore[misc]
     """Aggregates by a rule of `flatweights.robust`, or by the mean.
 
     Args:
-        rule: What takes the place of the mean weighted by numbers of examples.
+        rule: Replaces the mean weighted by numbers of examples.
         **options: Of Flower's `FedAvg`.
     """
 

@@ -74,7 +74,7 @@ class AverageWeights(MemberCallback):
         """Average in a meeting.
 
         Args:
-            every: After how many epochs or batches.
+            every: The number of epochs or batches between two averages.
             unit: ``"epoch"`` or ``"batch"``.
             member: This process's member. If None, that of the worker of Ray Train, shared with
                 the other callbacks and optimizers, which leaves at the end of the training.
@@ -90,8 +90,8 @@ class AverageWeights(MemberCallback):
             min_results: How many members make an average; all, if None. One that is late goes on
                 from the average of the others. It counts for all, too.
             nonfinite: What to do about NaN and infinity; see `flatweights.average`.
-            rule: What takes the place of the mean, such as ``flatweights.robust.Median()``; see
-                `flatweights.ray.Member.average`. Where it has no weights, all members count alike.
+            rule: Replaces the mean, such as ``flatweights.robust.Median()``; see
+                `flatweights.ray.Member.average`. If it has no weights, all members count equally.
 
         Raises:
             TypeError: If ``member`` is not a `Member`, ``rule`` is not a rule, or it has no weights

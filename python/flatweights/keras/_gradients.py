@@ -108,7 +108,7 @@ def average_gradients(
 
 
 class Averaging:
-    """Takes the place of some methods of one optimizer.
+    """Replaces some methods of one optimizer.
 
     Attributes:
         lease: The member, and how long its calls wait.

@@ -203,7 +203,7 @@ def test_different_calls_are_an_error_in_all_members(puppets: Puppets) -> None:
         assert "rank 1: broadcast(layout" in text
         assert "root=0" in text
         assert "rank 2: average(layout" in text
-    results = all_of(met, average_of)  # the next call is whole again
+    results = all_of(met, average_of)  # the next call works normally
     assert [record["used"] for _, record in results] == [[0, 1, 2]] * N
 
 
