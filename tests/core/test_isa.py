@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import reference
 from numpy.typing import NDArray
 from reference import AVERAGED, REAL
 
@@ -107,6 +109,7 @@ def digest() -> str:
 def run(isa: str, threads: int, stream_above: int) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(reference.__file__).parent), *sys.path]),
         "FLATWEIGHTS_ISA": isa,
         "FLATWEIGHTS_NUM_THREADS": str(threads),
         "FLATWEIGHTS_STREAM_ABOVE": str(stream_above),

@@ -22,6 +22,10 @@ class Turn:
         self._lock = threading.RLock()
         self._thread = ""
 
+    def __reduce__(self) -> tuple[type[Turn], tuple[str]]:
+        """A copy is of another process, whose calls are its own."""
+        return Turn, (self._owner,)
+
     def __enter__(self) -> None:
         """Begin a call.
 

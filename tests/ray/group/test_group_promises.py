@@ -629,7 +629,7 @@ def test_a_result_that_is_no_model_of_the_workers_is_named(group: WorkerGroup) -
     again = WorkerGroup(actors)
     again.broadcast(start_of(1.0))
     for got, value in wrong.items():
-        refused = f"^rank 0: expected weights .* from 'give', got {got}: is it"
+        refused = f"^rank 0: expected weights .* from 'give', got {got}: should it return"
         with pytest.raises(TypeError, match=refused):
             again.average("give", 0, value, value)
         with pytest.raises(TypeError, match=refused):

@@ -593,6 +593,7 @@ class Meeting:
 
     def lose(self, token: bytes, why: MemberDiedError) -> None:
         """Count a member as dead; or a process as one that does not want to be one any more."""
+        self._has_begun = True  # it may have given up before it entered
         for entry in [entry for entry in self._entries if entry.token == token]:
             self._entries.remove(entry)
             entry.end(why)
