@@ -51,6 +51,8 @@ class Round:
         joined: The ranks of workers that were added to the group and are ready, since the last
             round.
         left: The ranks that were removed from the group since the last round.
+        healed: The ranks that lacked the state of the training, and were given it with this
+            average, of which they are no part; see `Member.average`.
         links: By the id of a node, the bytes that it exchanged with others, ``"in"`` and ``"out"``;
             none without an exchange.
     """
@@ -75,6 +77,7 @@ class Round:
         stale: Sequence[int] = (),
         joined: Sequence[int] = (),
         left: Sequence[int] = (),
+        healed: Sequence[int] = (),
     ) -> None:
         """Take the values of the attributes."""
         self._weights = weights
@@ -95,6 +98,7 @@ class Round:
         self.stale = tuple(stale)
         self.joined = tuple(joined)
         self.left = tuple(left)
+        self.healed = tuple(healed)
         self._exchanged: Any = None  # which agents have the average
         self._ref: Any = None
         self._session: tuple[str, str] | None = None  # of Ray, in which it was put
@@ -149,8 +153,8 @@ class Round:
             ``round``, its number or None; ``used``, ``late`` and ``quarantined``, lists of
             ranks; ``failed``, by rank the reason in one line; ``seconds`` by step;
             ``bytes``, those read as ``in`` and those sent as ``out``; ``ways`` and ``scores``,
-            by rank; ``groups`` and ``links``; ``staleness``, by rank; ``stale``, ``joined`` and
-            ``left``, lists of ranks.
+            by rank; ``groups`` and ``links``; ``staleness``, by rank; ``stale``, ``joined``,
+            ``left`` and ``healed``, lists of ranks.
         """
         return {
             "round": self.number,
@@ -168,6 +172,7 @@ class Round:
             "stale": list(self.stale),
             "joined": list(self.joined),
             "left": list(self.left),
+            "healed": list(self.healed),
         }
 
     @property

@@ -18,4 +18,4 @@ WEIGHTS = 3  # the buffer of `FlatWeights`, whose layout is that of the last one
 BROKEN = 4  # the lane is of no use, and the command was not run; holds the reason
 ASK = 5  # that of a member; holds a body and at most one buffer
 
-NUMBER = struct.Struct("<Q")
+NUMBER = struct.Struct("<q")

@@ -8,7 +8,7 @@ from flatweights._average import Nonfinite
 
 _MOST_LAYOUTS = 64  # that need not be sent again
 
-Operation = Literal["average", "broadcast", "leave"]
+Operation = Literal["average", "broadcast", "leave", "give", "heal"]
 
 
 class MemberError(RuntimeError):
@@ -36,6 +36,10 @@ class CallsDifferError(ValueError):
     """Members have called different things, or with other layouts: nothing was averaged."""
 
 
+class LacksStateError(RuntimeError):
+    """A member has to be given the state of the training: it asks again, as one that lacks it."""
+
+
 class Ask(NamedTuple):
     """One member's part of a call.
 
@@ -49,6 +53,9 @@ class Ask(NamedTuple):
             if None.
         nonfinite: What to do about NaN and infinity.
         rule: The rule that replaces the mean, pickled, and its name in errors and comparisons.
+        state: The digest of the layout of the state that those that lack it are given; None if this
+            call gives none.
+        lacks: Whether this member lacks the state: its weights are not part of the average.
     """
 
     operation: Operation
@@ -59,6 +66,14 @@ class Ask(NamedTuple):
     min_results: int | None = None
     nonfinite: Nonfinite = "raise"
     rule: tuple[str, bytes] | None = None
+    state: str | None = None
+    lacks: bool = False
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the host is to hear it before all others have asked."""
+        is_call = self.operation in ("average", "broadcast")
+        return self.timeout is not None or self.lacks or not is_call
 
     @property
     def rule_name(self) -> str | None:
@@ -80,6 +95,7 @@ class Ask(NamedTuple):
             and self.min_results == other.min_results
             and self.nonfinite == other.nonfinite
             and self.rule_name == other.rule_name
+            and self.state == other.state
         )
 
     def __str__(self) -> str:
@@ -89,6 +105,7 @@ class Ask(NamedTuple):
         options += [] if self.min_results is None else [f"min_results={self.min_results}"]
         options += [] if self.nonfinite == "raise" else [f"nonfinite={self.nonfinite!r}"]
         options += [] if self.rule is None else [f"rule={self.rule_name}"]
+        options += [] if self.state is None else [f"state of layout {self.state[:12]}"]
         return f"{self.operation}({', '.join(options)})"
 
 
@@ -100,6 +117,8 @@ class Outcome(NamedTuple):
         size: How many members the meeting has.
         ranks: Those that take part at present.
         seats: The numbers of the seats whose asks it is of: a rank may have had several.
+        giver: The seat that gives its state to `lacking`; 0 if none is to.
+        lacking: The seats that lack the state.
         error: What all members raise.
         layout: That of the weights, pickled, unless all members have said what they expect.
         facts: What `Round` takes after the weights; nothing with an error.
@@ -109,6 +128,8 @@ class Outcome(NamedTuple):
     size: int
     ranks: tuple[int, ...]
     seats: tuple[int, ...] = ()
+    giver: int = 0
+    lacking: tuple[int, ...] = ()
     error: Exception | None = None
     layout: bytes | None = None
     facts: tuple[Any, ...] = ()

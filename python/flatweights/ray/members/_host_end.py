@@ -106,14 +106,18 @@ class HostEnd(ABC):
         is_known = digest in self._known
         self.is_asking = True
         patience = None if ask.timeout is None else ask.timeout + _GRACE
+        if ask.lacks or ask.operation == "heal":
+            patience = None  # the others may be in the middle of an epoch, or have stopped
         body = pickle.dumps((tuple(ask), None if is_known else layout.pickled))
-        told, sent = self._swap(body, buffer, patience)
+        told, sent = self._swap(body, buffer, patience, ask.is_urgent)
         self.is_asking = False
         if not is_known:
             remember(self._known, digest)
         outcome = Outcome(*pickle.loads(told))
         if outcome.error is not None:
             raise outcome.error
+        if ask.operation == "give":
+            return outcome, as_array(None)
         got = layout if outcome.layout is None else unpickle_layout(outcome.layout)
         if got.digest != digest:
             raise ValueError(f"expected weights of {layout}, got those of {got}")
@@ -133,7 +137,11 @@ class HostEnd(ABC):
 
     @abstractmethod
     def _swap(
-        self, body: bytes, buffer: NDArray[np.uint8] | None, patience: float | None
+        self,
+        body: bytes,
+        buffer: NDArray[np.uint8] | None,
+        patience: float | None,
+        is_urgent: bool,
     ) -> tuple[bytes, Any]:
         """Send an ask and its weights; return the body of the outcome, and its weights."""
 
@@ -165,9 +173,12 @@ class HostByLane(HostEnd):
         self._lane.close()
 
     def _swap(
-        self, body: bytes, buffer: NDArray[np.uint8] | None, patience: float | None
+        self,
+        body: bytes,
+        buffer: NDArray[np.uint8] | None,
+        patience: float | None,
+        is_urgent: bool,
     ) -> tuple[bytes, Any]:
-        is_urgent = patience is not None
         if not self._lane.ask(body, buffer, is_urgent=is_urgent):
             # There is no window, or it is too long for a mailbox.
             ray.get(self._actor.deliver.remote(self._pass.token, body, buffer))
@@ -207,7 +218,11 @@ class HostByStore(HostEnd):
             self._actor.lose.remote(self._pass.token, end_of(self._pass.who, raised))
 
     def _swap(
-        self, body: bytes, buffer: NDArray[np.uint8] | None, patience: float | None
+        self,
+        body: bytes,
+        buffer: NDArray[np.uint8] | None,
+        patience: float | None,
+        is_urgent: bool,
     ) -> tuple[bytes, Any]:
         call = self._actor.exchange.remote(self._pass.token, body, buffer)
         return self._take(call, patience)

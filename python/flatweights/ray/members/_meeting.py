@@ -11,6 +11,8 @@ outcome for all. What it knows of each member is its `Seat`, whose table lists t
   meanwhile, its ask is dropped. A process that takes its rank has a seat of its own.
 - A member that has died, or left, is not waited for. A call waits for those that are late only if
   it cannot be done without them.
+- Members that lack the state of a training (`Ask.lacks`) wait for the next call like theirs. They
+  are no part of its average, but are given the state, and its outcome; see `Healing`.
 - The meeting ends when no member is left. A process that is joining counts as a member; if it gives
   up or dies, nothing of it is left.
 """
@@ -44,10 +46,12 @@ from flatweights.ray.lanes._message import Message
 from flatweights.ray.members._asks import (
     Ask,
     CallsDifferError,
+    LacksStateError,
     MemberDiedError,
     Outcome,
 )
 from flatweights.ray.members._branch import BranchAgent, BranchOutcome
+from flatweights.ray.members._healing import Healing
 from flatweights.ray.members._news import News
 from flatweights.ray.members._seats import (
     Letter,
@@ -123,12 +127,21 @@ class Entry(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The last outcome of one kind of call, for members that are late."""
+    """The last outcome of one kind of call, for members that are late.
+
+    Attributes:
+        ask: One ask of that kind.
+        number: The number of the outcome.
+        body: The outcome.
+        weights: Its weights.
+        previous: The number of the outcome of that kind before it.
+    """
 
     ask: Ask
     number: int
     body: bytes
     weights: Packed
+    previous: int
 
 
 class Meeting:
@@ -161,6 +174,8 @@ class Meeting:
         self._by_token: dict[bytes, Seat] = {}  # those that are present
         self._entries: list[Entry] = []  # that wait for a rank
         self._asking: list[Seat] = []  # the open call, in the order of its asks
+        self._lacking: list[Seat] = []  # have asked, and lack the state
+        self._healings: list[Healing] = []
         self._seconds_waited = 0.0  # for the open call
         self._untold: list[Seat] = []  # of deaths
         self.news = News(self._lanes)
@@ -193,9 +208,12 @@ class Meeting:
         """Do what can be done, or wait until something happens."""
         self._admit()
         self._welcome()
+        self._heal()
         if self._is_due():
             self._close_call()
             return
+        if self._lacking and not self._count_of_whole():
+            self._end_healing()
         seats = [*self._by_token.values()]
         working = [seat for seat in seats if seat.state is State.WORKING]
         on_time = all(map(self._is_on_time, working))  # others are answered at once
@@ -207,6 +225,12 @@ class Meeting:
             self._hear(seat)
         self.news.read()
 
+    def _end_healing(self) -> None:
+        """Raise in all members that none is left that has the state."""
+        seats, self._lacking = self._lacking, []
+        why = RuntimeError("no member is left that has the state: go on from a checkpoint")
+        self._answer(seats, portable(WorkerError({seat.rank: why for seat in seats})))
+
     def _is_on_time(self, seat: Seat) -> bool:
         """Whether the open call waits for the ask of a member."""
         return seat.state is State.WORKING and seat.has == self._number
@@ -214,8 +238,9 @@ class Meeting:
     def _patience(self, now: float) -> float | None:
         """Return in how many seconds something is to be done, though nothing happens."""
         ends = [entry.since + _GRACE for entry in self._entries]
-        deadline = self._deadline()
-        ends += [] if deadline.end is None else [deadline.end]
+        deadlines = [self._deadline()]
+        deadlines += [healing.deadline for healing in self._healings if healing.is_waited_for]
+        ends += [deadline.end for deadline in deadlines if deadline.end is not None]
         return max(0.0, min(ends) - now) if ends else None if self._seats else _GRACE
 
     def _deadline(self) -> Deadline:
@@ -233,7 +258,11 @@ class Meeting:
         if any(map(self._is_on_time, self._by_token.values())):
             return False
         # Only those that are late, or join again, can bring the call about.
-        return len(self._asking) == len(self._by_token) or self._are_enough()
+        return len(self._asking) == self._count_of_whole() or self._are_enough()
+
+    def _count_of_whole(self) -> int:
+        """Return how many members have the state, or are in no training that has one."""
+        return len(self._by_token) - len(self._lacking)
 
     def _are_enough(self) -> bool:
         """Whether a call need not wait for members that are late."""
@@ -242,8 +271,9 @@ class Meeting:
         if first.operation == "broadcast":
             return first.root in asks or first.root not in self._ranks()
         joined = sum(seat.state is not State.LEFT for seat in self._seats.values())
+        joined -= len(self._lacking)
         need = joined if first.min_results is None else first.min_results
-        return len(asks) >= min(need, len(self._by_token))
+        return len(asks) >= min(need, self._count_of_whole())
 
     def _asks(self) -> dict[int, Ask]:
         """Return the asks of the open call by rank, in their order."""
@@ -260,12 +290,59 @@ class Meeting:
             seat.leave()
             self._forget(seat)
             return
-        kept = next((kept for kept in self._kept if ask.is_served_by(kept.ask)), None)
-        if kept is not None and kept.number > seat.has:
-            self._post(kept.number, kept.body, kept.weights.buffer, [seat])
+        if ask.operation in ("give", "heal"):
+            self._hear_of_state(seat)
             return
-        self._asking.append(seat)
-        self._tell_deaths()
+        for healing in self._healings:
+            healing.lose(seat)  # it does not ask for the state, or give it
+        if ask.lacks:
+            self._lacking.append(seat)
+            return
+        kept = next((kept for kept in self._kept if ask.is_served_by(kept.ask)), None)
+        if kept is None or kept.number <= seat.has:
+            self._asking.append(seat)
+            self._tell_deaths()
+        elif ask.state is None or kept.previous <= seat.has:
+            self._post(kept.number, kept.body, kept.weights.buffer, [seat])
+        else:  # with the weights alone it would not be where the others are
+            missed = f"rank {seat.rank} has missed more than one call"
+            self._answer([seat], LacksStateError(missed))
+
+    def _hear_of_state(self, seat: Seat) -> None:
+        """Take the state from a member, or note that one waits for it."""
+        assert seat.answer is not None
+        if seat.answer.ask.operation == "heal":
+            healing = next((one for one in self._healings if seat in one.lacking), None)
+            if healing is None:
+                self._answer([seat], LacksStateError("nobody gives the state"))
+            else:
+                healing.waiting.append(seat)
+            return
+        healing = next((one for one in self._healings if one.giver is seat), None)
+        packed = seat.answer.packed()
+        self._answer([seat])  # it goes on while its state is copied
+        if healing is not None and healing.is_waited_for and packed is not None:
+            healing.state = self._copied(packed)
+
+    def _heal(self) -> None:
+        """Tell those that wait for the state what there is to tell; give up on late givers."""
+        for healing in self._healings:
+            healing.give_up_in_time()
+            if not healing.is_known:
+                continue
+            seats, healing.waiting = healing.waiting, []
+            healing.lacking = [seat for seat in healing.lacking if seat not in seats]
+            if healing.state is None:
+                self._answer(seats, healing.why)
+            else:
+                body = pickle.dumps(tuple(Outcome(healing.number, self._size, self._ranks())))
+                self._post(-healing.number, body, healing.state.buffer, seats)
+
+    def _answer(self, seats: Sequence[Seat], error: Exception | None = None) -> None:
+        """Answer an ask that is part of no call."""
+        for seat in seats:
+            outcome = Outcome(seat.has, self._size, self._ranks(), error=error)
+            self._post(seat.has, ray.cloudpickle.dumps(tuple(outcome)), None, [seat])
 
     def _close_call(self) -> None:
         """Average or relay, and post the outcome to all that have asked."""
@@ -275,13 +352,14 @@ class Meeting:
         arrivals = Arrivals.over(
             {seat.rank: seat.answer for seat in asking if seat.answer is not None},
             failed={k: seat.why for k, seat in self._seats.items() if seat.why is not None},
-            late=[rank for rank in self._ranks() if rank not in asks],
+            late=sorted({*self._ranks()} - {*asks} - {seat.rank for seat in self._lacking}),
             timeout=deadline.timeout,
             seconds_waited=self._seconds_waited,
         )
         self._seconds_waited = 0.0
         first = asks[min(asks)]
         is_average = first.operation == "average"
+        lacking = [seat for seat in self._lacking if seat.answer and _joins(seat.answer.ask, first)]
         weights: Packed | None = None
         result: Round | None = None
         error: Exception | None = None
@@ -295,33 +373,60 @@ class Meeting:
             _core.withdraw_offer()
         arrivals.let_go()
         facts: tuple[Any, ...] = ()
+        giver = 0
         layout: bytes | None = None
         pickler: Any = pickle if error is None else ray.cloudpickle
         if result is not None and weights is not None:
             layout = None if is_average else weights.layout.pickled
             result.number, result.ways = number, self._ways(asks) | result.ways
+            if lacking:
+                giver = self._begin_healing(number, result, asking, lacking, deadline)
+                result.healed = tuple(sorted(seat.rank for seat in lacking))
             if result.failed:
                 result.failed = {rank: portable(why) for rank, why in result.failed.items()}
                 pickler = ray.cloudpickle
             facts = facts_of(result)
         took_part = tuple(seat.number for seat in asking)
-        outcome = Outcome(number, self._size, self._ranks(), took_part, error, layout, facts)
+        healed = tuple(seat.number for seat in lacking) if giver else ()
+        outcome = Outcome(
+            number, self._size, self._ranks(), took_part, giver, healed, error, layout, facts
+        )
         body = pickler.dumps(tuple(outcome))
         if weights is not None:
+            same = (kept.number for kept in self._kept if first.is_served_by(kept.ask))
+            previous = next(same, number - 1)
             self._kept = [k for k in self._kept if not first.is_served_by(k.ask)][: _KEPT - 1]
             if first.digest != weights.layout.digest:
                 first = first._replace(digest=weights.layout.digest)
-            self._kept.insert(0, Kept(first, number, body, weights))
+            self._kept.insert(0, Kept(first, number, body, weights, previous))
         reach("sending")
         buffer = None if weights is None else weights.buffer
         # The last to ask may not even sleep yet: told first, it goes on while the others wake.
         asking.reverse()
+        asking += lacking if giver else []
         self._post(number, body, buffer, asking, None if result is None else result._exchanged)
         if result is not None and is_average:  # nobody waits for this
             # A death was told when it was noticed.
             dead = [seat.rank for seat in self._seats.values() if seat.why]
             report(result, already_named=dead)
             METRICS.add({SENT: self._agents.nbytes * len(asks)})
+
+    def _begin_healing(
+        self,
+        number: int,
+        result: Round,
+        asking: Sequence[Seat],
+        lacking: list[Seat],
+        deadline: Deadline,
+    ) -> int:
+        """Have one of those that were averaged give its state; return the number of its seat."""
+        giver = min((seat for seat in asking if seat.rank in result.used), key=lambda s: s.rank)
+        # States of the past are kept until here, for members that fetch them.
+        self._healings = [healing for healing in self._healings if healing.lacking]
+        until = Deadline.after(deadline.timeout)
+        self._healings.append(Healing(number, giver, [*lacking], until))
+        self._lacking = [seat for seat in self._lacking if seat not in lacking]
+        return giver.number
 
     def _check_agree(self, asks: dict[int, Ask], arrivals: Arrivals) -> None:
         """Raise `CallsDifferError`, naming all ranks, unless all ask for the same call."""
@@ -376,17 +481,25 @@ class Meeting:
         if packed is None:
             why = arrivals.errors.get(first.root) or RuntimeError("it has left the meeting")
             raise WorkerError({first.root: why})
-        self._lanes.windows.offer(packed.layout.nbytes)
-        copied = packed.layout.new_buffer()
-        _core.move_parts([copied], [packed.buffer])
+        copied = self._copied(packed)
         return Round(
-            FlatWeights.wrap(copied, packed.layout),
+            FlatWeights.wrap(*copied),
             (first.root,),
             failed=dict(sorted(arrivals.failed.items())),
             late=arrivals.late,
             seconds={"wait": arrivals.seconds_waited, "copy": time.monotonic() - begin},
-            nbytes=copied.nbytes,
+            nbytes=copied.buffer.nbytes,
         )
+
+    def _copied(self, packed: Packed) -> Packed:
+        """Return a copy that lies where all members of this node can read it, if that can be."""
+        self._lanes.windows.offer(packed.layout.nbytes)
+        try:
+            copied = packed.layout.new_buffer()
+        finally:
+            _core.withdraw_offer()
+        _core.move_parts([copied], [packed.buffer])
+        return Packed(copied, packed.layout)
 
     def _ways(self, asks: dict[int, Ask]) -> dict[int, str]:
         """Return by which way each of those that ask does so."""
@@ -401,7 +514,8 @@ class Meeting:
         ready = [seat for seat in self._by_token.values() if seat.state is State.READY]
         self._is_open = self._is_open or len(ready) == self._size
         if ready and self._is_open:
-            self._post(0, pickle.dumps(tuple(Outcome(0, self._size, self._ranks()))), None, ready)
+            first = Outcome(self._number, self._size, self._ranks())
+            self._post(0, pickle.dumps(tuple(first)), None, ready)
 
     def _post(
         self,
@@ -414,7 +528,7 @@ class Meeting:
         """Give ``seats`` an outcome.
 
         Args:
-            number: That of the outcome.
+            number: That of the outcome; for the state that goes with it, minus that.
             body: The outcome.
             buffer: Its weights.
             seats: The members, which wait for one.
@@ -426,7 +540,7 @@ class Meeting:
         away: dict[AgentEnd, list[bytes]] = {}
         posted: list[DriverLane] = []
         for seat in seats:
-            caller = seat.tell(number)
+            caller = seat.tell(abs(number))
             try:
                 if seat.lane is not None:
                     message = message or outcome_message(number, body, buffer, windows)
@@ -464,8 +578,11 @@ class Meeting:
     def _forget(self, seat: Seat) -> None:
         """Wait for nothing of a member any more, that has left or is dead."""
         del self._by_token[seat.token]
-        if seat in self._asking:
-            self._asking.remove(seat)
+        for seats in (self._asking, self._lacking):
+            if seat in seats:
+                seats.remove(seat)
+        for healing in self._healings:
+            healing.lose(seat)
         self._forget_lane(seat)
 
     def _forget_lane(self, seat: Seat) -> None:
@@ -617,7 +734,16 @@ class Meeting:
         for kept in self._kept:
             if kept.number == number:
                 return kept.body, kept.weights.buffer
+        for healing in self._healings:
+            if healing.number == -number and healing.state is not None:
+                body = pickle.dumps(tuple(Outcome(healing.number, self._size, self._ranks())))
+                return body, healing.state.buffer
         raise KeyError(f"outcome {number} is no longer kept")
+
+
+def _joins(ask: Ask, first: Ask) -> bool:
+    """Whether a member that lacks the state is given that of the call of ``first``."""
+    return first.state is not None and first.state == ask.state and ask.is_served_by(first)
 
 
 def _not_here() -> MemberDiedError:

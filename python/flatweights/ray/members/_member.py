@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 import ray
@@ -26,7 +26,7 @@ from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round
 from flatweights.ray._variables import Variables
 from flatweights.ray.lanes._member_lane import HostDiedError
-from flatweights.ray.members._asks import Ask, MemberError, Outcome
+from flatweights.ray.members._asks import Ask, LacksStateError, MemberError, Outcome
 from flatweights.ray.members._host_end import HostEnd, enter
 from flatweights.ray.members._meeting import Ticket
 from flatweights.ray.members._train import train_worker
@@ -141,6 +141,9 @@ class Member:
         name: The name of the meeting.
         rank: The rank of this member.
         size: How many have joined.
+        lacks_state: Whether this member lacks the state of the training: because it joined after
+            the first call, or missed more than one call with a ``state``. The next such call heals
+            it. Set it to have that done.
     """
 
     def __init__(self, name: str, host: HostEnd, ticket: Ticket, outcome: Outcome) -> None:
@@ -150,6 +153,7 @@ class Member:
         self.size = outcome.size
         self._ranks = outcome.ranks
         self._seat = ticket.seat
+        self.lacks_state = outcome.number > 0
         self._host = host
         self._turn = threading.Lock()
         self._over: str = ""
@@ -171,11 +175,19 @@ class Member:
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
         rule: AnyRule | None = None,
+        state: Variables | None = None,
     ) -> Round:
         """Average ``weights`` with those of the other members.
 
         The result has the bits of `flatweights.average` over the ranks in `Round.used`. The weights
         are copied once into memory that the host maps, and the mean once out of it.
+
+        With ``state``, a member that lacks the state of the training is healed: a new one, one that
+        was started again, or one that has missed more than one such call. It is no part of the
+        average, and waits for the next one of the others. Its ``state`` is then set to that of the
+        lowest rank in `Round.used`, as it was before this call, and the call returns the average to
+        all. So all members that do the same with the average are alike again. `Round.healed` names
+        those that were healed. The others wait for the giver only while it copies its state.
 
         Args:
             weights: Any model that `flatweights.average` takes: an array, `FlatWeights`, a mapping
@@ -189,12 +201,16 @@ class Member:
             nonfinite: What to do about NaN and infinity; see `flatweights.average`.
             rule: Replaces the mean, such as ``flatweights.robust.Median()``; the same in all
                 members. A function is run in the host, on a list of `FlatWeights`.
+            state: The state of the training that members are healed with: a
+                `flatweights.tensorflow.TensorFlowVariables`, or any `Variables`; of the same layout
+                in all members. Without it, nobody is healed.
 
         Returns:
             A `Round`, whose ``weights`` are of the given kind. They are the same in all members.
 
         Raises:
-            WorkerError: If fewer than ``min_results`` ranks take part; all members raise it.
+            WorkerError: If fewer than ``min_results`` ranks take part; all members raise it. Or if
+                no member is left that has the state.
             CallsDifferError: If members call different things.
             ValueError: If an argument is out of range; or if NaN or infinity were found, and
                 ``nonfinite="raise"``.
@@ -206,11 +222,11 @@ class Member:
         parts = template.read(weights, "weights")
         targets = None if out is None else _targets(template, out)
         layout = template.layout
-        ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule)
+        ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
         with self._call() as host:
             buffer = host.new_buffer(layout)
             _core.move_parts([buffer] if template.packed else layout.packed_views(buffer), parts)
-            outcome, mean = host.exchange(ask, layout, buffer)
+            outcome, mean = self._exchange(host, ask, layout, buffer, state)
             return self._round(outcome, _model(template, mean, out, targets))
 
     def average_variables(
@@ -222,6 +238,7 @@ class Member:
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
         rule: AnyRule | None = None,
+        state: Variables | None = None,
     ) -> Round:
         """Average ``variables`` with those of the other members, in place.
 
@@ -236,6 +253,7 @@ class Member:
             min_results: See `average`.
             nonfinite: See `average`.
             rule: See `average`.
+            state: See `average`. It is set before ``variables`` are.
 
         Returns:
             A `Round`, whose ``weights`` are None.
@@ -246,11 +264,11 @@ class Member:
         self._check_process()
         layout = variables.layout
         check_flat_weights(layout, "variables")
-        ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule)
+        ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
         with self._call() as host:
             buffer = host.new_buffer(layout)
             variables.gather_into(buffer)
-            outcome, mean = host.exchange(ask, layout, buffer)
+            outcome, mean = self._exchange(host, ask, layout, buffer, state)
             variables.scatter(mean)
             return self._round(outcome, None)
 
@@ -360,6 +378,7 @@ class Member:
         nonfinite: Nonfinite,
         root: int | None = None,
         rule: AnyRule | None = None,
+        state: Variables | None = None,
     ) -> Ask:
         """Return the ask, its values checked."""
         check_nonfinite(nonfinite)
@@ -379,7 +398,31 @@ class Member:
             min_results,
             nonfinite,
             None if checked is None else (_name_of(checked), ray.cloudpickle.dumps(checked)),
+            None if state is None else state.layout.digest,
         )
+
+    def _exchange(
+        self,
+        host: HostEnd,
+        ask: Ask,
+        layout: Layout,
+        buffer: NDArray[np.uint8],
+        state: Variables | None,
+    ) -> tuple[Outcome, NDArray[np.uint8]]:
+        """Ask for an average; heal by ``state``, or give it, if that is this member's part."""
+        while True:
+            try:
+                sent = ask._replace(lacks=state is not None and self.lacks_state)
+                outcome, mean = host.exchange(sent, layout, None if sent.lacks else buffer)
+                if state is not None and outcome.giver == self._seat:
+                    host.exchange(_state_ask("give", state), state.layout, _gathered(host, state))
+                if state is not None and self._seat in outcome.lacking:
+                    _, given = host.exchange(_state_ask("heal", state), state.layout, None)
+                    state.scatter(given)
+                    self.lacks_state = False
+                return outcome, mean
+            except LacksStateError:  # also if the giver has died: the next call has another
+                self.lacks_state = True
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[HostEnd]:
@@ -418,7 +461,7 @@ class Member:
     def _round(self, outcome: Outcome, weights: Any) -> Round:
         self._note(outcome)
         result = Round(weights, *outcome.facts)
-        if self._seat not in outcome.seats:  # it is of a call that this member did not take part in
+        if self._seat not in (*outcome.seats, *outcome.lacking):  # it is of a call that this member did not take part in
             result.failed.pop(self.rank, None)
             result.late = tuple(sorted({*result.late, self.rank}))
         return result
@@ -452,6 +495,16 @@ def _check_thread() -> None:
         "a member's calls wait for other processes, and would block the event loop of this "
         "thread: call them in another one, as with asyncio.to_thread"
     )
+
+
+def _state_ask(operation: Literal["give", "heal"], state: Variables) -> Ask:
+    return Ask(operation, state.layout.digest, nonfinite="propagate")
+
+
+def _gathered(host: HostEnd, state: Variables) -> NDArray[np.uint8]:
+    buffer = host.new_buffer(state.layout)
+    state.gather_into(buffer)
+    return buffer
 
 
 def _check_rank(rank: int, size: int, name: str) -> int:

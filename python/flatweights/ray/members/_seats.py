@@ -207,8 +207,7 @@ def wait_for(seats: Sequence[Seat], news: News, timeout: float | None, enough: i
         seats: Those that are present.
         news: What other threads have this one do.
         timeout: Seconds to wait; for ever, if None.
-        enough: How many asks are worth waiting for. Asks that have a timeout, and ends, are told
-            at once.
+        enough: How many asks are worth waiting for. Urgent asks, and ends, are told at once.
     """
     end = None if timeout is None else time.monotonic() + timeout
     heard: dict[Seat, None] = {}
@@ -229,8 +228,7 @@ def _is_urgent(seat: Seat) -> bool:
     """Whether the wait for others ends at once."""
     if seat.why is not None or seat.answer is None:
         return True
-    ask = seat.answer.ask
-    return ask.timeout is not None or ask.operation == "leave"
+    return seat.answer.ask.is_urgent
 
 
 class SeatAnswer(Answer):

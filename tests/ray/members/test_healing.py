@@ -1,0 +1,253 @@
+"""Members that lack the state of a training are given it, and go on like the others."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from meetings import LocalMeeting, kill
+from numpy.typing import NDArray
+
+from flatweights import FlatWeights, Layout
+from flatweights.ray import Member, WorkerError
+
+SIZE = 20_000
+
+
+class Training:
+    """A model with momentum, trained by averaged gradients: what a program of a user's own has.
+
+    Attributes:
+        member: The member.
+        weights: The model.
+        momentum: What the optimizer keeps.
+        steps: How many steps it has seen.
+        rounds: What its calls have returned.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.weights = np.full(SIZE, float(member.rank), np.float32)  # to be healed, or broadcast
+        self.momentum = np.zeros(SIZE)
+        self.steps = np.zeros(1, np.int64)
+        self.rounds: list[Any] = []
+        self.in_gather: Callable[[], None] = lambda: None
+        self.layout = Layout.of(self._parts())
+
+    def _parts(self) -> dict[str, NDArray[Any]]:
+        return {"weights": self.weights, "momentum": self.momentum, "steps": self.steps}
+
+    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
+        self.in_gather()
+        views = self.layout.packed_views(buffer)
+        for view, part in zip(views, self._parts().values(), strict=True):
+            view[...] = part
+
+    def scatter(self, buffer: NDArray[np.uint8]) -> None:
+        views = self.layout.packed_views(buffer)
+        for view, part in zip(views, self._parts().values(), strict=True):
+            part[...] = view
+
+    def gradient(self) -> NDArray[np.float32]:
+        noise = np.random.default_rng([self.member.rank, int(self.steps[0])]).normal(size=SIZE)
+        return (self.weights + noise).astype(np.float32)
+
+    def step(self, **options: Any) -> Any:
+        gradient = self.gradient()
+        result = self.member.average({"g": gradient}, state=self, min_results=1, **options)
+        self.momentum[:] = 0.9 * self.momentum + result.weights["g"]
+        self.weights[:] = self.weights - 0.01 * self.momentum
+        self.steps += 1
+        self.rounds.append(result)
+        return result
+
+    def bits(self) -> bytes:
+        return b"".join(part.tobytes() for part in self._parts().values())
+
+
+def begin(meeting: LocalMeeting) -> list[Training]:
+    """Return trainings that are alike."""
+    trainings = [Training(member) for member in meeting.join_all()]
+    for training in trainings:
+        training.weights[:] = 1.0
+    return trainings
+
+
+def together(pool: ThreadPoolExecutor, trainings: list[Training], **options: Any) -> list[Any]:
+    return [done.result(60) for done in [pool.submit(one.step, **options) for one in trainings]]
+
+
+@pytest.fixture
+def pool() -> Any:
+    with ThreadPoolExecutor(8) as made:
+        yield made
+
+
+def replaced(meeting: LocalMeeting, training: Training) -> Training:
+    kill(training.member)
+    rank = training.member.rank
+    meeting.wait_until(lambda inside: inside._seats[rank].why is not None)
+    return Training(meeting.join(rank))
+
+
+def test_a_new_process_is_healed_and_is_no_part_of_that_average(pool: Any) -> None:
+    meeting = LocalMeeting(3)
+    trainings = begin(meeting)
+    for _ in range(3):
+        together(pool, trainings)
+    trainings[1] = replaced(meeting, trainings[1])
+    assert [one.member.lacks_state for one in trainings] == [False, True, False]
+    own = {k: one.gradient() for k, one in enumerate(trainings)}
+    waiting = pool.submit(trainings[1].step)
+    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    results = [*together(pool, [trainings[0], trainings[2]]), waiting.result(60)]
+    expected = np.mean([own[0], own[2]], axis=0, dtype=np.float64).astype(np.float32)
+    for result in results:
+        assert (result.used, result.healed, result.late) == ((0, 2), (1,), ())
+        np.testing.assert_array_equal(result.weights["g"], expected)
+    assert len({one.bits() for one in trainings}) == 1
+    assert trainings[1].steps[0] == 4
+    together(pool, trainings)
+    assert trainings[0].rounds[-1].used == (0, 1, 2)
+    assert len({one.bits() for one in trainings}) == 1
+    assert not trainings[1].member.lacks_state
+
+
+def test_one_that_missed_a_single_call_applies_it(pool: Any) -> None:
+    meeting = LocalMeeting(3)
+    trainings = begin(meeting)
+    together(pool, trainings)
+    together(pool, trainings[:2], timeout=0.01)
+    result = trainings[2].step()
+    assert (result.late, result.healed) == ((2,), ())
+    assert len({one.bits() for one in trainings}) == 1
+
+
+def test_one_that_missed_several_is_healed(pool: Any) -> None:
+    meeting = LocalMeeting(3)
+    trainings = begin(meeting)
+    together(pool, trainings)
+    for _ in range(5):
+        together(pool, trainings[:2], timeout=0.01)
+    late = pool.submit(trainings[2].step, timeout=0.01)
+    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    together(pool, trainings[:2], timeout=5.0)
+    assert late.result(60).healed == (2,)
+    assert len({one.bits() for one in trainings}) == 1
+    together(pool, trainings, timeout=5.0)
+    assert trainings[0].rounds[-1].used == (0, 1, 2)
+
+
+def test_the_next_one_gives_if_the_giver_is_gone(pool: Any) -> None:
+    meeting = LocalMeeting(4)
+    trainings = begin(meeting)
+    together(pool, trainings)
+    trainings[3] = replaced(meeting, trainings[3])
+    healing = pool.submit(trainings[3].step)
+    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+
+    def die() -> None:
+        kill(trainings[0].member)
+        raise KeyError("in the middle of giving")
+
+    trainings[0].in_gather = die
+    steps = [pool.submit(one.step) for one in trainings[:3]]
+    assert isinstance(steps[0].exception(60), Exception)
+    assert [step.result(60).used for step in steps[1:]] == [(0, 1, 2)] * 2
+    together(pool, trainings[1:3])
+    assert healing.result(60).healed == (3,)
+    assert healing.result(60).used == (1, 2)
+    assert len({one.bits() for one in trainings[1:]}) == 1
+
+
+@pytest.mark.parametrize("what", ["raises", "is late"])
+def test_a_giver_that_does_not_give_is_not_waited_for(pool: Any, what: str) -> None:
+    meeting = LocalMeeting(3)
+    trainings = begin(meeting)
+    together(pool, trainings, timeout=0.2)
+    trainings[2] = replaced(meeting, trainings[2])
+    healing = pool.submit(trainings[2].step, timeout=0.2)
+    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    go_on = threading.Event()
+
+    def do_not_give() -> None:
+        trainings[0].in_gather = lambda: None
+        if what == "raises":
+            raise KeyError("a bug")
+        go_on.wait(60)
+
+    trainings[0].in_gather = do_not_give
+    first, second = (pool.submit(one.step, timeout=0.2) for one in trainings[:2])
+    assert second.result(60).healed == (2,)
+    if what == "raises":
+        assert isinstance(first.exception(60), KeyError)
+        # It has not applied that average, and says so.
+        trainings[0].member.lacks_state = True
+        again = pool.submit(trainings[0].step, timeout=0.2)
+        meeting.wait_until(lambda inside: len(inside._lacking) == 2)
+    result = trainings[1].step(timeout=0.2)
+    assert healing.result(60).used == (1,)
+    assert healing.result(60).healed == result.healed
+    assert trainings[1].bits() == trainings[2].bits()
+    go_on.set()
+    if what == "raises":
+        assert again.result(60).healed == (0, 2)
+        assert trainings[0].bits() == trainings[1].bits()
+    else:
+        first.result(60)
+
+
+def test_without_anybody_who_has_the_state_all_raise(pool: Any) -> None:
+    meeting = LocalMeeting(2)
+    trainings = begin(meeting)
+    together(pool, trainings)
+    for rank in range(2):
+        trainings[rank] = replaced(meeting, trainings[rank])
+    waiting = [pool.submit(one.step) for one in trainings]
+    for one in waiting:
+        with pytest.raises(WorkerError, match="no member is left that has the state"):
+            one.result(60)
+
+
+def test_a_call_of_another_kind_goes_on_without_those_that_wait_for_the_state(pool: Any) -> None:
+    meeting = LocalMeeting(2)
+    trainings = begin(meeting)
+    together(pool, trainings)
+    trainings[1] = replaced(meeting, trainings[1])
+    waiting: Future[Any] = pool.submit(trainings[1].step)
+    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    other = trainings[0].member.average({"loss": np.ones(1)})
+    assert (other.used, other.late, other.failed) == ((0,), (), {})
+    assert not waiting.done()
+    trainings[0].step()
+    assert waiting.result(60).healed == (1,)
+    assert trainings[0].bits() == trainings[1].bits()
+
+
+def test_variables_are_set_after_the_state_that_they_are_part_of(pool: Any) -> None:
+    class Weights:
+        def __init__(self, training: Training) -> None:
+            self.training = training
+            self.layout = Layout.of({"weights": training.weights})
+
+        def gather_into(self, buffer: NDArray[np.uint8]) -> None:
+            FlatWeights.wrap(buffer, self.layout)["weights"][...] = self.training.weights
+
+        def scatter(self, buffer: NDArray[np.uint8]) -> None:
+            self.training.weights[:] = FlatWeights.wrap(buffer, self.layout)["weights"]
+
+    meeting = LocalMeeting(2)
+    trainings = begin(meeting)
+    together(pool, trainings)
+    trainings[1] = replaced(meeting, trainings[1])
+
+    def average(training: Training) -> Any:
+        return training.member.average_variables(Weights(training), state=training)
+
+    waiting = pool.submit(average, trainings[1])
+    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    average(trainings[0])
+    assert waiting.result(60).healed == (1,)
+    assert trainings[0].bits() == trainings[1].bits()
