@@ -382,6 +382,7 @@ def test_a_round_of_nothing_but_weights_has_a_record() -> None:
         "stale": [],
         "joined": [],
         "left": [],
+        "healed": [],
         "groups": [],
         "links": {},
     }

@@ -330,6 +330,58 @@ def test_a_restarted_process_joins_again_under_its_rank(puppets: Puppets) -> Non
     ray.kill(fresh)
 
 
+class Held:
+    """Arrays as `flatweights.ray.Variables`."""
+
+    def __init__(self, **arrays: Any) -> None:
+        self.arrays = arrays
+        self.layout = fw.Layout.of(arrays)
+
+    def gather_into(self, buffer: Any) -> None:
+        for array, view in zip(self.arrays.values(), self.layout.packed_views(buffer), strict=True):
+            view[...] = array
+
+    def scatter(self, buffer: Any) -> None:
+        for array, view in zip(self.arrays.values(), self.layout.packed_views(buffer), strict=True):
+            array[...] = view
+
+
+def test_a_restarted_process_is_given_the_state_and_goes_on_with_the_others(
+    puppets: Puppets,
+) -> None:
+    def train(member: Member, until_healed: bool) -> tuple[float, tuple[int, ...], bytes]:
+        """Take steps with the average of gradients: five, or until three after a healing."""
+        if not hasattr(member, "model"):
+            start = -9.0 if member.lacks_state else 1.0
+            arrays = {"w": np.full(100_000, start), "momentum": np.zeros(100_000)}
+            vars(member)["model"] = Held(**arrays, steps=np.zeros(1))
+        model: Any = vars(member)["model"]
+        w, momentum, steps = model.arrays.values()
+        healed: tuple[int, ...] = ()
+        end = None if until_healed else steps[0] + 5
+        while end is None or steps[0] < end:
+            gradient = w + member.rank + steps[0]
+            result = member.average(gradient, min_results=1, state=model)
+            momentum[:] = 0.9 * momentum + result.weights
+            w -= 0.01 * momentum
+            steps += 1
+            if result.healed:
+                healed, end = result.healed, steps[0] + 3
+        return float(steps[0]), healed, b"".join(map(bytes, model.arrays.values()))
+
+    met = puppets.meet()
+    name = all_of(met, lambda member: member.name)[0]
+    assert {steps for steps, _, _ in all_of(met, train, False)} == {5.0}
+    os.kill(ray.get(met[0].pid.remote()), signal.SIGKILL)
+    fresh = Puppet.remote("lanes")  # type: ignore[attr-defined]
+    assert ray.get(fresh.join.remote(name, rank=0, size=N), timeout=60) == (0, N)
+    ends = all_of([fresh, *met[1:]], train, True)
+    assert len({*ends}) == 1
+    assert ends[0][0] >= 9
+    assert ends[0][1] == (0,)
+    ray.kill(fresh)
+
+
 def test_a_process_that_restarts_in_the_open_call_is_late(puppets: Puppets) -> None:
     """What the dead one asked for is dropped, and not mixed with what the new one has."""
     met = puppets.meet()

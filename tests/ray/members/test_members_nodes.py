@@ -51,6 +51,35 @@ def averaged(member: Member, size: int = LARGE, **options: Any) -> Any:
     return member.average(model_of(member.rank, size), **options)
 
 
+class State:
+    """Arrays as `flatweights.ray.Variables`."""
+
+    def __init__(self, **arrays: Any) -> None:
+        self.arrays = arrays
+        self.layout = fw.Layout.of(arrays)
+
+    def gather_into(self, buffer: Any) -> None:
+        for array, view in zip(self.arrays.values(), self.layout.packed_views(buffer), strict=True):
+            view[...] = array
+
+    def scatter(self, buffer: Any) -> None:
+        for array, view in zip(self.arrays.values(), self.layout.packed_views(buffer), strict=True):
+            array[...] = view
+
+
+def heal(member: Member) -> tuple[tuple[int, ...], bytes]:
+    """Take steps until one has healed somebody; return whom, and the state."""
+    start = -1.0 if member.lacks_state else 1.0
+    state = State(w=np.full(LARGE, start, np.float32), steps=np.zeros(1, np.float32))
+    w, steps = state.arrays.values()
+    while True:
+        result = member.average({"g": w + steps}, min_results=1, state=state)
+        w -= result.weights["g"]
+        steps += 1
+        if result.healed:
+            return result.healed, w.tobytes() + steps.tobytes()
+
+
 def averaged_spoiled(member: Member, spoiled: int, **options: Any) -> Any:
     model = model_of(member.rank)
     if member.rank == spoiled:
@@ -138,6 +167,15 @@ def meet_on_nodes() -> None:
     less = ray.get([p.run.remote(lambda m: averaged(m, min_results=3)) for p in left])
     check(less, fw.average([models[k] for k in (0, 1, 3, 4)]), (0, 1, 3, 4))
     died = {type(result.failed[2]).__name__ for result in less}
+
+    # Another process takes its rank, and is given the state, which is large, by one elsewhere.
+    puppets[2] = puppet_of.options(resources={"node1": 1}).remote()
+    ray.get(puppets[2].join.remote(2, size))
+    healed = ray.get([p.run.remote(heal) for p in puppets])
+    assert len({*healed}) == 1, healed
+    assert healed[0][0] == (2,), healed[0]
+    left = [puppet for rank, puppet in enumerate(puppets) if rank != 2]
+    os.kill(ray.get(puppets[2].pid.remote()), signal.SIGKILL)
 
     # The agent of a node dies: its members cannot go on, those of other nodes can.
     away = ray.get(puppets[4].run.remote(lambda m: ray.get_runtime_context().get_node_id()))

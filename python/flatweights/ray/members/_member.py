@@ -461,7 +461,10 @@ class Member:
     def _round(self, outcome: Outcome, weights: Any) -> Round:
         self._note(outcome)
         result = Round(weights, *outcome.facts)
-        if self._seat not in (*outcome.seats, *outcome.lacking):  # it is of a call that this member did not take part in
+        if self._seat not in (
+            *outcome.seats,
+            *outcome.lacking,
+        ):  # it is of a call that this member did not take part in
             result.failed.pop(self.rank, None)
             result.late = tuple(sorted({*result.late, self.rank}))
         return result
