@@ -68,6 +68,9 @@ class AverageLogs(MemberCallback):
             ValueError: If the members' calls differ, because one has other logs or is not at the
                 end of an epoch.
         """
+        super().on_epoch_end(epoch)
+        if self._is_apart:
+            return
         logs = {} if logs is None else logs
         # A train_step of one's own may count no samples.
         counts = {"": self._samples.read() or 1.0, "val_": self._samples.tested or 1.0}

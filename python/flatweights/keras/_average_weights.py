@@ -54,6 +54,7 @@ class AverageWeights(MemberCallback):
             saves the state needed to resume.
     """
 
+    counted = ("_steps",)  # what a member that is healed gets from another
     round: Round | None
     outer: ServerOptimizer[FlatWeights] | None
 
@@ -127,12 +128,12 @@ class AverageWeights(MemberCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Make all members start from rank 0's weights."""
-        super().on_train_begin()
         self._counted = 0.0  # of this epoch's samples, those that are in `_since`
         self._since = 0.0  # samples since the last average
         self._steps = 0  # epochs or batches since the last average
         self._trained = False  # whether there were batches since
         self._batch = -1  # the last one
+        super().on_train_begin()
         self._is_started = False
         if self.model.built:
             self._start()
@@ -146,6 +147,9 @@ class AverageWeights(MemberCallback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Average, if it is time."""
+        super().on_train_batch_end(batch)
+        if self._is_apart:
+            return
         self._trained = True
         if not self._is_started:  # the first batch has built the model
             self._start()
@@ -162,6 +166,7 @@ class AverageWeights(MemberCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Average, if it is time and there was no validation."""
+        super().on_epoch_end(epoch)
         self._end_epoch()
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -181,7 +186,7 @@ class AverageWeights(MemberCallback):
         super().on_train_end()
 
     def _end_epoch(self) -> None:
-        if self._is_epoch_over:
+        if self._is_epoch_over or self._is_apart:
             return
         self._is_epoch_over = True
         self._count()
@@ -199,6 +204,7 @@ class AverageWeights(MemberCallback):
     def _start(self) -> None:
         """Find the variables; give all members those of rank 0."""
         model = self.model
+        has_state = self._progress is not None and self._progress.has_joined
         if self._includes_optimizer and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         optimizers = [model.optimizer] if self._includes_optimizer else []
@@ -211,7 +217,7 @@ class AverageWeights(MemberCallback):
         plain = [*weights, *optimizers]
         self._plain = TensorFlowVariables(plain) if plain else None
         timeout = self._lease.timeout
-        if self._plain is not None:
+        if self._plain is not None and not has_state:
             self._member.broadcast_variables(self._plain, timeout=timeout)
         if self._learned is not None and given is not None:
             if isinstance(given, ServerOptimizer):

@@ -37,12 +37,30 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         agree([*leases.values(), *([] if averaging is None else [averaging.lease])])
         self._member: Member = self._lease.take()
         if averaging is not None:
-            averaging.begin_fit(self.model)
+            averaging.begin_fit(self)
+        self._progress = None if averaging is None else averaging.progress
         self._samples = Samples(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Count anew."""
+        """Meet the others, if they can be elsewhere; count anew."""
+        if self._progress is not None:
+            self._progress.begin_epoch(epoch)
         self._samples.begin_epoch()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """End the epoch, if the others have."""
+        if self._progress is not None:
+            self._progress.end_batch()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Go on, if the epoch was made to end."""
+        if self._progress is not None:
+            self._progress.end_epoch()
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether this member takes part in no calls, because it is not where the others are."""
+        return self._progress is not None and self._progress.is_apart
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Take the count of the training before that of the validation begins."""

@@ -16,8 +16,10 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from flatweights import Layout
 from flatweights._average import Nonfinite
 from flatweights._core import move_parts
+from flatweights._numbers import check_count
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.ray import Member, Round
+from flatweights.keras._progress import Progress, State
+from flatweights.ray import ElsewhereError, Member, Round
 from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._python_op import compute_in_python
@@ -32,6 +34,7 @@ def average_gradients(
     *,
     member: Member | None = None,
     timeout: float | None = None,
+    min_results: int | None = None,
     nonfinite: Nonfinite = "propagate",
     rule: AnyRule | None = None,
 ) -> Optimizer:
@@ -71,6 +74,8 @@ def average_gradients(
         member: This process's member. If None, the member of this worker of Ray Train, which is
             shared with the callbacks and joins at the first step.
         timeout: Seconds that other members may be late for a step; for ever, if None.
+        min_results: The number of members that a step needs: those that are late or have died are
+            left out, and healed when they come back; all members, if None.
         nonfinite: What to do about NaN and infinity; see `flatweights.average`. A
             `keras.optimizers.LossScaleOptimizer` needs ``"propagate"``: all members then skip
             the step.
@@ -102,7 +107,9 @@ def average_gradients(
             f"nonfinite: expected 'propagate' for a LossScaleOptimizer, got {nonfinite!r}"
         )
     options = {"nonfinite": nonfinite, "rule": None if rule is None else Rule.of(rule)}
-    lease = MemberLease("average_gradients", member, timeout)
+    if min_results is not None:
+        check_count(min_results, "min_results")
+    lease = MemberLease("average_gradients", member, timeout, min_results)
     Averaging(optimizer, lease, options)
     return optimizer
 
@@ -111,7 +118,9 @@ class Averaging:
     """Replaces some methods of one optimizer.
 
     Attributes:
-        lease: The member, and how long its calls wait.
+        lease: The member, and how long and for whom its calls wait.
+        progress: Where the member is in a `fit` that goes on without those that are late or have
+            died; None if it needs all.
     """
 
     def __init__(self, optimizer: Any, lease: MemberLease, options: dict[str, Any]) -> None:
@@ -123,6 +132,8 @@ class Averaging:
         self._has_stepped = False  # since the start
         self._errors: list[BaseException] = []  # what the step that runs has raised
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
+        self._states: dict[tuple[int, ...], State] = {}
+        self.progress: Progress | None = None
         self._apply: Callable[..., None] = optimizer.apply
         self._finalize: Callable[[Any], None] = optimizer.finalize_variable_values
         self._make: Callable[[Any], None] = optimizer.build
@@ -138,12 +149,23 @@ class Averaging:
             methods["apply"] = self._apply_own
             methods["_backend_apply_gradients"] = self._accumulate
 
-    def begin_fit(self, model: Any) -> None:
-        """Have all members start alike, and ``model`` raise what a step has raised."""
+    def begin_fit(self, callback: Any) -> None:
+        """Have all members start alike, and the model raise what a step has raised."""
+        model = callback.model
+        if self.progress is not None and self.progress.params is callback.params:
+            return
+        self.progress = None
+        if not model.built and self.lease.min_results is not None:
+            raise ValueError("min_results: expected a model that is built before fit")
         if model.built:
             if self._has_stepped:  # whether or not the last training has come to its end
                 self._is_started = False
             self._optimizer.build(model.trainable_variables)
+            if self.lease.min_results is not None:
+                state = self._state_of(model.weights)
+                self.progress = Progress(self.lease, model, callback, state)
+                if self.lease.take().lacks_state:
+                    self.progress.join()
         function = model.train_function
         if function is not None and not hasattr(function, "raises_causes"):
             model.train_function = self._raising_causes(function)
@@ -242,10 +264,10 @@ class Averaging:
         if self._is_started:
             return
         member = self.lease.take()
-        own = {id(one) for one in _accumulators(self._optimizer)}  # the rest of a mean, of each
-        slots = [slot for slot in self._optimizer.variables if id(slot) not in own]
-        # Keras numbers names of slots by counters of the process.
-        state = TensorFlowVariables([*variables, {str(k): slot for k, slot in enumerate(slots)}])
+        if self.lease.min_results is not None and member.lacks_state:  # it is given another's
+            self._is_started, self._has_stepped = True, False
+            return
+        state = self._variables_with_slots(variables)
         values: Any = state.get_weights().buffer
         # A row for each member: whether it is in a step, and the digest of its state.
         rows = np.zeros((member.size, 1 + _DIGEST))
@@ -253,10 +275,13 @@ class Averaging:
         del values
         with calls_are_equal(member, "start"):
             part = {"the start of training": rows}
-            started = member.average(part, timeout=self.lease.timeout)
+            started = member.average(
+                part, timeout=self.lease.timeout, min_results=self.lease.min_results
+            )
             _check_in_time(started, "the start of training")
-        rows = np.rint(started.weights["the start of training"] * len(member.ranks))
-        different = [rank for rank in member.ranks if (rows[rank, 1:] != rows[0, 1:]).any()]
+        rows = np.rint(started.weights["the start of training"] * len(started.used))
+        root = min(started.used)
+        different = [rank for rank in started.used if (rows[rank, 1:] != rows[root, 1:]).any()]
         if different:
             if rows[:, 0].any():
                 raise ValueError(
@@ -266,8 +291,22 @@ class Averaging:
                     "them, or use the callback AverageLogs, which calls it"
                 )
             with calls_are_equal(member, "start"):
-                member.broadcast_variables(state, timeout=self.lease.timeout)
+                member.broadcast_variables(state, root, timeout=self.lease.timeout)
         self._is_started, self._has_stepped = True, False
+
+    def _variables_with_slots(self, variables: Sequence[Any]) -> TensorFlowVariables:
+        """Return ``variables`` and the optimizer's slots, in the same order in all members."""
+        own = {id(one) for one in _accumulators(self._optimizer)}  # the rest of a mean, of each
+        slots = [slot for slot in self._optimizer.variables if id(slot) not in own]
+        # Keras numbers names of slots by counters of the process.
+        return TensorFlowVariables([*variables, {str(k): slot for k, slot in enumerate(slots)}])
+
+    def _state_of(self, variables: Sequence[Any]) -> State:
+        """Return what heals a member of a training of ``variables``."""
+        key = tuple(id(_inner(variable)) for variable in variables)
+        if key not in self._states:
+            self._states[key] = State(self._variables_with_slots(variables))
+        return self._states[key]
 
     def _average(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the averages of ``grads``, dense; of a graph inside a `tf.function`."""
@@ -291,16 +330,37 @@ class Averaging:
         averages: list[NDArray[Any]],
     ) -> None:
         """Write the averages of ``grads`` to ``averages``."""
+        progress = self.progress
+        if progress is not None and progress.is_apart:
+            move_parts(averages, grads)
+            return
         try:
             self._start(exchange.variables, in_step=True)
             self._has_stepped = True
             exchange.grads, exchange.averages = grads, averages
             member = self.lease.take()
+            state: State | None = None
+            member.raises_elsewhere = progress is not None
+            if progress is not None:
+                state = progress.state
+            elif self.lease.min_results is not None:
+                state = self._state_of(exchange.variables)
             with calls_are_equal(member, "step"):
                 result = member.average_variables(
-                    exchange, timeout=self.lease.timeout, **self._options
+                    exchange,
+                    timeout=self.lease.timeout,
+                    min_results=self.lease.min_results,
+                    state=state,
+                    **self._options,
                 )
-                _check_in_time(result, "gradients")
+                if state is None:
+                    _check_in_time(result, "gradients")
+            if progress is not None:
+                progress.end_step(is_healed=member.rank in result.healed)
+        except ElsewhereError:
+            assert progress is not None
+            progress.is_apart = True
+            move_parts(averages, grads)
         except BaseException as error:
             self._is_started = False  # in another call of fit all members start again
             self._errors.append(error)
@@ -310,11 +370,16 @@ class Averaging:
 
     def _end(self, var_list: Any) -> None:
         """At the end of `fit`, see that all members have come to it."""
-        if self._is_started:
+        if self.progress is not None:
+            self._is_started = False
+            self.progress.end()
+        elif self._is_started:
             self._is_started = False
             end = {"the end of training": np.zeros(1)}
             with calls_are_equal(self.lease.take(), "end"):
-                self.lease.take().average(end, timeout=self.lease.timeout)
+                self.lease.take().average(
+                    end, timeout=self.lease.timeout, min_results=self.lease.min_results
+                )
         self._finalize(var_list)
         self.lease.end()
 

@@ -15,11 +15,12 @@ _shared: Member | None = None
 _leases: weakref.WeakSet["MemberLease"] = weakref.WeakSet()  # of the shared member
 
 
-Place = Literal["start", "step", "weights", "logs", "end"]
+Place = Literal["start", "epoch", "step", "weights", "logs", "end"]
 
 # Where in a training calls are made, as errors say it of a rank.
 _PLACES: dict[Place, str] = {
     "start": "begins its training",
+    "epoch": "begins or ends an epoch",
     "step": "is at a step of its epoch",
     "weights": "averages its weights",
     "logs": "has ended its epoch",

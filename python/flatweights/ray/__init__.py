@@ -16,6 +16,7 @@ from flatweights.ray._variables import Variables
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.members._asks import (
     CallsDifferError,
+    ElsewhereError,
     MemberDiedError,
     MemberError,
     MemberRaisedError,
@@ -28,6 +29,7 @@ from flatweights.ray.publishing._subscriber import Subscriber
 
 __all__ = [
     "CallsDifferError",
+    "ElsewhereError",
     "ExchangePlan",
     "FlatWorker",
     "Member",

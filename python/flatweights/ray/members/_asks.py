@@ -40,6 +40,10 @@ class LacksStateError(RuntimeError):
     """A member has to be given the state of the training: it asks again, as one that lacks it."""
 
 
+class ElsewhereError(LacksStateError):
+    """The others have made another call with a state: they may be elsewhere in the training."""
+
+
 class Ask(NamedTuple):
     """One member's part of a call.
 

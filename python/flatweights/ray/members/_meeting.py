@@ -46,6 +46,7 @@ from flatweights.ray.lanes._message import Message
 from flatweights.ray.members._asks import (
     Ask,
     CallsDifferError,
+    ElsewhereError,
     LacksStateError,
     MemberDiedError,
     Outcome,
@@ -225,6 +226,18 @@ class Meeting:
             self._hear(seat)
         self.news.read()
 
+    def _elsewhere(self, first: Ask) -> list[Seat]:
+        """Return those that wait for another call with the state of the call of ``first``."""
+        asks = [(seat, seat.answer.ask) for seat in self._lacking if seat.answer is not None]
+        alike = [one for one in asks if first.state is not None and one[1].state == first.state]
+        return [seat for seat, ask in alike if not ask.is_served_by(first)]
+
+    def _release(self, first: Ask) -> None:
+        """Tell those that wait for another call that this one was made."""
+        seats = self._elsewhere(first)
+        self._lacking = [seat for seat in self._lacking if seat not in seats]
+        self._answer(seats, ElsewhereError(f"the others have called {first}"))
+
     def _end_healing(self) -> None:
         """Raise in all members that none is left that has the state."""
         seats, self._lacking = self._lacking, []
@@ -382,6 +395,8 @@ class Meeting:
             if lacking:
                 giver = self._begin_healing(number, result, asking, lacking, deadline)
                 result.healed = tuple(sorted(seat.rank for seat in lacking))
+            others = {seat.rank for seat in self._elsewhere(first)}
+            result.late = tuple(sorted({*result.late, *others}))
             if result.failed:
                 result.failed = {rank: portable(why) for rank, why in result.failed.items()}
                 pickler = ray.cloudpickle
@@ -404,6 +419,7 @@ class Meeting:
         # The last to ask may not even sleep yet: told first, it goes on while the others wake.
         asking.reverse()
         asking += lacking if giver else []
+        self._release(first)
         self._post(number, body, buffer, asking, None if result is None else result._exchanged)
         if result is not None and is_average:  # nobody waits for this
             # A death was told when it was noticed.

@@ -26,7 +26,7 @@ from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round
 from flatweights.ray._variables import Variables
 from flatweights.ray.lanes._member_lane import HostDiedError
-from flatweights.ray.members._asks import Ask, LacksStateError, MemberError, Outcome
+from flatweights.ray.members._asks import Ask, ElsewhereError, LacksStateError, MemberError, Outcome
 from flatweights.ray.members._host_end import HostEnd, enter
 from flatweights.ray.members._meeting import Ticket
 from flatweights.ray.members._train import train_worker
@@ -144,6 +144,9 @@ class Member:
         lacks_state: Whether this member lacks the state of the training: because it joined after
             the first call, or missed more than one call with a ``state``. The next such call heals
             it. Set it to have that done.
+        raises_elsewhere: Whether a call of this member that lacks the state raises
+            `ElsewhereError` once the others have made another call with that state, such as one at
+            the end of their training, and does not wait on. False at first.
     """
 
     def __init__(self, name: str, host: HostEnd, ticket: Ticket, outcome: Outcome) -> None:
@@ -154,6 +157,7 @@ class Member:
         self._ranks = outcome.ranks
         self._seat = ticket.seat
         self.lacks_state = outcome.number > 0
+        self.raises_elsewhere = False
         self._host = host
         self._turn = threading.Lock()
         self._over: str = ""
@@ -421,8 +425,10 @@ class Member:
                     state.scatter(given)
                     self.lacks_state = False
                 return outcome, mean
-            except LacksStateError:  # also if the giver has died: the next call has another
+            except LacksStateError as error:  # also if the giver has died: the next has another
                 self.lacks_state = True
+                if self.raises_elsewhere and isinstance(error, ElsewhereError):
+                    raise
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[HostEnd]:

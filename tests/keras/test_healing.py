@@ -1,0 +1,320 @@
+"""Trainings with averaged gradients that outlive members, and heal those that come back."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras_programs import build, images, prepare
+from meetings import LocalMeeting, kill
+
+from flatweights.keras import AverageLogs, AverageWeights, average_gradients
+from flatweights.ray import Member
+
+EPOCHS = 6
+BATCH = 12  # of all members together: an epoch has 20
+
+
+class KilledError(Exception):
+    """A member has ended, in the middle of its training."""
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    prepare()
+    with ThreadPoolExecutor(8) as made:
+        yield made
+
+
+class Fit:
+    """One member's ``fit``, in a thread.
+
+    Attributes:
+        at: What it does at the beginning of a batch of an epoch, by both.
+        done: What the training returns: the history, and the state.
+    """
+
+    def __init__(self, member: Member, kind: str = "normalized", **options: Any) -> None:
+        self.member = member
+        self.at: dict[tuple[int, int], Callable[[], object]] = {}
+        self.model = build(kind, member.rank)
+        self.options = {
+            "epochs": EPOCHS,
+            "verbose": 0,
+            "batch_size": BATCH // member.size,
+        } | options
+        self.compile: dict[str, Any] = {}
+        self.more: list[Any] = []
+        self.optimizer: Any = keras.optimizers.Adam(0.01)
+        self.done: Future[Any] = Future()
+
+    def start(self, pool: ThreadPoolExecutor, **terms: Any) -> None:
+        terms = {"min_results": 1, "timeout": 60.0} | terms
+        self.done = pool.submit(self._run, terms)
+
+    def _run(self, terms: dict[str, Any]) -> tuple[Any, list[Any]]:
+        optimizer = average_gradients(self.optimizer, member=self.member, **terms)
+        self.model.compile(optimizer, "mse", **self.compile)
+        x, y = images("dense")
+        mine = slice(self.member.rank, None, self.member.size)
+        callbacks = [_Act(self), AverageLogs(), *self.more]
+        history = self.model.fit(x[mine], y[mine], callbacks=callbacks, **self.options)
+        slots = [np.asarray(one) for one in self.model.optimizer.variables]
+        # Moving statistics are each member's own.
+        return history, [*map(np.asarray, self.model.trainable_weights), *slots]
+
+
+class _Act(keras.callbacks.Callback):  # type: ignore[misc]
+    def __init__(self, fit: Fit) -> None:
+        super().__init__()
+        self._fit = fit
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        self._do(-1)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._do(batch)
+
+    def _do(self, batch: int) -> None:
+        act = self._fit.at.get((self._epoch, batch))
+        if act is not None:
+            act()
+
+
+def fits(meeting: LocalMeeting, kind: str = "normalized", **options: Any) -> list[Fit]:
+    return [Fit(member, kind, **options) for member in meeting.join_all()]
+
+
+def check_alike(states: list[list[Any]]) -> None:
+    for k, parts in enumerate(zip(*states, strict=True)):
+        for other in parts[1:]:
+            np.testing.assert_array_equal(parts[0], other, err_msg=f"part {k}")
+
+
+def dies(fit: Fit) -> Callable[[], None]:
+    def die() -> None:
+        kill(fit.member)
+        raise KilledError
+
+    return die
+
+
+def replacement(meeting: LocalMeeting, dead: Fit, **options: Any) -> Fit:
+    with pytest.raises(KilledError):
+        dead.done.result(120)
+    return Fit(meeting.join(dead.member.rank), **options)
+
+
+def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
+    pool: ThreadPoolExecutor,
+) -> None:
+    meeting, go_on = LocalMeeting(3), threading.Event()
+    first, dead, last = fits(meeting)
+    dead.at[1, 3] = dies(dead)
+    for fit in (first, last):
+        fit.at[2, -1] = lambda: go_on.wait(120)
+    for fit in (first, dead, last):
+        fit.start(pool)
+    new = replacement(meeting, dead)
+    new.start(pool)
+    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    go_on.set()
+    ended = [fit.done.result(120) for fit in (first, new, last)]
+    epochs = [history.epoch for history, _ in ended]
+    assert epochs == [[*range(EPOCHS)], [*range(2, EPOCHS)], [*range(EPOCHS)]]
+    assert [history.history["loss"][-4:] for history, _ in ended[1:]] == [
+        ended[0][0].history["loss"][-4:]
+    ] * 2
+    check_alike([state for _, state in ended])
+
+
+def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
+    pool: ThreadPoolExecutor,
+) -> None:
+    meeting, slept = LocalMeeting(3), threading.Event()
+    first, late, last = fits(meeting)
+
+    def sleep() -> None:
+        number = meeting.meeting._number
+        meeting.wait_until(lambda inside: inside._number > number + 9)
+        slept.set()
+
+    late.at[2, 4] = sleep
+    steps: list[int] = []
+    late.at[2, 5] = lambda: steps.append(int(late.model.optimizer.iterations))
+    for fit in (first, last):  # they take their time once it has overslept
+        fit.at[2, 16] = lambda: slept.wait(120)
+        fit.at[2, 18] = lambda: meeting.wait_until(
+            lambda inside: inside._healings or inside._lacking
+        )
+    for fit in (first, late, last):
+        fit.start(pool, timeout=3.0)
+    ended = [fit.done.result(120) for fit in (first, late, last)]
+    check_alike([state for _, state in ended])
+    assert [history.epoch for history, _ in ended] == [[*range(EPOCHS)]] * 3
+    assert steps
+    assert steps[0] > 2 * 20 + 5, "healed in the epoch"
+
+
+def test_a_member_that_sleeps_for_epochs_meets_the_others_again(pool: ThreadPoolExecutor) -> None:
+    meeting, slept = LocalMeeting(2), threading.Event()
+    first, late = fits(meeting)
+
+    def sleep() -> None:
+        assert slept.wait(120)
+
+    late.at[1, 4] = sleep
+    first.at[4, 2] = slept.set
+    first.at[4, 19] = lambda: meeting.wait_until(lambda inside: inside._lacking)
+    for fit in (first, late):
+        fit.start(pool, timeout=3.0)
+    ended = [fit.done.result(120) for fit in (first, late)]
+    check_alike([state for _, state in ended])
+
+
+def test_a_member_that_is_late_at_the_end_gets_what_the_others_have(
+    pool: ThreadPoolExecutor,
+) -> None:
+    meeting, slept = LocalMeeting(2), threading.Event()
+    first, late = fits(meeting)
+    late.at[2, 4] = lambda: slept.wait(120)
+    first.at[EPOCHS - 1, 19] = slept.set
+    for fit in (first, late):
+        fit.start(pool, timeout=3.0)
+    ended = [fit.done.result(120) for fit in (first, late)]
+    check_alike([state for _, state in ended])
+
+
+def test_the_training_ends_for_all_if_a_callback_of_one_stops_it(pool: ThreadPoolExecutor) -> None:
+    meeting = LocalMeeting(2)
+    both = fits(meeting)
+    stop = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, _: setattr(both[1].model, "stop_training", epoch == 2)
+    )
+    both[1].more.append(stop)
+    for fit in both:
+        fit.start(pool)
+    (first, state), (second, other) = [fit.done.result(120) for fit in both]
+    assert second.epoch == [0, 1, 2]
+    assert first.epoch[:3] == [0, 1, 2]
+    assert len(first.epoch) <= 4
+    check_alike([state, other])
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras' own callback
+def test_a_replaced_member_counts_as_the_others_do(pool: ThreadPoolExecutor) -> None:
+    """A learning rate that falls after so many epochs falls in all members in the same one."""
+    meeting, go_on = LocalMeeting(2), threading.Event()
+
+    def plateau() -> Any:
+        return keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=4, min_delta=100.0)
+
+    first, dead = fits(meeting, "dense")
+    first.more, dead.more = [plateau()], [plateau()]
+    dead.at[1, 3] = dies(dead)
+    first.at[2, -1] = lambda: go_on.wait(120)
+    for fit in (first, dead):
+        fit.start(pool)
+    new = replacement(meeting, dead, kind="dense")
+    new.more = [plateau()]
+    new.start(pool)
+    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    go_on.set()
+    ended = [fit.done.result(120) for fit in (first, new)]
+    check_alike([state for _, state in ended])
+    rate = float(first.model.optimizer.learning_rate)
+    assert rate == pytest.approx(0.005)
+
+
+def test_weights_are_averaged_too_after_a_replacement(pool: ThreadPoolExecutor) -> None:
+    meeting, go_on = LocalMeeting(2), threading.Event()
+    first, dead = fits(meeting)
+    for fit in (first, dead):
+        fit.more = [AverageWeights(every=2)]
+    dead.at[1, 3] = dies(dead)
+    first.at[2, -1] = lambda: go_on.wait(120)
+    for fit in (first, dead):
+        fit.start(pool)
+    new = replacement(meeting, dead)
+    new.more = [AverageWeights(every=2)]
+    new.start(pool)
+    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    go_on.set()
+    ended = [fit.done.result(120) for fit in (first, new)]
+    check_alike([state for _, state in ended])
+    assert new.more[0].round.used == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "fitted"),
+    [
+        ({"steps_per_execution": 4}, {}),
+        ({}, {"validation_split": 0.2}),
+        pytest.param({"run_eagerly": True}, {}, marks=pytest.mark.slow),
+    ],
+    ids=["several steps at a time", "with a validation", "eagerly"],
+)
+def test_ways_to_fit(
+    pool: ThreadPoolExecutor, compiled: dict[str, Any], fitted: dict[str, Any]
+) -> None:
+    meeting, go_on, slept = LocalMeeting(3), threading.Event(), threading.Event()
+    first, dead, late = fits(meeting, **fitted)
+    dead.at[1, 4] = dies(dead)
+    late.at[1, 8] = lambda: slept.wait(120)
+
+    def wait() -> None:
+        slept.set()
+        go_on.wait(120)
+
+    first.at[2, -1] = wait
+    for fit in (first, dead, late):
+        fit.compile = compiled
+        fit.start(pool, timeout=3.0)
+    new = replacement(meeting, dead, **fitted)
+    new.compile = compiled
+    new.start(pool, timeout=3.0)
+    meeting.wait_until(lambda inside: 1 in [seat.rank for seat in inside._lacking])
+    go_on.set()
+    check_alike([fit.done.result(120)[1] for fit in (first, new, late)])
+
+
+def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> None:
+    meeting = LocalMeeting(2)
+    members = meeting.join_all()
+    data = np.random.default_rng(0).normal(size=(2, 40, 3)).astype(np.float32)
+
+    def train(member: Member, steps: int, dies_at: int = -1) -> list[Any]:
+        weights = keras.Variable(np.full(3, 1.0 if dies_at >= 0 else 0.0), dtype="float32")
+        optimizer = average_gradients(
+            keras.optimizers.Adam(0.1), member=member, min_results=1, timeout=60.0
+        )
+        optimizer.build([weights])
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def step(x: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((weights.value - x) ** 2)
+            optimizer.apply(tape.gradient(loss, [weights.value]), [weights])
+
+        while int(optimizer.iterations) < steps:
+            done = int(optimizer.iterations)
+            if done == dies_at:
+                kill(member)
+                raise KilledError
+            if done == 10 and dies_at < 0:
+                meeting.wait_until(lambda inside: inside._lacking or inside._healings)
+            step(data[member.rank, done])
+        member.average({"the end": np.zeros(1)}, min_results=1)
+        return [np.asarray(one) for one in [weights, *optimizer.variables]]
+
+    survivor = pool.submit(train, members[0], 40)
+    with pytest.raises(KilledError):
+        train(members[1], 40, dies_at=5)
+    new = meeting.join(1)
+    own = train(new, 40)
+    check_alike([own, survivor.result(120)])
