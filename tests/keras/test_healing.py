@@ -26,8 +26,9 @@ class KilledError(Exception):
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     prepare()
-    with ThreadPoolExecutor(8) as made:
-        yield made
+    made = ThreadPoolExecutor(8)
+    yield made
+    made.shutdown(wait=False)  # a test that failed may have left some in a call
 
 
 class Fit:

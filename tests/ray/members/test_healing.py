@@ -33,6 +33,7 @@ class Training:
         self.momentum = np.zeros(SIZE)
         self.steps = np.zeros(1, np.int64)
         self.rounds: list[Any] = []
+        self.states: dict[int, bytes] = {}  # after so many steps
         self.in_gather: Callable[[], None] = lambda: None
         self.layout = Layout.of(self._parts())
 
@@ -61,6 +62,7 @@ class Training:
         self.weights[:] = self.weights - 0.01 * self.momentum
         self.steps += 1
         self.rounds.append(result)
+        self.states[int(self.steps[0])] = self.bits()
         return result
 
     def bits(self) -> bytes:
@@ -81,8 +83,9 @@ def together(pool: ThreadPoolExecutor, trainings: list[Training], **options: Any
 
 @pytest.fixture
 def pool() -> Any:
-    with ThreadPoolExecutor(8) as made:
-        yield made
+    made = ThreadPoolExecutor(8)
+    yield made
+    made.shutdown(wait=False)  # a test that failed may have left some in a call
 
 
 def replaced(meeting: LocalMeeting, training: Training) -> Training:
@@ -187,15 +190,15 @@ def test_a_giver_that_does_not_give_is_not_waited_for(pool: Any, what: str) -> N
         trainings[0].member.lacks_state = True
         again = pool.submit(trainings[0].step, timeout=0.2)
         meeting.wait_until(lambda inside: len(inside._lacking) == 2)
-    result = trainings[1].step(timeout=0.2)
-    assert healing.result(60).used == (1,)
-    assert healing.result(60).healed == result.healed
-    assert trainings[1].bits() == trainings[2].bits()
+    waiting = [healing, again] if what == "raises" else [healing]
+    while not all(call.done() for call in waiting):  # those that ask too late are healed next time
+        trainings[1].step(timeout=0.2)
+    assert healing.result().used == (1,)
+    for training in trainings if what == "raises" else trainings[2:]:
+        steps = int(training.steps[0])
+        assert training.bits() == trainings[1].states[steps]
     go_on.set()
-    if what == "raises":
-        assert again.result(60).healed == (0, 2)
-        assert trainings[0].bits() == trainings[1].bits()
-    else:
+    if what == "is late":
         first.result(60)
 
 
