@@ -251,12 +251,13 @@ def test_weights_are_averaged_too_after_a_replacement(pool: ThreadPoolExecutor) 
     assert new.more[0].round.used == (0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiled", "fitted"),
     [
         ({"steps_per_execution": 4}, {}),
         ({}, {"validation_split": 0.2}),
-        pytest.param({"run_eagerly": True}, {}, marks=pytest.mark.slow),
+        ({"run_eagerly": True}, {}),
     ],
     ids=["several steps at a time", "with a validation", "eagerly"],
 )
