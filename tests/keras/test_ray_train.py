@@ -62,6 +62,44 @@ def test_after_a_death_all_meet_anew_and_go_on_from_the_checkpoint(tmp_path: Pat
     assert hosts() <= before
 
 
+def join_alone(config: dict[str, str]) -> None:
+    """Rank 0 joins; the other comes once rank 0 has given up."""
+    import time
+    from pathlib import Path
+
+    import ray.train
+
+    from flatweights.ray import join
+
+    said = Path(config["folder"], "said")
+    if ray.train.get_context().get_world_rank() == 0:
+        try:
+            join(timeout=0.5)
+        except TimeoutError as error:
+            said.with_suffix(".tmp").write_text(str(error))
+            said.with_suffix(".tmp").rename(said)
+    while not said.exists():
+        time.sleep(0.05)
+    with join(timeout=60.0) as member:  # all of them, by now
+        Path(config["folder"], str(member.rank)).touch()
+
+
+def test_a_worker_whose_others_do_not_join_gives_up_in_time(tmp_path: Path) -> None:
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    DataParallelTrainer(
+        join_alone,
+        train_loop_config={"folder": str(tmp_path)},
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+        run_config=RunConfig(storage_path=str(tmp_path / "storage")),
+    ).fit()
+    expected = "join: expected all 2 workers of Ray Train to call it in 0.5 s"
+    assert (tmp_path / "said").read_text().startswith(expected)
+    assert (tmp_path / "0").exists()
+    assert (tmp_path / "1").exists()
+
+
 def test_trials_have_meetings_of_their_own(tmp_path: Path) -> None:
     from ray import tune
 

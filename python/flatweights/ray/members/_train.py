@@ -64,7 +64,7 @@ def _attempt(context: Any, size: int, timeout: float | None) -> str:
         if pending.done():  # it is what the call itself raised
             raise
         raise TimeoutError(
-            f"join: expected all {size} workers of Ray Train to call it in {timeout} s"
+            f"join: expected all {size} workers of Ray Train to call it in {timeout:.3g} s"
         ) from None
     finally:
         with _lock:
