@@ -301,7 +301,6 @@ def ours_of(case: Case) -> dict[str, tuple[str, Any, dict[str, Any]]]:
     small = case.nbytes < MB
     default = "driver" if small else "streams"
     found: dict[str, tuple[str, Any, dict[str, Any]]] = {OURS: ("", default, {})}
-    found[f"{OURS}, over objects"] = ("objects", "objects", {})
     found[f"{OURS}, in the driver"] = ("driver", "driver", {})
     if small:
         found[f"{OURS}, over streams"] = ("streams", "streams", {})

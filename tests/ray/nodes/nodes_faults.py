@@ -1,6 +1,6 @@
 """Faults of links and nodes in the middle of exchanges, over links shaped to a rate.
 
-``python -m tests.ray.nodes.nodes_faults [--mbit 200] [--timeout 6] [--way objects] [--case NAME]``
+``python -m tests.ray.nodes.nodes_faults [--mbit 200] [--timeout 6] [--case NAME]``
 
 Makes its nodes itself (see `bench.nodes`): it needs root, ``ip`` and ``tc``, and says so where it
 lacks one. In each round something happens at a point of the exchange, or a moment after it. The
@@ -91,10 +91,10 @@ def meet(group: WorkerGroup, timeout: float = 120) -> float:
 class Faults:
     """The group, its nodes, and what happens to them."""
 
-    def __init__(self, way: str, mbit: float, timeout: float) -> None:
+    def __init__(self, mbit: float, timeout: float) -> None:
         self.timeout = timeout  # seconds of a round
-        os.environ["FLATWEIGHTS_BETWEEN_NODES"] = way
-        self.nodes, self.way, self.mbit = nodes.Nodes.of_this_process(), way, mbit
+        os.environ["FLATWEIGHTS_BETWEEN_NODES"] = "streams"
+        self.nodes, self.mbit = nodes.Nodes.of_this_process(), mbit
         worker = ray.remote(num_cpus=0, max_restarts=-1)(Giver)
         self.group = WorkerGroup(
             [
@@ -152,7 +152,7 @@ class Faults:
         back = time.monotonic() - begin
         used = "" if found is None else f"of {found.used}"
         print(
-            f"{'FAILED' if said else 'ok':6} {self.way} {name}: {took:.2f} s {used},"
+            f"{'FAILED' if said else 'ok':6} {name}: {took:.2f} s {used},"
             f" all back after {back:.1f} s {said[:600]}",
             flush=True,
         )
@@ -176,21 +176,22 @@ class Faults:
             self.try_round(
                 f"the link between two others cut, timeout {timeout}",
                 lambda: self.nodes.mend_between(1, 2),
-                {0, 1, 3, 4} if timeout is None else {0},
+                {*range(6)} if timeout is None else {0},
                 timeout,
             )
 
     def full_store(self) -> None:
-        """The stores of two nodes have no room for what an exchange over objects puts there."""
+        """The stores of two nodes have no room for results that are to go to the driver."""
         actors = self.group.actors()
         fillers = [actors[rank] for rank in (1, 2)]
         ray.get([filler.fill.remote(STORE - (8 << 20)) for filler in fillers])
-        self.try_round(
-            "full object stores",
-            lambda: ray.get([filler.fill.remote(0) for filler in fillers]),
-            {*range(6)},
-            None,
-        )
+
+        def after() -> None:
+            self.nodes.mend_between(1, 2)
+            ray.get([filler.fill.remote(0) for filler in fillers])
+
+        self.at("exchanging", 0.0, lambda: self.nodes.cut_between(1, 2))
+        self.try_round("full object stores", after, {*range(6)}, None)
 
     def slow(self) -> None:
         for point in ("exchanging", "merging"):
@@ -214,7 +215,7 @@ class Faults:
         took = time.monotonic() - begin
         check(found, 3)
         is_good = took < self.timeout + SLACK and {0, 2, 5} <= {*found.used}
-        print(f"{'ok' if is_good else 'FAILED':6} {self.way} a node killed: {took:.2f} s {found}")
+        print(f"{'ok' if is_good else 'FAILED':6} a node killed: {took:.2f} s {found}")
         again = self.group.average("give", 4, min_results=1, timeout=self.timeout)
         check(again, 4)
         self.failures += not is_good
@@ -227,12 +228,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--mbit", type=float, default=200.0)
     parser.add_argument("--timeout", type=float, default=6.0)
-    parser.add_argument("--way", choices=("streams", "objects"), default="streams")
     parser.add_argument("--case", choices=CASES, action="append")
     options = parser.parse_args()
     if nodes.is_among_nodes():
         ray.init(log_to_driver=False)
-        faults = Faults(options.way, options.mbit, options.timeout)
+        faults = Faults(options.mbit, options.timeout)
         for case in options.case or CASES:
             getattr(faults, case)()
         return min(faults.failures, 1)

@@ -49,7 +49,6 @@ def test_bytes_are_those_of_the_messages(nodes: int, workers: int) -> None:
     expected: dict[Any, Links] = {
         "the guide's loop": through_the_driver(nodes, workers),
         "driver": through_the_driver(nodes, workers),
-        "objects": by_agents(nodes, exact, 1),
         "streams": by_agents(nodes, exact, 1),
     }
     if workers > 1:

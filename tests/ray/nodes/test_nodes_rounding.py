@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 import flatweights as fw
 from flatweights._sources import Template
 from flatweights.ray.nodes._node import NodeEnd, Route
+from flatweights.ray.nodes._pieces import Bytes
 from flatweights.ray.nodes._plan import Plan
-from flatweights.ray.nodes._rounding import Coding
+from flatweights.ray.nodes._rounding import Coding, Residuals
 from flatweights.ray.peers._by_lane import GroupLanes
 from flatweights.ray.peers._summary import Reading, read_into
 from flatweights.wire import Difference, WireDType, average_differences, wire_layout
@@ -110,25 +111,44 @@ class Oracle:
         return mean
 
 
-def exchanged(ends: Sequence[NodeEnd], plan: Plan, sent: Mapping[int, Difference]) -> list[Any]:
-    """The averages of all nodes, over what Ray would carry."""
+class End:
+    """A node whose messages reach the others at once."""
+
+    def __init__(self) -> None:
+        self.models: dict[int, Bytes] = {}
+        self.residuals = Residuals()
+
+    def cut(self, plan: Plan, me: int) -> list[list[Bytes]]:
+        """What it sends of each piece."""
+        assert plan.coding is not None
+        self.residuals.begin(plan.number, plan.settled[me], plan.coding)
+        plan = plan._replace(residuals=self.residuals)
+        return [plan.contribution(me, piece, self.models) for piece in range(len(plan.groups))]
+
+    def merge(
+        self, plan: Plan, me: int, parts: Sequence[Sequence[Sequence[Bytes]]], mean: Bytes
+    ) -> None:
+        """Write the average of its piece."""
+        plan = plan._replace(residuals=self.residuals)
+        plan.merge(me, [each[me] for each in parts], mean[plan.bounds(me)])
+
+
+def exchanged(ends: Sequence[End], plan: Plan, sent: Mapping[int, Difference]) -> Difference:
+    """The average, the same on all nodes."""
+    assert plan.coding is not None
     read(ends, plan, sent)
-    cut = [end.cut(plan, me) for me, end in enumerate(ends)]
-    means = [end.merge(plan, me, [parts[me] for parts in cut]) for me, end in enumerate(ends)]
+    parts = [end.cut(plan, me) for me, end in enumerate(ends)]
+    mean = fw.FlatWeights.empty(plan.template.layout)
     for me, end in enumerate(ends):
-        end.place(plan, me, means)
-    return [end.weights(plan.number) for end in ends]
+        end.merge(plan, me, parts, mean.buffer)
+    return Difference(mean, plan.coding.layout, plan.coding.base)
 
 
-def read(ends: Sequence[NodeEnd], plan: Plan, sent: Mapping[int, Difference]) -> None:
+def read(ends: Sequence[End | NodeEnd], plan: Plan, sent: Mapping[int, Difference]) -> None:
     for end, group in zip(ends, plan.groups, strict=True):
         end.models.clear()
         for rank in group:
             assert read_into(end.models, rank, sent[rank], READING).error is None
-
-
-def new_end() -> NodeEnd:
-    return NodeEnd(GroupLanes().offer, "127.0.0.1")
 
 
 CASES: list[tuple[Groups, list[float]]] = [
@@ -140,7 +160,7 @@ CASES: list[tuple[Groups, list[float]]] = [
 
 
 def test_nodes_have_the_differences_that_error_feedback_gives(rng: np.random.Generator) -> None:
-    ends, oracle = [new_end() for _ in range(3)], Oracle(3)
+    ends, oracle = [End() for _ in range(3)], Oracle(3)
     settled = dict.fromkeys(range(3), 0)
     for number in range(1, 25):
         # Groups change, and so do the pieces of a node, with the nodes that take part.
@@ -152,21 +172,19 @@ def test_nodes_have_the_differences_that_error_feedback_gives(rng: np.random.Gen
         plan = plan._replace(settled=tuple(settled[k] for k in nodes))
         settled.update(dict.fromkeys(nodes, number))
         expected = oracle.exchange(plan, sent)
-        for got in exchanged([ends[k] for k in nodes], plan, sent):
-            assert (got.layout, got.base, got.version) == (expected.layout, 5, None)
-            for name, part in got.widen().items():
-                np.testing.assert_array_equal(part, expected[name], f"{number} {name}")
+        for name, part in exchanged([ends[k] for k in nodes], plan, sent).widen().items():
+            np.testing.assert_array_equal(part, expected[name], f"{number} {name}")
         assert bool(plan.merged_groups()) == (len(sent) > len(groups))
 
 
 def test_nothing_is_lost_over_many_exchanges(rng: np.random.Generator) -> None:
-    ends = [new_end() for _ in range(3)]
+    ends = [End() for _ in range(3)]
     groups = [[0, 3, 4], [1], [2, 5]]
     exact, got, largest = np.zeros(1_003), np.zeros(1_003), 0.0
     for number in range(1, 301):
         sent = {rank: encoded(model_of(rng, rank)) for rank in range(6)}
         plan = plan_of(number, groups, dict.fromkeys(range(6), 1.0), sent)
-        got += exchanged(ends, plan, sent)[0].widen()["a"]
+        got += exchanged(ends, plan, sent).widen()["a"]
         exact += np.mean([sent[rank].widen()["a"] for rank in range(6)], axis=0, dtype=np.float64)
         # The error is that of the last roundings: of two nodes' averages, and of their average.
         largest = max(largest, float(np.abs(got - exact).max()))
@@ -176,7 +194,7 @@ def test_nothing_is_lost_over_many_exchanges(rng: np.random.Generator) -> None:
 
 
 def test_an_attempt_that_failed_leaves_no_trace(rng: np.random.Generator) -> None:
-    ends, same = [new_end() for _ in range(2)], [new_end() for _ in range(2)]
+    ends, same = [End() for _ in range(2)], [End() for _ in range(2)]
     groups = [[0, 1], [2, 3]]
     settled = 0
     for number in range(2, 18, 2):
@@ -185,21 +203,20 @@ def test_an_attempt_that_failed_leaves_no_trace(rng: np.random.Generator) -> Non
         plan = plan._replace(settled=(settled, settled))
         # One node is done, the other has not begun to merge.
         read(ends, plan, sent)
-        cut = [end.cut(plan, me) for me, end in enumerate(ends)]
-        ends[0].merge(plan, 0, [parts[0] for parts in cut])
+        parts = [end.cut(plan, me) for me, end in enumerate(ends)]
+        ends[0].merge(plan, 0, parts, plan.template.layout.new_buffer())
         again = plan._replace(number=number + 1)
         settled = number + 1
         found = exchanged(ends, again, sent)
         expected = exchanged(same, again, sent)
-        for one, other in zip(found, expected, strict=True):
-            assert one.values.buffer.tobytes() == other.values.buffer.tobytes()
+        assert found.values.buffer.tobytes() == expected.values.buffer.tobytes()
 
 
 def test_an_agent_that_is_restarted_begins_with_errors_of_zero(rng: np.random.Generator) -> None:
-    ends, oracle = [new_end() for _ in range(3)], Oracle(3)
+    ends, oracle = [End() for _ in range(3)], Oracle(3)
     for number in range(1, 7):
         if number == 4:
-            ends[1] = new_end()
+            ends[1] = End()
             oracle.of_ranks[1], oracle.of_pieces[1] = Oracle.zeros(), Oracle.zeros()
         sent = {rank: encoded(model_of(rng, rank)) for rank in range(6)}
         groups = [[0, 3], [1, 4], [2, 5]]
@@ -207,15 +224,14 @@ def test_an_agent_that_is_restarted_begins_with_errors_of_zero(rng: np.random.Ge
         if number == 4:
             plan = plan._replace(settled=(3, 0, 3))
         expected = oracle.exchange(plan, sent)
-        for got in exchanged(ends, plan, sent):
-            for name, part in got.widen().items():
-                np.testing.assert_array_equal(part, expected[name])
+        for name, part in exchanged(ends, plan, sent).widen().items():
+            np.testing.assert_array_equal(part, expected[name])
 
 
 def test_gradients_have_errors_of_their_own_and_a_new_layout_begins_anew(
     rng: np.random.Generator,
 ) -> None:
-    ends, weights_only, gradients_only = (tuple(new_end() for _ in range(2)) for _ in range(3))
+    ends, weights_only, gradients_only = (tuple(End() for _ in range(2)) for _ in range(3))
     number = 0
     for _ in range(4):
         models = [model_of(rng, rank) for rank in range(2)]
@@ -225,18 +241,17 @@ def test_gradients_have_errors_of_their_own_and_a_new_layout_begins_anew(
             plan = plan_of(number, [[0], [1]], {0: 1.0, 1: 1.0}, sent)
             found = exchanged(ends, plan, sent)
             expected = exchanged(others, plan._replace(settled=(max(0, number - 2),) * 2), sent)
-            for one, other in zip(found, expected, strict=True):
-                assert one.values.buffer.tobytes() == other.values.buffer.tobytes()
+            assert found.values.buffer.tobytes() == expected.values.buffer.tobytes()
     vector = fw.FlatWeights({"vector": rng.normal(size=333).astype(np.float32)})
     sent = {rank: encoded(vector, None) for rank in range(2)}
     plan = plan_of(number + 1, [[0], [1]], {0: 1.0, 1: 1.0}, sent)
-    for found in exchanged(ends, plan, sent):
-        assert found.values.buffer.tobytes() == sent[0].values.buffer.tobytes()
+    found = exchanged(ends, plan, sent)
+    assert found.values.buffer.tobytes() == sent[0].values.buffer.tobytes()
 
 
 def test_an_average_that_does_not_fit_is_an_error(rng: np.random.Generator) -> None:
     layout = fw.Layout.of({"w": np.zeros(100, np.float32)})
-    ends = [new_end() for _ in range(2)]
+    ends = [End() for _ in range(2)]
     largest = fw.FlatWeights.empty(wire_layout(layout, "float16"))
     largest["w"] = np.full(100, np.inf, np.float16)
     sent = {rank: Difference(largest, layout, 1) for rank in range(2)}
@@ -244,16 +259,17 @@ def test_an_average_that_does_not_fit_is_an_error(rng: np.random.Generator) -> N
     for end, group in zip(ends, plan.groups, strict=True):
         summary = read_into(end.models, group[0], sent[group[0]], READING)
         assert summary.spoiled is not None
-    cut = [end.cut(plan, me) for me, end in enumerate(ends)]
+    parts = [end.cut(plan, me) for me, end in enumerate(ends)]
     with pytest.raises(ValueError, match="does not fit"):
-        ends[0].merge(plan, 0, [parts[0] for parts in cut])
+        ends[0].merge(plan, 0, parts, plan.template.layout.new_buffer())
 
 
 @pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16"])
 def test_streams_and_blocks_do_not_change_the_bits(
     wire_dtype: WireDType, rng: np.random.Generator
 ) -> None:
-    by_stream, by_object = [new_end() for _ in range(3)], [new_end() for _ in range(3)]
+    by_stream = [NodeEnd(GroupLanes().offer, "127.0.0.1") for _ in range(3)]
+    whole = [End() for _ in range(3)]
     addresses, epoch = tuple(end.address for end in by_stream), secrets.token_bytes(16)
     try:
         for number in (1, 2):
@@ -272,11 +288,11 @@ def test_streams_and_blocks_do_not_change_the_bits(
                 ended = [pool.submit(by_stream[me].stream, plan, me, route) for me in range(3)]
                 for future in ended:
                     future.result()
-            expected = exchanged(by_object, plan, sent)
-            for end, other in zip(by_stream, expected, strict=True):
+            expected = exchanged(whole, plan, sent)
+            for end in by_stream:
                 got = end.weights(number, 9)
-                assert got.version == 9
-                assert got.values.buffer.tobytes() == other.values.buffer.tobytes()
+                assert (got.layout, got.base, got.version) == (layout, 1, 9)
+                assert got.values.buffer.tobytes() == expected.values.buffer.tobytes()
     finally:
         for end in by_stream:
             end.close()

@@ -3,12 +3,15 @@
 One program starts the nodes and runs all checks; a test says what came of one of them.
 """
 
+import contextlib
 import gc
 import json
+import logging
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -19,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from certificates import make_authority, make_certificate, tls_environment
 from numpy.typing import NDArray
 from ray_cluster import LEAN, MISSED_SOON, start_lean_cluster
 from ray_programs import output_of
@@ -27,9 +31,11 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import Round, WorkerError, WorkerGroup, _failpoints
+from flatweights.ray._result import copied
+from flatweights.ray.nodes._address import Address
 from flatweights.ray.peers._agent import AverageOf, Command
 from flatweights.ray.peers._by_agent import AgentEnd, NodeCall
-from flatweights.ray.rounds._between_nodes import _BEACON
+from flatweights.ray.peers._setback import Setback
 
 pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]
 
@@ -38,7 +44,6 @@ PLACES = ("home", "a", "b", "a", "a", "b")  # by rank
 SIZE = 70_001  # elements
 SLACK = 5.0  # seconds after its timeout in which a round has ended; one, on a machine that is idle
 KINDS = ("FlatWeights", "vector", "dict", "list", "tree")
-WAYS = ("streams", "objects")
 
 Check = Callable[["Nodes"], None]
 CHECKS: dict[str, Check] = {}
@@ -195,10 +200,32 @@ def meet(group: WorkerGroup) -> None:
         assert_right(found, "FlatWeights", 9)
         by_memory = [k for k in found.used if found.ways[k].startswith(("lane", "agent"))]
         if len(by_memory) == 6:
-            group._roster.agents.streams = type(group._roster.agents.streams)("other nodes are")
+            try_streams_again(group)
             return
         assert time.monotonic() < end, (found, found.ways, group.unhealthy)
         time.sleep(0.05)
+
+
+def try_streams_again(group: WorkerGroup) -> None:
+    """Have the next round try streams, although they failed a moment ago."""
+    group._roster.agents.streams = Setback("other nodes are")
+
+
+@contextlib.contextmanager
+def closed_port(group: WorkerGroup, rank: int) -> Iterator[None]:
+    """Give out an address of a rank's agent at which nobody listens."""
+    agent = group._roster.agents._by_node[ray.get(group.actors()[rank].node.remote())]
+    address = agent.address(60)
+    assert isinstance(address, Address), address
+    with socket.socket() as unused:
+        unused.bind((address.host, 0))
+        agent._address = address._replace(port=unused.getsockname()[1])
+        group._roster.agents.epoch = (), b""  # the sockets that are open have broken, too
+        try:
+            yield
+        finally:
+            agent._address = address
+            try_streams_again(group)
 
 
 def agents_of(group: WorkerGroup) -> list[Any]:
@@ -248,20 +275,19 @@ def set_hook(actor: Any, point: str, action: str) -> None:
 @check
 def averages_have_the_bits_that_are_documented(nodes: Nodes) -> None:
     weights = [0.0, 1.0, 2.5, 1.0, 3.0, 0.5]
-    for way in WAYS:
-        group = nodes.group(way)
-        # One to three workers a node, also none on the driver's.
-        for ranks in ([1, 2], [0, 1, 2], [0, 1, 3, 2, 5], [*range(6)]):
-            for kind in KINDS if len(ranks) > 4 else KINDS[:1]:
-                found = group.average("give", kind, 7, weights=weights, ranks=ranks)
-                assert found.used == tuple(sorted(ranks)), found
-                assert_right(found, kind, 7, weights)
-                assert bool(found.groups) == (len(ranks) == 6), (ranks, found.groups)
-                for rank in ranks:
-                    expected = "lane" if PLACES[rank] == "home" else f"agent: {way}"
-                    assert found.ways[rank].startswith(expected), found.ways
-                links = found.record()["links"]
-                assert len(links) == len({PLACES[rank] for rank in ranks} | {"home"}), links
+    group = nodes.group("streams")
+    # One to three workers a node, also none on the driver's.
+    for ranks in ([1, 2], [0, 1, 2], [0, 1, 3, 2, 5], [*range(6)]):
+        for kind in KINDS if len(ranks) > 4 else KINDS[:1]:
+            found = group.average("give", kind, 7, weights=weights, ranks=ranks)
+            assert found.used == tuple(sorted(ranks)), found
+            assert_right(found, kind, 7, weights)
+            assert bool(found.groups) == (len(ranks) == 6), (ranks, found.groups)
+            for rank in ranks:
+                expected = "lane" if PLACES[rank] == "home" else "agent: streams"
+                assert found.ways[rank] == expected, found.ways
+            links = found.record()["links"]
+            assert len(links) == len({PLACES[rank] for rank in ranks} | {"home"}), links
 
 
 @check
@@ -348,37 +374,35 @@ def ranks_without_a_result_are_left_out_by_name(nodes: Nodes) -> None:
 
 @check
 def weights_reach_all_workers(nodes: Nodes) -> None:
-    for way in WAYS:
-        group = nodes.group(way)
-        start = weights_of(1.0, SIZE)
-        group.broadcast(start)
-        first = group.average("train")
-        one = oracle(first, {k: trained(start, k) for k in range(6)})
-        assert_same(first.weights, one)
-        # With the next call, and the one after, which trains on it.
-        second = group.average("train", broadcast=first)
-        two = oracle(second, {k: trained(one, k) for k in range(6)})
-        assert_same(second.weights, two)
-        for got in group.step("get_weights", broadcast=second).values():
-            assert_same(got, two)
-        # The agents have another average by now.
-        third = group.average("give", "FlatWeights")
-        assert group.broadcast(first) == [*range(6)]
-        for got in group.step("get_weights").values():
-            assert_same(got, one)
-        assert_right(third, "FlatWeights")
-        for found in group.run(3, "train"):
-            one = oracle(found, {k: trained(one, k) for k in range(6)})
-            assert_same(found.weights, one)
-        for got in group.step("get_weights").values():
-            assert_same(got, one)
+    group = nodes.group("streams")
+    start = weights_of(1.0, SIZE)
+    group.broadcast(start)
+    first = group.average("train")
+    one = oracle(first, {k: trained(start, k) for k in range(6)})
+    assert_same(first.weights, one)
+    # With the next call, and the one after, which trains on it.
+    second = group.average("train", broadcast=first)
+    two = oracle(second, {k: trained(one, k) for k in range(6)})
+    assert_same(second.weights, two)
+    for got in group.step("get_weights", broadcast=second).values():
+        assert_same(got, two)
+    # The agents have another average by now.
+    third = group.average("give", "FlatWeights")
+    assert group.broadcast(first) == [*range(6)]
+    for got in group.step("get_weights").values():
+        assert_same(got, one)
+    assert_right(third, "FlatWeights")
+    for found in group.run(3, "train"):
+        one = oracle(found, {k: trained(one, k) for k in range(6)})
+        assert_same(found.weights, one)
+    for got in group.step("get_weights").values():
+        assert_same(got, one)
 
 
 @check
 def calls_of_the_user_keep_their_order(nodes: Nodes) -> None:
-    groups = [nodes.new_group(way) for way in WAYS]  # over the same actors
-    for group in groups:
-        meet_anyhow(group)
+    groups = [nodes.new_group(way) for way in ("streams", "driver")]  # over the same actors
+    meet_anyhow(groups[0])
     for value in range(1, 7):
         for actor in nodes.actors:
             actor.set_w.remote(float(value))
@@ -401,13 +425,15 @@ def small_models_go_through_the_driver(nodes: Nodes) -> None:
         assert_right(found, "vector")
         assert not found.groups
     assert not agents_of(group)
+    with pytest.raises(ValueError, match="BETWEEN_NODES: expected driver or streams, got 'object"):
+        nodes.new_group("objects")
 
 
 @check
 def a_late_rank_takes_no_more_than_the_time_of_the_round(nodes: Nodes) -> None:
-    for way, rank in zip((*WAYS, "streams"), (3, 2, 0), strict=True):
+    for rank in (3, 0):
         for timeout in (2.0, 6.0, 20.0):  # on a slow machine, others may be late, too
-            group = nodes.group(way)
+            group = nodes.group("streams")
             begin = time.monotonic()
             plan = {rank: f"sleep {2 * timeout}"}
             try:
@@ -464,32 +490,36 @@ ROUNDING = 4 * 2**-9 * 1e-3  # of a step: in a worker, a node's average, a piece
 
 @check
 def differences_in_16_bits_lose_nothing_over_many_rounds(nodes: Nodes) -> None:
-    for way in WAYS:
-        group = nodes.new_group(way, wire_dtype="bfloat16")
-        exact = np.linspace(1, 2, SIZE)
-        group.broadcast(fw.FlatWeights({"w": exact, "n": np.int64(0)}))
-        by_agents = 0
-        for found in group.run(15, "drift", round_arguments=lambda number: (number,)):
-            by_agents += assert_nothing_lost(found, exact, way)
-        assert by_agents >= 10, by_agents
-        assert_agree(group, exact)
-        # The driver sends other weights, which agents do not have; then averages of theirs again.
-        group.broadcast(fw.FlatWeights({"w": exact, "n": np.int64(15)}))
-        result = None
-        for seed in range(16, 20):
+    group = nodes.new_group("streams", wire_dtype="bfloat16")
+    exact = np.linspace(1, 2, SIZE)
+    group.broadcast(fw.FlatWeights({"w": exact, "n": np.int64(0)}))
+    by_agents = 0
+    for found in group.run(15, "drift", round_arguments=lambda number: (number,)):
+        by_agents += assert_nothing_lost(found, exact)
+    assert by_agents >= 10, by_agents
+    assert_agree(group, exact)
+    # The driver sends other weights, which agents do not have; then averages of theirs again.
+    group.broadcast(fw.FlatWeights({"w": exact, "n": np.int64(15)}))
+    result = None
+    for seed in range(16, 20):
+        result = group.average("drift", seed, broadcast=result)
+        assert assert_nothing_lost(result, exact)
+    # Streams break in some rounds, whose results the driver averages.
+    for seed in range(20, 32):
+        with closed_port(group, 1) if seed % 3 else contextlib.nullcontext():
             result = group.average("drift", seed, broadcast=result)
-            assert assert_nothing_lost(result, exact, way)
-        group.broadcast(result)
-        assert_agree(group, exact)
+        assert assert_nothing_lost(result, exact) == (not seed % 3), result.ways
+    group.broadcast(result)
+    assert_agree(group, exact)
 
 
-def assert_nothing_lost(found: Round, exact: NDArray[Any], way: str) -> bool:
+def assert_nothing_lost(found: Round, exact: NDArray[Any]) -> bool:
     """Add a round of `NodeWorker.drift` to the ``exact`` weights; whether it was made by agents."""
     seed = int(found.weights["n"])
     exact += np.mean([drift_of(rank, seed) for rank in found.used], axis=0)
     error = np.abs(found.weights["w"] - exact).max()
-    assert error < ROUNDING, (way, seed, error)
-    if not found.ways[1].startswith(f"agent: {way}"):
+    assert error < ROUNDING, (seed, error)
+    if found.ways[1] != "agent: streams":
         return False
     assert found.groups == ((0,), (1, 3, 4), (2, 5)), found.groups
     most = max(one["out"] for one in found.links.values())
@@ -508,27 +538,26 @@ def assert_agree(group: WorkerGroup, exact: NDArray[Any]) -> None:
 
 @check
 def faults_with_16_bits_lose_roundings_at_most(nodes: Nodes) -> None:
-    for way in WAYS:
-        group = nodes.new_group(way, wire_dtype="bfloat16")
-        exact = np.linspace(1, 2, SIZE)
-        group.broadcast(fw.FlatWeights({"w": exact, "n": np.int64(0)}))
-        by_agents: list[int] = []
-        for number in range(1, 13):
-            plan = {3: "sleep 4"} if number == 5 else {}
-            if number == 8:
-                set_hook(agent_at(group, 2), "merging", "exit")
-            timeout = 2.0 if plan else 30.0
-            found = group.average("drift", number, plan, min_results=1, timeout=timeout)
-            assert found.used, found
-            exact += np.mean([drift_of(rank, number) for rank in found.used], axis=0)
-            assert np.abs(found.weights["w"] - exact).max() < 3 * ROUNDING, (way, number, found)
-            if number == 5:
-                assert found.late == (3,), found
-            by_agents.append(sum(found.ways[k].startswith("agent") for k in found.used))
-            group.broadcast(found)
-            group.restore(timeout=30)
-        assert by_agents[-1] == 5, by_agents
-        assert_agree(group, exact)
+    group = nodes.new_group("streams", wire_dtype="bfloat16")
+    exact = np.linspace(1, 2, SIZE)
+    group.broadcast(fw.FlatWeights({"w": exact, "n": np.int64(0)}))
+    by_agents: list[int] = []
+    for number in range(1, 13):
+        plan = {3: "sleep 4"} if number == 5 else {}
+        if number == 8:
+            set_hook(agent_at(group, 2), "merging", "exit")
+        timeout = 2.0 if plan else 30.0
+        found = group.average("drift", number, plan, min_results=1, timeout=timeout)
+        assert found.used, found
+        exact += np.mean([drift_of(rank, number) for rank in found.used], axis=0)
+        assert np.abs(found.weights["w"] - exact).max() < 3 * ROUNDING, (number, found)
+        if number == 5:
+            assert found.late == (3,), found
+        by_agents.append(sum(found.ways[k].startswith("agent") for k in found.used))
+        group.broadcast(found)
+        group.restore(timeout=30)
+    assert by_agents[-1] == 5, by_agents
+    assert_agree(group, exact)
 
 
 @check
@@ -549,10 +578,10 @@ def gradients_of_16_bits_are_averaged_with_feedback(nodes: Nodes) -> None:
 
 
 def fault(
-    nodes: Nodes, way: str, rank: int, point: str, action: str, timeout: float
+    nodes: Nodes, rank: int, point: str, action: str, timeout: float
 ) -> tuple[WorkerGroup, Round]:
     """A round in whose exchange the agent of a ``rank`` does something."""
-    group = nodes.group(way)
+    group = nodes.group("streams")
     agent = agent_at(group, rank)
     pid = pid_of(agent)
     set_hook(agent, point, action)
@@ -563,27 +592,26 @@ def fault(
         if action == "stop":
             os.kill(pid, signal.SIGCONT)
     took = time.monotonic() - begin
-    assert took < timeout + SLACK, (way, point, took)
-    assert 0 in found.used, (way, point, found)
+    assert took < timeout + SLACK, (point, took)
+    assert 0 in found.used, (point, found)
     assert_right(found, "FlatWeights", 3)
     return group, found
 
 
-def kill_agent(nodes: Nodes, way: str, point: str) -> None:
-    group, found = fault(nodes, way, 1, point, "exit", 8.0)
-    assert set(found.used) >= {0, 2, 5}, (way, point, found)
+def kill_agent(nodes: Nodes, point: str) -> None:
+    group, found = fault(nodes, 1, point, "exit", 8.0)
+    assert set(found.used) >= {0, 2, 5}, (point, found)
     meet(group)
 
 
-def stop_agent(nodes: Nodes, way: str, point: str) -> None:
-    group, _ = fault(nodes, way, 2, point, "stop", 3.0)
+def stop_agent(nodes: Nodes, point: str) -> None:
+    group, _ = fault(nodes, 2, point, "stop", 3.0)
     meet(group)
 
 
 @check
 def an_agent_that_dies_in_an_exchange_takes_only_its_ranks_along(nodes: Nodes) -> None:
-    kill_agent(nodes, "streams", "merging")
-    kill_agent(nodes, "objects", "exchanging")
+    kill_agent(nodes, "merging")
 
 
 @check
@@ -605,79 +633,178 @@ def workers_of_an_agent_that_died_take_part_in_the_next_round_of_a_run(nodes: No
 
 @slow_check
 def an_agent_that_dies_at_any_point(nodes: Nodes) -> None:
-    for way in WAYS:
-        for point in _failpoints.NODE:
-            kill_agent(nodes, way, point)
+    for point in _failpoints.NODE:
+        kill_agent(nodes, point)
 
 
 @check
 def an_agent_that_stops_in_an_exchange_takes_no_more_than_the_time(nodes: Nodes) -> None:
-    stop_agent(nodes, "streams", "placing")
-    stop_agent(nodes, "objects", "merging")
+    stop_agent(nodes, "placing")
 
 
 @slow_check
 def an_agent_that_stops_at_any_point(nodes: Nodes) -> None:
-    for way in WAYS:
-        for point in _failpoints.NODE:
-            stop_agent(nodes, way, point)
+    for point in _failpoints.NODE:
+        stop_agent(nodes, point)
 
 
-@check
-def a_stream_that_stalls_is_replaced_by_objects_in_the_same_round(nodes: Nodes) -> None:
-    group = nodes.group("streams")
-    set_hook(agent_at(group, 2), "merging", "sleep 2.5")
-    found = group.average("give", "FlatWeights", 4)
+# Streams that fail, while all nodes answer
+
+
+def assert_by_driver(found: Round, why: str) -> None:
+    """All ranks are in, nothing was added up on nodes, and it says why."""
     assert found.used == tuple(range(6)), found
-    assert found.ways[1].startswith("agent: objects"), found.ways
-    assert_right(found, "FlatWeights", 4)
+    assert not found.groups
+    assert found.ways[0] == "lane"
+    for rank in range(1, 6):
+        assert found.ways[rank].startswith("store: "), found.ways
+        assert why in found.ways[rank], found.ways
 
 
 @check
-def a_node_that_another_cannot_reach_is_left_out_without_a_timeout(nodes: Nodes) -> None:
-    group = nodes.group("objects")
-    let_go, beacon = socket.create_server(("127.0.0.1", 0)), _BEACON
+def streams_that_cannot_be_opened_are_replaced_by_the_driver_in_the_same_round(
+    nodes: Nodes,
+) -> None:
+    group = nodes.group("streams")
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("flatweights").addHandler(handler)
+    weights = [0.0, 1.0, 2.5, 1.0, 3.0, 0.5]
+    with closed_port(group, 1):
+        for kind in KINDS:
+            try_streams_again(group)
+            found = group.average("give", kind, 4, weights=weights)
+            assert_by_driver(found, "cannot connect")
+            assert_right(found, kind, 4, weights)
+            out = copied(model_of(kind, 0))
+            try_streams_again(group)
+            found = group.average("give", kind, 5, out=out)
+            assert_by_driver(found, "cannot connect")
+            assert found.weights is out
+            assert_right(found, kind, 5)
+        told = [text for text in said if text.startswith("other nodes are reached through Ray: ")]
+        assert told, said
+        assert "cannot connect" in told[0]
+        # For a while, the next rounds go through the driver from the start.
+        group._roster.agents.streams._end = float("inf")
+        assert_by_driver(group.average("give", "FlatWeights"), "cannot connect")
+        # Extras, weights by a function, and values that are not finite.
+        try_streams_again(group)
+        found = group.average("give", "dict", 2, extras=True, weights=lambda one: one[1]["samples"])
+        assert_by_driver(found, "cannot connect")
+        assert found.extras == {k: {"samples": k + 1} for k in range(6)}
+        assert_right(found, "dict", 2, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+        try_streams_again(group)
+        found = group.average("give", "FlatWeights", 2, {4: "nan"}, nonfinite="skip")
+        assert found.quarantined == (4,)
+        assert found.used == (0, 1, 2, 3, 5), found
+        assert_right(found, "FlatWeights", 2)
+        # Workers take the average, and go on.
+        start = weights_of(1.0, SIZE)
+        group.broadcast(start)
+        for found in group.run(2, "train"):
+            start = oracle(found, {k: trained(start, k) for k in range(6)})
+            assert_same(found.weights, start)
+    logging.getLogger("flatweights").removeHandler(handler)
+    found = group.average("give", "FlatWeights")
+    assert found.ways[1] == "agent: streams", found.ways
+    assert not group.unhealthy
 
-    def cut(agent: Any, port: int) -> None:
-        """Have it wait for what does not come, and see no other node."""
-        import functools
-        import socket
 
-        import ray
+@check
+def two_nodes_that_cannot_reach_each_other_are_both_averaged(nodes: Nodes) -> None:
+    group = nodes.group("streams")
 
-        merge, wait = agent.end.merge, ray.wait
+    def cut(agent: Any) -> None:
+        from flatweights.ray.nodes._links import StreamError
 
-        def stuck(*args: Any) -> Any:
-            agent.end.merge = merge
-            with socket.create_connection(("127.0.0.1", port)) as one:
-                one.recv(1)
+        reach = agent.end._streams._reach
 
-        @functools.wraps(wait)
-        def blind(refs: list[Any], **options: Any) -> Any:
-            is_for_beacons = options["timeout"] == beacon
-            return (refs[-1:], refs[:-1]) if is_for_beacons else wait(refs, **options)
+        def to_some(links: Any, place: int, *args: Any) -> Any:
+            if place == 2:
+                raise StreamError(place, "cannot connect: no route to host")
+            return reach(links, place, *args)
 
-        agent.end.merge, ray.wait = stuck, blind
-
-    ray.get(agent_at(group, 2).__ray_call__.remote(cut, let_go.getsockname()[1]))
-    found = group.average("give", "FlatWeights", 3, min_results=1)
-    let_go.close()
-    assert found.used == (0, 1, 3, 4), found
-    assert "cannot fetch" in str(found.failed[2]), found.failed
-    assert_right(found, "FlatWeights", 3)
+        agent.end._streams._reach = to_some
 
     def mend(agent: Any) -> None:
-        import ray
+        del agent.end._streams._reach
 
-        ray.wait = ray.wait.__wrapped__
-
-    ray.get(agent_at(group, 2).__ray_call__.remote(mend))
+    agent = agent_at(group, 1)
+    ray.get(agent.__ray_call__.remote(cut))
+    group._roster.agents.epoch = (), b""  # the sockets that are open have broken, too
+    found = group.average("give", "FlatWeights", 4)
+    assert_by_driver(found, "")
+    assert_right(found, "FlatWeights", 4)
+    ray.get(agent.__ray_call__.remote(mend))
     meet(group)
 
 
 @check
+def a_stream_that_stalls_is_replaced_by_the_driver_in_the_same_round(nodes: Nodes) -> None:
+    group = nodes.group("streams")
+    set_hook(agent_at(group, 2), "merging", "sleep 2.5")
+    found = group.average("give", "FlatWeights", 4)
+    assert_by_driver(found, "stalled")
+    assert_right(found, "FlatWeights", 4)
+
+
+@check
+def a_driver_without_a_free_port_or_with_other_certificates_averages_itself(nodes: Nodes) -> None:
+    host = ray.util.get_node_ip_address()
+    with socket.create_server((host, 0)) as taken, tempfile.TemporaryDirectory() as folder:
+        ports = {"FLATWEIGHTS_PORTS": str(taken.getsockname()[1])}
+        certificate = make_certificate(make_authority(Path(folder) / "theirs"), "other", host)
+        for environment, why in ((ports, "no port of"), (tls_environment(certificate), "")):
+            group = nodes.new_group("streams")
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in environment.items():
+                    patch.setenv(name, value)
+                end = time.monotonic() + 100
+                while not group._roster.agents.streams.reason:  # until agents take part
+                    assert time.monotonic() < end
+                    found = group.average("give", "FlatWeights", 4, timeout=60)
+            assert_by_driver(found, why)
+            assert_right(found, "FlatWeights", 4)
+
+
+@check
+def an_agent_that_dies_or_stops_as_it_hands_over_takes_only_its_ranks_along(nodes: Nodes) -> None:
+    for action, timeout in (("exit", 20.0), ("stop", 3.0)):
+        group = nodes.group("streams")
+        agent = agent_at(group, 2)
+        pid = pid_of(agent)
+
+        def fail(agent: Any, action: str = action) -> None:
+            def result(rank: int) -> None:
+                import os
+                import signal
+                import time
+
+                if action == "exit":
+                    os._exit(1)
+                os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(60)  # until it has stopped
+
+            agent._result = result
+
+        ray.get(agent.__ray_call__.remote(fail))
+        begin = time.monotonic()
+        with closed_port(group, 1):
+            found = group.average("give", "FlatWeights", 3, timeout=timeout, min_results=1)
+        took = time.monotonic() - begin
+        assert took < timeout + SLACK, (action, took)
+        assert found.used == (0, 1, 3, 4), (action, found)
+        assert_right(found, "FlatWeights", 3)
+        if action == "stop":
+            os.kill(pid, signal.SIGKILL)
+        meet(group)
+
+
+@check
 def an_agent_that_is_busy_is_not_left_out(nodes: Nodes) -> None:
-    group = nodes.group("objects")
+    group = nodes.group("streams")
     set_hook(agent_at(group, 2), "merging", "freeze")
     found = group.average("give", "FlatWeights", 4)
     assert found.used == tuple(range(6)), found
@@ -704,23 +831,23 @@ def workers_die_or_stop_behind_an_agent(nodes: Nodes) -> None:
 
 @check
 def an_interrupt_in_an_exchange_leaves_a_group_that_works(nodes: Nodes) -> None:
-    for way in WAYS:
-        group = nodes.group(way)
-        for point in _failpoints.NODE:
+    group = nodes.group("streams")
+    for point in (*_failpoints.NODE, "averaging"):
 
-            def interrupt(reached: str, point: str = point) -> None:
-                if reached == point:
-                    _failpoints.hook = None
-                    os.kill(os.getpid(), signal.SIGINT)
-                    time.sleep(0.01)
+        def interrupt(reached: str, point: str = point) -> None:
+            if reached == point:
+                _failpoints.hook = None
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
 
-            _failpoints.hook = interrupt
-            with pytest.raises(KeyboardInterrupt):
-                group.average("give", "FlatWeights", 3)
-            found = group.average("give", "FlatWeights", 4)
-            assert found.used == tuple(range(6))
-            assert_right(found, "FlatWeights", 4)
-            assert found.ways[1].startswith(f"agent: {way}"), found.ways
+        _failpoints.hook = interrupt
+        port = closed_port(group, 1) if point == "averaging" else contextlib.nullcontext()
+        with port, pytest.raises(KeyboardInterrupt):
+            group.average("give", "FlatWeights", 3, ranks=[0, 1, 2])
+        found = group.average("give", "FlatWeights", 4)
+        assert found.used == tuple(range(6))
+        assert_right(found, "FlatWeights", 4)
+        assert found.ways[1] == "agent: streams", found.ways
 
 
 # What is left

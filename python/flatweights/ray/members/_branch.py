@@ -124,11 +124,6 @@ class Branch:
         """
         return self._outcomes[number]
 
-    def give(self, rank: int) -> NDArray[np.uint8]:
-        """Return the weights of a member."""
-        with self._turn:
-            return self._end.models[rank]
-
     def post(self, outcome: BranchOutcome) -> None:
         """Give members an outcome."""
         weights = outcome.weights
@@ -229,10 +224,10 @@ class BranchAgent(Agent):
         fetched: tuple[bytes, Any] = self._branch.news.ask(self._branch.fetch, number)
         return fetched
 
-    def give(self, rank: int) -> NDArray[np.uint8]:
-        """See `Branch.give`."""
-        return self._branch.give(rank)
-
     def post(self, outcome: BranchOutcome) -> None:
         """See `Branch.post`."""
         self._branch.news.ask(self._branch.post, outcome)
+
+    def _result(self, rank: int) -> NDArray[np.uint8]:
+        """Return the weights of a member."""
+        return self.end.models[rank]

@@ -332,10 +332,11 @@ class Meeting:
                 healing.waiting.append(seat)
             return
         healing = next((one for one in self._healings if one.giver is seat), None)
-        packed = seat.answer.packed()
+        seat.answer.bring()
+        state = seat.answer.take()
         self._answer([seat])  # it goes on while its state is copied
-        if healing is not None and healing.is_waited_for and packed is not None:
-            healing.state = self._copied(packed)
+        if healing is not None and healing.is_waited_for and state is not None:
+            healing.state = self._copied(state)
 
     def _heal(self) -> None:
         """Tell those that wait for the state what there is to tell; give up on late givers."""
@@ -475,14 +476,15 @@ class Meeting:
         arrivals.check(request)
         answers: dict[int, Any] = {rank: arrivals.answers[rank] for rank in asks}
         self._agents.nbytes = answers[min(asks)].layout.nbytes
-        is_away = any(answer.away is not None for answer in answers.values())
-        if is_away and request.rule is None and self._agents.why_not() is None:
-            for answer in answers.values():
-                if answer.away is not None:
-                    answer.agent = answer.seat.agent
+        away = [rank for rank, answer in answers.items() if answer.away is not None]
+        why = "a rule needs all results in one place" if request.rule else self._agents.why_not()
+        if away and why is None:
             return NodesAverage(self._agents, arrivals, request).run()
+        arrivals.bring()
         self._lanes.windows.offer(self._agents.nbytes)
-        return DriverAverage(arrivals, request).run()
+        result = DriverAverage(arrivals, request).run()
+        result.ways = dict.fromkeys(away, f"store: {why}")
+        return result
 
     def _relay(self, first: Ask, arrivals: Arrivals) -> Round:
         """Return a round with a copy of the root's weights.
@@ -492,12 +494,12 @@ class Meeting:
         """
         assert first.root is not None
         begin = time.monotonic()
-        answer = arrivals.answers.get(first.root)
-        packed = None if answer is None else answer.packed()
-        if packed is None:
+        arrivals.bring()
+        weights = arrivals.collect().get(first.root)
+        if weights is None:
             why = arrivals.errors.get(first.root) or RuntimeError("it has left the meeting")
             raise WorkerError({first.root: why})
-        copied = self._copied(packed)
+        copied = self._copied(weights)
         return Round(
             FlatWeights.wrap(*copied),
             (first.root,),
@@ -507,15 +509,15 @@ class Meeting:
             nbytes=copied.buffer.nbytes,
         )
 
-    def _copied(self, packed: Packed) -> Packed:
+    def _copied(self, weights: FlatWeights) -> Packed:
         """Return a copy that lies where all members of this node can read it, if that can be."""
-        self._lanes.windows.offer(packed.layout.nbytes)
+        self._lanes.windows.offer(weights.layout.nbytes)
         try:
-            copied = packed.layout.new_buffer()
+            copied = weights.layout.new_buffer()
         finally:
             _core.withdraw_offer()
-        _core.move_parts([copied], [packed.buffer])
-        return Packed(copied, packed.layout)
+        _core.move_parts([copied], [weights.buffer])
+        return Packed(copied, weights.layout)
 
     def _ways(self, asks: dict[int, Ask]) -> dict[int, str]:
         """Return by which way each of those that ask does so."""

@@ -45,7 +45,7 @@ from flatweights.ray.lanes._windows import Windows
 from flatweights.ray.members._asks import Ask, MemberDiedError, end_of, remember
 from flatweights.ray.members._news import News
 from flatweights.ray.peers._by_agent import AgentEnd
-from flatweights.ray.peers._contract import Answer
+from flatweights.ray.peers._store import RayAnswer
 from flatweights.ray.peers._summary import Summary
 from flatweights.ray.peers._wait import Deadline
 
@@ -231,7 +231,7 @@ def _is_urgent(seat: Seat) -> bool:
     return seat.answer.ask.is_urgent
 
 
-class SeatAnswer(Answer):
+class SeatAnswer(RayAnswer):
     """The ask of a member, as what a round averages.
 
     Attributes:
@@ -242,12 +242,11 @@ class SeatAnswer(Answer):
         deadline: When others that have not asked are late.
     """
 
-    is_in_store = False  # a letter's array is there while the call that brought it runs
-
     def __init__(
         self, seat: Seat, ask: Ask, body: bytes, layout: Layout | None, buffer: Any
     ) -> None:
         """Take the ask of ``seat``, and the layout and the buffer that it names."""
+        super().__init__(None)
         self.seat = seat
         self.ask = ask
         self.body = body
@@ -256,16 +255,14 @@ class SeatAnswer(Answer):
         self._layout = layout
         self._value: Packed | None = None
         if isinstance(buffer, Away):
-            self.away = buffer
+            self.away, self.agent = buffer, seat.agent
         elif layout is not None and ask.root in (None, seat.rank):
             self._value = Packed(as_array(buffer), layout)
 
-    @classmethod
-    def wait(
-        cls, answers: Sequence[SeatAnswer], timeout: float | None, enough: int = 1
-    ) -> list[SeatAnswer]:
-        """Return all: they have come."""
-        return [*answers]
+    @property
+    def is_in_store(self) -> bool:
+        """Whether it was brought: a letter's array is there while the call with it runs."""
+        return self.ref is not None
 
     @property
     def layout(self) -> Layout:
@@ -274,24 +271,27 @@ class SeatAnswer(Answer):
         return self._layout
 
     def take(self) -> Any:
-        """Return the weights; a summary of them, if they are to stay with `agent`."""
-        if self.agent is not None and self.away is not None:
+        """Return the weights; a summary of them, if they stay with `agent`."""
+        if self.ref is not None:
+            return FlatWeights.wrap(ray.get(self.ref), self.layout)
+        if self.away is not None:
             template = Template(Kind.FLAT_WEIGHTS, self.layout)
             return Summary(template, spoiled=self.away.spoiled, nbytes=self.layout.nbytes)
-        packed = self.packed()
-        return None if packed is None else FlatWeights.wrap(*packed)
+        return None if self._value is None else FlatWeights.wrap(*self._value)
 
     def packed(self) -> Packed | None:
-        """Return the weights without views of their parts; they are fetched if they are away."""
-        if self._value is None and self.away is not None:
-            assert self.seat.agent is not None
-            buffer = ray.get(self.seat.agent.handle.give.remote(self.seat.rank))
-            self._value = Packed(buffer, self.layout)
+        """Return weights that are here, without views of their parts."""
         return self._value
+
+    def bring(self) -> bool:
+        """Have the agent hand over weights that are away."""
+        if self.away is not None:
+            self.ref = self.agent.handle.give.remote(self.seat.rank)
+        return self.away is not None
 
     def let_go(self) -> None:
         """Drop the weights."""
-        self._value = self.away = None
+        self._value = self.away = self.ref = None
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ from flatweights._numbers import check_count
 from flatweights.ray._report import readable_bytes
 from flatweights.ray.nodes._plan import SMALL
 
-WayName = Literal["the guide's loop", "lanes", "driver", "objects", "streams"]
+WayName = Literal["the guide's loop", "lanes", "driver", "streams"]
 
 # The share of a link's rate that the weights of a round get, headers and waiting taken off, of
 # ways as they ran over links of 300 to 1,000 Mbit/s; and seconds that a round takes besides.
@@ -23,14 +23,12 @@ _SHARE: Mapping[WayName, float] = {
     "the guide's loop": 0.93,
     "lanes": 1.0,
     "driver": 0.93,
-    "objects": 0.6,
     "streams": 0.88,
 }
 _FIXED: Mapping[WayName, float] = {
     "the guide's loop": 8e-3,
     "lanes": 0.3e-3,
     "driver": 6e-3,
-    "objects": 30e-3,
     "streams": 10e-3,
 }
 
@@ -52,8 +50,8 @@ class WayCost:
 
     Attributes:
         way: ``"the guide's loop"`` (`ray.get` of all results in the driver, ``sum(ws) / n``, one
-            `ray.put`); ``"driver"``, where a group averages in the driver; ``"objects"`` or
-            ``"streams"``, where one agent per node exchanges pieces with the others.
+            `ray.put`); ``"driver"``, where a group averages in the driver; ``"streams"``, where one
+            agent per node exchanges pieces with the others.
         options: What it was asked for: ``sums="float32"``, ``wire_dtype="bfloat16"``; else empty.
         sent: Bytes of weights through the busiest link out of a node.
         received: Bytes of weights through the busiest link into one.
@@ -195,13 +193,12 @@ class _Setting:
         if self.nodes == 1:
             yield self._by_lanes()
         yield self._by_driver("driver")
-        agents: tuple[WayName, ...] = ("objects", "streams") if self.nodes > 1 else ()
-        for way in agents:
-            yield self._by_agents(way)
-            if self.workers > 1:
-                yield self._by_agents(way, sums=1.0, options='sums="float32"')
-            if self.is_float32:
-                yield self._by_agents(way, sums=0.5, mean=0.5, options='wire_dtype="bfloat16"')
+        if self.nodes > 1:
+            yield self._by_agents()
+        if self.nodes > 1 and self.workers > 1:
+            yield self._by_agents(sums=1.0, options='sums="float32"')
+        if self.nodes > 1 and self.is_float32:
+            yield self._by_agents(sums=0.5, mean=0.5, options='wire_dtype="bfloat16"')
 
     def _by_lanes(self) -> WayCost:
         # Each worker gathers into its window and sets from the driver's, which averages them all.
@@ -225,17 +222,15 @@ class _Setting:
         return self._cost(way, "", links, moved, formula, kept=every + 2)
 
     def _by_agents(
-        self, way: WayName, *, sums: float | None = None, mean: float = 1.0, options: str = ""
+        self, *, sums: float | None = None, mean: float = 1.0, options: str = ""
     ) -> WayCost:
         # The ranks' own values, while these are no more bytes than a sum.
         sums = min(self.workers, self.wide) if sums is None else sums
         links = (self.nodes - 1) / self.nodes * (sums + mean)
         moved = 5 * self.workers + 3 * (sums + mean)
-        if way == "objects":
-            moved += 2 * (sums + mean)
         formula = f"(K - 1) / K x ({sums:g} + {mean:g}) M each way"
         kept = self.workers + 3 + sums + mean
-        return self._cost(way, options, (links, links, links), moved, formula, kept)
+        return self._cost("streams", options, (links, links, links), moved, formula, kept)
 
     def _cost(
         self,

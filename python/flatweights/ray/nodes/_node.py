@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from flatweights import _core
 from flatweights._sources import Kind
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._failpoints import reach
-from flatweights.ray.nodes._address import Address
+from flatweights.ray.nodes._address import Address, chosen_ports
 from flatweights.ray.nodes._pieces import Bytes
 from flatweights.ray.nodes._plan import Plan, nbytes_of
 from flatweights.ray.nodes._rounding import Residuals
@@ -83,9 +83,10 @@ class NodeEnd:
 
         Raises:
             OSError: If it cannot.
+            ValueError: If ``FLATWEIGHTS_PORTS`` is malformed.
         """
         if self._streams is None:
-            self._streams = Streams(self._host)
+            self._streams = Streams(self._host, chosen_ports())
             self._close = weakref.finalize(self, self._streams.close)
         return self._streams.address
 
@@ -119,27 +120,6 @@ class NodeEnd:
         exchange.run(links, patience=patience, end=end)
         after = Traffic(sum(links.sent_bytes), sum(links.received_bytes))
         return Traffic(after.sent - before.sent, after.received - before.received)
-
-    def cut(self, plan: Plan, me: int) -> list[list[Bytes]]:
-        """Return what this node sends of each piece, for an exchange over Ray's objects."""
-        reach("exchanging")
-        plan, models = self._begin(plan, me), self.models
-        return [plan.contribution(me, piece, models) for piece in range(len(plan.groups))]
-
-    def merge(self, plan: Plan, me: int, contributions: Sequence[Sequence[Bytes]]) -> Bytes:
-        """Return the average of this node's piece."""
-        reach("merging")
-        own = self._new_mean(plan)[plan.bounds(me)]
-        plan._replace(residuals=self._residuals).merge(me, contributions, own)
-        return own
-
-    def place(self, plan: Plan, me: int, pieces: Sequence[Bytes]) -> None:
-        """Take the averages of all pieces; this node's own is in its place."""
-        reach("placing")
-        assert self._mean is not None
-        mean = self._mean[2]
-        others = [k for k in range(len(plan.groups)) if k != me and len(pieces[k])]
-        _core.move_parts([mean[plan.bounds(k)] for k in others], [pieces[k] for k in others])
 
     def weights(self, number: int, version: int | None = None) -> Any:
         """Return the average of the exchange ``number``, read-only: a dict of anything nested.

@@ -7,6 +7,7 @@ answered in time says that the round is over, and each wait here ends.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -98,7 +99,7 @@ class Agent:
         """Return where other nodes connect; or why they cannot."""
         try:
             return self.end.address
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return str(error)
 
     def work(self, command: Command) -> dict[int, Any]:
@@ -137,44 +138,28 @@ class Agent:
             finally:
                 self._streaming = None
 
-    def cut(self, plan: Plan, me: int) -> Any:
-        """See `NodeEnd.cut`: one object for each piece."""
-        self._supersede(plan.number)
+    def give(self, rank: int) -> Any:
+        """Return the result of a rank, which the driver averages: no exchange goes on any more."""
+        self._break_off()
         with self.turn:
-            return tuple(self.end.cut(plan, me))
-
-    def merge(self, plan: Plan, me: int, *contributions: Any) -> Any:
-        """See `NodeEnd.merge`; None if what it was called with has come too late."""
-        with self.turn:
-            return self.end.merge(plan, me, contributions) if self._is_latest(plan) else None
-
-    def place(self, plan: Plan, me: int, *pieces: Any) -> None:
-        """See `NodeEnd.place`."""
-        with self.turn:
-            if self._is_latest(plan):
-                self.end.place(plan, me, pieces)
+            return self._result(rank)
 
     def ping(self) -> None:
         """Return: it can be reached."""
 
-    def beacon(self) -> list[Any]:
-        """Return a reference to a small object of this node's store."""
-        return [ray.put(None)]
-
-    def sees(self, beacons: Sequence[Any], timeout: float) -> list[bool]:
-        """Return which ``beacons`` can be fetched from their nodes within ``timeout`` seconds."""
-        there, _ = ray.wait([*beacons], num_returns=len(beacons), timeout=timeout)
-        return [beacon in there for beacon in beacons]
-
-    def _is_latest(self, plan: Plan) -> bool:
-        return plan.number == self._latest
-
     def _supersede(self, number: int) -> None:
         """Wait no longer for what is older: for late results, or in an exchange over streams."""
         self._latest = max(self._latest, number)
+        self._break_off(number)
+
+    def _break_off(self, number: float = math.inf) -> None:
+        """End an exchange over streams, if it is older than a ``number``."""
         streaming = self._streaming
         if streaming is not None and streaming[0] < number:
             self.end.break_off(streaming[1])
+
+    def _result(self, rank: int) -> Any:
+        return self._answers[rank].take()
 
     def _is_on(self, number: int) -> bool:
         """Whether the driver still waits for results of a command."""

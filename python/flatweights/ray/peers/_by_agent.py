@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.nodes._address import Address
+from flatweights.ray.nodes._address import Address, chosen_ports
 from flatweights.ray.nodes._node import NodeEnd
 from flatweights.ray.nodes._plan import SMALL, Sums, check_sums
 from flatweights.ray.peers._agent import Agent, AverageOf, Command, Failure
@@ -71,9 +70,7 @@ class NodeCall:
 
 
 class NodeAnswer(Answer):
-    """The answer of a worker that an agent has called."""
-
-    is_in_store = False  # it is a summary, or small
+    """The answer of a worker that an agent has called: a summary, or small, until it is brought."""
 
     def __init__(self, call: NodeCall, rank: int, handle: Any) -> None:
         """Wait for what the agent says of ``rank``."""
@@ -81,6 +78,7 @@ class NodeAnswer(Answer):
         self.agent = call.agent
         self._rank = rank
         self._handle = handle
+        self._value: Any = None  # itself, in the store, once it is brought
         self._after: Any = None  # there once the worker has run a call that is over
 
     @property
@@ -89,13 +87,23 @@ class NodeAnswer(Answer):
         return None if self.call.exchange else self.call
 
     @property
+    def is_in_store(self) -> bool:
+        """Whether it was brought."""
+        return self._value is not None
+
+    @property
+    def _own(self) -> Any:
+        """What is waited for in place of the command; None, if it is waited for."""
+        return self._value if self._after is None else self._after
+
+    @property
     def ref(self) -> Any:
         """What is waited for."""
-        return self.call.ref if self._after is None else self._after
+        return self.call.ref if self._own is None else self._own
 
     @property
     def _is_there(self) -> bool:
-        return self._after is None and self._rank in self.call.values
+        return self._own is None and self._rank in self.call.values
 
     @classmethod
     def wait(
@@ -109,7 +117,7 @@ class NodeAnswer(Answer):
             if there or not refs:
                 return there
             ready, _ = ray.wait(refs, num_returns=1, timeout=seconds_left(end))
-            there += [one for one in answers if one._after in ready]
+            there += [one for one in answers if one._own in ready]
             if there or not ready:
                 return there
             for call in {one.call for one in answers}:
@@ -118,14 +126,22 @@ class NodeAnswer(Answer):
 
     def take(self) -> Any:
         """Return the summary or the value."""
+        if self._value is not None:
+            return ray.get(self._value)
         value = self.call.values[self._rank]
         if type(value) is Failure:
             raise value.error
         return value
 
+    def bring(self) -> bool:
+        """Have the agent hand the value over."""
+        self._value = self.agent.handle.give.remote(self._rank)
+        return True
+
     def overdue(self) -> Answer:
         """Return what is there once the worker is free again."""
         self.call.finish()
+        self._value = None
         if self._after is None:
             self._after = self._handle.ping.remote()
         return self
@@ -135,7 +151,7 @@ class NodeAnswer(Answer):
     def let_go(self) -> None:
         """Have the agent drop what it has, with that of the other ranks."""
         self.call.finish()
-        self._after = None
+        self._value = self._after = None
 
 
 class AgentEnd:
@@ -273,15 +289,15 @@ class Agents:
             max_concurrency: How many calls of an agent run at a time.
 
         Raises:
-            ValueError: If the environment variable or ``sums`` is malformed.
+            ValueError: If an environment variable or ``sums`` is malformed.
         """
         check_sums(sums)
         self.sums = sums
-        self.choice = setting(_VARIABLE, "driver", "objects", "streams")
+        chosen_ports()
+        self.choice = setting(_VARIABLE, "driver", "streams")
         self.nbytes = self.settled = 0
         self.seconds = 0.0
-        tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
-        self.streams = Setback("other nodes are", "Ray uses TLS" if tls else "")
+        self.streams = Setback("other nodes are")
         self.epoch: tuple[tuple[str, ...], bytes] = (), b""
         self._offer = offer
         self._agents = actor, args, max_concurrency
@@ -314,7 +330,7 @@ class Agents:
             return "the size of the weights is not known yet"
         if not self.choice and self.nbytes < SMALL:
             return f"models of less than {SMALL >> 10} KiB go through the driver"
-        return None
+        return None if self.streams.is_over else self.streams.reason
 
     def of(self, worker: Worker, *, starts: bool = False) -> AgentEnd | None:
         """Return the agent of the node of ``worker``, unless that is this node, or is not known.

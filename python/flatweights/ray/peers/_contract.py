@@ -137,6 +137,14 @@ class Answer(ABC):
         """
         return None
 
+    def bring(self) -> bool:
+        """Have the value itself brought here, if what is taken would be a summary of it.
+
+        Returns:
+            Whether the answer is to be waited for again.
+        """
+        return False
+
     def abandon(self) -> Answer | None:
         """Note that the value of an answer that is not there yet is no longer needed.
 

@@ -266,6 +266,14 @@ class Arrivals:
         values = {rank: self.take(rank) for rank in sorted(self.arrived)}
         return {rank: value for rank, value in values.items() if rank in self.arrived}
 
+    def bring(self) -> None:
+        """Have the values of all that arrived brought here, and wait for them."""
+        for rank in sorted(self.arrived):
+            answer = self.answers[rank]
+            if answer.bring():
+                self.arrived.remove(rank)
+                self._pending[answer] = rank
+
     def take(self, rank: int) -> Any:
         """Return the value of a rank that has answered; None if it failed, now or before."""
         if rank in self.failed:

@@ -1,11 +1,10 @@
 """One average between nodes: agents are told who is averaged, and exchange pieces.
 
-The driver takes part as the agent of its own node, and of all ranks that have no agent. The ways:
-
-- Streams. An exchange has succeeded once the driver has the average; an agent that lacks it is sent
-  it later. If it fails, nodes that do not answer are left out, and the others exchange again from
-  the values that they still have; if all answer, these go on over objects.
-- Objects of Ray's store, which it moves between nodes: about half as fast, but it always works.
+The driver takes part as the agent of its own node, and of all ranks that have no agent. Nodes send
+each other pieces over streams. An exchange has succeeded once the driver has the average; an agent
+that lacks it is sent it later. If it fails, nodes that do not answer are left out, and the others
+exchange again from the values that they still have. If all answer, the agents hand their values to
+the driver, which averages them: there may be no streams between two of them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from flatweights import _core
 from flatweights._average import read_weights
 from flatweights._sources import Kind, Template
 from flatweights._weights import sealed
-from flatweights.ray._errors import late_error, reason_of
+from flatweights.ray._errors import late_error
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
 from flatweights.ray.nodes._address import Address
@@ -33,11 +32,11 @@ from flatweights.ray.peers._by_agent import AgentEnd, Agents
 from flatweights.ray.peers._summary import Exchanged, Reading, Summary, read_into
 from flatweights.ray.peers._wait import Arrivals, Request
 from flatweights.ray.rounds._codec import PLAIN, Codec
+from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.ray.rounds._letting_go import letting_go
 
 _GRACE = 0.5  # seconds for which an exchange may go on when the time of a round is up
 _ANSWER = 10.0  # seconds in which an agent answers: while its store spills, it does nothing else
-_BEACON = 15.0  # seconds in which a small object passes a link, however busy it is
 _LEAST = 0.05  # seconds that each wait is given
 _SHARE = 3  # no wait takes more than this part of the time that is left
 _START = 30.0  # seconds that a new agent is given to listen
@@ -84,7 +83,6 @@ class NodesAverage:
         self._summaries: dict[int, Summary] = {}
         self._nodes: dict[int, Node] = {}
         self._traffic: dict[str, Traffic] = {}  # by node
-        self._way = ""  # of the exchange
         self._end = arrivals.deadline.end
         if self._end is not None:
             # The exchange is to be over in time, too.
@@ -106,7 +104,10 @@ class NodesAverage:
                 self._receive(rank)
             arrivals.check(self._request)
         begin = time.monotonic()
-        plan, took, seconds = self._exchange()
+        exchanged = self._exchange()
+        if isinstance(exchanged, str):
+            return self._through_driver(exchanged)
+        plan, took, seconds = exchanged
         used = sorted(rank for group in plan.groups for rank in group)
         summaries = {rank: self._summaries[rank] for rank in used}
         template = plan.template
@@ -126,7 +127,6 @@ class NodesAverage:
             containers = summaries[used[0]].containers
             assert containers is not None
             mean = sealed(containers.build(containers.leaves(mean, "the average")))
-        far = [rank for rank, node in self._nodes.items() if node is not None]
         traffic = self._traffic.items()
         result = Round(
             mean,
@@ -137,13 +137,27 @@ class NodesAverage:
             extras={k: copied(s.extras) for k, s in summaries.items() if s.extras is not None},
             seconds={"wait": arrivals.seconds_waited, "average": time.monotonic() - begin},
             nbytes=sum(summary.nbytes for summary in summaries.values()),
-            ways=dict.fromkeys(far, f"agent: {self._way}"),
+            ways=dict.fromkeys(self._far(), "agent: streams"),
             groups=plan.merged_groups(),
             links={node: {"in": t.received, "out": t.sent} for node, t in traffic},
         )
         if self._out is None and template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
             result._exchanged = Exchanged(plan.number, frozenset(took), difference)
         return result
+
+    def _through_driver(self, why: str) -> Round:
+        """Average here, since nodes cannot exchange; agents have all values still."""
+        arrivals = self._arrivals
+        if self._end is not None:
+            arrivals.deadline = arrivals.deadline._replace(end=self._end + _GRACE)
+        arrivals.bring()
+        result = DriverAverage(arrivals, self._request, self._out, self._codec).average()
+        result.ways = dict.fromkeys(self._far(), f"store: {why}")
+        return result
+
+    def _far(self) -> list[int]:
+        """Return the ranks whose results are with agents."""
+        return [rank for rank, node in self._nodes.items() if node is not None]
 
     def _receive(self, rank: int) -> None:
         """Read the result of a rank here, or the summary of one elsewhere."""
@@ -158,13 +172,14 @@ class NodesAverage:
             models = self._agents.end.models
             self._summaries[rank] = read_into(models, rank, value, self.reading)
 
-    def _exchange(self) -> tuple[Plan, set[str], float]:
+    def _exchange(self) -> tuple[Plan, set[str], float] | str:
         """Exchange, without lost nodes.
 
         Returns:
-            The plan, which agents have the average, and how long the last attempt took.
+            The plan, which agents have the average, and how long the last attempt took; or why
+            nodes that all answer cannot exchange.
         """
-        why = self._why_no_streams()
+        why = ""
         while True:
             self._check_time()
             used, weights, template = self._models()
@@ -176,21 +191,21 @@ class NodesAverage:
             settled = tuple((node or self._agents).settled for node in nodes)
             plan = Plan(number, template, groups, weights, sums, coding=coding, settled=settled)
             agents = [node for node in nodes if node is not None]
+            if not agents:
+                return why or "no other node has a result"
             for agent in agents:
                 agent.begin_exchange()
             begin = time.monotonic()
-            self._way = f"objects ({why})" if why else "streams"
             try:
-                took = self._over_objects(plan, nodes) if why else self._by_stream(plan, nodes)
+                took = self._by_stream(plan, nodes)
             except _BrokenError as error:
+                why = str(error)
                 if self._is_time_up():
                     continue
-                lost = error.lost or self._unreachable(agents)
-                if not lost and why:
-                    raise RuntimeError(f"the exchange failed: {error}") from error.__cause__
-                why = why if lost or why else str(error)
+                lost = self._unreachable(agents)
                 if not lost:
                     self._agents.streams.note(why, may_pass=True)
+                    return why
                 for agent in lost:
                     reason = TimeoutError(f"its node could not be reached: {error}")
                     ranks = [rank for rank in used if self._nodes[rank] is agent]
@@ -239,9 +254,8 @@ class NodesAverage:
     def _check_time(self) -> None:
         """Count the ranks of all agents as lost once the time of the round is up."""
         if self._is_time_up():
-            ranks = [rank for rank, node in self._nodes.items() if node is not None]
             timeout = self._arrivals.deadline.timeout
-            self._arrivals.lose(dict.fromkeys(ranks, late_error(timeout)))
+            self._arrivals.lose(dict.fromkeys(self._far(), late_error(timeout)))
 
     def _left(self) -> float | None:
         return None if self._end is None else max(0.0, self._end + _GRACE - time.monotonic())
@@ -254,28 +268,22 @@ class NodesAverage:
         left = self._left()
         return seconds if left is None else min(seconds, left / _SHARE)
 
-    def _why_no_streams(self) -> str:
-        """Return why there can be no streams; nothing if there can."""
-        agents = self._agents
-        if agents.choice == "objects":
-            return "FLATWEIGHTS_BETWEEN_NODES=objects"
-        if not agents.streams.is_over:
-            return agents.streams.reason
-        left = self._left()
-        for node in {*self._nodes.values()}:
-            address = self._address(node, _START if left is None else min(left, _START))
-            if isinstance(address, str):
-                agents.streams.note(address, may_pass=True)
-                return address
-        return ""
+    def _address(self, node: Node) -> Address:
+        """Return where a node takes streams.
 
-    def _address(self, node: Node, timeout: float = 0.0) -> Address | str:
+        Raises:
+            _BrokenError: If it cannot, or does not say so in time.
+        """
         if node is not None:
-            return node.address(timeout)
+            left = self._left()
+            address = node.address(_START if left is None else min(left, _START))
+            if isinstance(address, str):
+                raise _BrokenError(address)
+            return address
         try:
             return self._agents.end.address
         except OSError as error:
-            return str(error)
+            raise _BrokenError(str(error)) from error
 
     def _by_stream(self, plan: Plan, nodes: Sequence[Node]) -> list[AgentEnd]:
         """Exchange over streams; return the agents that have the average.
@@ -283,13 +291,13 @@ class NodesAverage:
         Raises:
             _BrokenError: If the driver does not have it.
         """
-        addresses = [self._address(node) for node in nodes]
+        addresses = tuple(map(self._address, nodes))
         tokens = tuple("" if node is None else node.token for node in nodes)
         last, epoch = self._agents.epoch
         self._agents.epoch = (), b""  # until all links are known to be in order
         if last != tokens:
             epoch = secrets.token_bytes(16)
-        route = Route(tuple(addresses), epoch, self._left())  # type: ignore[arg-type]
+        route = Route(addresses, epoch, self._left())
         calls: dict[AgentEnd, Any] = {}
         for me, node in enumerate(nodes):
             if node is not None:
@@ -307,51 +315,6 @@ class NodesAverage:
             self._agents.epoch = tokens, epoch
         return took
 
-    def _over_objects(self, plan: Plan, nodes: Sequence[Node]) -> list[AgentEnd]:
-        """Exchange over objects of Ray's; return the agents that have the average.
-
-        Raises:
-            _BrokenError: If something was lost, or a node does not answer.
-        """
-        end, me, count = self._agents.end, nodes.index(None), len(nodes)
-        agents = {k: node for k, node in enumerate(nodes) if node is not None}
-        parts: dict[int, Any] = {me: [ray.put(part) for part in end.cut(plan, me)]}
-        for k, agent in agents.items():
-            refs = agent.handle.cut.options(num_returns=count).remote(plan, k)
-            parts[k] = [refs] if count == 1 else refs
-        means: dict[int, Any] = {}
-        for k, agent in agents.items():
-            pieces = [parts[node][k] for node in range(count)]
-            means[k] = agent.handle.merge.remote(plan, k, *pieces)
-        mine = self._fetch([parts[node][me] for node in range(count)], nodes)
-        means[me] = ray.put(end.merge(plan, me, mine))
-        del mine
-        all_means = [means[node] for node in range(count)]
-        placed = [agent.handle.place.remote(plan, k, *all_means) for k, agent in agents.items()]
-        end.place(plan, me, self._fetch(all_means, nodes))
-        self._traffic = {_id_of(node): _counted(plan, k) for k, node in enumerate(nodes)}
-        there = _there(placed, self._within(PATIENCE))
-        done = zip(agents.values(), placed, strict=True)
-        return [agent for agent, ref in done if ref in there and _outcome(ref) is None]
-
-    def _fetch(self, refs: list[Any], nodes: Sequence[Node]) -> list[Any]:
-        """Return the values of ``refs``, which agents make, while all nodes reach each other."""
-        agents = [node for node in nodes if node is not None]
-        came = 0
-        while (count := len(_there(refs, max(_LEAST, self._within(PATIENCE))))) < len(refs):
-            lost = self._unreachable(agents)
-            if self._is_time_up() or lost:
-                raise _BrokenError("an object did not come in time", lost)
-            if count == came and (lost := self._cut_off(agents)):
-                raise _BrokenError(
-                    "another node cannot fetch objects from it, or it from that", lost
-                )
-            came = count
-        try:
-            return ray.get(refs)  # type: ignore[no-any-return]
-        except ray.exceptions.RayError as error:
-            raise _BrokenError(reason_of(error)) from error
-
     def _unreachable(self, agents: Sequence[AgentEnd]) -> list[AgentEnd]:
         """Return the agents that do not answer."""
         pings: dict[AgentEnd, Any] = {agent: agent.handle.ping.remote() for agent in agents}
@@ -364,41 +327,9 @@ class NodesAverage:
                 silent.append(agent)
         return silent
 
-    def _cut_off(self, agents: Sequence[AgentEnd]) -> list[AgentEnd]:
-        """Return agents, with as few ranks as can be, without which all can fetch from each other.
-
-        All answer, but Ray would go on fetching over a link between two of them that is cut.
-        """
-        timeout = self._within(_BEACON)
-        beacons = {agent: agent.handle.beacon.remote() for agent in agents}
-        shown = {agent: _outcome(ref, _ANSWER) for agent, ref in beacons.items()}
-        lit = [agent for agent, found in shown.items() if isinstance(found, list)]
-        refs = [shown[agent][0] for agent in lit]
-        asked = [agent.handle.sees.remote(refs, timeout) for agent in lit]
-        blind: list[tuple[AgentEnd, AgentEnd]] = []
-        for agent, ref in zip(lit, asked, strict=True):
-            sees = _outcome(ref, timeout + _ANSWER)
-            if isinstance(sees, list):
-                blind += [(agent, lit[k]) for k, is_seen in enumerate(sees) if not is_seen]
-        nodes = [*self._nodes.values()]
-        lost: list[AgentEnd] = []
-        while blind:
-            both = [agent for pair in blind for agent in pair]
-            lost.append(max(both, key=lambda one: (both.count(one), -nodes.count(one))))
-            blind = [pair for pair in blind if lost[-1] not in pair]
-        return lost
-
 
 class _BrokenError(Exception):
-    """An exchange has failed; the values are still where they were.
-
-    Attributes:
-        lost: The agents that are to be left out, if they are known.
-    """
-
-    def __init__(self, text: str, lost: Sequence[AgentEnd] = ()) -> None:
-        super().__init__(text)
-        self.lost = lost
+    """An exchange has failed; the values are still where they were."""
 
 
 def _there(refs: list[Any], timeout: float) -> list[Any]:
@@ -417,22 +348,12 @@ def _id_of(node: Node) -> str:
     return here
 
 
-def _outcome(ref: Any, timeout: float | None = None) -> Any:
-    """Return what a call returned or raised, which has ended or is to end in time."""
+def _outcome(ref: Any) -> Any:
+    """Return what a call returned or raised, which has ended."""
     try:
-        return ray.get(ref, timeout=timeout)
+        return ray.get(ref)
     except ray.exceptions.RayError as error:
         return error
-
-
-def _counted(plan: Plan, me: int) -> Traffic:
-    """Return the bytes that an exchange moves from and to a node, as the plan has them."""
-    nodes = [node for node in range(len(plan.groups)) if node != me]
-    own = plan.bounds(me).stop - plan.bounds(me).start
-    sent = sum(sum(plan.sizes(me, node)) + own for node in nodes)
-    others = [plan.bounds(node) for node in nodes]
-    received = sum(sum(plan.sizes(node, me)) for node in nodes)
-    return Traffic(sent, received + sum(bounds.stop - bounds.start for bounds in others))
 
 
 def _match(template: Template, other: Template, rank: int, first: int) -> None:

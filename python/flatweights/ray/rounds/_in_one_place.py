@@ -62,21 +62,25 @@ class DriverAverage:
     def run(self) -> Round:
         """Wait, average, and let go of all values, in an error too."""
         with letting_go(self._held.clear, self._arrivals.let_go):
-            # "skip" may leave too few, which is known only after the pass that writes ``out``.
-            skips = self._request.nonfinite == "skip" and self._out is not None
-            at_once = self._request.rule is not None or (self._may_hold_all() and not skips)
-            mean = self._codec.finish(self._at_once() if at_once else self._by_runs())
-            return Round(
-                sealed(mean) if self._out is None else mean,
-                self._used,
-                failed=dict(sorted(self._arrivals.failed.items())),
-                quarantined=sorted({*self._arrivals.quarantined, *self._left_out}),
-                scores=self._scores,
-                late=self._arrivals.late,
-                extras={rank: self._extras[rank] for rank in self._used if rank in self._extras},
-                seconds={"wait": self._arrivals.seconds_waited, "average": self._seconds},
-                nbytes=sum(self._nbytes.values()),
-            )
+            return self.average()
+
+    def average(self) -> Round:
+        """Wait and average; the caller lets go of all values."""
+        # "skip" may leave too few, which is known only after the pass that writes ``out``.
+        skips = self._request.nonfinite == "skip" and self._out is not None
+        at_once = self._request.rule is not None or (self._may_hold_all() and not skips)
+        mean = self._codec.finish(self._at_once() if at_once else self._by_runs())
+        return Round(
+            sealed(mean) if self._out is None else mean,
+            self._used,
+            failed=dict(sorted(self._arrivals.failed.items())),
+            quarantined=sorted({*self._arrivals.quarantined, *self._left_out}),
+            scores=self._scores,
+            late=self._arrivals.late,
+            extras={rank: self._extras[rank] for rank in self._used if rank in self._extras},
+            seconds={"wait": self._arrivals.seconds_waited, "average": self._seconds},
+            nbytes=sum(self._nbytes.values()),
+        )
 
     def _may_hold_all(self) -> bool:
         """Whether no more than ``max_inflight`` answers have to be mapped from the store."""
