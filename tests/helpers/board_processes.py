@@ -89,8 +89,8 @@ class Process:
         return self.pipe.recv()
 
     def kill(self) -> None:
-        self.process.kill()
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended by itself
+            self.process.kill()
             self.process.wait(60)
 
 
