@@ -167,18 +167,16 @@ class Agent:
 
     def _begin(self, command: Command) -> None:
         ranks = command.ranks
-        owed = [self._owed[rank] for rank in ranks if rank in self._owed]
+        owed = {self._owed[rank]: rank for rank in ranks if rank in self._owed}
         while owed and self._is_on(command.number):
             for answer in wait_any(owed, time.monotonic() + _SLICE):
                 answer.let_go()
-                owed.remove(answer)
+                del self._owed[owed.pop(answer)]  # or the next command would wait for it again
         fences = list(command.fences)
         while fences and self._is_on(command.number):
             _, fences = ray.wait(fences, num_returns=len(fences), timeout=_SLICE)
         if not self._is_on(command.number):
             return
-        for rank in ranks:
-            self._owed.pop(rank, None)
         payload = self._payload(command.weights)
         call = command.call._replace(payload=payload)
         self._reading = command.reading

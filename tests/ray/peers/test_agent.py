@@ -1,0 +1,84 @@
+"""An agent that workers owe answers to, of commands that are over."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from flatweights.ray.peers._agent import Agent, Command
+from flatweights.ray.peers._contract import Answer, Call
+
+pytestmark = pytest.mark.ray
+
+
+class Owed(Answer):
+    """There as soon as it is told to be."""
+
+    waiting: ClassVar[Callable[[], object]] = lambda: None
+
+    def __init__(self) -> None:
+        self.is_there = self.is_let_go = False
+
+    @classmethod
+    def wait(cls, answers: Sequence[Any], timeout: float | None, enough: int = 1) -> list[Any]:
+        assert not any(answer.is_let_go for answer in answers)
+        there = [answer for answer in answers if answer.is_there]
+        if not there:
+            cls.waiting()
+        return there
+
+    def take(self) -> Any:
+        return "value"
+
+    def let_go(self) -> None:
+        self.is_let_go = True
+
+
+class Caller:
+    """In place of what calls a worker."""
+
+    handle = "the worker"
+
+    def __init__(self) -> None:
+        self.answers: list[Owed] = []
+
+    def call(self, call: Call) -> Owed:
+        self.answers.append(Owed())
+        return self.answers[-1]
+
+
+def test_an_answer_that_came_while_another_did_not_is_not_waited_for_again() -> None:
+    agent, callers = Agent(), [Caller(), Caller()]
+    agent._workers = dict(enumerate(callers))  # type: ignore[arg-type]
+    ranks: Any = {rank: (caller.handle, ()) for rank, caller in enumerate(callers)}
+
+    def work(number: int) -> dict[int, Any]:
+        return agent.work(
+            Command(number, Call((("group", number), None, None), "train"), ranks, None, (), None)
+        )
+
+    def end(number: int) -> None:
+        thread = threading.Thread(target=agent.finish, args=[number])
+        thread.start()
+        finishing.append(thread)
+        while agent._is_on(number):
+            pass
+
+    finishing: list[threading.Thread] = []
+    Owed.waiting = lambda: end(1)
+    assert work(1) == {}
+    finishing[-1].join()
+    callers[0].answers[0].is_there = True  # the other worker is stopped
+    Owed.waiting = lambda: end(2)
+    assert work(2) == {}
+    finishing[-1].join()
+    callers[1].answers[0].is_there = True
+
+    def answer() -> None:
+        for caller in callers:
+            caller.answers[-1].is_there = True
+
+    Owed.waiting = answer
+    assert work(3) == {0: "value", 1: "value"}
+    assert [len(caller.answers) for caller in callers] == [2, 2]
