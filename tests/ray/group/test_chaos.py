@@ -1,50 +1,48 @@
 """Random faults in rounds over lanes and over the object store, and an oracle of every bit."""
 
-import importlib.util
-import re
 from collections import Counter
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from bench.chaos import faults, group
+from bench.chaos.run import Plan, run
 
 pytestmark = pytest.mark.ray
 
 
-@pytest.fixture(scope="module")
-def chaos() -> ModuleType:
-    """The program beside this file: ``ray`` is another package."""
-    path = Path(__file__).with_name("chaos.py")
-    spec = importlib.util.spec_from_file_location("chaos", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
-    ("way", "rounds", "seed"),
+    ("way", "seconds", "elements", "seed"),
     [
-        ("", 350, 1),
-        ("store", 150, 2),
-        *(pytest.param("", 2000, seed, marks=pytest.mark.slow) for seed in (3, 4, 5, 6)),
-        pytest.param("store", 2000, 7, marks=pytest.mark.slow),
+        ("", 6, 3_000, 1),
+        ("store", 4, 40_000, 2),
+        *(
+            pytest.param("", 60, elements, seed, marks=pytest.mark.slow)
+            for seed, elements in enumerate((5, 3_000, 40_000, 70_000), 3)
+        ),
+        pytest.param("store", 60, 3_000, 7, marks=pytest.mark.slow),
     ],
 )
 def test_the_average_is_that_of_the_ranks_that_it_names_whatever_happens(
-    chaos: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    way: str,
-    rounds: int,
-    seed: int,
+    monkeypatch: pytest.MonkeyPatch, way: str, seconds: int, elements: int, seed: int
 ) -> None:
     monkeypatch.setenv("FLATWEIGHTS_RAY", way)
-    summary = chaos.run(rounds, seed)
-    print(summary)
-    counts = Counter(
-        {what: int(number) for number, what in re.findall(r"(\d+) (\w+|\([^)]*\))", summary)}
+    record = run(
+        group.Mode,
+        Plan(
+            seed,
+            seconds,
+            quiet=0.1,
+            every=(0.05, 0.3),
+            lasting=(0.02, 0.8),
+            size=3,
+            elements=elements,
+            pace=0.0,
+            timeout=0.4,
+            without=[faults.STORE],
+        ),
     )
-    assert counts["stopped"] > 0
-    assert counts["killed"] + counts["died"] > 0
-    assert (counts["(by lanes)"] > 0) == (way == "")
+    print(record.events, record.rates, Counter(fault.kind for fault in record.faults))
+    assert not record.wrong + record.hangs
+    assert record.checked > 20 * seconds
+    assert all(fault.seconds for fault in record.faults)
+    assert {faults.KILLED, faults.STOPPED} <= {fault.kind for fault in record.faults}
+    assert ("by lane" in record.events) == (way == "")

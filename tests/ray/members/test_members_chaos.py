@@ -1,31 +1,37 @@
 """Random faults in the calls of members, and an oracle of every bit."""
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
 import pytest
+from bench.chaos import faults, members
+from bench.chaos.run import Plan, run
 
-pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module")
-def chaos() -> ModuleType:
-    """The program beside this file: ``ray`` is another package."""
-    path = Path(__file__).with_name("chaos_members.py")
-    spec = importlib.util.spec_from_file_location("chaos_members", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [2, 3, 4, 5])  # odd ones: rank 0 calls through the store
-def test_each_outcome_is_the_average_of_what_its_ranks_gave(chaos: ModuleType, seed: int) -> None:
-    happened = chaos.run(4, 600, seed)
-    print(dict(happened))
-    assert happened["outcomes"] == pytest.approx(600, abs=60)
-    assert happened["killed"] > 0
-    assert happened["late"] > 0
+@pytest.mark.parametrize(
+    ("seconds", "seed"),
+    [  # odd seeds: rank 0 calls through the store
+        (5, 2),
+        *(pytest.param(60, seed, marks=pytest.mark.slow) for seed in (3, 4, 5, 6)),
+    ],
+)
+def test_each_outcome_is_the_average_of_what_its_ranks_gave(seconds: int, seed: int) -> None:
+    record = run(
+        members.Mode,
+        Plan(
+            seed,
+            seconds,
+            quiet=0.1,
+            every=(0.1, 0.5),
+            lasting=(0.02, 1.5),
+            size=4,
+            elements=2_000,
+            pace=0.0,
+            timeout=0.5,
+            without=[faults.STORE],
+        ),
+    )
+    print(record.events, record.rates, record.faults)
+    assert not record.wrong + record.hangs
+    assert record.checked > 20 * seconds
+    assert all(fault.seconds for fault in record.faults)
+    assert {faults.KILLED, faults.STOPPED} <= {fault.kind for fault in record.faults}

@@ -1,0 +1,208 @@
+"""Faults: which one comes when, from a seed, and how each is done.
+
+A process that has a rank writes its number into a file. Signals go there. What it is to do by
+itself, such as to send NaN, is an order in another file, which it takes at its next step.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+
+from bench.chaos.oracle import Log
+from flatweights.ray import _failpoints
+
+KILLED, STOPPED, AT_POINT = "kill -9", "SIGSTOP", "kill -9 inside a call"
+NAN, EXCEPTION, LATE, LAYOUT = "NaN", "exception", "late", "another layout"
+STORE = "object store full"
+ACTORS = {
+    "host killed": ("Host",),
+    "agent killed": ("Agent", "BranchAgent"),
+    "relay killed": ("Relay", "Outlet"),
+}
+"""Faults of processes without a rank: the names of their classes."""
+ADDED, REMOVED = "worker added", "worker removed"
+
+DRIVER = -1  # its rank
+BEFALLEN = "befallen by "  # what a process notes of an order that it has taken
+
+
+class InjectedError(Exception):
+    """What a process raises that is told to."""
+
+
+class Fault(NamedTuple):
+    """Something that is to happen.
+
+    Attributes:
+        after: Seconds since the fault before.
+        kind: What it is.
+        rank: The process that it befalls, if it has one.
+        seconds: How long it lasts, if it does.
+        draw: A random number below 1, for what is left to decide.
+    """
+
+    after: float
+    kind: str
+    rank: int
+    seconds: float
+    draw: float
+
+
+def schedule(
+    seed: int,
+    kinds: Sequence[str],
+    size: int,
+    every: tuple[float, float],
+    lasting: tuple[float, float],
+) -> Iterator[Fault]:
+    """Yield faults for ever, all kinds equally often.
+
+    Args:
+        seed: The same seed gives the same faults.
+        kinds: Which there are.
+        size: The number of ranks.
+        every: The fewest and the most seconds between two.
+        lasting: The fewest and the most seconds that one lasts.
+    """
+    draws = random.Random(seed)
+    while True:
+        for kind in draws.sample(kinds, len(kinds)):
+            after, rank = draws.uniform(*every), draws.randrange(size)
+            yield Fault(after, kind, rank, draws.uniform(*lasting), draws.random())
+
+
+class Injector:
+    """Does faults to the processes that log in a folder."""
+
+    def __init__(self, folder: Path, points: Sequence[str]) -> None:
+        """Take the ``points`` of calls at which processes die."""
+        self._folder = folder
+        self._points = points
+        self._timers: list[threading.Timer] = []
+
+    def do(self, fault: Fault) -> bool:
+        """Do ``fault``; return False if there is nothing that it could befall."""
+        kind, rank = fault.kind, fault.rank
+        if kind in (KILLED, STOPPED):
+            return self._signal(fault, self._pid(rank))
+        if kind in ACTORS:
+            pids = [pid for pid, name in actors().items() if name in ACTORS[kind]]
+            return bool(pids) and _kill(pids[int(fault.draw * len(pids))], signal.SIGKILL)
+        if kind == STORE:
+            fill_stores(fault.seconds)
+            return True
+        if kind == AT_POINT:
+            point = self._points[int(fault.draw * len(self._points))]
+            self._tell(rank, f"{kind}:{point}")
+        elif kind in (ADDED, REMOVED):
+            self._tell(DRIVER, f"{kind}:{fault.draw}")
+        else:
+            self._tell(rank, f"{kind}:{fault.seconds}")
+        return True
+
+    def end(self) -> None:
+        """Have stopped processes go on."""
+        for timer in self._timers:
+            timer.cancel()
+            timer.function(*timer.args)
+        self._timers.clear()
+
+    def _pid(self, rank: int) -> int:
+        try:
+            return int(self._folder.joinpath(f"{rank}.pid").read_text())
+        except (FileNotFoundError, ValueError):
+            return 0
+
+    def _signal(self, fault: Fault, pid: int) -> bool:
+        if not pid:
+            return False
+        if fault.kind == KILLED:
+            return _kill(pid, signal.SIGKILL)
+        if not _kill(pid, signal.SIGSTOP):
+            return False
+        timer = threading.Timer(fault.seconds, _kill, (pid, signal.SIGCONT))
+        timer.start()
+        self._timers = [one for one in self._timers if one.is_alive()] + [timer]
+        return True
+
+    def _tell(self, rank: int, text: str) -> None:
+        unfinished = self._folder / f"{rank}.unfinished"
+        unfinished.write_text(text)
+        unfinished.rename(self._folder / f"{rank}.order")
+
+
+def obey(log: Log) -> str:
+    """Do what this process is told, as far as any can; return the kind of fault for the rest."""
+    kind, _, rest = log.order().partition(":")
+    if kind == AT_POINT:
+        _failpoints.hook = _die_at(rest, log)
+    elif kind:
+        log.note(f"{BEFALLEN}{kind}")
+    if kind == LATE:
+        time.sleep(float(rest))
+    elif kind == EXCEPTION:
+        raise InjectedError("told to raise")
+    return kind
+
+
+def spoil(model: Any) -> None:
+    """Put NaN into a model."""
+    model["bias"] = np.array([0.0, np.nan, 1.0], np.float32)
+
+
+def actors() -> dict[int, str]:
+    """Return the class of each living actor, by process."""
+    known = ray._private.state.actors().values()
+    return {a["Pid"]: a["ActorClassName"] for a in known if a["State"] == "ALIVE"}
+
+
+def place(rank: int) -> dict[str, Any]:
+    """Return Ray's options that put every third rank on another node, if there are two."""
+    node = "away" if rank % 3 == 2 else "home"
+    there = node in ray.cluster_resources()
+    return {"num_cpus": 0, "resources": {node: 0.001} if there else {}}
+
+
+def fill_stores(seconds: float) -> None:
+    """Leave no room in the object store of each node, for so long."""
+    for node in ray.nodes():
+        if node["Alive"]:
+            where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+                node["NodeID"], soft=False
+            )
+            free = int(node["Resources"].get("object_store_memory", 0))
+            _fill.options(scheduling_strategy=where).remote(free, seconds)
+
+
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+def _fill(nbytes: int, seconds: float) -> None:
+    kept = []
+    for share in (0.5, 0.25, 0.12, 0.06, 0.03):
+        ref = ray.put(np.ones(int(share * nbytes), np.uint8))
+        kept.append((ref, ray.get(ref)))
+    time.sleep(seconds)
+
+
+def _kill(pid: int, number: signal.Signals) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False
+
+
+def _die_at(point: str, log: Log) -> Callable[[str], None]:
+    def hook(reached: str) -> None:
+        if reached == point:
+            log.note(f"{BEFALLEN}{AT_POINT}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook

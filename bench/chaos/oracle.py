@@ -1,0 +1,202 @@
+"""What each process sends and gets, noted in logs; and what it should have got, by NumPy.
+
+Nothing here calls flatweights. Weights are multiples of 1/1024 below 256, so sums in float64 are
+exact, however they are added up: there is one right average, bit for bit. A model is made from a
+key, such as the seed, the rank and the number of the step. So a log holds keys and digests, and the
+oracle makes the models again.
+"""
+
+import functools
+import hashlib
+import os
+import pickle
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Model = dict[str, NDArray[Any]]
+_SPAN = 1 << 17  # elements of the table that noise is cut from
+
+
+@functools.lru_cache(1)
+def _table(seed: int) -> NDArray[np.float32]:
+    draws = np.random.default_rng(seed).integers(-(1 << 14), 1 << 14, 2 * _SPAN)
+    return (draws / 1024).astype(np.float32)
+
+
+def noise(size: int, seed: int, *key: int) -> NDArray[np.float32]:
+    """Return multiples of 1/1024 below 48, which differ for each key."""
+    mixed = zlib.crc32(repr(key).encode())
+    begin = mixed % (2 * _SPAN - size)
+    cut: NDArray[np.float32] = _table(seed)[begin : begin + size] + np.float32(mixed >> 27)
+    return cut
+
+
+def model_of(size: int, seed: int, *key: int) -> Model:
+    """Return the model of a key: float32 in two parts, and an integer."""
+    values = noise(size, seed, *key)
+    return {"kernel": values[3:], "bias": values[:3], "n": np.array(3)}
+
+
+def trained(before: Mapping[str, Any], seed: int, *key: int) -> Model:
+    """Return what a worker makes of the weights ``before``: half of them, and noise."""
+    size = before["kernel"].size + 3
+    after = model_of(size, seed, *key)
+    for name in ("kernel", "bias"):
+        after[name] = np.rint(before[name] * np.float32(512)) / np.float32(1024) + after[name]
+    return after
+
+
+def mean_of(models: Sequence[Model], weights: Sequence[float] | None = None) -> Model:
+    """Return the average in float64, rounded to the dtype; integers are those of the first."""
+    factors = [1.0] * len(models) if weights is None else weights
+    mean = dict(models[0])
+    for name, part in mean.items():
+        if part.dtype.kind == "f":
+            total = np.zeros(part.shape)
+            for model, factor in zip(models, factors, strict=True):
+                total += factor * model[name].astype(np.float64)
+            mean[name] = (total / sum(factors)).astype(part.dtype)
+    return mean
+
+
+def digest_of(model: Mapping[str, Any]) -> bytes:
+    """Return 8 bytes that differ if a bit does."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(model):
+        digest.update(np.ascontiguousarray(model[name]).data)
+    return digest.digest()
+
+
+class Sent(NamedTuple):
+    """What a process is about to send.
+
+    Attributes:
+        rank: The rank of the process.
+        life: How many processes had this rank before.
+        at: The time.
+        key: What the model is made from.
+        digest: Of the model; or the model, if no key makes it.
+    """
+
+    rank: int
+    life: int
+    at: float
+    key: tuple[int, ...]
+    digest: bytes
+
+
+class Got(NamedTuple):
+    """What a process was given: a step.
+
+    Attributes:
+        rank: The rank of the process; -1 is the driver.
+        life: How many processes had this rank before.
+        at: The time.
+        number: Which step, together with ``meeting``.
+        used: The ranks that are in it.
+        expected: The ranks that could have been.
+        digest: Of the average, or of what was read.
+        key: What this process has sent for it.
+        meeting: Which series of numbers.
+        is_late: Whether this process was too late for it.
+    """
+
+    rank: int
+    life: int
+    at: float
+    number: int
+    used: tuple[int, ...]
+    expected: tuple[int, ...]
+    digest: bytes
+    key: tuple[int, ...] = ()
+    meeting: str = ""
+    is_late: bool = False
+
+
+class Note(NamedTuple):
+    """Something else that has happened; it begins with "wrong" if it must not."""
+
+    rank: int
+    at: float
+    text: str
+
+
+Entry = Sent | Got | Note
+
+
+class Log:
+    """What one process notes, and what it is told to do.
+
+    Attributes:
+        rank: The rank of the process.
+        life: How many processes had this rank before.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Begin a log; the process is found by its rank from now on."""
+        self.rank = rank
+        self.life = sum(1 for _ in folder.glob(f"{rank}.*.log"))
+        self._folder = folder
+        self._order = folder / f"{rank}.order"
+        self._file = folder.joinpath(f"{rank}.{self.life}.log").open("xb", buffering=0)
+        folder.joinpath(f"{rank}.pid").write_text(str(os.getpid()))
+
+    def sent(self, key: tuple[int, ...], model: Mapping[str, Any] | bytes) -> None:
+        """Note what is about to be sent."""
+        digest = model if isinstance(model, bytes) else digest_of(model)
+        self._write(Sent(self.rank, self.life, time.monotonic(), key, digest))
+
+    def got(
+        self,
+        number: int,
+        used: Sequence[int],
+        expected: Sequence[int],
+        model: Mapping[str, Any] | bytes,
+        key: tuple[int, ...] = (),
+        meeting: str = "",
+        is_late: bool = False,
+    ) -> None:
+        """Note what was received; see `Got`."""
+        digest = model if isinstance(model, bytes) else digest_of(model)
+        at, ranks = time.monotonic(), tuple(used)
+        for rank in ranks:
+            self._folder.joinpath(f"{rank}.seen").touch()
+        entry = (number, ranks, tuple(expected), digest, key, meeting, is_late)
+        self._write(Got(self.rank, self.life, at, *entry))
+
+    def note(self, text: str) -> None:
+        """Note anything else."""
+        self._write(Note(self.rank, time.monotonic(), text))
+
+    def order(self) -> str:
+        """Return what this process is told to do, once; mostly nothing."""
+        try:
+            text = self._order.read_text()
+            self._order.unlink()
+        except FileNotFoundError:
+            return ""
+        return text
+
+    def close(self) -> None:
+        """End the log."""
+        self._file.close()
+
+    def _write(self, entry: Entry) -> None:
+        self._file.write(pickle.dumps(entry))
+
+
+def read_logs(folder: Path) -> Iterator[Entry]:
+    """Yield what all processes have noted; the last entry of one that was killed may be cut."""
+    for path in sorted(folder.glob("*.log")):
+        with path.open("rb") as log:
+            while True:
+                try:
+                    yield pickle.load(log)
+                except (EOFError, pickle.UnpicklingError):
+                    break

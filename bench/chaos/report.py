@@ -1,0 +1,122 @@
+"""What came of a run: tables, JSON, and a picture of steps over time with the faults."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench import machine
+from bench.chaos import faults
+from bench.chaos.run import Record
+
+_ACTORS = (name for names in faults.ACTORS.values() for name in names)
+OURS = ("driver", "ray::Trainer", "ray::live", *(f"ray::{name}" for name in _ACTORS))
+"""Roles of processes that run this package."""
+
+
+def failures_of(record: Record) -> list[str]:
+    """Return what must not be."""
+    failures = [*record.wrong[:10], *record.hangs]
+    failures += [f"left at the end: {name}" for name in record.left]
+    failures += [
+        f"no full step after {f.kind} at {f.at:.0f} s" for f in record.faults if not f.seconds
+    ]
+    return failures + leaks_of(record)
+
+
+def leaks_of(record: Record) -> list[str]:
+    """Return which of our processes have more descriptors or memory at the end than before.
+
+    Ray opens a connection now and then; what is left of each fault would be more.
+    """
+    leaks = []
+    first, last = (record.usage[0], record.usage[-1]) if record.usage else ({}, {})
+    for role, (count, descriptors, megabytes) in last.items():
+        if role in first and role in OURS:
+            before = first[role]
+            more = descriptors / count - before[1] / before[0]
+            if more > max(4, len(record.faults) / 4):
+                leaks.append(f"{role}: {more:.0f} more descriptors")
+            if megabytes / count > 1.1 * before[2] / before[0] + 20:
+                leaks.append(
+                    f"{role}: {before[2] / before[0]:.0f} MB, then {megabytes / count:.0f}"
+                )
+            if role != "driver" and count > before[0]:
+                leaks.append(f"{role}: {before[0]} processes, then {count}")
+    return leaks
+
+
+def by_kind(record: Record) -> list[tuple[str, int, float, float]]:
+    """Return each kind, its number, and median and longest seconds until the next full step."""
+    rows = []
+    for kind in sorted({fault.kind for fault in record.faults}):
+        seconds = [f.seconds for f in record.faults if f.kind == kind and f.seconds is not None]
+        count = sum(fault.kind == kind for fault in record.faults)
+        if seconds:
+            rows.append((kind, count, statistics.median(seconds), max(seconds)))
+    return rows
+
+
+def show(record: Record) -> None:
+    """Print everything."""
+    console = Console(width=110)
+    quiet, loud, between = record.rates
+    kept, kept_between = record.kept
+    console.print(f"[bold]chaos: {record.mode}, seed {record.plan['seed']}[/bold]")
+    console.print("  ".join(f"{k}: {v}" for k, v in machine.describe().items()), highlight=False)
+    console.print(
+        f"{len(record.faults)} faults, {sum(record.steps)} steps, {record.checked} compared with "
+        f"the oracle: {len(record.wrong)} wrong, {len(record.hangs)} hangs"
+    )
+    console.print(
+        f"steps a second: {quiet:.1f} without faults, {loud:.1f} with them ({100 * kept:.1f} %), "
+        f"{between:.1f} between recovery and the next fault ({100 * kept_between:.1f} %)"
+    )
+    table = Table("fault", "times", "full step after, median", "longest")
+    for kind, count, median, longest in by_kind(record):
+        table.add_row(kind, str(count), f"{median:.2f} s", f"{longest:.2f} s")
+    console.print(table)
+    table = Table("fault at", "what", "rank", "full step after")
+    for fault in record.faults:
+        after = "never" if fault.seconds is None else f"{fault.seconds:.2f} s"
+        rank = str(fault.rank) if fault.rank >= 0 else ""
+        table.add_row(f"{fault.at:.1f} s", fault.kind, rank, after)
+    console.print(table)
+    table = Table(
+        "role", *(f"{when}: processes, descriptors, MB" for when in ("before", "middle", "after"))
+    )
+    for role in sorted({role for usage in record.usage for role in usage}):
+        cells = [usage.get(role, (0, 0, 0.0)) for usage in record.usage]
+        table.add_row(role, *(f"{n}, {fds}, {mb:.0f}" for n, fds, mb in cells))
+    console.print(table)
+    console.print(record.events)
+
+
+def write_json(record: Record, path: Path) -> None:
+    """Write the record, with the machine."""
+    data: dict[str, Any] = {"machine": machine.describe(), **record.as_json()}
+    path.write_text(json.dumps(data, indent=1))
+
+
+def plot(record: Record, path: Path) -> None:
+    """Draw the steps of each second, and a line for each fault."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(10, 3.5), layout="constrained")
+    axes.fill_between(range(len(record.steps)), record.steps, step="post", alpha=0.4)
+    kinds = sorted({fault.kind for fault in record.faults})
+    for number, kind in enumerate(kinds):
+        times = [fault.at for fault in record.faults if fault.kind == kind]
+        axes.vlines(times, 0, max(record.steps), color=f"C{number + 1}", lw=1, label=kind)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("steps a second")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

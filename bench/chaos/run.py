@@ -1,0 +1,396 @@
+"""One run: turns with faults between turns without, then the check of all that was noted."""
+
+import contextlib
+import faulthandler
+import os
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from bench.chaos import faults
+from bench.chaos.oracle import Entry, Got, Note, read_logs
+
+HANG = 60.0  # seconds without a step that a rank takes part in
+_POLL = 0.05
+
+
+@dataclass
+class Plan:
+    """What a run consists of.
+
+    Attributes:
+        seed: It decides the faults and all weights.
+        seconds: How long faults happen, in all.
+        quiet: Seconds of each of the three turns without faults: before, in the middle, afterwards.
+        every: The fewest and the most seconds between two faults.
+        lasting: The fewest and the most seconds that a process is stopped.
+        size: The number of ranks.
+        elements: How many elements a model has.
+        pace: Seconds of work in each step of a worker.
+        timeout: Seconds that the others wait for one that is late.
+        without: Kinds of faults that are left out.
+    """
+
+    seed: int
+    seconds: float
+    quiet: float = 20.0
+    every: tuple[float, float] = (20.0, 30.0)
+    lasting: tuple[float, float] = (1.0, 10.0)
+    size: int = 6
+    elements: int = 70_000
+    pace: float = 0.01
+    timeout: float = 1.0
+    without: Sequence[str] = ()
+
+
+class Mode(ABC):
+    """A training of several processes, and what can happen to it.
+
+    Attributes:
+        kinds: The faults, as often as they are to come.
+        points: Those of calls at which a process dies.
+        in_turns: Whether a step is of one rank; else all ranks take part in each.
+        failure: What has ended the training before its time.
+    """
+
+    kinds: ClassVar[tuple[str, ...]]
+    points: ClassVar[tuple[str, ...]] = ()
+    in_turns: ClassVar[bool] = False
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        """Take what all parts of a run have in common."""
+        self.folder = folder
+        self.plan = plan
+        self.over = folder / "over"
+        self.failure: BaseException | None = None
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the processes."""
+
+    @abstractmethod
+    def tend(self) -> None:
+        """Start again what has died, unless Ray does; called again and again."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Wait for the processes to end; ``over`` exists."""
+
+    @abstractmethod
+    def check(self, entries: Sequence[Entry]) -> tuple[int, list[str]]:
+        """Return how many averages or reads the oracle has compared, and what was wrong."""
+
+
+class DrivenMode(Mode):
+    """A mode whose steps a thread of the driver makes."""
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def tend(self) -> None:
+        """Do nothing: Ray starts the actors again."""
+
+    def end(self) -> None:
+        """Wait for the thread."""
+        self._thread.join(HANG)
+        if self._thread.is_alive():
+            self.failure = self.failure or TimeoutError("the driver's loop does not end")
+
+    @abstractmethod
+    def steps(self) -> None:
+        """Make the group, and steps until ``over`` exists; shut the group down."""
+
+    def _run(self) -> None:
+        try:
+            self.steps()
+        except BaseException as error:
+            self.failure = error
+
+
+@dataclass
+class Injected:
+    """A fault that was done.
+
+    Attributes:
+        at: When, in seconds since the run began.
+        kind: What it was.
+        rank: The process that it befell, if it has one.
+        seconds: The time until the next full step.
+    """
+
+    at: float
+    kind: str
+    rank: int
+    seconds: float | None = None
+
+
+@dataclass
+class Record:
+    """What came of a run.
+
+    Attributes:
+        mode: The name of the mode.
+        plan: What was to happen.
+        turns: Begin and end of each turn, in seconds; the first, third and fifth without faults.
+        faults: What was done.
+        steps: How many steps there were in each second.
+        checked: How many averages or reads the oracle has compared.
+        wrong: What was not as the oracle says.
+        hangs: The ranks that were in no step for a minute, or what else did not end.
+        events: How often processes noted what.
+        usage: By role and turn without faults, the processes, their descriptors and MB.
+        left: Processes that were left at the end.
+        rates: Steps a second in turns without faults, in those with faults, and in those between
+            the recovery from one fault and the next.
+    """
+
+    mode: str
+    plan: dict[str, Any]
+    turns: list[tuple[float, float]] = field(default_factory=list)
+    faults: list[Injected] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    checked: int = 0
+    wrong: list[str] = field(default_factory=list)
+    hangs: list[str] = field(default_factory=list)
+    events: dict[str, int] = field(default_factory=dict)
+    usage: list[dict[str, tuple[int, int, float]]] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    rates: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def kept(self) -> tuple[float, float]:
+        """The share of the steps without faults that there were with them, and between them."""
+        quiet, with_faults, between = self.rates
+        return (with_faults / quiet, between / quiet) if quiet else (0.0, 0.0)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+
+class Run:
+    """A mode for as long as its plan says."""
+
+    def __init__(self, kind: type[Mode], plan: Plan, folder: Path) -> None:
+        """Prepare; nothing is started."""
+        self.plan = plan
+        self.record = Record(kind.__module__.rpartition(".")[2], asdict(plan))
+        self._folder = folder
+        self._mode = kind(folder, plan)
+        self._injector = faults.Injector(folder, kind.points)
+        kinds = [one for one in kind.kinds if one not in plan.without]
+        self._faults = faults.schedule(plan.seed, kinds, plan.size, plan.every, plan.lasting)
+
+    def do(self) -> Record:
+        """Run; return what came of it."""
+        record, mode = self.record, self._mode
+        mode.start()
+        try:
+            self._wait_until_all_take_part()
+            self._begin = time.monotonic()
+            for number in range(5):
+                begin = time.monotonic() - self._begin
+                try:
+                    self._turn(number)
+                finally:
+                    record.turns.append((begin, time.monotonic() - self._begin))
+        except TimeoutError as error:
+            record.hangs.append(str(error))
+        finally:
+            self._injector.end()
+            mode.over.touch()
+            mode.end()
+        if mode.failure is not None:
+            record.hangs.append(f"{type(mode.failure).__name__}: {mode.failure}")
+        self._evaluate()
+        return record
+
+    def _turn(self, number: int) -> None:
+        begin, plan = time.monotonic(), self.plan
+        if number % 2:
+            self._make_faults(begin + plan.seconds / 2)
+            self._wait_until_all_take_part()
+        else:
+            self._watch(begin + plan.quiet)
+            self.record.usage.append(usage_of(own_processes()))
+
+    def _make_faults(self, end: float) -> None:
+        while True:
+            fault = next(self._faults)
+            due = time.monotonic() + fault.after
+            self._watch(min(due, end))
+            if due > end:
+                return
+            while not self._injector.do(fault):  # nothing there: another one instead
+                fault = next(self._faults)
+            at = time.monotonic() - self._begin
+            self.record.faults.append(Injected(at, fault.kind, fault.rank))
+
+    def _watch(self, end: float) -> None:
+        """Tend the mode until ``end``."""
+        while True:
+            self._mode.tend()
+            now = time.monotonic()
+            if now >= end:
+                return
+            if self._mode.failure is not None:
+                raise TimeoutError("the training has ended")
+            unseen = [rank for rank, age in self._ages().items() if age > HANG]
+            if unseen:
+                self._show_stacks()
+                raise TimeoutError(f"ranks {unseen} were in no step for {HANG:.0f} s")
+            time.sleep(min(_POLL, end - now))
+
+    def _wait_until_all_take_part(self) -> None:
+        begin = time.monotonic()
+        while time.monotonic() < begin + HANG:
+            self._watch(time.monotonic() + _POLL)
+            ages = self._ages()
+            if len(ages) >= self.plan.size and max(ages.values()) < time.monotonic() - begin:
+                return
+        self._show_stacks()
+        raise TimeoutError(f"not all ranks take part after {HANG:.0f} s: {self._ages()}")
+
+    def _ages(self) -> dict[int, float]:
+        """Return how long ago each rank was in a step."""
+        ages = {}
+        for path in self._folder.glob("*.seen"):
+            with contextlib.suppress(FileNotFoundError):
+                ages[int(path.stem)] = time.time() - path.stat().st_mtime
+        return ages
+
+    def _show_stacks(self) -> None:
+        faulthandler.dump_traceback(all_threads=True)
+
+    def _evaluate(self) -> None:
+        record, mode = self.record, self._mode
+        entries = list(read_logs(self._folder))
+        record.checked, record.wrong = mode.check(entries)
+        notes = [entry for entry in entries if isinstance(entry, Note)]
+        record.wrong += [f"rank {n.rank}: {n.text}" for n in notes if n.text.startswith("wrong")]
+        record.events = dict(Counter(note.text.partition(":")[0] for note in notes))
+        steps = _steps_of(entries)
+        if not steps or not record.turns:
+            return
+        times = [step.at - self._begin for step in steps]
+        full = [at - self._begin for at in _full(steps, mode.in_turns)]
+        end = record.turns[-1][1]
+        counts = Counter(int(at) for at in times)
+        record.steps = [counts[second] for second in range(int(end))]
+        recovering = []
+        for fault in record.faults:
+            # An order is taken a little later.
+            text = faults.BEFALLEN + fault.kind
+            orders = [n.at - self._begin for n in notes if (n.rank, n.text) == (fault.rank, text)]
+            fault.at = min((at for at in orders if at >= fault.at), default=fault.at)
+            # The first one may have been under way, with all ranks, when the fault came.
+            after = [at for at in full if at > fault.at][1:2]
+            fault.seconds = after[0] - fault.at if after else None
+            recovering.append((fault.at, after[0] if after else end))
+        quiet, loud = record.turns[::2], record.turns[1::2]
+        calm = _without(loud, recovering)
+        record.rates = (_rate(times, quiet), _rate(times, loud), _rate(times, calm))
+
+
+Span = tuple[float, float]
+
+
+def _steps_of(entries: Sequence[Entry]) -> list[Got]:
+    """Return the first that was noted of each step, in their order."""
+    first: dict[Any, Got] = {}
+    for got in entries:
+        if isinstance(got, Got):
+            key = (got.meeting, got.number, got.used)
+            if key not in first or got.at < first[key].at:
+                first[key] = got
+    return sorted(first.values(), key=lambda got: got.at)
+
+
+def _full(steps: Sequence[Got], in_turns: bool) -> list[float]:
+    """Return when all ranks were in a step; with ``in_turns``, each once since the last time."""
+    times, seen = [], set[int]()
+    for step in steps:
+        seen = (seen if in_turns else set()) | {*step.used}
+        if seen.issuperset(step.expected):
+            times.append(step.at)
+            seen = set()
+    return times
+
+
+def _without(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
+    for begin, end in holes:
+        pieces = [((a, min(b, begin)), (max(a, end), b)) for a, b in spans]
+        spans = [(a, b) for pair in pieces for a, b in pair if a < b]
+    return list(spans)
+
+
+def _rate(times: Sequence[float], spans: Sequence[Span]) -> float:
+    seconds = sum(end - begin for begin, end in spans)
+    count = sum(any(begin <= at < end for begin, end in spans) for at in times)
+    return count / seconds if seconds else 0.0
+
+
+def own_processes() -> dict[int, str]:
+    """Return the role of each process that this one has started, and of this one."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            parents[int(folder.name)] = int(
+                (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            )
+    roles, found = {os.getpid(): "driver"}, [os.getpid()]
+    for parent in found:
+        for pid in (pid for pid, above in parents.items() if above == parent):
+            with contextlib.suppress(OSError):
+                words = (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0")
+                roles[pid] = Path(words[0].decode().partition(" ")[0].partition(".")[0]).name
+                found.append(pid)
+    return roles
+
+
+def usage_of(roles: dict[int, str]) -> dict[str, tuple[int, int, float]]:
+    """Return by role the number of processes, their descriptors, and their own memory in MB."""
+    usage: dict[str, tuple[int, int, float]] = {}
+    for pid, role in roles.items():
+        folder = Path("/proc") / str(pid)
+        with contextlib.suppress(OSError):
+            count = sum(1 for _ in (folder / "fd").iterdir())
+            lines = (folder / "smaps_rollup").read_text().splitlines()
+            private = sum(int(line.split()[1]) for line in lines if line.startswith("Private"))
+            processes, descriptors, megabytes = usage.get(role, (0, 0, 0.0))
+            usage[role] = (processes + 1, descriptors + count, megabytes + private / 1024)
+    return usage
+
+
+def run(kind: type[Mode], plan: Plan) -> Record:
+    """Run a mode in the Ray that this process is connected to."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        return Run(kind, plan, Path(folder)).do()
+
+
+def wait_for_end(pids: Sequence[int], seconds: float = 15.0) -> list[int]:
+    """Return which of the processes live on after so long."""
+    end = time.monotonic() + seconds
+    living = list(pids)
+    while living and time.monotonic() < end:
+        time.sleep(0.1)
+        living = [pid for pid in living if _lives(pid)]
+    return living
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with contextlib.suppress(OSError):
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
