@@ -271,7 +271,8 @@ def _growth(call: Callable[[], object], count: int, frames: int) -> int:
         kept = tracemalloc.take_snapshot().filter_traces([of_calls]).traces
         return sum(trace.size for trace in kept)
 
-    memory_after(20)
+    for _ in range(20):
+        call()
     tracemalloc.start(frames)
     try:
         marks = [memory_after(50), *(memory_after(count) for _ in range(3))]
