@@ -2,8 +2,9 @@
 
 It reads ``figures/rounds.json``, the output of ``python -m bench.bench_sizes --json``, and
 ``figures/hostile.json``, the accuracies by round of ``flatweights examples federated`` with the
-options in that file. Bytes between nodes are computed. It writes each figure twice beside these
-files, for light and for dark pages.
+options in that file; and ``figures/chaos.json``, the output of ``python -m bench.chaos --json``
+for several modes. Bytes between nodes are computed. It writes each figure twice beside these files,
+for light and for dark pages.
 """
 
 import json
@@ -172,11 +173,29 @@ def draw_links(record: dict[str, Any], theme: Theme) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def draw_faults(record: dict[str, Any], theme: Theme) -> None:
+    """Draw the steps of each second of runs with faults, and a line for each fault."""
+    _, all_axes = plt.subplots(
+        len(record), figsize=(7, 1.5 * len(record)), sharex=True, layout="constrained"
+    )
+    for axes, (mode, run) in zip(all_axes, record.items(), strict=True):
+        times = [fault["at"] for fault in run["faults"]]
+        axes.vlines(times, 0, max(run["steps"]), color=theme.ways[1], lw=1)
+        axes.step(range(len(run["steps"])), run["steps"], color=theme.ways[2], lw=1)
+        axes.set_title(mode, loc="left", fontsize=11, color=theme.text)
+        axes.set_ylim(bottom=0)
+        axes.grid(color=theme.grid, lw=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[-1].set_xlabel("seconds")
+    all_axes[len(record) // 2].set_ylabel("steps a second")
+
+
 # By name: the record that the figure shows, if it was measured, and what draws it.
 FIGURES: dict[str, tuple[str, Callable[[dict[str, Any], Theme], None]]] = {
     "bytes-of-a-round": ("rounds", draw_bytes),
     "time-of-a-round": ("rounds", draw_times),
     "hostile-clients": ("hostile", draw_hostile),
+    "steps-with-faults": ("chaos", draw_faults),
     "bytes-between-nodes": ("", draw_links),
 }
 

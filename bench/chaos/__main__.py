@@ -47,13 +47,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--every", type=float, nargs=2, default=(20.0, 30.0), metavar="SECONDS")
+    parser.add_argument("--quiet", type=float, default=20.0, metavar="SECONDS")
     for mode in MODES:
         parser.add_argument(f"--{mode}", dest="modes", action="append_const", const=mode)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all modes may share it")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     options = parser.parse_args()
     (mode,) = options.modes or ["group"]
-    plan = Plan(options.seed, 60 * options.minutes, every=tuple(options.every))
+    plan = Plan(options.seed, 60 * options.minutes, quiet=options.quiet, every=tuple(options.every))
     logging.getLogger("flatweights").setLevel(logging.ERROR)
     cluster = start_ray()
     record = run(importlib.import_module(f"bench.chaos.{mode}").Mode, plan)

@@ -29,6 +29,7 @@ ACTORS = {
     "relay killed": ("Relay", "Outlet"),
 }
 """Faults of processes without a rank: the names of their classes."""
+PUBLISHER = "publisher killed"
 ADDED, REMOVED = "worker added", "worker removed"
 
 DRIVER = -1  # its rank
@@ -89,25 +90,33 @@ class Injector:
         self._points = points
         self._timers: list[threading.Timer] = []
 
-    def do(self, fault: Fault) -> bool:
-        """Do ``fault``; return False if there is nothing that it could befall."""
-        kind, rank = fault.kind, fault.rank
-        if kind in (KILLED, STOPPED):
-            return self._signal(fault, self._pid(rank))
+    def do(self, fault: Fault) -> int | None:
+        """Do ``fault``; return the rank that it befalls.
+
+        Returns:
+            `DRIVER` for processes without one; None if there is nothing that it could befall.
+        """
+        kind = fault.kind
+        ranks = sorted(int(path.stem) for path in self._folder.glob("*.pid"))
+        ranks = [rank for rank in ranks if rank != DRIVER]
+        if not ranks:
+            return None
+        rank = 0 if kind == PUBLISHER else ranks[fault.rank % len(ranks)]
+        if kind in (KILLED, STOPPED, PUBLISHER):
+            return rank if self._signal(fault, self._pid(rank)) else None
         if kind in ACTORS:
             pids = [pid for pid, name in actors().items() if name in ACTORS[kind]]
-            return bool(pids) and _kill(pids[int(fault.draw * len(pids))], signal.SIGKILL)
+            is_done = pids and _kill(pids[int(fault.draw * len(pids))], signal.SIGKILL)
+            return DRIVER if is_done else None
         if kind == STORE:
             fill_stores(fault.seconds)
-            return True
-        if kind == AT_POINT:
-            point = self._points[int(fault.draw * len(self._points))]
-            self._tell(rank, f"{kind}:{point}")
-        elif kind in (ADDED, REMOVED):
+            return DRIVER
+        if kind in (ADDED, REMOVED):
             self._tell(DRIVER, f"{kind}:{fault.draw}")
-        else:
-            self._tell(rank, f"{kind}:{fault.seconds}")
-        return True
+            return DRIVER
+        point = self._points[int(fault.draw * len(self._points))] if self._points else ""
+        self._tell(rank, f"{kind}:{point if kind == AT_POINT else fault.seconds}")
+        return rank
 
     def end(self) -> None:
         """Have stopped processes go on."""
@@ -123,9 +132,7 @@ class Injector:
             return 0
 
     def _signal(self, fault: Fault, pid: int) -> bool:
-        if not pid:
-            return False
-        if fault.kind == KILLED:
+        if fault.kind != STOPPED:
             return _kill(pid, signal.SIGKILL)
         if not _kill(pid, signal.SIGSTOP):
             return False
@@ -193,9 +200,11 @@ def _fill(nbytes: int, seconds: float) -> None:
 
 
 def _kill(pid: int, number: signal.Signals) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-        return True
+    """Send a signal to one of Ray's processes; return False if it is gone."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+            os.kill(pid, number)
+            return True
     return False
 
 

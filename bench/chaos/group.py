@@ -5,7 +5,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import ray
@@ -40,12 +40,26 @@ class Trainer(FlatWorker):
         self.received = new_weights, oracle.digest_of(new_weights)
         self.model = FlatWeights(new_weights).copy()
 
-    def train(self, number: int) -> Any:
-        """Train, unless something befalls it."""
+    def begin(self) -> str:
+        """Do what it is told, and what takes time; return the fault that is left to do."""
         fault = faults.obey(self.log)
         if self.received is not None and oracle.digest_of(self.received[0]) != self.received[1]:
             self.log.note("wrong: weights that were sent have changed")
         time.sleep(self.plan.pace)
+        return fault
+
+    def work(self) -> FlatWeights:
+        """Return what comes of the weights that it has, which stay."""
+        fault = self.begin()
+        result = FlatWeights(oracle.trained(self.model, self.plan.seed, self.rank))
+        self.log.sent((), result)
+        if fault == faults.NAN:
+            faults.spoil(result)
+        return result
+
+    def train(self, number: int) -> Any:
+        """Train, unless something befalls it."""
+        fault = self.begin()
         self.model = FlatWeights(oracle.trained(self.model, self.plan.seed, self.rank, number))
         result = self.get_weights()
         if fault == faults.NAN:
@@ -69,7 +83,7 @@ class Trainer(FlatWorker):
 class Mode(DrivenMode):
     """A driver that averages and sends, round by round."""
 
-    kinds = (
+    kinds: ClassVar[tuple[str, ...]] = (
         faults.KILLED,
         faults.STOPPED,
         faults.AT_POINT,
@@ -79,8 +93,7 @@ class Mode(DrivenMode):
         faults.STORE,
         "agent killed",
     )
-    points = _failpoints.WORKER
-    first = 1.0
+    points: ClassVar[tuple[str, ...]] = _failpoints.WORKER
 
     def steps(self) -> None:
         """Make rounds until the run is over."""

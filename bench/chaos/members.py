@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import ray
@@ -81,7 +81,7 @@ def live(folder: str, plan: Plan, rank: int) -> None:
 class Mode(AnyMode):
     """Tasks, which are started again when they die."""
 
-    kinds = (
+    kinds: ClassVar[tuple[str, ...]] = (
         faults.KILLED,
         faults.STOPPED,
         faults.AT_POINT,
@@ -93,7 +93,7 @@ class Mode(AnyMode):
         "host killed",
         "agent killed",
     )
-    points = _failpoints.MEMBER
+    points: ClassVar[tuple[str, ...]] = _failpoints.MEMBER
     task: Any = live
 
     def start(self) -> None:

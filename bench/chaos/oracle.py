@@ -6,10 +6,12 @@ key, such as the seed, the rank and the number of the step. So a log holds keys 
 oracle makes the models again.
 """
 
+import faulthandler
 import functools
 import hashlib
 import os
 import pickle
+import signal
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -145,6 +147,9 @@ class Log:
         self._folder = folder
         self._order = folder / f"{rank}.order"
         self._file = folder.joinpath(f"{rank}.{self.life}.log").open("xb", buffering=0)
+        self._stacks = folder.joinpath(f"{rank}.{self.life}.stacks").open("w")
+        if rank >= 0:
+            faulthandler.register(signal.SIGUSR1, self._stacks)
         folder.joinpath(f"{rank}.pid").write_text(str(os.getpid()))
 
     def sent(self, key: tuple[int, ...], model: Mapping[str, Any] | bytes) -> None:
@@ -186,6 +191,7 @@ class Log:
     def close(self) -> None:
         """End the log."""
         self._file.close()
+        self._stacks.close()
 
     def _write(self, entry: Entry) -> None:
         self._file.write(pickle.dumps(entry))

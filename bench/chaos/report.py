@@ -96,9 +96,10 @@ def show(record: Record) -> None:
 
 
 def write_json(record: Record, path: Path) -> None:
-    """Write the record, with the machine."""
-    data: dict[str, Any] = {"machine": machine.describe(), **record.as_json()}
-    path.write_text(json.dumps(data, indent=1))
+    """Write the record and the machine, beside those of other modes that are in the file."""
+    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    data[record.mode] = {"machine": machine.describe(), **record.as_json()}
+    path.write_text(json.dumps(data))
 
 
 def plot(record: Record, path: Path) -> None:

@@ -3,6 +3,8 @@
 import contextlib
 import faulthandler
 import os
+import signal
+import sys
 import tempfile
 import threading
 import time
@@ -17,6 +19,7 @@ from bench.chaos import faults
 from bench.chaos.oracle import Entry, Got, Note, read_logs
 
 HANG = 60.0  # seconds without a step that a rank takes part in
+_START = 300.0  # seconds that processes have to start: six import TensorFlow on few cores
 _POLL = 0.05
 
 
@@ -194,7 +197,7 @@ class Run:
         record, mode = self.record, self._mode
         mode.start()
         try:
-            self._wait_until_all_take_part()
+            self._wait_until_all_take_part(_START)
             self._begin = time.monotonic()
             for number in range(5):
                 begin = time.monotonic() - self._begin
@@ -229,10 +232,10 @@ class Run:
             self._watch(min(due, end))
             if due > end:
                 return
-            while not self._injector.do(fault):  # nothing there: another one instead
+            while (rank := self._injector.do(fault)) is None:  # another one instead
                 fault = next(self._faults)
             at = time.monotonic() - self._begin
-            self.record.faults.append(Injected(at, fault.kind, fault.rank))
+            self.record.faults.append(Injected(at, fault.kind, rank))
 
     def _watch(self, end: float) -> None:
         """Tend the mode until ``end``."""
@@ -249,15 +252,15 @@ class Run:
                 raise TimeoutError(f"ranks {unseen} were in no step for {HANG:.0f} s")
             time.sleep(min(_POLL, end - now))
 
-    def _wait_until_all_take_part(self) -> None:
+    def _wait_until_all_take_part(self, seconds: float = HANG) -> None:
         begin = time.monotonic()
-        while time.monotonic() < begin + HANG:
+        while time.monotonic() < begin + seconds:
             self._watch(time.monotonic() + _POLL)
             ages = self._ages()
             if len(ages) >= self.plan.size and max(ages.values()) < time.monotonic() - begin:
                 return
         self._show_stacks()
-        raise TimeoutError(f"not all ranks take part after {HANG:.0f} s: {self._ages()}")
+        raise TimeoutError(f"not all ranks take part after {seconds:.0f} s: {self._ages()}")
 
     def _ages(self) -> dict[int, float]:
         """Return how long ago each rank was in a step."""
@@ -268,7 +271,14 @@ class Run:
         return ages
 
     def _show_stacks(self) -> None:
+        """Print where all threads are, here and in the processes with a rank."""
         faulthandler.dump_traceback(all_threads=True)
+        for path in self._folder.glob("[0-9]*.pid"):
+            with contextlib.suppress(OSError):
+                os.kill(int(path.read_text()), signal.SIGUSR1)
+        time.sleep(1.0)
+        for path in sorted(self._folder.glob("*.stacks")):
+            print(path.name, path.read_text(), file=sys.stderr)
 
     def _evaluate(self) -> None:
         record, mode = self.record, self._mode
