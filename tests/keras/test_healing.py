@@ -179,6 +179,36 @@ def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     assert steps[0] > 2 * 20 + 5, "healed in the epoch"
 
 
+def test_a_member_that_was_healed_heals_another_in_the_same_epoch(
+    pool: ThreadPoolExecutor,
+) -> None:
+    meeting = LocalMeeting(3)
+    first, second, third = fits(meeting)
+    woken: list[Fit] = []
+
+    def sleep(fit: Fit, calls: int) -> None:
+        number = meeting.meeting._number
+        meeting.wait_until(lambda inside: inside._number >= number + calls)
+        woken.append(fit)
+
+    def hold(fit: Fit, number: int) -> None:
+        meeting.wait_until(lambda inside: len(woken) >= number)
+        meeting.wait_until(lambda inside: fit.member.lacks_state and inside._lacking)
+
+    first.at[2, 1] = lambda: sleep(first, 2)
+    second.goes_on_without(2, 1)
+    for fit in (second, third):
+        fit.at[2, 3] = lambda: hold(first, 1)
+    third.at[2, 7] = lambda: sleep(third, 8)
+    second.goes_on_without(2, 7)
+    second.at[2, 16] = lambda: hold(third, 2)
+    for fit in (first, second, third):
+        fit.start(pool)
+    ended = [fit.done.result(120) for fit in (first, second, third)]
+    check_alike([state for _, state in ended])
+    assert [history.epoch for history, _ in ended] == [[*range(EPOCHS)]] * 3
+
+
 def test_a_member_that_sleeps_for_epochs_meets_the_others_again(pool: ThreadPoolExecutor) -> None:
     meeting, slept = LocalMeeting(2), threading.Event()
     first, late = fits(meeting)

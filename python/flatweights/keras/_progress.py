@@ -166,10 +166,10 @@ class Progress:
         self._pending = giver
         self._take_counts(giver)
         total: int | None = self.params.get("steps")
-        behind = giver.steps - steps
         by_step = self._model.steps_per_execution == 1
-        if giver.epoch == self._epoch and by_step and total is not None and behind >= 0:
-            self._last_step = total - behind  # members have as many batches
+        if giver.epoch == self._epoch and by_step and total is not None and giver.steps >= steps:
+            # It is where the giver is, and may be the next giver; members have as many batches.
+            self._steps, self._last_step = giver.steps + 1, total
         else:
             self.is_apart = True
 
