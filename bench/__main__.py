@@ -21,6 +21,7 @@ BENCHES = (
     "members",
     "publish",
     "fit",
+    "healing",
     "contention",
     "wire",
     "robust",
