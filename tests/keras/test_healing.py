@@ -199,7 +199,7 @@ def test_a_member_that_was_healed_heals_another_in_the_same_epoch(
     second.goes_on_without(2, 1)
     for fit in (second, third):
         fit.at[2, 3] = lambda: hold(first, 1)
-    third.at[2, 7] = lambda: sleep(third, 8)
+    third.at[2, 7] = lambda: sleep(third, 9)  # second is held by then
     second.goes_on_without(2, 7)
     second.at[2, 16] = lambda: hold(third, 2)
     for fit in (first, second, third):
