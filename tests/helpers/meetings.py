@@ -11,18 +11,18 @@ from flatweights.ray.lanes._member_lane import MemberLane
 from flatweights.ray.members._host_end import HostByLane, Pass
 from flatweights.ray.members._meeting import Entry, Meeting, Ticket
 from flatweights.ray.members._member import Member
-from flatweights.ray.nodes._plan import Sums
+from flatweights.ray.members._terms import Terms
 
 
-def entry_of(rank: int | None, size: int, sums: Sums = "float64") -> Entry:
+def entry_of(rank: int | None, terms: Terms) -> Entry:
     """Return what a process of this node gives a meeting that wants to be its member."""
     token, who, now = secrets.token_bytes(16), f"process of rank {rank}", time.monotonic()
-    return Entry(token, rank, size, sums, who, "here", True, now, Future(), Future())
+    return Entry(token, rank, terms, who, "here", True, now, Future(), Future())
 
 
 def seated(meeting: Meeting, *ranks: int) -> list[tuple[Entry, Ticket]]:
     """Give ``ranks`` tickets, while no thread runs the meeting."""
-    entries = [entry_of(rank, meeting._size) for rank in ranks]
+    entries = [entry_of(rank, meeting._terms) for rank in ranks]
     for entry in entries:
         meeting.enter(entry)
     meeting._admit()
@@ -32,15 +32,16 @@ def seated(meeting: Meeting, *ranks: int) -> list[tuple[Entry, Ticket]]:
 class LocalMeeting:
     """A meeting and the thread that runs it."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, min_size: int | None = None, grace: float | None = None) -> None:
         self.size = size
-        self.meeting = Meeting("local", size, "float64", "here", None)
+        self.terms = Terms.of(size, min_size=min_size, grace=grace)
+        self.meeting = Meeting("local", self.terms, "here", None)
         self.thread = threading.Thread(target=self.meeting.run, daemon=True)
         self.thread.start()
 
     def enter(self, rank: int | None) -> Entry:
         """Ask for a ticket."""
-        entry = entry_of(rank, self.size)
+        entry = entry_of(rank, self.terms)
         self.meeting.news.tell(self.meeting.enter, entry)
         return entry
 

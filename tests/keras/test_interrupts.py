@@ -13,6 +13,7 @@ from meetings import seated
 from reference import clean_environment
 
 from flatweights.ray.members._meeting import Meeting
+from flatweights.ray.members._terms import Terms
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -61,7 +62,7 @@ def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
     has_timeout: bool, tmp_path: Path
 ) -> None:
     stalled = tmp_path / "stalled"
-    meeting = Meeting("interrupted", 2, "float64", "here", None)
+    meeting = Meeting("interrupted", Terms.of(2), "here", None)
     entered = seated(meeting, 0, 1)
     members = []
     for entry, ticket in entered:

@@ -19,7 +19,8 @@ from flatweights.ray.lanes._member_lane import MemberLane
 from flatweights.ray.members._host_end import HostByLane, Pass
 from flatweights.ray.members._meeting import Meeting, Ticket
 from flatweights.ray.members._member import Member
-from flatweights.ray.nodes._plan import Sums, check_sums
+from flatweights.ray.members._terms import Terms
+from flatweights.ray.nodes._plan import check_sums
 
 HELPERS = Path(__file__).parents[2] / "helpers"
 HOST = """
@@ -27,6 +28,7 @@ import json, os, signal, time
 from meetings import seated
 from flatweights.ray import _failpoints
 from flatweights.ray.members._meeting import Meeting
+from flatweights.ray.members._terms import Terms
 
 orders = open(0, "rb", buffering=0)  # children read on where their siblings have stopped
 for point in _failpoints.HOST:
@@ -34,7 +36,7 @@ for point in _failpoints.HOST:
     if child:
         os.waitpid(child, 0)
         continue
-    meeting = Meeting("doomed", 2, "float64", "here", None)
+    meeting = Meeting("doomed", Terms.of(2), "here", None)
     entered = seated(meeting, 0, 1)
     told = [[entry.token.hex(), *ticket[:2], ticket.address.hex()] for entry, ticket in entered]
     print(json.dumps(told), flush=True)
@@ -90,14 +92,16 @@ def test_members_of_a_killed_host_are_told() -> None:
     assert host.returncode == 0
 
 
-def test_members_agree_on_their_number_and_sums() -> None:
-    meeting = Meeting("agreed", 2, "float32", "here", None)
-    refused: list[tuple[int, Sums, str]] = [
-        (3, "float32", "size: expected 2, as the others, got 3"),
-        (2, "float64", "sums: expected 'float32', as the others, got 'float64'"),
-    ]
-    for size, sums, said in refused:
-        entry = entry_of(0, size, sums)
+def test_members_agree_on_the_terms() -> None:
+    meeting = Meeting("agreed", Terms.of(2, "float32", 1, 9.0), "here", None)
+    refused = {
+        Terms.of(3, "float32", 1, 9.0): "size: expected 2, as the others, got 3",
+        Terms.of(2, "float64", 1, 9.0): "sums: expected 'float32', as the others, got 'float64'",
+        Terms.of(2, "float32"): "min_size: expected 1, as the others, got 2",
+        Terms.of(2, "float32", 1, 8.0): "grace: expected 9.0, as the others, got 8.0",
+    }
+    for terms, said in refused.items():
+        entry = entry_of(0, terms)
         meeting.enter(entry)
         meeting._admit()
         assert str(entry.ticket.exception()) == said
@@ -108,7 +112,7 @@ def test_members_agree_on_their_number_and_sums() -> None:
 
 
 def test_a_host_sleeps_while_members_are_still_to_join() -> None:
-    meeting = Meeting("quiet", 2, "float64", "here", None)
+    meeting = Meeting("quiet", Terms.of(2), "here", None)
     [(entry, ticket)] = seated(meeting, 0)
     lane = MemberLane(ticket.address or b"", entry.token)
     meeting.attach(entry.token, lane.mailbox.nonce)

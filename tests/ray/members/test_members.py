@@ -21,6 +21,7 @@ from ray_workers import wait_for
 import flatweights as fw
 from flatweights import robust
 from flatweights.ray import Member, MemberDiedError, MemberError, WorkerError, _failpoints, join
+from flatweights.ray.members._host import Host
 
 pytestmark = pytest.mark.ray
 
@@ -574,6 +575,22 @@ def test_the_death_of_the_host_is_an_error_in_all_members(puppets: Puppets) -> N
     for call in calls:
         with pytest.raises(MemberError, match=name):
             ray.get(call, timeout=60)
+
+
+def test_a_host_that_is_killed_counts_no_member_as_dead(way: str) -> None:
+    lost: list[Any] = []
+
+    class Dying(Host):
+        def __init__(self) -> None: ...
+
+        async def lose(self, token: bytes, why: Any) -> None:
+            lost.append(why)
+
+    actor: Any = Puppet.remote(way)  # type: ignore[attr-defined]
+    stays = actor.run.remote(time.sleep, 60.0)
+    ray.kill(actor)
+    asyncio.run(Dying()._watch(b"", "a member", stays))
+    assert not lost
 
 
 def test_the_host_ends_with_the_last_member(puppets: Puppets) -> None:

@@ -23,7 +23,7 @@ from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._meeting import Entry, Meeting, Ticket
 from flatweights.ray.members._seats import Letter
-from flatweights.ray.nodes._plan import Sums
+from flatweights.ray.members._terms import Terms
 
 _LAST_REPLIES = 1.0  # seconds in which calls that have their result return it
 
@@ -31,12 +31,12 @@ _LAST_REPLIES = 1.0  # seconds in which calls that have their result return it
 class Host:
     """The actor. Members call `stay` and `enter`, and then `attach` or `exchange`."""
 
-    def __init__(self, name: str, size: int, sums: Sums) -> None:
-        """Open the meeting ``name`` for ``size`` members, whose sums travel as ``sums``."""
+    def __init__(self, name: str, terms: Terms) -> None:
+        """Hold the meeting ``name``, on these terms."""
         # An actor without CPUs is given one thread; but while it averages, its members wait.
         os.environ.pop("OMP_NUM_THREADS", None)
         context = ray.get_runtime_context()
-        self._meeting = Meeting(name, size, sums, context.get_node_id(), context.current_actor)
+        self._meeting = Meeting(name, terms, context.get_node_id(), context.current_actor)
         # By member, done at its end. Ray may begin its first calls in any order.
         self._ends: dict[bytes, Future[None]] = defaultdict(Future)
         self._entered: set[bytes] = set()  # those whose end is the meeting's to say
@@ -55,8 +55,7 @@ class Host:
         token: bytes,
         stays: Sequence[Any],
         rank: int | None,
-        size: int,
-        sums: Sums,
+        terms: Terms,
         who: str,
         node: str,
         wants_lane: bool,
@@ -67,15 +66,14 @@ class Host:
             token: By what the member is to be recognised: it has called `stay` with it.
             stays: The reference to the result of that call, which tells of its death from now on.
             rank: See `Entry`, as for the others.
-            size: See there.
-            sums: See there.
+            terms: See there.
             who: See there.
             node: See there.
             wants_lane: See there.
 
         Raises:
-            ValueError: If ``size`` or ``sums`` is not that of the meeting, or ``rank`` is taken or
-                too large.
+            ValueError: If ``terms`` are not those of the meeting, or ``rank`` is taken or too
+                large.
             MemberDiedError: If the process has given up already.
         """
         over = self._ends[token]
@@ -87,7 +85,7 @@ class Host:
         watch.add_done_callback(self._watches.discard)
         ticket: Future[Ticket] = Future()
         now = time.monotonic()
-        entry = Entry(token, rank, size, sums, who, node, wants_lane, now, ticket, over)
+        entry = Entry(token, rank, terms, who, node, wants_lane, now, ticket, over)
         self._meeting.news.tell(self._meeting.enter, entry)
         return await asyncio.wrap_future(ticket)
 
@@ -156,6 +154,8 @@ class Host:
             await stays
         except ray.exceptions.OwnerDiedError:
             await self.lose(token, MemberDiedError(f"{who}: it or its node has died"))
+        except ray.exceptions.ActorDiedError:
+            return  # this actor is being killed: its members are to learn that, and nothing else
         except Exception as error:
             await self.lose(token, MemberDiedError(f"{who}: {reason_in_a_line(error)}"))
 

@@ -26,7 +26,7 @@ from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome, end_of,
 from flatweights.ray.members._host import Host
 from flatweights.ray.members._meeting import Ticket
 from flatweights.ray.members._seats import as_array
-from flatweights.ray.nodes._plan import Sums
+from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._setback import choice
 from flatweights.ray.peers._wait import seconds_left
 
@@ -250,23 +250,22 @@ class Entered(NamedTuple):
 
 
 def enter(
-    name: str, rank: int | None, size: int, sums: Sums, timeout: float | None, end: float | None
+    name: str, rank: int | None, terms: Terms, timeout: float | None, end: float | None
 ) -> Entered:
     """Find or start the host, take a seat, and wait for the others.
 
     Args:
         name: See `flatweights.ray.join`.
         rank: See there.
-        size: See there.
-        sums: See there.
-        timeout: See there; for errors.
+        terms: The terms of the meeting.
+        timeout: See `flatweights.ray.join`; for errors.
         end: When it is over, by `time.monotonic`.
 
     Raises:
         HostDiedError: If the host has ended meanwhile.
         ray.exceptions.RayActorError: The same.
         TimeoutError: If not all have joined in time.
-        ValueError: If the host refuses ``rank``, ``size`` or ``sums``.
+        ValueError: If the host refuses ``rank`` or ``terms``.
     """
     context = ray.get_runtime_context()
     node = context.get_node_id()
@@ -278,10 +277,10 @@ def enter(
             get_if_exists=True,
             lifetime="detached",  # not with the member that starts it, but with the last one
             num_cpus=0,
-            max_concurrency=_CALLS * size + 64,  # coroutines, not threads
+            max_concurrency=_CALLS * terms.size + 64,  # coroutines, not threads
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        .remote(name, size, sums)
+        .remote(name, terms)
     )
     wants_lane = choice() != "store"
     pass_ = Pass.of(host)
@@ -289,7 +288,7 @@ def enter(
     host_end: HostEnd | None = None
     try:
         entering = host.enter.remote(
-            pass_.token, [pass_.stays], rank, size, sums, pass_.who, node, wants_lane
+            pass_.token, [pass_.stays], rank, terms, pass_.who, node, wants_lane
         )
         reach("entering")
         ticket = ray.get(entering, timeout=seconds_left(end))
@@ -299,13 +298,17 @@ def enter(
         reach("attached")
         return Entered(host_end, ticket, host_end.start(seconds_left(end)))
     except BaseException as error:
-        with contextlib.suppress(ray.exceptions.RayError):
-            host.lose.remote(pass_.token, MemberDiedError(f"{pass_.who} has given up to join"))
-        if host_end is not None:
-            host_end.close()
-        if isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError)):
-            why = _who_is_missing(host, rank if ticket is None else ticket.rank)
-            expected = f"expected {size} members in {timeout} s"
+        is_late, why = isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError)), ""
+        try:
+            if is_late:  # the host ends with its last member
+                why = _who_is_missing(host, rank if ticket is None else ticket.rank)
+        finally:
+            with contextlib.suppress(ray.exceptions.RayError):
+                host.lose.remote(pass_.token, MemberDiedError(f"{pass_.who} has given up to join"))
+            if host_end is not None:
+                host_end.close()
+        if is_late:
+            expected = f"expected {terms} in {timeout} s"
             raise TimeoutError(f"meeting {name!r}: {expected}; {why}") from None
         if isinstance(error, ray.exceptions.RayTaskError):
             if isinstance(error.cause, ValueError):

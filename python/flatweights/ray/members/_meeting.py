@@ -61,7 +61,7 @@ from flatweights.ray.members._seats import (
     outcome_message,
     wait_for,
 )
-from flatweights.ray.nodes._plan import Sums
+from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._agent import AverageOf
 from flatweights.ray.peers._by_agent import AgentEnd, Agents
 from flatweights.ray.peers._summary import Exchanged
@@ -100,8 +100,7 @@ class Entry(NamedTuple):
     Attributes:
         token: What it is recognised by.
         rank: The rank that it wants; any, if None.
-        size: How many members it expects.
-        sums: How it expects sums to travel.
+        terms: What it takes to be the terms of the meeting.
         who: The process, as errors name it.
         node: Its node.
         wants_lane: Whether it would use a lane.
@@ -112,8 +111,7 @@ class Entry(NamedTuple):
 
     token: bytes
     rank: int | None
-    size: int
-    sums: Sums
+    terms: Terms
     who: str
     node: str
     wants_lane: bool
@@ -152,13 +150,12 @@ class Meeting:
         news: The calls that other threads want the meeting's thread to make.
     """
 
-    def __init__(self, name: str, size: int, sums: Sums, node: str, host: Any) -> None:
+    def __init__(self, name: str, terms: Terms, node: str, host: Any) -> None:
         """Prepare.
 
         Args:
             name: The name.
-            size: How many members there are.
-            sums: How sums travel between nodes.
+            terms: How many members there are, and how their sums travel.
             node: This node.
             host: The actor of this process.
 
@@ -166,10 +163,11 @@ class Meeting:
             OSError: If there can be no lanes on this system.
         """
         self._name = name
-        self._size = size
+        self._terms = terms
+        self._size = terms.size
         self._node = node
         self._lanes = Lanes()
-        self._agents = Agents(self._lanes.windows.offer, sums, BranchAgent, (host,), _CALLS)
+        self._agents = Agents(self._lanes.windows.offer, terms.sums, BranchAgent, (host,), _CALLS)
         self._watched: set[str] = set()  # the tokens of agents
         self._seats: dict[int, Seat] = {}  # the last one of each rank
         self._by_token: dict[bytes, Seat] = {}  # those that are present
@@ -184,7 +182,8 @@ class Meeting:
         self._entered = 0  # how many seats there were
         self._number = 0  # of the last outcome
         self._has_begun = False  # whether anybody has come
-        self._is_open = False  # whether all have joined
+        self._is_open = False  # whether all have joined, or enough, and the grace is over
+        self._grace: Deadline | None = None  # runs from the first member that is ready
 
     def run(self) -> None:
         """Run the meeting until no member is left."""
@@ -253,6 +252,8 @@ class Meeting:
         ends = [entry.since + _GRACE for entry in self._entries]
         deadlines = [self._deadline()]
         deadlines += [healing.deadline for healing in self._healings if healing.is_waited_for]
+        if self._grace is not None and not self._is_open and seconds_left(self._grace.end):
+            deadlines.append(self._grace)
         ends += [deadline.end for deadline in deadlines if deadline.end is not None]
         return max(0.0, min(ends) - now) if ends else None if self._seats else _GRACE
 
@@ -528,12 +529,25 @@ class Meeting:
         return tuple(sorted(seat.rank for seat in self._by_token.values()))
 
     def _welcome(self) -> None:
-        """Give those that are ready their first outcome, once all have joined."""
+        """Give those that are ready their first outcome, once the meeting is open."""
         ready = [seat for seat in self._by_token.values() if seat.state is State.READY]
-        self._is_open = self._is_open or len(ready) == self._size
+        self._is_open = self._is_open or self._may_open(len(ready))
         if ready and self._is_open:
             first = Outcome(self._number, self._size, self._ranks())
             self._post(0, pickle.dumps(tuple(first)), None, ready)
+
+    def _may_open(self, ready: int) -> bool:
+        """Whether that many members are enough to open the meeting now."""
+        if ready and self._grace is None:
+            self._grace = Deadline.after(self._terms.grace)
+        if self._grace is None or ready < self._terms.min_size:
+            return False
+        if ready < self._size and seconds_left(self._grace.end) != 0.0:
+            return False
+        if ready < self._size:
+            missing = ", ".join(map(str, self.absent()))
+            _log.info("meeting %r opens without ranks %s", self._name, missing)
+        return True
 
     def _post(
         self,
@@ -642,11 +656,7 @@ class Meeting:
         Raises:
             ValueError: If it cannot have one.
         """
-        if entry.size != self._size:
-            raise ValueError(f"size: expected {self._size}, as the others, got {entry.size}")
-        if entry.sums != self._agents.sums:
-            expected = f"{self._agents.sums!r}, as the others"
-            raise ValueError(f"sums: expected {expected}, got {entry.sums!r}")
+        self._terms.check_same(entry.terms)
         if entry.rank is not None and not 0 <= entry.rank < self._size:
             raise ValueError(f"rank: expected 0 to {self._size - 1}, got {entry.rank}")
         wanted = range(self._size) if entry.rank is None else [entry.rank]

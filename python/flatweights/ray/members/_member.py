@@ -29,8 +29,9 @@ from flatweights.ray.lanes._member_lane import HostDiedError
 from flatweights.ray.members._asks import Ask, ElsewhereError, LacksStateError, MemberError, Outcome
 from flatweights.ray.members._host_end import HostEnd, enter
 from flatweights.ray.members._meeting import Ticket
+from flatweights.ray.members._terms import GRACE, Terms
 from flatweights.ray.members._train import train_worker
-from flatweights.ray.nodes._plan import Sums, check_sums
+from flatweights.ray.nodes._plan import Sums
 from flatweights.ray.peers._wait import check_timeout, seconds_left
 from flatweights.robust import AnyRule, Rule
 
@@ -51,6 +52,8 @@ def join(
     *,
     rank: int | None = None,
     size: int | None = None,
+    min_size: int | None = None,
+    grace: float | None = GRACE,
     timeout: float | None = 300.0,
     sums: Sums = "float64",
 ) -> Member:
@@ -78,15 +81,20 @@ def join(
     Args:
         name: The name of the meeting, local to the Ray job. If None, ``"default"``.
         rank: The rank of this member, below ``size``; the lowest free rank, if None.
-        size: The number of members.
-        timeout: Seconds to wait for all to join; for ever, if None.
+        size: The number of members, with ``min_size`` the most that there can be.
+        min_size: With how many members the meeting opens once ``grace`` is over; ``size``, if
+            None. Others join later, as a restarted process does.
+        grace: Seconds for which the meeting waits for all, from the first member on; for ever, if
+            None. Without ``min_size`` it has no effect.
+        timeout: Seconds to wait for all, or enough, to join; for ever, if None.
         sums: How sums of several members of a node travel to other nodes: ``"float64"`` or
             ``"float32"``; see `WorkerGroup`.
 
     Raises:
-        TimeoutError: If not all have joined in time; it lists the missing ranks.
-        ValueError: If ``rank`` is out of range or another process has it, or ``size`` or ``sums``
-            differs from that of the others.
+        TimeoutError: If not enough have joined in time; it lists the missing ranks.
+        ValueError: If ``rank`` is out of range or another process has it, ``size``, ``min_size``,
+            ``grace`` or ``sums`` differs from that of the others, or ``grace`` is not less than
+            ``timeout``.
         RuntimeError: If Ray is not initialized, or this thread runs an event loop, which the wait
             would block.
         MemberError: If the host ended while this process joined.
@@ -104,17 +112,18 @@ def join(
             "size: expected how many members there are, got None; only in a worker of Ray Train "
             "it may be left out"
         )
-    size = check_count(size, "size")
+    terms = Terms.of(size, sums, min_size, grace)
     if rank is not None:
-        rank = _check_rank(rank, size, "rank")
-    check_sums(sums)
+        rank = _check_rank(rank, terms.size, "rank")
+    if terms.grace is not None and end is not None and terms.grace >= (timeout or 0.0):
+        raise ValueError(f"grace: expected less than timeout ({timeout} s), got {grace} s")
     name = "default" if name is None else name
     if not isinstance(name, str):
         raise TypeError(f"name: expected a text, got {name!r}")
     give_up = time.monotonic() + _RESTART
     while True:
         try:
-            return Member(name, *enter(name, rank, size, sums, timeout, end))
+            return Member(name, *enter(name, rank, terms, timeout, end))
         except (ray.exceptions.RayActorError, HostDiedError) as error:
             # Perhaps it was the host of an earlier meeting of this name, which was about to end.
             if time.monotonic() >= give_up:
@@ -140,7 +149,7 @@ class Member:
     Attributes:
         name: The name of the meeting.
         rank: The rank of this member.
-        size: How many have joined.
+        size: How many members there can be: ranks are below it. `ranks` are those that take part.
         lacks_state: Whether this member lacks the state of the training: because it joined after
             the first call, or missed more than one call with a ``state``. The next such call heals
             it. Set it to have that done.

@@ -103,18 +103,18 @@ def _numbers(weights: Iterable[float] | None, count: int) -> tuple[float, ...]:
     return () if weights is None else tuple(read_weights(weights, count))
 
 
-def check_timeout(timeout: float | None) -> float | None:
+def check_timeout(timeout: float | None, name: str = "timeout") -> float | None:
     """Return ``timeout``, checked to be seconds; None if too long for a clock."""
     if timeout is None:
         return None
     if not hasattr(timeout, "__float__"):
-        raise TypeError(f"timeout: expected seconds or None, got {timeout!r}")
+        raise TypeError(f"{name}: expected seconds or None, got {timeout!r}")
     try:
         seconds = float(timeout)
     except OverflowError:  # an integer
         seconds = math.inf if timeout > 0 else -math.inf
     if not seconds >= 0:
-        raise ValueError(f"timeout: expected seconds, not negative, got {timeout!r}")
+        raise ValueError(f"{name}: expected seconds, not negative, got {timeout!r}")
     return None if seconds > _FOREVER else seconds
 
 

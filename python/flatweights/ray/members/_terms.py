@@ -1,0 +1,60 @@
+"""What the members of a meeting have to agree on before it can open."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flatweights._numbers import check_count
+from flatweights.ray.nodes._plan import Sums, check_sums
+from flatweights.ray.peers._wait import check_timeout
+
+GRACE = 30.0  # seconds
+
+
+class Terms(NamedTuple):
+    """The terms of a meeting.
+
+    Attributes:
+        size: How many members there can be.
+        sums: How sums travel between nodes.
+        min_size: With how many it opens, once the grace is over; with fewer than all, if less.
+        grace: Seconds for which it waits for the others, after the first one is ready; for ever, if
+            None.
+    """
+
+    size: int
+    sums: Sums
+    min_size: int
+    grace: float | None
+
+    @classmethod
+    def of(
+        cls,
+        size: int,
+        sums: Sums = "float64",
+        min_size: int | None = None,
+        grace: float | None = GRACE,
+    ) -> Terms:
+        """Return the checked terms; ``min_size`` is ``size``, if it is None.
+
+        Raises:
+            ValueError: If one is out of range.
+            TypeError: If one that should be a number is not.
+        """
+        size = check_count(size, "size")
+        check_sums(sums)
+        if min_size is None:
+            return cls(size, sums, size, None)
+        return cls(
+            size, sums, check_count(min_size, "min_size", size), check_timeout(grace, "grace")
+        )
+
+    def check_same(self, other: Terms) -> None:
+        """Raise `ValueError`, naming the first difference, if those of a newcomer are others."""
+        for name, ours, theirs in zip(self._fields, self, other, strict=True):
+            if ours != theirs:
+                raise ValueError(f"{name}: expected {ours!r}, as the others, got {theirs!r}")
+
+    def __str__(self) -> str:
+        least = "" if self.min_size == self.size else f"at least {self.min_size} of "
+        return f"{least}{self.size} members"

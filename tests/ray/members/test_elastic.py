@@ -1,0 +1,147 @@
+"""Meetings that open before all have come: who is waited for, and who comes later."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from meetings import LocalMeeting
+
+from flatweights import Layout
+from flatweights.ray import Member, Round, join
+from flatweights.ray.members._terms import Terms
+
+LONG = 3600.0  # seconds
+
+
+class State:
+    """One array, as `flatweights.ray.Variables`."""
+
+    def __init__(self, *values: float) -> None:
+        self.array = np.array(values)
+        self.layout = Layout.of([self.array])
+
+    def gather_into(self, buffer: np.ndarray) -> None:
+        self.layout.packed_views(buffer)[0][...] = self.array
+
+    def scatter(self, buffer: np.ndarray) -> None:
+        self.array[...] = self.layout.packed_views(buffer)[0]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
+
+
+def average(member: Member, value: float, state: State | None = None) -> Round:
+    return member.average({"w": np.full(3, value)}, timeout=60.0, state=state)
+
+
+def test_a_meeting_opens_with_enough_once_its_grace_is_over(pool: ThreadPoolExecutor) -> None:
+    meeting = LocalMeeting(3, 2, 0.2)
+    members = [*pool.map(meeting.join, [0, 2])]
+    assert {member.ranks for member in members} == {(0, 2)}
+    results = [*pool.map(average, members, [1.0, 4.0])]
+    for result in results:
+        assert result.used == (0, 2)
+        assert result.weights["w"].tolist() == [2.5] * 3
+        assert not result.failed
+        assert not result.late
+
+
+def test_with_fewer_than_enough_it_waits_after_its_grace(pool: ThreadPoolExecutor) -> None:
+    meeting = LocalMeeting(3, 2, 0.0)
+    first = pool.submit(meeting.join, 0)
+    meeting.wait_until(lambda inside: inside._grace is not None)
+    assert not meeting.meeting.news.ask(lambda: meeting.meeting._is_open)
+    second = pool.submit(meeting.join, 1)
+    assert first.result(60).ranks == second.result(60).ranks == (0, 1)
+
+
+def test_it_waits_for_no_grace_once_all_are_there(pool: ThreadPoolExecutor) -> None:
+    meeting = LocalMeeting(3, 1, LONG)
+    assert {member.ranks for member in pool.map(meeting.join, range(3))} == {(0, 1, 2)}
+
+
+def test_who_comes_later_takes_part_from_its_second_call_on(pool: ThreadPoolExecutor) -> None:
+    meeting = LocalMeeting(3, 2, 0.0)
+    members = [*pool.map(meeting.join, [0, 1])]
+    before = [*pool.map(average, members, [1.0, 3.0])]
+    third = meeting.join(2)
+    late = average(third, 100.0)
+    assert late.late == before[0].late or late.late == (2,)
+    assert late.weights["w"].tolist() == before[0].weights["w"].tolist() == [2.0] * 3
+    for result in pool.map(average, [*members, third], [1.0, 3.0, 5.0]):
+        assert result.used == (0, 1, 2)
+        assert result.weights["w"].tolist() == [3.0] * 3
+
+
+def test_who_comes_later_gets_the_state(pool: ThreadPoolExecutor) -> None:
+    meeting = LocalMeeting(3, 2, 0.0)
+    members = [*pool.map(meeting.join, [0, 1])]
+    states = [State(7.0, 8.0), State(7.0, 8.0), State(0.0, 0.0)]
+    [*pool.map(average, members, [1.0, 3.0], states)]
+    third = meeting.join(2)
+    assert third.lacks_state
+    healed = pool.submit(average, third, 100.0, states[2])
+    meeting.wait_until(lambda inside: inside._lacking)
+    results = [*pool.map(average, members, [2.0, 4.0], states), healed.result(60)]
+    for result in results:
+        assert result.used == (0, 1)
+        assert result.healed == (2,)
+        assert result.weights["w"].tolist() == [3.0] * 3
+    assert states[2].array.tolist() == [7.0, 8.0]
+    for result in pool.map(average, [*members, third], [1.0, 3.0, 5.0], states):
+        assert result.used == (0, 1, 2)
+
+
+def test_all_means_those_who_take_part_now(pool: ThreadPoolExecutor) -> None:
+    meeting = LocalMeeting(4, 2, 0.0)
+    members = [*pool.map(meeting.join, [0, 1])]
+    [*pool.map(average, members, [1.0, 3.0])]
+    members.append(meeting.join(3))
+    average(members[2], 0.0)
+    for result in pool.map(average, members, [1.0, 2.0, 6.0]):
+        assert result.used == (0, 1, 3)
+        assert result.weights["w"].tolist() == [3.0] * 3
+    members[0].leave()
+    for result in pool.map(average, members[1:], [2.0, 6.0]):
+        assert result.used == (1, 3)
+        assert not result.failed
+        assert not result.late
+        assert result.weights["w"].tolist() == [4.0] * 3
+
+
+def test_wrong_terms_raise() -> None:
+    for min_size in (0, 4, -1):
+        with pytest.raises(ValueError, match="min_size: expected"):
+            Terms.of(3, min_size=min_size)
+    with pytest.raises(TypeError, match="min_size"):
+        Terms.of(3, min_size=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"grace: expected seconds, not negative, got -1"):
+        Terms.of(3, min_size=2, grace=-1)
+
+
+@pytest.mark.ray
+def test_processes_of_ray_open_a_meeting_without_the_third() -> None:
+    import ray
+
+    @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+    def take_part(rank: int) -> list[tuple[int, ...]]:
+        with join("elastic", rank=rank, size=3, min_size=2, grace=0.1) as member:
+            used = [average(member, float(rank)).used]
+            while used[-1] != (0, 1, 2):
+                used.append(average(member, float(rank)).used)
+        return used
+
+    with pytest.raises(
+        ValueError, match=r"grace: expected less than timeout \(5.0 s\), got 30.0 s"
+    ):
+        join("elastic", size=3, min_size=2, timeout=5.0)
+    with pytest.raises(TimeoutError, match=r"expected at least 2 of 3 members in 0.5 s; missing"):
+        join("alone", rank=0, size=3, min_size=2, grace=0.0, timeout=0.5)
+    both = [take_part.remote(rank) for rank in (0, 1)]
+    seen = ray.get([*both, take_part.remote(2)], timeout=60)
+    assert seen[0][-1] == seen[1][-1] == seen[2][-1] == (0, 1, 2)
+    assert all({*used} <= {(0, 1), (0, 1, 2)} for used in seen[:2])
