@@ -1,5 +1,6 @@
 """Trainings with averaged gradients that outlive members, and heal those that come back."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -220,10 +221,14 @@ def test_a_member_that_sleeps_for_epochs_meets_the_others_again(pool: ThreadPool
     first.goes_on_without(1, 4)
     first.at[4, 2] = slept.set
     first.at[4, 19] = lambda: meeting.wait_until(lambda inside: inside._lacking)
+    whole: list[int] = []  # the epochs of which the late one has more than a first batch
+    for epoch in range(2, EPOCHS):
+        late.at[epoch, 1] = functools.partial(whole.append, epoch)
     for fit in (first, late):
         fit.start(pool)
     ended = [fit.done.result(120) for fit in (first, late)]
     check_alike([state for _, state in ended])
+    assert whole == [*range(5, EPOCHS)], "it passes by those that the first has begun"
 
 
 def test_a_member_that_is_late_at_the_end_gets_what_the_others_have(

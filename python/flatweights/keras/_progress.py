@@ -78,7 +78,8 @@ class Progress:
 
     All members meet at the beginning of each epoch, and at the end. A member that lacks the state
     is healed there, or in a step. If it is then not where the others are, it stays apart: its steps
-    average nothing, and its epochs end with their first batch, until it meets the others again.
+    average nothing, and its epochs end with their first batch. So it passes by those that the
+    others have begun already, and meets them where they begin the next one.
 
     Attributes:
         params: Those of the `fit`, by which its callbacks are recognised.
@@ -103,6 +104,7 @@ class Progress:
         self._state = state
         self._callbacks = _callbacks_beside(callback)
         self._epoch = -1
+        self._others = -1  # the epoch in which the others were when this member was healed
         self._steps = 0  # of this epoch
         self._last_step: int | None = None  # of this epoch, if it is to end before its data
         self._breaks = False  # whether this epoch was made to end
@@ -124,7 +126,11 @@ class Progress:
         if epoch == self._epoch:
             return
         self._epoch, self._steps, self._last_step = epoch, 0, None
+        if self.is_apart and epoch <= self._others:
+            return
         self._meet()
+        while self.is_apart and self._others < epoch:
+            self._meet()
         if self.is_over:  # it has begun an epoch that the others do not have
             self._final = self._state.layout.new_buffer()
             self._state.gather_into(self._final)
@@ -171,7 +177,7 @@ class Progress:
             # It is where the giver is, and may be the next giver; members have as many batches.
             self._steps, self._last_step = giver.steps + 1, total
         else:
-            self.is_apart = True
+            self.is_apart, self._others = True, giver.epoch
 
     def end(self) -> None:
         """Meet the others at the end; let those that are late come, for a while."""
@@ -205,8 +211,8 @@ class Progress:
         if is_healed:
             self._pending = self._state.place
             self._take_counts(self._pending)
-        # Behind, or ahead of, those that it has met: it meets them where they begin its next epoch.
-        self.is_apart = is_healed and round(epoch) != self._epoch and not self.is_over
+            self._others = round(epoch)
+        self.is_apart = is_healed and self._others != self._epoch and not self.is_over
         return bool(met.late)
 
     def _take_counts(self, giver: Place) -> None:
