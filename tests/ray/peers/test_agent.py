@@ -4,8 +4,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
+from flatweights._sources import Template
+from flatweights.ray.nodes._links import StreamError
+from flatweights.ray.nodes._node import Route
+from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.peers._agent import Agent, Command
 from flatweights.ray.peers._contract import Answer, Call
 
@@ -82,3 +87,16 @@ def test_an_answer_that_came_while_another_did_not_is_not_waited_for_again() -> 
     Owed.waiting = answer
     assert work(3) == {0: "value", 1: "value"}
     assert [len(caller.answers) for caller in callers] == [2, 2]
+
+
+def test_an_exchange_of_a_round_that_is_over_is_an_answer_and_no_error_of_ray() -> None:
+    agent = Agent()
+    address = agent.address()
+    assert not isinstance(address, str)
+    plan = Plan(
+        1, Template.of({"w": np.zeros(3)}), ((0, 1), (2,)), dict.fromkeys(range(3), 1.0), "float64"
+    )
+    answer = agent.stream(plan, 0, Route((address, address), bytes(16), 1.0))
+    assert isinstance(answer, StreamError)
+    assert "the round is over" in str(answer)
+    agent.end.close()

@@ -14,6 +14,7 @@ from flatweights._sources import Kind
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._failpoints import reach
 from flatweights.ray.nodes._address import Address, chosen_ports
+from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._pieces import Bytes
 from flatweights.ray.nodes._plan import Plan, nbytes_of
 from flatweights.ray.nodes._rounding import Residuals
@@ -105,9 +106,11 @@ class NodeEnd:
         """Exchange with all other nodes, piece by piece.
 
         Raises:
-            StreamError: If a node does not answer, or answers nonsense.
+            StreamError: If a node does not answer, or answers nonsense; or if the round is over.
         """
         assert self._streams is not None
+        if not self.models.keys() >= {*plan.groups[me]}:
+            raise StreamError(-1, "the round is over, and its results are gone")
         reach("exchanging")
         now = time.monotonic()
         end = None if route.left is None else now + route.left
