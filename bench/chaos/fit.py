@@ -25,6 +25,7 @@ class Gradients:
 
     Attributes:
         calls: How many averages this process has asked for.
+        averaged: How many it was given; not those at which the others were elsewhere.
         fault: What is to befall the next one.
         layout: That of the gradients.
     """
@@ -32,7 +33,7 @@ class Gradients:
     def __init__(self, log: Log, size: int) -> None:
         """Note in ``log``."""
         self._log, self._size = log, size
-        self.calls, self.fault = 0, ""
+        self.calls, self.averaged, self.fault = 0, 0, ""
 
     def note(self, member: Member, meeting: str) -> None:
         """Note all averages of a member."""
@@ -46,6 +47,7 @@ class Gradients:
             outcome = result.number, result.used, range(self._size), self._mean
             late = member.rank not in result.used
             self._log.got(*outcome, (self.calls,), meeting, late)
+            self.averaged += 1
             return result
 
         vars(member)["average_variables"] = average_variables
@@ -96,16 +98,16 @@ def _fit(
 
     meeting = members.host_of(member.name)
     gradients.note(member, meeting)
-    calls = 0
+    averaged = 0
 
     def begin(batch: int, logs: Any) -> None:
-        nonlocal calls
-        calls = gradients.calls
+        nonlocal averaged
+        averaged = gradients.averaged
         gradients.fault = faults.obey(log)
         time.sleep(plan.pace)
 
     def end(batch: int, logs: Any) -> None:
-        if gradients.calls > calls:  # else it was apart from the others
+        if gradients.averaged > averaged:  # else it was apart from the others
             arrays = enumerate((*model.trainable_weights, *optimizer.variables))
             digest = oracle.digest_of({str(k): np.asarray(array) for k, array in arrays})
             log.note(f"state:{meeting}:{int(optimizer.iterations)}:{digest.hex()}")

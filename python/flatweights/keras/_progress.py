@@ -121,8 +121,10 @@ class Progress:
 
     def begin_epoch(self, epoch: int) -> None:
         """Meet the others; all callbacks of a `fit` call it."""
-        if self.has_joined and self._pending is not None:
-            self._take_counts(self._pending)  # those of `AverageWeights` were set to zero since
+        if self.has_joined:
+            self._model._initial_epoch = None  # it was read; if this `fit` fails, another begins
+            if self._pending is not None:
+                self._take_counts(self._pending)  # those of `AverageWeights` were set to zero since
         if epoch == self._epoch:
             return
         self._epoch, self._steps, self._last_step = epoch, 0, None
