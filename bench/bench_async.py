@@ -168,6 +168,7 @@ def publish_case(name: str, workers: list[Any], budget: float) -> list[runner.Ro
 def adding_case(name: str) -> list[runner.Row]:
     """Return rounds of four workers before and while two more are built, which takes 5 s."""
     group = WorkerGroup.create(Worker, 4, MODELS[name], arguments=lambda rank: (rank,), num_cpus=0)
+    group.average("of_group", 0.0)  # all have started
     before, adding = list[float](), list[float]()
     begin = time.perf_counter()
     for result in group.run(1_000_000, "of_group", 0.0):
