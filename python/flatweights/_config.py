@@ -1,4 +1,4 @@
-"""What is installed and in use: versions, code paths, threads, and memory kept for reuse."""
+"""Versions, code paths in use, threads, and memory kept for reuse."""
 
 import importlib.util
 import platform
@@ -13,9 +13,8 @@ _DISTRIBUTIONS = ("numpy", "ml_dtypes", "tensorflow", "tensorflow-cpu", "keras",
 def show_config() -> dict[str, str]:
     """Return versions, number of threads and active code paths, as text to print.
 
-    This imports neither TensorFlow nor Ray. How weights are moved to and from TensorFlow is
-    known once `flatweights.tensorflow` is imported; ``flatweights info`` imports it in a
-    separate process.
+    This imports neither TensorFlow nor Ray. The code path to and from TensorFlow is known once
+    `flatweights.tensorflow` is imported; ``flatweights info`` imports it in a separate process.
 
     Environment variables override the defaults; each is read when it is first needed:
 

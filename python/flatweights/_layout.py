@@ -1,4 +1,4 @@
-"""Where each part of a model lies, in the vector and in the packed form."""
+"""The position of each part of a model, in the vector and in the packed form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_PICKLED_BYTES = 1 << 28
 
 
 class Slot(NamedTuple):
-    """Where one part lies.
+    """The position of one part.
 
     Attributes:
         name: Name of the part.

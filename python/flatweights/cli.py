@@ -47,16 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if not _lacks_output():
             raise
-        if not isinstance(error, BrokenPipeError):  # then the reader has left, as `head` does
+        if not isinstance(error, BrokenPipeError):  # a reader such as `head` ended
             print(f"flatweights: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return code
 
 
 def _lacks_output() -> bool:
-    """Whether the standard output cannot be written; if so, it is given up."""
+    """Whether the standard output cannot be written; if so, redirect it to the null device."""
     try:
-        print(flush=True)  # since a flush alone has nothing to write where output is not buffered
+        print(flush=True)  # if output is not buffered, a flush alone writes nothing
     except OSError:
         # Python would flush it once more at exit, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -85,8 +85,8 @@ def _info(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def _tensorflow_path() -> str:
     """Return the code path that moves weights to and from TensorFlow, and the reason for it.
 
-    Only TensorFlow knows its build. A process of its own imports it, since it writes to stderr,
-    and a broken installation may kill the process.
+    Only TensorFlow knows its build. A separate process imports it, since TensorFlow writes to
+    stderr, and a broken installation may kill the process.
     """
     program = "from flatweights.tensorflow.library._load import status; print(status())"
     done = subprocess.run(
@@ -143,9 +143,9 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return 2
     from flatweights.ray import plan
 
-    given = {name: getattr(options, name) for name in ("model", "link", "dtype", "memory")}
+    arguments = {name: getattr(options, name) for name in ("model", "link", "dtype", "memory")}
     try:
-        print(plan(nodes=options.nodes, workers=options.workers, **given))
+        print(plan(nodes=options.nodes, workers=options.workers, **arguments))
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     return 0
@@ -192,7 +192,7 @@ def _source(name: str) -> Path:
 
 
 def _is_installed(command: str, extra: str, *needed: str) -> bool:
-    """Return whether all modules that ``command`` needs are there; if not, say what to install."""
+    """Return whether all modules that ``command`` needs are installed; if not, print the remedy."""
     missing = ", ".join(name for name in needed if importlib.util.find_spec(name) is None)
     if missing:
         remedy = f"pip install 'flatweights[{extra}]'"
@@ -224,9 +224,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     plot = f"draw the results of the program ({', '.join(PLOT_SUFFIXES)})"
     programs.add_argument("--plot", type=plot_file, metavar="FILE", help=plot)
-    for option, what in (("show", "print its source"), ("path", "print where its source lies")):
+    for option, help_ in (("show", "print its source"), ("path", "print the path of its source")):
         programs.add_argument(
-            f"--{option}", dest="source", action="store_const", const=option, help=what
+            f"--{option}", dest="source", action="store_const", const=option, help=help_
         )
     name = "the program to run"
     programs.add_argument("name", nargs="?", choices=_programs(), metavar="NAME", help=name)
@@ -241,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
     costs.add_argument("--model", required=True, metavar="SIZE", help="size of a model: 500MB")
     costs.add_argument("--link", required=True, metavar="RATE", help="rate of a link: 10Gbit")
     costs.add_argument("--dtype", default="float32", help="dtype of most weights (float32)")
-    memory = "what a node's processes read and write a second (50GB over lanes, else 10GB)"
+    memory = "bytes that a node's processes move per second (50GB over lanes, else 10GB)"
     costs.add_argument("--memory", metavar="SIZE", help=memory)
 
     guide = "train on handwritten digits in Ray actors, compared with the loop of Ray's guide"

@@ -118,7 +118,7 @@ def test_arrays_are_read_in_place_and_written_as_numpy_reads_them(flower: Any) -
         ours = flower.write_array(values)
         np.testing.assert_array_equal(ours.numpy(), values, strict=True)
         assert (ours.dtype, tuple(ours.shape)) == (theirs.dtype, tuple(theirs.shape))
-    with pytest.raises(TypeError, match="expected an array of NumPy's, got torch"):
+    with pytest.raises(TypeError, match="expected a NumPy array, got torch"):
         flower.read_array(flower.Array("float32", (1,), "torch", b"1234"))
 
 

@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=tuple(SCHEDULES), default="weights", help=mode)
     size = "the network: 22 MB in 100 variables or 0.1 MB in 20; default: %(default)s"
     add("--size", choices=tuple(SIZES), default="full", help=size)
-    kill = "only our way: kill a worker's process half-way, train on without it, take it back"
+    kill = "kill a worker's process half-way, go on without it, take it back; only our exchange"
     add("--kill-worker", action="store_true", help=kill)
     plot = f"picture of the results ({', '.join(PLOT_SUFFIXES)}); default: %(default)s"
     add("--plot", type=plot_file, default="flatweights-demo.png", metavar="FILE", help=plot)

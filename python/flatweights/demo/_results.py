@@ -176,8 +176,8 @@ def show_survival(
         away: The rounds without the worker that was killed.
         victim: Its rank.
     """
-    there = options.rounds - len(away)
-    print(f"rounds with all workers: {there}, without rank {victim}: {len(away)}")
+    complete = options.rounds - len(away)
+    print(f"rounds with all workers: {complete}, without rank {victim}: {len(away)}")
     print(f"test loss {tests[-1][0]:.4f}")
     title = f"Handwritten digits, one worker killed ({summary(options)})"
     with open_figure(options.plot, title, 9.0, 5.0) as figure:
@@ -199,5 +199,5 @@ def print_rows(titles: Sequence[str], rows: Sequence[tuple[object, ...]]) -> Non
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 200  # a file has no edge to wrap at
-    console.width = max(60, console.width)  # what the columns of numbers need
+    console.width = max(60, console.width)  # the columns of numbers need 60
     console.print(table)

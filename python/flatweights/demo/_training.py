@@ -120,7 +120,8 @@ def train(options: argparse.Namespace) -> None:
             accuracy, show = follow(options, screen, group)
             digests = set(group.step("digest").values())
         except ray.exceptions.RayError:
-            group.step("ping")  # a call that passed the group by does not say which rank has died
+            # Calls that bypassed the group do not name the rank that died. This one does.
+            group.step("ping")
             if group.unhealthy:
                 raise WorkerError(group.unhealthy) from None
             raise
@@ -164,8 +165,8 @@ def survive(options: argparse.Namespace, screen: Screen, group: WorkerGroup) -> 
     """Train, and kill the process of the last rank half-way.
 
     Rounds include that rank again as soon as Ray has restarted its process. The restart takes
-    seconds, since TensorFlow is imported, and rounds of the demo take less: after a quarter of all
-    rounds without it, they wait.
+    seconds, since the process imports TensorFlow, and rounds of the demo take less. So after a
+    quarter of all rounds without that rank, the next round waits for it.
 
     Raises:
         SystemExit: If the worker does not come back.
@@ -195,7 +196,7 @@ def survive(options: argparse.Namespace, screen: Screen, group: WorkerGroup) -> 
 
 
 def wait_for(group: WorkerGroup, rank: int, screen: Screen) -> None:
-    """Wait until ``rank`` is there again; it gets the latest weights."""
+    """Wait until ``rank`` answers again; it gets the latest weights."""
     if not group.is_actor_healthy(rank):
         screen.stage(f"waiting for rank {rank}: Ray starts its process again")
     end = time.monotonic() + RESTART_S

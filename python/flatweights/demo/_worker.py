@@ -49,7 +49,7 @@ class DigitsWorker(FlatWorker):
         images, labels = load_digits(return_X_y=True)
         images = (images / 16).astype(np.float32)
         parts = train_test_split(images, labels, test_size=359, random_state=options.seed)
-        end = len(parts[0]) // options.workers * options.workers  # as many for every worker
+        end = len(parts[0]) // options.workers * options.workers  # equal shares for all workers
         self.digits = [part[rank : end : options.workers] for part in (parts[0], parts[2])]
         self.test = parts[1], parts[3]
         self.rng = np.random.default_rng([options.seed, rank])
@@ -102,7 +102,7 @@ class DigitsWorker(FlatWorker):
         return seconds
 
     def finish(self) -> float:
-        """Apply the mean gradient, if gradients travel; return the seconds."""
+        """Apply the mean gradient, if gradients are averaged; return the seconds."""
         begin = time.perf_counter()
         if self.gradients is not None:
             self.apply([v.read_value() for v in self.gradients])

@@ -108,14 +108,14 @@ def _remedy_for_start(error: Exception) -> str:
 
 
 def plot(axes: Any, title: str, xlabel: str, curves: Points, scale: str = "linear") -> None:
-    """Draw curves into one pair of axes; one that others agree with is a band, seen below them.
+    """Draw curves into one pair of axes; a curve that later ones cover is a band behind them.
 
     Args:
-        axes: Matplotlib's.
-        title: What is shown.
-        xlabel: What is along the horizontal axis.
-        curves: What to draw.
-        scale: Of the vertical axis.
+        axes: The axes of Matplotlib.
+        title: The title above the axes.
+        xlabel: The label of the horizontal axis.
+        curves: The curves.
+        scale: The scale of the vertical axis.
     """
     points = list(curves.values())
     for i, (name, (x, y)) in enumerate(curves.items()):
@@ -133,7 +133,7 @@ def plot(axes: Any, title: str, xlabel: str, curves: Points, scale: str = "linea
 
 
 def number_ticks(axis: Any) -> None:
-    """Give each tick of a logarithmic axis a number, as many as fit."""
+    """Put as many ticks on a logarithmic axis as fit, each with its number."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = sorted(axis.get_view_interval())
@@ -143,15 +143,15 @@ def number_ticks(axis: Any) -> None:
 
 
 def draw(path: Path, title: str, curves: Curves) -> None:
-    """Draw what the ``main`` of a program returns, one panel for each title.
+    """Draw the curves that the ``main`` of a program returns, one panel for each title.
 
     Raises:
         OSError: If the plot cannot be written.
     """
     with open_figure(path, title, width=1.0 + 5.0 * len(curves), height=4.0) as figure:
         row = figure.subplots(1, len(curves), squeeze=False).flat
-        for axes, (what, by_name) in zip(row, curves.items(), strict=True):
-            name, _, xlabel = what.rpartition(" by ")
+        for axes, (heading, by_name) in zip(row, curves.items(), strict=True):
+            name, _, xlabel = heading.rpartition(" by ")
             points = {
                 k: (y[0], y[1]) if np.ndim(y) == 2 else (range(1, len(y) + 1), y)
                 for k, y in by_name.items()

@@ -5,7 +5,7 @@ Reinforcement Learning", ICML 2016. Each worker plays some steps with the weight
 and answers with one vector, the gradient of policy and critic. The driver takes a step of Adam on
 the flat vector of weights with the gradient that arrives first, and publishes the new weights,
 which that worker gets with its next call. Meanwhile the others compute with older ones: the
-staleness of a gradient is the number of publications since the weights that it is of.
+staleness of a gradient is the number of publications since the weights it was computed with.
 
     flatweights examples cartpole_async
     flatweights examples --plot returns.png cartpole_async --workers 4
@@ -14,8 +14,8 @@ Adam is `flatweights.server.Adam`, over the flat vector of weights. ``--save`` w
 average of the weights. Which gradient arrives first depends on the machine, so no two runs are
 alike: a mean return of 475 takes 150 to 1,500 updates.
 
-For a task of your own, change `Worker`: `gradient` returns one gradient for each variable of what
-`build` returns.
+For a task of your own, change `Worker`: `gradient` returns one gradient for each variable of the
+object that `build` returns.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from flatweights.server import Adam, ExponentialMovingAverage
 
 ENVIRONMENT, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
 UPDATES = 3000
-ENVIRONMENTS, STEPS = 16, 32  # of each actor, and of each environment per gradient
+ENVIRONMENTS, STEPS = 16, 32  # for each actor; for each environment and gradient
 DISCOUNT, DECAY, ENTROPY, MAX_NORM = 0.98, 0.95, 0.005, 0.5
 LEARNING_RATE, SMOOTHING = 3e-3, 0.95
 
@@ -116,10 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     )
     add = parser.add_argument
     add("--workers", type=int, default=2, help="actors that play; default: %(default)s")
-    add("--updates", type=int, default=UPDATES, help="at most; default: %(default)s")
+    add("--updates", type=int, default=UPDATES, help="updates, at most; default: %(default)s")
     add("--goal", type=float, default=475, help="mean return of 100 episodes; default: %(default)s")
-    add("--seed", type=int, default=0, help="of the first weights and the episodes")
-    add("--save", help="a file for the weights")
+    add("--seed", type=int, default=0, help="seed of the first weights and the episodes")
+    add("--save", help="file to write the weights to")
     options = parser.parse_args(arguments)
     if min(options.workers, options.updates) < 1:
         parser.error(f"expected at least 1 worker and 1 update, got {vars(options)}")

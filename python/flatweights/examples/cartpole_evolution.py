@@ -1,4 +1,4 @@
-"""Evolution strategies on CartPole: places in a noise table and returns travel, no weights.
+"""Evolution strategies on CartPole: actors send noise positions and returns, no weights.
 
 Salimans, Ho, Chen, Sidor and Sutskever, "Evolution Strategies as a Scalable Alternative to
 Reinforcement Learning", 2017. One table of normal noise lies in the object store, and every
@@ -10,9 +10,9 @@ travel. The driver takes the same steps, without TensorFlow; in the end all have
     flatweights examples cartpole_evolution
     flatweights examples --plot returns.png cartpole_evolution --workers 4
 
-For a task of your own, change `Player.build`, which returns the policy, and `play`, which scores
-a vector of weights: any number will do, without gradients. A mean return of 475 takes
-20 to 50 updates.
+For a task of your own, change `Player.build`, which returns the policy, and `play`, which scores a
+vector of weights: the score can be any number, and needs no gradient. A mean return of 475 takes 20
+to 50 updates.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SIGMA, LEARNING_RATE = 0.1, 0.2
 
 
 class Trial(NamedTuple):
-    """One piece of noise: where it begins, and the mean returns with it added and subtracted."""
+    """One piece of noise: its place, and the mean returns with it added and subtracted."""
 
     place: int
     plus: float
@@ -132,10 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     )
     add = parser.add_argument
     add("--workers", type=int, default=2, help="actors that play; default: %(default)s")
-    add("--updates", type=int, default=UPDATES, help="at most; default: %(default)s")
+    add("--updates", type=int, default=UPDATES, help="updates, at most; default: %(default)s")
     add("--goal", type=float, default=475, help="mean return of 100 episodes; default: %(default)s")
-    add("--seed", type=int, default=0, help="of the first weights and the episodes")
-    add("--save", help="a file for the weights")
+    add("--seed", type=int, default=0, help="seed of the first weights and the episodes")
+    add("--save", help="file to write the weights to")
     options = parser.parse_args(arguments)
     if min(options.workers, options.updates) < 1:
         parser.error(f"expected at least 1 worker and 1 update, got {vars(options)}")

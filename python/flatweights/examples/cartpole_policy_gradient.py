@@ -1,8 +1,8 @@
-"""Policy gradient on CartPole: actors play, a learner trains, the policy's weights go out.
+"""Policy gradient on CartPole: actors play, a learner trains and sends out the weights.
 
 Proximal policy optimisation (Schulman et al., "Proximal Policy Optimization Algorithms", 2017). The
-driver learns: a policy and a critic. The actors play, each several environments at a time, and need
-the policy alone. They never train, so they do not copy the weights that the driver sends: with
+driver trains a policy and a critic. The actors play, each in several environments at a time, and
+need only the policy. They never train, so they do not copy the weights that the driver sends: with
 ``share=True`` their variables alias the memory in which these arrive, and all actors of a node hold
 one copy.
 
@@ -30,7 +30,7 @@ from flatweights.ray import FlatWorker, WorkerGroup
 
 ENVIRONMENT, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
 UPDATES = 100
-ENVIRONMENTS, STEPS = 16, 128  # of each actor, and of each environment per update
+ENVIRONMENTS, STEPS = 16, 128  # for each actor; for each environment and update
 EPOCHS, BATCH, CLIP = 8, 256, 0.2
 LEARNING_RATE = 1e-3  # at first: it falls to 0, or a policy that has learned may forget again
 DISCOUNT, DECAY, MAX_NORM = 0.99, 0.95, 0.5
@@ -70,8 +70,8 @@ class Rollout(NamedTuple):
         """Return states, actions, advantages and targets of values: one row for each step.
 
         Args:
-            value: Of states, as a critic estimates it.
-            decay: Of the errors of later steps in an advantage.
+            value: The critic's function from states to estimates of their values.
+            decay: The factor by which the errors of later steps decay in an advantage.
         """
         values = value(self.states.reshape(-1, OBSERVATIONS)).reshape(self.states.shape[:2])
         gains = self.advantages(values, decay)
@@ -114,11 +114,11 @@ class Player(FlatWorker):
         super().set_flat(new_weights, share=share)
 
     def shared(self) -> int:
-        """Return how many variables alias the memory in which weights arrived."""
+        """Return the number of variables that alias the memory in which weights arrived."""
         return sum(self.variables.shared.values())
 
     def play(self) -> Rollout:
-        """Go on from where the last call stopped, with actions drawn from the policy."""
+        """Continue the episodes of the last call, with actions drawn from the policy."""
         states, columns = [self.states], []
         for _ in range(STEPS):
             logits = self.policy(self.states)
@@ -181,7 +181,7 @@ class Learner:
             loss = 0.5 * error - gain
         networks = self._policy.trainable_variables, self._critic.trainable_variables
         parts = tape.gradient(loss, networks)
-        # Each by itself: the critic's gradients are larger, and would leave the policy no room.
+        # Clipped separately: the critic's gradients are larger, and would leave the policy no room.
         parts = [tf.clip_by_global_norm(part, MAX_NORM)[0] for part in parts]
         self._optimizer.apply(parts[0] + parts[1], self._trained)
 
@@ -193,10 +193,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     )
     add = parser.add_argument
     add("--workers", type=int, default=2, help="actors that play; default: %(default)s")
-    add("--updates", type=int, default=UPDATES, help="at most; default: %(default)s")
+    add("--updates", type=int, default=UPDATES, help="updates, at most; default: %(default)s")
     add("--goal", type=float, default=475, help="mean return of 100 episodes; default: %(default)s")
-    add("--seed", type=int, default=0, help="of the first weights and the episodes")
-    add("--save", help="a file for the weights")
+    add("--seed", type=int, default=0, help="seed of the first weights and the episodes")
+    add("--save", help="file to write the weights to")
     options = parser.parse_args(arguments)
     if min(options.workers, options.updates) < 1:
         parser.error(f"expected at least 1 worker and 1 update, got {vars(options)}")

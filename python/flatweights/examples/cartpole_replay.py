@@ -1,16 +1,17 @@
 """Deep Q-learning on CartPole: actors play with the newest weights, a learner replays.
 
 Double DQN (van Hasselt, Guez and Silver, "Deep Reinforcement Learning with Double Q-learning", AAAI
-2016). Each actor plays all the time and answers with what it saw; before each step it asks for the
-newest weights, which costs less than a microsecond if there are none. The learner keeps
-transitions in a replay buffer, trains on random ones, and publishes its weights after each step: it
-waits for no actor, and an actor that is slow, stopped or dead costs it nothing.
+2016). Each actor plays all the time and answers with the transitions that it saw; before each step
+it asks for the newest weights, which costs less than a microsecond if there are none. The learner
+keeps transitions in a replay buffer, trains on random ones, and publishes its weights after each
+step: it waits for no actor, and an actor that is slow, stopped or dead costs it nothing.
 
     flatweights examples cartpole_replay
     flatweights examples --plot returns.png cartpole_replay --actors 4
 
-An actor raises if nothing has been published for ten minutes, so none plays on for a dead learner.
-What the learner trains on depends on the machine, so no two runs are alike.
+An actor raises if nothing has been published for ten minutes, so none goes on playing after the
+learner has died. The transitions that the learner gets depend on the machine, so no two runs are
+alike.
 
 For a task of your own, change `build` and `Actor.play`: the learner publishes a network, and actors
 subscribe with a network of their own.
@@ -31,12 +32,12 @@ from flatweights.ray import Publisher, Subscriber
 from flatweights.tensorflow import TensorFlowVariables
 
 ENVIRONMENT, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
-ENVIRONMENTS, STEPS = 8, 32  # of each actor, and of each environment per call
+ENVIRONMENTS, STEPS = 8, 32  # for each actor; for each environment and call
 DISCOUNT, LEARNING_RATE, BATCH = 0.99, 1e-3, 128
-CAPACITY, FIRST = 50_000, 1_000  # transitions of the replay, and those that it needs at first
+CAPACITY, FIRST = 50_000, 1_000  # transitions that the replay holds; needs before training
 TRAININGS = 32  # steps of the learner for each answer of an actor
-TRACK = 0.01  # of the way to the network that the target network goes with each step
-EXPLORE, LEAST, DECAY = 1.0, 0.02, 8_000  # share of random actions, and in how many steps it falls
+TRACK = 0.01  # fraction of the way to the network that the target network moves per step
+EXPLORE, LEAST, DECAY = 1.0, 0.02, 8_000  # share of random actions: first, last; steps of its fall
 
 Columns = tuple[NDArray[Any], ...]
 """States, actions, rewards, next states, and whether the episode has failed there."""
@@ -70,7 +71,7 @@ class Actor:
         self.over = np.zeros(ENVIRONMENTS, np.bool_)
 
     def play(self, explore: float) -> tuple[Columns, list[float], int]:
-        """Play some steps; return what was seen, returns of episodes, and how many updates."""
+        """Play some steps; return transitions, returns of episodes and the number of updates."""
         rows, updates = [], 0
         for _ in range(STEPS):
             updates += self.subscriber.update()
@@ -92,11 +93,11 @@ class Replay:
     """The newest transitions, in a ring.
 
     Attributes:
-        added: How many there were.
+        added: The number of transitions added so far.
     """
 
     def __init__(self) -> None:
-        """Make room."""
+        """Allocate the ring."""
         states = np.zeros((CAPACITY, OBSERVATIONS), np.float32)
         numbers = np.zeros(CAPACITY, np.int64), np.zeros(CAPACITY, np.float32)
         self.columns: Columns = (states, *numbers, states.copy(), np.zeros(CAPACITY, np.bool_))
@@ -121,10 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--actors", type=int, default=2, help="that play; default: %(default)s")
-    add("--answers", type=int, default=1500, help="of actors, at most; default: %(default)s")
+    add("--actors", type=int, default=2, help="actors that play; default: %(default)s")
+    add("--answers", type=int, default=1500, help="answers, at most; default: %(default)s")
     add("--goal", type=float, default=400, help="mean return of 50 episodes; default: %(default)s")
-    add("--seed", type=int, default=0, help="of the first weights and the episodes")
+    add("--seed", type=int, default=0, help="seed of the first weights and the episodes")
     options = parser.parse_args(arguments)
     if min(options.actors, options.answers) < 1:
         parser.error(f"expected at least 1 actor and 1 answer, got {vars(options)}")

@@ -1,7 +1,7 @@
 """Handwritten digits, fitted by SciPy's L-BFGS-B, alone or with gradients from actors.
 
 SciPy asks for the loss and its gradient at one vector of weights after another.
-`TensorFlowVariables.value_and_gradient` makes that function of a Keras model and a loss: one set
+`TensorFlowVariables.value_and_gradient` makes that function from a Keras model and a loss: one set
 and one get for each evaluation, however many variables there are.
 
 With ``--actors``, the same fit runs once more, with gradients from actors. The driver sends the
@@ -13,8 +13,8 @@ by the numbers of digits, are those on all of the data, except for rounding.
     flatweights examples digits_lbfgs --actors 2 --layers 4 --width 512
 
 For a model of your own, change `build_model`, and `loss_of`, the loss on all of your data: L-BFGS
-wants the same answer for the same vector, so random batches will not do. Actors pay where a
-gradient takes longer than an exchange (see `flatweights demo`); below that, stay in one process.
+needs the same loss for the same vector, so random batches do not work. Actors pay off if a gradient
+takes longer than an exchange (see `flatweights demo`); otherwise, stay in one process.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def fit(
     objective: Objective, start: NDArray[Any], iterations: int
 ) -> tuple[Any, list[float], list[float]]:
     """Return SciPy's result, and the seconds and the loss after each iteration."""
-    objective(start)  # traces the function, which does not belong to the comparison
+    objective(start)  # traces the function, which the comparison leaves out
     seconds, losses = list[float](), list[float]()
 
     def record(intermediate_result: Any) -> None:
@@ -131,11 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--layers", type=int, default=10, help="of the network; default: %(default)s")
-    add("--width", type=int, default=32, help="of a hidden layer; default: %(default)s")
-    add("--iterations", type=int, default=150, help="at most; default: %(default)s")
-    add("--seed", type=int, default=0, help="of the data and the first weights")
-    add("--actors", type=int, default=0, help="that compute gradients, each on a part of the data")
+    add("--layers", type=int, default=10, help="layers of the network; default: %(default)s")
+    add("--width", type=int, default=32, help="units of a hidden layer; default: %(default)s")
+    add("--iterations", type=int, default=150, help="iterations, at most; default: %(default)s")
+    add("--seed", type=int, default=0, help="seed of the data and the first weights")
+    add("--actors", type=int, default=0, help="actors that compute gradients, each on its part")
     options = parser.parse_args(arguments)
     if min(options.layers, options.width, options.iterations) < 1:
         parser.error(f"expected at least 1 layer, unit and iteration, got {vars(options)}")

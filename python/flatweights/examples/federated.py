@@ -19,8 +19,8 @@ distinguish hostile clients from the others (``--concentration 10``).
 A client keeps nothing between rounds, so a few actors play them all. Clients that fail raise an
 error; in one round of every ``--deaths``, one of them kills the process of its actor. Ray
 restarts the process (``max_restarts``) and repeats the calls of other clients that waited there
-(``max_task_retries``), except the one that died, which would die again. So the round lacks the
-clients that failed, and no others: `Round.failed` says which, and why.
+(``max_task_retries``), except the one that died, which would die again. So the round lacks only the
+clients that failed: `Round.failed` lists them, with the reasons.
 
 For a model and data of your own, change `Client.build` and `split_data`.
 """
@@ -99,7 +99,7 @@ def split_data(options: argparse.Namespace) -> tuple[list[Digits], Digits]:
 
 
 class Client(FlatWorker):
-    """Plays one client after another; between calls it keeps the data alone."""
+    """Plays one client after another; between calls it keeps only the data."""
 
     def build(self, options: argparse.Namespace) -> Any:
         """Build the model; the same for each client."""
@@ -167,11 +167,11 @@ def play_round(
     clients: Sequence[tuple[int, str]],
     rule: robust.Rule | None = None,
 ) -> Round:
-    """Let ``clients`` train from ``weights``; average theirs by ``rule``, or numbers of images."""
+    """Let ``clients`` train from ``weights``; average by ``rule``, or weighted by their images."""
     refs = []
     for rank, (client, fate) in enumerate(clients):
         train = actors[rank % len(actors)].train
-        if fate == "dies":  # repeated, it would end the next process too
+        if fate == "dies":  # repeating the call would kill the next process, too
             train = train.options(max_task_retries=0)
         refs.append(train.remote(weights, number, client, fate))
     if rule is not None:
@@ -217,17 +217,17 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--rounds", type=int, default=40, help="averages to take; default: %(default)s")
-    add("--local-epochs", type=int, default=5, help="in a round; default: %(default)s")
+    add("--local-epochs", type=int, default=5, help="epochs of a client; default: %(default)s")
     add("--workers", type=int, default=2, help="actors; default: %(default)s")
-    add("--clients", type=int, default=100, help="that have data; default: %(default)s")
-    add("--fraction", type=float, default=0.2, help="of the clients, drawn for a round")
-    add("--failing", type=float, default=0.2, help="share of those drawn that fails")
+    add("--clients", type=int, default=100, help="clients that have data; default: %(default)s")
+    add("--fraction", type=float, default=0.2, help="share of clients drawn for a round")
+    add("--failing", type=float, default=0.2, help="share of the drawn clients that fails")
     add("--deaths", type=int, default=20, help="rounds per death of a process; 0: none")
-    add("--concentration", type=float, default=0.1, help="how alike mixes of labels are, to 1e9")
+    add("--concentration", type=float, default=0.1, help="how alike label mixes are, up to 1e9")
     add("--server", nargs="+", choices=SERVERS, default=["FedAvg", "FedAdam"], help="to compare")
-    add("--seed", type=int, default=0, help="of the data and the first weights")
+    add("--seed", type=int, default=0, help="seed of the data and the first weights")
     add("--hostile", type=int, default=0, help="clients that lie in a round")
-    add("--rule", nargs="+", choices=RULES, default=["mean"], help="to average by, to compare")
+    add("--rule", nargs="+", choices=RULES, default=["mean"], help="averages to compare")
     options = parser.parse_args(arguments)
     for name, expected, is_valid in (
         ("rounds", "at least 1", options.rounds >= 1),

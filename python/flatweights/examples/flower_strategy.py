@@ -1,15 +1,16 @@
 """A strategy for Flower that aggregates with flatweights: the mean, or a robust average.
 
-`FlatStrategy` is a `FedAvg` of Flower's whose replies are aggregated by ``rule``, a value of
-`flatweights.robust`, or averaged by their numbers of examples. It reads arrays where they lie in
-the replies, and adds replies in the order of their nodes, so the result has the same bits whatever
-the order in which they arrived. Copy the class into a ServerApp::
+`FlatStrategy` is Flower's `FedAvg`, but it aggregates replies by ``rule``, a value of
+`flatweights.robust`, or averages them weighted by their numbers of examples. It reads the arrays in
+the replies without a copy, and adds replies in the order of their nodes, so the result has the same
+bits whatever the order in which they arrived. Copy the class into a ServerApp::
 
     strategy = FlatStrategy(robust.TrimmedMean(0.2), fraction_train=0.5)
     strategy.start(grid=grid, initial_arrays=arrays, num_rounds=10)
 
-The program aggregates replies that it makes up, some of them hostile, as Flower does and as this
-strategy does, and prints times, and the distance of the result from an honest one. It needs no Ray:
+The program makes up replies, some of them hostile, and aggregates them as Flower does and as this
+strategy does. It prints the times, and the distance of each result from an honest one. It needs no
+Ray:
 
     pip install flwr
     flatweights examples flower_strategy
@@ -35,13 +36,13 @@ try:
 except ImportError as error:
     raise SystemExit(f"flower_strategy needs Flower: pip install flwr ({error})") from None
 
-NUMPY = "numpy.ndarray"  # how Flower names what np.save writes
+NUMPY = "numpy.ndarray"  # Flower's name for the format of np.save
 
 
 def read_array(array: Array) -> NDArray[Any]:
-    """Return a view of what np.save wrote into ``array``: no byte is copied."""
+    """Return a view of the values that np.save wrote into ``array``: no byte is copied."""
     if array.stype != NUMPY:
-        raise TypeError(f"expected an array of NumPy's, got {array.stype}")
+        raise TypeError(f"expected a NumPy array, got {array.stype}")
     file = io.BytesIO(array.data)
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0
@@ -65,8 +66,8 @@ class FlatStrategy(FedAvg):  # type: ignore[misc]
     """Aggregates by a rule of `flatweights.robust`, or by the mean.
 
     Args:
-        rule: Replaces the mean weighted by numbers of examples.
-        **options: Of Flower's `FedAvg`.
+        rule: It replaces the mean weighted by numbers of examples.
+        **options: The options of Flower's `FedAvg`.
     """
 
     def __init__(self, rule: robust.Rule | None = None, **options: Any) -> None:
@@ -106,7 +107,7 @@ STRATEGIES: dict[str, tuple[robust.Rule | None, Callable[[], FedAvg]]] = {
 
 
 def make_reply(node: int, arrays: ArrayRecord, examples: float = 1.0) -> Message:
-    """Return what strategies read of a `Message`, which only a running ServerApp can make."""
+    """Return the parts of a `Message` that strategies read; only a ServerApp makes a whole one."""
     metrics = MetricRecord({"num-examples": examples})
     content = RecordDict({"arrays": arrays, "metrics": metrics})
     metadata = SimpleNamespace(src_node_id=node)
@@ -114,7 +115,7 @@ def make_reply(node: int, arrays: ArrayRecord, examples: float = 1.0) -> Message
 
 
 def make_replies(count: int, nbytes: int, hostile: int) -> list[Message]:
-    """Return replies of so many bytes, the first of which are hostile."""
+    """Return ``count`` replies of ``nbytes``; the first ``hostile`` of them are hostile."""
     rng = np.random.default_rng(0)
     honest = rng.normal(size=(100, max(1, nbytes // 400))).astype(np.float32)
     replies = []
@@ -133,8 +134,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--replies", type=int, default=10, help="default: %(default)s")
-    parser.add_argument("--megabytes", type=float, default=10, help="each; default: %(default)s")
-    parser.add_argument("--hostile", type=int, default=2, help="of the replies")
+    parser.add_argument(
+        "--megabytes", type=float, default=10, help="of a reply; default: %(default)s"
+    )
+    parser.add_argument("--hostile", type=int, default=2, help="number of hostile replies")
     parser.add_argument("--rule", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     options = parser.parse_args(arguments)
     nbytes = int(options.megabytes * 1e6)

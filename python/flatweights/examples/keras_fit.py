@@ -90,7 +90,7 @@ def exchange_as_in_the_guide(workers: Sequence[Any]) -> None:
 
 
 def exchange(workers: Sequence[Any]) -> None:
-    """Average the weights where they lie in the object store."""
+    """Average the weights, which are read in place from the object store."""
     result = average([worker.get_weights.remote() for worker in workers])
     ray.get([worker.set_weights.remote(result.ref) for worker in workers])
 
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
     add = parser.add_argument
     add("--workers", type=int, default=2, help="actors of either class; default: %(default)s")
     add("--rounds", type=int, default=10, help="fits, each with an exchange; default: %(default)s")
-    add("--seed", type=int, default=0, help="of the data and the first weights")
+    add("--seed", type=int, default=0, help="seed of the data and the first weights")
     options = parser.parse_args(arguments)
     if min(options.workers, options.rounds) < 1:
         parser.error(f"expected at least 1 worker and 1 round, got {vars(options)}")

@@ -58,7 +58,7 @@ def train(config: Mapping[str, Any]) -> None:
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images / 16, labels, test_size=0.2, random_state=config["seed"])
     train_x, test_x, train_y, test_y = parts
-    mine = slice(rank, len(train_y) // BATCH * BATCH, workers)  # as many for every worker
+    mine = slice(rank, len(train_y) // BATCH * BATCH, workers)  # equal shares for all workers
 
     model = compile_model(config["seed"])
     epochs = Report.resume(model)  # more than 0, if all workers were started again
@@ -82,7 +82,7 @@ def train(config: Mapping[str, Any]) -> None:
 
 
 def run(workers: int, config: Mapping[str, Any], folder: str) -> Any:
-    """Train with so many workers; return Ray Train's table of the epochs."""
+    """Train with this number of ``workers``; return Ray Train's table of the epochs."""
     trainer = TensorflowTrainer(
         train,
         train_loop_config=dict(config),
@@ -100,11 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--workers", type=int, default=2, help="compared with one; default: %(default)s")
+    add("--workers", type=int, default=2, help="workers, compared with one; default: %(default)s")
     add("--epochs", type=int, default=10, help="default: %(default)s")
-    add("--seed", type=int, default=0, help="of the data and the first weights")
+    add("--seed", type=int, default=0, help="seed of the data and the first weights")
     ways = ["gradients", "weights"]
-    add("--average", choices=ways, default=ways[0], help="what travels; default: %(default)s")
+    add("--average", choices=ways, default=ways[0], help="values to average; default: %(default)s")
     options = parser.parse_args(arguments)
     if min(options.workers, options.epochs) < 1 or BATCH % options.workers:
         parser.error(f"expected at least 1 epoch, and workers that share {BATCH}: {vars(options)}")

@@ -1,8 +1,8 @@
 """The two programs of Ray's guide: a line, learned by exchanging weights or gradients.
 
 With ``--exchange weights``, each worker starts from the averaged weights and takes a few steps on
-data of its own; `WorkerGroup.run` averages what the workers return and sends the average to all.
-The driver needs no TensorFlow.
+data of its own; `WorkerGroup.run` averages the results and sends the average to all workers. The
+driver needs no TensorFlow.
 
 With ``--exchange gradients``, the driver has a model, too. Every step, it sends its weights, and
 each worker returns the gradient of one batch of its own as one vector. The driver averages the
@@ -127,11 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
     )
     add, exchanges = parser.add_argument, ("weights", "gradients")
     add("--workers", type=int, default=3, help="actors; default: %(default)s")
-    help_ = f"to take, weights are averaged after every {LOCAL_STEPS}; default: %(default)s"
+    help_ = f"steps; weights are averaged after every {LOCAL_STEPS}; default: %(default)s"
     add("--steps", type=int, default=200, help=help_)
-    add("--seed", type=int, default=0, help="of the data and the first weights")
-    add("--exchange", choices=exchanges, default="weights", help="what is averaged")
-    add("--graph", action="store_true", help="a TF1 graph, not eager TensorFlow")
+    add("--seed", type=int, default=0, help="seed of the data and the first weights")
+    add("--exchange", choices=exchanges, default="weights", help="values to average")
+    add("--graph", action="store_true", help="use a TF1 graph instead of eager TensorFlow")
     options = parser.parse_args(arguments)
     if min(options.workers, options.steps) < 1:
         parser.error(f"expected at least 1 worker and 1 step, got {vars(options)}")

@@ -3,15 +3,15 @@
 The model, the loss and the step of the optimizer are written once. Each way of running them
 trains on handwritten digits to the end. Each way also starts a training that another way finishes,
 from the file that `TensorFlowVariables.save` wrote: the weights and the optimizer's slots. A break
-alone changes no bit of the final weights. Another way of running sums in another order, and so
-rounds differently.
+alone changes no bit of the final weights. But each way of running sums in an order of its own, and
+so rounds differently.
 
     flatweights examples one_code
     flatweights examples --plot one_code.png one_code --steps 400
 
-For a model of your own, change `build` and `train_step`. What runs in all three ways is a
-`tf.Module` or Keras 3 layers, `tf.GradientTape`, and the optimizers of `tf.compat.v1.train`;
-Keras's own optimizers do not run in a session.
+For a model of your own, change `build` and `train_step`. A `tf.Module`, Keras 3 layers,
+`tf.GradientTape` and the optimizers of `tf.compat.v1.train` run in all three ways; Keras's own
+optimizers do not run in a session.
 """
 
 import argparse
@@ -139,9 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    help_ = f"of {BATCH} digits; default: %(default)s"
+    help_ = f"steps; batches of {BATCH}; default: %(default)s"
     parser.add_argument("--steps", type=int, default=200, help=help_)
-    parser.add_argument("--seed", type=int, default=0, help="of the data and the first weights")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the data and the first weights"
+    )
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"expected at least 1 step, got {options.steps}")

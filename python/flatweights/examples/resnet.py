@@ -153,7 +153,7 @@ def build_network(options: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 
 def means(scores: Sequence[Any]) -> tuple[float, float]:
-    """Return the mean loss and the share of images that were recognised."""
+    """Return the mean loss and the share of recognised images."""
     losses, is_right = (np.concatenate(column) for column in zip(*scores, strict=True))
     return float(losses.mean()), float(is_right.mean())
 
@@ -269,15 +269,15 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--num-gpus", type=int, help="one worker on each")
-    where.add_argument("--num-workers", type=int, default=2, help="on the CPU; default: 2")
-    add("--num-residual-units", type=int, default=5, help="in each of three stages; default: 5")
+    where.add_argument("--num-gpus", type=int, help="GPUs, with one worker on each")
+    where.add_argument("--num-workers", type=int, default=2, help="workers on the CPU; default: 2")
+    add("--num-residual-units", type=int, default=5, help="of each of three stages; default: 5")
     add("--rounds", type=int, default=30, help="averages to take; default: %(default)s")
-    add("--steps", type=int, default=10, help="of each worker in a round; default: %(default)s")
+    add("--steps", type=int, default=10, help="steps of a worker in a round; default: %(default)s")
     add("--batch-size", type=int, default=32, help="images of a step; default: %(default)s")
-    add("--eval-every", type=int, default=5, help="rounds; default: %(default)s")
-    add("--seed", type=int, default=0, help="of the data and the first weights")
-    add("--mode", choices=("eager", "graph"), default="eager", help="graph: of TF1")
+    add("--eval-every", type=int, default=5, help="rounds between them; default: %(default)s")
+    add("--seed", type=int, default=0, help="seed of the data and the first weights")
+    add("--mode", choices=("eager", "graph"), default="eager", help="graph: a TF1 graph")
     add("--dataset", choices=LABELS, default="digits", help="images to learn")
     rate = "a tenth from half, and from 3/4 of the rounds"
     add("--learning-rate", type=float, default=0.05, help=rate)
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     if options.checkpoint and options.checkpoint.exists():
         try:
             weights = FlatWeights.load(options.checkpoint)
-            done = int(weights["sgd/iteration"]) // options.steps  # averaged, too
+            done = int(weights["sgd/iteration"]) // options.steps  # the counter is averaged, too
         except (ValueError, KeyError) as error:
             message = f"{options.checkpoint}: no checkpoint of this program: {error}"
             raise SystemExit(message) from None
@@ -309,8 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
             raise SystemExit("nothing is left: choose more --rounds or another --checkpoint")
     ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")
     for name, wanted in (("CPU", options.workers), ("GPU", options.num_gpus or 0)):
-        if (there := ray.cluster_resources().get(name, 0)) < wanted:  # actors would wait for ever
-            raise SystemExit(f"{name}s of Ray: expected at least {wanted}, got {there:g}")
+        if (
+            available := ray.cluster_resources().get(name, 0)
+        ) < wanted:  # else actors wait for ever
+            raise SystemExit(f"{name}s of Ray: expected at least {wanted}, got {available:g}")
     history = train(options, done, weights)
     last = history[options.rounds]
     speed = median(numbers["images per second"] for numbers in history.values())

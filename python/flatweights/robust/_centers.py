@@ -32,8 +32,10 @@ def _from_center(squares: Distances, shares: NDArray[np.float64]) -> NDArray[np.
         # No matrix product: the bits of BLAS depend on the machine. Infinity times 0 is 0 here.
         spread = np.where(shares > 0, squares * shares, 0.0).sum(axis=1)
         within = np.where(shares > 0, spread * shares, 0.0).sum()
-        found = spread - within / 2
-    distance: NDArray[np.float64] = np.sqrt(np.maximum(np.where(spread < np.inf, found, np.inf), 0))
+        squared = spread - within / 2
+    distance: NDArray[np.float64] = np.sqrt(
+        np.maximum(np.where(spread < np.inf, squared, np.inf), 0)
+    )
     return distance
 
 

@@ -86,13 +86,13 @@ def median(
     """Return the median of ``sources``, number by number.
 
     For an even number of sources it is the mean of the middle two, as in NumPy. It has the bits
-    of ``np.median`` in float64, rounded once (but zeros are positive), whatever the order of the
-    sources, the number of threads, the alignment and the instruction set. NaN in a source gives
-    NaN. More than half of the sources must be honest. Yin et al., "Byzantine-Robust Distributed
-    Learning", ICML 2018, bound its distance from the mean of the honest sources.
+    of ``np.median`` in float64, rounded once (except that zeros are positive), whatever the order
+    of the sources, the number of threads, the alignment and the instruction set. NaN in a source
+    gives NaN. More than half of the sources must be honest. Yin et al., "Byzantine-Robust
+    Distributed Learning", ICML 2018, bound its distance from the mean of the honest sources.
 
-    One pass reads each source once, without the GIL. It needs no other memory than blocks of some
-    32 kB. Within a model, integer and boolean parts keep the value of the first source.
+    One pass reads each source once, without the GIL. Its only extra memory is blocks of about 32
+    kB. Within a model, integer and boolean parts keep the value of the first source.
 
     It replaces ``np.median(np.stack(sources), axis=0)``.
 

@@ -145,14 +145,14 @@ class Calling(Rule):
 
 
 class CoordinateRule(Rule):
-    """A rule that looks at each number of the models by itself."""
+    """A rule that treats each number of the models independently of the others."""
 
     @abstractmethod
     def ranks(self, count: int) -> tuple[int, int, int]:
         """Return which of ``count`` sorted numbers to average.
 
         The first two results are the begin and the end of a range of ranks. If the third is not 0,
-        so many numbers nearest to the median are averaged instead.
+        that many numbers nearest to the median are averaged instead.
         """
 
     def _run(self, job: Job) -> tuple[list[int], list[float] | None]:

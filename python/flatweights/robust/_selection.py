@@ -82,9 +82,9 @@ class DistanceRule(Rule):
             squares = squares[np.ix_(rest, rest)]
         # A source with NaN is as far away as one with infinity: it is never near.
         squares = np.where(np.isnan(squares), np.inf, squares)
-        chosen, found = self._combine(job, squares, used)
+        chosen, used_scores = self._combine(job, squares, used)
         scores = [math.nan] * len(job.parts)
-        for k, score in zip(used, found, strict=True):
+        for k, score in zip(used, used_scores, strict=True):
             scores[k] = score
         return chosen, scores
 
@@ -273,9 +273,9 @@ def bulyan(
 
     This is the rule of El Mhamdi et al., "The Hidden Vulnerability of Distributed Learning in
     Byzantium", ICML 2018. If f of n sources may be wrong, it chooses n - 2 f sources, one after the
-    other: each time the one that Krum chooses among those left, as in the paper (Flower chooses
-    all at once, as `multi_krum` does). Then, number by number, it averages the n - 4 f chosen
-    values nearest to their median. At least 4 f + 3 sources are needed.
+    other. Each time, it takes the source that Krum chooses among the rest, as in the paper (Flower
+    chooses all at once, as `multi_krum` does). Then, number by number, it averages the n - 4 f
+    chosen values nearest to their median. At least 4 f + 3 sources are needed.
 
     >>> import numpy as np
     >>> from flatweights import robust
@@ -285,7 +285,7 @@ def bulyan(
 
     Args:
         sources: Models, all of one kind, as for `flatweights.average`, of real numbers.
-        byzantine: How many of them may be wrong: f.
+        byzantine: The number of them that may be wrong: f.
         out: As for `krum`.
         nonfinite: As for `krum`.
 

@@ -88,7 +88,7 @@ class Adam(ServerOptimizer[Model]):
         self._check_norm(gradient, "gradient")
 
     def update(self, block: Block, /) -> None:
-        """Go against the smoothed gradient, divided by the root of the smoothed squares."""
+        """Step against the smoothed gradient, divided by the root of the smoothed squares."""
         gradient, step = block.average, self.steps + 1
         correction = math.sqrt(1 - self.beta2**step) / (1 - self.beta1**step)
         _core.adapt_(

@@ -146,5 +146,5 @@ class ExponentialMovingAverage(ServerOptimizer[Model]):
         self._check_finite(average, "average")
 
     def update(self, block: Block, /) -> None:
-        """Go a part of the way to the average."""
+        """Move the weights a part of the way to the average."""
         lerp_(block.weights, block.average, 1 - self.decay)

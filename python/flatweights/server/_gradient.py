@@ -90,7 +90,7 @@ class GradientDescent(ServerOptimizer[Model]):
         self.gradient_norm = length
 
     def update(self, block: Block, /) -> None:
-        """Add the clipped gradient to the velocity, and go against the velocity."""
+        """Add the clipped gradient to the velocity, and step against the velocity."""
         length, most = self.gradient_norm, self.max_norm
         factor = 1.0 if length <= most else most / length
         if not self.momentum:

@@ -33,7 +33,7 @@ from flatweights.server._state import (
 
 Optimizer = TypeVar("Optimizer", bound="ServerOptimizer[Any]")
 
-# By the bytes of a number: below this norm, squares and sums of many of them stay finite.
+# The largest norm, by the bytes of a number: up to it, squares and sums of many squares are finite.
 _LARGEST_NORM = {4: 2.0**56, 8: 2.0**400}
 
 _STEPS = "steps"
@@ -42,7 +42,8 @@ _STEPS = "steps"
 class Hyperparameter:
     """A number of an optimizer: its state holds it, and every assignment is checked.
 
-    It is an attribute of the class. The constructor gives its value to that of `ServerOptimizer`.
+    It is an attribute of the class, whose constructor passes the value to that of
+    `ServerOptimizer`.
     """
 
     def __init__(
@@ -230,12 +231,12 @@ class ServerOptimizer(ABC, Generic[Model]):
     def update(self, block: Block, /) -> None:
         """Change ``block.weights``, and ``block.vectors``, in place: the optimizer's rule.
 
-        A step calls it for one block of the model after the other, and each number is computed by
-        itself: a block may have any length.
+        A step calls it for one block of the model after the other. A block may have any length, so
+        compute each number independently of the others.
         """
 
     def vectors(self) -> Mapping[str, float]:
-        """Return the vectors to keep beside the model: by name, the value of all numbers at first.
+        """Return the vectors to keep beside the model: by name, the first value of all numbers.
 
         They are part of `state`; their number and names may depend on hyperparameters that are
         fixed. By default there are none.
@@ -259,7 +260,8 @@ class ServerOptimizer(ABC, Generic[Model]):
     def weights(self) -> Model:
         """The model, as a read-only view of the optimizer's buffer, which the next step changes.
 
-        Use ``optimizer.weights.copy()`` to keep this state of it. `ray.put` and pickles copy it.
+        Use ``optimizer.weights.copy()`` to keep the model as it is now. `ray.put` and pickles copy
+        it.
         """
         self._check_whole()
         model: Model = self._weights

@@ -19,7 +19,7 @@ WEIGHTS = "weights"
 MASTER = "master"
 
 # Numbers in a block: few enough that the vectors of a step stay in the L2 cache between passes.
-# Each number is computed by itself, so the block size changes no result.
+# # Each number is computed independently of the others, so the block size changes no result.
 BLOCK = 1 << 16
 
 
@@ -32,7 +32,8 @@ class Block:
     Attributes:
         weights: The numbers of the model: a step changes them in place, or assigns others.
         average: The same numbers of the argument of `ServerOptimizer.step`. Read only.
-        vectors: By name, the optimizer's own vectors for these numbers, to be changed likewise.
+        vectors: By name, the optimizer's own vectors for these numbers; a step changes them
+            likewise.
     """
 
     weights: NDArray[Any]
@@ -45,7 +46,7 @@ class Block:
     def published(self) -> NDArray[Any]:
         """The model that the workers had: 16-bit parts are rounded, unlike in ``weights``.
 
-        Of other parts, it is ``weights`` itself: use it before you change these.
+        For other parts, it is ``weights`` itself, so use it before you change ``weights``.
         """
         if self._published.dtype == self.weights.dtype:
             return self._published
@@ -53,13 +54,13 @@ class Block:
 
     @property
     def delta(self) -> NDArray[Any]:
-        """The average minus ``published``; memory that you may change, and that is used again."""
+        """The average minus ``published``; you may change this memory, which later blocks reuse."""
         out = self._memory("delta")
         np.subtract(self.average, self.published, out=out)
         return out
 
     def _memory(self, name: str) -> NDArray[Any]:
-        """Return memory for a vector of this block, which later blocks are not longer than."""
+        """Return memory for a vector of this block; later blocks are at most as long."""
         if name not in self._scratch:
             self._scratch[name] = np.empty_like(self.weights)
         return self._scratch[name][: self.weights.size]
@@ -93,14 +94,14 @@ class Run:
     def blocks(self, memory: NDArray[np.uint8], *, whole: bool) -> Iterator[Block]:
         """Yield the blocks that together cover this vector.
 
-        When the caller asks for the next block, what it assigned to the last one is copied, and
-        16-bit weights are rounded from the master copy.
+        When the caller asks for the next block, the vectors that it assigned to the last one are
+        copied, and 16-bit weights are rounded from the master copy.
 
         Args:
             memory: The bytes of another model in the same layout: the average.
-            whole: Without a master copy, the whole vector is one block, which kernels split over
-                their threads. Otherwise blocks are small: NumPy's operations find them in the
-                cache.
+            whole: Yield the whole vector as one block, which kernels split over their threads,
+                unless there is a master copy. Otherwise blocks are small, so that NumPy's
+                operations find them in the cache.
         """
         size = self.weights.size
         average = memory[self.offset : self.offset + self.weights.nbytes].view(self.weights.dtype)

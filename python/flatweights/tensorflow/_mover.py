@@ -111,7 +111,7 @@ class Mover:
     def _take(self, binding: Binding) -> None:
         self._binding = binding
         whole = binding.bound if self._is_eager and not binding.others else None
-        own = vars(self)  # is looked at before the methods
+        own = vars(self)  # these attributes hide the methods
         own.pop("try_get", None)
         own.pop("try_set", None)
         if whole is not None:

@@ -21,7 +21,7 @@ the worker to the driver and one back. Two rounds of two workers, here in one pr
 >>> import numpy as np
 >>> from flatweights import FlatWeights
 >>> from flatweights.wire import DeltaBroadcaster, DeltaEncoder
->>> def travel(message):  # what a transport does: one buffer, and some hundred bytes
+>>> def travel(message): # as a transport does: one buffer, and some hundred bytes
 ...     return pickle.loads(pickle.dumps(message, protocol=5))
 >>> driver = DeltaBroadcaster(FlatWeights({"w": np.float32([1, 2])}), "bfloat16")
 >>> workers = [DeltaEncoder(travel(driver.snapshot())) for _ in range(2)]

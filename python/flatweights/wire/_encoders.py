@@ -391,9 +391,9 @@ class DeltaBroadcaster(_Side):
     def add_to(self, mean: FlatWeights) -> FlatWeights:
         """Add `weights` to a mean of differences, in place; return it, the average of the models.
 
-        `average` does this itself. Call it for a mean that was made otherwise: by a
-        `flatweights.RunningAverage` of differences that were widened (`Difference.widen`) as they
-        arrived, say. Parts that travel unchanged are left as they are.
+        `average` does this itself. Call it for a mean that was made in another way: for example, by
+        a `flatweights.RunningAverage` of differences that were widened (`Difference.widen`) as they
+        arrived. Parts that travel unchanged are left as they are.
 
         Args:
             mean: Writable weights in the layout of `weights`.

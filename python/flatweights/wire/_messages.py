@@ -167,7 +167,7 @@ def average_differences(
 
 
 def layouts_of(difference: Any, where: str) -> Layouts:
-    """Return the layouts that ``difference`` was encoded by; errors name it ``where``."""
+    """Return the layouts that ``difference`` was encoded with; errors name it ``where``."""
     check_fields(difference, where)
     for dtype in WIRE_DTYPES.values():
         layouts = layouts_for(difference.layout, dtype)
