@@ -21,7 +21,7 @@
 namespace flatweights::bind {
 namespace {
 
-// Where slot i of source k begins; all sources of one slot are side by side.
+// The address of slot i of source k; all sources of one slot are side by side.
 class SourceTable {
  public:
   SourceTable(std::size_t num_slots, std::size_t num_sources)
@@ -73,7 +73,7 @@ std::pair<std::vector<double>, double> ratios_of(const std::vector<double>& weig
   return {std::move(ratios), relative.ratios};
 }
 
-// The parts of `out` and where those of all sources begin, checked.
+// The parts of `out` and the addresses of those of all sources, checked.
 struct Job {
   std::vector<AveragePart> parts;
   SourceTable sources;
@@ -102,8 +102,8 @@ bool average_arrays_into(const BoundLayout& bound, bool packed, const py::list& 
   return average_into(job.parts, job.sources.starts(), ratios, total);
 }
 
-// The mean of ranks [first, last) of the sorted numbers; or, if `nearest` is not 0, of so many
-// nearest to the median.
+// The mean of ranks [first, last) of the sorted numbers; or, if `nearest` is not 0, of that many
+// numbers nearest to the median.
 bool order_arrays_into(const BoundLayout& bound, bool packed, const py::list& out,
                        const py::list& models, std::size_t first, std::size_t last,
                        std::size_t nearest) {

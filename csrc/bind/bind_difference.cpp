@@ -36,7 +36,7 @@ std::vector<DifferencePart> difference_parts(const BoundLayout& bound,
   return parts;
 }
 
-// Where a packed buffer of `bound` begins; null for None.
+// The address of a packed buffer of `bound`; null for None.
 std::byte* optional_packed(const py::object& object, const BoundLayout& bound, const char* name,
                            Access access) {
   return object.is_none() ? nullptr : check_packed(as_array(object, name), bound, name, access);
@@ -88,9 +88,9 @@ py::object encode_difference_(const BoundLayout& bound, bool packed, const py::l
   return first < parts.size() ? py::object(py::int_(first)) : py::none();
 }
 
-// Adds a difference to the packed `model`, unless it is None; copies other packed buffers, pairs
-// of to and from; and puts `version` into the list `held`. It raises before it changes anything,
-// or does everything: no interrupt of Python can come in between.
+// Adds a difference to the packed `model`, unless it is None; copies other packed buffers, given as
+// pairs of target and source; and puts `version` into the list `held`. It either raises before it
+// changes anything, or does everything: no interrupt of Python can come in between.
 void advance(const BoundLayout& bound, const py::object& model, const BoundLayout& narrow,
              const py::object& difference, const py::list& copied, const py::list& held,
              const py::object& version) {

@@ -1,9 +1,9 @@
 // Mailboxes, doorbells and windows for Python: each in a memory file of its own.
 //
-// The protocols are in mailbox.hpp, doorbell.hpp and window.hpp. This file does their part of
-// Python: a thread releases the GIL while it sleeps, and wakes up for signals. A view of a peer's
-// window holds that window, by the count in the mailbox, for exactly as long as any array over it
-// lives. A forked process drops no view of its parent. System errors are OSError with their number.
+// The protocols are in mailbox.hpp, doorbell.hpp and window.hpp. This file adds Python's part: a
+// thread releases the GIL while it sleeps, and signals wake it. A view of a peer's window holds
+// that window, by the count in the mailbox, for exactly as long as any array over it lives. A
+// forked process releases none of its parent's views. System errors are OSError with their number.
 #include <fcntl.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -207,9 +207,10 @@ void release(const BoundMailbox& mailbox, Side holder, std::span<const Extent> e
   for (const Extent& extent : extents) mailbox.box().drop_hold(holder, extent.window);
 }
 
-// Its kind, views of its buffers, and its body. `windows` has generation and `PeerWindow` by
-// index; an IndexError says which window of the message is not among them: its extents stay held,
-// for it may be read again. If a view cannot be made, nothing is held.
+// Returns a message's kind, views of its buffers, and its body. `windows` has generation and
+// `PeerWindow` by index. An IndexError names a window of the message that is not among them; then
+// the message's extents stay held, since it may be read again. If a view cannot be made, nothing is
+// held.
 py::tuple read_message(const BoundMailbox& mailbox, bool of_worker, const py::dict& windows) {
   const Side reader = side_of(of_worker);
   const Message message(mailbox.box(), reader);

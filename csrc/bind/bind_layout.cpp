@@ -99,7 +99,8 @@ py::list packed_views(const BoundLayout& self, const py::object& object) {
   return views;
 }
 
-// As `packed_views`, put into a dict (or a subclass of it, past its methods) under `names`.
+// Puts the views of `packed_views` into a dict under `names` (or into a subclass, whose methods it
+// does not call).
 void put_packed_views(const BoundLayout& self, const py::object& object, const py::tuple& names,
                       const py::dict& into) {
   if (names.size() != self.dtypes.size())

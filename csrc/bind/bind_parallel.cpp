@@ -16,7 +16,7 @@ namespace py = pybind11;
 void bind_parallel(py::module_& m) {
   m.def("get_isa", [] { return kernels().name; });
   m.def("get_num_threads", &num_threads);
-  // `root` is where /proc and /sys are looked for.
+  // `root` is the folder that contains /proc and /sys.
   m.def("processor_limit", &processor_limit, py::arg("root") = "");
   m.def("memory_limit", &memory_limit, py::arg("root") = "");
   m.def("free_memory", &free_memory, py::arg("root") = "");

@@ -1,8 +1,8 @@
 // Publications for Python: the writer's side, and a reader's.
 //
-// The protocol is in publication.hpp. Here is what it asks of Python: a slot is held for exactly as
-// long as an array over it lives, so nothing that Python keeps is ever written to; and a fork of
-// the process releases nothing of its parent's.
+// The protocol is in publication.hpp. This file adds Python's part: a slot is held for exactly as
+// long as an array over it lives, so memory that Python still uses is never written. A forked
+// process releases none of its parent's holds.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -30,7 +30,7 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 
-// From one slot to the next: each begins at a page, so that its pages are its own.
+// The distance between two slots: each begins at a page, so that no two share a page.
 std::size_t stride_of(std::size_t nbytes) {
   return std::max<std::size_t>(1, (nbytes + kPage - 1) / kPage) * kPage;
 }
@@ -48,7 +48,7 @@ py::array array_over(std::byte* memory, std::size_t nbytes, const py::capsule& o
 }
 
 // A publication in a memory file of its own, its slots in another. Pages of a slot are allocated
-// when it is used first: most of the time two slots serve.
+// when it is used first: usually two slots suffice.
 class BoundPublication {
  public:
   explicit BoundPublication(std::size_t nbytes)
@@ -92,7 +92,7 @@ class BoundPublication {
     writing_.reset();
   }
 
-  // `age`: how many seconds ago it was published first, on another machine.
+  // `age`: the seconds since its first publication, on another machine.
   void commit(std::uint64_t number, double age) {
     check_writing();
     if (!begun_) throw std::runtime_error("commit: expected a slot that was begun");
@@ -171,7 +171,7 @@ class BoundReader {
     return py::make_tuple(news.number, 1e-9 * static_cast<double>(news.time), array);
   }
 
-  // Holds nothing any more, although an array may be alive: in the traceback of an error.
+  // Ends the hold, although an array may still be alive, in the traceback of an error.
   void drop() const {
     if (const std::shared_ptr<Hold> hold = hold_.lock()) hold->drop();
   }

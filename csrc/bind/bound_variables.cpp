@@ -73,8 +73,8 @@ py::array new_part(const Slot& slot, const py::dtype& dtype) {
   return py::array(dtype, std::vector<py::ssize_t>(slot.shape.begin(), slot.shape.end()));
 }
 
-// Where `array` begins; the callers in Python have checked vectors: their shape, that they are
-// contiguous, and that they are writable if they are written.
+// The address of `array`. The callers in Python have checked that a vector has the right shape, is
+// contiguous, and is writable if it is written.
 std::byte* begin_of(const py::array& array) {
   return static_cast<std::byte*>(const_cast<void*>(array.data()));
 }

@@ -24,8 +24,8 @@ struct BoundLayout {
 
 enum class Access { kRead, kWrite };
 
-// Where a part comes from, for messages: "source 2, slot 3 'dense/bias'", "y". A
-// layout of one nameless slot stands for a bare array and is not mentioned.
+// The origin of a part, for messages: "source 2, slot 3 'dense/bias'", "y". A layout of one
+// nameless slot stands for a bare array and is not mentioned.
 struct Place {
   const BoundLayout& bound;
   std::size_t slot;
@@ -67,20 +67,20 @@ void check_environment();
 // `object` as an array without a conversion; `what` names it in the error.
 [[nodiscard]] py::array as_array(py::handle object, const std::string& what);
 
-// Where `object` begins: an array of the slot's dtype and shape, C-contiguous,
-// and writable for Access::kWrite.
+// The address of `object`: an array of the slot's dtype and shape, C-contiguous, and writable for
+// Access::kWrite.
 [[nodiscard]] std::byte* check_part(py::handle object, const Place& place, Access access);
 
-// The beginnings of all slots of `bound` in `parts`, one array each.
+// The addresses of all slots of `bound` in `parts`, one array each.
 [[nodiscard]] std::vector<std::byte*> check_parts(const py::list& parts, const BoundLayout& bound,
                                                   std::ptrdiff_t source, Access access);
 
-// Where the one-dimensional uint8 `buffer`, `bound.layout.nbytes()` long, begins.
+// The address of the one-dimensional uint8 `buffer` of `bound.layout.nbytes()` bytes.
 [[nodiscard]] std::byte* check_packed(const py::array& buffer, const BoundLayout& bound,
                                       const std::string& what, Access access);
 
-// The beginnings of all slots of a model: of its parts, or of the one packed buffer
-// that `parts` consists of.
+// The addresses of all slots of a model: of its parts, or of the one packed buffer that `parts`
+// consists of.
 [[nodiscard]] std::vector<std::byte*> check_model(const py::list& parts, const BoundLayout& bound,
                                                   bool packed, std::ptrdiff_t source,
                                                   Access access);

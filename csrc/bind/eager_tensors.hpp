@@ -23,7 +23,8 @@ class EagerTensors {
   // Null until they are found.
   static const EagerTensors* found() noexcept;
 
-  // The handle of `object`, which lives as long; null if it is not an eager tensor. Needs the GIL.
+  // The handle of `object`, valid as long as `object` lives; null if it is not an eager tensor.
+  // Needs the GIL.
   [[nodiscard]] void* handle_of(PyObject* object) const noexcept {
     return is_tensor_(object) ? handle_(object) : nullptr;
   }

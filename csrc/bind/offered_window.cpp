@@ -15,7 +15,7 @@ namespace {
 struct Offer {
   std::shared_ptr<Window> window;
   std::size_t nbytes = 0;
-  pid_t process = 0;  // a fork has a copy of the offer, which is not for it
+  pid_t process = 0;  // a forked process has a copy, and ignores it
 };
 
 thread_local Offer offered;

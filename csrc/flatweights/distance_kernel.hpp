@@ -243,7 +243,7 @@ void distances_range(double* sums, const std::byte* const* sources, std::size_t 
   constexpr std::size_t kLeast = 8 * kDistanceBlock;  // below, moving the columns does not pay
   const std::size_t lead = std::is_same_v<T, K> ? common_lead(sources, count) : 0;
   if (lead % sizeof(T) == 0 && lead != 0 && end - begin >= kLeast) {
-    // Not the first block and the end: the lines that are read may begin and end a line outside.
+    // Not for the first block and the end, where such lines would reach outside of the sources.
     const std::size_t first = begin + kDistanceBlock;
     const std::size_t last =
         first + (end - first - kLine / sizeof(T)) / kDistanceBlock * kDistanceBlock;

@@ -54,7 +54,7 @@ class Distances {
     const std::size_t room = columns * sizeof(double) + kLine +
                              count_ * (sizeof(void*) + kDistanceBlock * sizeof(double));
     Rooms rooms(room, std::min<std::size_t>(std::max(num_threads(), 1u), ranges));
-    // To parallel_for a range is as long as what lies between two borders.
+    // For parallel_for, each range is as long as the distance between two borders.
     const std::size_t size = ranges * kBorder;
     parallel_for(size, std::max(grain_of(size, traffic), kBorder),
                  [&](std::size_t from, std::size_t to) {
@@ -85,7 +85,7 @@ class Distances {
     const bool narrow = std::any_of(parts_.begin(), parts_.end(), [](const ReadPart& part) {
       return is_averaged(part.dtype) && !is_compensated(part.dtype);
     });
-    // What underflow takes from a square is less than 2^-149: less than 2^-23 of this sum.
+    // Underflow takes less than 2^-149 from a square: less than 2^-23 of this sum.
     const double least = static_cast<double>(starts_.back()) * 0x1p-126;
     // The first source with the same bytes: equal ones are compared once each.
     std::vector<std::size_t> twin(count_);

@@ -1,4 +1,4 @@
-// Wakes a driver once as many workers have answered as it waits for.
+// Wakes a driver once the number of workers that it waits for have answered.
 //
 // A count in memory that all of them map; the bell itself (an eventfd) is the caller's.
 // Driver: arm with the number of missing answers, look at the mailboxes, sleep only if all are

@@ -1,4 +1,4 @@
-// Sleep on a word of memory that several processes map, and wake those that do.
+// Sleep on a word of memory that several processes map, and wake the sleepers.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// Where each part of a model lies: in the vector (elements, back to back) and
-// in the packed form (bytes, each part at a 64-byte boundary).
+// The position of each part of a model: in the vector (elements, back to back) and in the packed
+// form (bytes, each part at a 64-byte boundary).
 #pragma once
 
 #include <cstddef>

@@ -22,7 +22,7 @@ namespace {
 
 struct Header {
   std::uint64_t magic;
-  std::uint64_t size;  // of what follows the header's page
+  std::uint64_t size;  // of the data behind the header's page
   MemoryFile::Nonce nonce;
 };
 

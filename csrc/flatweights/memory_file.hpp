@@ -5,7 +5,7 @@
 // only if the seals forbid any change of size (else a read could end in SIGBUS), the header is of
 // this version, and size and nonce agree. That the peer can map it proves that both are on one
 // machine. All pages are allocated at once: a first write to a fresh page takes ten times as long
-// as a later one. Of a file that may never be used up, they are allocated as `reserve` asks for
+// as a later one. If a file may never be filled, its pages are allocated when `reserve` asks for
 // them. Nothing is left behind when the last process that maps the file is gone, however it ended.
 #pragma once
 
@@ -20,11 +20,11 @@ class MemoryFile {
  public:
   using Nonce = std::array<std::byte, 16>;
   enum class Access { kRead, kWrite };
-  // kLater: no memory but that for which `reserve` was called may be touched.
+  // kLater: only memory for which `reserve` was called may be touched.
   enum class Pages { kAtOnce, kLater };
 
-  // A new file with room for `nbytes` zeros. Throws std::system_error where there is no
-  // memory, or no such files (other systems than Linux).
+  // A new file with room for `nbytes` zeros. Throws std::system_error if memory is short, or if the
+  // system has no such files (it is not Linux).
   [[nodiscard]] static std::shared_ptr<MemoryFile> create(std::size_t nbytes,
                                                           Pages pages = Pages::kAtOnce);
 
@@ -47,7 +47,7 @@ class MemoryFile {
   [[nodiscard]] int descriptor() const noexcept { return descriptor_; }
 
   // Creator, before the descriptor is closed: allocates the pages of `data()[begin, begin + size)`.
-  // Throws std::system_error where there is no memory; a write would end in SIGBUS.
+  // Throws std::system_error if memory is short; a write would end in SIGBUS.
   void reserve(std::size_t begin, std::size_t size);
   void close_descriptor() noexcept;
 

@@ -1,7 +1,8 @@
 // A message in a mailbox: a header, the extents of its buffers in windows, and a body of bytes.
 //
-// lanes/_message.py writes messages. Readers trust nothing in them: a peer that is broken may have
-// written anything, but neither more than a mailbox holds nor after it has handed the message over.
+// lanes/_message.py writes messages. Readers trust nothing in them: a broken peer may have written
+// anything. But it cannot write more than a mailbox holds, nor after it has handed the message
+// over.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +17,7 @@
 
 namespace flatweights {
 
-// Where a buffer lies: the index of a window, how often that was replaced, and bytes in it.
+// The position of a buffer: a window's index, the number of its replacements, and bytes in it.
 struct Extent {
   std::uint32_t window, generation;
   std::uint64_t offset, nbytes;
@@ -24,8 +25,8 @@ struct Extent {
 
 class Message {
  public:
-  // Reads the message that the other side than `reader` has put into `box`: only while it is the
-  // turn of `reader`, and for as long. Throws std::invalid_argument if it is malformed.
+  // Reads the message that the peer of `reader` has put into `box`. Call it, and use the message,
+  // only while it is the turn of `reader`. Throws std::invalid_argument if it is malformed.
   Message(const Mailbox& box, Mailbox::Side reader)
       : body_(reader == Mailbox::Side::kWorker ? box.command() : box.answer()) {
     read_into(std::span(&header_, 1));

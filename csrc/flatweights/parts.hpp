@@ -20,8 +20,8 @@ struct ReadPart {
   const std::byte* data;
 };
 
-// Where each part begins if all lie back to back, and where the last one ends. `size_of(part)`
-// is the size of a part, in the caller's units.
+// The start of each part if all lie back to back, and the end of the last one. `size_of(part)` is
+// the size of a part, in the caller's units.
 template <class Part, class SizeOf>
 [[nodiscard]] std::vector<std::size_t> starts_of(std::span<const Part> parts, SizeOf&& size_of) {
   std::vector<std::size_t> starts;
@@ -78,7 +78,7 @@ class FirstIndex {
   std::atomic<std::size_t> first_;
 };
 
-// The bytes of all real numbers of `parts`, whose `starts` are these.
+// The bytes of all real numbers of `parts`, which begin at `starts`.
 template <class Part>
 [[nodiscard]] std::size_t real_bytes(std::span<const Part> parts,
                                      std::span<const std::size_t> starts) {

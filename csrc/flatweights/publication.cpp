@@ -15,8 +15,8 @@ bool Publication::is_held(std::uint32_t slot) const noexcept {
 
 std::uint32_t Publication::begin() noexcept {
   const std::uint64_t word = word_.load();
-  // It ends: there are fewer holds than slots, and a reader takes hold of an old slot only if a
-  // publication has come between two of its steps.
+  // The loop ends: there are fewer holds than slots, and a reader takes hold of an old slot only if
+  // something was published between two of its steps.
   for (;;) {
     for (std::uint32_t slot = 0; slot < kSlots; ++slot) {
       if (number_of(word) > 0 && slot == slot_of(word)) continue;

@@ -16,9 +16,9 @@
 // Hold, stamp and word are sequentially consistent. So either the reader sees that the stamp is 0,
 // or the writer sees the hold. A slot that is read is never written: there is no torn read to be
 // discarded, and no data race. Each reader holds one slot at most, so with two slots more than
-// readers there is always one to write to. A process that stops for an hour costs its slot; one
-// that dies, too, until whoever watches it clears its hold. A writer that dies leaves the newest
-// publication as it is.
+// readers there is always one to write to. A process that stops for an hour keeps its slot for that
+// time. One that dies keeps it until the process that watches it clears its hold. A writer that
+// dies leaves the newest publication as it is.
 //
 // A reader may sleep until there is news. Before it reads the word a last time, it sets its bit in
 // `asleep`; the writer stores the word, then looks at the bits.
@@ -35,7 +35,7 @@ class Publication {
   static constexpr std::uint32_t kReaders = 128;
   static constexpr std::uint32_t kSlots = kReaders + 2;
 
-  // A publication and where it lies; number 0: none.
+  // A publication and its slot; number 0 means none.
   struct News {
     std::uint64_t number = 0;
     std::uint32_t slot = 0;
@@ -65,7 +65,7 @@ class Publication {
   // signal came; returns whether there is one.
   bool wait(std::uint32_t reader, std::uint64_t seen, std::int64_t nanoseconds) noexcept;
 
-  // For a reader that has died: its hold and its sleep.
+  // Clears the hold and the bit in `asleep` of a reader that has died.
   void clear(std::uint32_t reader) noexcept {
     release(reader);
     wake(reader);

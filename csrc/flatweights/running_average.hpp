@@ -45,14 +45,14 @@ class RunningSum {
 
  private:
   [[nodiscard]] std::size_t reals() const noexcept { return starts_.back(); }
-  // Bytes that adding `sources` models, or writing one, reads and writes, about.
+  // About the bytes that are read and written to add `sources` models, or to write one.
   [[nodiscard]] std::size_t traffic(std::size_t sources) const noexcept {
     return (2 * size() + reals() / 2 * sources) * sizeof(double);
   }
   [[nodiscard]] double* sum(std::size_t slot, std::size_t at) const noexcept {
     return memory_ + starts_[slot] + at;
   }
-  // Where the rounding errors of a compensated slot's sums lie; null for other slots.
+  // The address of the rounding errors of a compensated slot's sums; null for other slots.
   [[nodiscard]] double* lost(std::size_t slot, std::size_t at) const noexcept {
     return is_compensated(dtypes_[slot]) ? memory_ + reals() + lost_starts_[slot] + at : nullptr;
   }

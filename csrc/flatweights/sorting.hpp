@@ -10,7 +10,7 @@
 namespace flatweights {
 
 // A mean over ranks of sorted numbers, the smallest of which has rank 0: of the ranks
-// [first, last); or, if `nearest` is not 0, of so many numbers nearest to the median.
+// [first, last); or, if `nearest` is not 0, of that many numbers nearest to the median.
 struct Ranks {
   std::size_t first;
   std::size_t last;
@@ -54,7 +54,7 @@ constexpr std::size_t room_bytes(const Sorting& sorting) noexcept {
   return address_bytes(sorting.count) + sorting.count * sorting.row_bytes;
 }
 
-// Owns what a Sorting points to.
+// Owns the memory that a Sorting points to.
 class SortingPlan {
  public:
   // There are at least one and at most kMostSources sources.

@@ -1,11 +1,11 @@
 // Tensors over read-only memory with another owner.
 //
 // TensorFlow computes in place where Tensor::RefCountIsOne holds: the counts of the tensor's
-// buffer and of that buffer's root are one, and the buffer owns its memory. A value that aliases
-// foreign memory says that it does not. But Tensor::Slice (v[:n], unstack, split, datasets) makes
-// a buffer that refers only to the root and says that it owns its memory, whatever the root
-// says. So the root is a separate object that also counts itself: a slice is never its only
-// reference, so slices, too, are copied before they are written to.
+// buffer and of that buffer's root are one, and the buffer owns its memory. The buffer of a value
+// that aliases foreign memory says that it does not own it. But Tensor::Slice (v[:n], unstack,
+// split, datasets) makes a buffer that refers only to the root and says that it owns its memory,
+// whatever the root says. So the root is a separate object that also counts itself: a slice is
+// never its only reference, so slices, too, are copied before they are written to.
 //
 //   value's tensors -> AliasBuffer -> AliasRoot <- slices
 //
@@ -58,11 +58,11 @@ class AliasRoot : public tensorflow::TensorBuffer {
 
   std::size_t size_;
   std::shared_ptr<AliasOwner> owner_;
-  AliasRoot* next_ = nullptr;  // that lingers, too
+  AliasRoot* next_ = nullptr;  // the next lingering root
 };
 
-// Roots that slices refer to, and no AliasBuffer: a list without a lock, since buffers die on
-// any thread, under any lock, and in forked children.
+// Roots to which only slices refer, no AliasBuffer: a list without a lock, since buffers die on any
+// thread, under any lock, and in forked children.
 class LingeringRoots {
  public:
   static LingeringRoots& instance() {

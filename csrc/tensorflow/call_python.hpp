@@ -1,8 +1,8 @@
 // The op that calls a Python function to compute tensors in the memory of its inputs.
 //
 // It does less than tf.py_function: it makes no Python tensors and enters no eager context. The
-// function may wait for what other graphs of the process bring about: a thread of our own waits,
-// and none of TensorFlow's, which those graphs may lack.
+// function may wait for results of other graphs of the process. So a thread of our own waits: if
+// one of TensorFlow's waited, those graphs might lack it.
 #pragma once
 
 #include <atomic>
@@ -40,7 +40,7 @@ class CallPythonOp : public tensorflow::AsyncOpKernel {
       tensors.push_back(
           {input.data(), output->data(), static_cast<std::size_t>(input.NumElements())});
     }
-    // `done` ends the life of the context, and maybe of this.
+    // `done` ends the life of the context, and perhaps of this kernel.
     WaitingThreads::instance().run([id = id_, context, tensors = std::move(tensors),
                                     done = std::move(done)] {
       char text[2048] = "flatweights is not loaded";

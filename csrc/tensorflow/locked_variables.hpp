@@ -28,8 +28,8 @@ struct BoundVariable {
   tensorflow::TensorShape shape;
 };
 
-// Where a variable and its value were when they were last seen: only for prefetching, never for
-// reading, since they may be gone.
+// The last known addresses of a variable and its value: only for prefetching, never for reading,
+// since both may be gone.
 class LastSeen {
  public:
   // Remembers a variable and its weak pointer, which is one to an object of TensorFlow's.
@@ -167,8 +167,8 @@ class LockedVariables {
 
   void reserve(std::size_t count) { held_.reserve(count); }
 
-  // Locks and checks one variable. False after a failure, with the variable locked or not:
-  // deleting this unlocks it.
+  // Locks and checks one variable. Returns false after a failure. Then the variable may be locked;
+  // deleting this object unlocks it.
   bool add(const Variables::Entry& entry, LastSeen& last_seen, VariableAccess access,
            const VariableAlias* alias, const std::shared_ptr<AliasOwner>& owner,
            VariableMemory* memory, VariableFailure* failure);

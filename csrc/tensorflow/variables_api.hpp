@@ -30,7 +30,7 @@ enum class VariableAccess {
   kUpdate,
 };
 
-// Where a locked variable's elements are.
+// The address of a locked variable's elements.
 struct VariableMemory {
   void* data;          // null where there is nothing to move
   const void* before;  // the value, to be copied to `data` before it is updated; else null
@@ -73,7 +73,7 @@ using PythonCaller = bool (*)(std::int64_t id, const CalledTensor* tensors, std:
 struct VariablesApi {
   std::uint32_t version;
 
-  // Part of what the op returns: an id means nothing in another process.
+  // Part of the op's result: an id means nothing in another process.
   std::int64_t nonce;
 
   // Binds variables, consuming their ids; null after a failure.
@@ -107,12 +107,12 @@ struct VariablesApi {
   bool (*sweep)();
 
   // Whether operations that this thread dispatches run asynchronously; `context`: a TFE_Context.
-  // Null where this TensorFlow does not tell.
+  // Null if this TensorFlow does not expose it.
   bool (*is_async)(void* context);
 
   // The address of this thread's `is_eager` in `context`, TensorFlow's Python object: the value
   // that reading the attribute gives, without the cost of Python and pybind11. Call it, and read
-  // the value at once, with the GIL held. Null where this TensorFlow does not tell.
+  // the value at once, with the GIL held. Null if this TensorFlow does not expose it.
   const bool* (*eager_mode)(void* context);
 
   // Sets the function that the op FlatweightsCallPython calls.

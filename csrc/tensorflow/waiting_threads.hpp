@@ -1,4 +1,4 @@
-// Threads for work that waits: as many as there ever was such work at once.
+// Threads for work that waits: as many as the most jobs that there were at one time.
 #pragma once
 
 #include <condition_variable>
@@ -48,7 +48,7 @@ class WaitingThreads {
 
   std::mutex mutex_;
   std::condition_variable came_;
-  std::deque<std::function<void()>> work_;  // of which no thread has begun
+  std::deque<std::function<void()>> work_;  // that no thread has begun
   std::size_t idle_ = 0;
 };
 
