@@ -26,7 +26,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if example := getattr(item, "example", None):
             text: str = example.document.text
-            is_slow = text[: example.start].rstrip().endswith(slow)
+            before = text[: example.start]
+            if before.count("```") % 2:  # a line of a doctest: look above its block
+                before = before.rpartition("```")[0]
+            is_slow = before.rstrip().endswith(slow)
             if is_slow or (config.option.markexpr == "slow" and slow in text):
                 item.add_marker(pytest.mark.slow)
 
