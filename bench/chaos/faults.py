@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
+from bench import nodes
 from bench.chaos.oracle import Log
 from flatweights.ray import _failpoints
 
@@ -30,6 +31,10 @@ ACTORS = {
 }
 """Faults of processes without a rank: the names of their classes."""
 PUBLISHER = "publisher killed"
+CUT, SLOW = "link cut", "link slow"
+LINKS = (CUT, SLOW)
+"""Faults of the link of a node, where `bench.nodes` has made the nodes."""
+_TENTH = 0.1  # of its rate remains to a slow link
 ADDED, REMOVED = "worker added", "worker removed"
 
 DRIVER = -1  # its rank
@@ -84,10 +89,11 @@ def schedule(
 class Injector:
     """Does faults to the processes that log in a folder."""
 
-    def __init__(self, folder: Path, points: Sequence[str]) -> None:
-        """Take the ``points`` of calls at which processes die."""
+    def __init__(self, folder: Path, points: Sequence[str], mbit: float = 0.0) -> None:
+        """Take the ``points`` of calls at which processes die, and the rate of links."""
         self._folder = folder
         self._points = points
+        self._mbit = mbit
         self._timers: list[threading.Timer] = []
 
     def do(self, fault: Fault) -> int | None:
@@ -110,6 +116,9 @@ class Injector:
             return DRIVER if is_done else None
         if kind == STORE:
             fill_stores(fault.seconds)
+            return DRIVER
+        if kind in LINKS:
+            self._harm_link(fault)
             return DRIVER
         if kind in (ADDED, REMOVED):
             self._tell(DRIVER, f"{kind}:{fault.draw}")
@@ -136,10 +145,25 @@ class Injector:
             return _kill(pid, signal.SIGKILL)
         if not _kill(pid, signal.SIGSTOP):
             return False
-        timer = threading.Timer(fault.seconds, _kill, (pid, signal.SIGCONT))
+        self._later(fault.seconds, _kill, pid, signal.SIGCONT)
+        return True
+
+    def _harm_link(self, fault: Fault) -> None:
+        """Cut or slow down the link of a node without the driver; mend it later."""
+        there = nodes.Nodes.of_this_process()
+        node = 1 + int(fault.draw * (len(there) - 1))
+        if fault.kind == CUT:
+            there.cut(node)
+            self._later(fault.seconds, there.mend, node)
+        else:
+            there.slow(node, _TENTH * self._mbit)
+            self._later(fault.seconds, there.slow, node, self._mbit)
+
+    def _later(self, seconds: float, act: Callable[..., object], *args: Any) -> None:
+        """Do something after so long, or at the end of the run."""
+        timer = threading.Timer(seconds, act, args)
         timer.start()
         self._timers = [one for one in self._timers if one.is_alive()] + [timer]
-        return True
 
     def _tell(self, rank: int, text: str) -> None:
         unfinished = self._folder / f"{rank}.unfinished"
@@ -173,10 +197,13 @@ def actors() -> dict[int, str]:
 
 
 def place(rank: int) -> dict[str, Any]:
-    """Return Ray's options that put every third rank on another node, if there are two."""
-    node = "away" if rank % 3 == 2 else "home"
-    there = node in ray.cluster_resources()
-    return {"num_cpus": 0, "resources": {node: 0.001} if there else {}}
+    """Return Ray's options that put a rank on its node: of two nodes, every third on the other.
+
+    Nodes have a resource by their number: ``node0``, ``node1`` and so on.
+    """
+    count = sum(name[4:].isdigit() for name in ray.cluster_resources() if name.startswith("node"))
+    where = {f"node{max(0, rank % 3 + count - 3)}": 0.001} if count else {}
+    return {"num_cpus": 0, "resources": where}
 
 
 def fill_stores(seconds: float) -> None:

@@ -30,7 +30,8 @@ def failures_of(record: Record) -> list[str]:
 def leaks_of(record: Record) -> list[str]:
     """Return which of our processes have more descriptors or memory at the end than before.
 
-    Ray opens a connection now and then; what is left of each fault would be more.
+    Ray opens a connection now and then, a few in each run; what is left of each fault would be
+    more.
     """
     leaks = []
     added = record.mode == "asynchronous"  # its group may have one worker more
@@ -39,7 +40,7 @@ def leaks_of(record: Record) -> list[str]:
         if role in first and role in OURS:
             before = first[role]
             more = descriptors / count - before[1] / before[0]
-            if more > max(4, len(record.faults) / 4) + 8 * added:
+            if more > max(12, len(record.faults) / 4) + 8 * added:
                 leaks.append(f"{role}: {more:.0f} more descriptors")
             if megabytes / count > 1.1 * before[2] / before[0] + 20:
                 leaks.append(

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from bench import nodes
 from bench.chaos import faults
 from bench.chaos.oracle import Entry, Got, Note, read_logs
 
@@ -38,6 +39,7 @@ class Plan:
         pace: Seconds of work in each step of a worker.
         timeout: Seconds that the others wait for one that is late.
         without: Kinds of faults that are left out.
+        mbit: The rate of links that are cut and slowed down, in Mbit/s; 0 if none are.
     """
 
     seed: int
@@ -50,6 +52,7 @@ class Plan:
     pace: float = 0.01
     timeout: float = 1.0
     without: Sequence[str] = ()
+    mbit: float = 0.0
 
 
 class Mode(ABC):
@@ -188,8 +191,9 @@ class Run:
         self.record = Record(kind.__module__.rpartition(".")[2], asdict(plan))
         self._folder = folder
         self._mode = kind(folder, plan)
-        self._injector = faults.Injector(folder, kind.points)
-        kinds = [one for one in kind.kinds if one not in plan.without]
+        self._injector = faults.Injector(folder, kind.points, plan.mbit)
+        kinds = [*kind.kinds, *(faults.LINKS if plan.mbit else ())]
+        kinds = [one for one in kinds if one not in plan.without]
         self._faults = faults.schedule(plan.seed, kinds, plan.size, plan.every, plan.lasting)
 
     def do(self) -> Record:
@@ -349,16 +353,20 @@ def _rate(times: Sequence[float], spans: Sequence[Span]) -> float:
 
 
 def own_processes() -> dict[int, str]:
-    """Return the role of each process that this one has started, and of this one."""
+    """Return the role of each process that this one has started, and of this one.
+
+    Among the nodes of `bench.nodes`, Ray was started by the process that made them.
+    """
     parents: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
             parents[int(folder.name)] = int(
                 (folder / "stat").read_text().rpartition(")")[2].split()[1]
             )
-    roles, found = {os.getpid(): "driver"}, [os.getpid()]
+    above = [os.getppid()] if nodes.is_among_nodes() else []
+    roles, found = {os.getpid(): "driver"}, [*above, os.getpid()]
     for parent in found:
-        for pid in (pid for pid, above in parents.items() if above == parent):
+        for pid in (pid for pid, one in parents.items() if one == parent and pid not in found):
             with contextlib.suppress(OSError):
                 words = (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0")
                 roles[pid] = Path(words[0].decode().partition(" ")[0].partition(".")[0]).name
