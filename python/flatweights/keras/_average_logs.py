@@ -47,17 +47,18 @@ class AverageLogs(MemberCallback):
         Args:
             member: This process's member. If None, that of the worker of Ray Train, shared with
                 the other callbacks and optimizers, which leaves at the end of the training.
-            timeout: Seconds that other members may be late; for ever, if None. What one of those
-                that average in a training is given, callback or optimizer, counts for all of them.
-            min_results: How many members make an average; all, if None. It counts for all, too.
+            timeout: Seconds that other members may be late; for ever, if None. If one callback or
+                optimizer of a training gets a value, it applies to all of them.
+            min_results: The number of members that an average needs; all, if None. It applies to
+                all callbacks and optimizers, too.
 
         Raises:
-            TypeError: If ``member`` is none.
+            TypeError: If ``member`` is not a `Member`.
         """
         super().__init__(MemberLease("AverageLogs", member, timeout, min_results))
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Take the count of the validation."""
+        """Read the number of samples of the validation."""
         self._samples.end_test()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -72,7 +73,7 @@ class AverageLogs(MemberCallback):
         if self._is_apart:
             return
         logs = {} if logs is None else logs
-        # A train_step of one's own may count no samples.
+        # A user's own train_step may count no samples.
         counts = {"": self._samples.read() or 1.0, "val_": self._samples.tested or 1.0}
         own = {name: np.float64(value) for name, value in logs.items() if np.ndim(value) == 0}
         samples = {n: np.float64(counts["val_" if n.startswith("val_") else ""]) for n in own}

@@ -23,19 +23,19 @@ Weight = Literal["samples"] | float
 
 
 class AverageWeights(MemberCallback):
-    """Averages the model's weights over the members of a meeting, every so many epochs or batches.
+    """Averages the model's weights over the members of a meeting, every few epochs or batches.
 
     All members start from the weights of rank 0. Each then trains by itself. After ``every``
     epochs or batches, and at the end of training, all continue from the average. An average after
     an epoch is taken before its validation, so the validation tests the weights that are saved. Put
     this callback before callbacks that save the model.
 
-    With ``outer``, the average is not the next model: an optimizer of `flatweights.server` takes a
-    step with it. Each member steps its own copy of the optimizer, all with the same bits. With
-    ``partial(FedAvgM, momentum=0.9, learning_rate=0.7, nesterov=True)`` this is
-    DiLoCo (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
-    2023), which averages after hundreds of batches. The optimizer updates the trainable variables;
-    others, such as moving statistics, become the average.
+    With ``outer``, the members do not continue from the average itself: an optimizer of
+    `flatweights.server` takes a step with it. Each member steps its own copy of the optimizer, all
+    with the same bits. With ``partial(FedAvgM, momentum=0.9, learning_rate=0.7, nesterov=True)``
+    this is DiLoCo (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
+    Models", 2023), which averages after hundreds of batches. The optimizer updates the trainable
+    variables; others, such as moving statistics, become the average.
 
     >>> import keras
     >>> import flatweights.ray
@@ -54,7 +54,7 @@ class AverageWeights(MemberCallback):
             saves the state needed to resume.
     """
 
-    counted = ("_steps",)  # what a member that is healed gets from another
+    counted = ("_steps",)  # the giver's value replaces that of a healed member
     round: Round | None
     outer: ServerOptimizer[FlatWeights] | None
 
@@ -85,34 +85,36 @@ class AverageWeights(MemberCallback):
             outer: An optimizer of `flatweights.server` for the trainable variables, as
                 `flatweights.tensorflow.TensorFlowVariables` names them, such as one that was
                 loaded: the members start from its weights, which are rank 0's. Or a function that
-                makes one from the first weights.
-            timeout: Seconds that other members may be late; for ever, if None. What one of those
-                that average in a training is given, callback or optimizer, counts for all of them.
-            min_results: How many members make an average; all, if None. One that is late goes on
-                from the average of the others. It counts for all, too.
+                makes such an optimizer from the first weights.
+            timeout: Seconds that other members may be late; for ever, if None. If one callback or
+                optimizer of a training gets a value, it applies to all of them.
+            min_results: The number of members that an average needs; all, if None. A member that is
+                late goes on from the average of the others. It applies to all callbacks and
+                optimizers, too.
             nonfinite: What to do about NaN and infinity; see `flatweights.average`.
-            rule: Replaces the mean, such as ``flatweights.robust.Median()``; see
+            rule: A rule that replaces the mean, such as ``flatweights.robust.Median()``; see
                 `flatweights.ray.Member.average`. If it has no weights, all members count equally.
 
         Raises:
             TypeError: If ``member`` is not a `Member`, ``rule`` is not a rule, or it has no weights
                 and ``weight`` is a number other than 1.
-            ValueError: If ``every`` is below 1, ``unit`` or ``weight`` is none of these, or
-                ``min_results`` is given with ``outer``, whose copies have to see every average.
+            ValueError: If ``every`` is below 1, ``unit`` or ``weight`` is something else, or
+                ``min_results`` is given with ``outer``, whose copies must all get every average.
         """
         if unit not in ("epoch", "batch"):
             raise ValueError(f"unit: expected 'epoch' or 'batch', got {unit!r}")
         if every < 1:
             raise ValueError(f"every: expected at least 1, got {every!r}")
-        given: Any = weight
-        if given != "samples" and (isinstance(given, str) or not 0 < given < np.inf):
+        number: Any = weight
+        if number != "samples" and (isinstance(number, str) or not 0 < number < np.inf):
             raise ValueError(f"weight: expected 'samples' or a positive number, got {weight!r}")
         if rule is not None and not Rule.of(rule).takes_weights:
-            if given not in ("samples", 1):
-                raise TypeError(f"weight: {Rule.of(rule).name} has none, all members count alike")
+            if number not in ("samples", 1):
+                name = Rule.of(rule).name
+                raise TypeError(f"weight: {name} has no weights, all members count alike")
             weight = 1.0
         if outer is not None and min_results is not None:
-            raise ValueError("min_results: expected None with outer, which all have to step alike")
+            raise ValueError("min_results: expected None with outer, whose step needs all members")
         needs_all = "" if outer is None else "AverageWeights(outer=...)"
         super().__init__(
             MemberLease("AverageWeights", member, timeout, min_results, needs_all=needs_all)
@@ -128,25 +130,25 @@ class AverageWeights(MemberCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Make all members start from rank 0's weights."""
-        self._counted = 0.0  # of this epoch's samples, those that are in `_since`
+        self._counted = 0.0  # samples of this epoch that are already in `_since`
         self._since = 0.0  # samples since the last average
         self._steps = 0  # epochs or batches since the last average
-        self._trained = False  # whether there were batches since
-        self._batch = -1  # the last one
+        self._trained = False  # whether there were batches since then
+        self._batch = -1  # the number of the last batch
         super().on_train_begin()
         self._is_started = False
         if self.model.built:
             self._start()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Count anew."""
+        """Begin to count the epoch's samples."""
         super().on_epoch_begin(epoch)
         self._counted = 0.0
         self._batch = -1
         self._is_epoch_over = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Average, if it is time."""
+        """Average, if it is due."""
         super().on_train_batch_end(batch)
         if self._is_apart:
             return
@@ -160,17 +162,17 @@ class AverageWeights(MemberCallback):
                 self._average()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Average before the validation, if it is time."""
+        """Average before the validation, if it is due."""
         super().on_test_begin()
         self._end_epoch()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Average, if it is time and there was no validation."""
+        """Average, if it is due and there was no validation."""
         super().on_epoch_end(epoch)
         self._end_epoch()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Average once more, if members have trained since, and leave, if it joined by itself."""
+        """Average once more, if a member has trained since; leave, if no member was given."""
         self._count()
         trained, lease = self._trained, self._lease
         # Members that have been late are not at the same call as the others.
@@ -208,10 +210,10 @@ class AverageWeights(MemberCallback):
         if self._includes_optimizer and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         optimizers = [model.optimizer] if self._includes_optimizer else []
-        given, self._learned = self._given_outer, None
+        outer, self._learned = self._given_outer, None
         # Seeds stay each member's own, or all would drop the same units.
         weights = list(model.weights)
-        if given is not None:
+        if outer is not None:
             self._learned = TensorFlowVariables(list(model.trainable_variables))
             weights = list(model.non_trainable_weights)
         plain = [*weights, *optimizers]
@@ -219,14 +221,14 @@ class AverageWeights(MemberCallback):
         timeout = self._lease.timeout
         if self._plain is not None and not has_state:
             self._member.broadcast_variables(self._plain, timeout=timeout)
-        if self._learned is not None and given is not None:
-            if isinstance(given, ServerOptimizer):
-                state = self._member.broadcast(given.state, timeout=timeout)
-                self.outer = type(given).from_state(state)
+        if self._learned is not None and outer is not None:
+            if isinstance(outer, ServerOptimizer):
+                state = self._member.broadcast(outer.state, timeout=timeout)
+                self.outer = type(outer).from_state(state)
                 self._learned.set_weights(self.outer.weights)
             else:
                 self._member.broadcast_variables(self._learned, timeout=timeout)
-                self.outer = given(self._learned.get_weights())
+                self.outer = outer(self._learned.get_weights())
         self._is_started = True
 
     def _average(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks which Keras this is."""
+"""Checks the version and the backend of Keras."""
 
 import keras
 
@@ -7,7 +7,7 @@ def check_keras() -> None:
     """Raise unless Keras is version 3 and runs on TensorFlow.
 
     Raises:
-        ImportError: If it does not; it says what works there.
+        ImportError: If it does not; the message names functions that work there.
     """
     instead = (
         "Member.average of flatweights.ray averages arrays of any framework, such as those of "
@@ -17,7 +17,7 @@ def check_keras() -> None:
         raise ImportError(f"expected Keras 3, got {keras.__version__}; {instead}")
     backend = keras.backend.backend()
     if backend != "tensorflow":
-        raise ImportError(f"expected Keras on TensorFlow, got it on {backend}; {instead}")
+        raise ImportError(f"expected Keras on TensorFlow, got Keras on {backend}; {instead}")
 
 
 check_keras()

@@ -1,4 +1,4 @@
-"""What the callbacks have in common: a member, terms that all of one `fit` share, and a count."""
+"""The base of the callbacks: a member, terms that all callbacks of a `fit` share, a count."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """A callback that averages something in a meeting."""
 
     def __init__(self, lease: MemberLease) -> None:
-        """Average as ``lease`` says."""
+        """Average with the member of ``lease``, on its terms."""
         super().__init__()
         self._lease = lease
         with _lock:
             _callbacks.add(self)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Join, if need be, and have gradients start alike in all members."""
+        """Join, if necessary, and give all members the same start if gradients are averaged."""
         averaging = averaging_of(self.model)
-        # `fit` gives its callbacks one and the same dictionary.
+        # All callbacks of a `fit` have the same dictionary.
         with _lock:
             of_this_fit = [one for one in _callbacks if one.params is self.params is not None]
         leases = {id(one): one._lease for one in (self, *of_this_fit)}
@@ -42,30 +42,30 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._samples = Samples(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Meet the others, if they can be elsewhere; count anew."""
+        """Meet the others, if they may be in another epoch; begin to count samples."""
         if self._progress is not None:
             self._progress.begin_epoch(epoch)
         self._samples.begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """End the epoch, if the others have."""
+        """End the epoch, if the others have ended it."""
         if self._progress is not None:
             self._progress.end_batch()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Go on, if the epoch was made to end."""
+        """Let `fit` continue, if the epoch was cut short."""
         if self._progress is not None:
             self._progress.end_epoch()
 
     @property
     def _is_apart(self) -> bool:
-        """Whether this member takes part in no calls, because it is not where the others are."""
+        """Whether this member takes part in no calls, because the others are at another place."""
         return self._progress is not None and self._progress.is_apart
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Take the count of the training before that of the validation begins."""
+        """Read the number of samples of the training before the validation resets it."""
         self._samples.begin_test()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Leave, if it joined by itself."""
+        """Leave the meeting, if no member was given."""
         self._lease.end()

@@ -45,8 +45,8 @@ def average_gradients(
     ``fit``, in a `tf.function` and in eager loops. Clipping, weight decay, moving averages of the
     weights (``use_ema``) and a `keras.optimizers.LossScaleOptimizer` see the averaged gradient.
     With ``gradient_accumulation_steps``, accumulated gradients are averaged once for all steps.
-    All gradients travel as one buffer. Gradients of embeddings become dense, so clipping and the
-    squares of Adam see the sum of rows that occur twice, and not each of them.
+    All gradients travel as one buffer. Gradients of embeddings become dense, so clipping and Adam's
+    squares see the sum of rows that occur twice, instead of each of them.
 
     The optimizer is changed in place: it keeps its class, and is saved and loaded like any other,
     without the averaging. After loading, call this function again. Under the policy
@@ -70,16 +70,16 @@ def average_gradients(
     >>> member.leave()
 
     Args:
-        optimizer: Of Keras 3.
+        optimizer: An optimizer of Keras 3.
         member: This process's member. If None, the member of this worker of Ray Train, which is
             shared with the callbacks and joins at the first step.
         timeout: Seconds that other members may be late for a step; for ever, if None.
-        min_results: The number of members that a step needs: those that are late or have died are
-            left out, and healed when they come back; all members, if None.
+        min_results: The number of members that a step needs; all, if None. Members that are late or
+            have died are left out, and healed when they come back.
         nonfinite: What to do about NaN and infinity; see `flatweights.average`. A
             `keras.optimizers.LossScaleOptimizer` needs ``"propagate"``: all members then skip
             the step.
-        rule: Replaces the mean, such as ``flatweights.robust.Median()``; see
+        rule: A rule that replaces the mean, such as ``flatweights.robust.Median()``; see
             `flatweights.ray.Member.average`.
 
     Returns:
@@ -118,9 +118,9 @@ class Averaging:
     """Replaces some methods of one optimizer.
 
     Attributes:
-        lease: The member, and how long and for whom its calls wait.
-        progress: Where the member is in a `fit` that goes on without those that are late or have
-            died; None if it needs all.
+        lease: The member, and the time and the number of members that its calls wait for.
+        progress: The member's progress in a `fit` that goes on without members that are late or
+            have died; None if it needs all.
     """
 
     def __init__(self, optimizer: Any, lease: MemberLease, options: dict[str, Any]) -> None:
@@ -129,20 +129,21 @@ class Averaging:
         self._optimizer = optimizer
         self._options = options
         self._is_started = False
-        self._has_stepped = False  # since the start
-        self._errors: list[BaseException] = []  # what the step that runs has raised
+        self._has_stepped = False  # since the last start
+        self._errors: list[BaseException] = []  # raised by the step that runs
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
         self._states: dict[tuple[int, ...], State] = {}
         self.progress: Progress | None = None
         self._apply: Callable[..., None] = optimizer.apply
         self._finalize: Callable[[Any], None] = optimizer.finalize_variable_values
         self._make: Callable[[Any], None] = optimizer.build
-        # On the object itself, past Keras' tracking: its class is what is saved.
+        # On the object itself, without Keras's tracking: saving looks only at its class.
         methods = vars(optimizer)
         methods["apply"] = self._apply_averages
         methods["build"] = self._build
         methods["finalize_variable_values"] = self._end
-        # Those that call others' `apply` decide whether, and what of: they have to see averages.
+        # Wrappers decide whether to call the inner optimizer's `apply`, and with which gradients,
+        # so they must see averages.
         inner = hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "_inner_optimizers")
         if optimizer.gradient_accumulation_steps and not inner:
             self._step: Callable[[Any, Any], None] = optimizer._backend_apply_gradients
@@ -150,7 +151,7 @@ class Averaging:
             methods["_backend_apply_gradients"] = self._accumulate
 
     def begin_fit(self, callback: Any) -> None:
-        """Have all members start alike, and the model raise what a step has raised."""
+        """Give all members the same start; make the model raise the errors of steps."""
         model = callback.model
         if self.progress is not None and self.progress.params is callback.params:
             return
@@ -158,7 +159,7 @@ class Averaging:
         if not model.built and self.lease.min_results is not None:
             raise ValueError("min_results: expected a model that is built before fit")
         if model.built:
-            if self._has_stepped:  # whether or not the last training has come to its end
+            if self._has_stepped:  # even if the last training did not end
                 self._is_started = False
             self._optimizer.build(model.trainable_variables)
             if self.lease.min_results is not None:
@@ -171,9 +172,9 @@ class Averaging:
             model.train_function = self._raising_causes(function)
 
     def _raising_causes(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return ``function``, which raises what a step has raised instead of TensorFlow's error.
+        """Return ``function``, but raising the error of a step instead of TensorFlow's.
 
-        That has forty lines about the graph before the cause.
+        TensorFlow's has forty lines about the graph before the cause.
         """
 
         def train(iterator: Any) -> Any:
@@ -184,7 +185,7 @@ class Averaging:
                 if not self._errors:
                     raise
                 error = self._errors.pop()
-                # Its frames have arrays whose memory was the step's.
+                # The frames of its traceback have arrays whose memory belonged to the step.
                 error.__context__ = None
                 raise error.with_traceback(None) from None
 
@@ -192,12 +193,12 @@ class Averaging:
         return train
 
     def _apply_own(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Apply gradients that are averaged once they have been accumulated."""
+        """Apply gradients that are averaged after they have been accumulated."""
         grads, variables = self._begin(grads, trainable_variables)
         self._apply(grads, None if trainable_variables is None else variables)
 
     def _accumulate(self, grads: list[Any], variables: list[Any]) -> None:
-        """Add gradients up; clip the average of what was accumulated, if it is time to."""
+        """Accumulate gradients; if a step is due, clip the average of the accumulated ones."""
         methods = vars(self._optimizer)
         clip = self._optimizer._clip_gradients
         methods["_clip_gradients"] = lambda sums: clip(self._average(sums, variables))
@@ -217,7 +218,7 @@ class Averaging:
             self._apply(grads, None if trainable_variables is None else variables)
 
     def _begin(self, grads: Any, trainable_variables: Any) -> tuple[list[Any], list[Any]]:
-        """Check where this is called, and build; return the gradients and their variables."""
+        """Check the context of the call, and build; return the gradients and their variables."""
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if graph is not None and not tf.inside_function():
             raise RuntimeError("average_gradients: expected eager TensorFlow, got a TF1 graph")
@@ -230,7 +231,7 @@ class Averaging:
         if type(graph).__name__ == "CondBranchFuncGraph":
             raise RuntimeError(
                 "average_gradients: gradients are applied under a condition, on which members may "
-                "disagree. If the condition is that of a LossScaleOptimizer, pass that one: "
+                "disagree. If the condition is that of a LossScaleOptimizer, pass this: "
                 "average_gradients(keras.optimizers.LossScaleOptimizer(optimizer))"
             )
         optimizer = self._optimizer
@@ -244,7 +245,7 @@ class Averaging:
             self._start(variables, in_step=True)
             return list(grads), variables
         with tf.init_scope():
-            # The first trace of a model that is built in this function only makes variables.
+            # If the model is built in this function, its first trace only makes variables.
             if all(_inner(variable).is_initialized() for variable in variables):
                 with keras.name_scope(optimizer.name):
                     optimizer.build(variables)
@@ -259,12 +260,13 @@ class Averaging:
     def _start(self, variables: Sequence[Any], in_step: bool) -> None:
         """Give all members the variables and slots of rank 0, unless they have them.
 
-        In a step it is too late for that: the gradients were computed from the member's own.
+        In a step it is too late for that: the gradients were computed from the member's own
+        variables.
         """
         if self._is_started:
             return
         member = self.lease.take()
-        if self.lease.min_results is not None and member.lacks_state:  # it is given another's
+        if self.lease.min_results is not None and member.lacks_state:  # it will be healed
             self._is_started, self._has_stepped = True, False
             return
         state = self._variables_with_slots(variables)
@@ -286,9 +288,9 @@ class Averaging:
             if rows[:, 0].any():
                 raise ValueError(
                     "average_gradients: at the first step expected the variables and the "
-                    f"optimizer's slots of rank 0 in all members, got others in ranks {different}. "
-                    "Call model.optimizer.build(model.trainable_variables) before fit, which sets "
-                    "them, or use the callback AverageLogs, which calls it"
+                    "optimizer's slots of rank 0 in all members, got other values in ranks "
+                    f"{different}. Call model.optimizer.build(model.trainable_variables) before "
+                    "fit, which sets them, or use the callback AverageLogs, which calls it"
                 )
             with calls_are_equal(member, "start"):
                 member.broadcast_variables(state, root, timeout=self.lease.timeout)
@@ -296,13 +298,13 @@ class Averaging:
 
     def _variables_with_slots(self, variables: Sequence[Any]) -> TensorFlowVariables:
         """Return ``variables`` and the optimizer's slots, in the same order in all members."""
-        own = {id(one) for one in _accumulators(self._optimizer)}  # the rest of a mean, of each
+        own = {id(one) for one in _accumulators(self._optimizer)}  # each member's own
         slots = [slot for slot in self._optimizer.variables if id(slot) not in own]
         # Keras numbers names of slots by counters of the process.
         return TensorFlowVariables([*variables, {str(k): slot for k, slot in enumerate(slots)}])
 
     def _state_of(self, variables: Sequence[Any]) -> State:
-        """Return what heals a member of a training of ``variables``."""
+        """Return the state that heals a member of a training of ``variables``."""
         key = tuple(id(_inner(variable)) for variable in variables)
         if key not in self._states:
             self._states[key] = State(self._variables_with_slots(variables))
@@ -362,14 +364,14 @@ class Averaging:
             progress.is_apart = True
             move_parts(averages, grads)
         except BaseException as error:
-            self._is_started = False  # in another call of fit all members start again
+            self._is_started = False  # all members start again in the next fit
             self._errors.append(error)
             raise
         finally:
             exchange.grads, exchange.averages = [], []
 
     def _end(self, var_list: Any) -> None:
-        """At the end of `fit`, see that all members have come to it."""
+        """Wait at the end of `fit` until all members have reached it."""
         if self.progress is not None:
             self._is_started = False
             self.progress.end()
@@ -391,7 +393,7 @@ class _Exchange:
         variables: The variables.
         layout: One vector for each gradient.
         grads: The arrays of the gradients, while they are averaged.
-        averages: The arrays for the averages, during that time.
+        averages: The arrays for the averages, likewise.
     """
 
     def __init__(self, variables: Sequence[Any], grads: Sequence[tf.Tensor]) -> None:
@@ -410,12 +412,12 @@ class _Exchange:
 
 
 def averaging_of(model: Any) -> Averaging | None:
-    """Return what averages the gradients of the optimizer of ``model``, if it does."""
+    """Return the `Averaging` of the optimizer of ``model``; None without one."""
     return averaging_of_optimizer(getattr(model, "optimizer", None))
 
 
 def averaging_of_optimizer(optimizer: Any) -> Averaging | None:
-    """Return what averages the gradients of ``optimizer``, if it does."""
+    """Return the `Averaging` of ``optimizer``; None without one."""
     averaging = getattr(getattr(optimizer, "apply", None), "__self__", None)
     return averaging if isinstance(averaging, Averaging) else None
 
@@ -432,14 +434,14 @@ def _check_in_time(result: Round, what: str) -> None:
     """Raise if the member got the average of an earlier call, because it has missed some."""
     if result.late:
         raise TimeoutError(
-            f"{what}: expected the average of this call, got one of the past: rank "
+            f"{what}: expected the average of this call, got an earlier one: rank "
             f"{result.late[0]} was late, or has joined again. Start the training of all members "
             "again"
         )
 
 
 def _is_averaged(grad: Any, variable: Any) -> bool:
-    """Whether there is a gradient: of some variables, Keras passes the next value instead."""
+    """Whether ``grad`` is a gradient: for some variables, Keras passes the next value instead."""
     return grad is not None and not getattr(variable, "overwrite_with_gradient", False)
 
 

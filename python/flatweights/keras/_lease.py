@@ -17,7 +17,7 @@ _leases: weakref.WeakSet["MemberLease"] = weakref.WeakSet()  # of the shared mem
 
 Place = Literal["start", "epoch", "step", "weights", "logs", "end"]
 
-# Where in a training calls are made, as errors say it of a rank.
+# The places in a training at which members call, as errors describe them.
 _PLACES: dict[Place, str] = {
     "start": "begins its training",
     "epoch": "begins or ends an epoch",
@@ -26,15 +26,15 @@ _PLACES: dict[Place, str] = {
     "logs": "has ended its epoch",
     "end": "has ended its training",
 }
-_PATIENCE = 5.0  # seconds that members wait to tell each other where they are
+_PATIENCE = 5.0  # seconds that members wait for each other's places
 
 
 @contextmanager
 def calls_are_equal(member: Member, place: Place) -> Iterator[None]:
-    """Enclose a call of ``member``: if members have called different things, say where each is.
+    """Enclose a call of ``member``; if the members' calls differ, add their places to the error.
 
     Raises:
-        CallsDifferError: If they have.
+        CallsDifferError: If the calls differ.
     """
     try:
         yield
@@ -48,12 +48,12 @@ def calls_are_equal(member: Member, place: Place) -> Iterator[None]:
 
 
 def _where_all_are(member: Member, place: Place) -> str:
-    """Return where the members are, all of which have had the same error and so ask here, too."""
+    """Return the places of all members: they got the same error, so all of them ask here."""
     own = np.zeros(member.size)
     own[member.rank] = 1 + [*_PLACES].index(place)
     try:
         met = member.average({"places": own}, timeout=_PATIENCE, min_results=1)
-    except Exception:  # one does not ask: it is no training, or its process has ended
+    except Exception:  # one does not ask: it is not in a training, or has ended
         return f"rank {member.rank} {_PLACES[place]}, others do not"
     codes = np.rint(met.weights["places"] * len(met.used)).astype(int)
     ranks = {
@@ -68,7 +68,7 @@ def _where_all_are(member: Member, place: Place) -> str:
 
 
 def _named(ranks: Sequence[int], does: str) -> str:
-    """Return a sentence about ``ranks``, of what one of them does."""
+    """Return a sentence about ``ranks``; ``does`` is its predicate for one rank."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} {does}"
     plural = {"has": "have", "is": "are"}
@@ -79,14 +79,14 @@ def _named(ranks: Sequence[int], does: str) -> str:
 
 
 class MemberLease:
-    """A callback's or an optimizer's use of a member, and how long and for whom its calls wait.
+    """A callback's or an optimizer's use of a member, with the terms on which its calls wait.
 
-    Those that are given no member share one, which joins with the first lease and leaves when the
-    last one ends.
+    Callbacks and optimizers that are given no member share one, which joins with the first lease
+    and leaves when the last lease ends.
 
     Attributes:
         timeout: Seconds that other members may be late; for ever, if None.
-        min_results: How many members make an average; all, if None.
+        min_results: The number of members that an average needs; all, if None.
     """
 
     timeout: float | None
@@ -103,11 +103,11 @@ class MemberLease:
         """Use ``member``, or the shared one if None.
 
         Args:
-            who: What errors call the callback or the optimizer.
+            who: The name of the callback or the optimizer in errors.
             member: The member.
             timeout: See the attribute.
             min_results: See the attribute.
-            needs_all: What of it needs all members, if anything does.
+            needs_all: The feature of it that needs all members, if there is one.
         """
         if not isinstance(member, Member | None):
             raise TypeError(f"member: expected a Member, got {type(member).__name__}")
@@ -117,16 +117,16 @@ class MemberLease:
         self.use(self.given)
 
     def use(self, terms: dict[str, Any]) -> None:
-        """Have calls be made on these terms."""
+        """Make calls on these terms from now on."""
         self._given: Member | None = terms["member"]
         self.timeout = terms["timeout"]
         self.min_results = terms["min_results"]
 
     def take(self) -> Member:
-        """Return the member; join, if it is shared and nobody has yet.
+        """Return the member; join first, if it is shared and no lease has joined yet.
 
         Raises:
-            RuntimeError: If there is nothing that says which meeting to join.
+            RuntimeError: If there is no meeting to join, outside of Ray Train.
         """
         global _shared
         if self._given is not None:
@@ -155,13 +155,12 @@ class MemberLease:
 
 
 def agree(leases: Sequence[MemberLease]) -> None:
-    """Have all ``leases`` of a training wait alike: who is given terms says them for all.
+    """Make all ``leases`` of a training wait on the same terms, those that one of them was given.
 
-    A member that is late or dead for one of them is so for the others: if only one went on without
-    it, the next would wait for it.
+    If only one of them went on without a member that is late or dead, the next would wait for it.
 
     Raises:
-        ValueError: If they were given different ones.
+        ValueError: If they were given different terms.
     """
     terms: dict[str, Any] = {}
     for name in ("member", "timeout", "min_results"):
@@ -169,16 +168,16 @@ def agree(leases: Sequence[MemberLease]) -> None:
         for lease in said[1:]:
             if lease.given[name] != said[0].given[name]:
                 raise ValueError(
-                    f"{name}: expected the same of all that average in one training, got "
-                    f"{said[0].given[name]!r} of {said[0].who} and {lease.given[name]!r} of "
-                    f"{lease.who}. It need be given to one of them only"
+                    f"{name}: expected one value for all callbacks and optimizers of a training, "
+                    f"got {said[0].given[name]!r} for {said[0].who} and {lease.given[name]!r} "
+                    f"for {lease.who}. It is enough to pass it to one of them"
                 )
         terms[name] = said[0].given[name] if said else None
         for lease in leases:
             if name == "min_results" and said and lease.needs_all:
                 raise ValueError(
                     f"min_results: expected None with {lease.needs_all}, which needs all members, "
-                    f"got {terms[name]!r} of {said[0].who}"
+                    f"got {terms[name]!r} for {said[0].who}"
                 )
     for lease in leases:
         lease.use(terms)

@@ -1,4 +1,4 @@
-"""Where a member is in a training that goes on without those that are late or have died."""
+"""A member's progress in a training that goes on without members that are late or have died."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from flatweights import Layout
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.tensorflow import TensorFlowVariables
 
-_ROOM = 8192  # bytes for where the giver is, and for what its callbacks count
-_LAST = 10.0  # seconds, at least, for which the end of a training waits for those that are late
-_PAUSE = 0.05  # seconds until the first look whether they have come
-# What callbacks of Keras decide by: numbers that a member which was not there lacks.
+_ROOM = 8192  # bytes for the giver's place and for the counts of its callbacks
+_LAST = 10.0  # least seconds for which the end of a training waits for late members
+_PAUSE = 0.05  # seconds until it first looks for them
+# The numbers by which callbacks of Keras decide. A member that was absent lacks them.
 _COUNTS = frozenset(
     ("best", "best_epoch", "cooldown_counter", "epochs_since_last_save", "stopped_epoch", "wait")
 )
 
 
 class Place(NamedTuple):
-    """Where a member is in its training.
+    """A member's place in its training.
 
     Attributes:
         epoch: The epoch.
-        steps: How many steps of it are done.
-        counts: By place in the list of callbacks, what they count.
+        steps: The number of finished steps of that epoch.
+        counts: The counts of each callback, by its index in the list of callbacks.
     """
 
     epoch: int = -1
@@ -39,15 +39,15 @@ class Place(NamedTuple):
 
 
 class State:
-    """What heals a member: variables, the optimizer's slots, and where the training is.
+    """The state that heals a member: variables, the optimizer's slots, and the training's place.
 
     Attributes:
-        layout: That of the variables, then one slot for the place.
-        place: Where this member is; of one that was healed, where its giver was.
+        layout: The slots of the variables, then one for the place.
+        place: This member's place; after it was healed, the giver's.
     """
 
     def __init__(self, variables: TensorFlowVariables) -> None:
-        """Take the variables, with the slots among them."""
+        """Take the variables, including the optimizer's slots."""
         slots = variables.layout.slots
         self._variables = variables
         self.layout = Layout(
@@ -74,28 +74,28 @@ class State:
 
 
 class Progress:
-    """One `fit` of one member, with others that may be elsewhere in theirs.
+    """One `fit` of one member, while other members may be at other places of theirs.
 
     All members meet at the beginning of each epoch, and at the end. A member that lacks the state
-    is healed there, or in a step. If it is then not where the others are, it stays apart: its steps
-    average nothing, and its epochs end with their first batch. So it passes by those that the
-    others have begun already, and meets them where they begin the next one.
+    is healed there, or in a step. If it is then at another place than the others, it stays apart:
+    its steps average nothing, and its epochs end with their first batch. So it skips the epochs
+    that the others have begun already, and meets them at the beginning of the next one.
 
     Attributes:
-        params: Those of the `fit`, by which its callbacks are recognised.
-        is_apart: Whether the member takes part in no call but the meetings of epochs.
+        params: The parameters of the `fit`, by which its callbacks are recognised.
+        is_apart: Whether the member takes part in no calls except the meetings of epochs.
         is_over: Whether the others have ended their training.
         has_joined: Whether the training was under way when this `fit` began.
     """
 
     def __init__(self, lease: MemberLease, model: Any, callback: Any, state: State) -> None:
-        """Begin.
+        """Begin, before the first epoch.
 
         Args:
             lease: The member.
             model: The model.
             callback: One of the callbacks of the `fit`.
-            state: What heals a member.
+            state: The state that heals a member.
         """
         self.params: dict[str, Any] = callback.params
         self.is_apart = self.is_over = self.has_joined = False
@@ -106,13 +106,13 @@ class Progress:
         self._epoch = -1
         self._others = -1  # the epoch in which the others were when this member was healed
         self._steps = 0  # of this epoch
-        self._last_step: int | None = None  # of this epoch, if it is to end before its data
-        self._breaks = False  # whether this epoch was made to end
-        self._pending: Place | None = None  # what callbacks of Keras are to count from
-        self._final: NDArray[np.uint8] | None = None  # the state with which the training has ended
+        self._last_step: int | None = None  # of this epoch, if it ends before its data
+        self._breaks = False  # whether this epoch was cut short
+        self._pending: Place | None = None  # callbacks continue from its counts
+        self._final: NDArray[np.uint8] | None = None  # the state at the end of the training
 
     def join(self) -> None:
-        """Wait until the others begin an epoch, or end; be healed, and have `fit` begin there."""
+        """Wait until the others begin an epoch or end; get healed, and make `fit` begin there."""
         self._meet()
         self.has_joined = True
         self._epoch = self._state.place.epoch
@@ -122,9 +122,9 @@ class Progress:
     def begin_epoch(self, epoch: int) -> None:
         """Meet the others; all callbacks of a `fit` call it."""
         if self.has_joined:
-            self._model._initial_epoch = None  # it was read; if this `fit` fails, another begins
+            self._model._initial_epoch = None  # it was read; a later `fit` must not begin there
             if self._pending is not None:
-                self._take_counts(self._pending)  # those of `AverageWeights` were set to zero since
+                self._take_counts(self._pending)  # `AverageWeights` has set its own to zero
         if epoch == self._epoch:
             return
         self._epoch, self._steps, self._last_step = epoch, 0, None
@@ -133,13 +133,13 @@ class Progress:
         self._meet()
         while self.is_apart and self._others < epoch:
             self._meet()
-        if self.is_over:  # it has begun an epoch that the others do not have
+        if self.is_over:  # this epoch is beyond the end of the others' training
             self._final = self._state.layout.new_buffer()
             self._state.gather_into(self._final)
             self.is_apart = True
 
     def end_batch(self) -> None:
-        """End the epoch, if this member is apart, or where the others end theirs."""
+        """End the epoch if this member is apart, or after the last step of the others."""
         is_last = self._last_step is not None and self._steps >= self._last_step
         if self.is_apart or is_last:
             self._breaks = self._model.stop_training = True
@@ -147,10 +147,10 @@ class Progress:
             self._state.scatter(self._final)
 
     def end_epoch(self) -> None:
-        """Have `fit` go on, unless it is over; callbacks count on from what the others have."""
+        """Let `fit` go on, unless it is over; callbacks go on from the counts of the others."""
         if self._pending is not None and not self.is_apart:
             for one in self._callbacks:
-                if getattr(one, "monitor_op", one) is None:  # it begins with the first epoch's end
+                if getattr(one, "monitor_op", one) is None:  # set at the end of the first epoch
                     one._set_monitor_op()
             self._take_counts(self._pending)
             self._pending = None
@@ -160,13 +160,13 @@ class Progress:
 
     @property
     def state(self) -> State:
-        """What heals a member, or is given to one: with where this member is."""
+        """The state that heals this or another member, with this member's place."""
         counts = {k: _counts_of(one) for k, one in enumerate(self._callbacks)}
         self._state.place = Place(self._epoch, self._steps, counts)
         return self._state
 
     def end_step(self, is_healed: bool) -> None:
-        """Note that a step was averaged; if it healed this member, find out how to go on."""
+        """Note that a step was averaged; if it healed this member, decide where to go on."""
         steps, self._steps = self._steps, self._steps + 1
         if not is_healed:
             return
@@ -176,13 +176,14 @@ class Progress:
         total: int | None = self.params.get("steps")
         by_step = self._model.steps_per_execution == 1
         if giver.epoch == self._epoch and by_step and total is not None and giver.steps >= steps:
-            # It is where the giver is, and may be the next giver; members have as many batches.
+            # This member is at the giver's place, and may be the next giver. All have equally many
+            # batches.
             self._steps, self._last_step = giver.steps + 1, total
         else:
             self.is_apart, self._others = True, giver.epoch
 
     def end(self) -> None:
-        """Meet the others at the end; let those that are late come, for a while."""
+        """Meet the others at the end; wait a while for those that are late."""
         if not self.is_over:
             patience = max(_LAST, self._lease.timeout or 0.0)
             until, pause = time.monotonic() + patience, _PAUSE
@@ -194,7 +195,7 @@ class Progress:
         self.is_apart = False
 
     def _meet(self, ends: bool = False) -> bool:
-        """Tell the others where this member is; be healed, if need be; return if one is late."""
+        """Tell the others this member's place; get healed, if needed; return if one is late."""
         member = self._lease.take()
         member.raises_elsewhere = False
         if self.is_apart:
@@ -223,9 +224,9 @@ class Progress:
 
 
 def _callbacks_beside(callback: Any) -> list[Any]:
-    """Return all callbacks of a `fit`, since some decide by what they have counted.
+    """Return all callbacks of a `fit`, since some decide by their counts.
 
-    Keras gives a callback no way to the others: this is the list that holds it and the history.
+    Keras gives a callback no access to the others: this is the list that holds it and the history.
     """
     history = callback.model.history
     lists = (one for one in gc.get_referrers(callback) if isinstance(one, list))
@@ -233,7 +234,7 @@ def _callbacks_beside(callback: Any) -> list[Any]:
 
 
 def _counts_of(callback: Any) -> dict[str, Any]:
-    """Return what a callback of Keras or of this package counts."""
+    """Return the counts of a callback of Keras or of this package."""
     names = getattr(callback, "counted", None)
     if names is None:
         names = _COUNTS if type(callback).__module__.startswith("keras.") else ()

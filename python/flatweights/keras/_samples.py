@@ -9,16 +9,16 @@ import numpy as np
 class Samples:
     """Counts the samples of an epoch, as the weight that Keras gives to the mean of the loss.
 
-    A callback forwards what it is told. A model whose own ``train_step`` does not update that mean
-    has 0 samples.
+    A callback calls these methods. A model whose own ``train_step`` does not update that mean has 0
+    samples.
 
     Attributes:
-        trained: Those of the epoch's training so far, as of the last `read`.
-        tested: Those of the validation, once it has ended.
+        trained: The samples of the epoch's training until the last `read`.
+        tested: The samples of the validation, once it has ended.
     """
 
     def __init__(self, model: Any) -> None:
-        """Count those of ``model``, which is compiled."""
+        """Count the samples of ``model``, which is compiled."""
         means = (m for m in model.metrics if isinstance(m, keras.metrics.Mean))
         self._mean = next((mean for mean in means if mean.name == "loss"), None)
         self.begin_epoch()
