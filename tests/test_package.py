@@ -25,6 +25,7 @@ STUB = ast.parse(Path(fw.__file__).with_name("_core.pyi").read_text())
 MODULES = [
     "_average",
     "_config",
+    "_daemon",
     "_dtypes",
     "_flatten",
     "_frameworks",

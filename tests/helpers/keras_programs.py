@@ -295,6 +295,66 @@ def train_with_a_death(config: Mapping[str, Any]) -> None:
     np.savez(Path(config["folder"], f"{place.rank}.npz"), *network.get_weights())
 
 
+def train_and_be_replaced(config: Mapping[str, Any]) -> None:
+    """As a worker of Ray Train: some die in a step, and those that replace them end the training.
+
+    Args:
+        config: ``folder`` for notes; ``dies``, by rank, the epoch; ``epochs``, how many others they
+            have to have done afterwards, or None if the training ends with the epoch of the death.
+    """
+    import json
+
+    import keras
+    import ray.train
+
+    from flatweights.keras import AverageLogs, Report, average_gradients
+
+    context = ray.train.get_context()
+    place = Place("", context.get_world_rank(), context.get_world_size())
+    notes = Path(config["folder"], f"rank {place.rank}")
+    notes.mkdir(exist_ok=True)
+    starts = len([*notes.glob("start *")])
+    Path(notes, f"start {os.getpid()}").touch()
+    dies = -1 if starts else config["dies"].get(place.rank, -1)
+    network = build("dense", seed=10 * starts + place.rank)
+    optimizer = average_gradients(keras.optimizers.Adam(0.01), min_results=1)
+    network.compile(optimizer, "mse")
+    done = Report.resume(network)
+
+    class Ends(keras.callbacks.Callback):  # type: ignore[misc]
+        epochs = 0
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if self.epoch == dies and batch == 7:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.epochs += 1
+            if starts and self.epochs == config["epochs"]:
+                self.model.stop_training = True  # in all, by AverageLogs
+
+    begin = int(network.optimizer.iterations)
+    epochs = 1 << 20 if config["epochs"] else 1 + max(config["dies"].values())
+    x, y = map(place.part, images("dense"))
+    fit = network.fit(
+        x,
+        y,
+        BATCH // place.size,
+        epochs=epochs,
+        initial_epoch=done,
+        shuffle=False,
+        verbose=0,
+        callbacks=[Ends(), AverageLogs(), Report()],
+    )
+    state = [*network.trainable_weights, *network.optimizer.variables]
+    np.savez(notes / "state.npz", *map(np.asarray, state))
+    facts = {"begin": begin, "done": done, "epochs": fit.epoch}
+    (notes / "end").write_text(json.dumps(facts))
+
+
 def tried(config: Mapping[str, Any]) -> None:
     """As a trial of Ray Tune: two tasks train together."""
     import ray.tune

@@ -1,7 +1,10 @@
 """Trainings that Ray Train and Ray Tune start, in the Ray of these tests."""
 
+import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,22 +13,23 @@ import ray
 from keras_programs import (
     BATCH,
     OPTIMIZERS,
+    STEPS,
     Place,
     build,
     close,
     images,
     train,
+    train_and_be_replaced,
     train_with_a_death,
     tried,
 )
 
 from flatweights.examples import keras_parallel
+from flatweights.keras import AverageLogs, ReplaceWorkers
+from flatweights.ray.members import _train
+from flatweights.ray.members._replace import check_ray
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),
-]  # those of Ray's libraries
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # those of Ray's libraries
 
 
 def hosts() -> set[str]:
@@ -33,6 +37,115 @@ def hosts() -> set[str]:
     return {actor["name"] for actor in actors if actor["name"].startswith("flatweights:")}
 
 
+class Worker:
+    """What a worker of `train_and_be_replaced` has noted."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        notes = folder / f"rank {rank}"
+        self.starts = len([*notes.glob("start *")])
+        self.facts: dict[str, Any] = json.loads((notes / "end").read_text())
+        with np.load(notes / "state.npz") as saved:
+            self.state = [*saved.values()]
+
+
+def replace(folder: Path, size: int, dies: Mapping[int, int], epochs: int | None) -> Any:
+    """Train with workers that die in the middle of a step; return all, and Ray Train's result."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    before = hosts()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        result = DataParallelTrainer(
+            train_and_be_replaced,
+            train_loop_config={"folder": str(folder), "dies": dict(dies), "epochs": epochs},
+            backend_config=ReplaceWorkers(),
+            scaling_config=ScalingConfig(num_workers=size, resources_per_worker={"CPU": 0.5}),
+            run_config=RunConfig(
+                storage_path=str(folder / "storage"),
+                failure_config=FailureConfig(max_failures=len(dies)),
+            ),
+        ).fit()
+    workers = [Worker(folder, rank) for rank in range(size)]
+    for rank, worker in enumerate(workers):
+        for k, (own, first) in enumerate(zip(worker.state, workers[0].state, strict=True)):
+            np.testing.assert_array_equal(own, first, err_msg=f"rank {rank}, part {k}")
+    end = time.monotonic() + 60
+    while hosts() - before and time.monotonic() < end:
+        time.sleep(0.1)
+    assert hosts() <= before
+    return workers, result
+
+
+def iterations(worker: Worker) -> int:
+    (count,) = (one for one in worker.state if one.dtype.kind == "i")
+    return int(count)
+
+
+def test_a_worker_that_dies_is_replaced_alone_and_healed_while_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    (new, survivor), result = replace(tmp_path, 2, {0: 1}, epochs=2)
+    assert (new.starts, survivor.starts) == (2, 1)
+    epochs = survivor.facts["epochs"]
+    assert epochs == [*range(len(epochs))]
+    assert iterations(survivor) == STEPS * len(epochs), "no step is lost"
+    assert new.facts["epochs"] == epochs[-2:]
+    assert new.facts["done"] == 1, "that of the checkpoint"
+    reported = result.metrics_dataframe["epochs"].tolist()
+    assert reported[0] == 1
+    assert reported[-2:] == [len(epochs) - 1, len(epochs)]
+    with result.checkpoint.as_directory() as folder:
+        saved = keras.models.load_model(Path(folder, "model.keras"))
+    for own, kept in zip(saved.get_weights(), new.state, strict=False):
+        np.testing.assert_array_equal(own, kept)
+
+
+@pytest.mark.slow
+def test_workers_that_die_one_after_another_are_replaced(tmp_path: Path) -> None:
+    workers, _ = replace(tmp_path, 3, {1: 1, 2: 3}, epochs=3)
+    assert [worker.starts for worker in workers] == [1, 2, 2]
+    epochs = workers[0].facts["epochs"]
+    assert iterations(workers[0]) == STEPS * len(epochs)
+    assert min(len(worker.facts["epochs"]) for worker in workers[1:]) == 3
+    assert {worker.facts["epochs"][-1] for worker in workers} == {epochs[-1]}
+
+
+@pytest.mark.slow
+def test_at_the_end_the_others_wait_for_the_worker_that_replaces_one(tmp_path: Path) -> None:
+    workers, result = replace(tmp_path, 3, {1: 2}, epochs=None)
+    assert [worker.starts for worker in workers] == [1, 2, 1]
+    assert [worker.facts["epochs"] for worker in workers] == [[0, 1, 2], [], [0, 1, 2]]
+    assert result.metrics_dataframe["epochs"].tolist() == [1, 2, 3], "the last one was waited for"
+
+
+@pytest.mark.slow
+def test_if_all_workers_die_they_meet_anew_and_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+    workers, _ = replace(tmp_path, 2, {0: 2, 1: 2}, epochs=2)
+    assert [worker.starts for worker in workers] == [2, 2]
+    assert [worker.facts["done"] for worker in workers] == [2, 2]
+    assert [worker.facts["epochs"] for worker in workers] == [[2, 3], [2, 3]]
+    assert [worker.facts["begin"] for worker in workers] == [2 * STEPS] * 2
+
+
+def test_a_ray_that_restarts_all_workers_is_refused() -> None:
+    class OfRay255:
+        """Its `ray.train.backend.Backend` has no such attribute, either."""
+
+    with pytest.raises(RuntimeError, match=r"expected Ray 2\.56 or newer.*got Ray 2\.55\.1"):
+        check_ray(OfRay255, "2.55.1")
+
+
+def test_workers_that_are_replaced_need_min_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_train, "_token", None)
+    _train.use_token("of a backend")
+    model = build("dense", 0)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="min_results: expected a number of AverageLogs"):
+        model.fit(*images("dense"), verbose=0, callbacks=[AverageLogs()])
+
+
+@pytest.mark.slow
 def test_after_a_death_all_meet_anew_and_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -84,6 +197,7 @@ def join_alone(config: dict[str, str]) -> None:
         Path(config["folder"], str(member.rank)).touch()
 
 
+@pytest.mark.slow
 def test_a_worker_whose_others_do_not_join_gives_up_in_time(tmp_path: Path) -> None:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -100,6 +214,7 @@ def test_a_worker_whose_others_do_not_join_gives_up_in_time(tmp_path: Path) -> N
     assert (tmp_path / "1").exists()
 
 
+@pytest.mark.slow
 def test_trials_have_meetings_of_their_own(tmp_path: Path) -> None:
     from ray import tune
 
@@ -114,6 +229,7 @@ def test_trials_have_meetings_of_their_own(tmp_path: Path) -> None:
         assert np.isclose(result.metrics["loss"], losses[-1], rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", ["gradients", "weights"])
 def test_the_example_learns(average: str) -> None:
     curves = keras_parallel.main(["--average", average, "--epochs", "8"])

@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flatweights.ray import CallsDifferError, Member, NotInTrainError, join
+from flatweights.ray import CallsDifferError, Member, NotInTrainError, is_replaceable, join
 
 _lock = threading.Lock()
 _shared: Member | None = None
 _leases: weakref.WeakSet["MemberLease"] = weakref.WeakSet()  # of the shared member
 
 
-Place = Literal["start", "epoch", "step", "weights", "logs", "end"]
+Place = Literal["start", "epoch", "step", "weights", "logs", "report", "end"]
 
 # The places in a training at which members call, as errors describe them.
 _PLACES: dict[Place, str] = {
@@ -24,6 +24,7 @@ _PLACES: dict[Place, str] = {
     "step": "is at a step of its epoch",
     "weights": "averages its weights",
     "logs": "has ended its epoch",
+    "report": "reports its epoch",
     "end": "has ended its training",
 }
 _PATIENCE = 5.0  # seconds that members wait for each other's places
@@ -127,8 +128,14 @@ class MemberLease:
 
         Raises:
             RuntimeError: If there is no meeting to join, outside of Ray Train.
+            ValueError: If Ray Train replaces single workers, and an average needs all.
         """
         global _shared
+        if self.min_results is None and is_replaceable():
+            raise ValueError(
+                f"min_results: expected a number of {self.who} in a worker that ReplaceWorkers "
+                "replaces, got None: the others could not go on without it"
+            )
         if self._given is not None:
             return self._given
         with _lock:

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from flatweights import Layout
 from flatweights.keras._lease import MemberLease, calls_are_equal
+from flatweights.ray import is_replaceable
 from flatweights.tensorflow import TensorFlowVariables
 
 _ROOM = 8192  # bytes for the giver's place and for the counts of its callbacks
 _LAST = 10.0  # least seconds for which the end of a training waits for late members
+_REPLACED = 300.0  # seconds for which it waits for the workers that replace dead ones
 _PAUSE = 0.05  # seconds until it first looks for them
 # The numbers by which callbacks of Keras decide. A member that was absent lacks them.
 _COUNTS = frozenset(
@@ -183,9 +185,9 @@ class Progress:
             self.is_apart, self._others = True, giver.epoch
 
     def end(self) -> None:
-        """Meet the others at the end; wait a while for those that are late."""
+        """Meet the others at the end; wait a while for those that are late or being replaced."""
         if not self.is_over:
-            patience = max(_LAST, self._lease.timeout or 0.0)
+            patience = max(_LAST, self._lease.timeout or 0.0, _REPLACED * is_replaceable())
             until, pause = time.monotonic() + patience, _PAUSE
             self._epoch += 1
             while self._meet(ends=True) and time.monotonic() < until:
@@ -195,7 +197,7 @@ class Progress:
         self.is_apart = False
 
     def _meet(self, ends: bool = False) -> bool:
-        """Tell the others this member's place; get healed, if needed; return if one is late."""
+        """Tell the others this member's place; get healed, if needed; return if one may come."""
         member = self._lease.take()
         member.raises_elsewhere = False
         if self.is_apart:
@@ -216,7 +218,7 @@ class Progress:
             self._take_counts(self._pending)
             self._others = round(epoch)
         self.is_apart = is_healed and self._others != self._epoch and not self.is_over
-        return bool(met.late)
+        return bool(met.late or (met.failed and is_replaceable()))
 
     def _take_counts(self, giver: Place) -> None:
         for k, counts in giver.counts.items():

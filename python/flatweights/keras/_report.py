@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 import warnings
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
+from flatweights._daemon import in_daemon
 from flatweights._numbers import check_count
+from flatweights.keras._callback import MemberCallback
+from flatweights.keras._lease import MemberLease, calls_are_equal
+from flatweights.keras._samples import Samples
+from flatweights.ray import is_replaceable
 
 _MODEL = "model.keras"
 _EPOCHS = "epochs"  # in the metrics and in the checkpoint's metadata
+_PAUSE = 0.05  # seconds between two looks whether all have reported
+_PATIENCE = 60.0  # seconds, at least, for which the others wait while rank 0 saves the model
+
+_log = logging.getLogger("flatweights")
 
 
-class Report(keras.callbacks.Callback):  # type: ignore[misc]
+class Report(MemberCallback):
     """Reports epochs to Ray Train: the logs of each worker, and rank 0's model as a checkpoint.
 
     Put it last in the list of callbacks, after `AverageLogs`: it reports the logs as the other
@@ -35,6 +47,10 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
 
     Each report waits for those of all workers, and Ray's controller looks for reports only every
     two seconds, unless ``RAY_TRAIN_HEALTH_CHECK_INTERVAL_S`` in its environment says otherwise.
+
+    With `ReplaceWorkers`, an epoch at whose end a worker is missing is not reported: Ray Train
+    takes a report once it has one of each worker, and the others would wait for the new worker. At
+    the end of the training they do wait for it, and then all report the last epoch.
     """
 
     def __init__(self, every: int = 1, *, save: bool = True) -> None:
@@ -48,9 +64,10 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
             TypeError: If ``every`` is not an integer.
             ValueError: If it is below 1.
         """
-        super().__init__()
+        super().__init__(MemberLease("Report", None))
         self._every = check_count(every, "every")
         self._saves = save
+        self._call: Future[None] | None = None  # of ray.train.report, the last one
 
     @staticmethod
     def resume(model: keras.Model, checkpoint: Any = None) -> int:
@@ -104,32 +121,107 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         """
         import ray.train
 
+        self._progress = None
         try:
             self._rank = ray.train.get_context().get_world_rank()
         except RuntimeError:
             self._rank = None
         if self._rank is None:
             raise RuntimeError("Report: expected a worker of Ray Train")
+        self._unreported: dict[str, Any] = {_EPOCHS: self.params["epochs"]}
+        if is_replaceable():
+            super().on_train_begin()
+        else:
+            self._samples = Samples(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Take the time."""
+        super().on_epoch_begin(epoch)
         self._began = time.perf_counter()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Report, if it is time."""
-        import ray.train
-
+        super().on_epoch_end(epoch)
+        if self._is_apart:
+            return
         epochs = epoch + 1
         is_last = epochs == self.params["epochs"] or self.model.stop_training
         if epochs % self._every and not is_last:
             return
         seconds = time.perf_counter() - self._began
         metrics = {_EPOCHS: epochs, "seconds": seconds, **(logs or {})}
+        if not is_replaceable():
+            _report(metrics, self._saved())
+        elif self._report_with_others(metrics):
+            self._unreported = {}
+        else:
+            self._unreported = metrics
+            _log.info("epoch %d is not reported to Ray Train: a worker is missing", epochs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Report the last epoch, if a worker was missing at its end."""
+        if is_replaceable() and not self._report_with_others(self._unreported):
+            _log.warning("the last epoch is not reported to Ray Train: a worker is missing")
+        super().on_train_end()
+
+    def _saved(self) -> tempfile.TemporaryDirectory[str] | None:
+        """Return a folder with the model, if this worker saves it."""
         if self._rank or not self._saves:
-            ray.train.report(metrics)
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            self.model.save(Path(folder, _MODEL))
-            checkpoint = ray.train.Checkpoint.from_directory(folder)
-            checkpoint.set_metadata({_EPOCHS: epochs})
-            ray.train.report(metrics, checkpoint=checkpoint)
+            return None
+        folder = tempfile.TemporaryDirectory()
+        self.model.save(Path(folder.name, _MODEL))
+        return folder
+
+    def _report_with_others(self, metrics: dict[str, Any]) -> bool:
+        """Report, unless a worker is missing; return whether nothing is left to be reported.
+
+        Ray Train has all workers wait in a report until the last one calls it. So none begins one
+        unless all are there. If one dies meanwhile, the others go on: the call is in a thread. Ray
+        ends it before it starts the new worker, or, if that has come too early, with the next call
+        of the others, which is counted as one of this worker.
+
+        Args:
+            metrics: What is reported; if empty, this worker has nothing to report.
+        """
+        timeout = self._lease.timeout and max(self._lease.timeout, _PATIENCE)
+        are_all_there = len(self._member.ranks) == self._member.size
+        folder = self._saved() if metrics and are_all_there and not self._is_reporting else None
+        has_begun = False
+        while True:
+            own = np.zeros(self._member.size)  # whether each rank has something to report, or does
+            own[self._member.rank] = bool(metrics and not has_begun) or self._is_reporting
+            with calls_are_equal(self._member, "report"):
+                met = self._member.average(
+                    {"reports": own}, timeout=timeout, min_results=self._lease.min_results
+                )
+            are_all_there = not met.late and len(met.used) == self._member.size
+            is_over = not met.weights["reports"].any()
+            if is_over or not are_all_there:
+                if folder is not None and not has_begun:
+                    folder.cleanup()
+                return not metrics or (is_over and are_all_there)
+            if not (has_begun or self._is_reporting):
+                self._call = in_daemon("flatweights-report", _report, metrics, folder)
+            has_begun = True
+            if self._call is not None:
+                wait([self._call], _PAUSE)
+                if self._call.done():
+                    self._call.result()
+
+    @property
+    def _is_reporting(self) -> bool:
+        """Whether a call has begun, now or at the end of an earlier epoch, and goes on."""
+        return self._call is not None and not self._call.done()
+
+
+def _report(metrics: dict[str, Any], folder: tempfile.TemporaryDirectory[str] | None) -> None:
+    """Call Ray Train, with what is in ``folder`` as a checkpoint; remove the folder."""
+    import ray.train
+
+    if folder is None:
+        ray.train.report(metrics)
+        return
+    with folder:
+        checkpoint = ray.train.Checkpoint.from_directory(folder.name)
+        checkpoint.set_metadata({_EPOCHS: metrics[_EPOCHS]})
+        ray.train.report(metrics, checkpoint=checkpoint)

@@ -3,6 +3,10 @@
 It imports Ray and no other framework: it reaches a model's weights through `Variables`.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from flatweights.ray._average import average
 from flatweights.ray._errors import (
     RefusedWeightsError,
@@ -22,10 +26,14 @@ from flatweights.ray.members._asks import (
     MemberRaisedError,
 )
 from flatweights.ray.members._member import Member, NotInTrainError, join
+from flatweights.ray.members._train import is_replaceable
 from flatweights.ray.nodes._costs import ExchangePlan, WayCost, plan
 from flatweights.ray.publishing._errors import StaleWeightsError, SupersededError
 from flatweights.ray.publishing._publisher import Publisher
 from flatweights.ray.publishing._subscriber import Subscriber
+
+if TYPE_CHECKING:
+    from flatweights.ray.members._replace import ReplaceWorkers
 
 __all__ = [
     "CallsDifferError",
@@ -39,6 +47,7 @@ __all__ = [
     "MemberRaisedError",
     "NotInTrainError",
     "RefusedWeightsError",
+    "ReplaceWorkers",
     "Round",
     "StaleWeightsError",
     "StaleWorkerError",
@@ -50,6 +59,16 @@ __all__ = [
     "WorkerError",
     "WorkerGroup",
     "average",
+    "is_replaceable",
     "join",
     "plan",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs Ray Train when it is first used: it takes seconds, or is not installed."""
+    if name == "ReplaceWorkers":
+        from flatweights.ray.members._replace import ReplaceWorkers
+
+        return ReplaceWorkers
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,8 +5,11 @@ import threading
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from flatweights._daemon import in_daemon
+
 _lock = threading.Lock()
 _pending: Future[str] | None = None
+_token: str | None = None
 
 
 class TrainWorker(NamedTuple):
@@ -21,6 +24,26 @@ class TrainWorker(NamedTuple):
     name: str
     rank: int
     size: int
+
+
+def use_token(token: str) -> None:
+    """Have this process, a worker, meet those that are given the same ``token``.
+
+    `ReplaceWorkers` gives it to all workers that it starts, and to each that it replaces.
+    """
+    global _token
+    _token = token
+
+
+def is_replaceable() -> bool:
+    """Return whether this process is a worker of Ray Train that `ReplaceWorkers` replaces.
+
+    If it dies or raises, another process takes its place, and the other workers go on.
+
+    >>> is_replaceable()
+    False
+    """
+    return _token is not None
 
 
 def train_worker(timeout: float | None) -> TrainWorker | None:
@@ -43,7 +66,9 @@ def train_worker(timeout: float | None) -> TrainWorker | None:
         return None
     if rank is None or size is None:
         return None
-    return TrainWorker(f"train-{_attempt(context, size, timeout)}", rank, size)
+    # Those that are replaced have no barrier: the other workers would not come to it.
+    token = _attempt(context, size, timeout) if _token is None else _token
+    return TrainWorker(f"train-{token}", rank, size)
 
 
 def _attempt(context: Any, size: int, timeout: float | None) -> str:
@@ -56,7 +81,9 @@ def _attempt(context: Any, size: int, timeout: float | None) -> str:
     with _lock:
         # It has no timeout, and counts its callers: one that gave up is not to call it again.
         if _pending is None:
-            _pending = _in_thread(broadcast_from_rank_zero, secrets.token_hex(8))
+            _pending = in_daemon(
+                "flatweights-train", broadcast_from_rank_zero, secrets.token_hex(8)
+            )
         pending = _pending
     try:
         token: str = pending.result(timeout)
@@ -71,17 +98,3 @@ def _attempt(context: Any, size: int, timeout: float | None) -> str:
             if _pending is pending and pending.done():
                 _pending = None
     return token
-
-
-def _in_thread(function: Any, *args: Any) -> Future[Any]:
-    """Call ``function`` in a thread that nobody waits for at the end of the process."""
-    done: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(function(*args))
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="flatweights-train", daemon=True).start()
-    return done
