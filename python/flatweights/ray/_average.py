@@ -62,21 +62,21 @@ def average(
         out: Where to write; see `flatweights.average`. Passing one buffer to every round
             avoids its allocation, once the last `Round.ref` has been made.
         timeout: Seconds to wait for results; for ever, if None.
-        min_results: The number of ranks that make an average. If so many have answered when
-            the time is up, or when the others have failed, they are averaged with renormalised
+        min_results: The number of ranks that an average needs. If at least so many have answered
+            when the time is up, or when the others have failed, they are averaged with renormalised
             weights; `Round` lists the others. All ranks, if None.
         nonfinite: What to do about NaN and infinity; see `flatweights.average`. Errors
             name the rank. Ranks that ``"skip"`` leaves out count as failed, and ``min_results``
             ranks must remain; one, if None.
         max_inflight: The number of results that may be mapped at once.
-        rule: Replaces the mean: a value such as ``flatweights.robust.TrimmedMean(0.2)``, or any
-            function from a list of models to one. It needs all results at once, so
-            ``max_inflight`` does not apply; the result of a function is copied. `Round.used` are
-            the ranks that the rule selected, all for rules by coordinate. `Round.quarantined` are
-            the ranks that it left out, which have not failed.
+        rule: A rule that replaces the mean: a value such as
+            ``flatweights.robust.TrimmedMean(0.2)``, or any function from a list of models to one.
+            It needs all results at once, so ``max_inflight`` does not apply; the result of a
+            function is copied. `Round.used` are the ranks that the rule selected, all for rules by
+            coordinate. `Round.quarantined` are the ranks that it left out, which have not failed.
 
     Returns:
-        The average, the ranks in it, and why others were left out.
+        The average, the ranks in it, and the reasons for which others were left out.
 
     Raises:
         WorkerError: If fewer than ``min_results`` ranks can give a result: as soon as too

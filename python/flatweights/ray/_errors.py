@@ -35,7 +35,7 @@ class WorkerError(RuntimeError):
         super().__init__("\n".join(reasons))  # Ray's own errors have several lines
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by what the constructor takes."""
+        """Pickle the arguments of the constructor."""
         return type(self), (self.failed,)
 
 
@@ -87,13 +87,13 @@ def late_error(timeout: float | None) -> TimeoutError:
 def reason_of(error: Exception) -> str:
     """Return type and text of a worker's exception, without Ray's error around it."""
     shown = _shown(error)
-    if isinstance(shown, _UNSERIALIZABLE):  # a traceback, what the method raised last
+    if isinstance(shown, _UNSERIALIZABLE):  # a traceback, which ends with the method's error
         return shortened(str(shown).strip().splitlines()[-1])
     return f"{type(shown).__name__}: {shortened(str(shown))}"
 
 
 def reason_in_a_line(error: Exception) -> str:
-    """As `reason_of`, on one line: Ray's own errors have several, and colours in them."""
+    """As `reason_of`, on one line: Ray's own errors have several lines, with colours."""
     shown = _shown(error)
     if isinstance(shown, _UNSERIALIZABLE):
         return reason_of(shown)
@@ -102,7 +102,7 @@ def reason_in_a_line(error: Exception) -> str:
     lines = [shortened(line) for line in map(str.strip, text.splitlines()) if line]
     if not lines:
         return name
-    if "creation task" in lines[0]:  # the constructor raised: a traceback, the error last
+    if "creation task" in lines[0]:  # the constructor raised: a traceback, with the error last
         return f"{name}: {lines[-1]}"
     detail = _EXIT_DETAIL.search(lines[-1])
     return f"{name}: {lines[0]}" + (f" {detail[1]}" if detail else "")
@@ -123,12 +123,12 @@ def portable(error: Exception) -> Exception:
 
 
 def error_of_rank(rank: int, error: Exception) -> str:
-    """Return what has failed of a rank: as a sentence, if the error's text goes on from it."""
+    """Return a line about the error of a rank: a sentence, if the error's text is its predicate."""
     if getattr(error, "follows_rank", False):
         return f"rank {rank} {error}"
     return f"rank {rank}: {reason_of(error)}"
 
 
 def _shown(error: Exception) -> Exception:
-    cause = getattr(error, "cause", None)  # what a RayTaskError was raised from
+    cause = getattr(error, "cause", None)  # the cause of a RayTaskError
     return cause if isinstance(cause, Exception) else error

@@ -13,17 +13,17 @@ DRIVER = ("shared", "posted", "calling", "called", "waiting", "averaging", "send
 """Points of a round of a `WorkerGroup`."""
 
 HOST = ("shared", "posted", "waiting", "averaging", "sending")
-"""Those of them that the host of a meeting reaches."""
+"""The points of a round that the host of a meeting reaches, too."""
 
 MEMBER = ("asking", "asked", "told")
 """Points of a call of a `Member`: with its weights in a window, after its ask, with the outcome."""
 
 JOIN = ("entering", "entered", "attached")
-"""Those of `join`: once it has asked for a ticket, with the ticket, with its lane."""
+"""Points of `join`: once it has asked for a ticket, with the ticket, with its lane."""
 
 NODE = ("exchanging", "merging", "placing")
-"""Points of an exchange between nodes, in each agent and in the driver: before anything goes, with
-what other nodes sent of the own piece, with its average."""
+"""Points of an exchange between nodes, in each agent and in the driver: before anything is sent,
+with the other nodes' parts of its own piece, with the average of that piece."""
 
 hook: Callable[[str], None] | None = None
 

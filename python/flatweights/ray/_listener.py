@@ -1,9 +1,10 @@
-"""A listener: where peers connect, and strangers come no further.
+"""A listener: it lets peers connect, and refuses strangers.
 
-A thread accepts each connection when it comes, so nobody can fill the queue of those that wait, and
-greets it: reads, without waiting, what a peer says first. A connection that was greeted is that of
-a peer. All others are strangers: few of them are kept, each is refused in time, and each kind of
-refusal is logged once. The thread does nothing else, and sleeps while nobody connects.
+A thread accepts each connection at once, so nobody can fill the queue of waiting connections. It
+then greets the connection: it reads, without waiting, the hello of a peer. After that, the
+connection belongs to a peer. All others are strangers: few of them are kept, each is refused in
+time, and each kind of refusal is logged once. The thread does nothing else, and sleeps while nobody
+connects.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from collections.abc import Callable, Iterator
 
 _STRANGERS = 64  # connections that have not been greeted yet
 _PAUSE = 0.05  # seconds until the next attempt to accept
-_HELLO_TIME = 5.0  # seconds in which a connection has to be greeted
+_HELLO_TIME = 5.0  # seconds that a connection has for its hello
 
 _log = logging.getLogger("flatweights")
 
 
 class RefusedError(Exception):
-    """Why a connection is not that of a peer."""
+    """The reason for which a connection is not that of a peer."""
 
 
 class Stranger:
     """A connection that is being greeted.
 
     Attributes:
-        connection: The socket; whoever greets it may put another one over it in its place.
-        events: What the greeting waits for.
+        connection: The socket; the function that greets may replace it by a socket over it, for
+            TLS.
+        events: The events of `select.poll` that the greeting waits for.
     """
 
     def __init__(self, connection: socket.socket, who: str) -> None:
@@ -56,10 +58,11 @@ class Listener:
 
         Args:
             listening: A socket that listens; it is closed at the end.
-            name: What listens, and perhaps where, for the log.
+            name: The name of the listener, and perhaps its address, for the log.
             greet: Greets a stranger in steps; yields the events of `select.poll` that each of them
-                waits for. At its end the connection is its own. It raises `RefusedError`, or an
-                `OSError` if the connection broke, for the connection to be closed.
+                waits for. At its end, it has taken the connection over. The listener closes the
+                connection if it raises `RefusedError`, or an `OSError` because the connection
+                broke.
         """
         self._socket = kept(listening)
         self._socket.setblocking(False)
@@ -74,7 +77,7 @@ class Listener:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody can connect any more, as in a fork."""
+        """Whether nobody can connect any more, as in a forked process."""
         return self._socket.fileno() < 0
 
     def close(self) -> None:
@@ -94,7 +97,7 @@ class Listener:
             self._socket.close()
 
     def _serve(self) -> None:
-        """Wait until something comes, or has not come in time."""
+        """Wait for connections, for their hellos, and for the ends of their time."""
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN)
         for descriptor, stranger in self._strangers.items():
@@ -113,7 +116,7 @@ class Listener:
     def _accept(self) -> None:
         try:
             connection, address = self._socket.accept()
-        except OSError as error:  # closed; gone again; or there are no descriptors left
+        except OSError as error:  # closed, gone again, or no descriptors are left
             if not self._is_closing and not isinstance(error, (BlockingIOError, ConnectionError)):
                 self._tell("error", f"cannot accept connections: {error}")
                 time.sleep(_PAUSE)
@@ -128,7 +131,7 @@ class Listener:
         self._go_on(descriptor)
 
     def _go_on(self, descriptor: int) -> None:
-        """Greet a stranger, as far as that is possible now."""
+        """Greet a stranger, as far as possible without waiting."""
         stranger = self._strangers[descriptor]
         try:
             stranger.events = next(stranger.greeting)
@@ -140,7 +143,7 @@ class Listener:
             self._refuse(descriptor, "closed before a hello")
 
     def _refuse(self, descriptor: int, reason: str) -> None:
-        """Close a connection, and log why."""
+        """Close a connection, and log the reason."""
         stranger = self._strangers.pop(descriptor)
         stranger.connection.close()
         self._tell(reason, f"refused a connection from {stranger.who}: {reason}")
@@ -153,14 +156,14 @@ class Listener:
 
 
 def milliseconds(end: float | None) -> int | None:
-    """Return how long to poll until ``end``, rounded up."""
+    """Return the milliseconds until ``end``, rounded up, for `select.poll`."""
     return None if end is None else max(0, int((end - time.monotonic()) * 1000) + 1)
 
 
 def shut(connection: socket.socket) -> None:
     """End a connection for all processes that have the socket, and for its peer."""
     with contextlib.suppress(OSError):
-        # Not the method of a TLS socket, after which another thread would read what is encrypted.
+        # Not the method of a TLS socket: after it, another thread would read encrypted bytes.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
@@ -168,7 +171,7 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def kept(connection: socket.socket) -> socket.socket:
-    """Have the copies of a socket in forks of this process closed."""
+    """Close the copies of a socket in forks of this process; return the socket."""
     _sockets.add(connection)
     return connection
 

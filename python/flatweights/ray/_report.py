@@ -90,7 +90,7 @@ class Metrics:
         seconds: Mapping[str, float] = {},
         used: int | None = None,
     ) -> None:
-        """Add to what is handed over soon.
+        """Add to the counts, which are handed over soon.
 
         Args:
             counts: By counter.
@@ -107,11 +107,11 @@ class Metrics:
             self._timer.daemon = True
             try:
                 self._timer.start()
-            except RuntimeError:  # there can be no more threads; perhaps at the next call
+            except RuntimeError:  # no thread can be started; the next call tries again
                 self._timer = None
 
     def hand_over(self) -> None:
-        """Hand what was counted to Ray's instruments."""
+        """Hand the counts to Ray's instruments."""
         with self._lock:
             counts, seconds, used = self._counts, self._seconds, self._used
             self._timer = None
@@ -157,7 +157,7 @@ def report(result: Round, *, already_named: Collection[int] = (), has_sent: bool
     Args:
         result: The round.
         already_named: Ranks that a warning has named.
-        has_sent: Whether to count the bytes that it sent, which nobody has counted.
+        has_sent: Whether to count the bytes that it sent, if they were not counted before.
     """
     left_out = ranks_left_out(result)
     counts: dict[Count, int] = {ROUND: 1, RECEIVED: result.nbytes}
@@ -199,18 +199,18 @@ def report(result: Round, *, already_named: Collection[int] = (), has_sent: bool
 
 
 _OWN = ("wait", "average", "round")
-"""Steps that a round itself takes; sending the average counts where it is sent."""
+"""The steps of a round itself; the time to send the average counts with the call that sends it."""
 
 
 def _in_bytes(result: Round) -> str:
-    """Return the bytes that were read, and those that were sent if there are any, as text."""
+    """Return the bytes that were read, and those that were sent, if any, as text."""
     if not result.nbytes_sent:
         return readable_bytes(result.nbytes)
     return f"{readable_bytes(result.nbytes)} in, {readable_bytes(result.nbytes_sent)} out"
 
 
 def _by_ways(result: Round) -> str:
-    """Return the way to each rank, and why some have no lane; an empty text if none has one."""
+    """Return the way to each rank, with reasons of those without a lane; "" if no rank has one."""
     ranks: dict[str, list[str]] = {}
     for rank, way in result.ways.items():
         ranks.setdefault(way, []).append(str(rank))
@@ -263,7 +263,7 @@ def rounds_bar(rounds: int) -> Iterator[Callable[[Round], None]]:
             task = bar.add_task("", total=rounds)
             yield lambda result: bar.update(task, advance=1, description=_ranks(result))
     finally:
-        if in_notebook:  # a saved notebook does not have the widget, in which the bar moved
+        if in_notebook:  # a saved notebook does not contain the widget of the bar
             console.print(bar.get_renderable())
 
 
@@ -278,7 +278,7 @@ def _ranks(result: Round) -> str:
 
 
 def _news(result: Round) -> str:
-    """Return who came and went since the last round."""
+    """Return the ranks that were added and removed since the last round, as text."""
     texts = [
         f"; {', '.join(map(str, ranks))} {verb}"
         for ranks, verb in ((result.joined, "joined"), (result.left, "left"))

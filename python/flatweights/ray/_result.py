@@ -15,7 +15,7 @@ _MOST_SHOWN = 2000  # characters of a text that a worker sent
 
 
 class Packed(NamedTuple):
-    """Weights as `FlatWeights` has them, without a view for each part.
+    """The contents of `FlatWeights`, without a view for each part.
 
     Attributes:
         buffer: The packed buffer.
@@ -27,7 +27,7 @@ class Packed(NamedTuple):
 
 
 def split(result: Any) -> tuple[Any, Any]:
-    """Return the weights and the extras of ``result``: None, if it is weights alone.
+    """Return the weights and the extras of ``result``; extras are None, if there are only weights.
 
     Args:
         result: Weights of any kind; or ``(weights, extras)``, a tuple of two.
@@ -56,13 +56,13 @@ def copied(extras: Any) -> Any:
 def check_result(layout: Layout, method: str, model: Any, where: str) -> None:
     """Raise `TypeError` unless ``model`` can be weights of ``layout``, or gradients of them.
 
-    Gradients may be of some of the weights only.
+    There may be gradients of only some of the weights.
 
     Args:
-        layout: Of the weights of the workers.
+        layout: The layout of the weights of the workers.
         method: The name of the method.
-        model: What a method returned; or its layout, for `FlatWeights`.
-        where: How the error names the worker.
+        model: The model that the method returned; or its layout, for `FlatWeights`.
+        where: The name of the worker in the error.
     """
     if isinstance(model, FlatWeights):
         model = model.layout

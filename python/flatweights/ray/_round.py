@@ -44,17 +44,17 @@ class Round:
             ``"store"``, through Ray, with the reason.
         groups: The ranks that nodes added up first, in the order in which the sums were merged;
             none if the average has the bits of `flatweights.average` over `used`.
-        staleness: By rank, for results of `WorkerGroup.as_completed`: how many weights were
-            published since those that its result was computed from.
+        staleness: By rank, for results of `WorkerGroup.as_completed`: the number of publications
+            since the weights that its result was computed from.
         stale: The ranks whose results `WorkerGroup.as_completed` has left out since the last round,
             because they were staler than ``max_staleness``; one for each result.
         joined: The ranks of workers that were added to the group and are ready, since the last
             round.
         left: The ranks that were removed from the group since the last round.
-        healed: The ranks that lacked the state of the training, and were given it with this
-            average, of which they are no part; see `Member.average`.
+        healed: The ranks that lacked the state of the training, and got it with this average, which
+            does not contain their weights; see `Member.average`.
         links: By the id of a node, the bytes that it exchanged with others, ``"in"`` and ``"out"``;
-            none without an exchange.
+            empty without an exchange.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class Round:
         self.joined = tuple(joined)
         self.left = tuple(left)
         self.healed = tuple(healed)
-        self._exchanged: Any = None  # which agents have the average
+        self._exchanged: Any = None  # the agents that have the average
         self._ref: Any = None
-        self._session: tuple[str, str] | None = None  # of Ray, in which it was put
-        self._in_store: list[Any] = []  # the parts that were put, if none of them can change
+        self._session: tuple[str, str] | None = None  # the session of Ray in which it was put
+        self._in_store: list[Any] = []  # the parts in the store, if none can change
 
     @property
     def weights(self) -> Any:

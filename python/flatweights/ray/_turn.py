@@ -11,26 +11,27 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Turn:
-    """Held by the thread that is in a call; it may make calls within that one.
+    """A lock that the thread in a call holds; that thread may make calls within it.
 
-    The others do not wait: a call that they make would find weights that it does not expect.
+    Other threads do not wait for it, but raise: after a wait, their calls would find unexpected
+    weights.
     """
 
     def __init__(self, owner: str) -> None:
-        """Take the name of what is called, for errors."""
+        """Take the name of the object that is called, for errors."""
         self._owner = owner
         self._lock = threading.RLock()
         self._thread = ""
 
     def __reduce__(self) -> tuple[type[Turn], tuple[str]]:
-        """A copy is of another process, whose calls are its own."""
+        """Pickle without the thread: a copy belongs to another process, with its own calls."""
         return Turn, (self._owner,)
 
     def __enter__(self) -> None:
         """Begin a call.
 
         Raises:
-            RuntimeError: If another thread is in one.
+            RuntimeError: If another thread is in a call.
         """
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
@@ -40,12 +41,12 @@ class Turn:
         self._thread = threading.current_thread().name
 
     def __exit__(self, *error: object) -> None:
-        """End it."""
+        """End the call."""
         self._lock.release()
 
 
 def alone(method: Method) -> Method:
-    """Have a method run within the `Turn` that its object has as ``_turn``."""
+    """Make a method run within the `Turn` that its object has as ``_turn``."""
 
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:

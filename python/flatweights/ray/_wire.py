@@ -21,7 +21,7 @@ WireMessage = Difference | Snapshot
 """A message of a group to its workers."""
 
 Travels = Literal["weights", "gradients"]
-"""The kind of a method's result: weights travel as differences, gradients as they are, rounded."""
+"""The kind of a method's result: weights travel as differences, gradients are rounded directly."""
 
 
 class WorkerWire:
@@ -69,9 +69,9 @@ class WorkerWire:
 
 
 class GroupWire:
-    """A group's encoder: it keeps the weights of all workers, and the exact ones.
+    """A group's encoder: it keeps the weights of all workers, and the exact ones before rounding.
 
-    It does not change: `message` also returns the next one, to be kept once the message is sent.
+    It is immutable: `message` also returns the next encoder, to be kept once the message is sent.
     """
 
     def __init__(self, wire_dtype: WireDType, driver: DeltaBroadcaster | None = None) -> None:
@@ -98,9 +98,9 @@ class GroupWire:
     def message(
         self, weights: Any, difference: Difference | None = None
     ) -> "tuple[WireMessage, GroupWire]":
-        """Return a message that brings workers to ``weights``, and the wire once it is sent.
+        """Return a message that brings workers to ``weights``, and the encoder after it.
 
-        A difference; the first time, and for another layout, a snapshot.
+        The message is a difference; the first time, and for another layout, it is a snapshot.
 
         Args:
             weights: `FlatWeights`, or a dict of arrays.
@@ -124,18 +124,18 @@ class GroupWire:
         return message, GroupWire(self.wire_dtype, driver)
 
     def snapshot(self) -> Snapshot:
-        """Return the weights that all workers have, for one that has lost them."""
+        """Return the weights of all workers, for a worker that has lost them."""
         assert self._driver is not None
         return self._driver.snapshot()
 
     def widen(self, model: Any) -> Any:
-        """Return a worker's difference in float32, checked to be from the weights of all."""
+        """Return a worker's difference in float32, checked to be from all workers' weights."""
         if isinstance(model, Difference) and model.base is not None and self._driver is not None:
             self._driver.check(model, "result")
         return widen(model)
 
     def decode(self, mean: Any, travels: Travels) -> Any:
-        """Return the average of the models from the mean of differences, which it changes."""
+        """Return the average of the models, from the mean of differences, which it overwrites."""
         if travels == "gradients" or self._driver is None:
             return mean
         return self._driver.add_to(mean)

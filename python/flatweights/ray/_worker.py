@@ -30,9 +30,9 @@ class _GroupState:
     """The state that an actor keeps for the groups that call it.
 
     Attributes:
-        turn: The lock by which their calls take turns. Actors may run several calls at a time
-            (``max_concurrency``), and a call that was broken off would continue to train on weights
-            that were sent in the meantime.
+        turn: The lock that admits one of their calls at a time. Actors may run several calls at a
+            time (``max_concurrency``). Without the lock, a call that was broken off would continue
+            to train on weights that were sent in the meantime.
         version: The stamp of the weights that a `WorkerGroup` has sent; None if none has.
         wire: The weights and rounding errors, if weights travel in 16 bits.
         lanes: The lanes to groups on this machine.
@@ -46,10 +46,10 @@ class _GroupState:
         self._last_calls: dict[str, int] = {}  # the number of each group's last call
 
     def admit(self, stamp: Stamp) -> None:
-        """Raise unless ``stamp`` is above all earlier stamps of its group; remember it."""
+        """Raise unless ``stamp`` is above all earlier stamps of its group; then remember it."""
         group, number = stamp
         last = self._last_calls.pop(group, -1)
-        self._last_calls[group] = max(last, number)  # the last of the dict
+        self._last_calls[group] = max(last, number)  # now the newest in the dict
         if len(self._last_calls) > _MOST_GROUPS:
             del self._last_calls[next(iter(self._last_calls))]
         if number <= last:
@@ -79,9 +79,9 @@ class _GroupState:
 class FlatWorker:
     """Base of an actor class: a model built in the actor, its weights moved as one buffer.
 
-    Write `build`, and methods that train; make it an actor with `ray.remote`. The
-    constructor takes what `build` takes. Weights leave and enter as `FlatWeights` or a vector:
-    one buffer in the object store, which every process of the node reads in place::
+    Write `build`, and methods that train; make it an actor with `ray.remote`. The constructor takes
+    the arguments of `build`. Weights leave and enter as `FlatWeights` or a vector: one buffer in
+    the object store, which every process of the node reads in place::
 
         @ray.remote
         class Worker(FlatWorker):
@@ -172,14 +172,15 @@ class FlatWorker:
         Args:
             head: The number of the call, the version of its weights, and whether to encode the
                 result.
-            new_weights: These weights: a mapping, a vector or a message of the wire. None, if
-                they were sent to this actor before.
+            new_weights: The weights of that version: a mapping, a vector or a message of the wire.
+                None, if they were sent to this actor before.
             method: Name of the method; None, if the weights are only set.
             *args: Its arguments.
             **kwargs: Its keyword arguments.
 
         Raises:
-            StaleWorkerError: If this actor has other weights, or had this call or a later one.
+            StaleWorkerError: If this actor has other weights, or has already run this call or a
+                later one.
             RefusedWeightsError: If ``new_weights`` could not be set, so that the method was not
                 called. Without a method, the error itself is raised.
             TypeError: If the method is async.
@@ -240,7 +241,7 @@ class FlatWorker:
         return lane.serve(self, number)
 
 
-# Functions, not methods: Ray wraps every method of an actor's class to trace its calls.
+# These are functions, not methods: Ray wraps every method of an actor's class to trace its calls.
 
 
 def _receive(
@@ -281,6 +282,6 @@ def _was_restarted() -> bool:
     context = ray.get_runtime_context()
     if context.get_actor_id() is None:
         return False
-    with warnings.catch_warnings():  # Ray asks itself in a way that it deprecates
+    with warnings.catch_warnings():  # Ray itself calls a deprecated function here
         warnings.simplefilter("ignore")
         return bool(context.was_current_actor_reconstructed)
