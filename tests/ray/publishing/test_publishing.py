@@ -1,4 +1,4 @@
-"""Publishers and subscribers of one node: what is published is read, by whatever holds weights."""
+"""Publishers and subscribers of one node: every kind of model reads the published weights."""
 
 import itertools
 import os
@@ -219,7 +219,7 @@ def test_another_layout_is_refused() -> None:
         with pytest.raises(ValueError, match=r"variables, .*slot 0: expected .*60, 50.*50, 60"):
             Subscriber("layouts", wrong)
         with Subscriber("layouts") as subscriber:
-            with pytest.raises(ValueError, match="out, against what is published: slot 0"):
+            with pytest.raises(ValueError, match="out, against the published weights: slot 0"):
                 subscriber.update(out=wrong)
             with pytest.raises(TypeError, match="neither"):
                 subscriber.update()
@@ -229,7 +229,7 @@ def test_another_layout_is_refused() -> None:
                 subscriber.update(out=frozen)
             assert subscriber.version == 0
             assert subscriber.update(out=model_of(0.0))
-        with pytest.raises(ValueError, match="weights, against what is published"):
+        with pytest.raises(ValueError, match="weights, against the published weights"):
             publisher.publish(wrong)
         assert publisher.publish() == 2
 

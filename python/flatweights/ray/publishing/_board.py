@@ -29,13 +29,13 @@ _PAUSE = 0.01  # seconds between two attempts to connect to a socket whose queue
 
 
 class BoardAddress(NamedTuple):
-    """Where readers of a node find a board.
+    """The address of a board for readers of its node.
 
     Attributes:
         socket: The address of its socket.
         control: The nonce of the file of the publication.
-        data: That of the file of its slots.
-        nbytes: Of the weights.
+        data: The nonce of the file of its slots.
+        nbytes: The bytes of the weights.
     """
 
     socket: bytes
@@ -45,7 +45,7 @@ class BoardAddress(NamedTuple):
 
 
 class FullError(RuntimeError):
-    """A board has as many readers as it can have."""
+    """A board has its largest number of readers."""
 
 
 class Board:
@@ -53,15 +53,15 @@ class Board:
 
     Attributes:
         publication: The publication.
-        address: Where readers find it.
-        is_closed: Whether no reader is let in any more.
+        address: Its address for readers.
+        is_closed: Whether it admits no more readers.
     """
 
     def __init__(self, nbytes: int, tick: Callable[[], None] = lambda: None) -> None:
-        """Make room for weights of ``nbytes``; ``tick`` is called by the thread every second.
+        """Allocate memory for weights of ``nbytes``; the thread calls ``tick`` every second.
 
         Raises:
-            OSError: If there is no memory, or this system has no such files.
+            OSError: If memory is short, or this system has no such files.
         """
         self.publication = _core.Publication(nbytes)
         self.is_closed = False
@@ -89,11 +89,11 @@ class Board:
 
     @property
     def idle(self) -> float:
-        """For how many seconds there has been no reader; 0 if there is one."""
+        """The seconds since the last reader left; 0 if there is a reader."""
         return 0.0 if self._readers else time.monotonic() - self._idle_since
 
     def close(self) -> None:
-        """Let no reader in any more, and have those that there are look for another board."""
+        """Admit no more readers; the present ones look for another board."""
         self.is_closed = True
         self._waker.close()
         if self._thread is not threading.current_thread():
@@ -179,13 +179,13 @@ class Reading:
 
         Args:
             address: The board.
-            end: When to give up, by `time.monotonic`.
+            end: The time at which to give up, by `time.monotonic`.
 
         Raises:
-            OSError: If there is none any more, or not here; if it does not answer in time.
+            OSError: If the board has closed, is on another machine, or does not answer in time.
             FullError: If it has too many readers.
             LaneError: If it belongs to another user.
-            ValueError: If what it hands out is not that of ``place``.
+            ValueError: If the files that it hands out are not those of ``address``.
         """
         self.connection = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         descriptors: list[int] = []
@@ -242,5 +242,5 @@ class Reading:
             self.connection.recv(1)
 
     def close(self) -> None:
-        """Disconnect; nothing may be held any more."""
+        """Disconnect; the reader must hold nothing any more."""
         self.connection.close()

@@ -1,4 +1,4 @@
-"""Models of arrays, read and written as `Variables` are: by way of one packed buffer."""
+"""Models of arrays, read and written like `Variables`: through one packed buffer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatweights.ray._variables import Variables
 
 
 class Arrays:
-    """The arrays of a model: what `flatweights.average` takes.
+    """The arrays of a model that `flatweights.average` takes.
 
     Attributes:
         layout: Their layout.
@@ -61,12 +61,12 @@ class Arrays:
 
 
 def source_of(model: Any, where: str) -> Variables:
-    """Return ``model`` as what weights are gathered from."""
+    """Return ``model`` as `Variables`, to gather weights from."""
     return model if isinstance(model, Variables) else Arrays(model, where)
 
 
 def target_of(model: Any, where: str) -> Variables:
-    """Return ``model`` as what weights are written to."""
+    """Return ``model`` as `Variables`, to write weights to."""
     if isinstance(model, Variables):
         return model
     arrays = Arrays(model, where)
@@ -77,10 +77,10 @@ def target_of(model: Any, where: str) -> Variables:
 def check_layout(published: Layout, own: Layout, where: str) -> None:
     """Raise unless weights of the layout ``published`` can be written to one of layout ``own``.
 
-    Slots that a sequence or a bare array gave have no names of their own: these match by position.
+    Slots of a sequence or a bare array have no names of their own: they match by position.
 
     Raises:
-        ValueError: If they cannot; it names the first difference.
+        ValueError: If they cannot; the error names the first difference.
     """
     if own.named and published.named:
         difference = first_difference(own, published)
@@ -89,7 +89,7 @@ def check_layout(published: Layout, own: Layout, where: str) -> None:
     else:
         difference = first_difference(own, published) or "expected other names"
     if difference is not None:
-        raise ValueError(f"{where}, against what is published: {difference}")
+        raise ValueError(f"{where}, against the published weights: {difference}")
 
 
 def copy_of(buffer: NDArray[np.uint8], layout: Layout) -> FlatWeights:

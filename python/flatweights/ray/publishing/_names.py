@@ -3,7 +3,7 @@
 Each publisher of a name, within a job, adds a record under the next free number. Adding a record is
 atomic, so there is one publisher for each number. The one with the highest number is the current
 publisher; all others are superseded. Records stay as long as the cluster, some kilobytes each: if a
-number were used again, versions would go back.
+number were used again, versions would decrease.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ray.experimental import internal_kv
 from flatweights.ray.publishing._board import BoardAddress
 
 VERSIONS = 10**12
-"""How many versions each publisher of a name has: the first of number n is n * VERSIONS + 1."""
+"""The number of versions of each publisher: the first of publisher n is n * VERSIONS + 1."""
 
 _NAMESPACE = b"flatweights"
 
@@ -30,9 +30,9 @@ class Record(NamedTuple):
     Attributes:
         number: Counts the publishers of the name.
         node: The node of its process.
-        who: How errors name it.
-        layout: That of its weights, pickled.
-        address: Where readers of its node connect.
+        who: Its name in errors.
+        layout: The layout of its weights, pickled.
+        address: The address of its board, for readers of its node.
     """
 
     number: int
@@ -55,7 +55,7 @@ def this_node() -> str:
 
 
 def claim(name: str, layout: bytes, address: BoardAddress) -> tuple[Record, Record | None]:
-    """Become the publisher of ``name``; return its record, and that of the publisher before it."""
+    """Become the publisher of ``name``; return the new record, and that of the last publisher."""
     node, who = this_node(), f"process {os.getpid()} on {socket.gethostname()}"
     while True:
         before = find(name)

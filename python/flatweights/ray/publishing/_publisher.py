@@ -61,8 +61,8 @@ class Publisher:
         Raises:
             TypeError: If ``variables`` is something else.
             RuntimeError: If Ray is not initialized.
-            OSError: If there is no memory for three copies; or no such memory at all, as on other
-                systems than Linux.
+            OSError: If there is no memory for three copies; or if the system has no such memory,
+                because it is not Linux.
         """
         if not isinstance(name, str):
             raise TypeError(f"name: expected a text, got {name!r}")
@@ -85,7 +85,7 @@ class Publisher:
         _alive.add(self)
         if before is not None and before.node == self._record.node:
             end = time.monotonic() + _HANDOVER
-            # The one before may have ended, or be stopped: then it learns it by the records.
+            # The last publisher may have ended, or be stopped: then it learns it from the records.
             with contextlib.suppress(OSError, RuntimeError, ValueError):
                 reading = Reading(before.address, end)
                 reading.take_over(end)
@@ -94,7 +94,8 @@ class Publisher:
     def publish(self, weights: Any = None) -> int:
         """Publish the weights as they are now; return their version.
 
-        Each byte is copied once. It never waits for a reader, whatever is stopped or killed.
+        Each byte is copied once. It never waits for a reader, even if readers are stopped or
+        killed.
 
         Args:
             weights: Weights to publish instead of ``variables``, with the same layout: for
@@ -104,7 +105,8 @@ class Publisher:
             SupersededError: If another publisher of this name has taken over.
             ValueError: If ``weights`` have another layout.
             RuntimeError: If this publisher was closed, or in a fork of its process.
-            OSError: If there is no memory for another slot: readers are stopped, and hold theirs.
+            OSError: If there is no memory for another slot, because stopped readers hold the
+                others.
             Exception: The exception of reading ``variables``; then nothing is published.
         """
         self._check()
@@ -145,7 +147,7 @@ class Publisher:
         return f"<Publisher of {self.name!r}, version {self.version}>"
 
     def __reduce__(self) -> NoReturn:
-        """Refuse: a publisher is its process."""
+        """Refuse: a publisher belongs to its process."""
         raise TypeError("a Publisher cannot be pickled: make it in the process that publishes")
 
     def _check(self) -> None:
@@ -157,16 +159,16 @@ class Publisher:
             raise SupersededError(f"another publisher of {self.name!r} has taken over{who}")
 
     def _tick(self) -> None:
-        """Close the board if this publisher is superseded: by one that could not say so."""
+        """Close the board if this publisher is superseded and the newer one could not tell it."""
         with contextlib.suppress(Exception):  # Ray may be shut down
             if _names.is_superseded(self.name, self._record.number):
                 self._board.is_closed = True
 
 
 def _call(method: weakref.WeakMethod[Any]) -> None:
-    found = method()
-    if found is not None:
-        found()
+    bound = method()
+    if bound is not None:
+        bound()
 
 
 def _close(board: Board, process: int) -> None:

@@ -19,29 +19,30 @@ from flatweights.ray._listener import kept, milliseconds
 from flatweights.ray.publishing._board import BoardAddress, Reading
 
 News = tuple[int, float, NDArray[np.uint8]]
-"""A version, when it was published by this machine's `time.monotonic`, and its packed buffer."""
+"""A version, the `time.monotonic` of its publication on this machine, and its packed buffer."""
 
 PULL = 2.0
 """Seconds after which an outlet answers that there is nothing new."""
-_GRACE = 10.0  # seconds beyond these after which an outlet is given up
-_FETCH = 60.0  # seconds after which weights that do not come are given up
+_GRACE = 10.0  # more seconds, after which this gives an outlet up
+_FETCH = 60.0  # seconds to wait for weights that an outlet has announced
 
 
 class Source(ABC):
-    """Where the newest weights are.
+    """A source of the newest weights.
 
     Attributes:
-        way: How they come here; see `Subscriber.way`.
-        number: That of the publisher among those of its name.
-        layout: That of the weights, pickled.
-        take: Returns the newest weights if their version is above the one given; None, at once, if
-            not. The buffer stays as it is while it is referred to; no more than one may be.
+        way: The way by which they come; see `Subscriber.way`.
+        number: The number of the publisher among those of its name.
+        layout: The layout of the weights, pickled.
+        take: A function that returns the newest weights if their version is above its argument;
+            else None, at once. The buffer does not change as long as a reference to it exists;
+            there may be references to only one buffer.
     """
 
     def __init__(
         self, way: str, number: int, layout: bytes, take: Callable[[int], News | None]
     ) -> None:
-        """Take what the attributes say."""
+        """Take the attributes."""
         self.way = way
         self.number = number
         self.layout = layout
@@ -54,7 +55,7 @@ class Source(ABC):
 
     @abstractmethod
     def drop(self) -> None:
-        """Have the buffer that was taken last change, although it may be referred to."""
+        """Allow the last buffer to change, although references to it may exist."""
 
     @abstractmethod
     def wait(self, seen: int, seconds: float) -> bool:
@@ -62,15 +63,15 @@ class Source(ABC):
 
     @abstractmethod
     def wait_for_end(self, seconds: float) -> bool:
-        """Wait until this brings nothing new any more; return whether that is so."""
+        """Wait until this source has ended, and brings nothing new; return whether it has."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Have `wait_for_end` return, in another thread."""
+        """Make `wait_for_end` return, in another thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """Read no more; no other thread uses this, and no buffer is referred to."""
+        """Read no more; no other thread may use this, and no reference to a buffer may exist."""
 
 
 class BoardSource(Source):
@@ -91,7 +92,7 @@ class BoardSource(Source):
         return self._reader.newest
 
     def drop(self) -> None:
-        """Have the slot written again."""
+        """Release the slot."""
         self._reader.drop()
 
     def wait(self, seen: int, seconds: float) -> bool:
@@ -118,7 +119,7 @@ class BoardSource(Source):
 
 
 class PulledSource(Source):
-    """Calls of an outlet, through Ray: each brings the newest weights, once there are newer ones.
+    """Calls of an outlet, through Ray: each brings the newest weights once there are newer ones.
 
     A thread makes them, so `take` waits for none.
     """
@@ -141,7 +142,7 @@ class PulledSource(Source):
         return 0 if news is None else news[0]
 
     def drop(self) -> None:
-        """Do nothing: what has arrived is never written to."""
+        """Do nothing: weights that have arrived are never written to."""
 
     def wait(self, seen: int, seconds: float) -> bool:
         """Sleep until the thread has brought something."""

@@ -1,4 +1,4 @@
-"""A subscriber of a name: it reads the newest weights when it wants them, and waits for nobody."""
+"""A subscriber of a name: it reads the newest weights when asked, and waits for no publisher."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from flatweights.ray.publishing._models import check_layout, copy_of, target_of
 from flatweights.ray.publishing._sources import News, Source
 from flatweights.ray.publishing._ways import connect
 
-_TICK = 1.0  # seconds between two looks for a newer publisher, while this one is quiet
+_TICK = 1.0  # seconds between two searches for a newer publisher, while this one is quiet
 _SOON = 0.2  # the same, once this one has ended
 _RETRY = 0.05  # seconds between two tries to connect at first
 
-# What may go wrong with a publisher that has just ended, or whose relay has.
+# The errors of a publisher that has just ended, or whose relay has.
 _GONE = (OSError, LaneError, FullError, TimeoutError, ray.exceptions.RayError)
 
 
 class Subscriber:
     """Reads the newest weights that the `Publisher` of a name has published.
 
-    Any process of the Ray job can have one: a task, an actor, the driver. `update` asks whether
-    there is something new: a read of memory that the publisher maps, too, without a call. If there
-    is, the variables are set straight from that memory. Neither waits for the other, whatever is
-    stopped or killed; what is read is always one version as a whole, and versions only grow.
+    Any process of the Ray job can have one: a task, an actor, the driver. `update` looks for newer
+    weights: this reads memory that the publisher maps, too, and makes no call. If there are newer
+    weights, the variables are set straight from that memory. Publisher and subscriber never wait
+    for each other, even if one of them is stopped or killed. A read returns one whole version, and
+    versions only grow.
 
-    A publisher that ends leaves its last weights to its subscribers; when one comes under its name
-    again, they find it by themselves, within a second.
+    A publisher that ends leaves its last weights to its subscribers. When there is a new publisher
+    of its name, they find it by themselves, within a second.
 
     Methods may be called from any thread; a fork of the process needs a subscriber of its own.
 
@@ -62,8 +63,8 @@ class Subscriber:
         """Wait until there is a publisher of ``name``; it need not have published anything yet.
 
         Args:
-            name: Of the weights, within the Ray job.
-            variables: What `update` sets, with the layout of what is published: a
+            name: The name of the weights, within the Ray job.
+            variables: The variables that `update` sets, with the layout of the published weights: a
                 `flatweights.tensorflow.TensorFlowVariables` or any other `Variables`; or writable
                 arrays, of the kinds that `flatweights.average` takes. If None, `update` needs an
                 ``out``.
@@ -72,9 +73,9 @@ class Subscriber:
                 whose learner is dead or cannot be reached does not act on for ever.
 
         Raises:
-            TimeoutError: If there is no publisher in time; it says why.
-            ValueError: If ``variables`` have another layout than what is published.
-            TypeError: If ``variables`` are of no kind that can be set.
+            TimeoutError: If there is no publisher in time; the error gives the reason.
+            ValueError: If ``variables`` have another layout than the published weights.
+            TypeError: If ``variables`` are of a kind that cannot be set.
             RuntimeError: If Ray is not initialized.
         """
         if not isinstance(name, str):
@@ -87,7 +88,7 @@ class Subscriber:
         self.version = 0
         self._target = None if variables is None else target_of(variables, "variables")
         self._max_age = max_age
-        self._published = 0.0  # when `version` was, by `time.monotonic`
+        self._published = 0.0  # the time of `version`, by `time.monotonic`
         self._state = state = _State(name, self._target)
         self._lock = state.lock
         state.connect(timeout)
@@ -97,24 +98,24 @@ class Subscriber:
 
     @property
     def way(self) -> str:
-        """How the weights come here.
+        """The way by which the weights come.
 
-        ``"lane"``: through memory of the publisher, on this node; ``"agent"``: through memory of
-        an actor of this node that subscribes for all its processes; ``"store"``: through Ray's
-        object store, where no memory can be shared.
+        ``"lane"``: through memory of the publisher, on this node; ``"agent"``: through memory of an
+        actor of this node that subscribes for all its processes; ``"store"``: through Ray's object
+        store, if no memory can be shared.
         """
         return self._state.source.way
 
     @property
     def age(self) -> float:
-        """For how many seconds the weights of `version` have been published; infinite if none."""
+        """The seconds since `version` was published; infinite without a version."""
         return time.monotonic() - self._published if self.version else float("inf")
 
     @property
     def behind(self) -> int:
-        """How many publications there were since `version`.
+        """The number of publications since `version`.
 
-        After a restart of the publisher only its own count.
+        If the publisher was restarted since, only those of the new publisher count.
         """
         newest = self._state.source.newest
         if newest // _names.VERSIONS == self.version // _names.VERSIONS:
@@ -125,14 +126,14 @@ class Subscriber:
         """Set the variables to the newest weights; return False, at once, if nothing is new.
 
         Args:
-            out: What to set in place of the variables of this subscriber: of the same kinds.
+            out: The variables to set instead of those of this subscriber: of the same kinds.
 
         Raises:
             StaleWeightsError: If the newest weights are older than ``max_age``.
-            ValueError: If ``out``, or what a new publisher publishes, has another layout.
+            ValueError: If ``out``, or the weights of a new publisher, have another layout.
             TypeError: If there are neither variables nor ``out``.
             RuntimeError: If this subscriber was closed, or in a fork of its process.
-            Exception: What setting the variables raises.
+            Exception: The exception of setting the variables.
         """
         with self._lock:
             state = self._state
@@ -200,7 +201,7 @@ class Subscriber:
         return f"<Subscriber of {self.name!r}, version {self.version}, way {self.way!r}>"
 
     def __reduce__(self) -> NoReturn:
-        """Refuse: a subscriber is its process."""
+        """Refuse: a subscriber belongs to its process."""
         raise TypeError("a Subscriber cannot be pickled: make it in the process that reads")
 
     def _check_age(self, published: float) -> None:
@@ -213,14 +214,14 @@ class Subscriber:
 
 
 class _State:
-    """What a subscriber and the thread that watches over its source share.
+    """The state that a subscriber shares with the thread that watches over its source.
 
     Attributes:
-        lock: Held by whoever reads, or changes the source.
-        source: Where the weights come from.
-        take: That of the source.
-        layout: That of the weights.
-        began: When the first source was found, by `time.monotonic`.
+        lock: Held by a thread that reads, or changes the source.
+        source: The source of the weights.
+        take: The function of that name of the source.
+        layout: The layout of the weights.
+        began: The time at which the first source was found, by `time.monotonic`.
     """
 
     source: Source
@@ -268,7 +269,7 @@ class _State:
         return self.layout
 
     def what_is_known(self) -> str:
-        """Return how errors say what has become of the publisher."""
+        """Return a clause for errors about the state of the publisher."""
         return f"its publisher, {self._who}, {'has ended' if self._is_over else 'is silent'}"
 
     def watch(self) -> None:
@@ -281,9 +282,10 @@ class _State:
             self._is_over = source.wait_for_end(0.0 if self._is_over else _TICK)
             if self._is_closed:
                 break
-            # While weights come, their publisher is the last one of the name, or soon told so.
+            # While weights come, their publisher is the newest of the name, or will soon learn that
+            # it is not.
             if self._is_over or seen == source.newest:
-                with contextlib.suppress(Exception):  # gone meanwhile, or Ray is shut down
+                with contextlib.suppress(Exception):  # the publisher has ended, or Ray is shut down
                     self._look()
             seen = source.newest
         with self.lock:
@@ -294,7 +296,7 @@ class _State:
         if not _names.is_superseded(self._name, old.number) and (
             old.way == "lane" or not self._is_over
         ):
-            return  # if it has ended, nothing comes until there is another one
+            return  # if it has ended, nothing is new until there is another publisher
         record = _names.find(self._name)
         if record is None:
             return
@@ -317,13 +319,13 @@ class _State:
                 self._mismatch = error
 
     def close(self) -> None:
-        """Have the thread close the source; nothing can be taken any more."""
+        """Make the thread close the source; nothing can be taken any more."""
         self._is_closed = True
         self.refuse("it was closed")
         self.source.interrupt()
 
     def refuse(self, why: str) -> None:
-        """Have `take` raise."""
+        """Make `take` raise."""
 
         def take(seen: int) -> NoReturn:
             raise RuntimeError(f"the subscriber of {self._name!r}: {why}")

@@ -1,8 +1,9 @@
 """The ways by which published weights reach a process, and the choice among them.
 
-On the publisher's node, by its board. On another node, by the board of the relay of that node,
-which the first subscriber starts; it pulls from the outlet on the publisher's node, so each version
-goes there once. Where no memory can be shared, a subscriber pulls from the outlet itself.
+On the publisher's node, subscribers read its board. On another node, they read the board of that
+node's relay, which the first subscriber starts. The relay pulls from the outlet on the publisher's
+node, so each version travels there once. If no memory can be shared, a subscriber pulls from the
+outlet itself.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from flatweights.ray.publishing._board import Board, BoardAddress, FullError
 from flatweights.ray.publishing._names import Record, find, is_superseded, this_node
 from flatweights.ray.publishing._sources import PULL, BoardSource, PulledSource, Source
 
-_TRY = 2.0  # seconds in which a board has to answer, or its process is stopped
+_TRY = 2.0  # seconds after which a board that does not answer counts as stopped
 _IDLE = 10.0  # seconds without readers after which an actor of a node ends
-_LOOK = 0.5  # seconds between two looks of an actor at how things stand
+_LOOK = 0.5  # seconds between two looks of an actor at its readers
 _INLINE = 100 << 10  # bytes up to which an array travels with the answer
 _START = 60.0  # seconds in which an actor has to start
 
@@ -36,12 +37,12 @@ _log = logging.getLogger("flatweights")
 
 
 def connect(name: str, record: Record, end: float) -> Source:
-    """Return where this process gets the weights of a publisher from.
+    """Return the source from which this process gets the weights of a publisher.
 
     Args:
         name: The name.
         record: The publisher.
-        end: When to give up, by `time.monotonic`.
+        end: The time at which to give up, by `time.monotonic`.
 
     Raises:
         OSError: If the publisher has ended, or does not answer.
@@ -58,7 +59,7 @@ def connect(name: str, record: Record, end: float) -> Source:
                 layout, address = _relay_board(name, node, end)
             until = min(end, time.monotonic() + _TRY)
             return BoardSource(way, record.number, layout, address, until)
-        except TimeoutError:  # it is stopped, or slow: that may pass
+        except TimeoutError:  # it is stopped or slow, perhaps not for long
             raise
         except (OSError, LaneError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
@@ -90,7 +91,7 @@ def _actor(cls: type, name: str, node: str, concurrency: int) -> Any:
         name=f"flatweights:{name}",
         namespace=f"flatweights-{ray.get_runtime_context().get_job_id()}",
         get_if_exists=True,
-        lifetime="detached",  # not with the process that starts it: it ends when nobody needs it
+        lifetime="detached",  # it ends when nobody needs it, not with its creator
         num_cpus=0,
         max_concurrency=concurrency,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
@@ -98,7 +99,7 @@ def _actor(cls: type, name: str, node: str, concurrency: int) -> Any:
 
 
 class Outlet:
-    """The actor on the publisher's node from which others pull. It ends when nobody does."""
+    """The actor on the publisher's node from which others pull. It ends when none of them does."""
 
     def __init__(self, name: str, record: tuple[Any, ...]) -> None:
         """Connect to the board of the publisher."""
@@ -128,7 +129,7 @@ class Outlet:
                 raise ConnectionError("the publisher has ended")
 
     def newer(self, seen: int) -> Any:
-        """Return version, age and bytes of what is newer than ``seen``, once it is there.
+        """Return version, age and bytes of weights newer than ``seen``, once there are any.
 
         Returns:
             The bytes as an array, or a reference to it in a list; an empty tuple if there is
@@ -165,7 +166,7 @@ class Outlet:
 
 
 class Relay:
-    """The actor of a node that reads for all its processes. It ends when none of them does."""
+    """The actor of a node that reads for all its processes. It ends when it has no readers."""
 
     def __init__(self, name: str) -> None:
         """Begin to look for the publisher of ``name``."""
@@ -179,10 +180,10 @@ class Relay:
         _start(self._run, ray.get_runtime_context().current_actor)
 
     def board(self, seconds: float) -> tuple[bytes, tuple[Any, ...]]:
-        """Return the layout of the weights, and where the board is.
+        """Return the layout of the weights, and the address of the board.
 
         Raises:
-            TimeoutError: If there is none within ``seconds``.
+            TimeoutError: If there is no board within ``seconds``.
         """
         with self._changed:
             self._asking += 1
@@ -202,7 +203,7 @@ class Relay:
         return self._asking > 0 or (idle if board is None else min(idle, board.idle)) < _IDLE
 
     def _run(self) -> None:
-        ended = -1  # the number of the last publisher that brings nothing any more
+        ended = -1  # the number of the last publisher that has ended
         while self._is_needed:
             with contextlib.suppress(ray.exceptions.RayError):
                 record = find(self._name)
@@ -212,7 +213,7 @@ class Relay:
             time.sleep(_LOOK)
 
     def _relay(self, record: Record) -> None:
-        """Bring what a publisher publishes to the board, until it has ended."""
+        """Copy the versions of a publisher to the board, until it has ended."""
         outlet = outlet_of(self._name, record)
         ray.get(outlet.ping.remote(), timeout=_START)
         board = self._board_for(record)
