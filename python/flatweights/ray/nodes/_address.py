@@ -1,4 +1,4 @@
-"""Where the processes of several nodes listen for each other."""
+"""The addresses at which processes of several nodes listen for each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ANY = range(1)  # the system chooses one that is free
 
 
 class Address(NamedTuple):
-    """Where a process listens, and the key that it asks for.
+    """The address at which a process listens, and the key that it asks for.
 
     Attributes:
         host: The node's address.
@@ -32,12 +32,12 @@ class Address(NamedTuple):
     key: bytes
 
     def __repr__(self) -> str:
-        """Show where, and not the key."""
+        """Show the address without the key."""
         return f"Address({self.host}:{self.port})"
 
 
 def chosen_ports() -> range:
-    """Return the ports that ``FLATWEIGHTS_PORTS`` allows; 0 alone, for any.
+    """Return the ports that ``FLATWEIGHTS_PORTS`` allows; only 0, for any port.
 
     Raises:
         ValueError: If it is malformed.
@@ -70,7 +70,7 @@ def listen(host: str, ports: range) -> socket.socket:
     for port in ports:
         made = socket.socket(family_of(host))
         try:
-            if port:  # connections of the one that had it before may still be about to end
+            if port:  # connections of an earlier listener may still be closing
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind((host, port))
             made.listen(1024)

@@ -17,8 +17,8 @@ from flatweights.ray.nodes._plan import SMALL
 
 WayName = Literal["the guide's loop", "lanes", "driver", "streams"]
 
-# The share of a link's rate that the weights of a round get, headers and waiting taken off, of
-# ways as they ran over links of 300 to 1,000 Mbit/s; and seconds that a round takes besides.
+# By way, the share of a link's rate that the weights of a round get, after headers and waiting, as
+# measured over links of 300 to 1,000 Mbit/s; and the other seconds of a round.
 _SHARE: Mapping[WayName, float] = {
     "the guide's loop": 0.93,
     "lanes": 1.0,
@@ -52,15 +52,17 @@ class WayCost:
         way: ``"the guide's loop"`` (`ray.get` of all results in the driver, ``sum(ws) / n``, one
             `ray.put`); ``"driver"``, where a group averages in the driver; ``"streams"``, where one
             agent per node exchanges pieces with the others.
-        options: What it was asked for: ``sums="float32"``, ``wire_dtype="bfloat16"``; else empty.
+        options: The option of the group: ``sums="float32"`` or ``wire_dtype="bfloat16"``; else
+            empty.
         sent: Bytes of weights through the busiest link out of a node.
         received: Bytes of weights through the busiest link into one.
-        critical: Bytes that pass one link one after the other: their time is the least of a round.
-        seconds: How long a round takes, without the workers' training.
-        formula: What a link carries, in each direction: M is the model, N the number of
-            workers, K of nodes, W of workers on each.
-        kept: Bytes of memory that weights take on the node that has most, beside the models of the
-            workers themselves; of agents, an estimate.
+        critical: Bytes that must pass one link one after the other: a round takes at least their
+            time.
+        seconds: The time of a round, without the workers' training.
+        formula: The bytes of the busiest link in each direction: M is the model, N the number of
+            workers, K of nodes, W of workers on each node.
+        kept: Bytes of memory for weights on the node that needs most, beside the workers' own
+            models; for agents, an estimate.
     """
 
     way: WayName
@@ -139,7 +141,7 @@ def plan(
         link: Bits per second of a node's link in each direction, such as ``10e9`` or ``"10Gbit"``.
         dtype: The dtype of most of the weights.
         memory: Bytes per second that the processes of a node read and write together, such as
-            ``10e9`` or ``"10GB"``. If None, what was measured: 50 GB over lanes, 10 GB elsewhere.
+            ``10e9`` or ``"10GB"``. If None, the measured rates: 50 GB over lanes, 10 GB elsewhere.
 
     Raises:
         ValueError: If a number is not positive, or a text is not a number with a unit.
@@ -201,7 +203,8 @@ class _Setting:
             yield self._by_agents(sums=0.5, mean=0.5, options='wire_dtype="bfloat16"')
 
     def _by_lanes(self) -> WayCost:
-        # Each worker gathers into its window and sets from the driver's, which averages them all.
+        # Each worker gathers into its window and sets from the driver's window; the driver
+        # averages.
         moved = 5 * self.workers + 1
         kept = self.workers + 3  # a window of each worker, and the driver's
         formula = "none: the workers and the driver map the same memory"
@@ -224,7 +227,7 @@ class _Setting:
     def _by_agents(
         self, *, sums: float | None = None, mean: float = 1.0, options: str = ""
     ) -> WayCost:
-        # The ranks' own values, while these are no more bytes than a sum.
+        # A node sends the values of its ranks as long as they take no more bytes than a sum.
         sums = min(self.workers, self.wide) if sums is None else sums
         links = (self.nodes - 1) / self.nodes * (sums + mean)
         moved = 5 * self.workers + 3 * (sums + mean)
@@ -251,7 +254,7 @@ class _Setting:
             moved: Models that pass the memory of a node.
             formula: See `WayCost`.
             kept: Models that it keeps in memory.
-            rate: Bytes per second of a node's memory, if not the usual.
+            rate: Bytes per second of a node's memory, if not the usual rate.
         """
         rate = rate or self.memory or _MEMORY
         sent, received, critical = (count * self.nbytes for count in links)
@@ -269,29 +272,29 @@ _TEXT = re.compile(
 )
 
 
-def _number(given: float | str, name: str, expected: str) -> float:
-    """Return bytes or bits, from a number or a text with a unit.
+def _number(value: float | str, name: str, expected: str) -> float:
+    """Return a number of bytes or bits, given as a number or a text with a unit.
 
     Raises:
-        ValueError: If it is not positive, or no such text.
+        ValueError: If it is not positive, or not such a text.
     """
-    value = _value_of(given, is_bits=expected is _BITS) if isinstance(given, str) else given
-    if value is None or not 0 < value < math.inf:
-        raise ValueError(f"{name}: expected {expected}, got {given!r}")
-    return float(value)
+    number = _value_of(value, is_bits=expected is _BITS) if isinstance(value, str) else value
+    if number is None or not 0 < number < math.inf:
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+    return float(number)
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _value_of(text: str, *, is_bits: bool) -> float | None:
-    found = _TEXT.fullmatch(text.strip())
-    if found is None:
+    match = _TEXT.fullmatch(text.strip())
+    if match is None:
         return None
-    number, prefix, binary, unit = found.groups()
+    number, prefix, binary, unit = match.groups()
     if is_bits and not (prefix or unit):
-        return None  # a link of so few bits is one whose unit was forgotten
+        return None  # no link has so few bits: the unit was forgotten
     in_bits = (unit or "").lower().startswith("bit") or (is_bits and unit is None)
     if in_bits is not is_bits:
         return None

@@ -3,7 +3,7 @@
 In a swap each node sends buffers to each other node, each of them in a frame: the number of the
 swap and the length (8 bytes each), then the bytes. The receiver checks both before it reads more.
 
-- The caller's thread serves all sockets: it reads and sends wherever that is possible now, one
+- The caller's thread serves all sockets: it reads and sends on every socket that is ready, one
   block at a time, so all links are busy until the end. It also computes the next data to send.
 - The first error ends the links: all sockets are shut down, and the peers' swaps end within a
   moment. Another thread may end them, too. Sockets are closed once no thread uses them.
@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from flatweights.ray._listener import milliseconds, shut
 
-Buffer: TypeAlias = Any  # what has the buffer protocol, contiguous; a type of its own since 3.12
+Buffer: TypeAlias = Any  # a contiguous object with the buffer protocol; a type since Python 3.12
 
 _FRAME = struct.Struct("<QQ")  # number of the swap, length of the data
 _BLOCK = 1 << 20  # bytes that one call reads at most
@@ -39,13 +39,13 @@ class StreamError(OSError):
     """
 
     def __init__(self, peer: int, reason: str) -> None:
-        """Say which peer, and why."""
+        """Name the peer and the reason."""
         super().__init__(reason if peer < 0 else f"peer {peer}: {reason}")
         self.peer = peer
         self.reason = reason
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by what the constructor takes."""
+        """Pickle the arguments of the constructor."""
         return type(self), (self.peer, self.reason)
 
 
@@ -61,8 +61,9 @@ class Links:
 
     Attributes:
         me: The place of this process.
-        size: How many nodes there are.
-        epoch: Tells these links from those before and after them.
+        size: The number of nodes.
+        epoch: The attempt that these links belong to, by which they differ from earlier and later
+            ones.
         sent_bytes: Bytes sent to each node, in their order.
         received_bytes: Bytes received from each node.
     """
@@ -76,7 +77,7 @@ class Links:
         self.received_bytes = [0] * size
         self._sockets: dict[int, socket.socket] = {}
         self._changed = threading.Condition()
-        self._ended = ""  # why
+        self._ended = ""  # the reason
         self._is_used = False
 
     @property
@@ -123,7 +124,7 @@ class Links:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Use the sockets: they are not closed meanwhile, and an error within ends the links."""
+        """Use the sockets: they stay open meanwhile, and an error in the body ends the links."""
         if not self.is_closed and any(one.fileno() < 0 for one in self._sockets.values()):
             raise StreamError(-1, "the links are those of the parent process")
         with self._changed:
@@ -136,7 +137,7 @@ class Links:
         except BaseException as error:
             is_first = self._end(f"{type(error).__name__}: {error}")
             if isinstance(error, StreamError) and not is_first:
-                self.check()  # another thread has ended them, which caused this error
+                self.check()  # another thread has ended the links, which caused this error
             raise
         finally:
             with self._changed:
@@ -155,27 +156,27 @@ class Links:
     ) -> None:
         """Send buffers to all peers and receive buffers from all of them, at the same time.
 
-        All nodes have to call it with the same number, and what one sends to another has to be cut
-        into buffers of the same lengths on both sides. No bytes are copied. What a node sends may
-        depend on what it receives, as the second step of an allreduce does.
+        All nodes have to call it with the same number, and the buffers of a sender need the same
+        lengths as those of its receiver. No bytes are copied. The buffers that a node sends may
+        depend on those that it receives, as in the second step of an allreduce.
 
         Args:
-            number: What tells this swap from those before and after it.
-            sends: By place, the buffers to send; each is asked for just before it goes. A place
-                that is not there gets none.
+            number: The number of this swap, by which it differs from earlier and later ones.
+            sends: By place, the buffers to send, each taken from the iterable just before it is
+                sent. Places that are missing get none.
             receives: By place, the writable buffers to fill.
             patience: Seconds without a byte from or to a peer after which it has stalled.
-            end: When the swap has to be over (`time.monotonic`).
-            arrived: Called with a place and an index, when that buffer of ``receives`` is full. It
-                returns what to send to every peer next.
+            end: The time at which the swap must be over (`time.monotonic`).
+            arrived: A function that is called with a place and an index when that buffer of
+                ``receives`` is full. It returns the buffers to send to every peer next.
 
         Raises:
             StreamError: If a peer closes its links, stalls, or sends another number or length than
-                expected. The links have ended then, as after anything that a function raises.
+                expected. The links have ended then, as after any exception of one of the functions.
         """
         with self.in_use():
             began = time.monotonic()
-            # Each node begins with the one after it, so no two begin with the same one.
+            # Each node begins with the node after it, so no two begin with the same one.
             order = [(self.me + step) % self.size for step in range(1, self.size)]
             peers = [_Peer(self, place, self._sockets[place], number) for place in order]
 
@@ -194,7 +195,7 @@ class Links:
                 first = min(peer.since for peer in waiting.values()) + patience
                 for descriptor, events in _poll(waiting, first if end is None else min(first, end)):
                     waiting.pop(descriptor).go_on(events)
-                # A peer whose bytes are there has not stalled, however long it took to read them.
+                # A peer whose bytes have arrived has not stalled, even if reading them takes long.
                 since = time.monotonic() - patience
                 if silent := [peer for peer in waiting.values() if peer.since <= since]:
                     raise late(_worst(silent), f"it has stalled: no byte for {patience:g} s")
@@ -204,7 +205,7 @@ class Links:
         self._end("they were closed")
 
     def _end(self, why: str) -> bool:
-        """End the links, and all that waits for them; return whether they had not ended before."""
+        """End the links, and wake all waiting threads; return whether this call ended them."""
         with self._changed:
             is_first = not self.is_closed
             if is_first:
@@ -223,13 +224,13 @@ class Links:
 
 
 class _Peer:
-    """What goes to one peer in a swap, and what comes from it.
+    """The buffers that are sent to one peer in a swap, and received from it.
 
     Attributes:
         place: The peer.
-        descriptor: That of the socket to it.
-        since: When a byte went or came last, or there was none to wait for.
-        missing: How many buffers have not come.
+        descriptor: The descriptor of the socket to it.
+        since: The last time at which a byte was sent or received, or nothing was to be moved.
+        missing: The number of buffers that have not arrived.
     """
 
     def __init__(self, links: Links, place: int, connection: socket.socket, number: int) -> None:
@@ -247,26 +248,26 @@ class _Peer:
 
     @property
     def events(self) -> int:
-        """What to poll for; 0 if nothing is to be read or sent for now."""
+        """The events to poll for; 0 if nothing is to be read or sent for now."""
         reads = select.POLLIN if self._reading is not None else 0
         return reads | (select.POLLOUT if self._sending is not None else 0)
 
     def go_on(self, events: int) -> None:
-        """Read a block, and send what the socket takes."""
+        """Read a block, and send as much as the socket takes."""
         if events & ~select.POLLOUT and self._reading is not None:
             self._reading = _step(self._reading)
         if events & select.POLLOUT and self._sending is not None:
             self._sending = _step(self._sending)
 
     def send(self, buffers: Iterable[Buffer]) -> None:
-        """Have ``buffers`` sent, after those of other calls."""
+        """Queue ``buffers`` to be sent, after those of other calls."""
         if not self.events:
             self.since = time.monotonic()
         self._queue.append(buffers)
         self._sending = self._sending or self._send()
 
     def receive(self, buffers: Sequence[Buffer], arrived: Callable[[int, int], None]) -> None:
-        """Have ``buffers`` filled; ``arrived`` is called with the place and the index of each."""
+        """Begin to fill ``buffers``; ``arrived`` is called with the place and the index of each."""
         self.missing = len(buffers)
         self._reading = _step(self._receive(buffers, arrived))
 
@@ -288,7 +289,7 @@ class _Peer:
     def _receive(
         self, buffers: Sequence[Buffer], arrived: Callable[[int, int], None]
     ) -> Iterator[None]:
-        """Fill all buffers; each step ends where there is nothing to read."""
+        """Fill all buffers; each step ends when there is nothing to read."""
         frame = memoryview(bytearray(_FRAME.size))
         for index, buffer in enumerate(buffers):
             view = _view(buffer)
@@ -316,7 +317,7 @@ class _Peer:
                 view = view[count:]
 
     def _move(self, call: Callable[[Any], int], data: Any) -> int | None:
-        """Return how many bytes a call of the socket has moved; None if it can move none now."""
+        """Return the number of bytes that a socket's call moved; None if it would have to wait."""
         try:
             count = call(data)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -330,21 +331,21 @@ class _Peer:
 def _writer_of(
     connection: socket.socket,
 ) -> tuple[Callable[[list[memoryview]], int], Callable[[], int]]:
-    """Return what sends views, and how many bytes were received that no poll tells of."""
+    """Return a function that sends views, and one that counts received bytes that poll misses."""
     if isinstance(connection, ssl.SSLSocket):
         return lambda views: connection.send(views[0]), connection.pending
     return connection.sendmsg, lambda: 0
 
 
 def _step(steps: Iterator[None]) -> Iterator[None] | None:
-    """Take the next step; return None if that was the last one."""
+    """Take the next step; return None after the last one."""
     for _ in steps:
         return steps
     return None
 
 
 def _poll(waiting: Mapping[int, _Peer], end: float) -> list[tuple[int, int]]:
-    """Wait until something can be read or sent, or for the time; return descriptors and events."""
+    """Wait until a socket is ready, at most until ``end``; return descriptors and events."""
     poll = select.poll()
     for descriptor, peer in waiting.items():
         poll.register(descriptor, peer.events)
@@ -352,18 +353,18 @@ def _poll(waiting: Mapping[int, _Peer], end: float) -> list[tuple[int, int]]:
 
 
 def _worst(peers: Iterable[_Peer]) -> int:
-    """Return the place of the peer that lacks most: others may wait for it, too."""
+    """Return the place of the peer with most missing buffers: others may wait for it, too."""
     return max(peers, key=lambda peer: peer.missing).place
 
 
 def set_up(connection: socket.socket) -> None:
-    """Have a connection send without delay, and take no more than it can send soon."""
+    """Make a connection send without delay, and queue no more than it can send soon."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Several streams with BBR overfill a short queue, and send twice what it drops.
+    # Several streams with BBR overfill a short queue, and resend the packets that it drops.
     if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr"):
-        with contextlib.suppress(OSError):  # a system may not have it
+        with contextlib.suppress(OSError):  # the system may lack it
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
 

@@ -1,4 +1,4 @@
-"""One node's part of an exchange: its sums go out, its piece is averaged, the others' come in."""
+"""One node's part of an exchange: it sends sums, averages its piece, and receives the others."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from flatweights.wire import Difference
 PATIENCE = 2.0
 """Seconds without a byte from a node after which an exchange over streams is broken off."""
 OPENING = 5.0
-"""Seconds that nodes are given to connect to each other."""
+"""Seconds in which nodes have to connect to each other."""
 _SHARE = 3
-"""Neither takes more than this share of the time that is left: another attempt may follow."""
+"""The largest share of the remaining time for either: another attempt may follow."""
 
 
 class Traffic(NamedTuple):
     """Bytes of one exchange.
 
     Attributes:
-        sent: Those that left this node.
-        received: Those that came.
+        sent: The bytes that left this node.
+        received: The bytes that arrived.
     """
 
     sent: int
@@ -43,12 +43,12 @@ class Traffic(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How nodes reach each other by streams.
+    """The way by which nodes reach each other: streams.
 
     Attributes:
         peers: The addresses of all nodes, in the order of the plan.
-        epoch: Tells this attempt from others.
-        left: Seconds until it has failed; None for as many as it takes.
+        epoch: The id of this attempt, by which it differs from others.
+        left: Seconds until it has failed; no limit, if None.
     """
 
     peers: tuple[Address, ...]
@@ -60,14 +60,15 @@ class NodeEnd:
     """The part of one process, driver or agent, in the exchanges of a group.
 
     Attributes:
-        models: All bytes of what the ranks of this node have returned, by rank.
+        models: By rank, all bytes of the models that the ranks of this node have returned.
     """
 
     def __init__(self, offer: Callable[[int], None], host: str) -> None:
-        """Prepare.
+        """Prepare; this process does not listen yet.
 
         Args:
-            offer: Has the next array of so many bytes that this thread makes lie in a window.
+            offer: A function that offers a window to the next array of a number of bytes that this
+                thread makes.
             host: The node's own address.
         """
         self.models: dict[int, Bytes] = {}
@@ -80,7 +81,7 @@ class NodeEnd:
 
     @property
     def address(self) -> Address:
-        """Where other nodes connect; from now on this process listens there.
+        """The address for other nodes; this process listens there from the first use on.
 
         Raises:
             OSError: If it cannot.
@@ -98,7 +99,7 @@ class NodeEnd:
             self._streams = self._close = None
 
     def break_off(self, epoch: bytes) -> None:
-        """End the exchange over streams of ``epoch``, which goes on in another thread."""
+        """End the exchange over streams of ``epoch``, which another thread runs."""
         if self._streams is not None:
             self._streams.break_off(epoch)
 
@@ -106,7 +107,7 @@ class NodeEnd:
         """Exchange with all other nodes, piece by piece.
 
         Raises:
-            StreamError: If a node does not answer, or answers nonsense; or if the round is over.
+            StreamError: If a node does not answer, its answer is invalid, or the round is over.
         """
         assert self._streams is not None
         if not self.models.keys() >= {*plan.groups[me]}:
@@ -125,12 +126,13 @@ class NodeEnd:
         return Traffic(after.sent - before.sent, after.received - before.received)
 
     def weights(self, number: int, version: int | None = None) -> Any:
-        """Return the average of the exchange ``number``, read-only: a dict of anything nested.
+        """Return the average of the exchange ``number``, read-only; nested models become a dict.
 
-        If models were encoded, it is a `Difference`, to weights of a ``version`` if that is given.
+        If models were encoded, it is a `Difference`; with a ``version``, one that leads to these
+        weights.
 
         Raises:
-            KeyError: If it is another one that this process has.
+            KeyError: If this process has the average of another exchange.
         """
         if self._mean is None or self._mean[0].number != number:
             raise KeyError(f"the average of exchange {number} is not here")
@@ -142,7 +144,7 @@ class NodeEnd:
         return sealed(template.build(template.layout.packed_views(model)))
 
     def _begin(self, plan: Plan, me: int) -> Plan:
-        """Return a ``plan`` of models in 16 bits with the residuals of this node."""
+        """Return ``plan``; for models in 16 bits, with the residuals of this node."""
         if plan.coding is None:
             return plan
         self._residuals.begin(plan.number, plan.settled[me], plan.coding)

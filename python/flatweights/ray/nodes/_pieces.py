@@ -27,8 +27,8 @@ class Piece:
         begin: First byte.
         end: The byte after the last one; both are multiples of 64.
         layout: The layout of the piece, which is a packed form of its own: whole parts, and at
-            either end perhaps a piece of one, flat. Dtypes are those of the model, so that each
-            part is averaged in its own.
+            either end perhaps a flat piece of a part. Dtypes are those of the model, so that each
+            part is averaged in its own dtype.
     """
 
     begin: int
@@ -52,7 +52,7 @@ def pieces_of(layout: Layout, count: int) -> tuple[Piece, ...]:
 
 
 def _piece(layout: Layout, offsets: Sequence[int], begin: int, end: int) -> Piece:
-    # Of parts without elements several lie at one offset.
+    # Several parts without elements lie at one offset.
     first = max(0, bisect_right(offsets, begin) - 1)
     names, shapes, dtypes = [], [], []
     for i in range(first, len(offsets)):
@@ -68,10 +68,10 @@ def _piece(layout: Layout, offsets: Sequence[int], begin: int, end: int) -> Piec
 
 
 def canonical(model: Any) -> tuple[Any, Tree | None]:
-    """Return ``model``, its dicts in an order that depends on their keys alone; and its containers.
+    """Return ``model`` with its dicts in an order that depends only on their keys; and its tree.
 
-    Two models with the same keys are averaged whatever the order of either. The containers, in
-    their own order, are None for an array and for `FlatWeights`.
+    So two models with the same keys can be averaged, whatever their order. The tree has the
+    containers in their own order, and is None for an array and for `FlatWeights`.
     """
     if isinstance(model, FlatWeights) or not isinstance(model, (Mapping, list, tuple)):
         return model, None

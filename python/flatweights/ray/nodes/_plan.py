@@ -46,7 +46,7 @@ def check_sums(sums: str) -> None:
 
 
 Form = Literal["values", "sum", "mean"]
-"""What a node sends of its ranks."""
+"""The form in which a node sends the models of its ranks."""
 
 Group = tuple[int, ...]
 
@@ -56,15 +56,16 @@ class Plan(NamedTuple):
 
     Attributes:
         number: Counts the exchanges of a group, from 1.
-        template: That of the models.
-        groups: By node, its ranks whose models are averaged; none of a node that only takes part.
+        template: The template of the models.
+        groups: By node, its ranks whose models are averaged; empty for a node that only takes part.
         weights: By rank.
         sums: See `Sums`.
-        blocks: How many pieces each node has, one behind the other; more than one, for an exchange
-            that overlaps both steps. All that is said of a piece then holds for these.
+        blocks: The number of pieces of each node, one behind the other: more than one, in an
+            exchange that overlaps both steps. Everything about a piece then holds for each of
+            these.
         coding: The models before they were encoded, if they are in 16 bits.
-        settled: By node, the last exchange that it took part in and that succeeded.
-        residuals: Those of the node that works on the plan; nothing while it travels.
+        settled: By node, the number of the last exchange that succeeded with it.
+        residuals: The residuals of the node that works on the plan; None while the plan travels.
     """
 
     number: int
@@ -79,7 +80,7 @@ class Plan(NamedTuple):
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The pieces; there may be fewer than nodes, and the last nodes have none then."""
+        """The pieces. If there are fewer pieces than nodes, the last nodes have none."""
         return pieces_of(self.template.layout, len(self.groups) * self.blocks)
 
     def in_blocks(self) -> Plan:
@@ -88,18 +89,18 @@ class Plan(NamedTuple):
         return self._replace(blocks=min(max(1, nbytes // _BLOCK), _MOST_BLOCKS))
 
     def of_node(self, node: int) -> range:
-        """Return which pieces are those of ``node``."""
+        """Return the indices of the pieces of ``node``."""
         return range(node * self.blocks, (node + 1) * self.blocks)
 
     def bounds(self, piece: int) -> slice:
-        """Return where a ``piece`` lies among all bytes."""
+        """Return the range of the bytes of a ``piece``."""
         pieces = self.pieces
         if piece >= len(pieces):
             return slice(0, 0)
         return slice(pieces[piece].begin, min(pieces[piece].end, nbytes_of(self.template)))
 
     def form(self, node: int) -> Form:
-        """Return what ``node`` sends."""
+        """Return the form in which ``node`` sends its models."""
         group, layout = self.groups[node], self.template.layout
         is_rounded = self.sums == "float32" or self.coding is not None
         if is_rounded and len(group) > 1 and any(self.weights[k] for k in group):
@@ -127,11 +128,11 @@ class Plan(NamedTuple):
         return sizes
 
     def new_contribution(self, node: int, piece: int) -> list[Bytes]:
-        """Return buffers for what ``node`` sends of a ``piece``."""
+        """Return buffers for the contribution of ``node`` to a ``piece``."""
         return [new_vector(size, _BYTE) for size in self.sizes(node, piece)]
 
     def contribution(self, node: int, piece: int, models: Mapping[int, Bytes]) -> list[Bytes]:
-        """Return what ``node`` sends of a ``piece``, as `new_contribution` expects it.
+        """Return the contribution of ``node`` to a ``piece``, in the form of `new_contribution`.
 
         Args:
             node: The node.
@@ -169,8 +170,8 @@ class Plan(NamedTuple):
 
         Args:
             piece: The piece.
-            contributions: What each node has sent of it.
-            out: Its bytes.
+            contributions: The contribution of each node.
+            out: The bytes of the piece.
         """
         if not out.size:
             return
@@ -226,14 +227,14 @@ _WEIGHTS = 24  # bytes of the weights of a sum
 
 
 def nbytes_of(template: Template) -> int:
-    """Return the bytes of a packed model: of an array, those of its elements."""
+    """Return the bytes of a packed model; for an array, the bytes of its elements."""
     layout = template.layout
     return layout.slots[0].nbytes if template.kind is Kind.ARRAY else layout.nbytes
 
 
 @functools.lru_cache(maxsize=64)
 def values_nbytes(layout: Layout) -> int:
-    """Return the bytes of those parts of a model of ``layout`` that have a mean."""
+    """Return the bytes of the parts of a model of ``layout`` that have a mean."""
     return sum(slot.nbytes for slot in layout.slots if is_averaged(slot.dtype))
 
 

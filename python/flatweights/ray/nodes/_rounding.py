@@ -1,4 +1,4 @@
-"""16 bits between nodes: the rounding error of a message is added to the next. No import of Ray."""
+"""16 bits between nodes, with error feedback from message to message. It does not import Ray."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Coding(NamedTuple):
 
 
 class Residuals:
-    """The rounding errors of what one node has sent, which its next messages make up for.
+    """The rounding errors of one node's messages, which its next messages make up for.
 
     A node rounds twice: the average of several ranks, and the average of its own pieces over all
-    nodes. Only the errors of an exchange that has succeeded are kept, and those from before it
-    otherwise. Each is kept in the place of its number in the model, so that nodes may own other
-    pieces in the next exchange. An agent that is restarted starts without any.
+    nodes. If an exchange succeeds, its errors are kept, otherwise those from before it. Each error
+    is kept at the position of its number in the model, so that nodes may own other pieces in the
+    next exchange. A restarted agent starts without errors.
     """
 
     def __init__(self) -> None:
         """Start with errors of zero."""
         self._now: dict[tuple[bool, bool], tuple[Layout, Bytes]] = {}
-        self._next: list[tuple[Bytes, Bytes]] = []  # errors, and what takes their place
+        self._next: list[tuple[Bytes, Bytes]] = []  # errors, and those that replace them
         self._number = 0
 
     def begin(self, number: int, settled: int, coding: Coding) -> None:
@@ -46,7 +46,7 @@ class Residuals:
                 now[...] = following
         self._next.clear()
         self._number = number
-        for of_node in (True, False):  # here, since two threads round
+        for of_node in (True, False):  # not when they are needed, since two threads round
             key = of_node, coding.base is None
             if key not in self._now or self._now[key][0] != coding.layout:
                 # Not from the pool: memory for pieces of other nodes is never touched.
@@ -63,16 +63,16 @@ class Residuals:
         *,
         of_node: bool,
     ) -> None:
-        """Write the average of ``sources`` and the errors of earlier ones to ``out``, in 16 bits.
+        """Write the average of ``sources``, plus the errors of earlier ones, to ``out`` in 16 bits.
 
         Args:
-            pieces: The layout in 16 bits, and in how many pieces it is cut.
+            pieces: The layout in 16 bits, and the number of its pieces.
             piece: The piece.
             coding: The models before they were encoded.
             sources: The bytes of the piece, in 16 bits.
-            weights: One for each.
+            weights: One weight for each source.
             out: The bytes of the piece.
-            of_node: Whether these are ranks of this node, rather than nodes.
+            of_node: Whether the sources are ranks of this node, rather than nodes.
 
         Raises:
             ValueError: If the average does not fit 16 bits.
@@ -90,9 +90,9 @@ class Residuals:
 
 @functools.lru_cache(maxsize=16)
 def _wide_pieces(narrow: Layout, count: int, wide: Layout) -> tuple[tuple[slice, Layout], ...]:
-    """Return where pieces lie in the packed form of ``wide``, and their layouts there.
+    """Return the positions of the pieces in the packed form of ``wide``, and their layouts there.
 
-    A piece of 16 bits ends at a multiple of 64 bytes or with a slot, and so it does there.
+    A piece of 16 bits ends at a multiple of 64 bytes or with a slot; so does the wide piece.
     """
     made = []
     for piece in pieces_of(narrow, count):

@@ -20,13 +20,13 @@ class StreamExchange:
     """One node's part of an exchange over streams."""
 
     def __init__(self, plan: Plan, me: int, models: Mapping[int, Bytes], mean: Bytes) -> None:
-        """Take what is sent, and where the average is to be.
+        """Take the models to send, and the memory for the average.
 
         Args:
             plan: The plan, which all nodes have.
-            me: This node.
+            me: The place of this node.
             models: All bytes of the models of its ranks.
-            mean: Gets all bytes of the average.
+            mean: The memory for all bytes of the average.
         """
         self._plan = plan.in_blocks()
         self._me = me
@@ -47,7 +47,7 @@ class StreamExchange:
         """Exchange; the number of the swap is that of the plan.
 
         Raises:
-            StreamError: If a node does not answer, or answers nonsense.
+            StreamError: If a node does not answer, or its answer is invalid.
         """
         first = self._merge_complete()
         links.swap(
@@ -60,12 +60,12 @@ class StreamExchange:
         )
 
     def _sums(self, node: int) -> Iterator[Bytes]:
-        """Make this node's part of the blocks of ``node``, when it goes."""
+        """Yield this node's part of the blocks of ``node``, each made when it is sent."""
         for piece in self._plan.of_node(node):
             yield from self._plan.contribution(self._me, piece, self._models)
 
     def _receive(self, node: int) -> list[Bytes]:
-        """Return the buffers for what ``node`` sends."""
+        """Return the buffers for everything that ``node`` sends."""
         sums = [buffer for parts in self._coming[node] for buffer in parts]
         return sums + [self._mean[self._plan.bounds(piece)] for piece in self._plan.of_node(node)]
 
@@ -78,7 +78,7 @@ class StreamExchange:
         return self._merge_complete()
 
     def _merge_complete(self) -> list[Bytes]:
-        """Return the averages of the next blocks that have come from all nodes."""
+        """Return the averages of the next blocks that have arrived from all nodes."""
         plan, me, means = self._plan, self._me, []
         while self._merged < len(self._mine) and not self._missing[self._merged]:
             block, piece = self._merged, self._mine[self._merged]

@@ -1,12 +1,12 @@
 """Streams: how the processes of several nodes connect to each other.
 
-Of the pair of nodes (i, j) with i < j, i connects to j. Where Ray uses TLS, both verify each
-other's certificate first. Then i sends a hello with the key of j's listener, the epoch, and its
-place i. The key is compared before anything else is read. Once j has called `open` with that epoch,
-too, it answers with the epoch. So an answer says that both ends are ready.
+Of the pair of nodes (i, j) with i < j, i connects to j. If Ray uses TLS, both verify each other's
+certificate first. Then i sends a hello with the key of j's listener, the epoch, and its place i.
+The key is compared before anything else is read. Once j has called `open` with that epoch, too, it
+answers with the epoch. So an answer says that both ends are ready.
 
-An epoch is one attempt. The process that makes all nodes connect chose it at random. A connection
-for an epoch that is not open here, yet or any more, is closed without an answer; its peer connects
+An epoch is one attempt. The process that makes all nodes connect chooses it at random. A connection
+for an epoch that is not yet, or no longer, open here is closed without an answer; its peer connects
 again until its time is up.
 """
 
@@ -35,7 +35,7 @@ class Streams:
     """The sockets of one process to its peers on other nodes: one each, kept between rounds.
 
     Attributes:
-        address: What the peers need to connect.
+        address: The address and the key that peers need to connect.
     """
 
     def __init__(self, host: str, ports: range = range(1)) -> None:
@@ -55,13 +55,13 @@ class Streams:
     def open(
         self, peers: Sequence[Address], me: int, epoch: bytes, end: float | None = None
     ) -> Links:
-        """Return links to ``peers``, connected; those of the last call if it was for the same.
+        """Return connected links to ``peers``; those of the last call, if it had the same epoch.
 
         Args:
-            peers: The addresses of all nodes, in their order, with that of this process.
+            peers: The addresses of all nodes, in their order, including that of this process.
             me: The place of this process among them.
-            epoch: 16 bytes that whoever has all nodes open their links chose at random for this.
-            end: When to give up (`time.monotonic`), if not before.
+            epoch: 16 bytes, chosen at random by the process that makes all nodes open their links.
+            end: The time at which to give up (`time.monotonic`); never, if None.
 
         Raises:
             StreamError: If a peer cannot be reached, or has not opened its links in time.
@@ -78,7 +78,7 @@ class Streams:
                 if old.is_closed:
                     raise ValueError("epoch: its links have ended; choose another one")
                 return old
-            links = self._links = Links(me, len(peers), epoch)  # lets its peers in
+            links = self._links = Links(me, len(peers), epoch)  # admits its peers
             if old is not None:
                 old.close()
             with links.in_use():
@@ -94,7 +94,7 @@ class Streams:
             return links
 
     def break_off(self, epoch: bytes) -> None:
-        """End the links of ``epoch``, or the call that opens them: another thread is in it."""
+        """End the links of ``epoch``, or the call of another thread that opens them."""
         links = self._links
         if links is not None and links.epoch == epoch:
             links.close()
@@ -107,7 +107,7 @@ class Streams:
                 self._links.close()
 
     def _greet(self, stranger: Stranger) -> Iterator[int]:
-        """Read a hello: the key first, and the rest if that is right; take the connection."""
+        """Read a hello: the key, and the rest if the key is right; then take the connection."""
         if self._tls is not None:
             yield from self._tls.greet(stranger)
         connection, hello = stranger.connection, bytearray()
@@ -136,7 +136,7 @@ class Streams:
                 set_up(connection)
                 connection.send(epoch)
             except OSError:
-                connection.close()  # it is gone, and may come again
+                connection.close()  # the peer has gone, and may connect again
             else:
                 links.add(place, connection)
 
@@ -144,8 +144,8 @@ class Streams:
         """Connect to the peer at ``place``, and wait for its answer.
 
         Returns:
-            False if it closed the connection: others that connect may have pushed it out, or the
-            peer has not opened the epoch yet.
+            False if the peer closed the connection, because others that connect pushed it out or
+            the peer has not opened the epoch yet.
         """
         connection = kept(socket.socket(family_of(address.host)))
         links.add(place, connection)

@@ -12,15 +12,15 @@ from typing import NamedTuple
 from flatweights.ray._listener import RefusedError, Stranger, kept
 
 _FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
-_VERIFIED = b"!"  # since TLS 1.3, who connects is not told otherwise that its certificate is good
+_VERIFIED = b"!"  # with TLS 1.3, only this tells a client that its certificate is accepted
 
 
 class Tls(NamedTuple):
-    """What both ends of a connection need.
+    """The settings of both ends of a connection.
 
     Attributes:
-        accepts: For the end that listens.
-        connects: For the one that connects.
+        accepts: The settings of the end that listens.
+        connects: The settings of the end that connects.
     """
 
     accepts: ssl.SSLContext
@@ -28,10 +28,10 @@ class Tls(NamedTuple):
 
     @classmethod
     def of_ray(cls) -> Tls | None:
-        """Return what Ray is configured with; None if it does not use TLS.
+        """Return the settings of Ray; None if it does not use TLS.
 
         Raises:
-            OSError: If a file cannot be used, or is not given.
+            OSError: If a file cannot be used, or no file is given.
         """
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
             return None
@@ -82,7 +82,7 @@ class Tls(NamedTuple):
 
 
 def shake_hands(connection: socket.socket) -> bool:
-    """Have both ends of a connection verified; return False if the other one has closed it.
+    """Verify both ends of a connection; return False if the other end has closed it.
 
     Raises:
         ssl.SSLError: If one end does not accept the other's certificate.
