@@ -31,11 +31,11 @@ from flatweights.ray.lanes._protocol import (
 )
 from flatweights.ray.lanes._windows import Extent, Windows
 
-_MOST_WINDOWS = 64  # as many as a mailbox counts; made when they are needed
+_MOST_WINDOWS = 64  # the number of counts in a mailbox; windows are made when they are needed
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
 _TOKEN = 16
 _WATCH = 150e-6  # seconds that a driver polls mailboxes before it sleeps
-_SOON = 2 * _WATCH  # a wait that took no longer, waking included, would have done with polling
+_SOON = 2 * _WATCH  # if a wait, including waking, took no longer, polling was enough
 
 
 class DriverLane(LaneEnd):
@@ -51,10 +51,10 @@ class DriverLane(LaneEnd):
         super().__init__(connection, mailbox, is_worker=False)
         self.calls: dict[int, Any] = {}
         self.is_given_up = False
-        self._count = 0  # of calls that were made
+        self._count = 0  # of Ray calls
         self._sent: list[Extent] = []  # of the command in the mailbox
         self._is_read = True
-        self._layout: Layout | None = None  # of the last weights that came as a message
+        self._layout: Layout | None = None  # of the last weights that arrived in a message
 
     @property
     def is_answered(self) -> bool:
@@ -62,22 +62,22 @@ class DriverLane(LaneEnd):
         return self.mailbox.is_answered
 
     def post(self, command: Message, windows: Windows, *, wakes: bool = True) -> bool:
-        """Post a command; return whether a Ray call that takes it was made already: else `serve`.
+        """Post a command; return whether a Ray call that takes it exists; if not, call `serve`.
 
         Args:
             command: The command.
-            windows: Those of this process.
-            wakes: Whether the worker is woken; else by `wake`, with others.
+            windows: The windows of this process.
+            wakes: Whether this wakes the worker. Otherwise `wake` must wake it, with others.
 
         Raises:
-            LaneError: If the worker has not answered the last one.
+            LaneError: If the worker has not answered the last command.
             OSError: If the worker is dead, or does not take new windows.
-            Exception: If nobody has read the last answer, and it cannot be read.
+            Exception: If the last answer was not read before, and cannot be read now.
         """
         if not self.is_answered:
             raise LaneError("the last command was not answered")
         try:
-            if not self._is_read:  # the worker writes its window again once it is read
+            if not self._is_read:  # once it is read, the worker reuses its window
                 self.take()
             self.send_windows(windows, command.extents)
             reach("shared")
@@ -86,7 +86,7 @@ class DriverLane(LaneEnd):
             is_expected = self.mailbox.post(command.content, self._count, wakes)
             reach("posted")
             return is_expected
-        except BaseException:  # what is held, posted and read may not fit together
+        except BaseException:  # holds, command and answer may disagree now
             self.is_given_up = True
             raise
 
@@ -98,14 +98,14 @@ class DriverLane(LaneEnd):
             self.calls[self._count] = call(self._count)
             reach("called")
         except BaseException:
-            # Whether the call went out is unknown, and so is whether it would take a command. So
-            # the worker has to attach anew.
+            # It is unknown whether the call was made, and whether it would take a command. So the
+            # worker has to attach anew.
             self.is_given_up = True
             raise
         self.calls.pop(self._count - _CALLS_KEPT, None)
 
     def is_holding(self, index: int) -> bool:
-        """Whether the worker holds a view of the driver's window ``index``, or is to read it."""
+        """Whether the worker holds, or has yet to read, a view of the driver's window ``index``."""
         return self.mailbox.holds(True, index) > 0
 
     def latest_call(self) -> Any:
@@ -113,16 +113,16 @@ class DriverLane(LaneEnd):
         return self.calls[max(self.calls)]
 
     def dismiss(self) -> None:
-        """Have no call that was made take a command any more: the next one is made for that.
+        """Stop all calls so far from taking commands: the next command needs a new call.
 
-        Only while no command is unanswered.
+        Call it only after the last command was answered.
         """
         self.mailbox.dismiss(self._count)
 
     def take(self) -> tuple[int, Any]:
-        """Return kind and content of the answer. Arrays are views, valid until the next command.
+        """Return kind and content of the answer; its arrays are views, valid until the next command.
 
-        A view that is kept longer does no harm: its window is not written meanwhile.
+        A view may be kept longer: as long as it exists, its window is not written.
 
         Returns:
             One of the kinds in `flatweights.ray.lanes._protocol`; and, for ``VALUE``, the result;
@@ -149,14 +149,14 @@ class DriverLane(LaneEnd):
         return kind, body.decode()
 
     def withdraw(self) -> None:
-        """Take a command back, unless the worker has taken it."""
+        """Withdraw the command, unless the worker has taken it."""
         if self.mailbox.withdraw():
             self._is_read = True
             self.release(self._sent)
 
 
 def wake(lanes: Sequence[DriverLane]) -> None:
-    """Wake the workers that commands were posted to without."""
+    """Wake the workers of commands that were posted with ``wakes=False``."""
     _core.Mailbox.wake([lane.mailbox for lane in lanes])
 
 
@@ -164,8 +164,8 @@ class Lanes:
     """The lanes of one driver: its socket, its doorbell, and its windows.
 
     Attributes:
-        address: Where workers connect.
-        windows: What this process writes.
+        address: The address at which workers connect.
+        windows: The windows that this process writes.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class Lanes:
         Raises:
             OSError: If such sockets or memory files cannot be made here.
         """
-        _core.Mailbox()  # raises where there are no memory files
+        _core.Mailbox()  # raises if there are no memory files
         self.address = b"\0flatweights-" + secrets.token_hex(16).encode()
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listening.bind(self.address)
@@ -187,7 +187,7 @@ class Lanes:
         self._poll.register(self._doorbell.fileno(), select.EPOLLIN)
         self._lanes: dict[int, DriverLane] = {}  # by descriptor
         self._process = os.getpid()
-        self._waits: dict[int, float] = {}  # seconds that the last one took, by answers missing
+        self._waits: dict[int, float] = {}  # by missing answers, seconds of the last wait
         # A bound method would be a cycle, and keep the windows until the next collection.
         self.windows = Windows(_MOST_WINDOWS, functools.partial(_is_held, self._lanes))
 
@@ -198,17 +198,17 @@ class Lanes:
         return token
 
     def expect(self, token: bytes) -> None:
-        """Take a connection with ``token``, which another process has made."""
+        """Admit a worker with ``token``, which another process has made."""
         self._met.expect(token)
 
     def forget(self, token: bytes) -> None:
-        """Take no connection with ``token`` any more: its worker has made no lane."""
+        """Admit no worker with ``token`` any more: it has made no lane."""
         lane = self._met.take(token)
         if lane is not None:
             lane.close()
 
     def connect(self, token: bytes, nonce: bytes) -> DriverLane:
-        """Return the lane to a worker that has attached; its token is of no use afterwards.
+        """Return the lane to a worker that has attached; its token is invalid afterwards.
 
         Args:
             token: The token that the worker was given.
@@ -227,7 +227,7 @@ class Lanes:
             if lane.mailbox.nonce != nonce:
                 raise LaneError("the mailbox is not that of the worker")
             socket.send_fds(lane.connection, [b"D" + bell.nonce], [bell.descriptor, bell.fileno()])
-        except (OSError, LaneError):  # it is dead already, or another process
+        except (OSError, LaneError):  # it is already dead, or a wrong process
             lane.close()
             raise
         descriptor = lane.connection.fileno()
@@ -239,10 +239,10 @@ class Lanes:
         """Sleep until there are answers, a worker has died or the time is up; or wake early.
 
         Args:
-            lanes: Those whose answers are missing.
-            seconds: How long; for ever, if None.
-            enough: How many answers end the sleep. An answer whose result a Ray call returns ends
-                it at once, as a death does.
+            lanes: The lanes whose answers are missing.
+            seconds: The longest sleep; for ever, if None.
+            enough: The number of answers that ends the sleep. An answer whose result a Ray call
+                returns ends it at once, and so does a death.
         """
         begin = time.monotonic()
         try:
@@ -252,14 +252,14 @@ class Lanes:
 
     def _wait(self, lanes: Sequence[DriverLane], seconds: float | None, enough: int) -> None:
         boxes = [lane.mailbox for lane in lanes]
-        # Where answers took longer the last time, polling would take processors from the workers.
+        # If the last answers took longer, polling would take processors from the workers.
         if boxes and self._waits.get(len(lanes), 0.0) <= _SOON:
             span = _WATCH if seconds is None else min(seconds, _WATCH)
             if _core.Mailbox.watch(boxes, enough, span):
                 return
         self._doorbell.arm(enough)
         reach("waiting")
-        if any(lane.is_answered for lane in lanes):  # it may have been before
+        if any(lane.is_answered for lane in lanes):  # perhaps before the bell was armed
             return
         for descriptor, _ in self._poll.poll(seconds):
             if descriptor == self._doorbell.fileno():
@@ -271,7 +271,7 @@ class Lanes:
                 self._drop(lane)
 
     def ring(self) -> None:
-        """Have `wait` end, from any thread."""
+        """End `wait`, from any thread."""
         self._doorbell.ring()
 
     def give_up(self, lane: DriverLane) -> None:
@@ -290,16 +290,16 @@ class Lanes:
                 self._drop(lane)
 
     def _drop(self, lane: DriverLane) -> None:
-        """Close the lane of a worker that is dead, or reads no window any more."""
+        """Close the lane of a worker that is dead, or no longer reads any window."""
         descriptor = next((d for d, known in self._lanes.items() if known is lane), None)
         if descriptor is not None:
             del self._lanes[descriptor]
-            if os.getpid() == self._process:  # a fork shares the epoll with its parent
+            if os.getpid() == self._process:  # a forked process shares the epoll with its parent
                 self._poll.unregister(descriptor)
         lane.close()
 
     def close(self) -> None:
-        """Close everything, and give all windows back; views of them stay valid."""
+        """Close everything, and release all windows; views of them stay valid."""
         self._listener.close()
         for lane in [*self._lanes.values(), *self._met.all()]:
             self._drop(lane)
@@ -309,27 +309,27 @@ class Lanes:
 
 
 class _Met:
-    """The workers that are expected, and those that have come; a thread greets them."""
+    """The workers that are expected, and those that have connected; a thread greets them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lanes: dict[bytes, DriverLane | None] = {}  # by token
 
     def expect(self, token: bytes) -> None:
-        """Have a worker with ``token`` greeted."""
+        """Expect a worker with ``token``."""
         self._lanes[token] = None
 
     def take(self, token: bytes) -> DriverLane | None:
-        """Return the lane to a worker, if it has come; it is not expected any more."""
+        """Return the lane to a worker, if it has connected; expect it no longer."""
         with self._lock:
             return self._lanes.pop(token, None)
 
     def all(self) -> list[DriverLane]:
-        """Return the lanes that were not taken."""
+        """Return the lanes that nobody has taken."""
         return [lane for lane in self._lanes.values() if lane is not None]
 
     def greet(self, stranger: Stranger) -> Iterator[int]:
-        """Make the lane to a worker once it has sent its token and its mailbox, and say so."""
+        """Make the lane to a worker once it has sent its token and its mailbox; welcome it."""
         connection = stranger.connection
         try:
             check_user(connection)

@@ -20,28 +20,28 @@ _WINDOW = struct.Struct("<IIQ16s")  # index, generation, bytes, nonce
 _MOST = 512  # bytes of a packet
 
 
-# Errors of a shortage that may be over soon: of file descriptors, or memory.
+# Errors of a shortage of file descriptors or memory, which may be over soon.
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
 
 
 class LaneError(RuntimeError):
-    """There can be no lane, or a message cannot pass through it."""
+    """A lane cannot be made, or a message cannot pass through it."""
 
 
 def is_shortage(error: Exception) -> bool:
-    """Whether what failed with ``error`` may succeed later."""
+    """Whether ``error`` comes from a shortage: another try may succeed later."""
     return isinstance(error, (MemoryError, TimeoutError)) or (
         isinstance(error, OSError) and error.errno in _SHORTAGES
     )
 
 
 def receive_packet(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """Return the next packet, empty at the end of the file, and its descriptors.
+    """Return the next packet (empty at the end of the file) and its descriptors.
 
     Raises:
-        BlockingIOError: If there is none.
+        BlockingIOError: If there is no packet.
         OSError: If the connection is broken.
-        LaneError: If this process had no descriptors left for those of the packet: they are lost.
+        LaneError: If this process had no free descriptors for those of the packet, which are lost.
     """
     packet, descriptors, flags, _ = socket.recv_fds(connection, _MOST, 4)
     if flags & socket.MSG_CTRUNC:
@@ -57,7 +57,7 @@ class LaneEnd:
     Attributes:
         mailbox: The mailbox that both sides map.
         is_closed: Whether the peer is dead, or has closed its end.
-        parting: What the peer has said about that.
+        parting: The last words of the peer, about the reason.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class LaneEnd:
         self.parting = ""
         self._is_worker = is_worker
         self._of_peer: dict[int, tuple[int, _core.PeerWindow]] = {}
-        self._peer_has: dict[int, int] = {}  # generations of windows, by index
-        self._refused: Exception | None = None  # why the last packet could not be used
+        self._peer_has: dict[int, int] = {}  # by index, the generation of the window
+        self._refused: Exception | None = None  # the error of the last packet
 
     def close(self) -> None:
         """Close the socket; views of windows stay valid."""
@@ -86,12 +86,12 @@ class LaneEnd:
         self.connection.close()
 
     def forget_windows(self) -> None:
-        """Unmap the peer's windows, of which no view is alive; no message is read any more."""
+        """Unmap the peer's windows without a live view; no message can be read any more."""
         self._of_peer.clear()
 
     def part(self, words: str) -> None:
-        """Send the peer some ``words`` about why this end is about to be closed."""
-        with contextlib.suppress(OSError):  # it is dead, or its socket is full
+        """Send the peer ``words``: the reason for which this end is about to close."""
+        with contextlib.suppress(OSError):  # the peer is dead, or its socket is full
             self.connection.send(b"P" + words.encode()[: _MOST - 1])
 
     def send_windows(self, windows: Windows, extents: list[Extent]) -> None:
@@ -107,11 +107,11 @@ class LaneEnd:
             packet = _WINDOW.pack(index, generation, window.nbytes, window.nonce)
             socket.send_fds(self.connection, [b"W" + packet], [window.descriptor])
             self._peer_has[index] = generation
-            if self._is_worker:  # its windows have one reader
+            if self._is_worker:  # a worker's windows have one reader
                 window.close_descriptor()
 
     def hold(self, extents: list[Extent]) -> None:
-        """Count the windows of ``extents``, which are this side's, as held by the peer."""
+        """Count this side's windows in ``extents`` as held by the peer."""
         for extent in extents:
             self.mailbox.add_hold(not self._is_worker, extent.window)
 
@@ -123,8 +123,8 @@ class LaneEnd:
     def read(self) -> tuple[int, list[Any], bytes]:
         """Return kind, buffers and body of the peer's message.
 
-        The buffers are read-only views of the peer's windows; each is counted as held until it is
-        gone.
+        The buffers are read-only views of the peer's windows. Each counts as held as long as it
+        exists.
 
         Raises:
             LaneError: If the peer has not sent a window of the message, or it cannot be mapped.
@@ -148,7 +148,8 @@ class LaneEnd:
     def receive(self) -> None:
         """Read all packets that have arrived.
 
-        If one cannot be used, nothing is raised here: the message that needs it cannot be read.
+        If a packet cannot be used, nothing is raised here; the message that needs it cannot be
+        read.
         """
         was_reset = False
         while not self.is_closed:
@@ -157,7 +158,7 @@ class LaneEnd:
                 packet, descriptors = receive_packet(self.connection)
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # the peer did not read all; what it sent comes next
+            except ConnectionResetError:  # the peer left packets unread; its own come next
                 if not was_reset:
                     was_reset = True
                     continue
@@ -181,7 +182,7 @@ class LaneEnd:
                         os.close(descriptor)
 
     def _missing(self, text: str) -> LaneError:
-        """Return the error about something that the peer should have sent."""
+        """Return the error about a packet that the peer should have sent."""
         refused = self._refused
         return LaneError(text + (f" ({type(refused).__name__}: {refused})" if refused else ""))
 

@@ -16,8 +16,8 @@ from flatweights.ray.lanes._message import buffer_message
 from flatweights.ray.lanes._protocol import ASK
 from flatweights.ray.lanes._worker_lane import WorkerLane
 
-_SLICE = 0.25  # seconds between two looks whether the host is alive
-_STAY = 1  # the number of the one call of the mailbox's protocol that a member is in
+_SLICE = 0.25  # seconds between two checks that the host is alive
+_STAY = 1  # a member is in one call of the mailbox's protocol for ever: its number
 
 
 class HostDiedError(RuntimeError):
@@ -28,7 +28,7 @@ class MemberLane(WorkerLane):
     """A member's end of the lane to its host."""
 
     def close(self) -> None:
-        """Close the socket, and give back the memory of all windows that no array is over."""
+        """Close the socket, and release the memory of all windows without a live array."""
         super().close()
         self.forget_windows()
         self._windows.clear()
@@ -40,12 +40,12 @@ class MemberLane(WorkerLane):
     def ask(self, body: bytes, buffer: NDArray[np.uint8] | None, *, is_urgent: bool) -> bool:
         """Answer the last command with ``body``, and a buffer that lies in a window.
 
-        The buffer is copied into one if it lies elsewhere. It must not change before the outcome.
+        A buffer that lies elsewhere is copied into a window. It must not change before the outcome.
 
         Args:
             body: The ask.
             buffer: The packed weights.
-            is_urgent: Whether the host is woken before all others have asked.
+            is_urgent: Whether to wake the host before all others have asked.
 
         Returns:
             False, with nothing sent, if no window is free and none can be made.
@@ -78,7 +78,7 @@ class MemberLane(WorkerLane):
         """Wait for the next command; return its body and its buffers.
 
         Raises:
-            TimeoutError: If none comes in so many ``seconds``; none for ever, if None.
+            TimeoutError: If there is no command within ``seconds``; never, if None.
             HostDiedError: If the host is gone.
         """
         end = None if seconds is None else time.monotonic() + seconds

@@ -22,7 +22,7 @@ from flatweights import _core
 from flatweights._weights import FlatWeights
 from flatweights.ray.lanes._windows import Extent, Windows
 
-# The core reads them; both ends are on one machine, so the byte order is its own.
+# The core reads headers; both ends are on one machine, so the byte order is native.
 _HEADER = struct.Struct("=II")  # kind, number of buffers
 _EXTENT = struct.Struct("=IIQQ")
 IN_BAND = 1024  # bytes of the largest buffer that travels in the body
@@ -34,7 +34,7 @@ class Message(NamedTuple):
     """A value that is ready for mailboxes.
 
     Attributes:
-        content: What goes into a mailbox.
+        content: The bytes that go into a mailbox.
         extents: The buffers that it mentions.
     """
 
@@ -101,15 +101,15 @@ def join_message(kind: int, body: bytes, extents: Sequence[Extent] = ()) -> byte
 def buffer_message(
     kind: int, body: bytes, buffer: NDArray[np.uint8] | None, windows: Windows
 ) -> Message | None:
-    """Return a message of a body and at most one buffer, which nobody writes to any more.
+    """Return a message of a body and at most one buffer, to which nobody writes any more.
 
     The buffer is not moved if it lies in a window; else it is copied into one.
 
     Args:
-        kind: What kind of message.
+        kind: The kind of message.
         body: The body.
-        buffer: The buffer; one without bytes does not travel.
-        windows: Those of this process.
+        buffer: The buffer; a buffer without bytes is left out.
+        windows: The windows of this process.
 
     Returns:
         None if the body is too long, or no window is free.
@@ -133,10 +133,10 @@ def make_message(kind: int, box: list[Any], windows: Windows, *, frozen: bool) -
     others are copied into a window, once.
 
     Args:
-        kind: What kind of message.
+        kind: The kind of message.
         box: A list that holds only the value. It is emptied, so that this function can tell
             whether anything else refers to the value; without a message, the value is put back.
-        windows: Those of this process.
+        windows: The windows of this process.
         frozen: Whether read-only buffers are never written to. If not, a buffer that lies in a
             window is copied if an array over it is still alive.
 
@@ -145,7 +145,7 @@ def make_message(kind: int, box: list[Any], windows: Windows, *, frozen: bool) -
     """
     try:
         body, buffers = pickled(box[0])
-    except Exception:  # if it cannot be pickled at all, Ray will say so
+    except Exception:  # if it cannot be pickled at all, Ray will raise
         return None
     if not fits(body, len(buffers)):
         return None

@@ -16,12 +16,12 @@ _log = logging.getLogger("flatweights")
 
 
 class Extent(NamedTuple):
-    """Where a buffer lies: the window, and the position in it.
+    """The position of a buffer: the window, and the bytes in it.
 
     Attributes:
         window: Index of the window.
-        generation: Counts the memory files that this index has stood for.
-        offset: Of the first byte.
+        generation: The number of memory files that have had this index.
+        offset: The offset of the first byte.
         nbytes: Bytes of the buffer.
     """
 
@@ -41,8 +41,8 @@ class Windows:
         """Start without windows.
 
         Args:
-            most: How many there may be.
-            holds: How many views peers hold of the window of an index.
+            most: The largest number of windows.
+            holds: A function of an index: the number of views that peers hold of that window.
         """
         self._most = most
         self._holds = holds
@@ -55,7 +55,7 @@ class Windows:
         return self._windows[index]
 
     def clear(self) -> None:
-        """Make no window any more, and forget those there are; arrays over them stay valid."""
+        """Make no more windows, and forget the present ones; arrays over them stay valid."""
         self._most = 0
         self._windows.clear()
         self._generations.clear()
@@ -64,8 +64,8 @@ class Windows:
         """Offer a free window to the next array of ``nbytes`` that this thread makes.
 
         Args:
-            nbytes: Its bytes; nothing is offered for none.
-            most_taken: Offer nothing if at least so many windows are taken.
+            nbytes: The bytes of the array; for 0, nothing is offered.
+            most_taken: If at least this many windows are taken, offer nothing.
         """
         if most_taken is not None and [w.is_taken for w in self._windows].count(True) >= most_taken:
             return
@@ -116,18 +116,19 @@ class Windows:
         return memory[extent.offset : extent.offset + extent.nbytes]
 
     def _free(self, nbytes: int) -> int | None:
-        """Return the index of a free window of ``nbytes`` or more, made if need be."""
+        """Return the index of a free window of ``nbytes`` or more; make one if necessary."""
         for index, window in enumerate(self._windows):
-            # One that is much too large was made for another model.
+            # A window that is much too large was made for another model.
             if nbytes <= window.nbytes <= 4 * nbytes + 4096 and self._is_free(index, window):
                 return index
         free = [index for index, window in enumerate(self._windows) if self._is_free(index, window)]
         is_full = len(self._windows) >= self._most
         if not free and is_full:
             return None
-        # One may be of another size: models of two sizes, such as weights and logs, take turns.
+        # One window may have another size: models of two sizes, such as weights and logs, take
+        # turns.
         is_replaced = len(free) > 1 or (bool(free) and is_full)
-        if is_replaced:  # its memory is given back before more is taken
+        if is_replaced:  # release its memory before more is allocated
             index = free[0]
             self._windows[index] = _core.Window(0)
             self._generations[index] += 1
@@ -154,7 +155,7 @@ def _check_free_memory(nbytes: int) -> None:
     """Raise `MemoryError` unless ``nbytes`` more fit into memory.
 
     A memory file counts towards the control group of the process that fills it, and beyond the
-    limit of a group the kernel kills one of its processes. So the limit is checked before.
+    limit of a group the kernel kills one of its processes. So the limit is checked first.
     """
     free = _core.free_memory()
     if nbytes > free:

@@ -36,25 +36,25 @@ LINGER = 0.01
 STAY = 0.05
 """Seconds after which `serve` returns even if commands keep coming.
 
-A Ray call costs some 2 ms of processor time, driver and worker together: with 20 ms, a tenth of
-the worker's time. A raw call on the actor's handle waits so long at most, and then for the
+A Ray call costs some 2 ms of processor time in driver and worker together: with 20 ms, a tenth of
+the worker's time. A raw call on the actor's handle waits at most this long, plus the time of the
 running command.
 """
 
 PATIENCE = 5.0
-"""Seconds in which a driver takes a connection."""
+"""Seconds in which a driver has to accept a connection."""
 
 _MOST_WINDOWS = 4
 _PAUSE = 0.001  # seconds until the next attempt to connect, at first; twice as long each time
 
 
 class NoLane(NamedTuple):
-    """Why a worker has made no lane.
+    """The reason for which a worker has made no lane.
 
     Attributes:
         reason: The reason.
-        may_pass: Whether asking again later may help.
-        node: The node of the worker, if it is another one than the driver's.
+        may_pass: Whether another try may succeed later.
+        node: The node of the worker, if it is not the driver's.
     """
 
     reason: str
@@ -69,13 +69,13 @@ class WorkerLane(LaneEnd):
         """Connect to a driver and hand over a mailbox.
 
         Args:
-            address: Of the driver's socket.
-            token: What tells the driver which worker this is.
-            patience: Seconds in which the driver has to take it.
+            address: The address of the driver's socket.
+            token: The token by which the driver recognises this worker.
+            patience: Seconds in which the driver has to accept it.
 
         Raises:
             OSError: If there is no such socket here, or no memory.
-            TimeoutError: If the driver does not take the connection in time.
+            TimeoutError: If the driver does not accept the connection in time.
             LaneError: If the driver belongs to another user, or does not expect this worker.
         """
         mailbox = _core.Mailbox()
@@ -85,10 +85,10 @@ class WorkerLane(LaneEnd):
         self._windows = Windows(_MOST_WINDOWS, functools.partial(self.mailbox.holds, False))
         self._doorbell: _core.Doorbell | None = None
         self._last_nbytes = 0  # of the last result
-        self._is_copy_left = False  # whether it lies in the pool, too, from where it was copied
+        self._is_copy_left = False  # whether the pool still has the memory it was copied from
         self._layout: Layout | None = None  # of the last weights that were sent as a VALUE
-        self._answered = 0.0  # when, by `time.monotonic`
-        self._is_broken = False  # whether no command can be read any more
+        self._answered = 0.0  # the time of the last answer, by `time.monotonic`
+        self._is_broken = False  # whether commands cannot be read any more
 
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
         if kind == b"D" and len(descriptors) == 2 and self._doorbell is None:
@@ -122,13 +122,13 @@ class WorkerLane(LaneEnd):
             finally:
                 if answer is None:  # this Ray call returns the result, or raises the error
                     mailbox.answer_with(join_message(BY_CALL, NUMBER.pack(call)), call)
-                    if self._doorbell is not None:  # for however many answers it waits
+                    if self._doorbell is not None:  # even if it waits for more answers
                         self._doorbell.ring()
             if answer is None:
                 return box.pop()
             if self._is_broken:
                 mailbox.answer_with(answer, call)
-                self.close()  # it wakes the driver, with a doorbell or without
+                self.close()  # this wakes the driver even without a doorbell
                 return None
             mailbox.answer_with(answer, ends)
             reach("answered")
@@ -147,7 +147,7 @@ class WorkerLane(LaneEnd):
             if self._doorbell is None:
                 self.receive()
             _, buffers, body = self.read()
-            if self._doorbell is None:  # known after `read`, so that no window stays held
+            if self._doorbell is None:  # checked after `read`, so that no window stays held
                 raise self._missing("expected a doorbell, got none")
         except (LaneError, OSError, ValueError, MemoryError) as error:
             self._is_broken = True
@@ -159,7 +159,7 @@ class WorkerLane(LaneEnd):
         finally:
             del buffers
         reach("read")
-        if self._is_copy_left:  # later results are made in windows, and never take that memory
+        if self._is_copy_left:  # later results are made in windows, and never reuse that memory
             self._is_copy_left = False
             _core.clear_pool()
         if self._last_nbytes:
@@ -197,7 +197,7 @@ class WorkerLane(LaneEnd):
         """Return a message with weights that lie in a window, in a layout that the driver knows.
 
         Returns:
-            None for anything else, or if no window is free.
+            None for other results, or if no window is free.
         """
         weights = box[0]
         if type(weights) is not FlatWeights or weights.layout is not self._layout:
@@ -217,10 +217,10 @@ class WorkerLane(LaneEnd):
 
 
 def _connect(address: bytes, hello: bytes, descriptor: int, patience: float) -> socket.socket:
-    """Return a connection to a driver that has taken the ``hello``.
+    """Return a connection to a driver that has accepted the ``hello``.
 
-    A driver closes connections while it has no descriptors left, or if too many come at once; and
-    there is no room for more in its queue while it is stopped. So this tries again.
+    A driver closes connections while it has no free descriptors, or if too many arrive at once, and
+    its queue fills up while it is stopped. So this tries again.
     """
     end, pause = time.monotonic() + patience, _PAUSE
     while (left := end - time.monotonic()) > 0:
@@ -250,11 +250,11 @@ class WorkerLanes(dict[bytes, WorkerLane]):
     """The lanes of one worker, by token: one for each group that it belongs to."""
 
     def attach(self, address: bytes, token: bytes) -> bytes | NoLane:
-        """Make a lane; return the nonce of its mailbox, or why there is none.
+        """Make a lane; return the nonce of its mailbox, or the reason for which there is no lane.
 
         Args:
-            address: Of the driver's socket.
-            token: Of the lane.
+            address: The address of the driver's socket.
+            token: The token of the lane.
         """
         for known, lane in list(self.items()):
             lane.receive()
