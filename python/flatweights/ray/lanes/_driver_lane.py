@@ -120,7 +120,7 @@ class DriverLane(LaneEnd):
         self.mailbox.dismiss(self._count)
 
     def take(self) -> tuple[int, Any]:
-        """Return kind and content of the answer; its arrays are views, valid until the next command.
+        """Return kind and content of the answer; arrays are views, valid until the next command.
 
         A view may be kept longer: as long as it exists, its window is not written.
 

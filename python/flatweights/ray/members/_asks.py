@@ -6,13 +6,13 @@ from typing import Any, Literal, NamedTuple
 
 from flatweights._average import Nonfinite
 
-_MOST_LAYOUTS = 64  # that need not be sent again
+_MOST_LAYOUTS = 64  # layouts that need not be sent again
 
 Operation = Literal["average", "broadcast", "leave", "give", "heal"]
 
 
 class MemberError(RuntimeError):
-    """A meeting cannot be joined, or a member of it cannot go on."""
+    """A process cannot join a meeting, or a member cannot continue in it."""
 
 
 class MemberDiedError(RuntimeError):
@@ -26,22 +26,22 @@ class MemberRaisedError(MemberDiedError):
 
 
 def end_of(who: str, raised: str = "") -> MemberDiedError:
-    """Return how process ``who`` ended without `leave`: with what it ``raised``, if anything."""
+    """Return the error of process ``who``, which ended without `leave`: perhaps it ``raised``."""
     if raised:
         return MemberRaisedError(f"left with {raised} ({who})")
     return MemberDiedError(f"{who} has ended without leave()")
 
 
 class CallsDifferError(ValueError):
-    """Members have called different things, or with other layouts: nothing was averaged."""
+    """Members have made different calls, or have different layouts: nothing was averaged."""
 
 
 class LacksStateError(RuntimeError):
-    """A member has to be given the state of the training: it asks again, as one that lacks it."""
+    """A member needs the state of the training: it asks again, as a member that lacks it."""
 
 
 class ElsewhereError(LacksStateError):
-    """The others have made another call with a state: they may be elsewhere in the training."""
+    """The others made another call with a state: they may be at another place in the training."""
 
 
 class Ask(NamedTuple):
@@ -49,16 +49,17 @@ class Ask(NamedTuple):
 
     Attributes:
         operation: The operation that it asks for.
-        digest: The digest of the layout of its weights; None, if it has none to send or compare.
+        digest: The digest of the layout of its weights; None, if it has no weights to send or
+            compare.
         root: The rank whose weights a broadcast takes.
         weight: The weight of this member's model.
         timeout: Seconds that others may be later than the first member.
-        min_results: The number of ranks that make an average; all that have joined and not left,
+        min_results: The number of ranks that an average needs; all that have joined and not left,
             if None.
         nonfinite: What to do about NaN and infinity.
         rule: The rule that replaces the mean, pickled, and its name in errors and comparisons.
-        state: The digest of the layout of the state that those that lack it are given; None if this
-            call gives none.
+        state: The digest of the layout of the state that heals members; None, if this call heals
+            none.
         lacks: Whether this member lacks the state: its weights are not part of the average.
     """
 
@@ -75,7 +76,7 @@ class Ask(NamedTuple):
 
     @property
     def is_urgent(self) -> bool:
-        """Whether the host is to hear it before all others have asked."""
+        """Whether the host must read it before all others have asked."""
         is_call = self.operation in ("average", "broadcast")
         return self.timeout is not None or self.lacks or not is_call
 
@@ -85,7 +86,7 @@ class Ask(NamedTuple):
         return None if self.rule is None else self.rule[0]
 
     def is_served_by(self, other: Ask) -> bool:
-        """Whether the outcome of the call that ``other`` was part of is one for this part."""
+        """Whether the outcome of the call of ``other`` also answers this ask."""
         return (
             self.operation == other.operation
             and self.root == other.root
@@ -114,18 +115,19 @@ class Ask(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a call: the weights travel beside it.
+    """The outcome of a call; the weights travel beside it.
 
     Attributes:
-        number: Counts the calls of the meeting, from 1; 0 is the first one of each member.
-        size: How many members the meeting has.
-        ranks: Those that take part at present.
-        seats: The numbers of the seats whose asks it is of: a rank may have had several.
-        giver: The seat that gives its state to `lacking`; 0 if none is to.
+        number: The number of the call in the meeting, from 1; 0 for the first outcome of each
+            member.
+        size: The number of members of the meeting.
+        ranks: The ranks that take part at present.
+        seats: The numbers of the seats whose asks it answers: a rank may have had several seats.
+        giver: The seat that gives its state to `lacking`; 0 without a giver.
         lacking: The seats that lack the state.
-        error: What all members raise.
-        layout: That of the weights, pickled, unless all members have said what they expect.
-        facts: What `Round` takes after the weights; nothing with an error.
+        error: The error that all members raise.
+        layout: The layout of the weights, pickled; None, if the asks contain it.
+        facts: The arguments of `Round` after the weights; empty with an error.
     """
 
     number: int
@@ -140,7 +142,7 @@ class Outcome(NamedTuple):
 
 
 def remember(known: dict[str, Any], digest: str, layout: Any = None) -> None:
-    """Add a layout that a member sends its host, and forget the oldest: both ends forget alike."""
+    """Add a layout that a member sends its host, and forget the oldest, as the other end does."""
     known[digest] = layout
     if len(known) > _MOST_LAYOUTS:
         del known[next(iter(known))]

@@ -1,7 +1,8 @@
 """A branch: the agent of a meeting on another node than its host's.
 
-The members of its node make lanes to it, as others do to the host. Large weights stay here: the
-host gets the asks alone, and has branches exchange pieces; small ones go to it with the ask.
+The members of its node make lanes to it, as other members do to the host. Large weights stay here:
+the host gets only the asks, and lets branches exchange pieces. Small weights go to the host with
+the ask.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class BranchOutcome(NamedTuple):
     Attributes:
         number: Its number.
         body: The outcome.
-        weights: Its weights: None; a reference in a list; or `AverageOf`.
-        tokens: The members.
+        weights: Its weights: None, a reference in a list, or `AverageOf`.
+        tokens: The tokens of the members.
     """
 
     number: int
@@ -60,13 +61,13 @@ class Branch:
     """
 
     def __init__(self, host: Any, lanes: GroupLanes, end: NodeEnd, turn: threading.Lock) -> None:
-        """Begin.
+        """Begin without members.
 
         Args:
             host: The actor to which asks go.
-            lanes: Those of this process.
+            lanes: The lanes of this process.
             end: This node's part of exchanges.
-            turn: The lock of whoever uses ``end``.
+            turn: The lock that a thread holds while it uses ``end``.
 
         Raises:
             OSError: If there can be no lanes.
@@ -79,13 +80,13 @@ class Branch:
         self._end = end
         self._turn = turn
         self._seats: dict[bytes, Seat] = {}
-        self._stale: set[int] = set()  # ranks whose models are those of dead members
+        self._stale: set[int] = set()  # ranks whose models belong to dead members
         self._outcomes: dict[int, tuple[bytes, Any]] = {}
         self.news = News(made)
         threading.Thread(target=self._run, name="flatweights-branch", daemon=True).start()
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
-        """Take a member with the ticket of the host; return where it is to make its lane."""
+        """Admit a member with a ticket of the host; return the address for its lane."""
         self._lanes.expect(token)
         self._seats[token] = Seat(rank, who, token)
         return self._lanes.address
@@ -103,7 +104,7 @@ class Branch:
         self._host.hand.remote(token, None, None)
 
     def forget(self, token: bytes) -> None:
-        """Drop a member that has left, or that the host has counted as dead."""
+        """Drop a member that has left, or that the host counts as dead."""
         seat = self._seats.pop(token, None)
         if seat is None:
             return
@@ -148,7 +149,7 @@ class Branch:
                 assert seat.lane is not None
                 seat.lane.post(message, windows, wakes=False)
                 posted.append(seat.lane)
-            except Exception as error:  # it died meanwhile
+            except Exception as error:  # the member died meanwhile
                 self._lose(seat, MemberDiedError(f"{seat.who}: {type(error).__name__}: {error}"))
         wake(posted)
 
@@ -162,7 +163,7 @@ class Branch:
             self.news.read()
 
     def _hand_on(self, seat: Seat) -> None:
-        """Give the host what a member asks for; large weights stay here."""
+        """Pass a member's ask on to the host; large weights stay here."""
         answer = seat.answer
         assert answer is not None
         ask = answer.ask

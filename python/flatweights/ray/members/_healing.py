@@ -1,9 +1,10 @@
 """Healing: members that lack the state of a training get it from one that has it.
 
-An average with a `state` (`Member.average`) tells by its outcome who lacks the state, and who gives
-it: the lowest rank that was averaged. The giver then sends its state, as it was before that average
-is applied, and those that lack it ask for it; the other members go on. If the giver is lost, those
-that still lack the state ask again as part of the next average, which has another giver.
+The outcome of an average with a `state` (`Member.average`) names the members that lack the state,
+and the giver: the lowest rank that was averaged. The giver then sends its state, as it was before
+that average is applied. The members that lack it ask for it; the others go on. If the giver is
+lost, the members that still lack the state ask again as part of the next average, which has another
+giver.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from flatweights.ray.peers._wait import Deadline
 
 @dataclass(eq=False)
 class Healing:
-    """What is left to do after one average.
+    """The healing after one average.
 
     Attributes:
-        number: That of the outcome.
+        number: The number of the outcome.
         giver: The member that gives its state.
-        lacking: Those that have not been given it.
-        deadline: When the giver is too late.
-        state: The state, once it is here.
-        why: Why there will be none.
-        waiting: Those of `lacking` that have asked for it.
+        lacking: The members that have not got it yet.
+        deadline: The time after which the giver is too late.
+        state: The state, once it has arrived.
+        why: The reason for which there will be no state.
+        waiting: The members in `lacking` that have asked for it.
     """
 
     number: int
@@ -40,7 +41,7 @@ class Healing:
     waiting: list[Seat] = field(default_factory=list)
 
     def lose(self, seat: Seat) -> None:
-        """Note that a member is gone, or does something else."""
+        """Note that a member has gone, or asks for something else."""
         for seats in (self.lacking, self.waiting):
             if seat in seats:
                 seats.remove(seat)
@@ -48,20 +49,20 @@ class Healing:
             self._fail("is gone")
 
     def give_up_in_time(self) -> None:
-        """Wait for the giver no longer than its time."""
+        """Give up if the giver is too late."""
         end = self.deadline.end
         if self.is_waited_for and end is not None and time.monotonic() >= end:
             self._fail("is late")
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether the giver still has to give."""
+        """Whether the giver has yet to send the state."""
         return self.state is None and self.why is None
 
     @property
     def is_known(self) -> bool:
-        """Whether those that wait can be told something."""
+        """Whether there is an answer for the members that wait."""
         return bool(self.waiting) and not self.is_waited_for
 
-    def _fail(self, what: str) -> None:
-        self.why = self.why or LacksStateError(f"rank {self.giver.rank}, which gives it, {what}")
+    def _fail(self, fault: str) -> None:
+        self.why = self.why or LacksStateError(f"rank {self.giver.rank}, which gives it, {fault}")

@@ -1,9 +1,9 @@
 """The host of a meeting: an actor without CPUs, on the node of the first member.
 
-Its methods are coroutines of one event loop, which hand what members send to the one thread of the
-meeting, and wait for its answer: so a call that waits takes no thread, however many members there
-are. The meeting itself is a plain object: Ray wraps every method of an actor's class to trace its
-calls.
+Its methods are coroutines of one event loop. They hand the members' messages to the one thread of
+the meeting, and wait for its answer. So a waiting call takes no thread, however many members there
+are. The meeting itself is a plain object, since Ray wraps every method of an actor's class to trace
+its calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flatweights.ray.members._meeting import Entry, Meeting, Ticket
 from flatweights.ray.members._seats import Letter
 from flatweights.ray.members._terms import Terms
 
-_LAST_REPLIES = 1.0  # seconds in which calls that have their result return it
+_LAST_REPLIES = 1.0  # seconds in which finished calls return their results
 
 
 class Host:
@@ -33,13 +33,13 @@ class Host:
 
     def __init__(self, name: str, terms: Terms) -> None:
         """Hold the meeting ``name``, on these terms."""
-        # An actor without CPUs is given one thread; but while it averages, its members wait.
+        # An actor without CPUs gets one thread. But its members wait while it averages.
         os.environ.pop("OMP_NUM_THREADS", None)
         context = ray.get_runtime_context()
         self._meeting = Meeting(name, terms, context.get_node_id(), context.current_actor)
-        # By member, done at its end. Ray may begin its first calls in any order.
+        # By member, a future that is done at its end. Ray may begin its first calls in any order.
         self._ends: dict[bytes, Future[None]] = defaultdict(Future)
-        self._entered: set[bytes] = set()  # those whose end is the meeting's to say
+        self._entered: set[bytes] = set()  # members whose end the meeting decides
         self._watches: set[asyncio.Task[None]] = set()  # the loop itself holds them weakly
         self._running = 0  # exchanges that have not returned; the thread below reads it
         thread = threading.Thread(target=self._serve, args=[context.current_actor], daemon=True)
@@ -47,7 +47,7 @@ class Host:
         thread.start()
 
     async def stay(self, token: bytes) -> None:
-        """Return when a member is gone: its process owns the result, so Ray says if it dies."""
+        """Return when a member is gone: its process owns the result, so Ray reports its death."""
         await asyncio.wrap_future(self._ends[token])
 
     async def enter(
@@ -63,18 +63,18 @@ class Host:
         """Take a seat; wait while a process that may have ended has it.
 
         Args:
-            token: By what the member is to be recognised: it has called `stay` with it.
-            stays: The reference to the result of that call, which tells of its death from now on.
-            rank: See `Entry`, as for the others.
-            terms: See there.
-            who: See there.
-            node: See there.
-            wants_lane: See there.
+            token: The token by which the host recognises the member, as in its call of `stay`.
+            stays: The reference to the result of that call, which shows its death from now on.
+            rank: See `Entry`, also for the following.
+            terms: See `Entry`.
+            who: See `Entry`.
+            node: See `Entry`.
+            wants_lane: See `Entry`.
 
         Raises:
-            ValueError: If ``terms`` are not those of the meeting, or ``rank`` is taken or too
+            ValueError: If ``terms`` differ from those of the meeting, or ``rank`` is taken or too
                 large.
-            MemberDiedError: If the process has given up already.
+            MemberDiedError: If the process has already given up.
         """
         over = self._ends[token]
         if over.done():
@@ -93,14 +93,14 @@ class Host:
         """Make the lane to a member that has connected.
 
         Raises:
-            LaneError: If it has not.
+            LaneError: If it has not connected.
         """
         await self._ask(self._meeting.attach, token, nonce)
 
     async def exchange(self, token: bytes, body: bytes | None = None, buffer: Any = None) -> Any:
         """Ask for a call; return the body of the outcome, and references to the weights.
 
-        Without a body, it is the first outcome.
+        Without a body, return the first outcome.
         """
         caller: Future[Any] = Future()
         self._running += 1
@@ -114,7 +114,7 @@ class Host:
             self._running -= 1
 
     async def deliver(self, token: bytes, body: bytes, buffer: Any) -> None:
-        """Take an ask that does not fit into a lane; the lane then says that it is here."""
+        """Take an ask that does not fit into a lane; the lane then announces it."""
         await self._ask(self._meeting.put, token, Letter(body, buffer, None))
 
     async def hand(self, token: bytes, body: bytes | None, buffer: Any) -> None:
@@ -134,7 +134,7 @@ class Host:
         return fetched
 
     async def lose(self, token: bytes, why: MemberDiedError) -> None:
-        """Count a member as dead that has dropped its end, or gives up to enter."""
+        """Count a member as dead that has dropped its end, or has given up to enter."""
         if token not in self._entered and not self._ends[token].done():
             self._ends[token].set_result(None)
         self._meeting.news.tell(self._meeting.lose, token, why)
@@ -145,7 +145,7 @@ class Host:
         return absent
 
     async def _ask(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Return what ``method`` returns in the meeting's thread, or raise what it raises."""
+        """Call ``method`` in the meeting's thread; return its result, or raise its exception."""
         return await asyncio.wrap_future(self._meeting.news.asked(method, *args))
 
     async def _watch(self, token: bytes, who: str, stays: Any) -> None:
@@ -155,7 +155,7 @@ class Host:
         except ray.exceptions.OwnerDiedError:
             await self.lose(token, MemberDiedError(f"{who}: it or its node has died"))
         except ray.exceptions.ActorDiedError:
-            return  # this actor is being killed: its members are to learn that, and nothing else
+            return  # this actor is being killed, and its members must learn only that
         except Exception as error:
             await self.lose(token, MemberDiedError(f"{who}: {reason_in_a_line(error)}"))
 

@@ -30,22 +30,22 @@ from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._setback import choice
 from flatweights.ray.peers._wait import seconds_left
 
-_ABSENT = 5.0  # seconds in which a host says who is missing
-_CALLS = 4  # of a member in its host: it stays, and is in another one; two that it gave up
+_ABSENT = 5.0  # seconds in which a host has to name the missing ranks
+_CALLS = 4  # of a member in its host: `stay`, the current one, and two that it gave up
 _TOKEN = 16
 _GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its host
 _LEAVE = pickle.dumps((tuple(Ask("leave")), None))
-# With Ray 2.51.0 and 2.51.1 a node ends once two threads of one process get the same object at the
-# same time (ray-project/ray#58394), and all members get the same one.
+# With Ray 2.51.0 and 2.51.1, a node ends if two threads of one process get the same object at the
+# same time (ray-project/ray#58394), and all members get the same object.
 _getting = threading.Lock()
 
 
 class Pass(NamedTuple):
-    """What a host knows of a process from its entry on.
+    """The identity of a process for its host, from its entry on.
 
     Attributes:
-        token: What it recognises it by.
-        who: The process, as errors name it.
+        token: The token by which the host recognises the process.
+        who: The name of the process in errors.
         stays: The result of its call of `Host.stay`. The process owns it: if it dies, the host
             learns that from Ray.
     """
@@ -66,21 +66,21 @@ class HostEnd(ABC):
     """A member's end of its host.
 
     Attributes:
-        is_asking: Whether an ask is on its way whose outcome was not taken.
+        is_asking: Whether an ask was sent whose outcome was not received.
     """
 
     def __init__(self, actor: Any, pass_: Pass) -> None:
-        """Take the actor, the host or the agent of this node, and what the host knows."""
+        """Take the actor, which is the host or the agent of this node, and the identity."""
         self.is_asking = False
         self._actor = actor
         self._pass = pass_
         self._known: dict[str, None] = {}  # digests of layouts that the host has been sent
 
     def offer(self, nbytes: int) -> None:  # noqa: B027 - through Ray there is no such memory
-        """Have the next buffer of ``nbytes`` that this thread makes lie where the host reads it."""
+        """Let this thread make its next buffer of ``nbytes`` in memory that the host reads."""
 
     def new_buffer(self, layout: Layout) -> NDArray[np.uint8]:
-        """Return a packed buffer, which lies where the host reads it if that is possible."""
+        """Return a packed buffer, if possible in memory that the host reads."""
         self.offer(layout.nbytes)
         try:
             return layout.new_buffer()
@@ -90,11 +90,11 @@ class HostEnd(ABC):
     def exchange(
         self, ask: Ask, layout: Layout, buffer: NDArray[np.uint8] | None
     ) -> tuple[Outcome, NDArray[np.uint8]]:
-        """Ask, and wait for the outcome; return it and its weights, which are read-only.
+        """Ask, and wait for the outcome; return the outcome, and its weights, which are read-only.
 
         Args:
             ask: The ask.
-            layout: The layout of the weights that are expected, and of ``buffer``.
+            layout: The layout of the expected weights, and of ``buffer``.
             buffer: The packed weights, if they are sent.
 
         Raises:
@@ -107,7 +107,7 @@ class HostEnd(ABC):
         self.is_asking = True
         patience = None if ask.timeout is None else ask.timeout + _GRACE
         if ask.lacks or ask.operation == "heal":
-            patience = None  # the others may be in the middle of an epoch, or have stopped
+            patience = None  # the others may still be in an epoch, or have stopped
         body = pickle.dumps((tuple(ask), None if is_known else layout.pickled))
         told, sent = self._swap(body, buffer, patience, ask.is_urgent)
         self.is_asking = False
@@ -129,11 +129,11 @@ class HostEnd(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Say that the member leaves."""
+        """Tell the host that the member leaves."""
 
     @abstractmethod
     def close(self, raised: str = "") -> None:
-        """Close this end, which tells the host that the member is gone, and what it ``raised``."""
+        """Close this end; the host learns that the member is gone, and what it ``raised``."""
 
     @abstractmethod
     def _swap(
@@ -147,7 +147,7 @@ class HostEnd(ABC):
 
 
 class HostByLane(HostEnd):
-    """Through memory that member and host map."""
+    """The end of a lane: memory that member and host map."""
 
     def __init__(self, actor: Any, pass_: Pass, lane: MemberLane) -> None:
         """Take the lane, which is attached."""
@@ -180,7 +180,7 @@ class HostByLane(HostEnd):
         is_urgent: bool,
     ) -> tuple[bytes, Any]:
         if not self._lane.ask(body, buffer, is_urgent=is_urgent):
-            # There is no window, or it is too long for a mailbox.
+            # There is no window, or the ask is too long for a mailbox.
             ray.get(self._actor.deliver.remote(self._pass.token, body, buffer))
             self._lane.ask(b"", None, is_urgent=is_urgent)
         return self._outcome(patience)
@@ -194,13 +194,14 @@ class HostByLane(HostEnd):
 
 
 class HostByStore(HostEnd):
-    """Through Ray's calls and its object store: for members on other nodes than the host's."""
+    """An end that uses Ray's calls and its object store, for members without a lane."""
 
     def __init__(self, host: Any, pass_: Pass) -> None:
         """Take the host."""
         super().__init__(host, pass_)
-        # The references that came with the last outcome. If one thread drops its own when another
-        # has just received the same, Ray never finds the object: they are dropped an outcome later.
+        # The references of the last outcome. If one thread drops its reference when another has
+        # just received the same, Ray never finds the object. So references are dropped one outcome
+        # later.
         self._last_refs: Any = None
 
     def start(self, timeout: float | None) -> Outcome:
@@ -209,7 +210,7 @@ class HostByStore(HostEnd):
         return Outcome(*pickle.loads(self._take(call, timeout)[0]))
 
     def leave(self) -> None:
-        """Deliver an ask whose outcome nobody waits for."""
+        """Deliver an ask without waiting for the outcome."""
         ray.get(self._actor.deliver.remote(self._pass.token, _LEAVE, None))
 
     def close(self, raised: str = "") -> None:
@@ -242,7 +243,7 @@ class HostByStore(HostEnd):
 
 
 class Entered(NamedTuple):
-    """What a process gets when it joins: the host, a ticket, and the first outcome."""
+    """The result of joining: the host, a ticket, and the first outcome."""
 
     host_end: HostEnd
     ticket: Ticket
@@ -256,10 +257,10 @@ def enter(
 
     Args:
         name: See `flatweights.ray.join`.
-        rank: See there.
+        rank: See `flatweights.ray.join`.
         terms: The terms of the meeting.
         timeout: See `flatweights.ray.join`; for errors.
-        end: When it is over, by `time.monotonic`.
+        end: The time at which it is over, by `time.monotonic`.
 
     Raises:
         HostDiedError: If the host has ended meanwhile.
@@ -275,7 +276,7 @@ def enter(
             name=f"flatweights:{name}",
             namespace=f"flatweights-{context.get_job_id()}",
             get_if_exists=True,
-            lifetime="detached",  # not with the member that starts it, but with the last one
+            lifetime="detached",  # it ends with the last member, not with its creator
             num_cpus=0,
             max_concurrency=_CALLS * terms.size + 64,  # coroutines, not threads
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
@@ -318,7 +319,7 @@ def enter(
 
 
 def _who_is_missing(host: Any, own: int | None) -> str:
-    """Return which ranks, but for the ``own`` one, have not joined."""
+    """Return a clause about the ranks, except the ``own`` one, that have not joined."""
     try:
         absent = ray.get(host.absent.remote(), timeout=_ABSENT)
     except ray.exceptions.RayError as error:
@@ -330,12 +331,12 @@ def _who_is_missing(host: Any, own: int | None) -> str:
 
 
 def _end_of(host: Any, ticket: Ticket, pass_: Pass, end: float | None) -> HostEnd:
-    """Make the lane that a ticket is for; without one, return the way through Ray's store.
+    """Make the lane that a ticket allows; otherwise return an end that uses Ray's store.
 
     Raises:
-        OSError: If there can be no lane, and ``FLATWEIGHTS_RAY=lanes``; so for the next two.
-        LaneError: The same; or if the host did not find it.
-        MemoryError: The same.
+        OSError: If the lane cannot be made, and ``FLATWEIGHTS_RAY=lanes`` requires it.
+        LaneError: Likewise; or if the host did not find it.
+        MemoryError: Likewise.
         ray.exceptions.RayError: If the host, or the agent of this node, has died, or does not
             answer by ``end``.
     """

@@ -1,20 +1,20 @@
-"""A meeting: what a driver is elsewhere, for members that call by themselves.
+"""A meeting: it averages for members as a driver does for workers, but members call it.
 
-One thread (`Meeting.run`) owns all state; other threads have it do what they want (`Meeting.news`).
-It waits for the members' asks, averages them as every round does (`DriverAverage`), and posts one
-outcome for all. What it knows of each member is its `Seat`, whose table lists the states.
+One thread (`Meeting.run`) owns all state; other threads send it calls to make (`Meeting.news`). It
+waits for the members' asks, averages them as in every round (`DriverAverage`), and posts one
+outcome for all. Its record of each member is a `Seat`, whose table lists the states.
 
-- Outcomes are numbered. A member that has the outcome before the present call takes part in it.
-  One that has an older outcome is late, or has joined again: its ask is answered at once by the
-  last outcome of a call like it, until none is newer; then it takes part again.
+- Outcomes are numbered. A member that has the outcome before the present call takes part in it. A
+  member with an older outcome is late, or has joined again. Its ask is answered at once by the last
+  outcome of a call like it, until there is no newer one; then it takes part again.
 - The open call consists of the asks of members that wait for its outcome. If one of them dies
   meanwhile, its ask is dropped. A process that takes its rank has a seat of its own.
-- A member that has died, or left, is not waited for. A call waits for those that are late only if
-  it cannot be done without them.
-- Members that lack the state of a training (`Ask.lacks`) wait for the next call like theirs. They
-  are no part of its average, but are given the state, and its outcome; see `Healing`.
+- Nobody waits for a member that has died or left. A call waits for late members only if it needs
+  them.
+- Members that lack the state of a training (`Ask.lacks`) wait for the next call like theirs. Its
+  average does not contain their weights, but they get the state and its outcome; see `Healing`.
 - The meeting ends when no member is left. A process that is joining counts as a member; if it gives
-  up or dies, nothing of it is left.
+  up or dies, the meeting forgets it.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ from flatweights.ray.rounds._between_nodes import NodesAverage
 from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.robust import Rule
 
-_CALLS = 16  # of an agent that run at a time; they do not wait for each other
-_GRACE = 5.0  # seconds in which the process that had a rank may be seen to have ended
+_CALLS = 16  # calls that an agent runs at a time, without waiting for each other
+_GRACE = 5.0  # seconds in which the end of a rank's old process may become known
 _KEPT = 8  # kinds of call of which the last outcome is kept, for members that are late
 _EMPTY = 60.0  # seconds for which a meeting without members waits for the first one
 
@@ -79,13 +79,13 @@ _log = logging.getLogger("flatweights")
 
 
 class Ticket(NamedTuple):
-    """What a member is given when it enters.
+    """The result of entering, for a member.
 
     Attributes:
         rank: Its rank.
         seat: The number of its seat.
-        address: Where to make a lane to; None, if it is to call through Ray.
-        branch: The agent of its node, to which it makes a lane instead, if it is on another one.
+        address: The address to make a lane to; None, if the member calls through Ray.
+        branch: On another node, the agent of that node, to which it makes a lane instead.
     """
 
     rank: int
@@ -98,15 +98,15 @@ class Entry(NamedTuple):
     """A process that wants to be a member.
 
     Attributes:
-        token: What it is recognised by.
+        token: The token by which it is recognised.
         rank: The rank that it wants; any, if None.
-        terms: What it takes to be the terms of the meeting.
-        who: The process, as errors name it.
+        terms: The terms that it expects of the meeting.
+        who: The name of the process in errors.
         node: Its node.
-        wants_lane: Whether it would use a lane.
-        since: When it came, by `time.monotonic`.
-        ticket: What it waits for.
-        over: What is done once it is no member, nor to be one.
+        wants_lane: Whether it can use a lane.
+        since: The time of its arrival, by `time.monotonic`.
+        ticket: The ticket that it waits for.
+        over: A future that is done once it is not, and will not be, a member.
     """
 
     token: bytes
@@ -120,7 +120,7 @@ class Entry(NamedTuple):
     over: Future[None]
 
     def end(self, error: Exception) -> None:
-        """Give it no ticket."""
+        """Refuse it a ticket."""
         self.ticket.set_exception(error)
         self.over.set_result(None)
 
@@ -151,11 +151,11 @@ class Meeting:
     """
 
     def __init__(self, name: str, terms: Terms, node: str, host: Any) -> None:
-        """Prepare.
+        """Prepare; `run` holds the meeting.
 
         Args:
             name: The name.
-            terms: How many members there are, and how their sums travel.
+            terms: The terms: the number of members, and others.
             node: This node.
             host: The actor of this process.
 
@@ -169,19 +169,19 @@ class Meeting:
         self._lanes = Lanes()
         self._agents = Agents(self._lanes.windows.offer, terms.sums, BranchAgent, (host,), _CALLS)
         self._watched: set[str] = set()  # the tokens of agents
-        self._seats: dict[int, Seat] = {}  # the last one of each rank
-        self._by_token: dict[bytes, Seat] = {}  # those that are present
-        self._entries: list[Entry] = []  # that wait for a rank
+        self._seats: dict[int, Seat] = {}  # the newest of each rank
+        self._by_token: dict[bytes, Seat] = {}  # present members
+        self._entries: list[Entry] = []  # processes that wait for a rank
         self._asking: list[Seat] = []  # the open call, in the order of its asks
-        self._lacking: list[Seat] = []  # have asked, and lack the state
+        self._lacking: list[Seat] = []  # members that have asked, and lack the state
         self._healings: list[Healing] = []
         self._seconds_waited = 0.0  # for the open call
-        self._untold: list[Seat] = []  # of deaths
+        self._untold: list[Seat] = []  # deaths that were not logged yet
         self.news = News(self._lanes)
         self._kept: list[Kept] = []
-        self._entered = 0  # how many seats there were
+        self._entered = 0  # the number of seats so far
         self._number = 0  # of the last outcome
-        self._has_begun = False  # whether anybody has come
+        self._has_begun = False  # whether any process has arrived
         self._is_open = False  # whether all have joined, or enough, and the grace is over
         self._grace: Deadline | None = None  # runs from the first member that is ready
 
@@ -205,7 +205,7 @@ class Meeting:
         return not self._seats and bool(self._entries)
 
     def _step(self) -> None:
-        """Do what can be done, or wait until something happens."""
+        """Do everything that is due, or wait until something happens."""
         self._admit()
         self._welcome()
         self._heal()
@@ -216,7 +216,7 @@ class Meeting:
             self._end_healing()
         seats = [*self._by_token.values()]
         working = [seat for seat in seats if seat.state is State.WORKING]
-        on_time = all(map(self._is_on_time, working))  # others are answered at once
+        on_time = all(map(self._is_on_time, working))  # late members are answered at once
         begin = time.monotonic()
         enough = max(1, len(working)) if on_time else 1
         heard = wait_for(seats, self.news, self._patience(begin), enough)
@@ -226,19 +226,19 @@ class Meeting:
         self.news.read()
 
     def _elsewhere(self, first: Ask) -> list[Seat]:
-        """Return those that wait for another call with the state of the call of ``first``."""
+        """Return members that wait for another call with the state of the call of ``first``."""
         asks = [(seat, seat.answer.ask) for seat in self._lacking if seat.answer is not None]
         alike = [one for one in asks if first.state is not None and one[1].state == first.state]
         return [seat for seat, ask in alike if not ask.is_served_by(first)]
 
     def _release(self, first: Ask) -> None:
-        """Tell those that wait for another call that this one was made."""
+        """Tell members that wait for another call that this one was made."""
         seats = self._elsewhere(first)
         self._lacking = [seat for seat in self._lacking if seat not in seats]
         self._answer(seats, ElsewhereError(f"the others have called {first}"))
 
     def _end_healing(self) -> None:
-        """Raise in all members that none is left that has the state."""
+        """Raise in all members, because no member with the state is left."""
         seats, self._lacking = self._lacking, []
         why = RuntimeError("no member is left that has the state: go on from a checkpoint")
         self._answer(seats, portable(WorkerError({seat.rank: why for seat in seats})))
@@ -248,7 +248,7 @@ class Meeting:
         return seat.state is State.WORKING and seat.has == self._number
 
     def _patience(self, now: float) -> float | None:
-        """Return in how many seconds something is to be done, though nothing happens."""
+        """Return the seconds until something is due even if nothing happens."""
         ends = [entry.since + _GRACE for entry in self._entries]
         deadlines = [self._deadline()]
         deadlines += [healing.deadline for healing in self._healings if healing.is_waited_for]
@@ -258,28 +258,28 @@ class Meeting:
         return max(0.0, min(ends) - now) if ends else None if self._seats else _GRACE
 
     def _deadline(self) -> Deadline:
-        """Return when the open call is to end: the first end that one of its asks wants."""
+        """Return the end of the open call: the earliest deadline of its asks."""
         deadlines = [seat.answer.deadline for seat in self._asking if seat.answer is not None]
         ends = [deadline for deadline in deadlines if deadline.end is not None]
         return min(ends, key=lambda deadline: deadline.end or 0.0, default=Deadline(None, None))
 
     def _is_due(self) -> bool:
-        """Whether the open call is to be closed."""
+        """Whether to close the open call now."""
         if not self._asking:
             return False
         if seconds_left(self._deadline().end) == 0.0:
             return True
         if any(map(self._is_on_time, self._by_token.values())):
             return False
-        # Only those that are late, or join again, can bring the call about.
+        # The other members are late, or join again.
         return len(self._asking) == self._count_of_whole() or self._are_enough()
 
     def _count_of_whole(self) -> int:
-        """Return how many members have the state, or are in no training that has one."""
+        """Return the number of members that do not lack the state of their training."""
         return len(self._by_token) - len(self._lacking)
 
     def _are_enough(self) -> bool:
-        """Whether a call need not wait for members that are late."""
+        """Whether the open call needs no late members."""
         asks = self._asks()
         first = asks[min(asks)]
         if first.operation == "broadcast":
@@ -294,7 +294,7 @@ class Meeting:
         return {seat.rank: seat.answer.ask for seat in self._asking if seat.answer is not None}
 
     def _hear(self, seat: Seat) -> None:
-        """Take what a member asks for, or the news of its end."""
+        """Handle a member's ask, or its end."""
         if seat.why is not None:
             self._lose(seat, seat.why)
             return
@@ -308,7 +308,7 @@ class Meeting:
             self._hear_of_state(seat)
             return
         for healing in self._healings:
-            healing.lose(seat)  # it does not ask for the state, or give it
+            healing.lose(seat)  # it neither asks for the state nor gives it
         if ask.lacks:
             self._lacking.append(seat)
             return
@@ -318,12 +318,12 @@ class Meeting:
             self._tell_deaths()
         elif ask.state is None or kept.previous <= seat.has:
             self._post(kept.number, kept.body, kept.weights.buffer, [seat])
-        else:  # with the weights alone it would not be where the others are
+        else:  # the weights alone would not bring it to the place of the others
             missed = f"rank {seat.rank} has missed more than one call"
             self._answer([seat], LacksStateError(missed))
 
     def _hear_of_state(self, seat: Seat) -> None:
-        """Take the state from a member, or note that one waits for it."""
+        """Take the state from a giver, or note that a member waits for it."""
         assert seat.answer is not None
         if seat.answer.ask.operation == "heal":
             healing = next((one for one in self._healings if seat in one.lacking), None)
@@ -335,12 +335,12 @@ class Meeting:
         healing = next((one for one in self._healings if one.giver is seat), None)
         seat.answer.bring()
         state = seat.answer.take()
-        self._answer([seat])  # it goes on while its state is copied
+        self._answer([seat])  # the giver goes on while its state is copied
         if healing is not None and healing.is_waited_for and state is not None:
             healing.state = self._copied(state)
 
     def _heal(self) -> None:
-        """Tell those that wait for the state what there is to tell; give up on late givers."""
+        """Answer members that wait for a state, if it is known; give up on late givers."""
         for healing in self._healings:
             healing.give_up_in_time()
             if not healing.is_known:
@@ -354,13 +354,13 @@ class Meeting:
                 self._post(-healing.number, body, healing.state.buffer, seats)
 
     def _answer(self, seats: Sequence[Seat], error: Exception | None = None) -> None:
-        """Answer an ask that is part of no call."""
+        """Answer asks that are part of no call."""
         for seat in seats:
             outcome = Outcome(seat.has, self._size, self._ranks(), error=error)
             self._post(seat.has, ray.cloudpickle.dumps(tuple(outcome)), None, [seat])
 
     def _close_call(self) -> None:
-        """Average or relay, and post the outcome to all that have asked."""
+        """Average or relay, and post the outcome to all members that have asked."""
         self._number += 1
         number, asks, deadline = self._number, self._asks(), self._deadline()
         asking, self._asking = self._asking, []
@@ -418,13 +418,14 @@ class Meeting:
             self._kept.insert(0, Kept(first, number, body, weights, previous))
         reach("sending")
         buffer = None if weights is None else weights.buffer
-        # The last to ask may not even sleep yet: told first, it goes on while the others wake.
+        # The last member to ask may still be awake. It gets the outcome first, and goes on while
+        # the others wake up.
         asking.reverse()
         asking += lacking if giver else []
         self._release(first)
         self._post(number, body, buffer, asking, None if result is None else result._exchanged)
-        if result is not None and is_average:  # nobody waits for this
-            # A death was told when it was noticed.
+        if result is not None and is_average:  # no member waits for this
+            # Deaths were logged when they were noticed.
             dead = [seat.rank for seat in self._seats.values() if seat.why]
             report(result, already_named=dead)
             METRICS.add({SENT: self._agents.nbytes * len(asks)})
@@ -437,9 +438,9 @@ class Meeting:
         lacking: list[Seat],
         deadline: Deadline,
     ) -> int:
-        """Have one of those that were averaged give its state; return the number of its seat."""
+        """Choose the giver among the averaged members; return the number of its seat."""
         giver = min((seat for seat in asking if seat.rank in result.used), key=lambda s: s.rank)
-        # States of the past are kept until here, for members that fetch them.
+        # Until now, finished healings kept their states for members that fetch them.
         self._healings = [healing for healing in self._healings if healing.lacking]
         until = Deadline.after(deadline.timeout)
         self._healings.append(Healing(number, giver, [*lacking], until))
@@ -511,7 +512,7 @@ class Meeting:
         )
 
     def _copied(self, weights: FlatWeights) -> Packed:
-        """Return a copy that lies where all members of this node can read it, if that can be."""
+        """Return a copy, if possible in memory that all members of this node read."""
         self._lanes.windows.offer(weights.layout.nbytes)
         try:
             copied = weights.layout.new_buffer()
@@ -521,15 +522,15 @@ class Meeting:
         return Packed(copied, weights.layout)
 
     def _ways(self, asks: dict[int, Ask]) -> dict[int, str]:
-        """Return by which way each of those that ask does so."""
+        """Return, by rank, the way by which its ask came."""
         return {k: "store" if self._seats[k].lane is None else "lane" for k in sorted(asks)}
 
     def _ranks(self) -> tuple[int, ...]:
-        """Return the ranks that take part."""
+        """Return the ranks of the present members."""
         return tuple(sorted(seat.rank for seat in self._by_token.values()))
 
     def _welcome(self) -> None:
-        """Give those that are ready their first outcome, once the meeting is open."""
+        """Give members that are ready their first outcome, once the meeting is open."""
         ready = [seat for seat in self._by_token.values() if seat.state is State.READY]
         self._is_open = self._is_open or self._may_open(len(ready))
         if ready and self._is_open:
@@ -537,7 +538,7 @@ class Meeting:
             self._post(0, pickle.dumps(tuple(first)), None, ready)
 
     def _may_open(self, ready: int) -> bool:
-        """Whether that many members are enough to open the meeting now."""
+        """Whether the meeting can open now, with ``ready`` members."""
         if ready and self._grace is None:
             self._grace = Deadline.after(self._terms.grace)
         if self._grace is None or ready < self._terms.min_size:
@@ -560,11 +561,11 @@ class Meeting:
         """Give ``seats`` an outcome.
 
         Args:
-            number: That of the outcome; for the state that goes with it, minus that.
+            number: The number of the outcome; for the state that goes with it, its negative.
             body: The outcome.
             buffer: Its weights.
-            seats: The members, which wait for one.
-            exchanged: Which agents have the weights already.
+            seats: The members, which wait for it.
+            exchanged: The agents that already have the weights.
         """
         windows = self._lanes.windows
         message: Message | None = None
@@ -580,13 +581,13 @@ class Meeting:
                     posted.append(seat.lane)
                 elif caller is not None:
                     if buffer is not None and ref is None:
-                        wake(posted)  # nobody sleeps while weights are put
+                        wake(posted)  # do not let them sleep while weights are put
                         posted.clear()
                         ref = ray.put(buffer)
                     caller.set_result((body, None if ref is None else [ref]))
                 elif seat.agent is not None:
                     away.setdefault(seat.agent, []).append(seat.token)
-            except Exception as error:  # it died meanwhile
+            except Exception as error:  # the member died meanwhile
                 why = f"{seat.who}: {type(error).__name__}: {error}"
                 self._lose(seat, MemberDiedError(why))
         wake(posted)
@@ -608,7 +609,7 @@ class Meeting:
             self._tell_deaths()
 
     def _forget(self, seat: Seat) -> None:
-        """Wait for nothing of a member any more, that has left or is dead."""
+        """Wait for nothing more of a member that has left or is dead."""
         del self._by_token[seat.token]
         for seats in (self._asking, self._lacking):
             if seat in seats:
@@ -618,7 +619,7 @@ class Meeting:
         self._forget_lane(seat)
 
     def _forget_lane(self, seat: Seat) -> None:
-        """Post nothing to a member's lane any more, or expect none from it."""
+        """Stop using a member's lane, or expecting one."""
         if seat.agent is not None:
             seat.agent.handle.forget.remote(seat.token)
         if seat.lane is not None:
@@ -627,7 +628,7 @@ class Meeting:
             self._lanes.forget(seat.token)
 
     def _tell_deaths(self) -> None:
-        """Log who has died, once somebody waits for them: at its end a training leaves nobody."""
+        """Log deaths, but only once a member waits: at the end of a training they do not matter."""
         if self._asking or not self._is_open:
             for seat in self._untold:
                 assert seat.why is not None
@@ -636,7 +637,7 @@ class Meeting:
             self._untold.clear()
 
     def _admit(self) -> None:
-        """Give processes that want to be members their tickets."""
+        """Give tickets to processes that want to be members."""
         now = time.monotonic()
         entries, self._entries = self._entries, []
         for entry in entries:
@@ -651,10 +652,10 @@ class Meeting:
                 entry.ticket.set_result(ticket)
 
     def _seat(self, entry: Entry, now: float) -> Ticket | None:
-        """Return the ticket for a process; None while another process may be about to end.
+        """Return the ticket for a process; None while the old process of its rank may be ending.
 
         Raises:
-            ValueError: If it cannot have one.
+            ValueError: If it cannot get a ticket.
         """
         self._terms.check_same(entry.terms)
         if entry.rank is not None and not 0 <= entry.rank < self._size:
@@ -684,10 +685,10 @@ class Meeting:
         return Ticket(rank, seat.number, None, agent.handle)
 
     def _is_free(self, rank: int) -> bool:
-        """Whether no process that is alive has ``rank``."""
+        """Whether no live process has ``rank``."""
         seat = self._seats.get(rank)
         if seat is not None and seat.is_present and seat.lane is not None:
-            seat.lane.receive()  # it may have died this moment
+            seat.lane.receive()  # it may just have died
             if seat.look():
                 self._hear(seat)
         return seat is None or not seat.is_present
@@ -700,10 +701,10 @@ class Meeting:
                 lost = f"{seat.who}: the agent of its node: {why}"
                 self._lose(seat, MemberDiedError(lost))
 
-    # What other threads have the meeting's thread do.
+    # The calls that other threads ask the meeting's thread to make.
 
     def enter(self, entry: Entry) -> None:
-        """Give ``entry`` a ticket, or an error, once that can be said."""
+        """Queue ``entry``, to get a ticket or an error."""
         self._has_begun = True
         self._entries.append(entry)
 
@@ -737,7 +738,7 @@ class Meeting:
             letter.caller.set_exception(_not_here())
 
     def lose(self, token: bytes, why: MemberDiedError) -> None:
-        """Count a member as dead; or a process as one that does not want to be one any more."""
+        """Count a member as dead, or drop a process that no longer wants to be a member."""
         self._has_begun = True  # it may have given up before it entered
         for entry in [entry for entry in self._entries if entry.token == token]:
             self._entries.remove(entry)
@@ -750,8 +751,8 @@ class Meeting:
 
     def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
-        there = {seat.rank for seat in self._by_token.values() if seat.state is not State.ENTERING}
-        return [rank for rank in range(self._size) if rank not in there]
+        joined = {seat.rank for seat in self._by_token.values() if seat.state is not State.ENTERING}
+        return [rank for rank in range(self._size) if rank not in joined]
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
         """Return the body of an outcome, and its weights.
@@ -770,7 +771,7 @@ class Meeting:
 
 
 def _joins(ask: Ask, first: Ask) -> bool:
-    """Whether a member that lacks the state is given that of the call of ``first``."""
+    """Whether the call of ``first`` gives its state to a member that lacks it and has this ask."""
     return first.state is not None and first.state == ask.state and ask.is_served_by(first)
 
 
@@ -781,7 +782,7 @@ def _not_here() -> MemberDiedError:
 @functools.lru_cache(maxsize=16)
 def _request_of(
     weights: tuple[float, ...],
-    min_results: int | None,  # if None, all in the wait's arrivals, dead and late ones too
+    min_results: int | None,  # if None, all ranks of the arrivals, including dead and late ones
     nonfinite: Nonfinite,
     rule: tuple[str, bytes] | None,
 ) -> Request:

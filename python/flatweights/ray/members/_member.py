@@ -1,4 +1,4 @@
-"""Averages that workers ask for themselves: any process of a Ray program joins a meeting."""
+"""Averages that processes ask for by themselves: `join`, and the member that it returns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Model = TypeVar("Model")
 
 
 class NotInTrainError(TypeError):
-    """`join` was called without a ``size``, in a process that is no worker of Ray Train."""
+    """`join` was called without a ``size``, in a process that is not a worker of Ray Train."""
 
 
 _RETRY = 0.05  # seconds between two tries to find the host of a meeting
@@ -81,12 +81,12 @@ def join(
     Args:
         name: The name of the meeting, local to the Ray job. If None, ``"default"``.
         rank: The rank of this member, below ``size``; the lowest free rank, if None.
-        size: The number of members, with ``min_size`` the most that there can be.
-        min_size: With how many members the meeting opens once ``grace`` is over; ``size``, if
-            None. Others join later, as a restarted process does.
-        grace: Seconds for which the meeting waits for all, from the first member on; for ever, if
-            None. Without ``min_size`` it has no effect.
-        timeout: Seconds to wait for all, or enough, to join; for ever, if None.
+        size: The number of members; with ``min_size``, the largest number.
+        min_size: The number of members with which the meeting opens once ``grace`` is over;
+            ``size``, if None. Others join later, as a restarted process does.
+        grace: Seconds for which the meeting waits for all members, after the first is ready; for
+            ever, if None. Without ``min_size`` it has no effect.
+        timeout: Seconds to wait until all, or enough, members have joined; for ever, if None.
         sums: How sums of several members of a node travel to other nodes: ``"float64"`` or
             ``"float32"``; see `WorkerGroup`.
 
@@ -125,7 +125,7 @@ def join(
         try:
             return Member(name, *enter(name, rank, terms, timeout, end))
         except (ray.exceptions.RayActorError, HostDiedError) as error:
-            # Perhaps it was the host of an earlier meeting of this name, which was about to end.
+            # It may have been the host of an earlier meeting of this name, which was about to end.
             if time.monotonic() >= give_up:
                 raise MemberError(f"meeting {name!r}: its host has ended: {error}") from None
             time.sleep(_RETRY)
@@ -135,13 +135,13 @@ class Member:
     """A process that takes part in averages with others; `join` makes it.
 
     All members make the same calls in the same order: the n-th call of one meets the n-th of the
-    others. Where one calls something else, or with another layout, all raise `CallsDifferError`,
-    and nothing is averaged.
+    others. If one makes a different call, or has another layout, all raise `CallsDifferError`, and
+    nothing is averaged.
 
-    A member that dies is left out, at once. Whether the others go on is up to ``min_results``: if
-    None, all that have joined and not left have to take part, and each member raises the same
-    `WorkerError`. One that is late (``timeout``) is left out, too; its call then returns the
-    latest average of the others, with its own rank in `Round.late`, and its next one takes part
+    A member that dies is left out, at once. ``min_results`` decides whether the others go on: if it
+    is None, all that have joined and not left have to take part, and each member raises the same
+    `WorkerError`. A member that is late (``timeout``) is left out, too. Its call then returns the
+    latest average of the others, with its own rank in `Round.late`, and its next call takes part
     again. A process that is restarted joins again under its rank, and is late at first.
 
     Calls may come from any thread, one at a time. A call that is interrupted ends this member.
@@ -149,13 +149,13 @@ class Member:
     Attributes:
         name: The name of the meeting.
         rank: The rank of this member.
-        size: How many members there can be: ranks are below it. `ranks` are those that take part.
+        size: The largest number of members; ranks are below it. `ranks` are those that take part.
         lacks_state: Whether this member lacks the state of the training: because it joined after
             the first call, or missed more than one call with a ``state``. The next such call heals
-            it. Set it to have that done.
-        raises_elsewhere: Whether a call of this member that lacks the state raises
+            it. You may set this to have the member healed.
+        raises_elsewhere: Whether a call of this member, if it lacks the state, raises
             `ElsewhereError` once the others have made another call with that state, such as one at
-            the end of their training, and does not wait on. False at first.
+            the end of their training. If False, as at first, the call goes on waiting.
     """
 
     def __init__(self, name: str, host: HostEnd, ticket: Ticket, outcome: Outcome) -> None:
@@ -195,12 +195,13 @@ class Member:
         The result has the bits of `flatweights.average` over the ranks in `Round.used`. The weights
         are copied once into memory that the host maps, and the mean once out of it.
 
-        With ``state``, a member that lacks the state of the training is healed: a new one, one that
-        was started again, or one that has missed more than one such call. It is no part of the
-        average, and waits for the next one of the others. Its ``state`` is then set to that of the
-        lowest rank in `Round.used`, as it was before this call, and the call returns the average to
-        all. So all members that do the same with the average are alike again. `Round.healed` names
-        those that were healed. The others wait for the giver only while it copies its state.
+        With ``state``, a member that lacks the state of the training is healed: a new member, a
+        restarted one, or one that has missed more than one such call. Its weights are not part of
+        the average, and it waits for the next average of the others. Then its ``state`` is set to
+        that of the lowest rank in `Round.used`, as it was before this call, and the call returns
+        the average to all. So all members are equal again if they do the same with the average.
+        `Round.healed` lists the healed ranks. The others wait for the giver only while it copies
+        its state.
 
         Args:
             weights: Any model that `flatweights.average` takes: an array, `FlatWeights`, a mapping
@@ -209,25 +210,25 @@ class Member:
             out: Where to write: of the same kind, contiguous; it may be ``weights``.
             timeout: Seconds that others may be later than the first member that calls; the
                 shortest of all members counts. For ever, if None.
-            min_results: The number of ranks that make an average; all that have joined and not
+            min_results: The number of ranks that an average needs; all that have joined and not
                 left, if None. The same in all members, as is ``nonfinite``.
             nonfinite: What to do about NaN and infinity; see `flatweights.average`.
-            rule: Replaces the mean, such as ``flatweights.robust.Median()``; the same in all
-                members. A function is run in the host, on a list of `FlatWeights`.
-            state: The state of the training that members are healed with: a
+            rule: A rule that replaces the mean, such as ``flatweights.robust.Median()``; the same
+                in all members. A function runs in the host, on a list of `FlatWeights`.
+            state: The state of the training, which heals members: a
                 `flatweights.tensorflow.TensorFlowVariables`, or any `Variables`; of the same layout
-                in all members. Without it, nobody is healed.
+                in all members. Without it, no member is healed.
 
         Returns:
             A `Round`, whose ``weights`` are of the given kind. They are the same in all members.
 
         Raises:
             WorkerError: If fewer than ``min_results`` ranks take part; all members raise it. Or if
-                no member is left that has the state.
-            CallsDifferError: If members call different things.
-            ValueError: If an argument is out of range; or if NaN or infinity were found, and
-                ``nonfinite="raise"``.
-            TypeError: If ``weights`` or ``out`` are of no kind that is averaged.
+                no member with the state is left.
+            CallsDifferError: If members make different calls.
+            ValueError: If an argument is out of range; or if a member's weights hold NaN or
+                infinity, and ``nonfinite="raise"``.
+            TypeError: If ``weights`` or ``out`` are of a kind that has no average.
             MemberError: If the host has ended, or this member has left.
         """
         self._check_process()
@@ -255,8 +256,8 @@ class Member:
     ) -> Round:
         """Average ``variables`` with those of the other members, in place.
 
-        They are gathered into memory that the host maps, and set from the host's memory: no other
-        copy is made, and none is held. Afterwards all members have the same values, late ones, too.
+        They are gathered into memory that the host maps, and set from the host's memory, without
+        other copies. Afterwards all members have the same values, including late ones.
 
         Args:
             variables: A `flatweights.tensorflow.TensorFlowVariables`, or any object with its
@@ -266,13 +267,13 @@ class Member:
             min_results: See `average`.
             nonfinite: See `average`.
             rule: See `average`.
-            state: See `average`. It is set before ``variables`` are.
+            state: See `average`. It is set before ``variables``.
 
         Returns:
             A `Round`, whose ``weights`` are None.
 
         Raises:
-            Exception: As `average`; the variables are as they were.
+            Exception: As `average`; the variables have not changed.
         """
         self._check_process()
         layout = variables.layout
@@ -296,12 +297,12 @@ class Member:
 
         Raises:
             WorkerError: If the root has died or is late.
-            CallsDifferError: If members call different things, or have different layouts.
-            TypeError: If ``weights`` are of no such kind.
+            CallsDifferError: If members make different calls, or have different layouts.
+            TypeError: If ``weights`` are of another kind.
             MemberError: As `average`.
         """
         self._check_process()
-        if not isinstance(weights, (Mapping, Sequence)):  # of bare arrays, integers have no mean
+        if not isinstance(weights, (Mapping, Sequence)):  # a bare array of integers has no mean
             return self.broadcast([weights], root, timeout=timeout)[0]
         template = Template.of(weights, "weights")
         parts = template.read(weights, "weights")
@@ -332,7 +333,7 @@ class Member:
             A `Round`, whose ``weights`` are None; `Round.used` is the root.
 
         Raises:
-            Exception: As `broadcast`; the variables are as they were.
+            Exception: As `broadcast`; the variables have not changed.
         """
         self._check_process()
         layout = variables.layout
@@ -348,7 +349,7 @@ class Member:
             return self._round(outcome, None)
 
     def leave(self) -> None:
-        """Leave the meeting: the others continue without this member, and count no failure."""
+        """Leave the meeting: the others continue without this member, and see no failure."""
         self._check_process()
         with self._turn:
             if not self._over:
@@ -379,7 +380,7 @@ class Member:
         return f"<Member {self.rank} of {self.size} of {self.name!r}{state}>"
 
     def __reduce__(self) -> NoReturn:
-        """Refuse: a member is its process."""
+        """Refuse: a member belongs to its process."""
         raise TypeError("a Member cannot be pickled: each process joins by itself")
 
     def _ask(
@@ -393,11 +394,11 @@ class Member:
         rule: AnyRule | None = None,
         state: Variables | None = None,
     ) -> Ask:
-        """Return the ask, its values checked."""
+        """Return the ask, after checking its values."""
         check_nonfinite(nonfinite)
         checked = None if rule is None else Rule.of(rule)
         if checked is not None and weight != 1.0 and not checked.takes_weights:
-            raise TypeError(f"weight: {checked.name} has none, all ranks count alike")
+            raise TypeError(f"weight: {checked.name} has no weights, all ranks count alike")
         if min_results is not None:
             min_results = check_count(min_results, "min_results", self.size)
         if root is not None:
@@ -422,7 +423,7 @@ class Member:
         buffer: NDArray[np.uint8],
         state: Variables | None,
     ) -> tuple[Outcome, NDArray[np.uint8]]:
-        """Ask for an average; heal by ``state``, or give it, if that is this member's part."""
+        """Ask for an average; give ``state``, or set it, if the outcome says so."""
         while True:
             try:
                 sent = ask._replace(lacks=state is not None and self.lacks_state)
@@ -434,14 +435,14 @@ class Member:
                     state.scatter(given)
                     self.lacks_state = False
                 return outcome, mean
-            except LacksStateError as error:  # also if the giver has died: the next has another
+            except LacksStateError as error:  # also if the giver died: the next has another
                 self.lacks_state = True
                 if self.raises_elsewhere and isinstance(error, ElsewhereError):
                     raise
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[HostEnd]:
-        """Run one call; whatever breaks it off ends this member."""
+        """Run one call; if anything interrupts it, this member ends."""
         _check_thread()
         with self._turn:
             if self._over:
@@ -456,7 +457,7 @@ class Member:
                 self._break_off(f"the host cannot be reached: {error}")
                 raise MemberError(f"meeting {self.name!r}: {self._over}") from error
             except BaseException as error:
-                if self._host.is_asking:  # the outcome, when it comes, would be taken for another
+                if self._host.is_asking:  # a later call would receive this outcome
                     self._break_off(f"a call was broken off by {type(error).__name__}", error)
                 raise
 
@@ -479,7 +480,7 @@ class Member:
         if self._seat not in (
             *outcome.seats,
             *outcome.lacking,
-        ):  # it is of a call that this member did not take part in
+        ):  # the outcome of a call in which this member took no part
             result.failed.pop(self.rank, None)
             result.late = tuple(sorted({*result.late, self.rank}))
         return result
@@ -492,14 +493,14 @@ def _close(host: HostEnd, process: int) -> None:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return what others are told of an error that a member has left with."""
+    """Return the line by which others learn of the error with which a member left."""
     if isinstance(error, Exception):
         return reason_in_a_line(error)[:_MOST_TOLD]
     return type(error).__name__
 
 
 def _name_of(rule: Rule) -> str:
-    """Return a name that is equal for two rules that do the same."""
+    """Return a name that is the same for equal rules."""
     return rule.name if type(rule).__repr__ is object.__repr__ else repr(rule)
 
 
@@ -533,7 +534,7 @@ def _check_rank(rank: int, size: int, name: str) -> int:
 
 
 def _targets(template: Template, out: Any) -> list[NDArray[Any]]:
-    """Return the arrays of ``out``, checked to be ones that the mean can be written to."""
+    """Return the arrays of ``out``, after checking that the mean can be written to them."""
     template.match(out, "out")
     targets = template.read_out(out)
     for i, target in enumerate(targets):

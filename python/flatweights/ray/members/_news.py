@@ -1,4 +1,4 @@
-"""Calls that other threads want made by the one thread that owns a meeting, or a branch of it."""
+"""Calls from other threads to the one thread that owns a meeting, or a branch of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class News:
     """
 
     def __init__(self, lanes: Lanes) -> None:
-        """Begin with none."""
+        """Begin without calls."""
         self.lanes = lanes
         self._calls: deque[Callable[[], object]] = deque()
 
@@ -39,7 +39,7 @@ class News:
         return self.asked(method, *args).result()
 
     def asked(self, method: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Have the thread call ``method``; return where what it returns or raises will be."""
+        """Make the thread call ``method``; return a future for its result or exception."""
         done: Future[Any] = Future()
 
         def call() -> None:

@@ -1,4 +1,4 @@
-"""The record of one member, from its entry to its end; and what it asks for.
+"""The record of one member, from its entry to its end, and its asks.
 
 A seat is one process, not a rank: a process that takes the rank of a dead one has its own seat,
 and an ask belongs to the seat that made it. The states of a seat:
@@ -7,15 +7,15 @@ and an ask belongs to the seat that made it. The states of a seat:
 | --- | --- | --- |
 | `ENTERING` | has a ticket, and is making its lane | `attach` or `expect`: `READY` |
 | `READY` | waits for its first outcome | `tell`: `WORKING` |
-| `WORKING` | has the outcome `has`; its next ask is waited for | `look` finds an ask: `ASKING` |
-| `ASKING` | has asked, and waits for the outcome | `tell`: `WORKING`; `leave`: `LEFT` |
-| `LEFT` | has said that it leaves | nothing |
-| `DEAD` | has ended in another way: `die`, from each of the first four | nothing |
+| `WORKING` | has the outcome `has`, and has not asked again | `look` finds an ask: `ASKING` | |
+`ASKING` | has asked, and waits for the outcome | `tell`: `WORKING`; `leave`: `LEFT` | | `LEFT` |
+has said that it leaves | nothing | | `DEAD` | has ended in another way: `die`, from any of the
+first four | nothing |
 
 One thread, that of the meeting or of the branch, calls these methods; no other thread reads a seat.
-A member is watched in each of the first four states: the socket of its lane closes, and it owns the
-result of a call (`Host.stay`), whose death Ray reports. Until then nobody else gets its rank;
-afterwards another process gets it at once.
+In each of the first four states, the end of a member becomes known: the socket of its lane closes,
+and Ray reports the death of the process that owns the result of its call of `Host.stay`. Until then
+nobody else gets its rank; afterwards another process gets it at once.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from flatweights.ray.peers._store import RayAnswer
 from flatweights.ray.peers._summary import Summary
 from flatweights.ray.peers._wait import Deadline
 
-SLICE = 1.0  # seconds between two looks at what rings no bell
+SLICE = 1.0  # seconds between two looks for events that ring no bell
 
 
 class Letter(NamedTuple):
-    """An ask that came through Ray: its body, its buffer, and where its caller waits."""
+    """An ask that came through Ray: its body, its buffer, and the future of its caller."""
 
     body: bytes
     buffer: NDArray[np.uint8] | Away | None
@@ -61,7 +61,7 @@ class Letter(NamedTuple):
 
 
 class Away(NamedTuple):
-    """In place of weights: they stay on the member's node.
+    """A placeholder for weights that stay on the member's node.
 
     Attributes:
         spoiled: The error about NaN or infinity, if they were screened and hold any.
@@ -71,7 +71,7 @@ class Away(NamedTuple):
 
 
 class State(enum.Enum):
-    """What a member does; see the table above."""
+    """The state of a member; see the table above."""
 
     ENTERING = enum.auto()
     READY = enum.auto()
@@ -83,20 +83,20 @@ class State(enum.Enum):
 
 @dataclass(eq=False)
 class Seat:
-    """All that a host, or a branch, knows of one member.
+    """The record of one member, at a host or a branch.
 
     Attributes:
         rank: Its rank.
-        who: The process, as errors name it.
-        token: What it is recognised by.
-        number: Counts the seats of a meeting, from 1.
+        who: The name of the process in errors.
+        token: The token by which it is recognised.
+        number: The number of the seat in the meeting, from 1.
         agent: The agent of its node, if that has the lane to it.
-        over: Where its call of `Host.stay` waits for its end.
-        state: What it does.
+        over: The future on which its call of `Host.stay` waits for its end.
+        state: Its state.
         lane: The lane to it; None, if it calls through Ray.
-        has: The number of the last outcome that it was told; 0 after the first.
+        has: The number of the last outcome that it got; 0 after the first outcome.
         answer: Its ask, while it is `ASKING`.
-        why: How it has ended, if that was seen, and it has not left.
+        why: The error that describes its end, if it ended without leaving.
     """
 
     rank: int
@@ -111,8 +111,8 @@ class Seat:
     answer: SeatAnswer | None = None
     why: MemberDiedError | None = None
     _letters: deque[Letter] = field(default_factory=deque)
-    _caller: Future[Any] | None = None  # where its call through Ray waits
-    _layouts: dict[str, Layout] = field(default_factory=dict)  # those it has sent, by digest
+    _caller: Future[Any] | None = None  # of its call through Ray, which waits
+    _layouts: dict[str, Layout] = field(default_factory=dict)  # layouts that it has sent, by digest
 
     @property
     def is_present(self) -> bool:
@@ -134,11 +134,11 @@ class Seat:
         self._letters.append(letter)
 
     def look(self) -> bool:
-        """Read what the member has sent; return whether there is an ask, or it was seen to end."""
+        """Read from the member; return whether there is an ask, or the member has ended."""
         if self.state is State.WORKING:
             try:
                 self._read()
-            except Exception as error:  # it died while it sent a window, or sends nonsense
+            except Exception as error:  # it died while it sent a window, or its data are invalid
                 why = f"{type(error).__name__}: {error}"
                 self.why = MemberDiedError(f"{self.who}: its call could not be read: {why}")
             if self.answer is not None or self.why is not None:
@@ -149,18 +149,18 @@ class Seat:
         return True
 
     def tell(self, number: int) -> Future[Any] | None:
-        """Note that it is told outcome ``number``; return where its call through Ray waits."""
+        """Note that it gets outcome ``number``; return the future of its call through Ray."""
         self.has, self.state = number, State.WORKING
         self._drop_ask()
         caller, self._caller = self._caller, None
         return caller
 
     def leave(self) -> None:
-        """Note that it has said that it leaves."""
+        """Note that it leaves."""
         self._end(State.LEFT)
 
     def die(self, why: MemberDiedError) -> None:
-        """Note that it has ended otherwise; its ask goes with it."""
+        """Note that it has ended without leaving; drop its ask."""
         self.why = why
         self._end(State.DEAD)
 
@@ -180,7 +180,7 @@ class Seat:
             self.answer = None
 
     def _read(self) -> None:
-        """Read the ask, if it has come."""
+        """Read the ask, if it has arrived."""
         lane = self.lane
         body: bytes | None = None
         buffer: Any = None
@@ -201,13 +201,13 @@ class Seat:
 
 
 def wait_for(seats: Sequence[Seat], news: News, timeout: float | None, enough: int) -> list[Seat]:
-    """Return those of ``seats`` that have asked or ended since; sooner, if there is news.
+    """Return the members in ``seats`` that have asked or ended; return early if there is news.
 
     Args:
-        seats: Those that are present.
-        news: What other threads have this one do.
+        seats: The present members.
+        news: The calls from other threads to this one.
         timeout: Seconds to wait; for ever, if None.
-        enough: How many asks are worth waiting for. Urgent asks, and ends, are told at once.
+        enough: The number of asks to wait for. Urgent asks, and ends, are returned at once.
     """
     end = None if timeout is None else time.monotonic() + timeout
     heard: dict[Seat, None] = {}
@@ -220,26 +220,26 @@ def wait_for(seats: Sequence[Seat], news: News, timeout: float | None, enough: i
             return [*heard]
         # Before its first outcome a member asks for nothing, but its mailbox looks answered.
         lanes = [one.lane for one in seats if one.state is State.WORKING and one.lane is not None]
-        # All but the last are read while that member still works.
+        # All asks except the last are read while that member still works.
         news.lanes.wait(lanes, left, max(1, enough - len(heard) - 1))
 
 
 def _is_urgent(seat: Seat) -> bool:
-    """Whether the wait for others ends at once."""
+    """Whether a member's news ends the wait for others at once."""
     if seat.why is not None or seat.answer is None:
         return True
     return seat.answer.ask.is_urgent
 
 
 class SeatAnswer(RayAnswer):
-    """The ask of a member, as what a round averages.
+    """The ask of a member, as an answer that a round averages.
 
     Attributes:
         seat: The member.
         ask: The ask.
-        body: The ask as it came.
-        away: What stands for weights that stay on their node.
-        deadline: When others that have not asked are late.
+        body: The ask in the form in which it came.
+        away: The placeholder, if the weights stay on their node.
+        deadline: The time after which others that have not asked are late.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class SeatAnswer(RayAnswer):
 
     @property
     def is_in_store(self) -> bool:
-        """Whether it was brought: a letter's array is there while the call with it runs."""
+        """Whether its weights were brought to the store; an array in a letter was not."""
         return self.ref is not None
 
     @property
@@ -271,7 +271,7 @@ class SeatAnswer(RayAnswer):
         return self._layout
 
     def take(self) -> Any:
-        """Return the weights; a summary of them, if they stay with `agent`."""
+        """Return the weights; if they stay with `agent`, a summary of them."""
         if self.ref is not None:
             return FlatWeights.wrap(ray.get(self.ref), self.layout)
         if self.away is not None:
@@ -280,11 +280,11 @@ class SeatAnswer(RayAnswer):
         return None if self._value is None else FlatWeights.wrap(*self._value)
 
     def packed(self) -> Packed | None:
-        """Return weights that are here, without views of their parts."""
+        """Return weights of this process, without views of their parts."""
         return self._value
 
     def bring(self) -> bool:
-        """Have the agent hand over weights that are away."""
+        """Ask the agent for weights that are away; return whether they are."""
         if self.away is not None:
             self.ref = self.agent.handle.give.remote(self.seat.rank)
         return self.away is not None
@@ -296,20 +296,20 @@ class SeatAnswer(RayAnswer):
 
 @functools.lru_cache(maxsize=256)
 def _ask_in(body: bytes) -> tuple[Ask, bytes | None]:
-    """Return an ask, the same one for the same body; and the layout that comes with it."""
+    """Return the ask in ``body``, the same object for the same body, and its pickled layout."""
     fields, layout = pickle.loads(body)
     return Ask(*fields), layout
 
 
 def as_array(buffer: Any) -> NDArray[np.uint8]:
-    """Return the packed buffer that came with an ask or an outcome; none has no bytes."""
+    """Return the packed buffer of an ask or an outcome; an empty one, if it has none."""
     return np.empty(0, np.uint8) if buffer is None else buffer
 
 
 def outcome_message(
     number: int, body: bytes, buffer: NDArray[np.uint8] | None, windows: Windows
 ) -> Message:
-    """Return the message of an outcome: without a window, or if it is too long, its number alone.
+    """Return the message of an outcome. Without a window, or if it is too long: only its number.
 
     The member then fetches the outcome through Ray.
     """

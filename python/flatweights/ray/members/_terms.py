@@ -1,4 +1,4 @@
-"""What the members of a meeting have to agree on before it can open."""
+"""The terms on which the members of a meeting have to agree before it can open."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Terms(NamedTuple):
     """The terms of a meeting.
 
     Attributes:
-        size: How many members there can be.
-        sums: How sums travel between nodes.
-        min_size: With how many it opens, once the grace is over; with fewer than all, if less.
+        size: The largest number of members.
+        sums: The dtype in which sums travel between nodes.
+        min_size: The number of members with which it opens once the grace is over.
         grace: Seconds for which it waits for the others, after the first one is ready; for ever, if
             None.
     """
@@ -50,7 +50,7 @@ class Terms(NamedTuple):
         )
 
     def check_same(self, other: Terms) -> None:
-        """Raise `ValueError`, naming the first difference, if those of a newcomer are others."""
+        """Raise `ValueError`, naming the first difference, if a newcomer's terms differ."""
         for name, ours, theirs in zip(self._fields, self, other, strict=True):
             if ours != theirs:
                 raise ValueError(f"{name}: expected {ours!r}, as the others, got {theirs!r}")
