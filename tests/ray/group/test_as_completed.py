@@ -55,6 +55,14 @@ class Versioned(PlainWorker):
             wait_for(Path(where, "go on"))
         return self.work()
 
+    def work_after(self, rank: int, other: int, where: str) -> FlatWeights:
+        """Work; a ``rank`` waits until another has been called once more than itself."""
+        model = self.work()
+        Path(where, f"{self.rank} {self.calls}").touch()
+        if self.rank == rank:
+            wait_for(Path(where, f"{other} {self.calls + 1}"))
+        return model
+
     def spoil(self, rank: int) -> FlatWeights:
         """Work; a ``rank`` returns NaN."""
         model = self.work()
@@ -135,6 +143,18 @@ def test_a_buffer_is_the_average_of_the_next_results(group: WorkerGroup, buffer:
         assert len(found.used) == buffer
         publications.check(found)
         publications.publish()
+
+
+def test_no_round_has_two_results_of_a_fast_worker(group: WorkerGroup, tmp_path: Path) -> None:
+    publications = Publications(group)
+    rounds = group.as_completed("work_after", 1, 0, str(tmp_path), buffer=2, ranks=[0, 1])
+    for number, found in enumerate(itertools.islice(rounds, 8), 1):
+        # The first result of rank 1 comes after the second call of rank 0, and so on.
+        assert sorted(found.used) == [0, 1]
+        publications.check(found)
+        publications.publish()
+        assert not (tmp_path / f"0 {number + 2}").exists(), "no queue of results grows"
+    rounds.close()
 
 
 def test_extras_vectors_and_weights_are_as_in_average(group: WorkerGroup) -> None:
@@ -395,3 +415,23 @@ def test_a_wire_brings_weights_in_full(make: Make) -> None:
         publications.check(found)
         publications.publish()
     assert [found.used for found in group.run(2, "work")] == [(0, 1)] * 2
+
+
+def test_more_workers_than_once_had_windows_all_go_by_lanes(make: Make, way: str) -> None:
+    count = 20
+    group = make(count)
+    publications, ways = Publications(group), dict[int, str]()
+    for found in group.as_completed("work", updates=100 * count):
+        publications.check(found)
+        ways |= found.ways
+        publications.publish()
+        if len(ways) == count and (way == "store" or {*ways.values()} == {"lane"}):
+            break
+    assert ways.keys() == {*range(count)}
+    assert {one.partition(":")[0] for one in ways.values()} == {"lane" if way == "lanes" else way}
+    for found in group.as_completed("work", updates=3 * count):
+        publications.check(found)
+        assert max(found.staleness.values()) < 3 * count
+        if way == "lanes":
+            assert {*found.ways.values()} == {"lane"}
+        publications.publish()

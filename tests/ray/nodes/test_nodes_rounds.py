@@ -26,7 +26,7 @@ from certificates import make_authority, make_certificate, tls_environment
 from numpy.typing import NDArray
 from ray_cluster import LEAN, MISSED_SOON, start_lean_cluster
 from ray_programs import output_of
-from ray_workers import PlainWorker, merged, trained, weights_of
+from ray_workers import PlainWorker, merged, trained, wait_for, weights_of
 from reference import same_bits
 
 import flatweights as fw
@@ -123,6 +123,13 @@ class NodeWorker(PlainWorker):
 
     def set_w(self, value: float) -> None:
         self.model["w"][:] = value
+
+    def train_once_told(self, rank: int, where: str) -> fw.FlatWeights:
+        """Train; a ``rank`` waits for a file, and writes another."""
+        if self.rank == rank:
+            wait_for(Path(where, "go on"))
+            Path(where, "trained").touch()
+        return self.train()
 
 
 def leaves(model: Any) -> Iterator[NDArray[Any]]:
@@ -863,6 +870,96 @@ def wait_until(is_so: Callable[[], bool], what: str, timeout: float = 60) -> Non
         gc.collect()
         assert time.monotonic() < end, what
         time.sleep(0.05)
+
+
+def start_worker(rank: int, place: str) -> Any:
+    return ray.remote(num_cpus=0)(NodeWorker).options(resources={place: 1}).remote(rank)
+
+
+def nodes_with_agents(group: WorkerGroup) -> set[str]:
+    return {*group._roster.agents._by_node}
+
+
+@check
+def workers_of_other_nodes_come_and_go_in_the_body_of_as_completed(nodes: Nodes) -> None:
+    with WorkerGroup([start_worker(rank, "home") for rank in range(2)]) as group:
+        version, used = 0, list[int]()
+
+        def look_at(found: Round) -> None:
+            (rank,) = found.used
+            start = weights_of(float(version - found.staleness[rank]), SIZE)
+            assert same_bits(found.weights.buffer, trained(start, rank).buffer), found
+            used.append(rank)
+
+        def rounds_until(is_enough: Callable[[], bool]) -> None:
+            nonlocal version
+            end = time.monotonic() + 100
+            while not is_enough():
+                look_at(next(rounds))
+                version += 1
+                group.publish(weights_of(float(version), SIZE))
+                assert time.monotonic() < end
+
+        group.publish(weights_of(0.0, SIZE))
+        rounds = group.as_completed("train")
+        rounds_until(lambda: len(used) == 3)
+        added = group.add(actors=[start_worker(2, "a"), start_worker(3, "b")])
+        assert added == [2, 3]
+        pids = [pid_of(group.actors()[rank]) for rank in added]
+        rounds_until(lambda: {*used} == {0, 1, 2, 3})
+        group.remove(added)
+        used.clear()
+        rounds_until(lambda: len(used) >= 12)
+        assert {*used} == {0, 1}
+        rounds.close()
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "workers")
+        assert group.average("get_weights").used == (0, 1)
+
+
+@check
+def an_agent_starts_for_a_new_node_and_ends_with_its_last_worker(nodes: Nodes) -> None:
+    home = [start_worker(rank, "home") for rank in range(2)]
+    with WorkerGroup(home) as group, tempfile.TemporaryDirectory() as where:
+        start = weights_of(1.0, SIZE)
+        group.broadcast(start)
+        rounds, latest = group.run(1_000_000, "train"), start
+
+        def rounds_until(is_enough: Callable[[Round], bool]) -> None:
+            nonlocal latest
+            end = time.monotonic() + 100
+            for found in rounds:
+                latest = fw.average([trained(latest, rank) for rank in found.used])
+                np.testing.assert_allclose(found.weights["w"], latest["w"], rtol=1e-12)
+                latest = found.weights
+                if is_enough(found):
+                    return
+                assert time.monotonic() < end, (found, found.ways)
+
+        rounds_until(lambda found: found.number == 2)
+        group.add(actors=[start_worker(2, "a"), start_worker(3, "b"), start_worker(4, "b")])
+        rounds_until(lambda f: [f.ways.get(k, "")[:5] for k in (2, 3, 4)] == 3 * ["agent"])
+        agents = nodes_with_agents(group)
+        assert agents == {ray.get(group.actors()[rank].node.remote()) for rank in (2, 3)}
+        pids = {rank: pid_of(agent_at(group, rank)) for rank in (2, 3)}
+        group.remove([2, 3])
+        wait_until(lambda: not Path(f"/proc/{pids[2]}").exists(), "the agent of a")
+        assert len(nodes_with_agents(group)) == 1
+        rounds_until(lambda found: found.used == (0, 1, 4))
+        # The last worker of a node first ends its call.
+        worker = group.actors()[4]
+        pids[4] = pid_of(worker)
+        found = group.average("train_once_told", 4, where, timeout=5.0, min_results=1)
+        assert 4 in found.late
+        group.remove(4)
+        group.restore(timeout=60)
+        assert group.average("get_weights").used == (0, 1)
+        wait_until(lambda: not Path(f"/proc/{pids[3]}").exists(), "the agent of b")
+        (Path(where) / "go on").touch()
+        wait_until((Path(where) / "trained").exists, "the end of the call")
+        while Path(f"/proc/{pids[4]}").exists():  # a call of the group sees that it has answered
+            assert group.average("get_weights").used == (0, 1)
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(worker.ping.remote())
 
 
 @check
