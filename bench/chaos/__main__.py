@@ -81,6 +81,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--every", type=float, nargs=2, default=(20.0, 30.0), metavar="SECONDS")
     parser.add_argument("--quiet", type=float, default=20.0, metavar="SECONDS")
+    parser.add_argument("--pace", type=float, default=0.01, metavar="SECONDS")
+    parser.add_argument("--elements", type=int, default=70_000)
     for mode in MODES:
         parser.add_argument(f"--{mode}", dest="modes", action="append_const", const=mode)
     parser.add_argument("--links", type=float, default=0.0, metavar="MBIT")
@@ -96,6 +98,8 @@ def main() -> None:
         quiet=options.quiet,
         every=tuple(options.every),
         mbit=options.links,
+        pace=options.pace,
+        elements=options.elements,
     )
     logging.getLogger("flatweights").setLevel(logging.ERROR)
     with ray_of_nodes():

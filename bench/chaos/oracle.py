@@ -22,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Model = dict[str, NDArray[Any]]
+BEGUN = "begun"
+"""What each process notes first."""
 _SPAN = 1 << 17  # elements of the table that noise is cut from
 
 
@@ -151,6 +153,7 @@ class Log:
         if rank >= 0:
             faulthandler.register(signal.SIGUSR1, self._stacks)
         folder.joinpath(f"{rank}.pid").write_text(str(os.getpid()))
+        self.note(BEGUN)
 
     def sent(self, key: tuple[int, ...], model: Mapping[str, Any] | bytes) -> None:
         """Note what is about to be sent."""

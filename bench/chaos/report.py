@@ -10,7 +10,7 @@ from rich.table import Table
 
 from bench import machine
 from bench.chaos import faults
-from bench.chaos.run import Record
+from bench.chaos.run import Record, Usage
 
 _ACTORS = (name for names in faults.ACTORS.values() for name in names)
 OURS = ("driver", "ray::Trainer", "ray::live", *(f"ray::{name}" for name in _ACTORS))
@@ -30,25 +30,23 @@ def failures_of(record: Record) -> list[str]:
 def leaks_of(record: Record) -> list[str]:
     """Return which of our processes have more descriptors or memory at the end than before.
 
-    Ray opens a connection now and then, a few in each run; what is left of each fault would be
-    more.
+    The process of a role that has the most is compared with the one that had the most, with as many
+    processes as then. Ray opens a connection now and then, a few in each run; what is left of each
+    fault would be more. A driver has a memory file for each of the models that are on their way.
     """
     leaks = []
-    added = record.mode == "asynchronous"  # its group may have one worker more
     first, last = (record.usage[0], record.usage[-1]) if record.usage else ({}, {})
-    for role, (count, descriptors, megabytes) in last.items():
-        if role in first and role in OURS:
-            before = first[role]
-            more = descriptors / count - before[1] / before[0]
-            if more > max(12, len(record.faults) / 4) + 8 * added:
-                leaks.append(f"{role}: {more:.0f} more descriptors")
-            if megabytes / count > 1.1 * before[2] / before[0] + 20:
-                leaks.append(
-                    f"{role}: {before[2] / before[0]:.0f} MB, then {megabytes / count:.0f}"
-                )
-            if role != "driver" and count > before[0] + added:
-                leaks.append(f"{role}: {before[0]} processes, then {count}")
-    return leaks
+    for role in first.keys() & last.keys() & {*OURS}:
+        before, after = first[role], last[role]
+        if after.descriptors - before.descriptors > max(12, len(record.faults) / 4):
+            leaks.append(f"{role}: {before.descriptors} descriptors, then {after.descriptors}")
+        if after.shared - before.shared > record.plan["size"]:
+            leaks.append(f"{role}: {before.shared} files and sockets, then {after.shared}")
+        if after.megabytes > 1.1 * before.megabytes + 20:
+            leaks.append(f"{role}: {before.megabytes:.0f} MB, then {after.megabytes:.0f}")
+        if role != "driver" and after.processes > before.processes:
+            leaks.append(f"{role}: {before.processes} processes, then {after.processes}")
+    return sorted(leaks)
 
 
 def by_kind(record: Record) -> list[tuple[str, int, float, float]]:
@@ -88,11 +86,11 @@ def show(record: Record) -> None:
         table.add_row(f"{fault.at:.1f} s", fault.kind, rank, after)
     console.print(table)
     table = Table(
-        "role", *(f"{when}: processes, descriptors, MB" for when in ("before", "middle", "after"))
+        "role", *(f"{when}: processes; most of one" for when in ("before", "middle", "after"))
     )
     for role in sorted({role for usage in record.usage for role in usage}):
-        cells = [usage.get(role, (0, 0, 0.0)) for usage in record.usage]
-        table.add_row(role, *(f"{n}, {fds}, {mb:.0f}" for n, fds, mb in cells))
+        cells = [usage.get(role, Usage()) for usage in record.usage]
+        table.add_row(role, *(f"{n}; {fds} ({own}), {mb:.0f} MB" for n, fds, own, mb in cells))
     console.print(table)
     console.print(record.events)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from bench import nodes
 from bench.chaos import faults
@@ -22,6 +23,8 @@ from bench.chaos.oracle import Entry, Got, Note, read_logs
 HANG = 60.0  # seconds without a step that a rank takes part in
 _START = 300.0  # seconds that processes have to start: six import TensorFlow on few cores
 _POLL = 0.05
+_MEMORY = "/memfd:flatweights"  # what a descriptor of such a file refers to
+_PACKETS = "0005"  # the type of the sockets of lanes and boards; Ray has none of it
 
 
 @dataclass
@@ -40,6 +43,8 @@ class Plan:
         timeout: Seconds that the others wait for one that is late.
         without: Kinds of faults that are left out.
         mbit: The rate of links that are cut and slowed down, in Mbit/s; 0 if none are.
+        steps: The fewest steps of both turns with faults, however long they take; of modes that
+            count them.
     """
 
     seed: int
@@ -53,6 +58,7 @@ class Plan:
     timeout: float = 1.0
     without: Sequence[str] = ()
     mbit: float = 0.0
+    steps: int = 0
 
 
 class Mode(ABC):
@@ -63,6 +69,8 @@ class Mode(ABC):
         points: Those of calls at which a process dies.
         in_turns: Whether a step is of one rank; else all ranks take part in each.
         failure: What has ended the training before its time.
+        count: How many steps there were; without end in modes that do not count them.
+        is_quiet: Whether this is a turn without faults.
     """
 
     kinds: ClassVar[tuple[str, ...]]
@@ -75,6 +83,8 @@ class Mode(ABC):
         self.plan = plan
         self.over = folder / "over"
         self.failure: BaseException | None = None
+        self.count = math.inf
+        self.is_quiet = False
 
     @abstractmethod
     def start(self) -> None:
@@ -83,6 +93,10 @@ class Mode(ABC):
     @abstractmethod
     def tend(self) -> None:
         """Start again what has died, unless Ray does; called again and again."""
+
+    def is_as_at_first(self) -> bool:
+        """Whether there are as many processes as at first; asked at the end of a quiet turn."""
+        return True
 
     @abstractmethod
     def end(self) -> None:
@@ -138,6 +152,22 @@ class Injected:
     seconds: float | None = None
 
 
+class Usage(NamedTuple):
+    """What the processes of a role have.
+
+    Attributes:
+        processes: Their number.
+        descriptors: Those of the process that has the most.
+        shared: Of one process, at most: the memory files and sockets that this package makes.
+        megabytes: The memory of its own of the process that has the most.
+    """
+
+    processes: int = 0
+    descriptors: int = 0
+    shared: int = 0
+    megabytes: float = 0.0
+
+
 @dataclass
 class Record:
     """What came of a run.
@@ -152,7 +182,7 @@ class Record:
         wrong: What was not as the oracle says.
         hangs: The ranks that were in no step for a minute, or what else did not end.
         events: How often processes noted what.
-        usage: By role and turn without faults, the processes, their descriptors and MB.
+        usage: What the processes of each role have at the end of each turn without faults.
         left: Processes that were left at the end.
         rates: Steps a second in turns without faults, in those with faults, and in those between
             the recovery from one fault and the next.
@@ -167,7 +197,7 @@ class Record:
     wrong: list[str] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
     events: dict[str, int] = field(default_factory=dict)
-    usage: list[dict[str, tuple[int, int, float]]] = field(default_factory=list)
+    usage: list[dict[str, Usage]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     rates: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
@@ -221,20 +251,26 @@ class Run:
         return record
 
     def _turn(self, number: int) -> None:
-        begin, plan = time.monotonic(), self.plan
+        begin, plan, mode = time.monotonic(), self.plan, self._mode
         if number % 2:
-            self._make_faults(begin + plan.seconds / 2)
+            self._make_faults(begin + plan.seconds / 2, plan.steps * (number + 1) // 4)
             self._wait_until_all_take_part()
         else:
+            mode.is_quiet = True
             self._watch(begin + plan.quiet)
+            end = time.monotonic() + HANG
+            while not mode.is_as_at_first() and time.monotonic() < end:
+                self._watch(time.monotonic() + _POLL)
             self.record.usage.append(usage_of(own_processes()))
+            mode.is_quiet = False
 
-    def _make_faults(self, end: float) -> None:
+    def _make_faults(self, end: float, steps: int) -> None:
         while True:
             fault = next(self._faults)
             due = time.monotonic() + fault.after
-            self._watch(min(due, end))
-            if due > end:
+            is_last = due > end and self._mode.count >= steps
+            self._watch(min(due, end) if is_last else due)
+            if is_last:
                 return
             while (rank := self._injector.do(fault)) is None:  # another one instead
                 fault = next(self._faults)
@@ -374,17 +410,28 @@ def own_processes() -> dict[int, str]:
     return roles
 
 
-def usage_of(roles: dict[int, str]) -> dict[str, tuple[int, int, float]]:
-    """Return by role the number of processes, their descriptors, and their own memory in MB."""
-    usage: dict[str, tuple[int, int, float]] = {}
+def usage_of(roles: dict[int, str]) -> dict[str, Usage]:
+    """Return what the processes have, by role."""
+    usage: dict[str, Usage] = {}
     for pid, role in roles.items():
         folder = Path("/proc") / str(pid)
         with contextlib.suppress(OSError):
-            count = sum(1 for _ in (folder / "fd").iterdir())
+            targets = [str(path.readlink()) for path in (folder / "fd").iterdir()]
             lines = (folder / "smaps_rollup").read_text().splitlines()
             private = sum(int(line.split()[1]) for line in lines if line.startswith("Private"))
-            processes, descriptors, megabytes = usage.get(role, (0, 0, 0.0))
-            usage[role] = (processes + 1, descriptors + count, megabytes + private / 1024)
+            packets = {
+                f"socket:[{line.split()[6]}]"
+                for line in (folder / "net" / "unix").read_text().splitlines()[1:]
+                if line.split()[4] == _PACKETS
+            }
+            shared = [t for t in targets if t.startswith(_MEMORY) or t in packets]
+            before = usage.get(role, Usage())
+            usage[role] = Usage(
+                before.processes + 1,
+                max(before.descriptors, len(targets)),
+                max(before.shared, len(shared)),
+                max(before.megabytes, private / 1024),
+            )
     return usage
 
 
