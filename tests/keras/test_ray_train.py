@@ -233,7 +233,32 @@ def test_trials_have_meetings_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("average", ["gradients", "weights"])
 def test_the_example_learns(average: str) -> None:
     curves = keras_parallel.main(["--average", average, "--epochs", "8"])
-    alone, together = curves["loss by epoch"].values()
-    assert len(alone) == len(together) == 8
+    (epochs, alone), (same, together) = curves["loss by epoch"].values()
+    assert epochs == same == [*range(1, 9)]
     if average == "gradients":
         assert np.allclose(alone, together, rtol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replaces", [True, False])
+def test_the_example_learns_though_a_worker_is_killed(
+    replaces: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--epochs", "8", "--kill", *(["--replace"] if replaces else [])]
+    curves = keras_parallel.main(options)
+    (epochs, alone), (reported, together) = curves["loss by epoch"].values()
+    assert epochs == [*range(1, 9)]
+    assert {1, 8} <= {*reported}
+    if not replaces:
+        assert reported == epochs
+        assert np.allclose(alone, together, rtol=1e-2), "it goes on from the checkpoint"
+    elif len(reported) < 8:
+        assert "without a report: epochs 2 to" in capsys.readouterr().out
+
+
+def test_the_example_replaces_workers_that_average_gradients_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        keras_parallel.main(["--replace", "--average", "weights"])
+    assert "expected --average gradients with --replace" in capsys.readouterr().err

@@ -2,12 +2,17 @@
 
 import os
 import random
+import secrets
+import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
-from healing_programs import Run
+from healing_programs import Run, Training
+
+from flatweights.ray import join
 
 pytestmark = pytest.mark.ray
 
@@ -18,6 +23,38 @@ def host_of(name: str) -> int:
     host = ray.get_actor(f"flatweights:{name}", space)
     pid: int = ray.get(host.__ray_call__.remote(lambda _: os.getpid()))
     return pid
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+class Restarted:
+    """An actor whose method joins again, in the process that Ray starts in the place of another."""
+
+    def descend(self, name: str, rank: int, marker: Path) -> Any:
+        """Return how many steps there were, of which this process took some, and their result."""
+        training, own, used = Training(0), 0, ()
+        with join(name, rank=rank, size=2) as member:
+            was_late = member.lacks_state
+            while training.steps[0] < 20 or len(used) < 2:
+                if rank == 1 and own == 10 and not marker.exists():
+                    marker.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                mean = {"g": training.gradient(rank)}
+                result = member.average(mean, min_results=1, state=training)
+                training.apply(result.weights["g"])
+                own, used = own + 1, result.used
+        return int(training.steps[0]), own, was_late, training.digest()
+
+
+def test_an_actor_that_ray_starts_again_is_healed(tmp_path: Path) -> None:
+    actors = [Restarted.remote() for _ in range(2)]  # type: ignore[attr-defined]
+    name, marker = secrets.token_hex(4), tmp_path / "died"
+    calls = [actor.descend.remote(name, rank, marker) for rank, actor in enumerate(actors)]
+    (steps, own, was_late, digest), (same, others, lacked, healed) = ray.get(calls, timeout=300)
+    assert marker.exists()
+    assert (was_late, lacked) == (False, True)
+    assert own == steps == same, "no step of the survivor is lost"
+    assert 2 <= others <= steps - 10
+    assert digest == healed
 
 
 def check_training(folder: Path, seed: int, faults: int) -> None:
