@@ -300,7 +300,8 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
 
     Args:
         config: ``folder`` for notes; ``dies``, by rank, the epoch; ``epochs``, how many others they
-            have to have done afterwards, or None if the training ends with the epoch of the death.
+            have to have done afterwards, or None if the training ends with the epoch of the death;
+            ``host``, whether the host of the meeting is killed instead.
     """
     import json
 
@@ -329,7 +330,11 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if self.epoch == dies and batch == 7:
-                os.kill(os.getpid(), signal.SIGKILL)
+                if not config.get("host"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                for actor in ray.util.list_named_actors(all_namespaces=True):
+                    if actor["name"].startswith("flatweights:train-"):
+                        ray.kill(ray.get_actor(**actor))
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.epochs += 1

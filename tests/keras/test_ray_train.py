@@ -48,8 +48,11 @@ class Worker:
             self.state = [*saved.values()]
 
 
-def replace(folder: Path, size: int, dies: Mapping[int, int], epochs: int | None) -> Any:
+def replace(
+    folder: Path, size: int, dies: Mapping[int, int], epochs: int | None, host: bool = False
+) -> Any:
     """Train with workers that die in the middle of a step; return all, and Ray Train's result."""
+    config = {"folder": str(folder), "dies": dict(dies), "epochs": epochs, "host": host}
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -58,12 +61,12 @@ def replace(folder: Path, size: int, dies: Mapping[int, int], epochs: int | None
         environment.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         result = DataParallelTrainer(
             train_and_be_replaced,
-            train_loop_config={"folder": str(folder), "dies": dict(dies), "epochs": epochs},
+            train_loop_config=config,
             backend_config=ReplaceWorkers(),
             scaling_config=ScalingConfig(num_workers=size, resources_per_worker={"CPU": 0.5}),
             run_config=RunConfig(
                 storage_path=str(folder / "storage"),
-                failure_config=FailureConfig(max_failures=len(dies)),
+                failure_config=FailureConfig(max_failures=size if host else len(dies)),
             ),
         ).fit()
     workers = [Worker(folder, rank) for rank in range(size)]
@@ -126,6 +129,14 @@ def test_if_all_workers_die_they_meet_anew_and_go_on_from_the_checkpoint(tmp_pat
     assert [worker.facts["done"] for worker in workers] == [2, 2]
     assert [worker.facts["epochs"] for worker in workers] == [[2, 3], [2, 3]]
     assert [worker.facts["begin"] for worker in workers] == [2 * STEPS] * 2
+
+
+@pytest.mark.slow
+def test_if_the_host_dies_all_are_replaced_and_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+    workers, _ = replace(tmp_path, 2, {1: 2}, epochs=2, host=True)
+    assert [worker.starts for worker in workers] == [2, 2]
+    assert [worker.facts["done"] for worker in workers] == [2, 2]
+    assert [worker.facts["epochs"] for worker in workers] == [[2, 3], [2, 3]]
 
 
 def test_a_ray_that_restarts_all_workers_is_refused() -> None:
