@@ -31,7 +31,8 @@ class Restarted:
 
     def descend(self, name: str, rank: int, marker: Path) -> Any:
         """Return how many steps there were, of which this process took some, and their result."""
-        training, own, used = Training(0), 0, ()
+        training, own = Training(0), 0
+        used: tuple[int, ...] = ()
         with join(name, rank=rank, size=2) as member:
             was_late = member.lacks_state
             while training.steps[0] < 20 or len(used) < 2:
