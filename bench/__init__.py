@@ -2,6 +2,6 @@
 
 import os
 
-# OpenBLAS' threads spin for some 20 ms after a call, on the processors that the next contender is
-# timed on. This is read when NumPy is loaded.
+# OpenBLAS' threads spin for some 20 ms after a call, on processors that the next contender needs.
+# NumPy reads this variable when it is loaded.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")

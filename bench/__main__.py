@@ -1,7 +1,7 @@
 """Runs every bench: ``python -m bench [--quick] [--json FILE] [--plot FILE]``.
 
 Each bench puts its name before the ending of the files: ``out.json`` becomes
-``out.average.json`` and so on. Each bench is a process of its own, since the models of one would
+``out.average.json`` and so on. Each bench runs in its own process, since the models of one would
 leave too little memory for the actors of another.
 """
 
@@ -30,7 +30,7 @@ BENCHES = (
 
 
 def main() -> None:
-    """Run all benches one after the other; end with an error if one of them does."""
+    """Run all benches one after the other; end with an error if one of them fails."""
     options = runner.arguments(__doc__ or "")
     failed = [name for name in BENCHES if subprocess.run(_command(name, options)).returncode]
     if failed:

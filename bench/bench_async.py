@@ -1,14 +1,15 @@
-"""Asynchronous training: updates a second, without and with work in the workers.
+"""Asynchronous training: updates per second, without and with work in the workers.
 
 ``python -m bench.bench_async [--quick] [--json FILE]``
 
-A worker gets weights, sets its TensorFlow variables, works and returns a gradient; the driver adds
-each gradient to the weights in place as it arrives, and gives the new ones to that worker. The
-guide's way: ``ray.wait`` over plain actors that take and return dicts of arrays. Handles: the same
-loop over this package's workers, with one vector each way. Ours: `WorkerGroup.as_completed` and
-`WorkerGroup.publish`. They alternate; rows are medians, with the spread of the middle half.
-"publish" is one call of it alone, and "while adding" are rounds of `run` while two workers are
-added that sleep 5 s as they are built: the slowest round, and how it compares with the median.
+A worker gets weights, sets its TensorFlow variables, works and returns a gradient. The driver adds
+each gradient to the weights in place as it arrives, and gives the new weights to that worker. The
+guide's loop uses ``ray.wait`` over plain actors that take and return dicts of arrays. "handles" is
+the same loop over this package's workers, with one vector each way. Ours uses
+`WorkerGroup.as_completed` and `WorkerGroup.publish`. The ways alternate; rows are medians, with the
+spread of the middle half. "publish" is a single call of it. "while adding" rows are rounds of `run`
+while two workers are added whose construction sleeps 5 s: the slowest round, and its ratio to the
+median.
 """
 
 import os
@@ -31,7 +32,7 @@ OURS = f"{runner.OURS}, as_completed"
 
 
 class Worker(FlatWorker):
-    """Returns a gradient that costs as much time as it is told to."""
+    """Returns a gradient after a given time of work."""
 
     def build(self, shapes: models.Shapes, seed: int, sleep: float = 0.0) -> Any:
         """Make the variables and the gradient."""
@@ -44,7 +45,7 @@ class Worker(FlatWorker):
         return self._named
 
     def work(self, seconds: float) -> None:
-        """Compute for so long."""
+        """Compute for ``seconds``."""
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             pass
@@ -57,12 +58,12 @@ class Worker(FlatWorker):
         return self._parts
 
     def of_weights(self, weights: Any, seconds: float) -> Any:
-        """Work on weights in one buffer, and return some: today's handles."""
+        """Work on weights in one buffer, and return weights: the loop over handles."""
         self.set_weights(weights)
         return self.of_group(seconds)
 
     def of_group(self, seconds: float) -> Any:
-        """Work on what the group has sent; return weights, which are as large as a gradient."""
+        """Work on the weights that the group sent; return weights, as large as a gradient."""
         self.work(seconds)
         return self.get_weights()
 
@@ -114,7 +115,7 @@ class Loops:
             self.most = max(self.most, *result.staleness.values())
 
     def check(self) -> None:
-        """Have every result be of the weights that its staleness says."""
+        """Check that every result comes from the weights that its staleness names."""
         weights = self.weights.copy()
         for number in range(200):
             weights["v0"][...] = number
@@ -134,7 +135,7 @@ def run_case(name: str, workers: list[Any], work: float, budget: float) -> list[
     ways: dict[str, Loop] = {GUIDE: loops.guide, HANDLES: loops.handles, OURS: loops.ours}
     times: dict[str, list[float]] = {way: [] for way in ways}
     counts = dict.fromkeys(ways, 20)
-    for way, loop in ways.items():  # warm, and see how many updates take a fiftieth of the budget
+    for way, loop in ways.items():  # warm up; updates in a fiftieth of the budget
         loop(20, work)
         begin = time.perf_counter()
         loop(20, work)

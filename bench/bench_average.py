@@ -1,4 +1,4 @@
-"""The average of N buffers, compared with all other ways to compute it.
+"""The average of N buffers, compared with other ways to compute it.
 
 ``python -m bench.bench_average [--quick] [--json FILE] [--plot FILE]``
 """

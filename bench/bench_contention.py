@@ -2,8 +2,8 @@
 
 ``python -m bench.bench_contention [--quick] [--json FILE]``
 
-Ray runs many workers on one machine, and each has its own threads. All of them together should move
-as many bytes per second as one alone.
+Ray runs many workers on one machine, and each worker has its own threads. Together, all workers
+should move as many bytes per second as a single one.
 """
 
 import json
@@ -34,7 +34,7 @@ class Row:
     Attributes:
         contender: The way to average that each of them ran.
         processes: The number of processes.
-        rate: Bytes per second of all together, counting only bytes that must move.
+        rate: Bytes per second of all processes together, counting only bytes that must move.
         median: Seconds of the median call.
         slowest: Seconds of the slowest call.
     """

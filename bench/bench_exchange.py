@@ -6,15 +6,14 @@ The workers do not train, so only the exchange is timed. Our rows are rounds of 
 over lanes and over the object store. In loops, a round is one call that sets, runs and averages,
 since the guide's loop also passes weights on with the call; a loop that calls `average` and
 `broadcast` has a row of its own. Contenders alternate, and the first round of each turn is not
-timed. Some also run in loops of their own, with the next round at once or after 5 ms. There are
-further rows for a round right after other calls, which has to call workers back to their lanes, and
-for one empty command to one worker.
+timed. Some also run in loops of their own, with the next round at once or after 5 ms. More rows
+time a round right after other calls, which has to call workers back to their lanes, and one empty
+command to one worker.
 
 If PyTorch is installed, one rival is an allreduce by gloo of the vector that `FlatWorker` gets and
 sets: it has no driver, and no worker may be missing. If Open MPI and mpi4py are installed, another
 rival is ``Allreduce``, which neither sets nor gets variables. "memory traffic" makes the copies of
-a round (get, average, set) in the driver alone: its ratio is the share of a round that memory
-takes.
+a round (get, average, set) in the driver only: its ratio is the share of memory traffic in a round.
 
 The limit counts the bytes that a round must move: each worker's variables and window are read
 and written, the average reads all windows and writes one, and each worker reads that one.
@@ -48,7 +47,7 @@ ROOT = Path(__file__).parents[1]
 STORE = f"{runner.OURS}, object store"
 TWO_CALLS = f"{runner.OURS}, average and broadcast"
 PAUSE = 5e-3
-PATHS = [str(Path(sys.executable).parent)]  # where a wheel of Open MPI puts mpirun
+PATHS = [str(Path(sys.executable).parent)]  # a wheel of Open MPI puts mpirun here
 _LOOPS = 3
 
 
@@ -286,7 +285,7 @@ def traffic_of(shapes: models.Shapes, count: int) -> Callable[[], Any]:
 
 
 def run_mpi(case: str, elements: int, count: int, ours: float, budget: float) -> list[runner.Row]:
-    """Return the row of Open MPI, in processes of its own; none where it is not installed."""
+    """Return the row of Open MPI, in processes of its own; no row if it is not installed."""
     mpirun = shutil.which("mpirun", path=os.pathsep.join([*PATHS, os.environ.get("PATH", "")]))
     if mpirun is None:
         print(f"{case}: no Open MPI: there is no mpirun")
@@ -303,7 +302,7 @@ def run_mpi(case: str, elements: int, count: int, ours: float, budget: float) ->
 
 
 def run_loops(rounds: Rounds, case: str, budget: float, pause: float = 0.0) -> list[runner.Row]:
-    """Return the rows of ways that each run for a while: workers wait at their lanes then."""
+    """Return the rows of ways in loops of their own, in which workers wait at their lanes."""
     ways = {
         runner.OURS: rounds.in_one_call,
         TWO_CALLS: rounds.in_lanes,

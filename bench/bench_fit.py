@@ -4,13 +4,13 @@
 
 Our first row averages the gradients of every batch; another averages the weights after every tenth.
 The rival is `tf_keras` under `MultiWorkerMirroredStrategy` with ring communication, since Keras 3
-raises there. "without exchange" trains the same Keras 3 model in as many processes at the same
-time, each by itself: the difference is the cost of the exchange. All processes have one thread for
-TensorFlow's operations. Contenders take turns, one `fit` each, and the slowest process counts. The
-time is that of the epoch, from its first batch to its end. The rest of `fit` is left out, because
-for every contender it waits for a thread of `tf.data` that wakes up 10, 30, 70, 150, 310, 630 ...
-ms after it has started. Before timing, the bench checks that all our members have the same bits and
-have learned.
+raises under that strategy. "without exchange" trains the same Keras 3 model in as many processes at
+the same time, each by itself: the difference is the cost of the exchange. All processes have one
+thread for TensorFlow's operations. Contenders take turns, one `fit` each, and the slowest process
+counts. The time is that of the epoch, from its first batch to its end. The rest of `fit` is left
+out, because for every contender it waits for a thread of `tf.data` that wakes up 10, 30, 70, 150,
+310, 630 ... ms after it has started. Before timing, the bench checks that all our members have the
+same bits and have learned.
 """
 
 import json
@@ -148,7 +148,7 @@ class Mirrored:
         sharding.experimental_distribute.auto_shard_policy = (
             tf.data.experimental.AutoShardPolicy.OFF
         )
-        # Each worker takes its part of a global batch: so many samples on each.
+        # Each worker takes its part of a global batch: 16 samples.
         dataset = tf.data.Dataset.from_tensor_slices(data(kind, rank)).batch(BATCH)
         self._data = strategy.experimental_distribute_dataset(dataset.with_options(sharding))
         self._steps, self._epoch = STEPS[kind], Epoch(tf_keras)
@@ -173,7 +173,7 @@ def free_addresses(count: int) -> list[str]:
 
 
 def time_kind(kind: str, size: int, budget: float, *, rival: bool) -> list[runner.Row]:
-    """Time one kind of model on so many processes."""
+    """Time one kind of model on ``size`` processes."""
     actor: Any = ray.remote(num_cpus=0)(Ours)
     members = [actor.remote(kind, f"bench {kind} {size}", rank, size) for rank in range(size)]
     others: list[Any] = []

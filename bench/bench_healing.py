@@ -1,15 +1,15 @@
-"""Trainings with averaged gradients whose members die and sleep: what it costs the survivors.
+"""Trainings with averaged gradients whose members die and sleep: the cost for the survivors.
 
 ``python -m bench.bench_healing [--quick] [--json FILE] [--plot FILE]``
 
-Four processes of a node train a Keras model by a loop of their own, until ten of them have been
-killed at random moments, each replaced by another process, and five were stopped for longer than
-the others wait. "longest step" is that of rank 0, which survives, from each fault on until the
-member takes part again; of a step that waits for one that sleeps, what is beyond the timeout.
-"healing" is the time of a new member's first call: it waits for the next step of the others, and is
-given variables, slots and iterations. Its process has imported TensorFlow and built its model
-before: that may take its time. "step" is the median of all steps of rank 0 in which nobody was
-missing, in a training that can do without members, and in one that needs all. All processes have
+Four processes of a node train a Keras model in their own loop. Ten times, one of them is killed at
+a random moment and replaced by another process; five times, one is stopped for longer than the
+others wait. "longest step" is the longest step of rank 0, which survives, from each fault until the
+member takes part again; for a step that waits for a sleeping member, only the time beyond the
+timeout counts. "healing" is the time of a new member's first call: it waits for the next step of
+the others, and gets variables, slots and iterations. The import of TensorFlow and the building of
+the model are done before that call, and do not count. "step" is the median step of rank 0 with all
+members, in a training that can do without members, and in one that needs all. All processes have
 one thread for TensorFlow's operations. At the end, the bench checks that all members have the same
 bits, and that no step is missing.
 """
@@ -40,7 +40,7 @@ _FAR = 1 << 40  # steps
 
 
 class Step(NamedTuple):
-    """One step of one member: by `time.monotonic`, when it began and ended, and of which ranks."""
+    """One step of one member: its begin and end by `time.monotonic`, and the ranks in it."""
 
     begin: float
     end: float
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a member has seen."""
+    """The record of one member."""
 
     steps: list[Step]
     digest: str
@@ -72,7 +72,7 @@ class Trainer:
         return os.getpid()
 
     def train(self, name: str, rank: int, folder: str, min_results: int | None) -> Trained:
-        """Take part in a training until ``folder`` says at which step it ends."""
+        """Take part in a training until a file in ``folder`` names its last step."""
         import keras
         import tensorflow as tf
 
@@ -153,7 +153,7 @@ class Training:
         return trainer.train.remote(self._name, rank, self._folder.name, self._terms)
 
     def until_all_take_part(self) -> None:
-        """Wait until each has been part of some steps from now on."""
+        """Wait until each member has taken part in some more steps."""
         target = int(self.beats[:SIZE].max()) + 10
         while self.beats[:SIZE].min() < target:
             gone, _ = ray.wait(self._runs, timeout=0)
@@ -161,7 +161,7 @@ class Training:
             time.sleep(0.01)
 
     def prepare(self) -> None:
-        """Have another process wait for the next place."""
+        """Start another process, which waits for the next place."""
         self._spare = self._trainer()
         ray.get(self._spare.pid.remote())
 
@@ -175,14 +175,14 @@ class Training:
         self.until_all_take_part()
 
     def stop(self, rank: int) -> None:
-        """Have a member sleep."""
+        """Stop a member for a while."""
         os.kill(self.pids[rank], signal.SIGSTOP)
         time.sleep(1.5 * TIMEOUT)
         os.kill(self.pids[rank], signal.SIGCONT)
         self.until_all_take_part()
 
     def end(self) -> list[Trained]:
-        """Return what all have seen, after some more steps."""
+        """End the training after some more steps; return the records of all members."""
         self.beats[SIZE] = self.beats[:SIZE].max() + 100
         trained = [Trained(*one) for one in ray.get(self._runs)]
         for trainer in self._trainers:
@@ -191,7 +191,7 @@ class Training:
         return trained
 
     def healings(self) -> list[float]:
-        """Return how long the first call of each new member has taken."""
+        """Return the seconds of the first call of each new member."""
         return [float(path.read_text()) for path in Path(self._folder.name).glob("healed *")]
 
 

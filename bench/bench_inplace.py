@@ -22,7 +22,7 @@ Contenders = dict[str, Callable[[], Any]]
 
 
 class Case:
-    """Two models, and all ways to do one thing to the first.
+    """Two models, and all ways to apply one operation to the first.
 
     Each contender changes a copy of its own; the first call is compared.
     """
@@ -136,7 +136,7 @@ class Case:
         return found, np.ones(1)
 
 
-# The operations, and how often each byte of a model has to move.
+# The operations, and the number of times that each byte of a model has to move.
 OPERATIONS: dict[str, tuple[Callable[[Case], tuple[Contenders, Array]], int]] = {
     "scale_": (Case.scale, 2),
     "axpy_": (Case.axpy, 3),

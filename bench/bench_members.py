@@ -3,10 +3,10 @@
 ``python -m bench.bench_members [--quick] [--json FILE] [--plot FILE]``
 
 The actors do not train, so only the exchange is timed. Members call in loops of their own, without
-the driver; `WorkerGroup.average` with ``broadcast=`` is one call from the driver, in a loop. Both
-gather the variables of all actors, average them and set them. They take turns; the first rounds of
-a turn, which bring the actors back from other calls, are not timed. "arrays" is `Member.average` of
-a `FlatWeights` into itself, without TensorFlow. The limit counts the bytes that must move: each
+the driver. The driver calls `WorkerGroup.average` with ``broadcast=`` in a loop. Both gather the
+variables of all actors, average them and set them. Both take turns; the first rounds of a turn,
+which bring the actors back from other calls, are not timed. "arrays" is `Member.average` of a
+`FlatWeights` into itself, without TensorFlow. The limit counts the bytes that must move: each
 member's variables and window are read and written, the average reads all windows and writes one,
 and each member reads that one.
 """
@@ -49,7 +49,7 @@ class Worker(FlatWorker):
         self.member = join(name, rank=rank, size=size)
 
     def averages(self, way: str, seconds: float) -> list[float]:
-        """Call averages for some seconds; return the seconds that each took."""
+        """Call averages for some seconds; return the seconds of each call."""
         arrays = self.variables.get_weights()
         times: list[float] = []
         end = time.perf_counter() + seconds

@@ -5,11 +5,11 @@
 The bench makes its own nodes (see `bench.nodes`). It needs root, ``ip`` and ``tc``; if one is
 missing, it says so and ends. Workers are actors without TensorFlow and do not train, so only the
 exchange is timed. Contenders take turns, and the first round of each turn is not timed. The limit
-is the time of an allreduce: 2 (K - 1) / K models through each link in each direction. "of the way"
-compares with the time of the bytes that the contender's way must send through one link, one after
-the other. "count" is the number of bytes that must pass the busier direction of the busiest link.
-"of it" is the number of bytes by the counters of the nodes' interfaces, divided by that count; they
-include headers, which are 4.6 % at 1,500 bytes a packet. "predicted" is the time that
+is the time of an allreduce: 2 (K - 1) / K models through each link in each direction. "% of the
+way's" compares with the time of the bytes that the contender's way must send through one link, one
+after the other. "count" is the number of bytes that must pass the busier direction of the busiest
+link. "of it" is the number of bytes by the counters of the nodes' interfaces, divided by that
+count; they include headers, which are 4.6 % at 1,500 bytes a packet. "predicted" is the time that
 `flatweights.ray.plan` predicts, divided by the measured time. The ring over plain sockets is the
 limit in practice.
 """
@@ -108,7 +108,7 @@ COLUMNS = (
 
 @dataclass
 class Row:
-    """How long one contender took for a round of one case.
+    """The time that one contender took for a round of one case.
 
     Attributes:
         case: Nodes, workers on each, model and links.
@@ -117,7 +117,7 @@ class Row:
         seconds: Median.
         spread: Half the distance between the quartiles, relative to the median.
         ratio: Time over that of `OURS`.
-        limit: Seconds of an allreduce at the rate of the links; None where they have none.
+        limit: Seconds of an allreduce at the rate of the links; None if they have no rate.
         way_limit: Seconds of the bytes that the contender's way brings through one link.
         sent: Bytes per round through the busiest link out of a node.
         received: Bytes per round through the busiest link into one.
@@ -200,8 +200,9 @@ class Contender:
     Attributes:
         name: See `Row`.
         cost: Its cost by `flatweights.ray.plan`.
-        prepare: Brings workers back to it from another contender; the time does not count.
-        rounds: Does the given number of rounds, and returns the seconds of each.
+        prepare: A function that brings workers back from another contender; its time does not
+            count.
+        rounds: A function that makes a number of rounds, and returns the seconds of each.
     """
 
     name: str
@@ -251,7 +252,7 @@ class Rounds:
             ray.kill(worker)
 
     def _guide(self) -> Any:
-        """A round as in Ray's guide: a dict of arrays from each, the mean back to all."""
+        """A round as in Ray's guide: each worker returns a dict of arrays, and all get the mean."""
         given = ray.get([worker.get_dict.remote() for worker in self._workers])
         mean = {k: sum(w[k] for w in given) / len(given) for k in given[0]}
         ref = ray.put(mean)
@@ -264,7 +265,7 @@ class Rounds:
         latest: Any = None
 
         def prepare() -> None:
-            # Another contender has set weights since: all have the same again, of this group.
+            # Another contender has set weights since: give all workers the same again.
             _choose(way)
             group.broadcast(latest)
             rounds(1)
@@ -278,7 +279,7 @@ class Rounds:
                 begin = time.perf_counter()
             return times
 
-        rounds(2)  # the first tells the group the size, with the second its agents are up
+        rounds(2)  # the first shows the group the size; with the second, its agents are up
         ray.get([worker.begin.remote() for worker in self._workers])
         rounds(1)
         self._check(name, latest.weights)
@@ -329,7 +330,7 @@ def run_case(case: Case, cluster: Nodes, budget: float) -> list[Row]:
     """Return the rows of one case.
 
     Args:
-        case: What is exchanged.
+        case: The case.
         cluster: The nodes.
         budget: Seconds of rounds for each contender.
     """
@@ -423,7 +424,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def run(options: Namespace) -> None:
-    """Run the bench: in this process, again in namespaces of its own, again on the first node."""
+    """Run the bench: this process starts itself again in namespaces, and then on the first node."""
     again = ["-m", "bench.bench_nodes", *sys.argv[1:]]
     cases = [_case_of(given) for given in options.case or []] or (QUICK if options.quick else CASES)
     if nodes.is_among_nodes():
@@ -452,7 +453,7 @@ def drive(cases: Sequence[Case], options: Namespace) -> None:
     for case in cases:
         print(f"{case} ...", file=sys.stderr, flush=True)
         rows += run_case(case, cluster, budget=3.0 if options.quick else 9.0)
-        if options.json:  # after each case: all of them take long
+        if options.json:  # after each case, since all of them take long
             record = {"machine": info, "nodes": [asdict(row) for row in rows]}
             options.json.write_text(json.dumps(record, indent=1))
     ray.shutdown()

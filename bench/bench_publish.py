@@ -1,14 +1,15 @@
-"""Newest weights for processes that act: memory that all map, beside an actor that holds them.
+"""The newest weights for acting processes: through shared memory, or from an actor.
 
 ``python -m bench.bench_publish [--quick] [--json FILE] [--plot FILE]``
 
-The driver publishes again and again; readers, each an actor with the model's variables, ask for
-something new in a loop, as between two steps of an environment. Timed in the readers: asking when
-there is nothing new, and taking something new until the variables are set. All ways take turns.
+The driver publishes again and again. Readers, each an actor with the model's variables, ask for
+newer weights in a loop, as between two steps of an environment. The readers time a question without
+newer weights, and one with newer weights until the variables are set. All ways take turns.
 
-- "an actor's references": what RLlib does. An actor holds version and reference; a reader calls
+- "an actor's references": the way of RLlib. An actor holds version and reference; a reader calls
   ``pull_if_newer(version)``, gets the dict of arrays, and assigns each variable.
-- "one vector through Ray's store": the same, with one flat vector that `set_flat` reads in place.
+- "one vector through Ray's store": the same, but with one flat vector, which `set_flat` reads in
+  place.
 - "a memcpy of memory that both map": no way to publish, since nobody sees to it that a read is
   whole, but the limit of an update: the bytes lie in the cache of another processor, which has just
   written them, and no variable is set.
@@ -72,16 +73,16 @@ class Holder:
         self.held: tuple[int, list[Any]] = (0, [])
 
     def put(self, version: int, refs: list[Any]) -> None:
-        """Hold another one."""
+        """Hold a newer reference."""
         self.held = version, refs
 
     def pull_if_newer(self, version: int) -> Any:
-        """Return version and reference if there is something newer."""
+        """Return version and reference if they are newer."""
         return self.held if self.held[0] > version else None
 
 
 class Reader:
-    """Has the variables of a model, and sets them to what is new."""
+    """Has the variables of a model, and sets them to the newest weights."""
 
     def __init__(
         self, name: str, shapes: models.Shapes, holders: dict[str, Any], path: str
@@ -95,7 +96,7 @@ class Reader:
         self.versions = dict.fromkeys(WAYS, 0)
 
     def ask(self, way: str) -> bool:
-        """Set the variables if there is something new; return whether there was."""
+        """Set the variables if there are newer weights; return whether there were."""
         if way == runner.OURS:
             return self.subscriber.update()
         if way == MEMCPY:
@@ -118,9 +119,9 @@ class Reader:
         return True
 
     def run(self, way: str, seconds: float, pause: float) -> tuple[list[float], list[float]]:
-        """Ask for a while; return how long it took when there was nothing new, and when there was.
+        """Ask for a while; return the seconds without newer weights, and those with newer weights.
 
-        Questions that take less than a clock can tell are timed a hundred at once.
+        Questions that are too short for the clock are timed in hundreds.
         """
         nothing: list[float] = []
         news: list[float] = []
@@ -163,7 +164,7 @@ class Learner:
     """Publishes by each way.
 
     Attributes:
-        times: How long that took, by way.
+        times: By way, the seconds of each publication.
     """
 
     def __init__(self, name: str, shapes: models.Shapes) -> None:
@@ -210,7 +211,7 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
         remote_reader.remote(f"{name}-{count}", shapes, learner.holders, learner.path)
         for _ in range(count)
     ]
-    for way in WAYS:  # right before fast; and all is warm
+    for way in WAYS:  # check results, and warm up
         learner.variables.set_flat(flat * (2 + WAYS.index(way)))
         learner.publish(way)
         ray.get([reader.run.remote(way, 0.0, 0.0) for reader in readers])
@@ -255,7 +256,7 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
 
 
 def run_steps(budget: float) -> list[runner.Row]:
-    """Return how long a learner's step takes while a reader asks all the time, and without."""
+    """Return the rows of a learner's step with and without a reader that asks all the time."""
     learner = Learner("steps", models.resnet20())
     learner.publish(runner.OURS)
     reader = remote_reader.remote("steps", models.resnet20(), learner.holders, learner.path)

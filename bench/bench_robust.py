@@ -1,9 +1,9 @@
-"""Robust averages of N buffers, against the mean, one read of them, and other libraries.
+"""Robust averages of N buffers, compared with the mean, one read of them, and other libraries.
 
 ``python -m bench.bench_robust [--quick] [--json FILE] [--plot FILE]``
 
-The last rows measure each instruction set. With one in the environment (``FLATWEIGHTS_ISA=avx2`` or
-``portable``), only its rows are measured.
+The last rows measure each instruction set. If the environment chooses one (``FLATWEIGHTS_ISA=avx2``
+or ``portable``), only its rows are measured.
 """
 
 import json
@@ -25,7 +25,7 @@ from flatweights import robust
 
 MB = 1_000_000
 TRIM = 0.2
-# Bytes. Rivals take seconds and twice the memory; beyond this only ours are timed.
+# Bytes. Rivals take seconds and twice the memory, so beyond this only ours are timed.
 MOST_OF_RIVALS = 2**31
 SETS = ("avx512", "avx2", "portable")
 
@@ -88,10 +88,10 @@ def case(
 
     Args:
         nbytes: The size of each buffer.
-        count: How many buffers.
+        count: The number of buffers.
         dtype: Their dtype.
         budget: Seconds for each of the two kinds.
-        only: The instruction set that this process uses, to name it; then without rivals.
+        only: The name of the only instruction set to measure, without rivals; all, if empty.
     """
     sources = _buffers(nbytes, count, dtype)
     _check(sources)
@@ -140,7 +140,7 @@ def rows_of_set(name: str) -> list[runner.Row]:
             check=False,
         )
         if "FLATWEIGHTS_ISA: expected one of" in done.stderr:
-            return []  # this processor does not have it
+            return []  # this processor lacks it
         assert done.returncode == 0, done.stderr
         return [runner.Row(**row) for row in json.loads(path.read_text())["rows"]]
 

@@ -2,9 +2,9 @@
 
 ``python -m bench.bench_sizes [--quick] [--json FILE] [--plot FILE]``
 
-Four workers with 100 float32 variables of equal size, no training. Each way runs in a loop of
-its own, as in a program that uses it. The documentation's figures are drawn from
-``python -m bench.bench_sizes --json docs/figures/rounds.json``.
+Four workers hold 100 float32 variables of equal size, and do not train. Each way runs in a loop of
+its own, as in a program that uses it. The documentation's figures are drawn from ``python -m
+bench.bench_sizes --json docs/figures/rounds.json``.
 """
 
 from argparse import Namespace

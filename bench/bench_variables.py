@@ -30,7 +30,7 @@ _SMALL = 10_000_000  # bytes of a model that fits the caches
 
 @contextmanager
 def _by_operations() -> Iterator[None]:
-    """Forces the path without bound variables on what is constructed within."""
+    """Force the path without bound variables on objects that are constructed in the body."""
     before = os.environ.get("FLATWEIGHTS_TENSORFLOW")
     os.environ["FLATWEIGHTS_TENSORFLOW"] = "ops"
     try:

@@ -1,8 +1,8 @@
 """Describes this machine, and measures how fast it can move bytes.
 
-The limit of everything here is memory bandwidth. It is measured in the same run as the
-kernels, with routines of the C library: `memchr` for a byte that is not there reads,
-`memcpy` copies, `memset` writes (past its threshold with streaming stores).
+The limit of all kernels is memory bandwidth. It is measured in the same run as the kernels, with
+routines of the C library: `memchr`, for an absent byte, reads; `memcpy` copies; `memset` writes,
+with streaming stores above its threshold.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ def limits(nbytes: int = 400_000_000, rounds: int = 5) -> dict[str, float]:
 
     Args:
         nbytes: Size of each buffer; well above the last cache.
-        rounds: How often each sweep is run.
+        rounds: The number of runs of each sweep.
     """
     source = np.ones(nbytes, np.uint8)
     target = np.ones(nbytes, np.uint8)

@@ -1,9 +1,9 @@
 """Nodes on one machine, with a network between them, for benches and checks between nodes.
 
-A node is a network namespace with one link to a bridge, a token bucket in each direction of it, and
-its own ``/tmp/ray`` and ``/dev/shm``. All nodes live in one process namespace, and end with the
-process that made them, however that ends: nothing is left behind, and several sets of nodes can
-exist side by side.
+A node is a network namespace with one link to a bridge, a token bucket in each direction of the
+link, and its own ``/tmp/ray`` and ``/dev/shm``. All nodes live in one process namespace, and end
+with the process that made them, in whatever way that ends. So nothing is left behind, and several
+sets of nodes can exist side by side.
 
     from bench import nodes
 
@@ -13,8 +13,8 @@ exist side by side.
     cluster.start_ray()
     subprocess.run(cluster.inside(0, [sys.executable, "driver.py"]), env=cluster.environment())
 
-In ``driver.py``, and in every process that it starts, `Nodes.of_this_process` has the same methods:
-to cut a link and to mend it, to slow it down, and to count its bytes.
+In ``driver.py``, and in every process that it starts, `Nodes.of_this_process` returns the same
+nodes, with methods to cut, mend and slow down a link, and to count its bytes.
 """
 
 import functools
@@ -38,7 +38,7 @@ _ENTERED = "FLATWEIGHTS_BENCH_ENTERED"
 _KEEPERS = "FLATWEIGHTS_BENCH_NODES"
 _STARTS = 300.0  # seconds that a node is given to start
 
-# What keeps a node's namespaces: private mounts, then nothing to do.
+# The process that keeps a node's namespaces: it makes private mounts, and then sleeps.
 _KEEP = """
 mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && mount -t tmpfs tmpfs /dev/shm &&
 ip link set lo up && exec sleep infinity
@@ -50,8 +50,8 @@ class Traffic:
     """Bytes that passed one node's link.
 
     Attributes:
-        sent: Those that left the node.
-        received: Those that reached it.
+        sent: The bytes that left the node.
+        received: The bytes that reached it.
     """
 
     sent: int
@@ -69,7 +69,7 @@ def is_among_nodes() -> bool:
 
 
 def missing() -> str | None:
-    """Return the first requirement of nodes that is missing here; None if none is."""
+    """Return the first requirement of nodes that is missing here; None if nothing is missing."""
     if os.geteuid() != 0:
         return "root"
     paths = os.environ.get("PATH", "").split(os.pathsep)
@@ -91,7 +91,7 @@ def missing() -> str | None:
 def enter(command: Sequence[str]) -> None:
     """Replace this process by itself in process, network and mount namespaces of its own.
 
-    Does nothing the second time. When the process dies, the kernel ends all processes it started.
+    The second call does nothing. When the process dies, the kernel ends all processes it started.
 
     Args:
         command: The arguments of the interpreter.
@@ -112,7 +112,7 @@ class Nodes:
         self._keepers = list(keepers)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of nodes."""
         return len(self._keepers)
 
     @classmethod
@@ -157,8 +157,8 @@ class Nodes:
         return f"{NETWORK}.{node + 1}"
 
     def inside(self, node: int, command: Sequence[str]) -> list[str]:
-        """Return ``command`` such that it runs on a node."""
-        # To enter a node's mounts is to be at their root.
+        """Return a command that runs ``command`` on a node."""
+        # Entering a node's mounts changes the folder to their root.
         here = ["sh", "-c", 'cd "$0" && exec "$@"', str(Path.cwd())]
         return ["nsenter", "-t", str(self._keepers[node]), "-m", "-n", "--", *here, *command]
 
@@ -193,33 +193,33 @@ class Nodes:
             self.slow(node, mbit, queue=queue)
 
     def slow(self, node: int, mbit: float | None, *, queue: float = 20.0) -> None:
-        """As `shape`, one link."""
+        """Limit one link, as `shape` does."""
         ends = ((self._outside, self._port(node)), (self._at(node), "eth0"))
         for at, device in ends:
             if mbit is None:
                 _run(*at, "tc", "qdisc", "del", "dev", device, "root", check=False)
                 continue
-            # The bucket holds the bytes of 2 ms, since a kernel's timer is no more exact.
+            # The bucket holds the bytes of 2 ms, since a kernel's timer is not more precise.
             bucket = max(int(mbit * 1e6 / 8 * 2e-3), 65536)
             words = ["tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{mbit}mbit"]
             _run(*at, *words, "burst", str(bucket), "latency", f"{queue}ms")
 
     def cut(self, node: int) -> None:
-        """Cut the link of a node: nothing gets through, and no process is told."""
+        """Cut the link of a node: nothing passes, and no process is notified."""
         _run(*self._outside, "ip", "link", "set", self._port(node), "down")
 
     def mend(self, node: int) -> None:
-        """Put a link back that was cut."""
+        """Restore a link that was cut."""
         _run(*self._outside, "ip", "link", "set", self._port(node), "up")
 
     def cut_between(self, one: int, other: int) -> None:
-        """Cut the traffic between two nodes; all others reach both, and no process is told."""
+        """Cut the traffic between two nodes; other nodes reach both, and no process is notified."""
         for sender, receiver in ((one, other), (other, one)):
             words = ["replace", self.address(receiver), "lladdr", "02:00:00:00:00:ff"]
             _run(*self._at(sender), "ip", "neigh", *words, "nud", "permanent", "dev", "eth0")
 
     def mend_between(self, one: int, other: int) -> None:
-        """Put back what `cut_between` has cut."""
+        """Restore the traffic that `cut_between` has cut."""
         for sender, receiver in ((one, other), (other, one)):
             words = ["del", self.address(receiver), "dev", "eth0"]
             _run(*self._at(sender), "ip", "neigh", *words)
@@ -242,12 +242,12 @@ class Nodes:
         return found
 
     def _at(self, node: int) -> list[str]:
-        """Return the prefix of commands in the network of a node, with this process's files."""
+        """Return the prefix of commands in the network of a node, but with this process's files."""
         return ["nsenter", "-t", str(self._keepers[node]), "-n", "--"]
 
     @property
     def _outside(self) -> list[str]:
-        """As `_at`, of the bridge."""
+        """Return the prefix of commands in the network of the bridge."""
         return ["nsenter", "-t", "1", "-n", "--"]
 
     def _port(self, node: int) -> str:
@@ -255,7 +255,7 @@ class Nodes:
 
 
 class _Raylet:
-    """The Ray of a node, which starts."""
+    """The Ray of a node, while it starts."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], root: Path) -> None:
         self._sockets = root / "tmp/ray"
@@ -269,7 +269,7 @@ class _Raylet:
         )
 
     def is_there(self) -> bool:
-        """Whether it can be used; raises if it has ended."""
+        """Whether it can be used; raise if it has ended."""
         if self._process.poll() is not None:
             self._said.seek(0)
             raise RuntimeError(f"Ray did not start:\n{self._said.read()[-3000:]}")

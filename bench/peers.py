@@ -50,9 +50,10 @@ def flower_aggregate(sources: Arrays) -> Any:
 
 
 def flower_aggregate_in_place(sources: Arrays) -> Any:
-    """The same of its strategies' default: shares first, added up in place.
+    """Federated averaging as Flower's strategies do it by default: shares, added up in place.
 
-    Flower scales what it was sent in place; here that goes to a buffer, for the next call.
+    Flower scales the received arrays in place; here they are scaled into a buffer, for the next
+    call.
     """
     share = np.asarray(1 / len(sources), sources[0].dtype)
     total, scaled = sources[0] * share, np.empty_like(sources[0])
@@ -97,7 +98,7 @@ def tensorflow_median(sources: Arrays) -> Callable[[], Any]:
 
 
 def bottleneck_median(sources: Arrays) -> Callable[[], Any] | None:
-    """Return the median of stacked arrays by bottleneck; None where it is not installed."""
+    """Return the median of stacked arrays by bottleneck; None if it is not installed."""
     try:
         import bottleneck
     except ImportError:
@@ -120,7 +121,7 @@ def tensorflow_add_n(sources: Arrays, *, jit: bool) -> Callable[[], Any]:
 
 
 def torch_mean(sources: Arrays) -> Callable[[], Any] | None:
-    """Return the mean of stacked tensors with PyTorch; None where it is not installed."""
+    """Return the mean of stacked tensors with PyTorch; None if it is not installed."""
     try:
         import torch
     except ImportError:
@@ -137,7 +138,7 @@ def torch_mean(sources: Arrays) -> Callable[[], Any] | None:
 
 
 def gloo_collective() -> Any | None:
-    """Return `ray.util.collective` if it has gloo; None where PyTorch, which brings it, is not."""
+    """Return `ray.util.collective` if it has gloo; None without PyTorch, which contains gloo."""
     from ray.util import collective
 
     return collective if collective.gloo_available() else None
@@ -151,7 +152,7 @@ def numexpr_axpy(y: NDArray[Any], a: Any, x: NDArray[Any]) -> Any:
 
 
 def blas(name: str, dtype: np.dtype[Any]) -> Callable[..., Any] | None:
-    """Return BLAS's ``name`` for ``dtype``, as SciPy ships it; None where there is none."""
+    """Return BLAS's ``name`` for ``dtype``, as SciPy ships it; None if there is none."""
     letter = {"float32": "s", "float64": "d"}.get(dtype.name)
     try:
         from scipy.linalg import blas as routines

@@ -63,7 +63,7 @@ class Ring:
                 process.stdin.write(f"{nbytes} {count}\n")
                 process.stdin.flush()
         except BrokenPipeError:
-            pass  # then a process says nothing, either
+            pass  # then a process prints nothing, either
         said = [process.stdout.readline() for process in self._processes if process.stdout]
         if not all(said):
             self._errors.seek(0)
@@ -125,7 +125,7 @@ def _by_tensorflow(rank: int, addresses: list[str]) -> Allreduce:
     import tensorflow as tf
     from tensorflow.python.ops import collective_ops
 
-    tf.distribute.MultiWorkerMirroredStrategy()  # has the processes find one another
+    tf.distribute.MultiWorkerMirroredStrategy()  # makes the processes find one another
 
     def mean(vector: Any) -> Any:
         # The strategy's own calls have keys from 0. A call with another shape is another call.
@@ -144,7 +144,7 @@ def vector_of(size: int, seed: int) -> Vector:
 
 
 def main() -> None:
-    """Take the mean whenever a line with bytes and a number comes; print how long each took."""
+    """Take the mean for each line with bytes and a number; print the seconds of each."""
     kind, rank, addresses = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     make = _over_sockets if kind == "sockets" else _by_tensorflow
     allreduce = make(rank, addresses)

@@ -21,13 +21,13 @@ OURS = "flatweights"
 COLUMNS = ("case", "contender", "time", "±%", "GB/s", "% of limit", "vs. ours", "error")
 
 _LARGE = 10**8  # bytes that are above most caches
-_TURN = 3e-3  # seconds that each contender is timed for at least, before the next
+_TURN = 3e-3  # least seconds of a contender's turn
 _TRAMPLED = 128 << 20  # bytes that are written before a cold call
 
 
 @dataclass
 class Row:
-    """How long one contender took for one case.
+    """The time that one contender took for one case.
 
     Attributes:
         case: The name of the case, such as ``"float32, N=4, 100 MB"``.
@@ -72,8 +72,8 @@ def time_case(
         oracle: The float64 result; none for calls without a result to compare.
         tolerance: Largest relative error that still counts as the same result.
         budget: Seconds for all of them together, including the calls that are not timed.
-        between: Called before each turn, to end anything that the last contender left running. The
-            first call of the turn is not timed then.
+        between: A function that is called before each turn, to end anything that the last contender
+            left running. Then the first call of the turn is not timed.
         cold: Write 128 MB before each call, as a training step does, so that the caches are cold.
             This matters for models that fit the caches. There are at least 30 turns of one call
             each.
@@ -94,7 +94,8 @@ def time_case(
             previous = times[name]
             repeats = 1
             if cold:
-                # Read and written: a store alone may go past the caches and leave them as they are.
+                # Read and written, since stores alone may bypass the caches and leave them
+                # unchanged.
                 np.add(trampled, 1, out=trampled)
             elif previous and previous[-1] < _TURN:
                 # Fast calls are repeated, on data that their first call has brought back into
@@ -152,7 +153,7 @@ def _error(result: Any, oracle: NDArray[Any]) -> float:
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """Return the options that every bench has."""
+    """Return the options that all benches share."""
     return parser(description).parse_args()
 
 

@@ -1,7 +1,7 @@
 """Writes the tables of ``bench/README.md``: ``python -m bench.tables out.json``.
 
 ``out.json`` is the file that was passed to ``python -m bench --json``. Each table stands between
-two comments, ``<!-- average -->`` and ``<!-- end -->``, and is replaced as a whole; a table that
+two comments, ``<!-- average -->`` and ``<!-- end -->``, and is replaced as a whole. A table that
 was not measured stays.
 """
 
@@ -68,7 +68,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Replace the tables that were measured."""
+    """Replace the tables of the measured benches."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("json", type=Path, help="the file given to `python -m bench --json`")
     given: Path = parser.parse_args().json

@@ -1,15 +1,15 @@
-"""A run of faults that anybody can repeat.
+"""A run with random faults that can be repeated by its seed.
 
 ``python -m bench.chaos --minutes 30 --seed 1 [--group | --members | --fit | --asynchronous |
 --publish] [--links MBIT] [--json FILE] [--plot FILE]``
 
-Six processes on two nodes of this machine train, or read what one of them publishes, while every 20
-to 30 s something happens to one of them. Everything that is averaged or read is compared with an
-oracle afterwards. A run that fails says its seed: the same seed gives the same faults in the same
-order, at the same distances.
+Six processes on two nodes of this machine train, or read the weights that one of them publishes,
+while a fault befalls one of them every 20 to 30 s. Afterwards, all averages and all reads are
+compared with an oracle. A run that fails prints its seed: the same seed gives the same faults in
+the same order, at the same distances.
 
-With ``--links`` there are three nodes, each in a network of its own, with links of that rate: these
-are cut and slowed down, too. It needs root, ``ip`` and ``tc``.
+With ``--links`` there are three nodes, each in a network of its own, with links of that rate. The
+links are cut and slowed down, too. This needs root, ``ip`` and ``tc``.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _STORE = 256 << 20  # bytes
 
 @contextlib.contextmanager
 def ray_of_nodes() -> Iterator[None]:
-    """Connect to the Ray of `bench.nodes`, or to one of two nodes that is started for the run."""
+    """Connect to the Ray of `bench.nodes`, or to a new Ray of two nodes, for the run."""
     options = {"log_to_driver": False, "logging_level": "ERROR"}
     if nodes.is_among_nodes():
         ray.init(**options)
@@ -73,7 +73,7 @@ def run_among_nodes(mbit: float) -> int:
 
 
 def main() -> None:
-    """Run what the command line says."""
+    """Run the mode that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

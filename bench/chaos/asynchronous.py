@@ -1,4 +1,4 @@
-"""Results as they arrive, from workers that have whatever was published last."""
+"""Results as they arrive, from workers that have the weights that were published last."""
 
 import random
 from collections import Counter
@@ -53,14 +53,14 @@ class Mode(group.Mode):
         return max(len(self.group.actors()), trainers) <= self.plan.size
 
     def publish(self) -> None:
-        """Publish other weights; write to what was published."""
+        """Publish other weights; then overwrite the array that was published."""
         self.version += 1
         model = FlatWeights(oracle.model_of(self.plan.elements, self.plan.seed, self.version))
         self.group.publish(model)
         model["kernel"] += 1000.0
 
     def loop(self) -> None:
-        """Take results, and leave the loop at any of them."""
+        """Take results, and leave the loop at a random one."""
         stalest = self.draws.choice([None, None, _STALEST])
         rounds = self.group.as_completed(
             "work",
@@ -84,7 +84,7 @@ class Mode(group.Mode):
             rounds.close()
 
     def average(self) -> None:
-        """Use the group in another way."""
+        """Call the group in another way."""
         found = self.group.average(
             "work", timeout=self.plan.timeout, min_results=1, nonfinite="skip"
         )
@@ -107,7 +107,7 @@ class Mode(group.Mode):
                 self.log.note(f"{_DEAD}:{rank}")
 
     def grow_or_shrink(self) -> None:
-        """Add or remove a worker, if it is told to."""
+        """Add or remove a worker, if there is such an order."""
         kind, _, rest = self.log.order().partition(":")
         size, healthy = len(self.group.actors()), self.group.healthy_actor_ids()
         if kind:
@@ -124,7 +124,7 @@ class Mode(group.Mode):
                 self.folder.joinpath(f"{rank}.{file}").unlink(missing_ok=True)
 
     def check(self, entries: Sequence[Entry]) -> tuple[int, list[str]]:
-        """Make all results again, each from the publication that its round names."""
+        """Compute all results again, each from the publication that its round names."""
         plan, wrong, count = self.plan, list[str](), 0
         lives, named = Counter[int](), Counter[int]()
         for entry in entries:

@@ -1,7 +1,7 @@
-"""Faults: which one comes when, from a seed, and how each is done.
+"""Faults: their schedule, from a seed, and the code that causes them.
 
-A process that has a rank writes its number into a file. Signals go there. What it is to do by
-itself, such as to send NaN, is an order in another file, which it takes at its next step.
+A process with a rank writes its process id into a file, for signals. Faults that it has to cause
+itself, such as sending NaN, are orders in another file, which it reads at its next step.
 """
 
 import contextlib
@@ -33,27 +33,27 @@ ACTORS = {
 PUBLISHER = "publisher killed"
 CUT, SLOW = "link cut", "link slow"
 LINKS = (CUT, SLOW)
-"""Faults of the link of a node, where `bench.nodes` has made the nodes."""
-_TENTH = 0.1  # of its rate remains to a slow link
+"""Faults of the link of a node, if `bench.nodes` has made the nodes."""
+_TENTH = 0.1  # the part of its rate that a slow link keeps
 ADDED, REMOVED = "worker added", "worker removed"
 
-DRIVER = -1  # its rank
-BEFALLEN = "befallen by "  # what a process notes of an order that it has taken
+DRIVER = -1  # the rank of the driver
+BEFALLEN = "befallen by "  # the note of a process about an order that it has taken
 
 
 class InjectedError(Exception):
-    """What a process raises that is told to."""
+    """The exception that a process raises on an order."""
 
 
 class Fault(NamedTuple):
-    """Something that is to happen.
+    """A fault of the schedule.
 
     Attributes:
-        after: Seconds since the fault before.
-        kind: What it is.
+        after: Seconds after the last fault.
+        kind: Its kind.
         rank: The process that it befalls, if it has one.
-        seconds: How long it lasts, if it does.
-        draw: A random number below 1, for what is left to decide.
+        seconds: Its duration, if it has one.
+        draw: A random number below 1, for further choices.
     """
 
     after: float
@@ -74,10 +74,10 @@ def schedule(
 
     Args:
         seed: The same seed gives the same faults.
-        kinds: Which there are.
+        kinds: The kinds of faults.
         size: The number of ranks.
-        every: The fewest and the most seconds between two.
-        lasting: The fewest and the most seconds that one lasts.
+        every: The fewest and the most seconds between two faults.
+        lasting: The fewest and the most seconds of one fault.
     """
     draws = random.Random(seed)
     while True:
@@ -87,7 +87,7 @@ def schedule(
 
 
 class Injector:
-    """Does faults to the processes that log in a folder."""
+    """Causes faults in the processes that log in a folder."""
 
     def __init__(self, folder: Path, points: Sequence[str], mbit: float = 0.0) -> None:
         """Take the ``points`` of calls at which processes die, and the rate of links."""
@@ -97,10 +97,10 @@ class Injector:
         self._timers: list[threading.Timer] = []
 
     def do(self, fault: Fault) -> int | None:
-        """Do ``fault``; return the rank that it befalls.
+        """Cause ``fault``; return the rank that it befalls.
 
         Returns:
-            `DRIVER` for processes without one; None if there is nothing that it could befall.
+            `DRIVER` for processes without a rank; None if there is no such process.
         """
         kind = fault.kind
         ranks = sorted(int(path.stem) for path in self._folder.glob("*.pid"))
@@ -128,7 +128,7 @@ class Injector:
         return rank
 
     def end(self) -> None:
-        """Have stopped processes go on."""
+        """Let stopped processes continue."""
         for timer in self._timers:
             timer.cancel()
             timer.function(*timer.args)
@@ -160,7 +160,7 @@ class Injector:
             self._later(fault.seconds, there.slow, node, self._mbit)
 
     def _later(self, seconds: float, act: Callable[..., object], *args: Any) -> None:
-        """Do something after so long, or at the end of the run."""
+        """Call ``act`` after some seconds, or at the end of the run."""
         timer = threading.Timer(seconds, act, args)
         timer.start()
         self._timers = [one for one in self._timers if one.is_alive()] + [timer]
@@ -172,7 +172,7 @@ class Injector:
 
 
 def obey(log: Log) -> str:
-    """Do what this process is told, as far as any can; return the kind of fault for the rest."""
+    """Obey this process's order, if any process can; return the kind of other faults."""
     kind, _, rest = log.order().partition(":")
     if kind == AT_POINT:
         _failpoints.hook = _die_at(rest, log)
@@ -197,7 +197,7 @@ def actors() -> dict[int, str]:
 
 
 def place(rank: int) -> dict[str, Any]:
-    """Return Ray's options that put a rank on its node: of two nodes, every third on the other.
+    """Return Ray's options that put a rank on its node: with two nodes, every third on the second.
 
     Nodes have a resource by their number: ``node0``, ``node1`` and so on.
     """
@@ -207,7 +207,7 @@ def place(rank: int) -> dict[str, Any]:
 
 
 def fill_stores(seconds: float) -> None:
-    """Leave no room in the object store of each node, for so long."""
+    """Fill the object store of each node, for some seconds."""
     for node in ray.nodes():
         if node["Alive"]:
             where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
@@ -227,7 +227,7 @@ def _fill(nbytes: int, seconds: float) -> None:
 
 
 def _kill(pid: int, number: signal.Signals) -> bool:
-    """Send a signal to one of Ray's processes; return False if it is gone."""
+    """Send a signal to one of Ray's processes; return False if it has ended."""
     with contextlib.suppress(OSError):
         if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
             os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""Keras's `fit` in six processes whose gradients are averaged, and which heal each other."""
+"""Keras's `fit` in six processes that average their gradients and heal each other."""
 
 import time
 from collections import defaultdict
@@ -19,15 +19,16 @@ _FINE = np.float32(2.0**20)
 
 
 class Gradients:
-    """What a member averages, noted on its way; in place of the variables that it is called with.
+    """The gradients that a member averages. It notes them, and replaces the variables of the call.
 
     Gradients are rounded to multiples of 2^-20, so that there is one right average.
 
     Attributes:
-        calls: How many averages this process has asked for.
-        averaged: How many it was given; not those at which the others were elsewhere.
-        fault: What is to befall the next one.
-        layout: That of the gradients.
+        calls: The number of averages that this process has asked for.
+        averaged: The number of averages that it got, without calls at which the others were
+            elsewhere.
+        fault: The fault of the next average.
+        layout: The layout of the gradients.
     """
 
     def __init__(self, log: Log, size: int) -> None:
@@ -53,7 +54,7 @@ class Gradients:
         vars(member)["average_variables"] = average_variables
 
     def gather_into(self, buffer: Any) -> None:
-        """Note what is sent."""
+        """Note the gradients that are sent."""
         self._variables.gather_into(buffer)
         views = self.layout.packed_views(buffer)
         for view in views:
@@ -63,7 +64,7 @@ class Gradients:
         self._log.sent((self.calls,), np.concatenate(views).tobytes())
 
     def scatter(self, buffer: Any) -> None:
-        """Keep what was received."""
+        """Keep the received average."""
         self._mean = {"mean": np.concatenate(self.layout.packed_views(buffer))}
         self._variables.scatter(buffer)
 
@@ -130,13 +131,13 @@ def _fit(
 
 
 class Mode(members.Mode):
-    """Tasks, which are started again when they die, and join the epoch of the others."""
+    """Tasks that are started again when they die, and then join the epoch of the others."""
 
     kinds = tuple(kind for kind in members.Mode.kinds if kind != faults.LAYOUT)
     task: Any = live
 
     def check(self, entries: Sequence[Entry]) -> tuple[int, list[str]]:
-        """Compare averages of gradients as of members, and their states after each step."""
+        """Compare averages of gradients like those of members, and the states after each step."""
         self.sent = {
             (entry.rank, entry.life, entry.key[0]): entry.digest
             for entry in entries
@@ -152,7 +153,7 @@ class Mode(members.Mode):
         return count, wrong
 
     def average(self, used: Sequence[int], choice: Sequence[members.Call]) -> bytes:
-        """Return the digest of the average of the gradients that were sent."""
+        """Return the digest of the average of the sent gradients."""
         calls = [(rank, *call) for rank, call in zip(used, choice, strict=True)]
         gradients = [{"mean": np.frombuffer(self.sent[call], np.float32)} for call in calls]
         return oracle.digest_of(oracle.mean_of(gradients))

@@ -1,4 +1,4 @@
-"""Rounds of a `WorkerGroup`: workers train from the latest average, in all the ways to send it."""
+"""Rounds of a `WorkerGroup`: workers train from the latest average, sent in every possible way."""
 
 import contextlib
 import random
@@ -20,10 +20,10 @@ _SEGMENT = 20  # rounds
 
 
 class Trainer(FlatWorker):
-    """Trains from what it was sent, and does what it is told to."""
+    """Trains from the weights that it was sent, and obeys orders."""
 
     def __init__(self, folder: str, plan: Plan, rank: int) -> None:
-        """Have nonsense until weights are sent: it would spoil every average."""
+        """Begin with weights that would spoil every average, until others are sent."""
         self.log = Log(Path(folder), rank)
         self.plan, self.rank = plan, rank
         self.model = FlatWeights(oracle.model_of(plan.elements, plan.seed))
@@ -36,12 +36,12 @@ class Trainer(FlatWorker):
         return self.model.copy()
 
     def set_weights(self, new_weights: Mapping[str, Any], *, share: bool = False) -> None:
-        """Take weights, and keep them as they came."""
+        """Take weights, and keep them in the form in which they came."""
         self.received = new_weights, oracle.digest_of(new_weights)
         self.model = FlatWeights(new_weights).copy()
 
     def begin(self) -> str:
-        """Do what it is told, and what takes time; return the fault that is left to do."""
+        """Obey the order, and take some time; return the fault that is left to cause."""
         fault = faults.obey(self.log)
         if self.received is not None and oracle.digest_of(self.received[0]) != self.received[1]:
             self.log.note("wrong: weights that were sent have changed")
@@ -49,7 +49,7 @@ class Trainer(FlatWorker):
         return fault
 
     def work(self) -> FlatWeights:
-        """Return what comes of the weights that it has, which stay."""
+        """Return the result of training its weights, which stay unchanged."""
         fault = self.begin()
         result = FlatWeights(oracle.trained(self.model, self.plan.seed, self.rank))
         self.log.sent((), result)
@@ -58,7 +58,7 @@ class Trainer(FlatWorker):
         return result
 
     def train(self, number: int) -> Any:
-        """Train, unless something befalls it."""
+        """Train, unless there is a fault."""
         fault = self.begin()
         self.model = FlatWeights(oracle.trained(self.model, self.plan.seed, self.rank, number))
         result = self.get_weights()
@@ -67,7 +67,7 @@ class Trainer(FlatWorker):
             return result
         self.log.sent((number,), result)
         self.returned = result
-        # Extras of one rank alone: the average is of one kind of weights all the same.
+        # Only one rank returns extras: the average still has one kind of weights.
         if (number + self.rank) % 170 == 0:
             return result, "x" * 300_000
         if (number + self.rank) % 17 == 0:
@@ -75,13 +75,13 @@ class Trainer(FlatWorker):
         return result
 
     def spoil_returned(self) -> None:
-        """Write to a result that was returned before: nobody else is to see it."""
+        """Write to a result that was returned before: nobody else may see it."""
         if self.returned is not None:
             self.returned["kernel"] += 1000.0
 
 
 class Mode(DrivenMode):
-    """A driver that averages and sends, round by round."""
+    """A driver that averages and broadcasts, round by round."""
 
     kinds: ClassVar[tuple[str, ...]] = (
         faults.KILLED,
@@ -144,7 +144,7 @@ class Mode(DrivenMode):
         """Make some rounds by `WorkerGroup.average`, which may bring the weights with the call."""
         to_send: Any = None
         for _ in range(_SEGMENT):
-            if self.over.exists():  # whatever was sent last
+            if self.over.exists():  # with the weights that were sent last
                 return
             self.disturb()
             if self.group.unhealthy:
@@ -166,7 +166,7 @@ class Mode(DrivenMode):
             self.send(to_send)
 
     def disturb(self) -> None:
-        """Use workers in another way, or leave them alone for a moment."""
+        """Call workers in another way, or pause for a moment."""
         draw = self.draws.random()
         if draw < 0.05:
             rank = self.draws.choice([*self.group.actors()])
@@ -175,7 +175,7 @@ class Mode(DrivenMode):
             time.sleep(self.draws.choice([0.004, 0.006, 0.03]))
 
     def send(self, weights: Any) -> None:
-        """Broadcast until somebody has the weights; write to what was sent."""
+        """Broadcast until a worker has the weights; then overwrite the array that was sent."""
         while True:
             mine = self.latest.copy()
             with contextlib.suppress(WorkerError):
@@ -190,14 +190,14 @@ class Mode(DrivenMode):
             self.group.restore(timeout=self.plan.timeout)
 
     def compare(self) -> None:
-        """See that all workers have what they were sent."""
+        """Check that all workers have the weights that they were sent."""
         digest = oracle.digest_of(self.latest)
         for rank, value in self.group.step("get_weights", timeout=self.plan.timeout).items():
             if oracle.digest_of(value) != digest:
                 self.log.note(f"wrong: rank {rank} has other weights than it was sent")
 
     def note(self, found: Round, number: int) -> None:
-        """Note a round, and check what the oracle cannot."""
+        """Note a round, and check the properties that the oracle cannot check."""
         expected = [*self.group.actors()]
         self.log.got(number, found.used, expected, found.weights)
         self.latest = found.weights.copy()
@@ -215,7 +215,7 @@ class Mode(DrivenMode):
                     self.log.note("wrong: a round that was kept has changed")
 
     def check(self, entries: Sequence[Entry]) -> tuple[int, list[str]]:
-        """Make all averages again, each from the one before."""
+        """Compute all averages again, each from the last one."""
         plan, wrong = self.plan, list[str]()
         sent = {(e.rank, e.key[0], e.digest) for e in entries if isinstance(e, Sent)}
         rounds = [entry for entry in entries if isinstance(entry, Got)]
@@ -231,5 +231,5 @@ class Mode(DrivenMode):
             latest = oracle.mean_of(models)
             if found.digest != oracle.digest_of(latest):
                 wrong.append(f"round {found.number} of ranks {found.used}: another average")
-                break  # all others follow from it
+                break  # all later averages depend on it
         return len(rounds), wrong

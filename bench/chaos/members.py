@@ -1,4 +1,4 @@
-"""Members of a meeting, each in a process of its own that calls in a loop, without a driver."""
+"""Members of a meeting without a driver: each calls in a loop, in its own process."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ from bench.chaos.run import HANG, Plan
 from bench.chaos.run import Mode as AnyMode
 from flatweights.ray import MemberError, WorkerError, _failpoints, join
 
-Call = tuple[int, int]  # the life of the process, and its number in it
+Call = tuple[int, int]  # the life of the process, and the number of the call in that life
 
 
 def weight_of(rank: int, k: int) -> float:
@@ -26,7 +26,7 @@ def weight_of(rank: int, k: int) -> float:
 
 
 def host_of(name: str) -> str:
-    """Return the id of the host of a meeting: another one counts its calls from 1 again."""
+    """Return the id of the host of a meeting: a new host counts calls from 1 again."""
     space = f"flatweights-{ray.get_runtime_context().get_job_id()}"
     host: str = ray.get_actor(f"flatweights:{name}", space)._actor_id.hex()
     return host
@@ -79,7 +79,7 @@ def live(folder: str, plan: Plan, rank: int) -> None:
 
 
 class Mode(AnyMode):
-    """Tasks, which are started again when they die."""
+    """Tasks that are started again when they die."""
 
     kinds: ClassVar[tuple[str, ...]] = (
         faults.KILLED,
@@ -106,7 +106,7 @@ class Mode(AnyMode):
         return task.remote(str(self.folder), self.plan, rank)
 
     def tend(self) -> None:
-        """Start those again that have died."""
+        """Start members again that have died."""
         done, _ = ray.wait([*self.running], num_returns=len(self.running), timeout=0)
         for ref in done:
             rank = self.running.pop(ref)
@@ -120,13 +120,13 @@ class Mode(AnyMode):
             self.running[self.begin(rank)] = rank
 
     def end(self) -> None:
-        """Wait for all; they leave together."""
+        """Wait for all members; they leave together."""
         _, alive = ray.wait([*self.running], num_returns=len(self.running), timeout=HANG)
         for ref in alive:
             self.failure = self.failure or TimeoutError(f"rank {self.running[ref]} does not end")
 
     def check(self, entries: Sequence[Entry]) -> tuple[int, list[str]]:
-        """Compare each outcome with the average of what its ranks have sent for it."""
+        """Compare each outcome with the average of the weights that its ranks sent for it."""
         outcomes: defaultdict[tuple[str, int], list[Got]] = defaultdict(list)
         gave: defaultdict[tuple[str, int, int], list[Call]] = defaultdict(list)
         over: set[tuple[int, Call]] = set()
@@ -137,7 +137,7 @@ class Mode(AnyMode):
                 over.add((entry.rank, call))
                 if not entry.is_late:
                     gave[entry.meeting, entry.number, entry.rank].append(call)
-        # Calls in which the process, or the host, has died: it has not noted of which outcome.
+        # Calls in which the process or the host died: their outcome was not noted.
         dangling: defaultdict[int, list[tuple[float, Call]]] = defaultdict(list)
         for entry in entries:
             if isinstance(entry, Sent):

@@ -1,9 +1,9 @@
-"""What each process sends and gets, noted in logs; and what it should have got, by NumPy.
+"""Logs of the models that processes send and get, and an oracle in NumPy.
 
 Nothing here calls flatweights. Weights are multiples of 1/1024 below 256, so sums in float64 are
-exact, however they are added up: there is one right average, bit for bit. A model is made from a
-key, such as the seed, the rank and the number of the step. So a log holds keys and digests, and the
-oracle makes the models again.
+exact in any order: there is one right average, bit for bit. A model is computed from a key, such as
+the seed, the rank and the number of the step. So a log holds keys and digests, and the oracle
+computes the models again.
 """
 
 import faulthandler
@@ -48,7 +48,7 @@ def model_of(size: int, seed: int, *key: int) -> Model:
 
 
 def trained(before: Mapping[str, Any], seed: int, *key: int) -> Model:
-    """Return what a worker makes of the weights ``before``: half of them, and noise."""
+    """Return the result of a worker's training from ``before``: half of it, plus noise."""
     size = before["kernel"].size + 3
     after = model_of(size, seed, *key)
     for name in ("kernel", "bias"):
@@ -57,7 +57,7 @@ def trained(before: Mapping[str, Any], seed: int, *key: int) -> Model:
 
 
 def mean_of(models: Sequence[Model], weights: Sequence[float] | None = None) -> Model:
-    """Return the average in float64, rounded to the dtype; integers are those of the first."""
+    """Return the average in float64, rounded to the dtype; integers come from the first model."""
     factors = [1.0] * len(models) if weights is None else weights
     mean = dict(models[0])
     for name, part in mean.items():
@@ -78,14 +78,14 @@ def digest_of(model: Mapping[str, Any]) -> bytes:
 
 
 class Sent(NamedTuple):
-    """What a process is about to send.
+    """A model that a process is about to send.
 
     Attributes:
         rank: The rank of the process.
-        life: How many processes had this rank before.
+        life: The number of processes that had this rank before.
         at: The time.
-        key: What the model is made from.
-        digest: Of the model; or the model, if no key makes it.
+        key: The key that the model is computed from.
+        digest: The digest of the model; or the model itself, if it has no key.
     """
 
     rank: int
@@ -96,18 +96,18 @@ class Sent(NamedTuple):
 
 
 class Got(NamedTuple):
-    """What a process was given: a step.
+    """A result that a process got: a step.
 
     Attributes:
         rank: The rank of the process; -1 is the driver.
-        life: How many processes had this rank before.
+        life: The number of processes that had this rank before.
         at: The time.
-        number: Which step, together with ``meeting``.
-        used: The ranks that are in it.
-        expected: The ranks that could have been.
-        digest: Of the average, or of what was read.
-        key: What this process has sent for it.
-        meeting: Which series of numbers.
+        number: The number of the step, within ``meeting``.
+        used: The ranks in it.
+        expected: The ranks that could have been in it.
+        digest: The digest of the average, or of the weights that were read.
+        key: The key of the model that this process sent for it.
+        meeting: The series that ``number`` belongs to.
         is_late: Whether this process was too late for it.
     """
 
@@ -124,7 +124,7 @@ class Got(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Something else that has happened; it begins with "wrong" if it must not."""
+    """Another event; the text begins with "wrong" if it must not happen."""
 
     rank: int
     at: float
@@ -135,15 +135,15 @@ Entry = Sent | Got | Note
 
 
 class Log:
-    """What one process notes, and what it is told to do.
+    """The notes of one process, and its orders.
 
     Attributes:
         rank: The rank of the process.
-        life: How many processes had this rank before.
+        life: The number of processes that had this rank before.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Begin a log; the process is found by its rank from now on."""
+        """Begin a log; from now on, the process can be found by its rank."""
         self.rank = rank
         self.life = sum(1 for _ in folder.glob(f"{rank}.*.log"))
         self._folder = folder
@@ -156,7 +156,7 @@ class Log:
         self.note(BEGUN)
 
     def sent(self, key: tuple[int, ...], model: Mapping[str, Any] | bytes) -> None:
-        """Note what is about to be sent."""
+        """Note a model that is about to be sent."""
         digest = model if isinstance(model, bytes) else digest_of(model)
         self._write(Sent(self.rank, self.life, time.monotonic(), key, digest))
 
@@ -170,7 +170,7 @@ class Log:
         meeting: str = "",
         is_late: bool = False,
     ) -> None:
-        """Note what was received; see `Got`."""
+        """Note a received result; see `Got`."""
         digest = model if isinstance(model, bytes) else digest_of(model)
         at, ranks = time.monotonic(), tuple(used)
         for rank in ranks:
@@ -183,7 +183,7 @@ class Log:
         self._write(Note(self.rank, time.monotonic(), text))
 
     def order(self) -> str:
-        """Return what this process is told to do, once; mostly nothing."""
+        """Return the order of this process, once; usually, there is none."""
         try:
             text = self._order.read_text()
             self._order.unlink()
@@ -201,7 +201,7 @@ class Log:
 
 
 def read_logs(folder: Path) -> Iterator[Entry]:
-    """Yield what all processes have noted; the last entry of one that was killed may be cut."""
+    """Yield the entries of all processes; the last entry of a killed process may be cut off."""
     for path in sorted(folder.glob("*.log")):
         with path.open("rb") as log:
             while True:

@@ -1,4 +1,4 @@
-"""A process that publishes, and five that read whatever is the newest."""
+"""A process that publishes, and five processes that read the newest weights."""
 
 import os
 import time
@@ -18,7 +18,7 @@ _LIVES = 1_000_000  # publications of one process, at most
 
 
 def published(plan: Plan, life: int, k: int) -> Model:
-    """Return what a publisher publishes; it says itself which it is."""
+    """Return the weights of a publication, which contain its number."""
     model = oracle.model_of(plan.elements, plan.seed, life, k)
     model["n"] = np.array(life * _LIVES + k)
     return model
@@ -57,7 +57,7 @@ def live(folder: str, plan: Plan, rank: int) -> None:
 
 
 class Mode(members.Mode):
-    """Tasks, which are started again when they die; a step is what one of them reads."""
+    """Tasks that are started again when they die; a step is a read of one of them."""
 
     kinds = (
         faults.KILLED,
@@ -72,7 +72,7 @@ class Mode(members.Mode):
     task: Any = live
 
     def check(self, entries: Sequence[Entry]) -> tuple[int, list[str]]:
-        """Make all that was read again, and see that no reader goes back."""
+        """Compute all read weights again, and check that no reader goes back."""
         wrong, count = list[str](), 0
         keys: dict[int, tuple[int, ...]] = {}
         digests: dict[tuple[int, ...], bytes] = {}

@@ -1,4 +1,4 @@
-"""What came of a run: tables, JSON, and a picture of steps over time with the faults."""
+"""The report of a run: tables, JSON, and a picture of steps over time with the faults."""
 
 import json
 import statistics
@@ -18,7 +18,7 @@ OURS = ("driver", "ray::Trainer", "ray::live", *(f"ray::{name}" for name in _ACT
 
 
 def failures_of(record: Record) -> list[str]:
-    """Return what must not be."""
+    """Return the failures of a run."""
     failures = [*record.wrong[:10], *record.hangs]
     failures += [f"left at the end: {name}" for name in record.left]
     failures += [
@@ -28,11 +28,11 @@ def failures_of(record: Record) -> list[str]:
 
 
 def leaks_of(record: Record) -> list[str]:
-    """Return which of our processes have more descriptors or memory at the end than before.
+    """Return our processes that have more descriptors or memory at the end than before.
 
     The process of a role that has the most is compared with the one that had the most, with as many
-    processes as then. Ray opens a connection now and then, a few in each run; what is left of each
-    fault would be more. A driver has a memory file for each of the models that are on their way.
+    processes as then. Ray opens a connection now and then, a few in each run. A leak at each fault
+    would be more. A driver has a memory file for each of the models that are on their way.
     """
     leaks = []
     first, last = (record.usage[0], record.usage[-1]) if record.usage else ({}, {})
@@ -50,7 +50,7 @@ def leaks_of(record: Record) -> list[str]:
 
 
 def by_kind(record: Record) -> list[tuple[str, int, float, float]]:
-    """Return each kind, its number, and median and longest seconds until the next full step."""
+    """Return each kind of fault, its number, and median and longest time to a full step."""
     rows = []
     for kind in sorted({fault.kind for fault in record.faults}):
         seconds = [f.seconds for f in record.faults if f.kind == kind and f.seconds is not None]
@@ -96,7 +96,7 @@ def show(record: Record) -> None:
 
 
 def write_json(record: Record, path: Path) -> None:
-    """Write the record and the machine, beside those of other modes that are in the file."""
+    """Write the record and the machine; records of other modes stay in the file."""
     data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     data[record.mode] = {"machine": machine.describe(), **record.as_json()}
     path.write_text(json.dumps(data))

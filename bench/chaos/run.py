@@ -1,4 +1,4 @@
-"""One run: turns with faults between turns without, then the check of all that was noted."""
+"""One run: turns with faults between turns without, then the check of all notes."""
 
 import contextlib
 import faulthandler
@@ -29,20 +29,20 @@ _PACKETS = "0005"  # the type of the sockets of lanes and boards; Ray has none o
 
 @dataclass
 class Plan:
-    """What a run consists of.
+    """The parameters of a run.
 
     Attributes:
         seed: It decides the faults and all weights.
-        seconds: How long faults happen, in all.
+        seconds: The time with faults, in all.
         quiet: Seconds of each of the three turns without faults: before, in the middle, afterwards.
         every: The fewest and the most seconds between two faults.
         lasting: The fewest and the most seconds that a process is stopped.
         size: The number of ranks.
-        elements: How many elements a model has.
+        elements: The number of elements of a model.
         pace: Seconds of work in each step of a worker.
-        timeout: Seconds that the others wait for one that is late.
+        timeout: Seconds that the others wait for a late process.
         without: Kinds of faults that are left out.
-        mbit: The rate of links that are cut and slowed down, in Mbit/s; 0 if none are.
+        mbit: The rate of links that are cut and slowed down, in Mbit/s; 0 without such links.
         steps: The fewest steps of both turns with faults, however long they take; of modes that
             count them.
     """
@@ -62,13 +62,13 @@ class Plan:
 
 
 class Mode(ABC):
-    """A training of several processes, and what can happen to it.
+    """A training of several processes, and its possible faults.
 
     Attributes:
-        kinds: The faults, as often as they are to come.
-        points: Those of calls at which a process dies.
-        in_turns: Whether a step is of one rank; else all ranks take part in each.
-        failure: What has ended the training before its time.
+        kinds: The kinds of faults; repeated kinds are more frequent.
+        points: The points of calls at which a process dies.
+        in_turns: Whether a step has one rank; otherwise all ranks take part in each step.
+        failure: The error that ended the training too early.
         count: How many steps there were; without end in modes that do not count them.
         is_quiet: Whether this is a turn without faults.
     """
@@ -78,7 +78,7 @@ class Mode(ABC):
     in_turns: ClassVar[bool] = False
 
     def __init__(self, folder: Path, plan: Plan) -> None:
-        """Take what all parts of a run have in common."""
+        """Take the folder and the plan of the run."""
         self.folder = folder
         self.plan = plan
         self.over = folder / "over"
@@ -92,7 +92,7 @@ class Mode(ABC):
 
     @abstractmethod
     def tend(self) -> None:
-        """Start again what has died, unless Ray does; called again and again."""
+        """Start dead processes again, unless Ray does; it is called again and again."""
 
     def is_as_at_first(self) -> bool:
         """Whether there are as many processes as at first; asked at the end of a quiet turn."""
@@ -100,11 +100,11 @@ class Mode(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Wait for the processes to end; ``over`` exists."""
+        """Wait for the processes to end; the file ``over`` exists."""
 
     @abstractmethod
     def check(self, entries: Sequence[Entry]) -> tuple[int, list[str]]:
-        """Return how many averages or reads the oracle has compared, and what was wrong."""
+        """Return the number of averages or reads that the oracle compared, and the errors."""
 
 
 class DrivenMode(Mode):
@@ -137,11 +137,11 @@ class DrivenMode(Mode):
 
 @dataclass
 class Injected:
-    """A fault that was done.
+    """A fault that was caused.
 
     Attributes:
-        at: When, in seconds since the run began.
-        kind: What it was.
+        at: Its time, in seconds since the run began.
+        kind: Its kind.
         rank: The process that it befell, if it has one.
         seconds: The time until the next full step.
     """
@@ -170,22 +170,22 @@ class Usage(NamedTuple):
 
 @dataclass
 class Record:
-    """What came of a run.
+    """The record of a run.
 
     Attributes:
         mode: The name of the mode.
-        plan: What was to happen.
+        plan: The plan of the run.
         turns: Begin and end of each turn, in seconds; the first, third and fifth without faults.
-        faults: What was done.
-        steps: How many steps there were in each second.
-        checked: How many averages or reads the oracle has compared.
-        wrong: What was not as the oracle says.
-        hangs: The ranks that were in no step for a minute, or what else did not end.
-        events: How often processes noted what.
+        faults: The faults that were caused.
+        steps: The number of steps in each second.
+        checked: The number of averages or reads that the oracle compared.
+        wrong: The differences from the oracle.
+        hangs: The ranks that were in no step for a minute, and other things that did not end.
+        events: The number of notes of each text.
         usage: What the processes of each role have at the end of each turn without faults.
-        left: Processes that were left at the end.
-        rates: Steps a second in turns without faults, in those with faults, and in those between
-            the recovery from one fault and the next.
+        left: Processes that still ran at the end.
+        rates: Steps per second in turns without faults, in turns with faults, and between the
+            recovery from one fault and the next fault.
     """
 
     mode: str
@@ -203,7 +203,7 @@ class Record:
 
     @property
     def kept(self) -> tuple[float, float]:
-        """The share of the steps without faults that there were with them, and between them."""
+        """The rates of steps with faults, and between them, relative to the rate without faults."""
         quiet, with_faults, between = self.rates
         return (with_faults / quiet, between / quiet) if quiet else (0.0, 0.0)
 
@@ -213,7 +213,7 @@ class Record:
 
 
 class Run:
-    """A mode for as long as its plan says."""
+    """Runs a mode by its plan."""
 
     def __init__(self, kind: type[Mode], plan: Plan, folder: Path) -> None:
         """Prepare; nothing is started."""
@@ -227,7 +227,7 @@ class Run:
         self._faults = faults.schedule(plan.seed, kinds, plan.size, plan.every, plan.lasting)
 
     def do(self) -> Record:
-        """Run; return what came of it."""
+        """Run; return the record."""
         record, mode = self.record, self._mode
         mode.start()
         try:
@@ -272,7 +272,7 @@ class Run:
             self._watch(min(due, end) if is_last else due)
             if is_last:
                 return
-            while (rank := self._injector.do(fault)) is None:  # another one instead
+            while (rank := self._injector.do(fault)) is None:  # take another one
                 fault = next(self._faults)
             at = time.monotonic() - self._begin
             self.record.faults.append(Injected(at, fault.kind, rank))
@@ -303,7 +303,7 @@ class Run:
         raise TimeoutError(f"not all ranks take part after {seconds:.0f} s: {self._ages()}")
 
     def _ages(self) -> dict[int, float]:
-        """Return how long ago each rank was in a step."""
+        """Return, by rank, the seconds since its last step."""
         ages = {}
         for path in self._folder.glob("*.seen"):
             with contextlib.suppress(FileNotFoundError):
@@ -311,7 +311,7 @@ class Run:
         return ages
 
     def _show_stacks(self) -> None:
-        """Print where all threads are, here and in the processes with a rank."""
+        """Print the stacks of all threads, here and in the processes with a rank."""
         faulthandler.dump_traceback(all_threads=True)
         for path in self._folder.glob("[0-9]*.pid"):
             with contextlib.suppress(OSError):
@@ -337,11 +337,11 @@ class Run:
         record.steps = [counts[second] for second in range(int(end))]
         recovering = []
         for fault in record.faults:
-            # An order is taken a little later.
+            # A process takes an order a little later.
             text = faults.BEFALLEN + fault.kind
             orders = [n.at - self._begin for n in notes if (n.rank, n.text) == (fault.rank, text)]
             fault.at = min((at for at in orders if at >= fault.at), default=fault.at)
-            # The first one may have been under way, with all ranks, when the fault came.
+            # The first full step may have begun before the fault.
             after = [at for at in full if at > fault.at][1:2]
             fault.seconds = after[0] - fault.at if after else None
             recovering.append((fault.at, after[0] if after else end))
@@ -354,7 +354,7 @@ Span = tuple[float, float]
 
 
 def _steps_of(entries: Sequence[Entry]) -> list[Got]:
-    """Return the first that was noted of each step, in their order."""
+    """Return the first note of each step, in their order."""
     first: dict[Any, Got] = {}
     for got in entries:
         if isinstance(got, Got):
@@ -365,7 +365,7 @@ def _steps_of(entries: Sequence[Entry]) -> list[Got]:
 
 
 def _full(steps: Sequence[Got], in_turns: bool) -> list[float]:
-    """Return when all ranks were in a step; with ``in_turns``, each once since the last time."""
+    """Return the times of full steps: all ranks were in one; ``in_turns``, each in one since."""
     times, seen = [], set[int]()
     for step in steps:
         seen = (seen if in_turns else set()) | {*step.used}
@@ -389,9 +389,9 @@ def _rate(times: Sequence[float], spans: Sequence[Span]) -> float:
 
 
 def own_processes() -> dict[int, str]:
-    """Return the role of each process that this one has started, and of this one.
+    """Return the roles of this process, and of all processes that it has started.
 
-    Among the nodes of `bench.nodes`, Ray was started by the process that made them.
+    On the nodes of `bench.nodes`, the process that made them has started Ray.
     """
     parents: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -442,7 +442,7 @@ def run(kind: type[Mode], plan: Plan) -> Record:
 
 
 def wait_for_end(pids: Sequence[int], seconds: float = 15.0) -> list[int]:
-    """Return which of the processes live on after so long."""
+    """Return the processes that still live after some seconds."""
     end = time.monotonic() + seconds
     living = list(pids)
     while living and time.monotonic() < end:
