@@ -10,14 +10,14 @@ newer weights, and one with newer weights until the variables are set. All ways 
   ``pull_if_newer(version)``, gets the dict of arrays, and assigns each variable.
 - "one vector through Ray's store": the same, but with one flat vector, which `set_flat` reads in
   place.
-- "a memcpy of memory that both map": no way to publish, since nobody sees to it that a read is
-  whole, but the limit of an update: the bytes lie in the cache of another processor, which has just
-  written them, and no variable is set.
+- "a memcpy of memory that both map": not a way to publish, since a read may be torn, but the limit
+  of an update. The bytes are in the cache of another processor, which has just written them, and no
+  variable is set.
 
-Timed in the driver: publishing, and a step of NumPy alone, with a reader that asks all the time,
-and beside a process that computes by itself: so much of it is the machine's, such as memory and a
-clock that two processors share. The limit in percent is that of reading and writing the model once
-for each reader.
+The driver times publishing, and a step of NumPy alone, with a reader that asks all the time, and
+beside a process that only computes. The last row shows the part of the slowdown that comes from the
+machine, such as memory and a clock that two processors share. The limit in percent is the time to
+read and write the model once for each reader.
 """
 
 import os

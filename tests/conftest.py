@@ -1,4 +1,4 @@
-"""How many processes share the tests, and what all of them use."""
+"""The number of processes that share the tests, and the settings of all of them."""
 
 import functools
 import gc
@@ -27,10 +27,11 @@ settings.load_profile("ci")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two processes more than cores, at most four: each imports TensorFlow, half start a Ray.
+    """Return the number of processes: two more than cores, at most four.
 
-    Two more, since tests of Ray often wait: for a node to start, for a death to be seen. Fewer
-    where there are not 3 GiB for each. None of its own for the tests of one file: they run in the
+    Each process imports TensorFlow, and half of them start a Ray. There are two more than cores,
+    since tests of Ray often wait for the start of a node or the news of a death. There are fewer if
+    memory is below 3 GiB for each, and none for the tests of a single file: these run in the
     process that was started.
     """
     files = {argument.split("::")[0] for argument in config.args}
@@ -42,12 +43,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have the shared Ray for the tests that are marked; begin with the files that take long.
+    """Give marked tests the shared Ray; begin with the files that take long.
 
-    Tests that start actors of their own are left to one way of rounds, unless asked for more.
+    Tests that start actors of their own run with one way of rounds, unless asked for more.
 
-    Those of Ray come first, then the pages, then TensorFlow's. Processes take files in this order,
-    so none of them is left with a long one at the end.
+    Tests of Ray come first, then the pages, then TensorFlow's tests. Processes take files in this
+    order, so none of them has a long file left at the end.
     """
     for item in items:
         if not isinstance(item, pytest.Function):
@@ -63,10 +64,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Have half of the processes begin with the files of Ray, and the others with the rest.
+    """Make half of the processes begin with the files of Ray, and the others with the rest.
 
-    Tests of Ray wait where others compute, so both go on at the same time; and half of the
-    processes need no Ray, or a short while at the end.
+    Tests of Ray wait while others compute, so both run at the same time. And half of the processes
+    need no Ray, or only for a short time at the end.
     """
     if config.getvalue("dist") != "loadfile":
         return None
@@ -91,11 +92,10 @@ def _uses_ray(file: str) -> bool:
 
 
 def pytest_configure() -> None:
-    """Set what must be set before Ray is imported, and while nothing runs yet.
+    """Change settings before Ray is imported, while nothing else runs.
 
-    Interrupts interrupt, also where a shell has started the tests in the background. Ray does not
-    print what it has to say of its processes: it would at any time, and among the output that a
-    test compares.
+    Interrupts work even if a shell has started the tests in the background. Ray prints nothing
+    about its processes, since that could come at any time, within the output that a test compares.
     """
     os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "."
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -103,7 +103,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported out of later garbage collections: TensorFlow is a million objects."""
+    """Exclude imported objects from later garbage collections: TensorFlow has a million."""
     gc.collect()
     gc.freeze()
 

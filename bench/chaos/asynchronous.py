@@ -31,7 +31,7 @@ class Mode(group.Mode):
         self.group = WorkerGroup(self.make_workers(range(plan.size)))
         self.version = self.number = self.count = 0
         self.next_rank = plan.size
-        self.lost, self.removed = set[int](), set[int]()  # ranks that some call has said so of
+        self.lost, self.removed = set[int](), set[int]()  # ranks that a call reported dead
         try:
             self.publish()
             while not self.over.exists():
@@ -91,7 +91,7 @@ class Mode(group.Mode):
         self.note_versions(found, [self.version] * len(found.used))
 
     def note_versions(self, found: Round, versions: Sequence[int]) -> None:
-        """Note a round, and of which publications its results are."""
+        """Note a round, and the publications that its results come from."""
         self.lost |= {*found.failed, *found.late}
         self.number += 1
         self.count = self.number
@@ -101,7 +101,7 @@ class Mode(group.Mode):
         self.log.got(self.number, found.used, ranks, found.weights, tuple(versions))
 
     def note_deaths(self, found: Round) -> None:
-        """Note who is said to have died since the last result."""
+        """Note the ranks that were reported dead since the last result."""
         for rank, error in found.failed.items():
             if isinstance(error, ray.exceptions.RayActorError) or is_stale(error):
                 self.log.note(f"{_DEAD}:{rank}")
@@ -140,7 +140,7 @@ class Mode(group.Mode):
                     results.append(oracle.trained(published, plan.seed, rank))
                 if entry.digest != oracle.digest_of(oracle.mean_of(results)):
                     wrong.append(f"round {entry.number} of {entry.used}: not of {entry.key}")
-        # Each death is followed by another life: nobody is removed who is said to have died.
+        # Each death is followed by another life: ranks that were reported dead are not removed.
         for rank, times in lives.items():
             if named[rank] >= times:
                 wrong.append(f"rank {rank} is said to have died {named[rank]} of {times - 1} times")

@@ -23,7 +23,7 @@ from bench.chaos.oracle import Entry, Got, Note, read_logs
 HANG = 60.0  # seconds without a step that a rank takes part in
 _START = 300.0  # seconds that processes have to start: six import TensorFlow on few cores
 _POLL = 0.05
-_MEMORY = "/memfd:flatweights"  # what a descriptor of such a file refers to
+_MEMORY = "/memfd:flatweights"  # the target of the descriptor of such a file
 _PACKETS = "0005"  # the type of the sockets of lanes and boards; Ray has none of it
 
 
@@ -153,11 +153,11 @@ class Injected:
 
 
 class Usage(NamedTuple):
-    """What the processes of a role have.
+    """The resources of the processes of a role.
 
     Attributes:
         processes: Their number.
-        descriptors: Those of the process that has the most.
+        descriptors: The descriptors of the process with most of them.
         shared: Of one process, at most: the memory files and sockets that this package makes.
         megabytes: The memory of its own of the process that has the most.
     """
@@ -182,7 +182,7 @@ class Record:
         wrong: The differences from the oracle.
         hangs: The ranks that were in no step for a minute, and other things that did not end.
         events: The number of notes of each text.
-        usage: What the processes of each role have at the end of each turn without faults.
+        usage: By role, the resources of its processes at the end of each turn without faults.
         left: Processes that still ran at the end.
         rates: Steps per second in turns without faults, in turns with faults, and between the
             recovery from one fault and the next fault.
@@ -411,7 +411,7 @@ def own_processes() -> dict[int, str]:
 
 
 def usage_of(roles: dict[int, str]) -> dict[str, Usage]:
-    """Return what the processes have, by role."""
+    """Return the resources of the processes, by role."""
     usage: dict[str, Usage] = {}
     for pid, role in roles.items():
         folder = Path("/proc") / str(pid)

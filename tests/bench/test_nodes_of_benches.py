@@ -1,4 +1,4 @@
-"""The nodes that benches run on: their links are what they are said to be, and leave nothing."""
+"""The nodes of benches: their links behave as documented, and leave nothing behind."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def test_links_are_shaped_cut_mended_and_slowed() -> None:
     assert found["shaped"] > (MB - bucket) / (10 * MB)
     for nbytes in found["sent"] + found["received"]:
         assert MB < nbytes < 1.1 * MB
-    (meanwhile,) = found["while cut"]  # no time: it was not done
+    (meanwhile,) = found["while cut"]  # no time: the transfer did not finish
     assert meanwhile < 10_000
     assert found["after"] == 1
     assert found["slow"] > (MB - bucket) / MB

@@ -1,7 +1,7 @@
-"""The core refuses arguments that do not fit together, though Python never passes such.
+"""The core refuses arguments that do not fit together, although Python never passes such.
 
-Its functions move memory: what Python above them promises is checked once more where it protects
-memory. Checks of what users pass are tested where these pass it.
+Its functions move memory, so they check again what Python has checked, if that protects memory.
+Checks of users' arguments are tested with the public functions.
 """
 
 import struct
@@ -37,7 +37,7 @@ def running(memory: Any) -> _core.RunningSum:
 
 
 def busy(command: bytes = b"") -> _core.Mailbox:
-    """A mailbox whose worker runs ``command``."""
+    """Return a mailbox whose worker runs ``command``."""
     mailbox = _core.Mailbox()
     mailbox.post(command, 0)
     assert mailbox.wait(0.0, 1)

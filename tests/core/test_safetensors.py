@@ -1,4 +1,4 @@
-"""Weights in files: what comes back, what is refused, and what a failed save leaves."""
+"""Weights in files: round trips, refused files, and the remains of a failed save."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def weights(rng: np.random.Generator) -> FlatWeights:
-    """In an order that is not the file's, with what is special about names, shapes and dtypes."""
+    """Weights in an order that is not the file's, with special names, shapes and dtypes."""
     return FlatWeights(
         {
             "z/kernel": random_array(rng, (5, 3), np.dtype(np.float32)),

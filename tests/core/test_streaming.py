@@ -1,4 +1,4 @@
-"""When results are written past the caches, which their bits do not show."""
+"""The size above which results bypass the caches, which their bits do not show."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def third_cache() -> str | None:
-    """What Linux says of the first processor's cache of the third level, in KiB: '32768K'."""
+    """The size of the first processor's third-level cache according to Linux, in KiB: '32768K'."""
     for index in CACHES.glob("index*"):
         if (index / "level").read_text().strip() == "3":
             return (index / "size").read_text().strip()

@@ -1,4 +1,4 @@
-"""When helper threads are there, what they do while nobody calls, and what a fork leaves."""
+"""Helper threads: when they start, what they do between calls, and how forks affect them."""
 
 import os
 from collections.abc import Callable
@@ -144,7 +144,7 @@ def test_calls_that_share_the_helpers_are_right(use_threads: Callable[[int], Non
     use_threads(2)
 
     def work(k: int) -> bool:
-        # Each its own length and values: nothing of the other's would be right.
+        # Each job has its own length and values, so results of another job would be wrong.
         sources = [np.full(LARGE + 1000 * k, v + k, np.float32) for v in (1, 3)]
         return all(bool(np.all(fw.average(sources) == 2 + k)) for _ in range(20))
 

@@ -17,7 +17,7 @@ LARGE = 4_000_000
 
 
 class Counter:
-    """Counts in another thread whenever that may run Python code."""
+    """Counts in another thread whenever this thread may run Python code."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -27,7 +27,7 @@ class Counter:
     def _run(self) -> None:
         while not self._stop:
             self.count += 1
-            time.sleep(0)  # hands the GIL over: nobody takes it from us
+            time.sleep(0)  # hands the GIL over, since no other thread takes it
 
     def __enter__(self) -> "Counter":
         self._thread.start()
@@ -40,7 +40,7 @@ class Counter:
 
 @pytest.fixture
 def counter() -> Iterator[Counter]:
-    # No thread is made to give the GIL up: who goes on beside a call was let go by it.
+    # No thread is forced to give up the GIL: a thread that runs beside a call was let go by it.
     interval = sys.getswitchinterval()
     sys.setswitchinterval(100)
     try:
@@ -91,13 +91,13 @@ def test_python_goes_on_while_bytes_move(
 
 
 def test_python_stands_still_while_the_gil_is_held(counter: Counter) -> None:
-    # Else the test above would show nothing.
+    # Otherwise the test above would prove nothing.
     numbers = list(range(100_000))
     assert not goes_on_during(counter, lambda: sum(numbers), 50)
 
 
 def together(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """The results of ``count`` threads that begin at the same time."""
+    """Return the results of ``count`` threads that begin at the same time."""
     barrier = threading.Barrier(count)
 
     def run(k: int) -> Any:
@@ -154,7 +154,7 @@ def test_merges_in_both_directions_do_not_wait_for_each_other() -> None:
         for _ in range(200):
             pair[k].merge(pair[1 - k])
 
-    # Daemons: if they wait for each other, the test fails instead.
+    # Daemons: if they wait for each other, the test fails instead of hanging.
     threads = [threading.Thread(target=work, args=(k,), daemon=True) for k in range(2)]
     for thread in threads:
         thread.start()

@@ -24,7 +24,7 @@ TIMEOUT_S = 300
 
 
 class Process(NamedTuple):
-    """A process: ids are given again, but not with the same start."""
+    """A process: ids are reused, but not with the same start time."""
 
     id: int
     started: int
@@ -48,7 +48,7 @@ def processes() -> list[Process]:
 
 
 def family(leader: int) -> set[Process]:
-    """Return the processes of a session, and what descends from them."""
+    """Return the processes of a session, and their descendants."""
     found: dict[int, Process] = {}
     for process in processes():
         if process.session == leader or process.parent in found:
@@ -87,7 +87,7 @@ def running(until: str, *arguments: str, cwd: Path) -> Iterator[subprocess.Popen
 
 
 def interrupt(process: subprocess.Popen[str], send: Callable[[int, int], None]) -> str:
-    """Return what it says; none of its processes is left."""
+    """Interrupt it; return its output, after checking that none of its processes is left."""
     before = family(process.pid)
     send(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=TIMEOUT_S)
@@ -116,7 +116,7 @@ def test_interrupt_stops_everything(
 def test_interrupt_while_a_worker_comes_back_stops_everything(tmp_path: Path) -> None:
     options = ("demo", "--size=small", "--kill-worker", "--rounds=4")
     with running("round 2: rank 1 died", *options, cwd=tmp_path) as process:
-        time.sleep(1)  # Ray has started it again, or not yet
+        time.sleep(1)  # Ray may have restarted it, or not yet
         assert interrupt(process, os.killpg) == "interrupted\n"
 
 

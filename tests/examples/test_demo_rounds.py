@@ -55,7 +55,7 @@ def milliseconds(output: str, row: str) -> list[float]:
 
 
 class Between(NamedTuple):
-    """What a number was before it was printed."""
+    """The range of a number before it was rounded for printing."""
 
     low: float
     high: float
@@ -82,7 +82,7 @@ def times(output: str, row: str) -> list[Between]:
 
 
 def check_exchange(output: str) -> None:
-    """Steps add up, ratios are those of the times, and all is told of every way."""
+    """Check that steps add up, ratios are those of the times, and every way has all its lines."""
     assert cells(output, "per round") == ["flatweights", "object store", "Ray's guide"]
     total = times(output, "exchange of 0.0903 MB")
     steps = ("collect results", "average", "hand it over", "set variables")
@@ -160,7 +160,7 @@ def test_training_survives_a_worker(run_demo: Demo) -> None:
     small = ("--size=small", "--rounds=4", "--local-steps=30")
     found = run_demo("--kill-worker", *small, "--plot=kill.png")
     assert found.accuracy > 0.5
-    # Ray says that it died, that it is not to be reached, or that it has started again already.
+    # Ray reports that it died, that it cannot be reached, or that it has restarted already.
     died = r"^round 2: rank 1 died: \w+Error: .+; averaged over 1 of 2$"
     back = r"^round 3: rank 1 is back; averaged over 2 of 2$"
     (before,) = re.finditer(died, found.output, re.MULTILINE)

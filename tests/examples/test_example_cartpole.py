@@ -22,7 +22,7 @@ def undecided(states: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def player(rank: int) -> Player:
-    """One without a network: it often fails, so there are more episodes than environments."""
+    """A player without a network: it often fails, so there are more episodes than environments."""
     made: Player = object.__new__(Player)
     made.policy = undecided
     made.start_environments([3, rank])

@@ -1,4 +1,4 @@
-"""Who has what in the example `federated`, and who fails; no TensorFlow, no Ray."""
+"""The clients' data and failures in the example `federated`; no TensorFlow, no Ray."""
 
 import argparse
 from collections import Counter
@@ -32,7 +32,7 @@ def test_every_example_belongs_to_one_client(
 
 
 def distance(parts: list[NDArray[Any]], kinds: NDArray[Any]) -> float:
-    """How far the mix of labels of a client is from that of all, from 0 to 1; the mean."""
+    """The mean distance, from 0 to 1, between a client's mix of labels and that of all clients."""
     overall = Counter(kinds.tolist())
     found = []
     for part in parts:
@@ -49,7 +49,7 @@ def test_concentration_makes_clients_alike() -> None:
         for concentration in (0.01, 1.0, 10.0, 10_000.0)
     ]
     assert by_concentration == sorted(by_concentration, reverse=True)
-    # One label each, but where the last clients take what is left; and the mix of all.
+    # One label each, except for the last clients, which take the rest; then the mix of all.
     assert by_concentration[0] > 0.75
     assert by_concentration[-1] < 0.2
 

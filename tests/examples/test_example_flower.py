@@ -1,6 +1,6 @@
-"""The strategy of the example `flower_strategy`, with Flower where it is installed.
+"""The strategy of the example `flower_strategy`, with Flower if it is installed.
 
-Elsewhere stand-ins take the place of the few names of Flower's that the example uses.
+Otherwise stand-ins replace the few names of Flower that the example uses.
 """
 
 import importlib

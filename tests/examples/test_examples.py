@@ -1,4 +1,4 @@
-"""What the command adds to the programs of `flatweights.examples`, and how they fail."""
+"""The command `flatweights examples`: its options, and the failures of programs."""
 
 import ast
 import errno

@@ -37,7 +37,7 @@ def program(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> Program:
-    """Runs one in an empty folder; returns what it prints."""
+    """Runs a program in an empty folder; returns its output."""
     monkeypatch.chdir(tmp_path)
 
     def run(name: str, *options: str) -> str:
@@ -109,7 +109,7 @@ def test_actors_fit_the_digits_as_one_process_does(program: Program) -> None:
 
 
 def mean_return(episodes: int, seed: int) -> float:
-    """What the saved policy gets on average, with the likeliest actions."""
+    """The mean return of the saved policy, with the likeliest actions."""
     saved = load_file("policy.safetensors")
     policy = {name.removeprefix("policy/"): array for name, array in saved.items()}
     environment = gymnasium.make("CartPole-v1")
@@ -204,7 +204,7 @@ def client(way: str) -> Any:
 
 
 def check_mean(client: Any, start: FlatWeights, clients: list[int], found: FlatWeights) -> None:
-    """Against the weighted mean of what each of ``clients`` returns when it trains alone."""
+    """Compare with the weighted mean of the results of ``clients`` that train alone."""
     sizes = [float(len(labels)) for _, labels in federated.split_data(OPTIONS)[0]]
     vectors: list[NDArray[Any]] = []
     for one in clients:

@@ -1,4 +1,4 @@
-"""A supervised program leaves no process, however it ends."""
+"""A supervised program leaves no process behind, in whatever way it ends."""
 
 import os
 import signal
@@ -63,7 +63,7 @@ def test_an_error_has_its_traceback() -> None:
     assert "Traceback" in err
 
 
-# A child, a grandchild in a session of its own, and one whose parent has gone: as Ray's.
+# A child, a grandchild in a session of its own, and an orphan, like Ray's processes.
 STARTS = (
     "[print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid) for _ in range(2)];"
     "left = subprocess.run(['sh', '-c', 'sleep 600 >/dev/null & echo $!'], stdout=-1).stdout;"

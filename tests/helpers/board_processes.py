@@ -36,7 +36,7 @@ def read(reading: Reading, seen: int = 0) -> tuple[int, Any] | None:
 
 
 def read_all(address: Any, pipe: Connection) -> None:
-    """Read until the pipe says so; report what is wrong, and how many reads there were."""
+    """Read until the pipe says stop; report errors, and the number of reads."""
     reading = Reading(BoardAddress(*address), time.monotonic() + 60)
     pipe.send("ready")
     seen = reads = 0
@@ -64,7 +64,7 @@ def hold(address: Any, pipe: Connection) -> None:
 
 
 def _start_server() -> None:
-    """Start the server, unless it runs; it finds this module by the environment alone."""
+    """Start the server, unless it runs; it finds this module only by the environment."""
     folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as inherited:
         inherited.setenv("PYTHONPATH", os.pathsep.join(folders))

@@ -1,4 +1,4 @@
-"""Certificates that tests make, by the command openssl, and how Ray is told to use them."""
+"""Certificates that tests make by the command openssl, and the variables for Ray to use them."""
 
 import subprocess
 from pathlib import Path
@@ -18,7 +18,7 @@ def make_authority(where: Path) -> Path:
 
 
 def make_certificate(authority: Path, name: str, host: str = "127.0.0.1", days: int = 2) -> Path:
-    """Have ``authority`` sign a certificate for an address; it has expired if ``days`` are -1."""
+    """Sign a certificate for an address by ``authority``; with ``days=-1``, it has expired."""
     key = f"-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout {name}.key"
     _openssl(authority, "req", *key.split(), *f"-out {name}.csr -subj /CN={name}".split())
     (authority / "extensions").write_text(f"subjectAltName=IP:{host}\n")
@@ -28,7 +28,7 @@ def make_certificate(authority: Path, name: str, host: str = "127.0.0.1", days: 
 
 
 def tls_environment(certificate: Path) -> dict[str, str]:
-    """Return the variables that have Ray use a certificate, and trust its authority."""
+    """Return the variables that make Ray use a certificate, and trust its authority."""
     return {
         "RAY_USE_TLS": "1",
         "RAY_TLS_SERVER_CERT": str(certificate),

@@ -1,4 +1,4 @@
-"""A training of processes that are killed and stopped, and what it has to come to, by NumPy."""
+"""A training whose processes are killed and stopped, and its oracle in NumPy."""
 
 import contextlib
 import hashlib
@@ -23,7 +23,7 @@ _FAR = 1 << 40  # steps
 
 
 class Training:
-    """Momentum; a gradient depends on the weights, the rank and the step alone."""
+    """Momentum, with gradients that depend only on the weights, the rank and the step."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -58,7 +58,7 @@ class Training:
 
 
 class Seen(NamedTuple):
-    """What a member noted of one step: how many are done, of which ranks, and all bits."""
+    """A member's note of one step: its number, its ranks, and all bits of the state."""
 
     steps: int
     used: tuple[int, ...]
@@ -67,7 +67,7 @@ class Seen(NamedTuple):
 
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
 def train(name: str, rank: int, life: int, seed: int, folder: str) -> None:
-    """Train until ``folder`` says at which step it ends."""
+    """Train until a file in ``folder`` names the last step."""
     beats = np.memmap(Path(folder, "beats"), np.int64)
     training = Training(seed)
     with (
@@ -130,7 +130,7 @@ class Run:
             os.kill(pid, signal.SIGCONT)
 
     def fault(self, rng: random.Random) -> int:
-        """Kill one or two, or stop one and maybe kill another meanwhile; return how many."""
+        """Kill one or two members, or stop one and maybe kill another; return their number."""
         time.sleep(rng.random() * 0.05)
         first, second = rng.sample(range(SIZE), 2)
         what = rng.random()
@@ -148,7 +148,7 @@ class Run:
         ray.get(self.refs, timeout=120)
 
     def check(self) -> int:
-        """Compare what all members had after each step with the oracle; return the steps."""
+        """Compare the states of all members after each step with the oracle; return the steps."""
         seen: dict[int, set[tuple[tuple[int, ...], bytes]]] = {}
         for path in self.folder.glob("*.log"):
             with path.open("rb") as log, contextlib.suppress(EOFError, pickle.UnpicklingError):

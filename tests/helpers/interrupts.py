@@ -9,10 +9,11 @@ _OF_THE_PACKAGE = "/flatweights/"
 
 
 class Interrupts:
-    """Interrupts one call after the other, each one instruction of the package later.
+    """Interrupts one call after the other, each call one instruction of the package later.
 
-    To trace instructions takes ten times as long as to trace lines, so only those behind the line
-    of the last interrupt are traced: those before it are as many as in the last call.
+    Tracing instructions takes ten times as long as tracing lines. So only the instructions behind
+    the line of the last interrupt are traced; the number of those before it is known from the last
+    call.
     """
 
     def __init__(self) -> None:
@@ -20,10 +21,10 @@ class Interrupts:
         self._instruction = 0  # those since then
 
     def hit(self, call: Callable[[], Any]) -> bool:
-        """Call, with a KeyboardInterrupt before the next instruction.
+        """Run ``call``, with a KeyboardInterrupt before the next instruction.
 
         Returns:
-            Whether there was one: False once the call has fewer instructions.
+            Whether it was interrupted: False once the call has fewer instructions.
         """
         line, left = -1, self._instruction
 
@@ -37,7 +38,7 @@ class Interrupts:
             if event == "line":
                 line += 1
                 if line >= self._line:
-                    if line > self._line:  # that of the last interrupt has no more instructions
+                    if line > self._line:  # the line of the last interrupt has no more instructions
                         self._line, self._instruction, left = line, 0, 0
                     _trace_instructions(frame)
             elif event == "opcode":
@@ -59,7 +60,7 @@ class Interrupts:
 
 
 def _trace_instructions(frame: FrameType | None) -> None:
-    """Trace those of a function and of its callers, to which it returns."""
+    """Trace the instructions of a function, and of its callers, to which it returns."""
     while frame is not None:
         if frame.f_trace is not None or _OF_THE_PACKAGE in frame.f_code.co_filename:
             frame.f_trace_opcodes = True
@@ -67,10 +68,10 @@ def _trace_instructions(frame: FrameType | None) -> None:
 
 
 def each_interruption(make: Callable[[], tuple[Any, Callable[[], Any]]]) -> Iterator[Any]:
-    """Yield what ``make`` makes, after the call that goes with it was interrupted.
+    """Yield each object of ``make``, after the call that belongs to it was interrupted.
 
     Args:
-        make: Gives a new object, and a call that changes it.
+        make: A function that returns a new object, and a call that changes it.
     """
     interrupts = Interrupts()
     target, call = make()

@@ -1,4 +1,4 @@
-"""Trainings that several processes do together, and one process by itself, for their tests."""
+"""Trainings of several processes together, and of one process by itself, for their tests."""
 
 import contextlib
 import os
@@ -18,12 +18,12 @@ BATCH = 12  # of one process, or of all members together
 
 
 class Place(NamedTuple):
-    """Which part of a training a process has.
+    """The part of a training that a process has.
 
     Attributes:
         name: The meeting; empty for a training by itself.
         rank: The rank of this member.
-        size: How many members there are.
+        size: The number of members.
     """
 
     name: str = ""
@@ -31,7 +31,7 @@ class Place(NamedTuple):
     size: int = 1
 
     def member(self) -> Any:
-        """This process's member of the meeting, which all tests have in common."""
+        """This process's member of the meeting, which all tests share."""
         import flatweights.ray
 
         if self.name not in _members:
@@ -77,7 +77,7 @@ class Together:
         self._name = secrets.token_hex(4)
 
     def __call__(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Return what ``function(place, *args)`` returns or raises, by rank."""
+        """Call ``function(place, *args)`` in all; return results or errors by rank."""
         places = [Place(f"{self._name}-{size}", rank, size) for rank in range(size)]
         while len(self._others) < size - 1:
             self._others.append(Process.remote())  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ class Together:
 
 
 def outcome(function: Callable[..., Any], *args: Any) -> Any:
-    """What ``function`` returns; of what it raises, the text."""
+    """The result of ``function``, or the text of its exception."""
     try:
         return function(*args)
     except Exception as error:
@@ -247,7 +247,7 @@ LOOPS: dict[str, Callable[..., Any]] = {
 
 
 def close(ours: Sequence[Any], oracle: Sequence[Any], bound: float) -> bool:
-    """Whether all weights are as one process has them, relative to the largest of each variable."""
+    """Whether all weights equal the oracle's, relative to the largest of each variable."""
     return all(
         np.abs(a - b).max() <= bound * max(np.abs(b).max(), 1e-3)
         for a, b in zip(ours, oracle, strict=True)
@@ -296,7 +296,7 @@ def train_with_a_death(config: Mapping[str, Any]) -> None:
 
 
 def train_and_be_replaced(config: Mapping[str, Any]) -> None:
-    """As a worker of Ray Train: some die in a step, and those that replace them end the training.
+    """As a worker of Ray Train: some workers die in a step, and their replacements finish.
 
     Args:
         config: ``folder`` for notes; ``dies``, by rank, the epoch; ``epochs``, how many others they

@@ -1,4 +1,4 @@
-"""Workers of lanes in processes of their own, without Ray: a pipe makes Ray's calls."""
+"""Workers of lanes in processes of their own, without Ray: a pipe replaces Ray's calls."""
 
 import contextlib
 import multiprocessing
@@ -31,7 +31,7 @@ LARGE = 50_000  # elements
 
 
 class Model:
-    """Weights, and methods that treat them badly."""
+    """Weights, and methods that misuse them."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -90,7 +90,7 @@ class Model:
         resource.setrlimit(resource.RLIMIT_AS, (_mapped() + nbytes, resource.RLIM_INFINITY))
 
     def fail_at(self, point: str, action: str) -> None:
-        """Die, stop or sleep when the next command has come to ``point``."""
+        """Die, stop or sleep when the next command reaches ``point``."""
         passed_by_this = ("run", "gathered", "answered", "rung")
         left = [2 if point in passed_by_this else 1]
 
@@ -114,7 +114,7 @@ class Model:
 
 
 def act(action: str) -> None:
-    """Die, stop until somebody says to go on, or sleep."""
+    """Die, stop until a signal continues it, or sleep."""
     if action == "sleep":
         time.sleep(0.03)
     else:
@@ -150,7 +150,7 @@ def _work(pipe: Connection, rank: int, size: int) -> None:
 
 
 def _start_server() -> None:
-    """Start the server, unless it runs; it finds this module by the environment alone."""
+    """Start the server, unless it runs; it finds this module only by the environment."""
     folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as inherited:
         inherited.setenv("PYTHONPATH", os.pathsep.join(folders))
@@ -197,7 +197,7 @@ class WorkerProcess:
         return max(self.lane.calls, default=0)
 
     def outcomes(self, count: int) -> list[Any]:
-        """Return what ``count`` calls have come to."""
+        """Return the outcomes of ``count`` calls."""
         assert self.pipe.poll(60) or count == 0
         return [self.pipe.recv() for _ in range(count)]
 
@@ -212,7 +212,7 @@ class WorkerProcess:
 
 
 def start_worker(rank: int, size: int) -> tuple[int, Connection]:
-    """Start what a `WorkerProcess` is made of."""
+    """Start the process of a `WorkerProcess`; return its id and a pipe."""
     _start_server()
     ours, theirs = _processes.Pipe()
     process = _processes.Process(target=_work, args=(theirs, rank, size), daemon=True)
@@ -246,10 +246,10 @@ class Driver:
             worker.post(command, self.lanes)
 
     def wait(self, workers: Sequence[WorkerProcess] | None = None, seconds: float = 60) -> bool:
-        """Wait for the answers of ``workers``, of all if None; return whether they are there."""
+        """Wait for the answers of ``workers`` (all, if None); return whether they have arrived."""
         end = time.monotonic() + seconds
         missing = [worker.lane for worker in (self.workers if workers is None else workers)]
-        # Looked at once a turn: a wait for no answer at all would not be woken by any.
+        # Look once per turn: nothing would wake a wait without missing answers.
         while missing := [lane for lane in missing if not lane.is_answered]:
             if time.monotonic() > end:
                 return False
@@ -275,7 +275,7 @@ class Driver:
 
 
 def value_of(answer: tuple[int, Any]) -> Any:
-    """Return the value that a worker has answered with."""
+    """Return the value of a worker's answer."""
     kind, content = answer
     return fw.FlatWeights.wrap(*content) if kind == WEIGHTS else content
 
@@ -320,7 +320,7 @@ def _drive(point: str, action: str, pipe: Connection, worker: tuple[int, Connect
 
 def start_driver(point: str, action: str) -> tuple[Any, Connection, int]:
     """Start a driver that fails at ``point``; return it, a pipe to it, and its worker's process."""
-    # Made here: in the driver it would need another server, which imports everything again.
+    # Started here: in the driver it would need another server, which imports everything again.
     worker = start_worker(0, LARGE)
     ours, theirs = _processes.Pipe()
     program = _processes.Process(target=_drive, args=(point, action, theirs, worker))

@@ -15,7 +15,7 @@ from flatweights.ray.members._terms import Terms
 
 
 def entry_of(rank: int | None, terms: Terms) -> Entry:
-    """Return what a process of this node gives a meeting that wants to be its member."""
+    """Return the entry of a process of this node that wants to be a member."""
     token, who, now = secrets.token_bytes(16), f"process of rank {rank}", time.monotonic()
     return Entry(token, rank, terms, who, "here", True, now, Future(), Future())
 
@@ -46,7 +46,7 @@ class LocalMeeting:
         return entry
 
     def lane(self, entry: Entry) -> MemberLane:
-        """Make the lane that the ticket is for."""
+        """Make the lane for the ticket."""
         ticket = entry.ticket.result()
         assert ticket.address is not None
         lane = MemberLane(ticket.address, entry.token)
@@ -63,7 +63,7 @@ class LocalMeeting:
         return Member("local", host, entry.ticket.result(), host.start(60.0))
 
     def join(self, rank: int | None = None) -> Member:
-        """Do as `flatweights.ray.join` does."""
+        """Join, as `flatweights.ray.join` does."""
         entry = self.enter(rank)
         return self.member(entry, self.lane(entry))
 
@@ -74,11 +74,11 @@ class LocalMeeting:
         return [self.member(entry, lane) for entry, lane in zip(entries, lanes, strict=True)]
 
     def lose(self, entry: Entry, why: Any) -> None:
-        """Do as the host does when a process gives up."""
+        """Count a process as lost, as the host does when it gives up."""
         self.meeting.news.tell(self.meeting.lose, entry.token, why)
 
     def wait_until(self, is_true: Any) -> None:
-        """Wait until ``is_true(meeting)``, as the thread of the meeting sees it."""
+        """Wait until ``is_true(meeting)`` holds in the thread of the meeting."""
         while not self.meeting.news.ask(is_true, self.meeting):
             time.sleep(0.001)
 
@@ -88,7 +88,7 @@ class LocalMeeting:
 
 
 def kill(member: Member) -> None:
-    """Have the socket of a member close, as the death of its process does."""
+    """Close the socket of a member, as the death of its process does."""
     host = member._host
     assert isinstance(host, HostByLane)
     host._lane.connection.shutdown(socket.SHUT_RDWR)

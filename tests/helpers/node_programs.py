@@ -1,4 +1,4 @@
-"""What the tests run among nodes of `bench.nodes`: the argument is the name of a program."""
+"""Programs that tests run on nodes of `bench.nodes`; the argument is the name of one."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ MB = 1_000_000
 
 
 def links() -> dict[str, Any]:
-    """Return how links behave that are shaped, cut, mended and slow."""
+    """Return measurements of links that are shaped, cut, mended and slow."""
     cluster = nodes.Nodes.make(2)
     cluster.shape(80)  # 10 MB a second
     ring = Ring("sockets", cluster, 2)

@@ -40,19 +40,20 @@ _kept: list[ray_forks.RayForks] = []  # until the program ends
 
 @pytest.fixture(scope="session", autouse=True)
 def ray_folder() -> Iterator[Path]:
-    """Where the Rays of this process and its programs write, removed after the tests.
+    """The folder for Rays of this process and its programs; it is removed after the tests.
 
-    A Ray leaves its address in such a folder for any program to join: neither do the tests
-    join another program's Ray, nor does another program join theirs.
+    A Ray leaves its address in such a folder for any program to join. With a folder of their own,
+    tests do not join another program's Ray, and other programs do not join theirs.
     """
     folder = Path(tempfile.mkdtemp(prefix="fw-", dir="/tmp"))  # the names of sockets must be short
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_TMPDIR", str(folder))
         environment.setenv("RAY_ADDRESS", "local")
-        # On a busy machine a node needs longer than Ray's 30 s to start; one that has aborted
-        # is waited for as long, too.
+        # On a busy machine, a node needs longer than Ray's 30 s to start. (Ray also waits this long
+        # for a node that has aborted.)
         environment.setenv("RAY_raylet_start_wait_time_s", "90")
-        # A node aborts if its agent, a Python program, takes longer than this: 30 s, unless told.
+        # A node aborts if its agent, a Python program, takes longer than this to start; default: 30
+        # s.
         environment.setenv("RAY_agent_register_timeout_ms", "90000")
         yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -74,12 +75,12 @@ def shared_ray(ray_folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as inherited:
         inherited.setenv("PYTHONPATH", os.pathsep.join(folders))
         inherited.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
-        inherited.setenv("REPORTER_UPDATE_INTERVAL_MS", "3600000")  # nobody reads its reports
+        inherited.setenv("REPORTER_UPDATE_INTERVAL_MS", "3600000")  # no test reads its reports
         forks = ray_forks.RayForks(ray_folder)
         for name, value in forks.environment.items():
             inherited.setenv(name, value)
         node = start_lean_ray(object_store_memory=_STORE)
-    # Ray waits a second for each of its processes, and then leaves it to itself.
+    # Ray waits a second for each of its processes, and then lets it run.
     processes = [info.process for infos in node.all_processes.values() for info in infos]
     yield
     ray.shutdown()
@@ -90,12 +91,12 @@ def shared_ray(ray_folder: Path) -> Iterator[None]:
 
 
 def start_lean_ray(**options: Any) -> Any:
-    """Start a node of two CPUs without what no test uses, and connect to it."""
+    """Start a node of two CPUs, without parts that no test uses, and connect to it."""
     return start_lean_cluster(**{"num_cpus": 2} | options).head_node
 
 
 def start_lean_cluster(**options: Any) -> Any:
-    """Start the first node of a cluster without what no test uses, and connect to it.
+    """Start the first node of a cluster, without parts that no test uses, and connect to it.
 
     In a program with a folder of its own, its workers are copies of a process without TensorFlow.
     """

@@ -1,10 +1,10 @@
-"""Ray's workers as copies of one process that has imported Ray and NumPy for all; and TensorFlow.
+"""Ray's workers as copies of one process that has imported Ray, NumPy and maybe TensorFlow.
 
-A node whose ``setup_worker_path`` is this file starts it where it would start a worker. It passes
-arguments, environment and output on to that process, which forks: the copy becomes the worker.
-Without such a process, on another node, or with a ``runtime_env``, a worker starts as usual.
+A node whose ``setup_worker_path`` is this file starts it instead of a worker. It passes arguments,
+environment and output on to that process, which forks: the copy becomes the worker. Without such a
+process, on another node, or with a ``runtime_env``, a worker starts as usual.
 
-The process only imports: TensorFlow's and Ray's threads would not live on in a copy.
+The process only imports: a copy would not have the threads of TensorFlow and Ray.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-_ADDRESS = "FLATWEIGHTS_TESTS_FORKS"  # the variable that says where the process listens
+_ADDRESS = "FLATWEIGHTS_TESTS_FORKS"  # the variable with the address of the process
 _NODE = "RAY_RAYLET_PID"
-_NO_JOB = "ff" * 4  # as in workers that Ray starts before there is a job
+_NO_JOB = "ff" * 4  # as in workers that Ray starts before it has a job
 
 
 class RayForks:
     """The process, which ends with the one that started it.
 
     Attributes:
-        environment: What Ray must be started with to find it.
+        environment: The variables with which Ray must be started to find it.
     """
 
     def __init__(self, folder: Path, *, with_tensorflow: bool = True) -> None:
@@ -57,24 +57,24 @@ class RayForks:
 
 
 def are_there() -> bool:
-    """Whether this process has been told of such a process."""
+    """Whether the environment of this process names such a process."""
     return _ADDRESS in os.environ
 
 
 def start_worker() -> None:
-    """Have a copy made that becomes the worker; or become it here."""
+    """Let a copy become the worker; without one, become the worker here."""
     (program,) = [k for k, text in enumerate(sys.argv) if text.endswith("default_worker.py")]
     if any(argument.startswith("--serialized-runtime-env-context") for argument in sys.argv):
         setup = str(Path(sys.argv[program]).with_name("setup_worker.py"))
         os.execv(sys.executable, [sys.executable, setup, *sys.argv[1:]])
-    # What Ray's own setup does for other workers; it imports all of Ray for that.
+    # Ray's own setup does this for other workers, but imports all of Ray.
     arguments = [a for a in sys.argv[program:] if not a.startswith("--language")]
     if not have_copied(arguments):
         os.execv(sys.executable, [sys.executable, *arguments])
 
 
 def have_copied(arguments: list[str]) -> bool:
-    """Have the worker started as a copy; return False if there is nothing to copy."""
+    """Start the worker as a copy; return False if there is nothing to copy."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as there:
             there.connect(os.environ[_ADDRESS])
@@ -120,7 +120,7 @@ def serve(listener: socket.socket, *, with_tensorflow: bool) -> None:
 
 def import_tensorflow() -> None:
     errors = os.dup(2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # TensorFlow greets, whatever it is told
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # TensorFlow prints a greeting in any case
     try:
         import_module("tensorflow")
         import_module("keras")
@@ -130,7 +130,7 @@ def import_tensorflow() -> None:
 
 
 def import_ray(environment: dict[str, str]) -> None:
-    """Import it in a worker's environment: it keeps what it then finds there."""
+    """Import Ray in a worker's environment, since it keeps the values that it finds there."""
     os.environ.clear()
     os.environ.update(environment | {"RAY_JOB_ID": _NO_JOB})
     import_module("ray._private.workers.default_worker")

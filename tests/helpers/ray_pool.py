@@ -1,4 +1,4 @@
-"""Actors that tests use one after the other: to start a process takes longer than most tests."""
+"""Actors that tests share one after the other: starting a process takes longer than most tests."""
 
 import time
 from collections import defaultdict
@@ -18,7 +18,7 @@ Lend = Callable[..., WorkerGroup]
 
 
 class _Kind(NamedTuple):
-    """What cannot be changed in an actor: Ray restarts it with the same arguments."""
+    """The unchangeable part of an actor: Ray restarts it with the same arguments."""
 
     worker: type[PlainWorker]
     rank: int
@@ -29,8 +29,8 @@ class _Kind(NamedTuple):
 class Actors:
     """Actors of `PlainWorker` classes, lent to groups.
 
-    A group gets actors that are as they were built. An actor is lent again if it answers when it is
-    taken back, in the process that it was lent in.
+    A group gets actors in the state in which they were built. An actor is lent again if it answers
+    when it is taken back, still in the same process.
     """
 
     def __init__(self) -> None:
@@ -38,10 +38,10 @@ class Actors:
 
     @contextmanager
     def loan(self) -> Iterator[Lend]:
-        """Give a function that lends groups, whose actors are taken back at the end.
+        """Yield a function that lends groups; their actors are taken back at the end.
 
-        It takes a class, the number of workers, the size of their weights, what `WorkerGroup`
-        takes, and options of Ray's.
+        It takes a class, the number of workers, the size of their weights, arguments of
+        `WorkerGroup`, and options of Ray.
         """
         lent: list[tuple[_Kind, Any, Any]] = []  # with a reference to the process
 
@@ -68,7 +68,7 @@ class Actors:
             self._take_back(lent)
 
     def stop(self) -> None:
-        """End all that are not lent: a process of Ray's that waits computes, too."""
+        """End all actors that are not lent: a waiting process of Ray uses the processor, too."""
         for actors in self._idle.values():
             for actor in actors:
                 ray.kill(actor)
@@ -88,13 +88,13 @@ class Actors:
                     self._idle[kind].append(actor)
                     continue
             except (ray.exceptions.RayError, TimeoutError):
-                pass  # it died, or is still at work
+                pass  # it died, or still works
             ray.kill(actor)
 
 
 @contextmanager
 def only_late(count: int = 1) -> Iterator[None]:
-    """The time of a round is up for its last ``count`` ranks alone, however slow the machine is."""
+    """Let a round's time end only for its last ``count`` ranks, however slow the machine is."""
 
     def wait(answers: Collection[Any], deadline: float | None = None, enough: int = 1) -> list[Any]:
         others = len(answers) - count

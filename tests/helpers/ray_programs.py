@@ -46,7 +46,7 @@ def program(function: Callable[..., None], *arguments: str) -> Iterator[subproce
 
 
 def output_of(function: Callable[..., None], *arguments: str, timeout: float = 300) -> str:
-    """What such a function prints."""
+    """The output of such a function."""
     with program(function, *arguments) as process:
         out, err = process.communicate(timeout=timeout)
         assert process.returncode == 0, err[-5000:]

@@ -8,10 +8,10 @@ from ray_pool import Actors, Lend
 
 @pytest.fixture(scope="module", params=["lanes", "store"])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """How rounds go: over lanes, and once more over Ray's object store.
+    """The way of rounds: over lanes, and then over Ray's object store.
 
-    Tests that take actors of their own (`lend`, or marked ``starts_actors``) go over the store with
-    ``-m slow`` alone.
+    Tests with actors of their own (`lend`, or marked ``starts_actors``) go over the store only with
+    ``-m slow``.
     """
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("FLATWEIGHTS_RAY", "store" if request.param == "store" else "")

@@ -20,7 +20,7 @@ POISON = 1e30
 
 
 class PlainWorker(FlatWorker):
-    """Weights ``{"w": ..., "n": ...}``; training adds to ``w`` what the rank says."""
+    """Weights ``{"w": ..., "n": ...}``; training adds a number that the rank decides."""
 
     def __init__(self, rank: int = 0, size: int = 5) -> None:
         self.rank, self.size = rank, size
@@ -28,7 +28,7 @@ class PlainWorker(FlatWorker):
         self.calls = self.received = 0
 
     def build_anew(self) -> int:
-        """Be as it was built, for the next test; return the process."""
+        """Return to the state in which it was built, for the next test; return the process."""
         self.__init__(self.rank, self.size)  # type: ignore[misc]
         return self.pid()
 
@@ -58,7 +58,7 @@ class PlainWorker(FlatWorker):
         return self.train(step), {"samples": self.rank + 1, "calls": self.calls}
 
     def act(self, plan: Mapping[int, str], where: str = "", step: float = 1.0) -> Any:
-        """Train; but do what ``plan`` says for this rank: see the code."""
+        """Train, but misbehave as ``plan`` says for this rank: see the code."""
         action = plan.get(self.rank, "")
         if action == "die before":
             die()
@@ -124,7 +124,7 @@ def _die_once_told(where: Path) -> None:
 
 
 def wait_for(path: Path, timeout: float = 120) -> None:
-    """Wait until there is such a file."""
+    """Wait until the file exists."""
     end = time.monotonic() + timeout
     while not path.exists():
         if time.monotonic() > end:
@@ -133,7 +133,7 @@ def wait_for(path: Path, timeout: float = 120) -> None:
 
 
 def weights_of(value: float, size: int = 5) -> FlatWeights:
-    """The weights to begin with."""
+    """The first weights."""
     return FlatWeights({"w": np.full(size, value), "n": np.int64(3)})
 
 

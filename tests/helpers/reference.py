@@ -140,13 +140,13 @@ def assert_mean(
     sources: Sequence[NDArray[Any]],
     weights: Sequence[float] | None = None,
 ) -> None:
-    """Fail unless ``result`` is the mean, within what its dtype can hold."""
+    """Fail unless ``result`` is the mean, within the precision of its dtype."""
     assert result.dtype == sources[0].dtype
     assert result.shape == sources[0].shape
     expected = wide_mean(sources, weights)
     tolerance, scale = TOLERANCE[result.dtype.name], np.abs(expected)
     if weights is not None and result.dtype.name in ("float64", "complex128"):
-        # Each weight and its product with a value are rounded: what cancels leaves that.
+        # Each weight, and its product with a value, is rounded; cancellation leaves these errors.
         tolerance *= 2
         scale = wide_mean([np.abs(source) for source in sources], weights)
     got = result.astype(np.complex128 if result.dtype.kind == "c" else np.float64)
@@ -187,7 +187,7 @@ def assert_same(got: Any, expected: Any) -> None:
     assert type(got) is type(expected)
     assert_parts(got, expected)
     if hasattr(expected, "buffer"):
-        assert same_bits(got.buffer, expected.buffer)  # with what is between the parts
+        assert same_bits(got.buffer, expected.buffer)  # including the padding between the parts
 
 
 class Guarded:
@@ -250,10 +250,11 @@ def refuses(error: type[Exception], match: str, *arrays: NDArray[Any]) -> Iterat
 
 
 def least_growth(call: Callable[[], object], count: int) -> int:
-    """Return how many bytes of Python's memory ``count`` calls keep, in the best of three tries.
+    """Return the bytes of Python's memory that ``count`` calls keep, in the best of three tries.
 
-    What each call keeps grows in every try. Caches fill, and TensorFlow frees on other threads. If
-    it seems to be much, it is measured once more without what other threads allocate meanwhile.
+    A leak of each call grows in every try. Caches fill, and TensorFlow frees memory on other
+    threads. If the growth seems large, it is measured once more without the allocations of other
+    threads.
     """
     growth = _growth(call, count, frames=1)
     return growth if growth < 10 * count else _growth(call, count, frames=_MOST_FRAMES)
@@ -289,7 +290,7 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def run_python(code: str, env: Mapping[str, str] | None = None) -> str:
-    """What ``code`` prints in a process of its own, with warnings as errors.
+    """The output of ``code`` in a process of its own, with warnings as errors.
 
     Args:
         code: A program.
@@ -308,7 +309,7 @@ def run_python(code: str, env: Mapping[str, str] | None = None) -> str:
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """The environment without what chooses threads or streaming, and with ``extra``."""
+    """The environment without variables for threads or streaming, and with ``extra``."""
     ours = (
         "FLATWEIGHTS_NUM_THREADS",
         "OMP_NUM_THREADS",
@@ -319,12 +320,12 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 
 def refusals(first: str, name: str, texts: Sequence[str]) -> list[list[str]]:
-    """For each malformed text, the errors of calls that read it, once none has changed anything.
+    """For each malformed text, the errors of calls that read it; none may have changed anything.
 
     Args:
-        first: The call that only asks, as Python text.
+        first: A call that only reads a setting, as Python text.
         name: A variable of the environment.
-        texts: What it is set to, one after the other, in one process.
+        texts: The values of the variable, one after the other, in one process.
     """
     code = f"""
 import os

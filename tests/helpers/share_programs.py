@@ -2,12 +2,12 @@
 
 A program reads variables in every way that refers to their memory (slices of slices, unstack,
 split, reshape, bitcast, control flow, lists), gives the variables other values, and goes on
-computing with what it read. Half of the programs also read and write rows alone (gather, lookup,
-sparse updates), by which TensorFlow takes to updating a variable in place. Each runs twice, with
-and without `share=True`: results agree to the bit, and the memory keeps its bytes.
+computing with the values that it read. Half of the programs also read and write single rows
+(gather, lookup, sparse updates), after which TensorFlow updates a variable in place. Each program
+runs twice, with and without `share=True`: results agree to the bit, and the memory keeps its bytes.
 
-As a program, ``python share_programs.py FIRST LAST`` runs those of some seeds over memory that
-the system protects, where any write, of the same bytes too, ends the process.
+``python share_programs.py FIRST LAST`` runs the programs of some seeds over memory that the system
+protects: any write, even of the same bytes, ends the process.
 """
 
 import contextlib
@@ -144,7 +144,7 @@ def _indices(x: Any, rng: random.Random) -> list[int]:
     return [rng.randrange(x.shape[0]) for _ in range(rng.randrange(1, 4))]
 
 
-# Ways to compute with what was read; TensorFlow does each in place where it thinks that it may.
+# Ways to compute with values that were read; TensorFlow does each in place if it believes it may.
 FLOATING: list[Callable[[Any], Any]] = [
     tf.nn.relu,
     tf.abs,
@@ -229,7 +229,7 @@ def run_body(variables: list[Any], seed: int, *, compiled: bool) -> list[Any]:
     rng = random.Random(seed)
     sparse = is_sparse(seed)
     held: list[Any] = []
-    values: list[Any] = []  # TensorFlow inlines calls: what waits for one may run before it reads
+    values: list[Any] = []  # calls are inlined: an op that waits for one may run before it reads
     after: list[Any] = []
     results: list[Any] = []
     eager = tf.executing_eagerly()
@@ -317,12 +317,12 @@ def values_of(weights: TensorFlowVariables, seed: int) -> NDArray[np.uint8]:
 
 
 def _bytes(x: Any) -> bytes:
-    # Not by np.asarray: TensorFlow's gives none for a single bfloat16.
+    # Not by np.asarray: for a single bfloat16, TensorFlow returns no array.
     return np.array(x if isinstance(x, np.ndarray | np.generic) else x.numpy()).tobytes()
 
 
 def run_program(mode: str, seed: int, memory: Memory) -> list[str]:
-    """Run a program with and without sharing; return what is wrong."""
+    """Run a program with and without sharing; return the differences."""
     runners = [_Runner(mode, seed) for _ in range(2)]
     wrong: list[str] = []
     held: list[list[Any]] = [[], []]
@@ -334,12 +334,12 @@ def run_program(mode: str, seed: int, memory: Memory) -> list[str]:
             weights = runner.weights
             given = FlatWeights.wrap(shared if k else source.copy(), weights.layout)
             weights.set_weights(given, share=bool(k))
-            # One that is copied on reading is written to in place, so it has memory of its own.
+            # A copy-on-read variable is written in place, so it has memory of its own.
             may_copy = is_sparse(seed) and turn > 0
             if k and weights.unbound == {} and not (may_copy or all(weights.shared.values())):
                 wrong.append(f"{mode} {seed}: not shared: {weights.shared}")
             outcome = runner.step()  # type: ignore[no-untyped-call]
-            # What was returned earlier may refer to memory that no variable has any more.
+            # Earlier results may refer to memory that no variable has any more.
             later = [] if mode == "session" else [x + tf.ones_like(x) for x in held[k]]
             held[k] = [] if mode == "session" else list(outcome)
             copies = [_bytes(x) for x in (*outcome, *later)]

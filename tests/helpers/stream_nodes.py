@@ -1,4 +1,4 @@
-"""Several nodes, all of them in this process, whose links are real sockets."""
+"""Several nodes in this process, whose links are real sockets."""
 
 import contextlib
 import secrets
@@ -16,7 +16,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Nodes:
-    """Several nodes, all of them in this process."""
+    """Several nodes in this process."""
 
     def __init__(self, size: int) -> None:
         self.streams = [Streams("127.0.0.1") for _ in range(size)]
@@ -25,7 +25,7 @@ class Nodes:
         self.number = 0
 
     def together(self, call: Callable[[int], object]) -> list[object]:
-        """Call for each node at once, and return results or what was raised."""
+        """Call for all nodes at once; return results or exceptions."""
         futures = [self.pool.submit(call, place) for place in range(len(self.streams))]
         return [future.exception() or future.result() for future in futures]
 
@@ -54,7 +54,7 @@ class Nodes:
         return self.together(swap_at)
 
     def check(self, nbytes: int = 10_000) -> None:
-        """Assert that a swap is right."""
+        """Check the result of a swap."""
         size = len(self.streams)
         data = [[[random_bytes(nbytes)] for _ in range(size)] for _ in range(size)]
         assert_received(data, self.swap(data))

@@ -1,4 +1,4 @@
-"""The public surface: every callable that a module exports, and how each introduces itself."""
+"""The public surface: every callable that a module exports, its docstring and signature."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ _EXPANDED = ("typing.", "numpy.", "collections.abc.", "flatweights.", "Union[", 
 
 
 def public_callables(module: ModuleType) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield what ``module`` exports, with the methods and properties of its classes."""
+    """Yield the exports of ``module``, with the methods and properties of its classes."""
     for name in module.__all__:
         item = getattr(module, name)
         if inspect.isclass(item):
@@ -33,7 +33,7 @@ def _members(owner: str, cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def undescribed(module: ModuleType) -> list[str]:
-    """Return the names of what has no docstring; pybind11's line of the signature is none."""
+    """Return names without a docstring; pybind11's line with the signature does not count."""
     return [name for name, item in public_callables(module) if not _description(item)]
 
 
@@ -45,7 +45,7 @@ def _description(item: Callable[..., Any]) -> str:
 
 
 def unreadable_signatures(module: ModuleType) -> list[str]:
-    """Return what has no signature, or one whose annotations are not short names."""
+    """Return names without a signature, or with annotations that are not short names."""
     wrong = []
     for name, item in public_callables(module):
         if inspect.isclass(item) and "__init__" not in vars(item):

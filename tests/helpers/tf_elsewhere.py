@@ -1,4 +1,4 @@
-"""Another process, in which other models were built before: what it builds, gives and takes."""
+"""Another process, in which other models were built before: it builds, gets and sets models."""
 
 import os
 import sys
@@ -59,7 +59,7 @@ def serve() -> None:
 
 
 def make_history() -> None:
-    """Move the counters on that Keras and TensorFlow number names by."""
+    """Advance the counters by which Keras and TensorFlow number names."""
     import keras
     import tf_keras
     from tf_kinds import KINDS
@@ -74,7 +74,7 @@ def make_history() -> None:
 
 
 def give(name: str) -> Any:
-    """Build a kind; return its weights."""
+    """Build a kind of model; return its weights."""
     from tf_kinds import KINDS
 
     from flatweights.tensorflow import TensorFlowVariables
@@ -83,7 +83,7 @@ def give(name: str) -> Any:
 
 
 def take(name: str, weights: Any) -> dict[str, Any]:
-    """Build a kind and set it; return what its own framework then reads."""
+    """Build a kind of model and set it; return the values that its own framework then reads."""
     from tf_kinds import KINDS, value
 
     from flatweights.tensorflow import TensorFlowVariables
@@ -121,7 +121,7 @@ def train(module: str, steps: int, start: Any, more: int) -> tuple[Any, Any]:
 
     of_module = {"keras": keras, "tf_keras": tf_keras}[module]
     layers = [of_module.layers.Dense(3, activation="tanh"), of_module.layers.BatchNormalization()]
-    if module == "keras":  # that of `tf_keras` draws from what is no variable
+    if module == "keras":  # the state of `tf_keras`'s dropout is not a variable
         layers.append(of_module.layers.Dropout(0.5))
     model = of_module.Sequential([of_module.Input((4,)), *layers, of_module.layers.Dense(2)])
     model.compile(of_module.optimizers.Adam(0.05), "mse")

@@ -1,4 +1,4 @@
-"""Programs in processes of their own that need not import TensorFlow: one has done it for all."""
+"""Programs in processes of their own, forked from one process that has imported TensorFlow."""
 
 import os
 import pickle
@@ -10,9 +10,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-# Imports TensorFlow; then makes a process for each program, which it has in its copy already.
-# A second process waits for the program's end and reports it. Nothing here calls TensorFlow,
-# which would start threads, and these do not live on in a copy.
+# Imports TensorFlow; then forks a process for each program, in which it is already imported. A
+# second process waits for the program's end and reports it. Nothing here calls TensorFlow, which
+# would start threads, and these do not live on in a copy.
 _SERVER = """
 import os, pickle, signal, socket, sys
 errors = os.dup(2)

@@ -1,4 +1,4 @@
-"""Every kind of thing that holds variables, each with the variables that it ought to give."""
+"""Every kind of object that holds variables, each with its expected variables."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ def kind(build: Callable[[], tuple[Any, Iterable[Any]]]) -> Callable[[], Kind]:
 
 
 def value(variable: Any) -> np.ndarray:
-    """The variable's value, read by whoever made it."""
+    """The variable's value, read by its own framework."""
     inner = variable._value if isinstance(variable, keras.Variable) else variable
     return np.array(inner.numpy())
 
@@ -172,7 +172,7 @@ def keras_attention() -> Any:
 
 
 class Bare(keras.Model):  # type: ignore[misc]
-    """Keras does not know of what is in `bare`, nor of what is in the module."""
+    """Keras does not know the variables in `bare` and in the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ def keras_optimizer_alone() -> Any:
 
 @kind
 def keras_actor_and_critic() -> Any:
-    """One optimizer for two models, before them."""
+    """One optimizer for two models, in front of them."""
     actor, critic = keras_sequential().output, keras_nested().output
     optimizer = keras.optimizers.RMSprop()
     optimizer.build([*actor.trainable_variables, *critic.trainable_variables])

@@ -19,13 +19,13 @@ tf.config.set_logical_device_configuration(_CPU, [tf.config.LogicalDeviceConfigu
 
 tf1 = tf.compat.v1
 
-# For tests whose behaviour does not depend on how weights are moved, or has one way alone.
+# For tests whose behaviour does not depend on the way of moving weights, or has only one way.
 only_bound = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 
 @dataclass
 class Model:
-    """Variables, with a way to read and write each that is none of ours."""
+    """Variables, with a way to read and write each that does not use flatweights."""
 
     weights: TensorFlowVariables
     read: Callable[[], dict[str, np.ndarray]]
@@ -70,7 +70,7 @@ BUILDERS = {"eager": build_eager, "graph": build_graph, "ref-graph": build_ref_g
 
 
 def random_values(seed: int = 0) -> dict[str, np.ndarray]:
-    """Shapes that have tripped people up: a number, no elements, ones, and odd sizes."""
+    """Shapes that are often handled wrongly: a number, no elements, ones, and odd sizes."""
     rng = np.random.default_rng(seed)
     return {
         "kernel": rng.normal(size=(7, 5)).astype(np.float32),
