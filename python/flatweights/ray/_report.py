@@ -5,6 +5,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -60,9 +61,10 @@ class Metrics:
 
     One call of an instrument takes 4 µs, a round of a group would make fifteen, and a round of a
     small model takes only 400 µs. So rounds are counted here, and a thread hands the counts to Ray
-    a tenth of a second later. Ray sends them on every ten seconds, or every
-    ``metrics_report_interval_ms``. If Ray's agent is not installed (``ray[default]``), it does
-    not send them.
+    every tenth of a second, as long as there are some: while all processors are busy, starting a
+    thread takes milliseconds, and the round waits for it. Ray sends them on every ten seconds, or
+    every ``metrics_report_interval_ms``. If Ray's agent is not installed (``ray[default]``), it
+    does not send them.
 
     Attributes:
         works: Whether no error has occurred yet: an error ends the metrics, never a round.
@@ -72,7 +74,7 @@ class Metrics:
         """Register nothing yet."""
         self.works = True
         self._lock = threading.Lock()
-        self._timer: threading.Timer | None = None
+        self._thread: threading.Thread | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -102,19 +104,28 @@ class Metrics:
                 self._counts[counter] += count
             self._seconds += seconds.items()
             self._used = self._used if used is None else used
-        if self._timer is None and self.works:
-            self._timer = threading.Timer(_DELAY, self.hand_over)
-            self._timer.daemon = True
-            try:
-                self._timer.start()
-            except RuntimeError:  # no thread can be started; the next call tries again
-                self._timer = None
+            if self._thread is None and self.works:
+                thread = threading.Thread(target=self._work, name="flatweights-metrics")
+                thread.daemon = True
+                try:
+                    thread.start()
+                except RuntimeError:  # no thread can be started; the next call tries again
+                    return
+                self._thread = thread
+
+    def _work(self) -> None:
+        while True:
+            time.sleep(_DELAY)
+            with self._lock:
+                if not (self.works and (self._counts or self._seconds)):
+                    self._thread = None
+                    return
+            self.hand_over()
 
     def hand_over(self) -> None:
         """Hand the counts to Ray's instruments."""
         with self._lock:
             counts, seconds, used = self._counts, self._seconds, self._used
-            self._timer = None
             self._forget()
         if not self.works:
             return

@@ -351,19 +351,40 @@ def test_an_error_of_the_metrics_does_not_break_a_round(
 
 
 def test_metrics_wait_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(timer: threading.Timer) -> None:
+    def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     metrics = Metrics()
     handed_over: list[Any] = []
     monkeypatch.setattr(metrics, "_record", lambda *args: handed_over.append(args))
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Timer, "start", start)
+        patched.setattr(threading.Thread, "start", start)
         metrics.add({ROUND: 1})
     metrics.add({ROUND: 2})
-    assert metrics._timer is not None
-    metrics._timer.join()
+    first = metrics._thread
+    assert first is not None
+    first.join()
     assert handed_over == [({ROUND: 3}, [], None)]
+    metrics.add({ROUND: 4})
+    assert metrics._thread not in (first, None)
+
+
+def test_rounds_without_a_pause_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics()
+    threads: list[threading.Thread] = []
+
+    def record(counts: Any, *_: Any) -> None:
+        threads.append(threading.current_thread())
+        if len(threads) < 4:
+            metrics.add({ROUND: 1})
+
+    monkeypatch.setattr(metrics, "_record", record)
+    metrics.add({ROUND: 1})
+    thread = metrics._thread
+    assert thread is not None
+    thread.join()
+    assert threads == [thread] * 4
+    assert metrics._thread is None
 
 
 def test_a_round_of_nothing_but_weights_has_a_record() -> None:
