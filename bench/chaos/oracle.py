@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 Model = dict[str, NDArray[Any]]
 BEGUN = "begun"
-"""What each process notes first."""
+"""The first note of each process."""
 _SPAN = 1 << 17  # elements of the table that noise is cut from
 
 

@@ -1,4 +1,4 @@
-"""Members that average gradients are one process that has all of their batches."""
+"""Members that average gradients take the steps of one process with all of their batches."""
 
 from typing import Any
 
@@ -55,6 +55,6 @@ def test_members_take_the_steps_of_one_process(
         for loop in LOOPS:
             if model == "lazy" and not loop.startswith("fit"):
                 continue  # it has to be built first
-            # Of rows that occur twice, Keras clips each; ours are added first.
+            # If a row occurs twice, Keras clips each occurrence; ours are added first.
             if model != "embedding" or "clipped" not in optimizer:
                 check(together, size, model, optimizer, loop)

@@ -62,7 +62,7 @@ def test_epochs_end_with_the_average_weighted_by_samples(together: Together) -> 
 
 
 def validated(place: Place) -> Any:
-    """What validation and callbacks behind see."""
+    """The values that validation and later callbacks see."""
     import keras
 
     from flatweights.keras import AverageLogs, AverageWeights

@@ -1,4 +1,4 @@
-"""Trainings with averaged gradients that outlive members, and heal those that come back."""
+"""Trainings with averaged gradients that survive deaths of members, and heal their successors."""
 
 import functools
 import threading
@@ -38,8 +38,8 @@ class Fit:
     """One member's ``fit``, in a thread.
 
     Attributes:
-        at: What it does at the beginning of a batch of an epoch, by both.
-        done: What the training returns: the history, and the state.
+        at: By epoch and batch, its action at the beginning of that batch.
+        done: The result of the training: the history, and the state.
     """
 
     def __init__(self, member: Member, kind: str = "normalized", **options: Any) -> None:
@@ -60,9 +60,10 @@ class Fit:
         self.done = pool.submit(self._run)
 
     def goes_on_without(self, epoch: int, batch: int) -> None:
-        """Have the others go on without a member that sleeps from a batch on.
+        """Let the others go on without a member, which sleeps from a batch on.
 
-        Members are never late before: on a busy machine one may trace its first step for long.
+        Before that batch, members are never late: on a busy machine, one may trace its first step
+        for long.
         """
         self.at[epoch, batch] = lambda: self._wait_for_others(1.0)
         self.at[epoch, batch + 4] = lambda: self._wait_for_others(PATIENCE)
@@ -263,7 +264,7 @@ def test_the_training_ends_for_all_if_a_callback_of_one_stops_it(pool: ThreadPoo
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras' own callback
 def test_a_replaced_member_counts_as_the_others_do(pool: ThreadPoolExecutor) -> None:
-    """A learning rate that falls after so many epochs falls in all members in the same one."""
+    """A learning rate that falls after some epochs falls in the same epoch in all members."""
     meeting, go_on = LocalMeeting(2), threading.Event()
 
     def plateau() -> Any:

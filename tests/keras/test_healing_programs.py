@@ -1,4 +1,4 @@
-"""Random trainings whose members die and sleep, against one optimizer that is given the means."""
+"""Random trainings whose members die and sleep, against one optimizer that gets the means."""
 
 import threading
 import time
@@ -27,10 +27,11 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Program(NamedTuple):
-    """A training, and what happens to its members.
+    """A training, and the faults of its members.
 
     Attributes:
-        faults: By rank, the steps before which it dies (0) or sleeps for so many calls.
+        faults: By rank and step, the number of calls for which it sleeps before that step; 0: it
+            dies.
     """
 
     size: int
@@ -45,7 +46,7 @@ def program_of(seed: int) -> Program:
     rng = np.random.default_rng(seed)
     size = int(rng.integers(2, 6))
     min_results = int(rng.integers(1, size))
-    # Even if all of them are away at once, as many as a step needs are there.
+    # Even if all of them are away at once, enough members for a step are left.
     faulty = rng.permutation(size)[: int(rng.integers(1, size - min_results + 1))]
     faults = {
         int(rank): {
@@ -63,10 +64,10 @@ def gradient(data: NDArray[Any], weights: Any) -> Any:
 
 
 class Run:
-    """One program that is run by threads.
+    """One program, run by threads.
 
     Attributes:
-        used: By step, the ranks whose gradients it has applied, as each member was told.
+        used: By step, the ranks whose gradients were applied, according to each member.
     """
 
     def __init__(self, program: Program, seed: int) -> None:
@@ -84,7 +85,7 @@ class Run:
         return weights, OPTIMIZERS[self.program.optimizer]()
 
     def train(self, member: Member) -> list[NDArray[Any]]:
-        """Train; if it dies, as another member."""
+        """Train; after a death, train as another member."""
         while (state := self.live(member)) is None:
             member = self.meeting.join(member.rank)
         return state
@@ -135,7 +136,7 @@ class Run:
         self.meeting.wait_until(lambda inside: inside._number >= number)
 
     def until_all_are_back(self, rank: int) -> None:
-        """Wait for those that are away to ask, so that the next steps heal them."""
+        """Wait until absent members have asked, so that the next steps heal them."""
         meeting = self.meeting.meeting
         while True:
             with self._lock:

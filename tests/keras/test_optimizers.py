@@ -1,4 +1,4 @@
-"""What `average_gradients` makes of an optimizer, in one process."""
+"""The effects of `average_gradients` on an optimizer, in one process."""
 
 import itertools
 import threading
@@ -129,7 +129,7 @@ def test_an_exchange_a_step_of_one_buffer(member: flatweights.ray.Member) -> Non
 
 
 def test_more_members_in_a_process_than_threads_of_tensorflow() -> None:
-    """Each step waits for those of the others."""
+    """Each step waits for the steps of the others."""
     size, name = tf.config.threading.get_inter_op_parallelism_threads() + 4, next(NAMES)
     x, y = images("dense")
     networks = [build("dense", seed) for seed in range(size)]
@@ -326,7 +326,7 @@ def test_callbacks_that_were_told_different_things_raise_before_the_training(
 
 
 def test_a_training_goes_on_without_a_member_that_sleeps() -> None:
-    """The list of docs/keras.md, whose first callback says for both whom to wait for."""
+    """The list of docs/keras.md, whose first callback sets the terms of both."""
     name, woken, ended = next(NAMES), threading.Event(), threading.Event()
     x, y = images("dense")
     networks = [build("dense", seed) for seed in range(2)]

@@ -38,7 +38,7 @@ def hosts() -> set[str]:
 
 
 class Worker:
-    """What a worker of `train_and_be_replaced` has noted."""
+    """The notes of a worker of `train_and_be_replaced`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         notes = folder / f"rank {rank}"
@@ -141,7 +141,7 @@ def test_if_the_host_dies_all_are_replaced_and_go_on_from_the_checkpoint(tmp_pat
 
 def test_a_ray_that_restarts_all_workers_is_refused() -> None:
     class OfRay255:
-        """Its `ray.train.backend.Backend` has no such attribute, either."""
+        """Ray 2.55, whose `ray.train.backend.Backend` lacks the attribute, too."""
 
     with pytest.raises(RuntimeError, match=r"expected Ray 2\.56 or newer.*got Ray 2\.55\.1"):
         check_ray(OfRay255, "2.55.1")
@@ -187,7 +187,7 @@ def test_after_a_death_all_meet_anew_and_go_on_from_the_checkpoint(tmp_path: Pat
 
 
 def join_alone(config: dict[str, str]) -> None:
-    """Rank 0 joins; the other comes once rank 0 has given up."""
+    """Rank 0 joins; the other rank joins once rank 0 has given up."""
     import time
     from pathlib import Path
 

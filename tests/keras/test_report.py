@@ -1,4 +1,4 @@
-"""`Report`: what it saves can be resumed, and a run of Ray Train gets its metrics."""
+"""`Report`: its checkpoints can be resumed, and a run of Ray Train gets its metrics."""
 
 import json
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def train(config: Mapping[str, Any]) -> None:
     """As a worker of Ray Train."""
     import ray.train
 
-    if config["resumes"]:  # what a second start of this run would do, within the first
+    if config["resumes"]:  # as a second start of this run would
         fit(new_model(seed=1), 2, callbacks=[Report()])
     model = new_model(seed=2)
     done = Report.resume(model)

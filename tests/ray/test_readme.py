@@ -1,4 +1,4 @@
-"""The README's examples, run one after the other, print what it says they print."""
+"""The README's examples, run one after the other, print the output that it shows."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`WorkerGroup.as_completed` and `publish`: results as they arrive, and the weights they are of."""
+"""`WorkerGroup.as_completed` and `publish`: results as they arrive, and the versions they name."""
 
 import itertools
 import re
@@ -31,7 +31,7 @@ def refuses(
 
 
 class Versioned(PlainWorker):
-    """Returns the weights that it has, and its rank added: which tells their version."""
+    """Returns its weights plus its rank, which shows their version."""
 
     def set_weights(self, new_weights: Any, *, share: bool = False) -> None:
         if len({*new_weights["w"].tolist()}) != 1:
@@ -79,7 +79,7 @@ def result_of(model: FlatWeights, rank: int) -> FlatWeights:
 
 
 class Publications:
-    """Publishes models that tell their number, and says what results of them are."""
+    """Publishes models that contain their number, and computes results of them."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
@@ -91,7 +91,7 @@ class Publications:
         self.group.publish(weights_of(float(self.number), SIZE))
 
     def check(self, found: Round) -> None:
-        """See that a round is the average of what its ranks made of the versions it names."""
+        """Check that a round is the average of its ranks' results from the versions it names."""
         assert found.staleness.keys() == {*found.used}
         results = [
             result_of(weights_of(float(self.number - found.staleness[rank]), SIZE), rank)
@@ -108,7 +108,7 @@ def three(way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
 
 @pytest.fixture
 def group(three: WorkerGroup) -> WorkerGroup:
-    """Three workers that several tests use: to be left in good health."""
+    """Three workers that several tests share, which leave them healthy."""
     assert len(three.step("forget_calls")) == 3
     return three
 
@@ -189,7 +189,7 @@ def test_stale_results_are_left_out_and_counted(group: WorkerGroup) -> None:
         assert max(found.staleness.values()) <= 1
         stale += found.stale
         rounds += 1
-        for _ in range(2):  # what others compute meanwhile is too old
+        for _ in range(2):  # results that others compute meanwhile are too old
             publications.publish()
     assert rounds == 20
     assert stale

@@ -1,6 +1,7 @@
 """Asynchronous rounds while workers are killed in every step of a call, added and removed.
 
-An oracle knows every publication, so it knows every average from the versions that rounds name.
+An oracle knows every publication, so it can compute every average from the versions that a round
+names.
 """
 
 import pytest

@@ -26,7 +26,7 @@ LARGE = 300_000  # elements; beyond 100 KiB results lie in shared memory
 
 @ray.remote
 class Rank:
-    """A worker that does as it is told."""
+    """A worker that acts on the test's orders."""
 
     def give(self, value: Any) -> Any:
         return value
@@ -155,7 +155,7 @@ def test_ref_is_put_once_and_is_what_was_averaged(
 
 
 class Traced(list[NDArray[Any]]):
-    """A list of arrays that notes which arrays it is made of where it is unpickled."""
+    """A list of arrays that notes its arrays when it is unpickled."""
 
     received: list[weakref.ref[NDArray[Any]]] = []  # noqa: RUF012
     copied = 0

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ray
 
 
 class Adding(PlainWorker):
-    """Adds what it is told, and says what it was called with."""
+    """Adds a given number, and returns its arguments."""
 
     def add(self, *values: float) -> FlatWeights:
         self.model["w"] += sum(values)

@@ -1,7 +1,7 @@
 """Faults of whole clusters and drivers: each program has a Ray of its own.
 
-A program is a function of this file, run in a process of its own. It checks what it sees
-against an oracle, bit for bit, and prints what the test asks for.
+A program is a function of this file, run in a process of its own. It checks its results against an
+oracle, bit for bit, and prints the values that the test compares.
 """
 
 import contextlib
@@ -123,7 +123,7 @@ def fill_the_store() -> None:
 
 
 def check_once_there_is_room(group: WorkerGroup, start: FlatWeights) -> Round:
-    """Check a round from ``start``; Ray frees what was dropped when it comes to it."""
+    """Check a round from ``start``; wait until Ray has freed dropped objects."""
     while True:
         try:
             found = group.average("train", broadcast=start, min_results=1)

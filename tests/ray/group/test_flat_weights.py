@@ -20,7 +20,7 @@ SIZES = {"empty": 0, "inline": 100, "shared": 300_000}
 
 @ray.remote
 class Holder:
-    """A worker that looks at what it is sent and sends it back."""
+    """A worker that inspects the weights that it gets, and returns them."""
 
     def __init__(self) -> None:
         self._layouts: list[Layout] = []

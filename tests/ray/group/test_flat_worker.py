@@ -1,7 +1,7 @@
 """`FlatWorker` actors, eager and in graph mode.
 
-TensorFlow starts in two processes for the whole file. A worker defined in ``__main__`` is
-what the programs of `test_examples.py` run.
+TensorFlow starts in two processes for the whole file. The programs of `test_examples.py` run
+workers that are defined in ``__main__``.
 """
 
 import sys
@@ -90,7 +90,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def worker(actors: dict[str, Any], mode: str) -> Iterator[Any]:
-    """A worker, its weights put back after the test."""
+    """A worker, whose weights are reset after the test."""
     yield actors[mode]
     ray.get(actors[mode].set_flat.remote(FLAT))
 

@@ -1,4 +1,4 @@
-"""What a group promises whatever happens: names of ranks, one version, no call twice."""
+"""The promises of a group under all faults: names of ranks, one version, no call twice."""
 
 import os
 import threading
@@ -40,7 +40,7 @@ class TwoArgumentsError(Exception):
 
 
 class Told(PlainWorker):
-    """Waits, trains and refuses as it is told; its weights may be float32, for the wire."""
+    """Waits, trains and refuses on orders; its weights may be float32, for the wire."""
 
     def __init__(self, rank: int = 0, size: int = 5) -> None:
         super().__init__(rank, size)
@@ -471,7 +471,7 @@ def test_a_worker_takes_the_weights_that_a_call_brings_and_no_others() -> None:
 def test_after_an_interrupt_weights_are_sent_once_the_call_has_ended(
     way: str, lend: Lend, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Where workers run several calls at a time, what was sent first would be trained on."""
+    """If workers run several calls at a time, they would train on weights that were sent early."""
     group = lend(Told, 3, max_restarts=-1, **options)
     group.broadcast(start_of(1.0))
 
@@ -531,7 +531,7 @@ def test_an_async_method_is_refused(lend: Lend) -> None:
     assert group.step("how_often") == {0: 0}
 
 
-# What is given is checked, and goes where it belongs.
+# Arguments are checked, and go to the right place.
 
 
 def test_run_gives_all_other_arguments_to_the_method(group: WorkerGroup) -> None:
@@ -614,7 +614,7 @@ def test_a_driver_of_ray_client_is_told_before_it_starts_actors(
             call()
 
 
-# What a method returns is weights or gradients.
+# A method returns weights or gradients.
 
 
 def test_a_result_that_is_no_model_of_the_workers_is_named(group: WorkerGroup) -> None:
@@ -670,7 +670,7 @@ def test_create_takes_a_class_that_is_an_actor_already() -> None:
         WorkerGroup.create(ray.remote(dict), 1)
 
 
-# A round is what workers are sent.
+# Workers get the weights of the round itself.
 
 
 def models() -> dict[str, Any]:

@@ -27,7 +27,7 @@ def refuses(
 
 
 class Slow(PlainWorker):
-    """Is built once a file is there."""
+    """A worker that is built once a file exists."""
 
     def __init__(self, rank: int = 0, size: int = 5, where: str = "") -> None:
         super().__init__(rank, size)
@@ -44,7 +44,7 @@ class Slow(PlainWorker):
 
 
 class Another(PlainWorker):
-    """Of another class."""
+    """A worker of another class."""
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def group(way: str) -> Iterator[WorkerGroup]:
 
 
 def until_joined(rounds: Iterator[Round], count: int = 1) -> Round:
-    """Return the first round after so many have joined."""
+    """Return the first round after ``count`` workers have joined."""
     joined, end = list[int](), time.monotonic() + 120
     for found in rounds:
         joined += found.joined

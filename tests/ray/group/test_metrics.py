@@ -1,4 +1,4 @@
-"""What is to be seen of rounds: their records, Ray's metrics, the log, the progress bar."""
+"""Observing rounds: their records, Ray's metrics, the log, the progress bar."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ def again(record: dict[str, Any]) -> Any:
 
 
 def values_in(text: str, name: str, **tags: str) -> list[float]:
-    """Return the values of all series of such a name with such tags."""
+    """Return the values of all series with this name and these tags."""
     values = []
     for line in text.splitlines():
         series = re.fullmatch(r"ray_(\w+)\{(.*)\} (\S+)", line)
@@ -60,7 +60,7 @@ def values_in(text: str, name: str, **tags: str) -> list[float]:
 
 
 def scrape(node: dict[str, Any], name: str, value: float) -> str:
-    """Return what Prometheus would read from ``node``, once a metric has such a value."""
+    """Return the text that Prometheus would read from ``node``, once a metric has this value."""
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     text = ""
     for _ in range(1200):
@@ -76,10 +76,11 @@ def scrape(node: dict[str, Any], name: str, value: float) -> str:
 
 
 def scrape_all(node: dict[str, Any]) -> str:
-    """Return what Prometheus would read once all that was counted is there.
+    """Return the text that Prometheus would read once it contains all counts.
 
-    A report may be made while counts are handed over, and be read while it comes in. So this waits
-    for a number in one report, for another in a later one, and for a third after all of that.
+    A report may be made while counts are handed over, and be read while it arrives. So this waits
+    for a number in one report, for another number in a later report, and for a third one after
+    that.
     """
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
@@ -153,7 +154,7 @@ class Seen:
         self.text: str = found["text"]
 
     def metric(self, name: str, **tags: str) -> float:
-        """Return the value of the only series of such a name with such tags."""
+        """Return the value of the only series with this name and these tags."""
         (value,) = values_in(self.text, name, **tags)
         return value
 

@@ -1,4 +1,4 @@
-"""`restore` waits for answers that are owed and for restarts, until its time is up."""
+"""`restore` waits for owed answers and for restarts, until its time is up."""
 
 import threading
 from pathlib import Path

@@ -19,13 +19,13 @@ WAYS = ["lanes", "store"]
 
 
 class Kept(NamedTuple):
-    """What a process holds.
+    """The resources of a process.
 
     Attributes:
         objects: Python objects that the garbage collector knows.
         blocks: Blocks of memory that Python has allocated.
         files: Open file descriptors.
-        nbytes: Bytes of memory that are its own.
+        nbytes: Bytes of its private memory.
     """
 
     objects: int
@@ -35,7 +35,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def by_driver(cls) -> "Kept":
-        # The least of some looks: threads of Ray's come and go with hundreds of blocks.
+        # The least of some measurements: Ray's threads come and go with hundreds of blocks.
         looks = []
         for _ in range(4):
             time.sleep(0.05)
@@ -46,7 +46,7 @@ class Kept(NamedTuple):
 
 
 def of_process(pid: int) -> tuple[int, int]:
-    """Return how many files a process has open, and how many bytes are its own."""
+    """Return the number of a process's open files, and the bytes of its private memory."""
     process = Path(f"/proc/{pid}")
     (line,) = [x for x in (process / "status").read_text().splitlines() if x.startswith("RssAnon")]
     return len(list((process / "fd").iterdir())), int(line.split()[1]) * 1024
@@ -78,7 +78,7 @@ def test_rounds_keep_no_objects_and_no_files_in_the_driver(way: str, size: int) 
     rounds = 200
     group = started(2, size)
     run(group, rounds)
-    # What is kept of each round is kept of all; caches and other threads grow now and then.
+    # A leak of each round grows with every round; caches and other threads grow now and then.
     for _ in range(3):
         before = Kept.by_driver()
         run(group, rounds)

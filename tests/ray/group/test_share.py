@@ -1,4 +1,4 @@
-"""Inference actors that share one copy of the weights, that in Ray's object store."""
+"""Inference actors that share one copy of the weights, in Ray's object store."""
 
 import hashlib
 import os
@@ -24,10 +24,10 @@ SHAPES = {
 COPY = 4 * sum(int(np.prod(shape)) for shape in SHAPES.values())  # bytes of one model
 
 
-# TensorFlow keeps what it freed, otherwise.
+# Otherwise, TensorFlow keeps freed memory.
 @ray.remote(num_cpus=0, runtime_env={"env_vars": {"TF_ENABLE_ONEDNN_OPTS": "0"}})
 class Inference:
-    """A model that is built once it is asked for; measures its own process."""
+    """A model that is built on request; it measures its own process."""
 
     def __init__(self) -> None:
         os.environ.pop("FLATWEIGHTS_TENSORFLOW", None)
@@ -37,14 +37,14 @@ class Inference:
 
         self.tf = tf
         self.make = TensorFlowVariables
-        # What comes with the first use is no part of a model.
+        # Memory of the first use is not part of a model.
         small = tf.Variable(tf.zeros(8))
         TensorFlowVariables(small).set_flat(np.ones(8, np.float32))
         small.assign_add(tf.ones(8))
         self.checksum_of(small)
 
     def build(self) -> dict[str, str]:
-        """Build it of zeros; return what is not bound, and why."""
+        """Build it of zeros; return the unbound variables, with the reasons."""
         zeros = {name: self.tf.zeros(shape) for name, shape in SHAPES.items()}
         self.model = {name: self.tf.Variable(zeros.pop(name), name=name) for name in SHAPES}
         self.weights = self.make(list(self.model.values()))
@@ -65,7 +65,7 @@ class Inference:
         return {name: self.checksum_of(v) for name, v in self.model.items()}
 
     def pss(self) -> int:
-        """Bytes of this process; what n processes map counts an nth in each."""
+        """The proportional set size: memory that n processes map counts 1 / n in each."""
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
@@ -96,7 +96,7 @@ def everyone(actors: list[Any], method: str, *args: Any) -> list[Any]:
 
 
 def test_actors_share_one_copy(actors: list[Any], source: tuple[Any, dict[str, str]]) -> None:
-    """The measure: by how much the actors' proportional set sizes grow, summed, in models.
+    """Measure the growth of the sum of the actors' proportional set sizes, in models.
 
     It counts from before they build their models until each has read every byte of its
     weights. Pages that several processes map are split among them, the driver included.

@@ -1,4 +1,4 @@
-"""All workers start from the same weights, and none has weights that nobody sent."""
+"""All workers start from the same weights, and none keeps weights that nobody sent."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -60,7 +60,7 @@ def actors(way: str, all_actors: Actors) -> Iterator[list[Any]]:
 
 @pytest.fixture
 def fresh(actors: list[Any]) -> Callable[..., WorkerGroup]:
-    """Makes groups of the same actors, which are as they were built."""
+    """Makes groups of the same actors, in the state in which they were built."""
 
     def make(**options: Any) -> WorkerGroup:
         ray.get([actor.build_anew.remote() for actor in actors])
@@ -137,11 +137,11 @@ def test_workers_without_weights_need_initial_none(lend: Lend) -> None:
     assert found.used == (0, 1)
 
 
-# Weights that are a subset: those that were sent before remain.
+# Subsets of weights: weights that were sent before remain.
 
 
 def lose_weights(group: WorkerGroup, rank: int) -> None:
-    """As if Ray had restarted the actor."""
+    """Reset the actor as a restart by Ray does."""
     ray.get(group.actors()[rank].build_anew.remote())
     group._roster[rank].why = TimeoutError("restarted")
 

@@ -1,4 +1,4 @@
-"""A group that two threads call at once: refused, and as good as before."""
+"""A group that two threads call at once: it refuses, and works as before."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ray
 
 
 class Patient(PlainWorker):
-    """Answers once there is a file."""
+    """Answers once a file exists."""
 
     def wait(self, file: str, step: float) -> FlatWeights:
         while not Path(file).exists():

@@ -1,4 +1,4 @@
-"""Models of no framework: a class of a user's own holds their arrays."""
+"""Models without a framework: a user's class holds their arrays."""
 
 import sys
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ray
 
 
 class Arrays:
-    """Holds the arrays of a model: what a user of another library writes."""
+    """Holds the arrays of a model, as a user of another library would write it."""
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         self.arrays = dict(arrays)

@@ -1,4 +1,4 @@
-"""What workers and a group keep for the wire; no actor is started."""
+"""The state of workers and of a group for the wire; no actor is started."""
 
 import pickle
 from typing import Any
@@ -26,7 +26,7 @@ def bits(model: FlatWeights) -> bytes:
 
 
 def received(worker: WorkerWire, message: Any) -> FlatWeights:
-    """What a worker sets its model from."""
+    """The weights that a worker sets its model to."""
     found: list[FlatWeights] = []
     worker.receive(message, found.append)
     return found[0]
@@ -59,7 +59,7 @@ def test_a_round_goes_in_full_once_and_then_in_differences() -> None:
 def test_a_tuple_of_two_is_weights_and_extras() -> None:
     for result, pair in [
         ((1, "extras"), (1, "extras")),
-        ((1, None), (1, None)),  # still a tuple for who weighs results
+        ((1, None), (1, None)),  # still a tuple, for functions that weigh results
         (1, (1, None)),
         ([1, 2], ([1, 2], None)),
         ((1, 2, 3), ((1, 2, 3), None)),

@@ -1,4 +1,4 @@
-"""`WorkerGroup`: actors called together, in good health and in bad."""
+"""`WorkerGroup`: actors that are called together, healthy or not."""
 
 import gc
 import logging
@@ -49,7 +49,7 @@ def three(way: str, all_actors: Actors) -> Iterator[WorkerGroup]:
 
 @pytest.fixture
 def group(three: WorkerGroup) -> WorkerGroup:
-    """Three workers that several tests use: to be left in good health, with any weights."""
+    """Three workers that several tests share, which leave them healthy, with any weights."""
     three.broadcast(weights_of(0.0))  # another group may have sent others
     assert len(three.step("forget_calls")) == 3
     return three
@@ -430,7 +430,7 @@ def test_who_died_after_its_answer_is_in_this_round_and_not_in_the_next(
 
 
 def test_a_retried_call_never_answers_with_lost_weights(make: Make, tmp_path: Path) -> None:
-    """Ray calls the restarted actor again by itself; its weights are those of the start."""
+    """Ray itself calls the restarted actor again, which has its first weights."""
     group = make(3, max_task_retries=-1)
     start = weights_of(1.0)
     group.broadcast(start)
@@ -563,7 +563,7 @@ def test_a_late_step_is_left_out(group: WorkerGroup, tmp_path: Path) -> None:
 
 
 class Choosy(PlainWorker):
-    """Takes no odd ranks' share of negative weights."""
+    """A worker that refuses negative weights if its rank is odd."""
 
     def set_weights(self, new_weights: Mapping[str, Any], *, share: bool = False) -> None:
         if new_weights["w"][0] < 0 and (self.rank % 2 or new_weights["w"][0] < -1):
@@ -579,7 +579,7 @@ def test_weights_that_nobody_takes_change_nothing(way: str) -> None:
         group.broadcast(weights_of(-2.0))
     assert group.healthy_actor_ids() == [0, 1]
     assert_same(group.average("train").weights, mean_of(start, [0, 1]))
-    # Taken by some: the others do not count until they have them.
+    # Some workers take them: the others do not count until they have them.
     with pytest.raises(WorkerError, match=r"^rank 1: ValueError: negative$"):
         group.broadcast(weights_of(-1.0))
     assert group.healthy_actor_ids() == [0]
@@ -588,7 +588,7 @@ def test_weights_that_nobody_takes_change_nothing(way: str) -> None:
     group.broadcast(start)
     assert group.restore() == [1]
     assert_same(group.average("train").weights, mean_of(start, [0, 1]))
-    # The same where a call brings them: who refuses does not run the method.
+    # The same if a call brings them: a worker that refuses them does not run the method.
     group.step("forget_calls", broadcast=start)
     reason = "RefusedWeightsError: ValueError: negative"
     for call in (group.average, group.step):
@@ -682,7 +682,7 @@ def test_run_goes_on_with_who_comes_back(make: Make, tmp_path: Path) -> None:
 
 
 def test_run_after_a_broken_round_begins_with_the_latest_weights(group: WorkerGroup) -> None:
-    """In a round that fails, workers train on; the next run does not begin with that."""
+    """In a round that fails, workers go on training; the next run does not begin from there."""
     start = weights_of(1.0)
     group.broadcast(start)
     assert_same(next(group.run(1, "train")).weights, expected := mean_of(start, range(3)))
@@ -737,7 +737,7 @@ def test_a_vector_goes_round_too(group: WorkerGroup) -> None:
 
 
 def windows_of_this_process() -> int:
-    """How many windows are mapped that hold weights."""
+    """The number of mapped windows that hold weights."""
     lines = [one.split() for one in Path("/proc/self/maps").read_text().splitlines()]
     sizes = [one[0].split("-") for one in lines if "/memfd:flatweights" in one]
     return sum(int(end, 16) - int(begin, 16) >= 8 * LARGE for begin, end in sizes)

@@ -1,4 +1,4 @@
-"""Workers and drivers that die, stop or dawdle at every point of the protocol of lanes."""
+"""Workers and drivers that die, stop or sleep at every point of the protocol of lanes."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ def state_of(worker: WorkerProcess) -> str:
 
 
 def check_late(driver: Driver, late: WorkerProcess, other: WorkerProcess) -> None:
-    """Go on with ``other`` alone, and then with both again."""
+    """Continue with ``other`` alone, and then with both again."""
     end = time.monotonic() + 60
     while state_of(late) != "T":
         assert time.monotonic() < end
@@ -50,9 +50,9 @@ def check_late(driver: Driver, late: WorkerProcess, other: WorkerProcess) -> Non
 
 
 def come_to_wait(driver: Driver, worker: WorkerProcess) -> None:
-    """Send commands until the worker has died or stopped as it waited for one.
+    """Send commands until the worker has died or stopped while it waited for one.
 
-    It does not wait after an answer that comes when its call has lasted long enough.
+    It does not wait after an answer that ends its call because that has lasted long enough.
     """
     outcomes = 0
     with contextlib.suppress(EOFError, ConnectionResetError, psutil.NoSuchProcess):  # it has died
@@ -70,7 +70,7 @@ def come_to_wait(driver: Driver, worker: WorkerProcess) -> None:
 def test_a_worker_fails_at_a_point(driver: Driver, point: str, action: str) -> None:
     first, second = driver.workers
     driver.values("get", 1.0)
-    if point == "called":  # the next command finds it out of its call
+    if point == "called":  # the next command finds it outside of its call
         assert first.outcomes(1) == [("value", None)]
     first.post(driver.command("fail_at", point, action), driver.lanes)
     assert driver.wait([first])
@@ -123,7 +123,7 @@ def test_a_worker_fails_between_the_halves_of_a_set(driver: Driver, action: str)
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("point", DRIVER)
 def test_a_driver_fails_at_a_point(point: str, action: str) -> None:
-    """One that dies leaves no process and no file; one that goes on has lost nothing."""
+    """A driver that dies leaves no process and no file; one that goes on has lost nothing."""
     shared = set(Path("/dev/shm").glob("flatweights*"))
     program, pipe, worker = start_driver(point, action)
     if action == "stop":

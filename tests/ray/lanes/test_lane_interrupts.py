@@ -34,7 +34,7 @@ def group() -> Iterator[WorkerGroup]:
 
 
 def check_round(group: WorkerGroup) -> None:
-    """One round from weights that are sent anew: the bits are those of the oracle."""
+    """Make one round from newly sent weights, and compare the bits with the oracle."""
     start = weights_of(3.0, SIZE)
     group.broadcast(start)
     found = group.average("train", 2.0)
@@ -44,7 +44,7 @@ def check_round(group: WorkerGroup) -> None:
 
 
 def leave_mailboxes(group: WorkerGroup) -> None:
-    """Wait until the workers have: then the calls that had them serve return."""
+    """Wait until the workers have left their mailboxes: then their Ray calls return."""
     workers: list[Any] = [group._roster[rank].worker for rank in range(2)]
     calls = [worker._lane.latest_call() for worker in workers if worker._lane is not None]
     ray.wait(calls, num_returns=len(calls), timeout=60)
@@ -75,7 +75,7 @@ def test_an_interrupt_at_any_point_loses_nothing(
                 group.broadcast(group.average("train", 1.0))
         except KeyboardInterrupt:
             assert reached
-    # Where all have answered at the first look nobody waits; in a loop nobody is called back.
+    # If all have answered at the first look, nobody waits; in a loop, no worker is called back.
     passed_by = ("waiting", "calling", "called") if is_hot else ("waiting",)
     assert reached or point in passed_by, "it was never there"
     for _ in range(2):
@@ -112,7 +112,7 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
 
 
 def test_a_raw_call_in_a_hot_loop_has_its_turn(group: WorkerGroup) -> None:
-    """It returns while the loop goes on."""
+    """The raw call returns while the loop goes on."""
     check_round(group)
     stop = threading.Event()
     rounds = []
@@ -176,7 +176,7 @@ class Nested:
         return found.ways, float(found.weights["w"][0])
 
     def beside_another(self, actors: list[object], value: float, me: str, other: str) -> list[bool]:
-        """Train from ``value`` while another does; return which rounds had the bits of that."""
+        """Train from ``value`` beside another driver; return which rounds had the right bits."""
         group = WorkerGroup(actors)
         weights = weights_of(value, SIZE)
         are_right: list[bool] = []
@@ -201,7 +201,7 @@ def test_a_driver_in_an_actor_has_lanes(group: WorkerGroup) -> None:
 
 
 def test_two_drivers_share_actors(group: WorkerGroup, tmp_path: Path) -> None:
-    """Each sends its weights with the call, so no round is of the other's."""
+    """Each driver sends its weights with the call, so no round mixes them."""
     actors = list(group.actors().values())
     paths = [str(tmp_path / name) for name in ("one", "other")]
     drivers = [ray.remote(num_cpus=0)(Nested).remote() for _ in paths]
@@ -228,7 +228,7 @@ def memory_files(pid: int) -> tuple[int, int]:
 
 
 class Unreadable:
-    """It is pickled, but nobody can unpickle it."""
+    """An object that can be pickled, but not unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.fspath, (3,)

@@ -1,4 +1,4 @@
-"""Lanes between processes: what passes is whole, whatever is kept, killed, stopped or refused."""
+"""Lanes between processes: messages stay whole under kept views, deaths, stops and refusals."""
 
 import contextlib
 import functools
@@ -46,7 +46,7 @@ def one() -> Iterator[Driver]:
 
 
 def view_of(window: _core.Window, mailbox: _core.Mailbox, offset: int, nbytes: int) -> Any:
-    """Return what the worker reads where a command says that it lies there."""
+    """Return the bytes that the worker reads at a position that a command names."""
     mailbox.withdraw()
     mailbox.post(join_message(0, b"", [Extent(0, 1, offset, nbytes)]), 1)
     mailbox.add_hold(True, 0)
@@ -56,7 +56,7 @@ def view_of(window: _core.Window, mailbox: _core.Mailbox, offset: int, nbytes: i
 
 
 def attach_anew(driver: Driver) -> None:
-    """Give the lane of the only worker up, and make another to it."""
+    """Give up the lane of the only worker, and make another lane to it."""
     (worker,) = driver.workers
     driver.lanes.give_up(worker.lane)
     if worker.calls:
@@ -86,7 +86,7 @@ def test_commands_posted_without_a_wake_wait_for_one(count: int) -> None:
     threads = [threading.Thread(target=serve, args=(k,), daemon=True) for k in range(count)]
     for thread in threads:
         thread.start()
-    time.sleep(0.05)  # until they sleep: else they take commands without being woken
+    time.sleep(0.05)  # until they sleep: awake workers take commands without a call of wake
     for box in boxes:
         box.post(join_message(5, b"body"), 1, wakes=False)
     _core.Mailbox.wake(boxes)
@@ -120,7 +120,7 @@ def test_a_window_that_is_another_is_refused(tmp_path: Path) -> None:
         _core.PeerWindow(file.fileno(), window.nonce)
     with pytest.raises(OSError, match="memory file"):
         _core.Window(1 << 62)
-    # As another version of the package writes it: a mark, the size, and the nonce.
+    # In the format of another version of the package: a mark, the size, and the nonce.
     mark = os.pread(window.descriptor, 8, 0)
     os.pwrite(window.descriptor, mark[:-1] + b"9", 0)
     with pytest.raises(ValueError, match="a memory file of this version of flatweights"):
@@ -396,7 +396,7 @@ def test_a_worker_is_dismissed_at_once(one: Driver) -> None:
 
 
 def test_a_command_after_a_dismissal_waits_for_a_later_call(one: Driver) -> None:
-    """Also while the worker has not learnt that it was dismissed: Ray's calls come in between."""
+    """Even if the worker does not know yet that it was dismissed: Ray's calls come in between."""
     (worker,) = one.workers
     one.values("echo", 1)
     worker.signal(signal.SIGSTOP)
@@ -411,7 +411,7 @@ def test_a_command_after_a_dismissal_waits_for_a_later_call(one: Driver) -> None
 
 
 def test_a_call_ahead_that_is_interrupted_ends_the_lane(one: Driver) -> None:
-    """A command would wait for a call that may never have gone out."""
+    """A command would wait for a call that may never have been made."""
     (worker,) = one.workers
     one.values("echo", 1)
 
@@ -455,7 +455,7 @@ def test_weights_of_the_layout_that_came_last_are_a_buffer_alone(one: Driver) ->
         assert weights.layout == other.layout
         assert weights.buffer.tobytes() == other.buffer.tobytes()
     assert kinds == [VALUE, WEIGHTS, WEIGHTS]
-    # Other results are messages as before, and change nothing of what is known.
+    # Other results are messages as before, and do not change the known layout.
     kinds = [
         one.answers(method, *args)[0][0]  # type: ignore[arg-type]
         for method, *args in (["get_dict"], ["get_with", 1])
@@ -523,7 +523,7 @@ def test_a_worker_that_dies_before_it_is_met_leaves_no_socket() -> None:
     with pytest.raises(OSError, match="Broken pipe"):
         lanes.connect(token, worker.mailbox.nonce)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-    # One that nobody meets: another is met first, and then all is closed.
+    # A lane that nobody takes: another one is taken first, and then everything is closed.
     known, unknown = (WorkerLane(lanes.address, lanes.new_token()) for _ in range(2))
     with pytest.raises(LaneError, match="has not connected"):
         lanes.connect(lanes.new_token(), bytes(16))
@@ -666,7 +666,7 @@ def test_a_lane_whose_post_was_interrupted_works_or_is_given_up(one: Driver) -> 
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Leave this process no file descriptor."""
+    """Use up all file descriptors of this process."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(int(link.name) for link in Path("/proc/self/fd").iterdir()) + 1
     kept: list[int] = []
@@ -683,7 +683,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 def test_a_worker_that_cannot_take_its_doorbell_wakes_the_driver() -> None:
-    """It closes its end, which holds no window: the driver cannot be rung otherwise."""
+    """The worker closes its end, which holds no window: it has no other way to wake the driver."""
     lanes = Lanes()
     token = lanes.new_token()
     worker = WorkerLane(lanes.address, token)
@@ -731,7 +731,7 @@ def test_a_lane_that_is_forgotten_is_closed() -> None:
 
 @contextlib.contextmanager
 def stranger(address: bytes, user: int, count: int, say: bytes = b"") -> Iterator[None]:
-    """Another process, of a ``user``, that opens connections and keeps them."""
+    """Another process, of ``user``, that opens connections and keeps them."""
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
@@ -796,7 +796,7 @@ def test_a_worker_gives_up_on_a_driver_that_takes_no_connection() -> None:
         stuck.bind(b"\0flatweights-stuck-%d" % os.getpid())
         stuck.listen(1)
         queued = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(8)]
-        for count in (0, 8):  # there is room in its queue; there is none
+        for count in (0, 8):  # with and without room in its queue
             for one in queued[:count]:
                 one.setblocking(False)
                 with contextlib.suppress(BlockingIOError):
@@ -809,7 +809,7 @@ def test_a_worker_gives_up_on_a_driver_that_takes_no_connection() -> None:
 
 def test_closed_lanes_give_their_memory_back() -> None:
     def mapped() -> int:
-        """Return how many windows are mapped that hold weights."""
+        """Return the number of mapped windows that hold weights."""
         lines = [one.split() for one in Path("/proc/self/maps").read_text().splitlines()]
         sizes = [one[0].split("-") for one in lines if "/memfd:flatweights" in one]
         return sum(int(end, 16) - int(begin, 16) > 4 * LARGE for begin, end in sizes)
@@ -832,7 +832,7 @@ def test_a_worker_without_descriptors_says_that_this_may_pass() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_window_is_not_offered_to_a_fork() -> None:
-    """The fork would write into memory that its parent sends."""
+    """The forked process would write into memory that its parent sends."""
     window = _core.Window(1000)
     window.offer(1000)
     child = os.fork()

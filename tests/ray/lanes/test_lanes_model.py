@@ -1,10 +1,10 @@
-"""All that can happen to a driver and a worker, by a model of the protocol in mailbox.hpp.
+"""All possible histories of a driver and a worker, in a model of the protocol in mailbox.hpp.
 
 Every interleaving of their steps and deaths is explored. The steps are those of mailbox.hpp: each
 compare-and-swap is one step, and between two of them anything else may happen. Other workers only
 delay the moment at which the driver may write its window, so one worker stands for all. A member
 needs no calls: its time is up after each slice of a wait, and it waits again. Broken variants of
-the protocol show that the exploration finds what it looks for.
+the protocol show that the exploration finds such errors.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ AWAY, WAITING, COMMAND, BUSY = "AWAY", "WAITING", "COMMAND", "BUSY"
 OUT, ENTERS, LOOKS, RUNS, LEAVES, GOES, DEAD = (
     "out", "enters", "looks", "runs", "leaves", "goes", "dead"
 )  # fmt: skip
-# What the driver does with a worker: nothing, about to end a wait, posted to an AWAY worker and
-# about to look whether a call has not ended, about to call it, waits for it, reads its window.
+# The driver's states towards a worker: idle, about to end a wait, has posted to an AWAY worker and
+# is about to look whether a call has not ended, about to call it, waits for it, reads its window.
 IDLE, DISMISSES, ASKS, CALLS, WAITS, READS = (
     "idle", "dismisses", "asks", "calls", "waits", "reads"
 )  # fmt: skip
@@ -36,12 +36,12 @@ class Lane(NamedTuple):
     driver: str = IDLE
     queue: str = ""  # of Ray's calls
     is_dismissed: bool = False  # whether the worker's present call takes no command any more
-    ends: bool = True  # the worker has said that its present call ends, or is in none
+    ends: bool = True  # the worker has announced the end of its call, or is in none
     owed: int = 0  # commands that were posted and not run
     ended: bool = False  # the driver knows that the worker is dead
     holds: bool = False  # whether the worker may read the driver's window
     is_behind: bool = False  # a raw call was made after the last dismissal
-    is_member: bool = False  # the worker comes to its mailbox by itself, again and again
+    is_member: bool = False  # the worker returns to its mailbox by itself
 
 
 class State(NamedTuple):
@@ -50,7 +50,7 @@ class State(NamedTuple):
 
 
 class ViolationError(AssertionError):
-    """Something that must not happen can."""
+    """Something can happen that must not."""
 
 
 def steps(state: State, variant: str) -> Iterator[State]:
@@ -95,7 +95,7 @@ def driver_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
             needs_call = has_ended
         yield lane._replace(driver=CALLS if needs_call else WAITS)
     if lane.is_member:
-        has_room = False  # nobody calls or dismisses it
+        has_room = False  # the driver does not call or dismiss it
     elif lane.driver == IDLE and answered and lane.worker != DEAD:  # dismiss: a store, then a swap
         queue = lane.queue.replace(SERVE, DISMISSED)
         in_call = lane.worker != OUT
@@ -120,7 +120,7 @@ def driver_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
 
 
 def _may_serve(lane: Lane) -> bool:
-    """Whether some call that the driver made was not dismissed: it may have ended, though."""
+    """Whether a call of the driver was not dismissed, even if it has ended."""
     in_call = lane.worker not in (OUT, DEAD)
     return SERVE in lane.queue or (in_call and not lane.is_dismissed)
 
@@ -218,7 +218,7 @@ def explore(variant: str = "", *, is_member: bool = False) -> set[State]:
 
 
 def _check_progress(graph: dict[State, list[State]]) -> None:
-    """Raise if some state has no way to one in which the driver waits for nobody."""
+    """Raise if a state has no path to one in which the driver waits for nobody."""
     before: dict[State, list[State]] = {}
     for state, after in graph.items():
         for one in after:

@@ -1,4 +1,4 @@
-"""Meetings that open before all have come: who is waited for, and who comes later."""
+"""Meetings that open before all members have joined, and members that join later."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

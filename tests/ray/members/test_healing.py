@@ -1,4 +1,4 @@
-"""Members that lack the state of a training are given it, and go on like the others."""
+"""Members that lack the state of a training get it, and go on like the others."""
 
 import threading
 from collections.abc import Callable
@@ -17,14 +17,14 @@ SIZE = 20_000
 
 
 class Training:
-    """A model with momentum, trained by averaged gradients: what a program of a user's own has.
+    """A model with momentum, trained by averaged gradients, as in a user's program.
 
     Attributes:
         member: The member.
         weights: The model.
-        momentum: What the optimizer keeps.
-        steps: How many steps it has seen.
-        rounds: What its calls have returned.
+        momentum: The state of the optimizer.
+        steps: The number of steps that it has seen.
+        rounds: The results of its calls.
     """
 
     def __init__(self, member: Member) -> None:
@@ -70,7 +70,7 @@ class Training:
 
 
 def begin(meeting: LocalMeeting) -> list[Training]:
-    """Return trainings that are alike."""
+    """Return trainings with equal states."""
     trainings = [Training(member) for member in meeting.join_all()]
     for training in trainings:
         training.weights[:] = 1.0
@@ -186,12 +186,12 @@ def test_a_giver_that_does_not_give_is_not_waited_for(pool: Any, what: str) -> N
     assert second.result(60).healed == (2,)
     if what == "raises":
         assert isinstance(first.exception(60), KeyError)
-        # It has not applied that average, and says so.
+        # It has not applied that average, and asks to be healed.
         trainings[0].member.lacks_state = True
         again = pool.submit(trainings[0].step, timeout=0.2)
         meeting.wait_until(lambda inside: len(inside._lacking) == 2)
     waiting = [healing, again] if what == "raises" else [healing]
-    while not all(call.done() for call in waiting):  # those that ask too late are healed next time
+    while not all(call.done() for call in waiting):  # late asks are healed next time
         trainings[1].step(timeout=0.2)
     assert healing.result().used == (1,)
     for training in trainings if what == "raises" else trainings[2:]:

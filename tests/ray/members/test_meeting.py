@@ -1,4 +1,4 @@
-"""A meeting whose host is no actor: what it counts, and members whose host is killed."""
+"""A meeting whose host is not an actor: its counts, and members whose host is killed."""
 
 import json
 import subprocess

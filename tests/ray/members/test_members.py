@@ -1,4 +1,4 @@
-"""Members: processes that ask for averages themselves, over lanes and over Ray's object store."""
+"""Members: processes that ask for averages, over lanes and over Ray's object store."""
 
 import asyncio
 import itertools
@@ -31,7 +31,7 @@ NAMES = (f"meeting {k}" for k in itertools.count())
 
 @ray.remote(num_cpus=0)
 class Puppet:
-    """A process that does what a test says, and keeps its member in between."""
+    """A process that runs a test's functions, and keeps its member in between."""
 
     def __init__(self, way: str) -> None:
         os.environ["FLATWEIGHTS_RAY"] = "store" if way == "store" else ""
@@ -54,7 +54,7 @@ class Puppet:
 
 
 class Puppets:
-    """As many puppets as are asked for; one that was killed is replaced."""
+    """Any number of puppets; a killed puppet is replaced."""
 
     def __init__(self, way: str) -> None:
         self._way = way
@@ -90,14 +90,14 @@ def puppets(way: str) -> Iterator[Puppets]:
 
 
 def all_of(puppets: list[Any], function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what ``function(member, *args)`` gives in all puppets, which run it together."""
+    """Run ``function(member, *args)`` in all puppets together; return the results."""
     calls = [puppet.run.remote(function, *args) for puppet in puppets]
     results: list[Any] = ray.get(calls, timeout=120)
     return results
 
 
 def errors_of(puppets: list[Any], function: Callable[..., Any], *args: Any) -> list[Exception]:
-    """Return what it raises in each."""
+    """Return its exception in each puppet."""
 
     def caught(member: Member) -> Exception | None:
         try:
@@ -384,7 +384,7 @@ def test_a_restarted_process_is_given_the_state_and_goes_on_with_the_others(
 
 
 def test_a_process_that_restarts_in_the_open_call_is_late(puppets: Puppets) -> None:
-    """What the dead one asked for is dropped, and not mixed with what the new one has."""
+    """The ask of the dead process is dropped, and not mixed with that of the new process."""
     met = puppets.meet()
     name = all_of(met, lambda member: member.name)[0]
     pid = ray.get(met[0].pid.remote())
@@ -456,7 +456,7 @@ def test_a_host_whose_members_gave_up_ends(puppets: Puppets) -> None:
     name = next(NAMES)
     with pytest.raises(TimeoutError):
         ray.get(puppet.join.remote(name, rank=0, size=2, timeout=0.05))
-    wait_for_the_end_of(name, 50.0)  # one that nobody has come to is there for 60 s
+    wait_for_the_end_of(name, 50.0)  # a meeting without members lasts for 60 s
 
 
 def test_a_host_has_few_threads_however_many_members_there_are(puppets: Puppets) -> None:
@@ -627,7 +627,7 @@ def test_an_exception_in_a_member_reaches_the_others_as_its_death(puppets: Puppe
 def test_a_member_that_ends_at_any_point_leaves_nothing_half_done(
     how: str, points: tuple[str, ...]
 ) -> None:
-    """Over lanes alone: through the object store there are no such points."""
+    """Only over lanes: through the object store there are no such points."""
 
     def end(member: Member, point: str, how: str) -> str:
         def hook(reached: str) -> None:
@@ -661,7 +661,7 @@ def test_a_member_that_ends_at_any_point_leaves_nothing_half_done(
                 ray.get(ended, timeout=60)
         else:
             assert ray.get(ended, timeout=60) == "ended"
-        # What it had given counts if it was given whole.
+        # Its weights count if they were sent completely.
         took_part = [0, 1] if point != "asking" else [0]
         for (weights, record), used in zip(ray.get(others), ([0, 1], took_part, [0]), strict=True):
             assert record["used"] in ([used] if point != "asked" else [used, [0]])

@@ -1,6 +1,6 @@
-"""Members on several nodes: agents on each exchange what they ask for; one program for all.
+"""Members on several nodes, whose agents exchange the members' weights; one program for all.
 
-It checks what it sees against an oracle, bit for bit, and prints what the tests ask for.
+It checks its results against an oracle, bit for bit, and prints the values that the tests compare.
 """
 
 import json
@@ -68,7 +68,7 @@ class State:
 
 
 def heal(member: Member) -> tuple[tuple[int, ...], bytes]:
-    """Take steps until one has healed somebody; return whom, and the state."""
+    """Take steps until one has healed members; return their ranks, and the state."""
     start = -1.0 if member.lacks_state else 1.0
     state = State(w=np.full(LARGE, start, np.float32), steps=np.zeros(1, np.float32))
     w, steps = state.arrays.values()
@@ -97,7 +97,7 @@ def averaged_in_float32(member: Member) -> Any:
 
 
 def close_streams(member: Member) -> None:
-    """Have the agent of this node listen no more."""
+    """Make the agent of this node stop listening."""
     agent = member._host._actor
     ray.get(agent.__ray_call__.remote(lambda agent: agent.end._streams.close()))
 
@@ -121,7 +121,7 @@ def meet_on_nodes() -> None:
     puppet_of: Any = Puppet
     puppets = [puppet_of.options(resources={f"node{node}": 1}).remote() for node in places]
     size = len(puppets)
-    joined = [puppets[0].join.remote(0, size)]  # who comes first has the host on its node
+    joined = [puppets[0].join.remote(0, size)]  # the first member has the host on its node
     while "Host" not in {kind for kind, _ in alive().values()}:
         time.sleep(0.05)
     joined += [puppet.join.remote(rank, size) for rank, puppet in enumerate(puppets) if rank]
@@ -183,7 +183,7 @@ def meet_on_nodes() -> None:
     check(less, fw.average([models[k] for k in (0, 1, 3, 4)]), (0, 1, 3, 4))
     died = {type(result.failed[2]).__name__ for result in less}
 
-    # Another process takes its rank, and is given the state, which is large, by one elsewhere.
+    # Another process takes its rank, and gets the state, which is large, from another node.
     puppets[2] = puppet_of.options(resources={"node1": 1}).remote()
     ray.get(puppets[2].join.remote(2, size))
     healed = ray.get([p.run.remote(heal) for p in puppets])

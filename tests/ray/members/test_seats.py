@@ -1,6 +1,6 @@
 """Members that die, leave, give up and are replaced, at each step of a meeting.
 
-No Ray is started: the host is a thread, the members are others, with lanes between them.
+No Ray is started: the host and the members are threads, with lanes between them.
 """
 
 import itertools
@@ -44,7 +44,7 @@ def call_all(
 
 
 def finish(local: LocalMeeting, *members: Member) -> None:
-    """Have all leave: the host ends, whatever happened before."""
+    """Let all members leave; then the host must end."""
     for member in members:
         member.leave()
     local.thread.join(PATIENCE)
@@ -120,7 +120,7 @@ def test_an_entry_that_is_given_up_leaves_nothing(threads: ThreadPoolExecutor) -
         assert entry.over.result(PATIENCE) is None
         if steps == 1:
             with pytest.raises(LaneError):
-                local.lane(entry)  # a slow process, whose seat is another's meanwhile
+                local.lane(entry)  # a slow process, whose seat another process has taken
         retried = waits or local.enter(0)
         members = [
             threads.submit(local.member, retried, local.lane(retried)),
@@ -151,10 +151,10 @@ def test_a_meeting_ends_when_all_that_were_joining_have_given_up() -> None:
 def in_state(
     local: LocalMeeting, threads: ThreadPoolExecutor, state: State
 ) -> tuple[Callable[[], None], Any, Future[Any] | None]:
-    """Bring rank 0 of a meeting of three into ``state``, the other two to work.
+    """Bring rank 0 of a meeting of three into ``state``, and the other two to `WORKING`.
 
     Returns:
-        What kills it, the other two members, and its call.
+        A function that kills it, the other two members, and its call.
     """
     others = [local.enter(1), local.enter(2)]
     lanes = [local.lane(entry) for entry in others]
@@ -183,7 +183,7 @@ def in_state(
 
 @pytest.mark.parametrize("state", [State.ENTERING, State.READY, State.WORKING, State.ASKING])
 def test_a_death_and_a_successor_in_each_state(threads: ThreadPoolExecutor, state: State) -> None:
-    """The successor comes before or after the death; and the others ask before, between, after."""
+    """The successor comes before or after the death; the others ask before, between or after."""
     for events in itertools.permutations(["die", "enter", "ask"]):
         is_open = state in (State.WORKING, State.ASKING)
         if not is_open and events[2] != "ask":
@@ -211,7 +211,8 @@ def test_a_death_and_a_successor_in_each_state(threads: ThreadPoolExecutor, stat
         for call in calls:
             mean, got = call.result(PATIENCE)
             assert (mean, got.used) == (value, result.used), events
-        # Whoever asks and dies has part in the call, if it is closed before the death is seen.
+        # A member that asks and dies is part of the call if the call closes before the death is
+        # seen.
         whole = {0.0, 20.0} if state is State.ASKING else {0.0}
         assert value in {(0, 1, 2): whole, (1, 2): {5.0}}[result.used], events
         if asked is not None:

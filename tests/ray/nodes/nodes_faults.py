@@ -2,10 +2,10 @@
 
 ``python -m tests.ray.nodes.nodes_faults [--mbit 200] [--timeout 6] [--case NAME]``
 
-Makes its nodes itself (see `bench.nodes`): it needs root, ``ip`` and ``tc``, and says so where it
-lacks one. In each round something happens at a point of the exchange, or a moment after it. The
-round must end within its timeout and a second, its average must have the bits that `Round.used` and
-`Round.groups` say, and all ranks must come back once the fault is over.
+It makes its own nodes (see `bench.nodes`), for which it needs root, ``ip`` and ``tc``; if one is
+missing, it says so. In each round, a fault happens at a point of the exchange, or a moment later.
+The round must end within a second after its timeout, its average must have the bits that
+`Round.used` and `Round.groups` determine, and all ranks must come back once the fault is over.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from flatweights.ray import FlatWorker, Round, WorkerError, WorkerGroup, _failpo
 
 PLACES = (0, 1, 2, 1, 1, 2)  # by rank, its node
 SIZE = 1_000_003  # elements
-SLACK = 1.0  # seconds after that in which it has ended
-LONGEST = 30.0  # seconds in which a round without a timeout has ended
+SLACK = 1.0  # seconds after its timeout in which a round must end
+LONGEST = 30.0  # seconds in which a round without a timeout must end
 STORE = 100_000_000  # bytes of the object store of each node
 DELAYS = (0.0, 0.15)  # seconds after the point
 
@@ -56,7 +56,7 @@ class Giver(FlatWorker):
         self.model = fw.FlatWeights(new_weights)
 
     def fill(self, nbytes: int) -> None:
-        """Keep so much of the node's store in use; nothing, if it is 0."""
+        """Keep ``nbytes`` of the node's store in use."""
         self.kept = None
         self.kept = ray.get(ray.put(np.ones(nbytes, np.uint8))) if nbytes else None
 
@@ -89,7 +89,7 @@ def meet(group: WorkerGroup, timeout: float = 120) -> float:
 
 
 class Faults:
-    """The group, its nodes, and what happens to them."""
+    """The group, its nodes, and their faults."""
 
     def __init__(self, mbit: float, timeout: float) -> None:
         self.timeout = timeout  # seconds of a round
@@ -107,7 +107,7 @@ class Faults:
         meet(self.group)
 
     def at(self, point: str, delay: float, act: Callable[[], object]) -> None:
-        """Do something at the next ``point`` of the driver's exchange, or later."""
+        """Call ``act`` ``delay`` seconds after the next ``point`` of the driver's exchange."""
 
         def hook(reached: str) -> None:
             if reached == point:
@@ -126,7 +126,7 @@ class Faults:
         least: set[int],
         timeout: float | None = -1.0,
     ) -> None:
-        """Make a round with the fault that was set up, then end it, and see all come back."""
+        """Make a round with the prepared fault, end the fault, and wait until all are back."""
         timeout = self.timeout if timeout == -1 else timeout
         begin = time.monotonic()
         said = ""

@@ -1,4 +1,4 @@
-"""What `flatweights.ray.plan` says, against exchanges that are counted one message at a time."""
+"""`flatweights.ray.plan`, compared with exchanges that are counted message by message."""
 
 from collections import Counter
 from typing import Any
@@ -37,7 +37,7 @@ def by_agents(nodes: int, of_node: float, mean: float) -> Links:
     links = Links()
     for sender in range(nodes):
         for receiver in range(nodes):
-            links.send(sender, receiver, of_node * M / nodes)  # its part of what a node adds up
+            links.send(sender, receiver, of_node * M / nodes)  # its part of a node's sums
             links.send(sender, receiver, mean * M / nodes)  # a piece of the mean
     return links
 

@@ -1,6 +1,6 @@
 """Nodes of a cluster that die, in the middle of a round and after it: one program for all.
 
-What it sees it checks against an oracle, bit for bit; it prints what the tests ask for.
+It checks its results against an oracle, bit for bit, and prints the values that the tests compare.
 """
 
 import json
@@ -57,11 +57,11 @@ def lose_nodes() -> None:
     assert group.broadcast(found) == [0, 1, 2, 3]
     for got in group.step("get_weights").values():
         assert same_bits(got.buffer, expected.buffer)
-    # Results that stay where they were made.
+    # Results that stay on their node.
     kept = [actor.get_weights.remote() for actor in actors]
     ray.wait(kept, num_returns=4, fetch_local=False)
 
-    # A node dies in the middle of the work of its worker, without a word.
+    # A node dies silently while its worker works.
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         lose = threading.Thread(target=lose_once_it_hangs, args=(cluster, nodes[0], where))
@@ -75,7 +75,7 @@ def lose_nodes() -> None:
     assert same_bits(found.weights.buffer, expected.buffer)
     assert group.broadcast(found) == [0, 2, 3]
 
-    # A node goes after its worker's answer, which lay on it.
+    # A node dies after its worker's answer, which lay on it.
     refs = [actors[rank].train.remote() for rank in (0, 2, 3)]
     ray.wait(refs, num_returns=3, fetch_local=False)
     cluster.remove_node(nodes[1])
@@ -91,7 +91,7 @@ def lose_nodes() -> None:
         missing = sorted(error.failed)
     assert group.average("get_weights", min_results=2).used == (0, 2)
 
-    # The workers that Ray restarts on the node that is left get the weights of the others.
+    # The workers that Ray restarts on the remaining node get the weights of the others.
     group.broadcast(last)
     ray.kill(stopgap)
     while len(group.healthy_actor_ids()) < 4:

@@ -1,4 +1,4 @@
-"""Exchanges between nodes, without Ray: each has the bits of the average that is documented."""
+"""Exchanges between nodes, without Ray: each gives the bits of the documented average."""
 
 import secrets
 import threading
@@ -76,7 +76,7 @@ def plan_of(
 
 
 def expected_of(plan: Plan, models: Sequence[Any]) -> Any:
-    """The average that is documented, by the public functions alone."""
+    """The documented average, by public functions only."""
     weights = [plan.weights[rank] for rank in range(len(models))]
     groups = plan.merged_groups()
     if not groups:
@@ -98,7 +98,7 @@ def bits(plan: Plan, model: Any) -> bytes:
 
 
 def averaged(plan: Plan, models: Sequence[Any]) -> bytes:
-    """The average as nodes make it, with no more than what they send each other."""
+    """The average that nodes compute from nothing but each other's messages."""
     packed = [packed_bytes(plan.template, canonical(model)[0]) for model in models]
     out = np.empty(nbytes_of(plan.template), np.uint8)
     if plan.template.kind.name != "ARRAY":
@@ -174,7 +174,7 @@ class Ends:
                 assert read_into(end.models, rank, models[rank], READING).error is None
 
     def together(self, plan: Plan, left: float | None = 10.0) -> list[Any]:
-        """Exchange; return by node the traffic, or what was raised."""
+        """Exchange; return by node the traffic or the exception."""
         route = Route(tuple(end.address for end in self.ends), self.epoch, left)
         futures = [
             self.pool.submit(end.stream, plan, me, route) for me, end in enumerate(self.ends)
@@ -238,7 +238,7 @@ def test_a_node_that_does_not_come_breaks_the_exchange_off(ends: Ends) -> None:
     for future in futures:
         assert isinstance(future.exception(), StreamError)
     assert time.monotonic() - begin < 20  # it is 0.3 s, on a machine that has time
-    # What the ranks returned is still there, and another exchange may have it.
+    # The results of the ranks are still available for another exchange.
     ends.epoch = secrets.token_bytes(16)
     ends.together(plan)
     for end in ends.ends:

@@ -42,7 +42,7 @@ def to_bfloat16(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def encoded(model: fw.FlatWeights, base: int | None = 5) -> Difference:
-    """What a worker sends that has no errors of earlier messages."""
+    """The message of a worker without errors of earlier messages."""
     values = fw.FlatWeights.empty(wire_layout(model.layout, "bfloat16"))
     for name, part in model.items():
         rounded = to_bfloat16(part) if part.dtype.kind == "f" else part
@@ -67,7 +67,7 @@ def plan_of(
 
 
 class Oracle:
-    """Error feedback by the papers, each number alone."""
+    """Error feedback by the papers, number by number."""
 
     def __init__(self, nodes: int) -> None:
         self.of_ranks = [self.zeros() for _ in range(nodes)]
@@ -119,7 +119,7 @@ class End:
         self.residuals = Residuals()
 
     def cut(self, plan: Plan, me: int) -> list[list[Bytes]]:
-        """What it sends of each piece."""
+        """Its contribution to each piece."""
         assert plan.coding is not None
         self.residuals.begin(plan.number, plan.settled[me], plan.coding)
         plan = plan._replace(residuals=self.residuals)

@@ -1,6 +1,6 @@
 """Rounds between three nodes of this machine: averages bit for bit, and faults inside exchanges.
 
-One program starts the nodes and runs all checks; a test says what came of one of them.
+One program starts the nodes and runs all checks; a test reports the outcome of one check.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ SLOW: dict[str, Check] = {}
 
 
 def check(function: Check) -> Check:
-    """Make it a test of what came of the check in the program."""
+    """Make the check a test of its outcome in the program."""
     CHECKS[function.__name__] = function
     return function
 
@@ -62,7 +62,7 @@ def slow_check(function: Check) -> Check:
 
 
 def model_of(kind: str, rank: int, seed: int = 0) -> Any:
-    """What `NodeWorker.give` returns; its bytes are no multiple of 64."""
+    """The result of `NodeWorker.give`; its size is not a multiple of 64 bytes."""
     rng = np.random.default_rng([seed, rank])
     values = rng.normal(size=SIZE).astype(np.float32)
     parts = {
@@ -81,7 +81,7 @@ def model_of(kind: str, rank: int, seed: int = 0) -> Any:
 
 
 def drift_of(rank: int, seed: int) -> NDArray[Any]:
-    """What a step of `NodeWorker.drift` adds: too little for weights of 16 bits."""
+    """The step of `NodeWorker.drift`: too small for weights of 16 bits."""
     return 1e-3 * np.random.default_rng([seed, rank]).random(SIZE)
 
 
@@ -149,7 +149,7 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def oracle(result: Round, models: Mapping[int, Any], weights: Sequence[float] | None = None) -> Any:
-    """The average that `Round.used` and `Round.groups` say it is."""
+    """The average that `Round.used` and `Round.groups` determine."""
     ranks = [*result.used]
     given = [1.0 if weights is None else weights[rank] for rank in ranks]
     if not result.groups:
@@ -185,7 +185,7 @@ class Nodes:
         """The group of all actors that takes this way; all agents take part in its next round."""
         if way not in self.groups:
             self.groups[way] = self.new_group(way)
-        if self.last != way:  # workers know the weights of the group that sent some last
+        if self.last != way:  # workers have the weights of the group that sent the last ones
             self.groups[way].broadcast(weights_of(1.0, SIZE))
             self.last = way
         meet(self.groups[way])
@@ -214,13 +214,13 @@ def meet(group: WorkerGroup) -> None:
 
 
 def try_streams_again(group: WorkerGroup) -> None:
-    """Have the next round try streams, although they failed a moment ago."""
+    """Make the next round try streams, although they failed a moment ago."""
     group._roster.agents.streams = Setback("other nodes are")
 
 
 @contextlib.contextmanager
 def closed_port(group: WorkerGroup, rank: int) -> Iterator[None]:
-    """Give out an address of a rank's agent at which nobody listens."""
+    """Announce an address of a rank's agent at which nobody listens."""
     agent = group._roster.agents._by_node[ray.get(group.actors()[rank].node.remote())]
     address = agent.address(60)
     assert isinstance(address, Address), address
@@ -250,7 +250,7 @@ def pid_of(actor: Any) -> int:
 
 
 def set_hook(actor: Any, point: str, action: str) -> None:
-    """Have an agent do something at the next ``point``, once."""
+    """Make an agent act at the next ``point``, once."""
 
     def install(_: Any, point: str = point, action: str = action) -> None:
         import ctypes
@@ -267,7 +267,7 @@ def set_hook(actor: Any, point: str, action: str) -> None:
                     os._exit(1)
                 if action == "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
-                if action == "freeze":  # all threads, as Ray's store does while it makes room
+                if action == "freeze":  # stop all threads, as Ray's store does to make room
                     ctypes.PyDLL(None).sleep(4)
                 time.sleep(float(action.partition(" ")[2] or 0))
 
@@ -472,7 +472,7 @@ def bytes_out_are_those_that_are_sent(nodes: Nodes) -> None:
         begin(call, agent, command)
 
     def counted() -> int:
-        """The models that went to rank 0, which the driver calls, and to agents with a command."""
+        """The number of models sent to rank 0 by the driver, and to agents with a command."""
         to_agents = [one for one in commands if one.weights is not None]
         commands.clear()
         return 1 + sum(not isinstance(one.weights, AverageOf) for one in to_agents)
@@ -492,7 +492,7 @@ def bytes_out_are_those_that_are_sent(nodes: Nodes) -> None:
         assert third.record()["bytes"] == {"in": 6 * nbytes, "out": nbytes}
 
 
-ROUNDING = 4 * 2**-9 * 1e-3  # of a step: in a worker, a node's average, a piece's, and the driver
+ROUNDING = 4 * 2**-9 * 1e-3  # of a step: worker, node's average, piece's average, driver
 
 
 @check
@@ -535,7 +535,7 @@ def assert_nothing_lost(found: Round, exact: NDArray[Any]) -> bool:
 
 
 def assert_agree(group: WorkerGroup, exact: NDArray[Any]) -> None:
-    """All ranks have the same bits, those of ``exact`` but for roundings."""
+    """Check that all ranks have the same bits: those of ``exact``, except for roundings."""
     values = [*group.step("get_weights").values()]
     assert len(values) == 6
     for one in values:
@@ -587,7 +587,7 @@ def gradients_of_16_bits_are_averaged_with_feedback(nodes: Nodes) -> None:
 def fault(
     nodes: Nodes, rank: int, point: str, action: str, timeout: float
 ) -> tuple[WorkerGroup, Round]:
-    """A round in whose exchange the agent of a ``rank`` does something."""
+    """Make a round in whose exchange the agent of ``rank`` acts."""
     group = nodes.group("streams")
     agent = agent_at(group, rank)
     pid = pid_of(agent)
@@ -659,7 +659,7 @@ def an_agent_that_stops_at_any_point(nodes: Nodes) -> None:
 
 
 def assert_by_driver(found: Round, why: str) -> None:
-    """All ranks are in, nothing was added up on nodes, and it says why."""
+    """Check that all ranks are in, no node added up results, and the reason is given."""
     assert found.used == tuple(range(6)), found
     assert not found.groups
     assert found.ways[0] == "lane"

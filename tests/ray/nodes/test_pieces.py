@@ -1,4 +1,4 @@
-"""Pieces of the packed form: even, whole elements, and averaged with the bits of the whole."""
+"""Pieces of the packed form: equal sizes, whole elements, and the bits of the whole average."""
 
 from collections.abc import Callable
 from typing import Any

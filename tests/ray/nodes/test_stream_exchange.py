@@ -1,4 +1,4 @@
-"""Exchanges over streams have the bits of those in one piece, which nothing carries."""
+"""Exchanges over streams give the bits of exchanges in one piece, without a network."""
 
 import itertools
 import secrets

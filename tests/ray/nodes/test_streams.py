@@ -130,7 +130,7 @@ def test_nothing_listens_after_close() -> None:
 
 
 def test_what_goes_may_depend_on_what_came() -> None:
-    """An allreduce in one swap: sums of blocks go to all once the block has come from all."""
+    """An allreduce in one swap: a block's sum is sent once the block has come from all."""
     size, blocks, nbytes = 4, 5, 3000
     with nodes(size) as some:
         data = [

@@ -1,4 +1,4 @@
-"""What strangers, dead peers, forks and interrupts do to streams: nothing, or an error at once."""
+"""Strangers, dead peers, forks and interrupts have no effect on streams, or an immediate error."""
 
 import collections
 import contextlib
@@ -50,14 +50,14 @@ def hello(key: bytes, epoch: bytes, place: int) -> bytes:
 
 
 def scan(address: Address, epoch: bytes) -> list[socket.socket]:
-    """A port scan: connect, and go."""
+    """A port scan: connect, and disconnect."""
     for _ in range(20):
         connect(address).close()
     return []
 
 
 def reset(address: Address, epoch: bytes) -> list[socket.socket]:
-    """Connect, and go with a reset."""
+    """Connect, and disconnect with a reset."""
     for _ in range(20):
         connection = connect(address)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -164,7 +164,7 @@ def test_a_peer_that_is_early_or_late_is_no_stranger(caplog: pytest.LogCaptureFi
 
 
 def test_a_peer_whose_connection_is_closed_comes_again() -> None:
-    """Strangers may have pushed it out; or the other end has not opened the epoch yet."""
+    """Strangers may have pushed it out, or the other end has not opened the epoch yet."""
     streams, key, epoch = Streams("127.0.0.1"), secrets.token_bytes(32), secrets.token_bytes(16)
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         peers = [streams.address, Address("127.0.0.1", server.getsockname()[1], key)]
@@ -192,7 +192,7 @@ def test_all_addresses_are_refused(host: str) -> None:
 
 
 def test_a_frame_of_another_length_is_refused_before_it_is_read() -> None:
-    """A peer with the right key is no stranger, but what it sends is checked."""
+    """A peer with the right key is not a stranger, but its data are checked."""
     streams = Streams("127.0.0.1")
     epoch, target = secrets.token_bytes(16), np.zeros(100, np.uint8)
     peers = [Address("127.0.0.1", 1, bytes(32)), streams.address]

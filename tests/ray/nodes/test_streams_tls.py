@@ -1,4 +1,4 @@
-"""Streams over TLS: the same bytes, and a line of the log for each certificate that is not good."""
+"""Streams over TLS: the same bytes, and a line in the log for each invalid certificate."""
 
 import contextlib
 import logging
@@ -67,7 +67,7 @@ def test_each_node_receives_what_the_others_send(size: int) -> None:
 
 @pytest.mark.usefixtures("tls")
 def test_nothing_passes_in_the_clear() -> None:
-    """A proxy between two nodes sees neither the key nor what they send."""
+    """A proxy between two nodes sees neither the key nor the data."""
     seen: list[bytes] = []
     secret = b"the weights of a model" * 10
 
@@ -121,7 +121,7 @@ def test_close_ends_a_swap() -> None:
 def test_a_certificate_that_is_not_good_is_named_at_once(
     why: str, place: int, good: Path, bad: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Node 0 connects to node 1; the certificate of either is not good."""
+    """Node 0 connects to node 1; the certificate of one of them is invalid."""
     made = [streams_with(good), streams_with(good)]
     made[place].close()
     made[place] = Streams("127.0.0.1") if why == "none" else streams_with(bad[why])
@@ -188,7 +188,7 @@ def test_a_file_that_is_not_there_is_named(
 
 
 def free_ports(count: int) -> range:
-    """Return ports of which the first is free, and most likely the others."""
+    """Return ports, of which the first is free, and the others most likely, too."""
     with socket.create_server(("127.0.0.1", 0)) as one:
         first: int = one.getsockname()[1]
     return range(min(first, 65000), min(first, 65000) + count)

@@ -1,4 +1,4 @@
-"""An agent that workers owe answers to, of commands that are over."""
+"""An agent to which workers owe answers to commands that are over."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ray
 
 
 class Owed(Answer):
-    """There as soon as it is told to be."""
+    """An answer that arrives when the test says so."""
 
     waiting: ClassVar[Callable[[], object]] = lambda: None
 
@@ -41,7 +41,7 @@ class Owed(Answer):
 
 
 class Caller:
-    """In place of what calls a worker."""
+    """A stand-in for the object that calls a worker."""
 
     handle = "the worker"
 

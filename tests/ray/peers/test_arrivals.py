@@ -1,4 +1,4 @@
-"""`average` while results arrive: order, how many are held, failures, time."""
+"""`average` while results arrive: order, number of held results, failures, time."""
 
 import asyncio
 import gc
@@ -30,7 +30,7 @@ LARGE = 30_000  # elements; beyond 100 KiB results lie in shared memory
 
 @ray.remote(num_cpus=0)
 class Desk:
-    """Gives results in the order in which they are asked to be let out."""
+    """Returns results in the order in which the test releases them."""
 
     def __init__(self) -> None:
         self._open: dict[int, asyncio.Event] = {}
@@ -128,7 +128,7 @@ def test_every_order_of_arrival_gives_the_same_bits(
 
 
 class Counted(list[NDArray[Any]]):
-    """A list of arrays that counts how many of its kind exist where it is unpickled."""
+    """A list of arrays that counts the objects of its kind in the process that unpickles it."""
 
     alive: ClassVar[weakref.WeakValueDictionary[int, "Counted"]] = weakref.WeakValueDictionary()
     most = 0
@@ -283,7 +283,7 @@ def test_late_ranks_are_left_out_and_named(
     assert found.late == (0, 3)
     assert found.failed == {}
     assert_same(found.weights, fw.average([values[k] for k in (1, 2, 4)], [1, 2, 5]))
-    # What is late is not lost: it may be averaged by another call.
+    # Late results are not lost: another call may average them.
     ray.get(desk.let_out.remote([0, 3]))
     assert_same(average(refs, max_inflight=max_inflight).weights, fw.average(values))
 
@@ -552,7 +552,7 @@ def test_what_is_out_of_range_is_refused_at_once(
 
 @ray.remote(num_cpus=0)
 class Owner:
-    """Owns an object, and takes it along when it dies."""
+    """Owns an object, which is lost when it dies."""
 
     def put(self, value: Any) -> list[Any]:
         return [ray.put(value)]

@@ -20,7 +20,7 @@ ROUNDS = 8
 
 
 class Ordered(PlainWorker):
-    """Keeps what raw calls bring."""
+    """Keeps the arguments of raw calls."""
 
     def keep(self, value: Any, *_: Any) -> Any:
         self.kept = value
@@ -87,7 +87,7 @@ def test_lanes_are_used_again_after_raw_calls(group: WorkerGroup) -> None:
 
 
 def test_a_command_waits_for_the_call_of_a_round_that_was_broken_off(lend: Lend) -> None:
-    """That call is still on its way when the round ends, since the other rank has raised."""
+    """That call is still queued when the round ends, since the other rank has raised."""
     group = lend(PlainWorker, 2)
     start = weights_of(3.0)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Lanes that cannot be made or used for a while: rounds go on through Ray, and say why."""
+"""Lanes that cannot be made or used for a while: rounds go on through Ray, with the reason."""
 
 import errno
 import logging
@@ -22,7 +22,7 @@ TOO_MANY = "Too many open files"
 
 
 class Poor(PlainWorker):
-    """Has no file descriptor left when told so."""
+    """Uses up its file descriptors on request."""
 
     limit = 0
 
@@ -53,7 +53,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def slowly(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The driver has to be woken, and tries nothing again before `try_again`."""
+    """The driver sleeps until it is woken, and tries nothing again before `try_again`."""
     monkeypatch.setattr(_by_lane, "_SLICE", 3600.0)
     monkeypatch.setattr(_setback, "_PAUSE", 3600.0)
     monkeypatch.setattr(_setback, "_MOST_PAUSE", 3600.0)

@@ -1,4 +1,4 @@
-"""Publications in memory: what is read is whole, whoever is stopped or killed. Without Ray."""
+"""Publications in memory: reads are whole, whichever process is stopped or killed. No Ray."""
 
 import contextlib
 import itertools
@@ -80,7 +80,7 @@ def test_what_is_read_stays_as_it_is_while_others_are_published(board: Board) ->
         assert news is not None
         assert news[0] == version
         assert (news[1] == version).all()
-    # One slot for each that holds one, the newest, and the next.
+    # A slot for each reader that holds one, the newest, and the next.
     assert board.publication.slots == 6
     del held, news
     for version in range(100, 200):
@@ -170,7 +170,7 @@ def test_a_board_lets_only_its_user_in(board: Board, monkeypatch: pytest.MonkeyP
 
 
 def test_strangers_in_the_queue_do_not_keep_readers_out(board: Board) -> None:
-    """Each is accepted at once: 300 connections that say nothing are more than a queue takes."""
+    """Each is accepted at once: 300 silent connections are more than a queue takes."""
     strangers = []
     with contextlib.suppress(OSError):
         for _ in range(300):
@@ -203,7 +203,7 @@ def test_the_end_of_a_board_is_seen(board: Board) -> None:
     assert not reading.is_over
     board.close()
     wait_until(lambda: reading.is_over)
-    news = read(reading)  # what was published last stays
+    news = read(reading)  # the last publication stays
     assert news is not None
     assert (news[1] == 3).all()
     with pytest.raises(OSError, match="refused"):
@@ -225,7 +225,7 @@ def test_a_fork_releases_nothing_of_its_parent(board: Board) -> None:
     assert (held[1] == 1).all()
 
 
-# What follows has processes, which are stopped and killed.
+# The following tests have processes, which are stopped and killed.
 
 
 def test_a_reader_that_is_stopped_costs_one_slot_and_nobody_time(board: Board) -> None:

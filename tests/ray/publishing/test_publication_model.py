@@ -1,8 +1,8 @@
-"""The protocol of a publication, all orders of its steps: nothing that is read is written to.
+"""The protocol of a publication in all orders of its steps: no slot is written while it is read.
 
 A model in Python of `csrc/flatweights/publication.cpp`: each step touches one word that processes
-share. Every order of the steps of one writer and two readers is gone through, readers that stop for
-ever included, since each state is one in which anybody may stop.
+share. Every order of the steps of one writer and two readers is explored. This includes readers
+that stop for ever, since a process may stop in any state.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ READS = 2
 
 class Reader(NamedTuple):
     step: str = "idle"
-    number: int = 0  # of the publication that it reads, or means to
+    number: int = 0  # of the publication that it reads, or is about to read
     slot: int = 0
     hold: int = -1
     seen: int = 0
@@ -93,12 +93,12 @@ def read(state: State, k: int, checks: bool) -> Iterator[State]:
         else:
             yield after(step="read")
     elif reader.step == "read":
-        # Looked at in every state until it is let go: what is read must be whole all the time.
+        # Checked in every state until it is released: a read slot must be whole all the time.
         yield after(step="idle", hold=-1, seen=reader.number, reads=reader.reads + 1)
 
 
 def torn(rechecks: bool = True, checks: bool = True) -> bool:
-    """Go through all states; return whether a reader reads what it did not mean to."""
+    """Explore all states; return whether a reader reads another publication than it chose."""
     start = State((0, 0), (0,) * SLOTS, (0,) * SLOTS, Writer(), (Reader(), Reader()))
     found, waiting = {start}, [start]
     steps: list[Callable[[State], Iterator[State]]] = [
@@ -111,7 +111,7 @@ def torn(rechecks: bool = True, checks: bool = True) -> bool:
         for reader in state.readers:
             if reader.step == "read" and state.data[reader.slot] != reader.number:
                 return True
-        # The writer never waits: there is always a slot that it can come to.
+        # The writer never waits: it always finds a free slot.
         free = {*range(SLOTS)} - {reader.hold for reader in state.readers} - {state.word[1]}
         assert free or state.word[0] == 0
         for step in steps:

@@ -71,7 +71,7 @@ class Actor:
         return is_new, self.subscriber.version, float(values[0])
 
     def update_many(self, count: int) -> None:
-        """Update until there was something new so many times."""
+        """Update until ``count`` updates have found newer weights."""
         before = self.subscriber.version
         while count > 0:
             is_new, version, _ = self.update()
@@ -155,7 +155,7 @@ def test_what_average_takes_is_published_and_set(kind: str) -> None:
 
 
 class Holder:
-    """Weights of no framework."""
+    """Weights without a framework."""
 
     def __init__(self, model: dict[str, Any]) -> None:
         self.model = model
