@@ -19,6 +19,23 @@ __all__ = ["ray_folder", "shared_ray"]
 
 TESTS = Path(__file__).parent
 
+LONG = (
+    "tests/ray/nodes/test_nodes_rounds.py",
+    "tests/ray/publishing/test_publishing_nodes.py",
+    "tests/examples/test_programs.py",
+    "tests/tensorflow/test_gradients.py",
+    "tests/tensorflow/test_library.py",
+    "tests/tensorflow/test_canonical_names.py",
+    "tests/ray/members/test_members_nodes.py",
+    "tests/ray/group/test_faults.py",
+    "tests/ray/group/test_metrics.py",
+    "tests/ray/nodes/test_nodes.py",
+    "tests/keras/test_healing.py",
+    "tests/examples/test_demo.py",
+    "tests/examples/test_demo_rounds.py",
+)
+"""The files that take longest: processes begin with them."""
+
 # Machines that run the tests are shared and slow: no deadlines, few examples.
 settings.register_profile(
     "ci", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
@@ -47,8 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Tests that start actors of their own run with one way of rounds, unless asked for more.
 
-    Tests of Ray come first, then the pages, then TensorFlow's tests. Processes take files in this
-    order, so none of them has a long file left at the end.
+    The `LONG` files come first, then tests of Ray, the pages and TensorFlow's tests. Processes take
+    files in this order, so none of them has a long file left at the end.
     """
     for item in items:
         if not isinstance(item, pytest.Function):
@@ -58,8 +75,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_dear = "lend" in item.fixturenames or item.get_closest_marker("starts_actors")
         if is_dear and hasattr(item, "callspec") and item.callspec.params.get("way") == "store":
             item.add_marker(pytest.mark.slow)
-    first = (TESTS / "ray", TESTS / "keras", TESTS.parent / "docs", TESTS / "tensorflow", TESTS)
-    items.sort(key=lambda item: next(i for i, at in enumerate(first) if at in item.path.parents))
+    root = TESTS.parent
+    rest = [TESTS / "ray", TESTS / "keras", root / "docs", TESTS / "tensorflow", TESTS]
+    order = {at: place for place, at in enumerate([*(root / file for file in LONG), *rest])}
+
+    def place_of(item: pytest.Item) -> int:
+        return min(order[at] for at in (item.path, *item.path.parents) if at in order)
+
+    items.sort(key=place_of)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -102,10 +125,16 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
-    """Exclude imported objects from later garbage collections: TensorFlow has a million."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Exclude imported objects from garbage collections: TensorFlow has a million."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture

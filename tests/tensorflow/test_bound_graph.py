@@ -297,7 +297,11 @@ TRAINING = {
 
 
 @pytest.mark.parametrize("call", (CALLS | TRAINING).values(), ids=CALLS | TRAINING)
-@pytest.mark.parametrize("resource", [True, False])
+@pytest.mark.parametrize(
+    ("resource", "path"),
+    [(True, "bound"), (False, "bound"), (True, "ops")],
+    indirect=["path"],
+)
 def test_a_session_that_is_closed_during_a_call_is_the_error_of_a_closed_session(
     path: Any, call: Any, resource: Any
 ) -> None:

@@ -186,7 +186,9 @@ def test_weights_go_between_a_strategy_and_one_device(strategy: Any, name: Any) 
     np.testing.assert_array_equal(alone.get_flat(), mirrored.get_flat())
 
 
-@pytest.mark.parametrize("name", ["keras", "tf_keras"])
+@pytest.mark.parametrize(
+    ("name", "path"), [("keras", "bound"), ("tf_keras", "ops")], indirect=["path"]
+)
 def test_training_under_a_strategy_goes_on_from_what_was_set(strategy: Any, name: Any) -> None:
     def built() -> Any:
         with strategy.scope():
