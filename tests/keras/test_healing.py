@@ -54,6 +54,7 @@ class Fit:
         self.compile: dict[str, Any] = {}
         self.more: list[Any] = []
         self.optimizer: Any = keras.optimizers.Adam(0.01)
+        self.patience = PATIENCE  # seconds, at the start
         self.done: Future[Any] = Future()
 
     def start(self, pool: ThreadPoolExecutor) -> None:
@@ -75,7 +76,7 @@ class Fit:
 
     def _run(self) -> tuple[Any, list[Any]]:
         optimizer = average_gradients(
-            self.optimizer, member=self.member, min_results=1, timeout=PATIENCE
+            self.optimizer, member=self.member, min_results=1, timeout=self.patience
         )
         self.model.compile(optimizer, "mse", **self.compile)
         x, y = images("dense")
@@ -230,6 +231,24 @@ def test_a_member_that_sleeps_for_epochs_meets_the_others_again(pool: ThreadPool
     ended = [fit.done.result(120) for fit in (first, late)]
     check_alike([state for _, state in ended])
     assert whole == [*range(5, EPOCHS)], "it passes by those that the first has begun"
+
+
+def test_a_member_that_is_late_for_the_start_is_healed_and_the_others_go_on(
+    pool: ThreadPoolExecutor,
+) -> None:
+    meeting, has_begun = LocalMeeting(2), threading.Event()
+    first, late = fits(meeting)
+    first.patience = 0.2
+    first.at[0, -1] = lambda: first._wait_for_others(PATIENCE)
+    first.at[0, 3] = has_begun.set
+    first.at[1, -1] = lambda: meeting.wait_until(lambda inside: inside._lacking)
+    first.start(pool)
+    assert has_begun.wait(120) or first.done.result(0)
+    late.start(pool)
+    (history, state), (after, other) = [fit.done.result(120) for fit in (first, late)]
+    check_alike([state, other])
+    assert history.epoch == [*range(EPOCHS)]
+    assert after.epoch == [*range(1, EPOCHS)]
 
 
 def test_a_member_that_is_late_at_the_end_gets_what_the_others_have(

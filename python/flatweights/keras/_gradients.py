@@ -280,7 +280,12 @@ class Averaging:
             started = member.average(
                 part, timeout=self.lease.timeout, min_results=self.lease.min_results
             )
+        if self.lease.min_results is None:
             _check_in_time(started, "the start of training")
+        elif member.rank in started.late:  # the others train already
+            member.lacks_state = True
+            self._is_started, self._has_stepped = True, False
+            return
         rows = np.rint(started.weights["the start of training"] * len(started.used))
         root = min(started.used)
         different = [rank for rank in started.used if (rows[rank, 1:] != rows[root, 1:]).any()]
