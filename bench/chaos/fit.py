@@ -86,7 +86,7 @@ def live(folder: str, plan: Plan, rank: int) -> None:
             with join(f"chaos {folder}", rank=rank, size=plan.size, timeout=5 * HANG) as member:
                 _fit(model, member, gradients, log, plan, over)
         except (MemberError, WorkerError, TimeoutError) as error:
-            log.note(type(error).__name__)
+            log.note(f"{type(error).__name__}: {error}")
 
 
 def _fit(

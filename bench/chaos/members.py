@@ -62,7 +62,7 @@ def live(folder: str, plan: Plan, rank: int) -> None:
                             nonfinite="skip",
                         )
                     except (ValueError, WorkerError) as error:
-                        log.note(type(error).__name__)
+                        log.note(f"{type(error).__name__}: {error}")
                         continue
                     assert result.number is not None
                     log.got(
@@ -75,7 +75,7 @@ def live(folder: str, plan: Plan, rank: int) -> None:
                         rank in result.late,
                     )
         except (MemberError, TimeoutError) as error:
-            log.note(type(error).__name__)
+            log.note(f"{type(error).__name__}: {error}")
 
 
 class Mode(AnyMode):
