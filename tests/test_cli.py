@@ -161,7 +161,7 @@ def test_example_is_run_with_its_options() -> None:
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script in the place of a compiler, for sources without a library and an empty cache."""
+    """A script that stands in for a compiler, for sources without a library and an empty cache."""
     from flatweights.tensorflow.library import _load
 
     sources = tmp_path / "sources"
@@ -230,7 +230,7 @@ def test_reader_that_left_is_no_traceback() -> None:
     assert in_a_shell("flatweights examples | true").stderr == ""
 
 
-# Where output is not buffered, argparse drops what it cannot write.
+# If output is not buffered, argparse drops text that it cannot write.
 @pytest.mark.parametrize(
     ("command", "unbuffered"),
     [("info", ""), ("examples", ""), ("examples", "1"), ("--help", "")],
@@ -238,7 +238,7 @@ def test_reader_that_left_is_no_traceback() -> None:
 def test_output_that_cannot_be_written_is_told(
     command: str, unbuffered: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "tensorflow.py").write_text("raise ImportError")  # sooner than TensorFlow comes
+    (tmp_path / "tensorflow.py").write_text("raise ImportError")  # found before TensorFlow
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     full = in_a_shell(f"flatweights {command} > /dev/full")

@@ -1,4 +1,4 @@
-"""Which part of the package imports which: read from the source, functions too."""
+"""The imports between parts of the package, read from the source, including functions."""
 
 import ast
 from collections.abc import Iterator

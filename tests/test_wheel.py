@@ -1,4 +1,4 @@
-"""The wheel installs and works where there is no compiler."""
+"""The wheel installs and works without a compiler."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ LIBRARY = {"_tf.so", "_tf.json"}
 
 
 def build_wheel(folder: Path, *options: str) -> Path:
-    """Build it in ``folder``, beside what an earlier call has built there."""
+    """Build the wheel in ``folder``, beside the files of earlier builds."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps"]
     (folder / "wheel").mkdir(exist_ok=True)
     for old in (folder / "wheel").iterdir():
@@ -54,7 +54,7 @@ def build_wheel(folder: Path, *options: str) -> Path:
 
 
 def op_library(wheel: Path) -> set[str]:
-    """The names of what the wheel carries of the op library."""
+    """The names of the op library's files in the wheel."""
     with zipfile.ZipFile(wheel) as file:
         paths = map(Path, file.namelist())
         return {path.name for path in paths if path.parent == Path("flatweights/_tf")}
@@ -70,7 +70,7 @@ def test_the_wheel_works_without_a_compiler(tmp_path: Path) -> None:
     assert op_library(wheel) == sources()  # the build was isolated, and saw no TensorFlow
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
-    # What it needs comes as wheels too, so no compiler is wanted from here on.
+    # Its requirements are wheels, too, so no compiler is needed from here on.
     environment = {"PATH": str(tmp_path / "venv" / "bin"), "HOME": str(tmp_path)}
     install = [python, "-m", "pip", "install", "--only-binary=:all:", wheel]
     subprocess.run(install, check=True)  # type: ignore[arg-type]
@@ -98,8 +98,8 @@ def test_wheel_that_is_built_beside_tensorflow_carries_the_op_library(tmp_path: 
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as file:
         file.extractall(site)
-    # All else comes from here, but for what .pth files say, such as where an editable
-    # flatweights is.
+    # Everything else comes from here, except for entries of .pth files, such as the path of an
+    # editable flatweights.
     (site / "here.pth").write_text(sysconfig.get_path("purelib"))
     run = subprocess.run(
         [tmp_path / "venv" / "bin" / "python", "-c", BIND],

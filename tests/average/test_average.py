@@ -45,7 +45,7 @@ KINDS: dict[str, Callable[[dict[str, np.ndarray]], Any]] = {
 def models_of(
     rng: np.random.Generator, count: int, kind: str = "dict"
 ) -> tuple[list[Any], list[dict[str, np.ndarray]]]:
-    """``count`` models of one kind, and the same as dicts of arrays of their own."""
+    """Return ``count`` models of one kind, and the same values as dicts of separate arrays."""
     parts = [
         {
             "kernel": random_array(rng, (3, 5), np.dtype(np.float32)),
@@ -181,7 +181,7 @@ def test_every_16_bit_number_survives(dtype: np.dtype[Any]) -> None:
         result = fw.average([values] * count)
         nan, _ = classes_of_16_bits(values)
         assert np.array_equal(classes_of_16_bits(result)[0], nan)
-        # A sum that begins at 0 makes 0 of -0, as Python's does.
+        # A sum that begins at 0 turns -0 into 0, as Python's does.
         expected = np.where(values.view(np.uint16) == 0x8000, 0, values.view(np.uint16))
         assert np.array_equal(result.view(np.uint16)[~nan], expected[~nan])
 
@@ -191,7 +191,7 @@ def test_every_16_bit_number_survives(dtype: np.dtype[Any]) -> None:
 def test_every_midpoint_of_16_bit_neighbours_is_rounded_right(
     dtype: np.dtype[Any], weights: list[float]
 ) -> None:
-    # Equal weights give ties; those that are almost equal tell one rounding from two.
+    # Equal weights give ties; almost equal weights distinguish one rounding from two.
     patterns = np.arange(2**15 - 1, dtype=np.uint16)
     low, high = patterns.view(dtype), (patterns + 1).astype(np.uint16).view(dtype)
     _, finite = classes_of_16_bits(high)
@@ -199,7 +199,7 @@ def test_every_midpoint_of_16_bit_neighbours_is_rounded_right(
     result = fw.average([low, high], weights).view(np.uint16)
     negative = fw.average([-low, -high], weights).view(np.uint16)
     first, second = Fraction(weights[0]), Fraction(weights[1])
-    # Between neighbours it is the weights that decide, and the last bit if they do not.
+    # Between neighbours the weights decide, or the last bit if they are equal.
     if first == second:
         expected = np.where(low.view(np.uint16) % 2 == 0, low.view(np.uint16), high.view(np.uint16))
     else:
@@ -246,7 +246,7 @@ def test_raise_names_source_and_slot(kind: str, value: float, rng: np.random.Gen
     separate = models_of(rng, 1, kind)[0][0]
     name = 2 if kind == "list" else "bias"
     for out in (separate, models[0], models[2]):
-        # A separate out holds nothing of use afterwards; the sources are as they were.
+        # A separate out is undefined afterwards; the sources are unchanged.
         sources = [array for model in models for array in arrays_of(model)]
         with refuses(ValueError, f"source 2, slot 2 '{name}': holds NaN or infinity", *sources):
             fw.average(models, nonfinite="raise", out=out)
@@ -304,7 +304,7 @@ def test_skip_leaves_sources_out_and_renormalises(kind: str, rng: np.random.Gene
     arrays_of(models[0])[0][0, 0] = np.nan
     arrays_of(models[2])[3][0, 0] = np.inf
     result = fw.average(models, [1, 2, 3, 4], nonfinite="skip")
-    # The integers too are those of the first source that is left.
+    # The integers, too, come from the first remaining source.
     assert_model_mean(result, [parts[1], parts[3]], [2, 4])
     same = fw.average([models[1], models[3]], [2, 4])
     assert all(map(same_bits, arrays_of(result), arrays_of(same)))
@@ -817,7 +817,7 @@ def test_an_out_of_other_parts_is_refused() -> None:
 
 
 class OnlyDLPack:
-    """An array of a library that NumPy knows nothing of."""
+    """An array of a library that NumPy does not know."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -830,7 +830,7 @@ class OnlyDLPack:
 
 
 class OnlyInterface:
-    """An array by its ``__array_interface__``."""
+    """An object that is an array only by its ``__array_interface__``."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array

@@ -63,7 +63,7 @@ def test_models_added_in_order_give_the_bits_of_average(
     running = summed(models, weights)
     assert_same(running.mean(), fw.average(models, weights))
     assert running.total_weight == sum(weights or [1] * 5)
-    # Asking changes nothing.
+    # Reading changes nothing.
     assert_same(running.mean(), fw.average(models, weights))
 
 
@@ -125,7 +125,7 @@ def test_mean_writes_to_out(kind: str, rng: np.random.Generator) -> None:
     models = [KINDS[kind](model(rng, k)) for k in (1, 2)]
     expected = fw.average(models)
     running = summed(models)
-    # Unlike those of average, its sources are read before: any of them may be out.
+    # Unlike in average, sources are read before, so any of them may be out.
     assert running.mean(out=models[0]) is models[0]
     assert_same(models[0], expected)
 
@@ -303,7 +303,7 @@ def test_the_sums_are_one_buffer_that_is_read_where_it_arrives(rng: np.random.Ge
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(running, protocol=5, buffer_callback=buffers.append)
     sums = buffers[0].raw()
-    assert sums.nbytes == 8 * (5000 + 2 * 3)  # a compensation only for what is float64
+    assert sums.nbytes == 8 * (5000 + 2 * 3)  # a compensation only for float64 parts
     assert len(data) + sum(b.raw().nbytes for b in buffers[1:]) < 2000
     arrived = bytes(sums), *(bytes(b.raw()) for b in buffers[1:])
     there = pickle.loads(data, buffers=arrived)

@@ -1,4 +1,4 @@
-"""Memory of large results is used again, within a bound, and never while it is in use."""
+"""Memory of large results is reused, within a bound, and never while it is in use."""
 
 import gc
 import os

@@ -15,7 +15,7 @@ TWO = np.ones(2)
 
 
 class Raises:
-    """Its conversion to an array raises, as that of PyTorch's tensors with gradients does."""
+    """An object whose conversion to an array raises, as for PyTorch's tensors with gradients."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -44,7 +44,7 @@ class DLPackOfNothing:
 
 
 class ConvertsTo:
-    """A tensor of strings, of Python objects, or no array at all."""
+    """An object that converts to a tensor of strings, to Python objects, or to no array."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -34,7 +34,7 @@ def near_end(y: Array, x: Array, a: float) -> Array:
     return y + a * (x - y) if a < 0.5 else x - (1 - a) * (x - y)
 
 
-# What is called, and the same in float64 with NumPy.
+# The function that is called, and the same in float64 with NumPy.
 CHANGES: dict[str, tuple[Change, Callable[[Array, Array], Array]]] = {
     "scale_": (lambda y, x: fw.scale_(y, -0.3), lambda y, x: -0.3 * y),
     "axpy_": (lambda y, x: fw.axpy_(y, 0.7, x), lambda y, x: y + 0.7 * x),
@@ -73,7 +73,7 @@ def expected(y: Array, x: Array, compute: Callable[[Array, Array], Array]) -> Ar
 
 
 def exact_norm(*arrays: Array) -> float:
-    """Within a unit in the last place, by integers: squares are added without rounding."""
+    """The norm within a unit in the last place, by integers: squares are added without rounding."""
     values = [float(v) for array in arrays for v in reals(array).tolist()]
     total = sum((Fraction(v) ** 2 for v in values), Fraction(0))
     if total == 0:

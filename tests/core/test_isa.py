@@ -39,7 +39,7 @@ def source(rng: np.random.Generator, size: int, dtype: Any, special: bool) -> ND
 
 
 def changed_in_place(y: NDArray[Any], x: NDArray[Any], a: float) -> Iterator[NDArray[Any]]:
-    """What becomes of ``y`` by each operation, one after the other, and its norms."""
+    """``y`` after each operation, one after the other, and its norms."""
     yield np.array([fw.norm(y), fw.norm(x), fw.isfinite(y)])
     fw.axpy_(y, a, x)
     yield y.copy()
@@ -125,7 +125,7 @@ def test_all_instruction_sets_and_thread_counts_give_the_same_bits() -> None:
     for case in cases:
         isa, done = case[0], run(*case)
         if "FLATWEIGHTS_ISA: expected one of" in done.stderr:
-            continue  # this processor does not have it
+            continue  # this processor lacks it
         assert done.returncode == 0, done.stderr
         name, _, found = done.stdout.partition(" ")
         assert name == isa, "the loops that were asked for ran"

@@ -118,7 +118,7 @@ print(layout.digest, layout.signature)
 
 
 def test_digests_stay_what_they_are() -> None:
-    # Another value would cut off every file and every process of another version.
+    # With another value, files and processes of other versions would not be readable.
     layout = Layout(["a/b", "c"], [(2, 3), ()], [np.float32, np.int64])
     named, nameless = b'[["a/b",[2,3],"<f4"],["c",[],"<i8"]]', b'[[[2,3],"<f4"],[[],"<i8"]]'
     assert layout.digest == hashlib.sha256(named).hexdigest()
@@ -140,7 +140,7 @@ def test_astype_changes_real_floating_slots_alone() -> None:
 
 
 def forget_layouts() -> None:
-    """Forget what was pickled and unpickled, as if this were a new process."""
+    """Forget pickled and unpickled layouts, as in a new process."""
     layout_module._pickled_here.clear()
     layout_module._rebuild.cache_clear()
 
@@ -368,7 +368,7 @@ def test_views_lie_in_the_buffer_at_their_offsets() -> None:
 
 def test_padding_of_a_new_buffer_is_zero() -> None:
     layout = Layout.of(EXAMPLE)
-    for _ in range(50):  # memory that is used again holds the last values
+    for _ in range(50):  # reused memory holds the last values
         buffer = layout.new_buffer()
         used = np.zeros(buffer.size, bool)
         for slot in layout.slots:

@@ -53,7 +53,7 @@ def test_views_keep_a_result_of_flatten_alive() -> None:
         view = fw.unflatten(flat, Layout.of([np.zeros(1000), np.zeros(24)]))[1]  # type: ignore[index]
         del flat
         gc.collect()
-        np.zeros(1024).fill(-1)  # memory that was freed would be used again
+        np.zeros(1024).fill(-1)  # freed memory would be reused
         assert view.tolist() == [8.0] * 24
 
 

@@ -112,7 +112,7 @@ def test_flat_weights_hold_and_pickle_any_model(model: Any, protocol: int) -> No
 
 
 def forget_layouts() -> None:
-    """Forget what was pickled and unpickled, as if this were a new process."""
+    """Forget pickled and unpickled layouts, as in a new process."""
     layout_module._pickled_here.clear()
     layout_module._rebuild.cache_clear()
 
@@ -164,7 +164,7 @@ def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def is_same_but_for_named(layout: Layout, other: Layout) -> bool:
-    # Whether a mapping gave the names is no part of the digest.
+    # The digest does not cover whether a mapping gave the names.
     return other.slots == layout.slots and other.digest == layout.digest
 
 

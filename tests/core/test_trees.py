@@ -1,4 +1,4 @@
-"""Models whose arrays lie in nested dicts, lists and tuples."""
+"""Models whose arrays are in nested dicts, lists and tuples."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -37,7 +37,7 @@ def parts(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def frozen(parts: dict[str, np.ndarray]) -> FlatWeights:
-    """What `ray.get` gives: views of a read-only buffer."""
+    """Views of a read-only buffer, as `ray.get` returns them."""
     made = FlatWeights(parts)
     return FlatWeights.wrap(read_only(made.buffer), made.layout)
 

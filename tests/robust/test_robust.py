@@ -26,7 +26,8 @@ from reference import (
 import flatweights as fw
 from flatweights import _core, robust
 
-# Fewer than a network, its ends, runs of unequal sizes, and several rounds of merges.
+# Fewer sources than a network has inputs, the sizes at its ends, runs of unequal sizes, and several
+# rounds of merges.
 COUNTS = (1, 2, *range(3, 19), 31, 33, 47, 64, 100)
 
 
@@ -43,7 +44,7 @@ def sorted_columns(sources: list[NDArray[Any]]) -> list[list[Fraction]]:
 
 
 def exact_mean_around_median(column: list[Fraction], keep: int) -> Fraction:
-    """The mean of the ``keep`` nearest to the median; of equally near ones the smaller first."""
+    """The mean of the ``keep`` numbers nearest to the median; of equally near ones, the smaller."""
     middle = (column[(len(column) - 1) // 2] + column[len(column) // 2]) / 2
     kept = sorted(column, key=lambda x: (abs(x - middle), x))[:keep]
     return sum(kept, Fraction(0)) / keep

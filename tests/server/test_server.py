@@ -170,7 +170,7 @@ def check_steps(name: str, initial: Any, averages: list[Any]) -> None:
     optimizer, oracle = MAKERS[name](initial), Oracle(name, numbers(initial))
     for average in averages:
         published = numbers(optimizer.weights)
-        # From the same 16-bit model for both: its rounding is what workers see.
+        # Both start from the same 16-bit model, since workers see its rounding.
         oracle.step(numbers(average), published)
         returned = optimizer.step(average)
         assert returned is optimizer.weights

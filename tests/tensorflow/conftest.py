@@ -10,14 +10,14 @@ from tf_models import BUILDERS, Model
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_collections() -> None:
-    """Leaves what was imported, TensorFlow above all, to no garbage collection of the tests."""
+    """Exclude imported objects, above all TensorFlow's, from garbage collections in tests."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """Processes that have TensorFlow imported."""
+    """Processes in which TensorFlow is already imported."""
     made = Forks()
     yield made
     made.stop()
@@ -39,6 +39,6 @@ def build(request: pytest.FixtureRequest) -> Callable[[Mapping[str, Any]], Model
 
 @pytest.fixture(params=["bound", "ops"], autouse=True)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Forces the way in which weights are moved: every test here runs on both."""
+    """Force the way in which weights are moved: every test here runs with both."""
     monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", request.param)
     return request.param  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Eager variables that are bound: whatever happens to them is seen, or is a clear error."""
+"""Bound eager variables: every change by TensorFlow is visible, or gives a clear error."""
 
 import ctypes
 import gc
@@ -45,7 +45,7 @@ def resident_bytes() -> Any:
 
 
 class MallocInfo(ctypes.Structure):
-    """What glibc's mallinfo2 returns."""
+    """The result of glibc's mallinfo2."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -57,7 +57,7 @@ class MallocInfo(ctypes.Structure):
 
 
 def allocated() -> Any:
-    """Blocks of Python and bytes of C++; whole pages where glibc is too old to tell."""
+    """Blocks of Python and bytes of C++; whole pages if glibc is too old for bytes."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
         return resident_bytes()
@@ -67,7 +67,7 @@ def allocated() -> Any:
 
 
 def least_growth(measure: Any, call: Any, repeats: Any, rounds: Any = 4) -> Any:
-    """By how much a round of calls raises what is measured, at least: leaks do in each."""
+    """The least growth of ``measure`` in a round of calls: a leak grows in each round."""
     growth = []
     for _ in range(rounds):
         before = measure()
@@ -79,7 +79,7 @@ def least_growth(measure: Any, call: Any, repeats: Any, rounds: Any = 4) -> Any:
 
 
 def in_thread(call: Callable[[], object], timeout: float = 120) -> object:
-    """What ``call`` returns in a thread of its own, which must end in time."""
+    """The result of ``call`` in a thread of its own, which must end in time."""
     results: list[object] = []
 
     def run() -> None:
@@ -329,7 +329,7 @@ def test_another_shape_is_an_error_that_changes_nothing(
 
 
 def shared_variable(name: Any, value: Any) -> Any:
-    """A variable that is found by its name at each use, as in a session."""
+    """A variable that is looked up by its name at each use, as in a session."""
     handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=value.shape, shared_name=name)
     tf.raw_ops.AssignVariableOp(resource=handle, value=value)
     return BaseResourceVariable(
@@ -633,7 +633,7 @@ def test_a_fork_while_another_thread_makes_variables_known_does_not_hang(
 
 @bound_alone
 def test_the_core_refuses_what_does_not_fit_the_variables(path: Any) -> None:
-    """Python never passes such; the core checks it to protect memory."""
+    """Python never passes such arguments; the core checks them to protect memory."""
     variable = tf.Variable([1.0, 2.0])
     weights = TensorFlowVariables(variable)
     bound, library = weights._mover._whole(), weights._mover._library

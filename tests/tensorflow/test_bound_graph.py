@@ -1,4 +1,4 @@
-"""Variables of sessions that are bound: whatever happens to them is seen, or is a clear error."""
+"""Bound variables of sessions: every change by TensorFlow is visible, or gives a clear error."""
 
 import contextlib
 import threading
@@ -41,7 +41,7 @@ def bound(variables: Any, session: Any) -> Any:
 
 
 def replacement(v: Any) -> Any:
-    """The operation that gives ``v`` a value of any shape, and where it is fed."""
+    """The operation that gives ``v`` a value of any shape, and the placeholder for the value."""
     value = tf1.placeholder(tf.float32)
     return tf.raw_ops.AssignVariableOp(resource=v.handle, value=value, validate_shape=False), value
 
@@ -269,7 +269,7 @@ Session: Any = tf1.Session
 
 
 class ClosedLater(Session):  # type: ignore[misc]
-    """A session that is closed, as another thread could, when it has been looked at so often."""
+    """A session that closes after a number of accesses, as another thread could close it."""
 
     looks = 0
     is_closed = False
@@ -318,7 +318,7 @@ def test_a_session_that_is_closed_during_a_call_is_the_error_of_a_closed_session
         except RuntimeError as error:
             messages.append(str(error))
         if session.looks > 0:
-            break  # the call has not looked so often
+            break  # the call made fewer accesses
     assert messages
     assert all("losed" in message for message in messages), messages
 
@@ -360,7 +360,7 @@ SessionRunHook: Any = tf1.train.SessionRunHook
 
 
 class AbortOnce(SessionRunHook):  # type: ignore[misc]
-    """Makes a monitored session make its own session anew."""
+    """Makes a monitored session recreate its own session."""
 
     armed = False
 
@@ -396,7 +396,7 @@ def test_a_session_that_recovers_has_its_new_values() -> None:
 
 @pytest.fixture
 def after_binding(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """What is called once, as if by another thread, between the binding op and its use."""
+    """Functions to call once, as by another thread, between the binding op and its use."""
     calls: list[Callable[[], object]] = []
     bind = SessionOperations.bind
 

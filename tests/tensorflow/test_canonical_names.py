@@ -1,4 +1,4 @@
-"""Names and order that are the same in every process, and what is made of other names."""
+"""Names and order that are the same in every process, and matching of other names."""
 
 from typing import Any
 
@@ -106,7 +106,7 @@ def in_graph(scopes: Any, session: Any = True) -> Any:
 
 
 def check_order(source: Any, target: Any) -> None:
-    """What is set arrives variable by variable in order; nothing warns."""
+    """Check that set values arrive variable by variable in order, without a warning."""
     flat = np.arange(source.get_flat_size(), dtype=np.float32)
     source.set_flat(flat)
     target.set_weights(source.get_weights())
@@ -139,7 +139,7 @@ def test_keras_3_to_tf_keras_and_back() -> None:
 
 
 def test_keras_3_to_tf_keras_by_name_where_the_order_differs() -> None:
-    # tf_keras lists trained variables first; names know better.
+    # tf_keras lists trained variables first; names give the right order.
     def built(module: Any) -> Any:
         class Block(module.layers.Layer):  # type: ignore[misc]
             def __init__(self) -> None:
@@ -170,7 +170,7 @@ def test_given_names_that_overlap_arrive_in_order() -> None:
     source = TensorFlowVariables(sequential(first=1))
     target = TensorFlowVariables(sequential(first=0))
     check_order(source, target)
-    # And names that the user read from Keras, not from us.
+    # The same for names that the user read from Keras, not from us.
     model = sequential()
     weights = {v.path: np.full(v.shape, i, np.float32) for i, v in enumerate(model.variables)}
     target.set_weights(weights)

@@ -15,7 +15,7 @@ from tf_models import Model, build_eager, build_graph, mixed_values, only_bound,
 from flatweights import FlatWeights, Layout
 from flatweights.tensorflow import TensorFlowVariables
 
-pytestmark = only_bound  # what differs between the ways of moving is tested elsewhere
+pytestmark = only_bound  # differences between the ways of moving are tested elsewhere
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_keras_models_and_optimizers_go_on_where_they_were(file: Path) -> None:
 
 
 def test_weights_of_the_driver_are_loaded(build: Callable[..., Model], file: Path) -> None:
-    FlatWeights(mixed_values(1)).save(file)  # an average, say, where there is no TensorFlow
+    FlatWeights(mixed_values(1)).save(file)  # such as an average, in a process without TensorFlow
     model = build(mixed_values(0))
     model.weights.load(file)
     assert_values(model, mixed_values(1))
@@ -107,7 +107,7 @@ def test_loaded_variables_depend_on_the_file_no_more(
     model.write("v", np.full((64, 64), 7, np.float32))
     model.weights.add_flat(np.ones(8192, np.float32))
     assert file.read_bytes() == before
-    os.truncate(file, 0)  # to read from what was mapped would end the process
+    os.truncate(file, 0)  # reading from mapped memory would end the process
     assert_values(model, {"w": values["w"] + 1, "v": np.full((64, 64), 8, np.float32)})
 
 
@@ -231,7 +231,7 @@ def test_other_programs_read_a_model(build: Callable[..., Model], file: Path) ->
         np.testing.assert_array_equal(read[name], value)
 
 
-# What is refused changes nothing.
+# Refusals change nothing.
 
 
 def test_a_file_cut_short_changes_nothing(build: Callable[..., Model], file: Path) -> None:
@@ -333,7 +333,7 @@ def test_tensorflows_checkpoint_works_beside_it(tmp_path: Path, file: Path) -> N
     checkpoint.restore(saved).assert_consumed()
     for name, value in mixed_values(1).items():
         np.testing.assert_array_equal(weights.get_weights()[name], value)
-    # What was set since is what a checkpoint saves.
+    # A checkpoint saves the values that were set since.
     weights.set_flat(np.zeros(weights.get_flat_size()))
     weights.load(file)
     saved = checkpoint.save(str(tmp_path / "ckpt"))

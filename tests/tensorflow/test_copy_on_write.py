@@ -1,4 +1,4 @@
-"""What others hold of a variable does not change, and what a variable gets is right to the bit."""
+"""Values that others hold do not change, and variables get the right bits."""
 
 import threading
 import time
@@ -133,7 +133,7 @@ def test_gradients_are_those_of_the_values_that_were_computed_with(write: Any) -
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_fed_array_of_which_a_variable_is_a_slice_does_not_change(write: Any) -> None:
     room = np.zeros(2 * SIZE * 4 + 64, np.uint8)
-    start = -room.ctypes.data % 64  # TensorFlow copies what is not aligned
+    start = -room.ctypes.data % 64  # TensorFlow copies unaligned memory
     fed = room[start : start + 2 * SIZE * 4].view(np.float32).reshape(2, SIZE)
     fed[...] = 1
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
@@ -333,7 +333,7 @@ def float32_values(rng: np.random.Generator) -> Any:
 
 
 def assert_same_bits(got: Any, expected: Any) -> None:
-    """Equal bit by bit; of NaNs, only that they are."""
+    """Fail unless all bits are equal, except those of NaNs."""
     assert got.dtype == expected.dtype
     kind = f"u{expected.dtype.itemsize}"
     nan = np.isnan(expected)

@@ -34,7 +34,7 @@ def inner(variable: Any) -> Any:
 
 
 def replicas(variable: Any) -> Any:
-    """What each replica has, read by TensorFlow."""
+    """The value of each replica, read by TensorFlow."""
     return [np.array(component.numpy()) for component in inner(variable).values]
 
 
@@ -205,7 +205,7 @@ def test_training_under_a_strategy_goes_on_from_what_was_set(strategy: Any, name
     step(second[0])
     ours, theirs = here.get_weights(), there.get_weights()
     for key in ours:
-        # What each replica counts for itself arrives as their mean: it is rounded.
+        # Counts of each replica arrive as their mean, which is rounded.
         by = 1e-6 if "moving" in key and name == "tf_keras" else 0
         np.testing.assert_allclose(ours[key], theirs[key], rtol=by, atol=by)
 
@@ -311,7 +311,7 @@ def test_replicas_are_equal_after_sets_in_several_threads(
 
     def slow_follow(self: Any, *args: Any, **kwargs: Any) -> None:
         is_follower = self not in [model._mover for model in models]
-        if is_follower and not entered.is_set():  # it has read what it is to write
+        if is_follower and not entered.is_set():  # it has read the values that it will write
             entered.set()
             both_set.wait(0.5)  # the second one gets here, unless there is a lock
         follow(self, *args, **kwargs)

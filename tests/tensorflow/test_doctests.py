@@ -6,7 +6,7 @@ import surface
 import flatweights.tensorflow
 from flatweights.tensorflow import _variables
 
-# Weights are moved here, but how is not what is tested: once is enough.
+# The way of moving weights is not tested here: once is enough.
 pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 

@@ -1,4 +1,4 @@
-"""What is particular to eager variables: structure, names, functions that trace once."""
+"""Eager variables only: structure, names, functions that trace once."""
 
 import gc
 import pickle
@@ -70,7 +70,7 @@ def test_a_keras_model_gives_its_variables_in_its_order() -> None:
 
 
 def test_names_of_a_sequential_model_count_afresh() -> None:
-    sequential()  # moves Keras's own counters on
+    sequential()  # advances Keras's own counters
     assert list(TensorFlowVariables(sequential()).variables) == [
         *("dense/kernel", "dense/bias", "dense_1/kernel", "dense_1/bias"),
     ]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 @pytest.fixture(autouse=True)
 def _tensorflow_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What makes it deterministic holds for all of a process."""
+    """Settings for determinism would stay in force for the whole process."""
     import tensorflow as tf
 
     monkeypatch.setattr(tf.config.threading, "set_intra_op_parallelism_threads", lambda count: None)
@@ -41,7 +41,7 @@ def test_a_break_that_changes_the_weights_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Forgetful:
-        """Variables that keep their first values, whatever they load."""
+        """Variables that keep their first values, even after a load."""
 
         def __init__(self, seed: int) -> None:
             self._weights = np.full(3, float(seed))

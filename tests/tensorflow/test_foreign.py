@@ -1,4 +1,4 @@
-"""Tensors that hold no numbers are refused, wherever array data are taken, and kill no process."""
+"""Tensors without numbers are refused wherever array data are accepted, and kill no process."""
 
 import json
 

@@ -18,7 +18,7 @@ import flatweights as fw
 from flatweights import _core
 from flatweights.tensorflow import TensorFlowVariables
 
-# Weights are moved here, but how is not what is tested: once is enough.
+# The way of moving weights is not tested here: once is enough.
 pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 tf1 = tf.compat.v1
@@ -58,7 +58,7 @@ def random_gradients(variables: Any, seed: Any = 1, scale: Any = 1.0) -> Any:
     return [(scale * rng.normal(size=v.shape)).astype(np.float32) for v in variables]
 
 
-# What is flattened
+# Flattening
 
 
 def test_a_gradient_for_each_trainable_variable() -> None:
@@ -231,7 +231,7 @@ def test_strided_arrays_lists_and_no_elements() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_tensors_are_read_where_they_lie(dtype: Any) -> None:
-    """The core reads eager tensors alone, without an array of each; it says so by a bool."""
+    """The core reads eager tensors by itself, without an array of each; its result says so."""
     assert _core.find_eager_tensors("TensorFlow's library has been found before")
     shapes: list[tuple[int, ...]] = [(3, 2), (), (5,), (2, 3)]
     layout = fw.Layout.of([np.zeros(shape, dtype) for shape in shapes])
@@ -426,7 +426,7 @@ def test_the_norm_of_float16_does_not_overflow(symbolic: Any) -> None:
     np.testing.assert_array_equal(flat, np.float16([30, 40]))
 
 
-# What is refused
+# Refusals
 
 
 def eager_pair() -> Any:
@@ -543,7 +543,7 @@ def test_pairs_of_compute_gradients_become_one_tensor(use_resource: Any) -> None
         assert np.count_nonzero(expected) == 6
         np.testing.assert_array_equal(session.run(flat, {x: X}), expected)
         assert flat.shape == expected.shape
-        # What a session has run is flattened by the values, with or without the variables.
+        # Values from a session are flattened with or without the variables.
         by_pairs = zip(values, [v for _, v in kept], strict=True)
         np.testing.assert_array_equal(weights.flatten_gradients(by_pairs), expected)
         np.testing.assert_array_equal(weights.flatten_gradients([*values, None]), expected)
@@ -682,7 +682,7 @@ def test_frozen_layers_of_tf_keras_need_trainable_only() -> None:
 
 
 class Assigning:
-    """An optimizer that keeps what it is given, and counts how often it is asked."""
+    """An optimizer that keeps its gradients, and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -864,7 +864,7 @@ def test_a_model_of_mixed_precision() -> None:
     np.testing.assert_allclose(weights.get_flat(), expected, rtol=1e-3, atol=1e-3)
 
 
-# What steps refuse
+# Refusals of steps
 
 
 def test_steps_check_what_they_are_given() -> None:

@@ -1,4 +1,4 @@
-"""What is particular to TF1 graphs: sessions, search, and graphs that do not grow."""
+"""TF1 graphs only: sessions, search, and graphs that do not grow."""
 
 import gc
 import weakref

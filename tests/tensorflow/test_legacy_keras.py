@@ -1,6 +1,6 @@
 """`TF_USE_LEGACY_KERAS=1`, which Ray Train sets: `tf.keras` is `tf_keras`, `tf1.layers` work.
 
-It is read once in a process: each program here has one of its own.
+A process reads it once, so each program here has a process of its own.
 """
 
 import os
@@ -111,7 +111,7 @@ PROGRAMS = {
 
 @pytest.fixture(params=["bound"], autouse=True)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What differs between the ways of moving is tested elsewhere."""
+    """Differences between the ways of moving are tested elsewhere."""
     monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", request.param)
     return request.param
 

@@ -1,4 +1,4 @@
-"""The op library: compiled once, kept for this user, never loaded for another TensorFlow."""
+"""The op library: compiled once, cached for this user, never loaded for another TensorFlow."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ from flatweights.tensorflow.library._cache import locked, private_folder
 from flatweights.tensorflow.library._compile import LibraryError
 from flatweights.tensorflow.library._load import build_library, load_library, status
 
-# Moves weights, in as many processes as are given, each of which tells how.
+# Moves weights in a number of processes, each of which reports the way.
 USE = """
 import json, multiprocessing, os, sys, warnings
 from pathlib import Path
@@ -68,7 +68,7 @@ sys.exit(max(abs(process.exitcode) for process in processes))
 
 
 class Used(NamedTuple):
-    """What a process tells that moved weights."""
+    """The report of a process that moved weights."""
 
     is_import_idle: bool
     before: str
@@ -85,7 +85,7 @@ class Used(NamedTuple):
 
 
 class Compiler:
-    """A script in the place of a compiler, which counts its calls."""
+    """A script that stands in for a compiler, and counts its calls."""
 
     def __init__(self, folder: Path, name: str, body: str) -> None:
         self.path = folder / name
@@ -109,7 +109,7 @@ def start(
 
 
 def use(forks: Forks, package: Path, cache: Path, **options: Any) -> tuple[list[Used], list[str]]:
-    """Return what each process tells, and the lines that they have logged together."""
+    """Return the report of each process, and the lines that they have logged together."""
     process = start(forks, package, cache, **options)
     stdout, stderr = process.communicate()
     assert process.returncode == 0, stderr
@@ -117,7 +117,7 @@ def use(forks: Forks, package: Path, cache: Path, **options: Any) -> tuple[list[
 
 
 def ours(stderr: str) -> list[str]:
-    """The lines that are none of TensorFlow's own."""
+    """The lines that TensorFlow itself did not write."""
     return [line for line in stderr.splitlines() if "op library" in line]
 
 
@@ -130,7 +130,7 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 
 def copy_sources(folder: Path) -> Path:
-    """As a wheel carries them that was built without TensorFlow."""
+    """Copy the sources, as in a wheel that was built without TensorFlow."""
     folder.mkdir()
     for source in _load.PACKAGED.iterdir():
         if source.suffix in (".cc", ".hpp"):
@@ -139,7 +139,7 @@ def copy_sources(folder: Path) -> Path:
 
 
 def put_library(folder: Path, record: object) -> Path:
-    """Put something that cannot be loaded where a library is looked for."""
+    """Put a file that cannot be loaded in the place of a library."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / "_tf.so").write_text("garbage")
     (folder / "_tf.json").write_text(json.dumps(record))
@@ -159,7 +159,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the way open, in place of the fixture that forces each."""
+    """Leave the way open, instead of the fixture that forces each."""
     for name in ("FLATWEIGHTS_TENSORFLOW", "CXX"):
         monkeypatch.delenv(name, raising=False)
 
@@ -172,7 +172,7 @@ def package(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """The place of a cache, which is not there."""
+    """The path of a cache that does not exist yet."""
     return tmp_path / "cache"
 
 
@@ -185,7 +185,7 @@ class Built(NamedTuple):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Built:
-    """A library that a process has compiled at its first use."""
+    """A library that a process compiled at its first use."""
     folder = tmp_path_factory.mktemp("built")
     package = copy_sources(folder / "package")
     (first,), said = use(forks, package, folder / "cache")
@@ -194,7 +194,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Built:
 
 @pytest.fixture
 def copier(tmp_path: Path, built: Built) -> Compiler:
-    """Makes what the compiler makes, at once."""
+    """A stand-in that copies the compiler's result at once."""
     return Compiler(
         tmp_path,
         "copier",
@@ -211,7 +211,7 @@ def failing(tmp_path: Path) -> Compiler:
 def new_process(
     package: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], None]]:
-    """Forgets what this process knows; for tests in which no library gets loaded."""
+    """Forget the library's state in this process; for tests that load no library."""
 
     def forget() -> None:
         monkeypatch.setattr(_load, "_loaded", None)
@@ -224,7 +224,7 @@ def new_process(
 
 
 def check_operations_serve(reason: str) -> str:
-    """Check that one warning says why, with the remedy, and that weights are moved all the same."""
+    """Check that one warning gives reason and remedy, and that weights are moved all the same."""
     first = tf.Variable([1.0, 2.0], name="w")
     with pytest.warns(RuntimeWarning, match="TensorFlow's operations") as caught:
         variables = TensorFlowVariables([first])
@@ -290,7 +290,7 @@ def test_process_that_was_killed_while_compiling_is_made_up_for(
         (work,) = cache.glob("*/compiling-*")
         (second,), said = use(forks, package, cache, CXX=copier.path)
         assert (second.library.parent, len(said)) == (work.parent, 1)
-        # The compiler of the first is still there: it did not hold the lock.
+        # The compiler of the first still runs: it did not hold the lock.
         os.kill(orphan, 0)
     finally:
         os.kill(orphan, signal.SIGKILL)
@@ -762,7 +762,7 @@ def test_folder_around_may_be_of_a_group_of_one(
     (tmp_path / "around").chmod(0o775)
     with pytest.raises(LibraryError) if is_refused else contextlib.nullcontext():
         private_folder(tmp_path / "around" / "cache", make=True)
-    with pytest.raises(LibraryError):  # what is loaded lies in nothing of a group
+    with pytest.raises(LibraryError):  # a library is never loaded from a folder of a group
         private_folder(tmp_path / "around", make=True)
 
 
@@ -830,14 +830,14 @@ def test_cache_that_cannot_be_written_to_is_told(
 ) -> None:
     folder = _load._cached(_compile.identity(package))
     folder.mkdir(parents=True)
-    (folder / "lock").mkdir()  # root can write to whatever has the right alone taken away
+    (folder / "lock").mkdir()  # root can write even without the permission
     check_operations_serve(f"{folder} cannot be written to: Is a directory")
 
 
 def test_lock_is_free_while_a_fork_goes_on(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     with locked(tmp_path):
-        # Keeps its copy of the open file until the pipe is closed.
+        # The child keeps its copy of the open file until the pipe is closed.
         lock = (tmp_path / "lock").stat()
         held = [fd for fd in range(3, 1024) if is_open_as(fd, lock)]
         child = subprocess.Popen(["sh", "-c", "read line"], stdin=reader, pass_fds=held)

@@ -1,4 +1,4 @@
-"""What set_weights takes a mapping to be meant for."""
+"""The variables that set_weights matches a mapping to."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tf_models import build_eager
 from flatweights import Layout
 from flatweights._match import match_slots
 
-# Weights are moved here, but how is not what is tested: once is enough.
+# The way of moving weights is not tested here: once is enough.
 pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 SHAPES = {

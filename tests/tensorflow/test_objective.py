@@ -1,4 +1,4 @@
-"""value_and_gradient, and what SciPy makes of it."""
+"""value_and_gradient, and its use by SciPy."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tf_models import only_bound
 
 from flatweights.tensorflow import TensorFlowVariables
 
-pytestmark = only_bound  # what differs between the ways of moving is tested elsewhere
+pytestmark = only_bound  # differences between the ways of moving are tested elsewhere
 
 tf1 = tf.compat.v1
 
@@ -137,7 +137,7 @@ def test_what_is_returned(dtype: Any) -> None:
 
 
 def test_each_gradient_is_a_vector_of_its_own() -> None:
-    # Of a linear loss it is a constant of the function, which must not be handed out.
+    # The gradient of a linear loss is a constant of the function, which must not be handed out.
     w = tf.Variable([1.0, 2.0], dtype=tf.float64)
     slopes = tf.constant([3.0, 4.0], tf.float64)
     weights = TensorFlowVariables(w)
@@ -262,7 +262,7 @@ def test_hundreds_of_calls_hold_no_memory() -> None:
     assert least_growth(lambda: fun(np.zeros(4)), 400) < 20_000
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Optimizers: all of their slots, under the names of what they belong to, and their counters."""
+"""Optimizers: all of their slots, named after their variables, and their counters."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from tf_models import only_bound
 
 from flatweights.tensorflow import TensorFlowVariables
 
-pytestmark = only_bound  # what differs between the ways of moving is tested elsewhere
+pytestmark = only_bound  # differences between the ways of moving are tested elsewhere
 
 tf1 = tf.compat.v1
 
 
 def of_kind(module: Any, base: Any) -> Any:
-    """The optimizers of a module, but for bases."""
+    """The optimizers of a module, except base classes."""
     return [
         getattr(module, name)
         for name in sorted(vars(module))
@@ -62,7 +62,7 @@ def model_of(name: Any, units: Any = 3) -> Any:
 
 
 def model_without_chance(name: Any) -> Any:
-    """Dropout of `tf_keras` draws from what is no variable."""
+    """A model without dropout: that of `tf_keras` has a state outside of variables."""
     keras_of_name = tf_keras if name.startswith("tf_keras") else keras
     layers = keras_of_name.layers
     return keras_of_name.Sequential(
@@ -154,7 +154,7 @@ def test_training_goes_on_exactly_where_the_other_left_off(name: Any) -> None:
 
 
 def test_without_the_optimizer_training_goes_on_elsewhere() -> None:
-    # The test above would otherwise prove nothing.
+    # Otherwise the test above would prove nothing.
     name = "keras.Adam"
     first, second = ((model_of(name), TRAINED[name]()) for _ in range(2))
     for model, optimizer in (first, second):

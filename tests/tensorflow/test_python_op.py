@@ -1,4 +1,4 @@
-"""Tensors that functions of Python's compute, by the op library and without it."""
+"""Tensors that Python functions compute, with the op library and without it."""
 
 import gc
 import subprocess
@@ -33,7 +33,7 @@ def test_tensors_of_any_shape_and_dtype_are_computed(compiled: bool) -> None:
         assert result.dtype == value.dtype
         assert result.shape == value.shape
         assert np.array_equal(result.numpy().reshape(-1), kept.reshape(-1)[::-1])
-        assert np.array_equal(value.numpy(), kept)  # what is read stays as it was
+        assert np.array_equal(value.numpy(), kept)  # the input is unchanged
 
 
 def test_it_runs_in_loops_and_at_each_call() -> None:
@@ -47,7 +47,7 @@ def test_it_runs_in_loops_and_at_each_call() -> None:
     def several(x: tf.Tensor) -> tf.Tensor:
         for _ in tf.range(3):
             (x,) = compute_in_python(count, [x])
-        compute_in_python(count, [x])  # nobody wants what it gives
+        compute_in_python(count, [x])  # nothing uses the result
         return x
 
     assert several(tf.zeros(2)).numpy().tolist() == [3, 3]
@@ -77,7 +77,7 @@ assert results == [6.0] * 4, results
 
 
 def test_functions_that_wait_for_each_other_hold_no_thread_of_tensorflow(path: str) -> None:
-    """More of them than its pool has threads."""
+    """There are more such functions than threads in its pool."""
     if path == "ops":
         pytest.skip("TensorFlow's own op holds one")
     command, environment = [sys.executable, "-c", MEETING], clean_environment()

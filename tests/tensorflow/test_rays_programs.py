@@ -1,4 +1,4 @@
-"""Programs written for Ray's `TensorFlowVariables`, with another import; calls by the thousand."""
+"""Programs for Ray's `TensorFlowVariables`, with another import; thousands of calls."""
 
 import gc
 import os
@@ -215,7 +215,7 @@ def resident_bytes() -> int:
 
 
 def check_no_growth(weights: Any) -> None:
-    """Neither memory nor objects of Python grow with the number of calls."""
+    """Check that neither memory nor Python's objects grow with the number of calls."""
     rounds(weights, 30)
     memory, objects = [], []
     for _ in range(4):
@@ -223,7 +223,7 @@ def check_no_growth(weights: Any) -> None:
         memory.append(resident_bytes())
         objects.append(len(gc.get_objects()))
         rounds(weights, 60)
-    # A leak grows each time; the rest of the process may give and take once. Between two are
+    # A leak grows each time; the rest of the process may change once. Between two measurements are
     # 360 calls that move 800 kB each: one vector lost in a hundred calls would be 3 MB.
     assert min(np.diff(memory)) < 1.5e6
     assert min(np.diff(objects)) < 100

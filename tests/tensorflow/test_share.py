@@ -1,4 +1,4 @@
-"""`share=True`: variables that alias memory which nobody can write to."""
+"""`share=True`: variables that alias read-only memory."""
 
 import gc
 import mmap
@@ -44,7 +44,7 @@ def frozen_weights(values: Any) -> Any:
 
 
 def address(variable: Any) -> Any:
-    """Where a variable's value is."""
+    """The address of a variable's value."""
     return np.asarray(memoryview(variable.value())).ctypes.data
 
 
@@ -54,7 +54,7 @@ def aliases(variable: Any, array: Any) -> Any:
 
 
 def is_gone(alive: Any) -> Any:
-    """Whether what ``alive`` refers to dies soon, without another call to flatweights."""
+    """Whether the object of ``alive`` dies soon, without another call to flatweights."""
     for _ in range(200):
         gc.collect(0)
         if alive() is None:
@@ -141,7 +141,7 @@ def test_a_dict_for_integer_variables_is_converted(build: Any) -> None:
     assert [v.tolist() for v in model.weights.get_weights().values()] == [2, [4, 5, 6]]
 
 
-# What is aliased.
+# Aliased values.
 
 
 @only_bound
@@ -221,7 +221,7 @@ def test_what_tensorflow_writes_to_in_place_is_not_aliased(path: Any, switch: An
     weights = TensorFlowVariables([v, dense])
     for _ in range(2):
         weights.set_flat(flat, share=True)
-        # Reading such a variable copies: its value's address says nothing. Its writes do.
+        # Reading such a variable copies, so the address of its value shows nothing; its writes do.
         v.scatter_nd_add([[0], [1]], tf.ones((2, 16)))
         assert v.numpy().tolist() == (flat[:32].reshape(2, 16) + 1).tolist()
         assert aliases(dense, flat)
@@ -360,7 +360,7 @@ def test_the_memory_is_let_go_while_the_main_thread_waits(path: Any) -> None:
 
 @only_bound
 def test_what_was_converted_for_integers_lives_as_long_as_they_do(path: Any) -> None:
-    """Their values come from a vector of floats, and are arrays of their own, some aligned."""
+    """Their values come from a vector of floats, in new arrays, some of them aligned."""
     integers = [tf.Variable(tf.zeros(8, tf.int64), name=f"i{k}") for k in range(64)]
     weights = TensorFlowVariables([tf.Variable(tf.zeros(64)), *integers])
     wanted = frozen(np.arange(weights.get_flat_size(), dtype=np.float64))
@@ -478,7 +478,7 @@ def test_a_set_that_is_refused_half_way_shares_and_keeps_nothing(path: Any) -> N
     assert is_gone(alive)
 
 
-# TensorFlow never writes into what it shares.
+# TensorFlow never writes into shared memory.
 
 
 PIECES = {
@@ -770,7 +770,7 @@ def test_what_is_read_is_apart() -> None:
         array[...] = -1
     weights.get_weights().buffer[...] = 1
     for v in model.variables:
-        tf.Variable(v).assign_add(tf.ones(v.shape))  # a variable that began as this one's value
+        tf.Variable(v).assign_add(tf.ones(v.shape))  # a variable whose first value is this one's
     assert shared.buffer.tobytes() == before
     assert weights.get_weights().buffer.tobytes() == before
 
@@ -796,7 +796,7 @@ def test_sessions_copy_before_they_write(kind: Any) -> None:
             read = session.run(a)
             np.testing.assert_array_equal(read, flat[:32].reshape(2, 16))
             read.setflags(write=True)
-            read[...] = -1  # what was fetched is the caller's
+            read[...] = -1  # fetched arrays belong to the caller
             for _ in range(3):
                 session.run(train)
             assert same_bits(flat, values)
@@ -805,11 +805,11 @@ def test_sessions_copy_before_they_write(kind: Any) -> None:
     assert same_bits(*results)
 
 
-# What is refused.
+# Refusals.
 
 
 class Interface:
-    """An object that says nothing of its memory but where it is."""
+    """An object that shows only the address of its memory."""
 
     def __init__(self, array: Any, readonly: Any) -> None:
         self.array = array
@@ -818,7 +818,7 @@ class Interface:
 
 
 class Exporter:
-    """An array that says by DLPack that it is read-only, as far as NumPy lets it."""
+    """An array that is read-only by DLPack, as far as NumPy supports this."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -1104,7 +1104,7 @@ print(int(weights.get_flat()[-1]), int(in_session.get_flat()[-1]))
         "sys.exit(0)",
         "sys.modules['kept'] = [weights, in_session, variables, session, variables[1][:500]]\n"
         "variables[1].assign(tf.zeros(1000))",
-        # Flushed: else the child has a copy of what is still to be written.
+        # Flush, or the child would have a copy of the unwritten output.
         "sys.stdout.flush()\n"
         "if os.fork() > 0: os.wait(); sys.exit(0)\nvariables.clear(); del weights",
     ],

@@ -1,4 +1,4 @@
-"""Whatever holds variables: every one of them, once, and set as well as got."""
+"""All kinds of objects with variables: each variable is found once, read and set."""
 
 import types
 from collections import Counter
@@ -18,7 +18,7 @@ from tf_models import only_bound
 
 from flatweights.tensorflow import TensorFlowVariables
 
-pytestmark = only_bound  # what differs between the ways of moving is tested elsewhere
+pytestmark = only_bound  # differences between the ways of moving are tested elsewhere
 
 tf1 = tf.compat.v1
 
@@ -247,7 +247,7 @@ def test_a_variable_that_is_made_later_says_what_to_call() -> None:
     ids=["keras", "tf_keras"],
 )
 def test_the_symbolic_output_of_a_model_is_no_model(symbolic: Any) -> None:
-    # What it holds is the last layer: a part, silently.
+    # It holds only the last layer: a part of the model, without an error.
     with pytest.raises(TypeError, match=r"got KerasTensor: pass the model"):
         TensorFlowVariables(symbolic())
 
@@ -366,7 +366,7 @@ def initialized() -> Any:
 
 
 def check_round_trip(weights: Any, session: Any) -> None:
-    """Set numbers, and read every variable by the session itself."""
+    """Set numbers, and read every variable through the session itself."""
     flat = np.arange(weights.get_flat_size(), dtype=weights.layout.dtype)
     weights.set_flat(flat)
     read = session.run(weights.variables)

@@ -22,7 +22,7 @@ import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.tensorflow import TensorFlowVariables
 
-DEADLINE = 60.0  # to end after that; else they wait for each other
+DEADLINE = 60.0  # more seconds to end; later, they wait for each other
 
 SHAPES = {
     "one": (),
@@ -36,7 +36,7 @@ SHAPES = {
 
 
 class Crew:
-    """Threads that each do one thing again and again, until the time is up or one fails."""
+    """Threads that each repeat one function, until the time is up or one fails."""
 
     def __init__(self, seconds: float) -> None:
         self.rounds: dict[str, int] = {}
@@ -58,13 +58,13 @@ class Crew:
                 self._errors.append((name, error))
                 self._stop.set()
 
-        # Daemons: what hangs keeps nobody from reading why.
+        # Daemons: a hanging thread does not block the report.
         self._threads.append(threading.Thread(target=run, name=name, daemon=True))
 
     def run(self, part: float = 1.0) -> None:
         """Let them run for ``part`` of the time, and longer until each has done a round.
 
-        Raises the first error of a thread, and fails if some never end or never do a round.
+        Raises the first error of a thread, and fails if a thread never ends or never does a round.
         """
         for thread in self._threads:
             thread.start()
@@ -154,7 +154,7 @@ def add_gathers(crew: Any, weights: Any, check: Any) -> None:
 def add_scatters(crew: Any, weights: Any) -> None:
     """Threads that write all variables, each in another way."""
     size, layout = weights.layout.size, weights.layout
-    numbers = constants()  # drawn from by all threads: no two of them write the same
+    numbers = constants()  # all threads draw from it, so no two of them write the same number
 
     def vector(dtype: Any = np.float32) -> Any:
         return np.full(size, next(numbers), dtype)
@@ -180,8 +180,8 @@ def add_scatters(crew: Any, weights: Any) -> None:
 
 def test_no_variable_is_torn(crew: Any, variables: Any, path: Any) -> None:
     weights = weights_of(variables)
-    # TensorFlow itself tears the table: its sparse updates, and its reads beside them, share
-    # a lock. Bound reads do not.
+    # TensorFlow itself tears the table: its sparse updates, and its reads beside them, share a
+    # lock. Bound reads do not tear it.
     dense = {name: v for name, v in variables.items() if name != "table"}
     sgd = keras.optimizers.SGD(1.0)
     sgd.build(list(dense.values()))
@@ -270,7 +270,7 @@ def test_sparse_updates_do_not_tear_what_is_gathered(crew: Any, path: Any) -> No
 
 @only_bound
 def test_models_that_name_variables_in_another_order_do_not_wait_for_each_other(path: Any) -> None:
-    # Many small ones: nearly all of the time goes into taking locks, and each call has all.
+    # Many small variables: nearly all of the time goes into taking locks, and each call takes all.
     variables = [tf.Variable(float(i)) for i in range(200)]
     models = [TensorFlowVariables(variables), TensorFlowVariables(variables[::-1])]
     crew = Crew(0.5)

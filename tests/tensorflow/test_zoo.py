@@ -13,7 +13,7 @@ from tf_kinds import value
 
 from flatweights.tensorflow import TensorFlowVariables
 
-# One of each make, ResNet50 further below; `pytest -m slow` has all.
+# One of each family, ResNet50 further below; `pytest -m slow` runs all.
 ALWAYS = {
     "keras": {"EfficientNetB0", "MobileNet"},
     "tf_keras": {"MobileNetV3Small"},
@@ -52,7 +52,7 @@ def test_an_architecture_goes_round_and_to_another_process(
     theirs = elsewhere.result()
     assert [id(v) for v in weights.variables.values()] == [id(v) for v in model.variables]
     assert weights.layout.signature == theirs.layout.signature, "order, shapes and dtypes"
-    # ResNetRS gives its first layers names that it counts itself: they match by position.
+    # ResNetRS numbers the names of its first layers itself: they match by position.
     is_counted = name.startswith("ResNetRS")
     assert is_counted or weights.layout == theirs.layout
     assert not weights.unbound
@@ -79,5 +79,5 @@ def test_keras_3_and_tf_keras_exchange_an_architecture(name: Any) -> None:
         source.set_flat(np.random.default_rng().normal(size=source.get_flat_size()))
         target.set_weights(source.get_weights())
         np.testing.assert_array_equal(target.get_flat(), source.get_flat())
-    # What is called `kernel` in one is called `depthwise_kernel` in the other.
+    # `kernel` in one is `depthwise_kernel` in the other.
     assert (new.layout.names == old.layout.names) == (name != "MobileNetV2")

@@ -65,7 +65,7 @@ def model(rng: np.random.Generator, scale: float = 1.0) -> fw.FlatWeights:
 
 
 def moved(weights: fw.FlatWeights, rng: np.random.Generator, scale: float = 1e-2) -> fw.FlatWeights:
-    """What training makes of ``weights``."""
+    """The result of training ``weights``."""
     result = weights.copy()
     for part in result.values():
         if part.dtype.kind == "i":
@@ -167,7 +167,7 @@ def test_average_is_that_of_the_differences_in_float32_added_to_the_weights(
     found = driver.average(sent, [1, 2, 3])
     for name in ROUNDED:
         assert found[name].dtype == start[name].dtype
-        # Relative to what was given, not to what its rounded difference made of it.
+        # Relative to the given weights, not to those that its rounded difference gives.
         assert same_bits(found[name], target[name] + mean[name]), name
     assert not same_bits(driver.reference["large"], target["large"])
     for name in KEPT:
@@ -354,7 +354,7 @@ def test_a_difference_goes_as_bytes_alone(rng: np.random.Generator, wire: Any) -
     driver = DeltaBroadcaster(start, wire)
     worker = DeltaEncoder(driver.snapshot())
     sent = worker.encode(moved(start, rng))
-    # What a file or a message of MPI is read as: read-only, wherever it lies.
+    # As a file or a message of MPI is read: read-only, at any alignment.
     memory = np.frombuffer(b"." + sent.values.buffer.tobytes(), np.uint8)[1:]
     values = fw.FlatWeights.empty(wire_layout(start.layout, wire))
     values.buffer[...] = memory
@@ -379,7 +379,7 @@ def test_what_does_not_fit_names_the_slot_and_changes_nothing(
     trained = moved(start, rng)
     trained[name].reshape(-1)[-1] = BAD[bad]
     if bad == "too large" and wire == "bfloat16":
-        # float32 reaches as far, but for the last half unit; float64 further.
+        # float32 has the same range, except for the last half unit; float64 has a larger one.
         trained[name].reshape(-1)[-1] = np.finfo(np.float32).max
     reason = "expected a difference that fits" if bad == "too large" else "holds NaN or infinity"
     i = start.layout.index(name)
@@ -397,7 +397,7 @@ def test_what_does_not_fit_names_the_slot_and_changes_nothing(
     with refuses(ValueError, expected, driver._reference.buffer, driver._weights.buffer):
         driver.encode(trained)
     assert driver.version == version
-    # All goes on as if nothing had been.
+    # Everything goes on as if it had not happened.
     worker.receive(driver.encode(driver.average([worker.encode(moved(start, rng))])))
     assert worker.reference.buffer.tobytes() == driver.reference.buffer.tobytes()
 
@@ -528,7 +528,7 @@ class Blobs:
         data = centres[labels] + rng.normal(size=(1600, 64))
         self._x = data.astype(np.float32)
         self._y = labels
-        # As after a pause: the weights are large beside what a round adds to them.
+        # As after a pause: the weights are large in comparison with the changes of a round.
         self.start = fw.FlatWeights(
             {
                 "kernel": 0.3 * rng.normal(size=(64, 10)).astype(np.float32),
@@ -600,14 +600,14 @@ def distance(a: fw.FlatWeights, b: fw.FlatWeights) -> float:
     return float(np.linalg.norm(fw.flatten(a) - fw.flatten(b)))
 
 
-# What rounded weights lose at least: in loss, in accuracy, of the way.
+# The least disadvantage of rounded weights: in loss, in accuracy, in distance.
 LOSSES = {"bfloat16": (0.1, 0.04, 0.3), "float16": (2e-3, -1.0, 0.03)}
 
 
 def test_training_is_that_of_float32_where_rounded_weights_stand_still(
     blobs: Blobs, float32: fw.FlatWeights, wire: Any
 ) -> None:
-    assert blobs.loss(float32) < 0.1 * blobs.loss(blobs.start)  # there is something to lose
+    assert blobs.loss(float32) < 0.1 * blobs.loss(blobs.start)  # there is room for a disadvantage
     assert blobs.accuracy(float32) > 0.9
     loss, accuracy, way = LOSSES[wire]
     whole_way = distance(float32, blobs.start)
@@ -852,7 +852,7 @@ def test_an_interrupted_broadcast_has_changed_weights_and_version_or_neither() -
         models = driver.reference, driver.weights
         values = {float(v) for m in models for part in m.values() for v in part.ravel()}
         seen.add((driver.version, *values))
-        # Workers that missed what was interrupted are told so, and a snapshot mends that.
+        # Workers that missed an interrupted message raise, and a snapshot brings them back.
         worker = DeltaEncoder(driver.snapshot())
         assert same_bits(worker.receive(driver.encode(one_of_each(3)))["b"], np.full(2, 3.0))
     assert seen == {(7, 1.0), (8, 2.0)}
