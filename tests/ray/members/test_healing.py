@@ -128,6 +128,23 @@ def test_one_that_missed_a_single_call_applies_it(pool: Any) -> None:
     assert len({one.bits() for one in trainings}) == 1
 
 
+def test_one_that_caught_up_by_a_call_without_a_state_is_healed(pool: Any) -> None:
+    """The call's latest outcome is one of the others' future: between lie steps it has missed."""
+    meeting = LocalMeeting(2)
+    first, late = trainings = begin(meeting)
+    together(pool, trainings)
+    for _ in range(2):
+        first.member.average({"loss": np.ones(1)}, timeout=0.01, min_results=1)
+        first.step(timeout=0.01)
+    first.member.average({"loss": np.full(1, 2.0)}, timeout=0.01, min_results=1)
+    result = late.member.average({"loss": np.zeros(1)}, min_results=1)
+    assert (float(result.weights["loss"][0]), result.late) == (2.0, (1,))
+    results = [pool.submit(one.step) for one in trainings]
+    for one in results:
+        assert (one.result(60).used, one.result(60).healed) == ((0,), (1,))
+    assert first.bits() == late.bits()
+
+
 def test_one_that_missed_several_is_healed(pool: Any) -> None:
     meeting = LocalMeeting(3)
     trainings = begin(meeting)

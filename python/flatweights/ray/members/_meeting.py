@@ -133,7 +133,7 @@ class Kept(NamedTuple):
         number: The number of the outcome.
         body: The outcome.
         weights: Its weights.
-        previous: The number of the outcome of that kind before it.
+        previous: The number of the call with the same state before it; 0 without a state.
     """
 
     ask: Ask
@@ -179,6 +179,7 @@ class Meeting:
         self._untold: list[Seat] = []  # deaths that were not logged yet
         self.news = News(self._lanes)
         self._kept: list[Kept] = []
+        self._states: dict[str, int] = {}  # by layout of a state, the last call with it
         self._entered = 0  # the number of seats so far
         self._number = 0  # of the last outcome
         self._has_begun = False  # whether any process has arrived
@@ -313,14 +314,22 @@ class Meeting:
             self._lacking.append(seat)
             return
         kept = next((kept for kept in self._kept if ask.is_served_by(kept.ask)), None)
-        if kept is None or kept.number <= seat.has:
+        if kept is not None and kept.number <= seat.has:
+            kept = None  # it takes part in the open call
+        if ask.state is not None:
+            before = self._states.get(ask.state, 0) if kept is None else kept.previous
+            if seat.states.get(ask.state, 0) < before:
+                # The outcome of this call alone would not bring it to the place of the others.
+                missed = f"rank {seat.rank} has missed calls with a state"
+                self._answer([seat], LacksStateError(missed))
+                return
+        if kept is None:
             self._asking.append(seat)
             self._tell_deaths()
-        elif ask.state is None or kept.previous <= seat.has:
+        else:
             self._post(kept.number, kept.body, kept.weights.buffer, [seat])
-        else:  # the weights alone would not bring it to the place of the others
-            missed = f"rank {seat.rank} has missed more than one call"
-            self._answer([seat], LacksStateError(missed))
+            if ask.state is not None:
+                seat.states[ask.state] = kept.number
 
     def _hear_of_state(self, seat: Seat) -> None:
         """Take the state from a giver, or note that a member waits for it."""
@@ -410,12 +419,15 @@ class Meeting:
         )
         body = pickler.dumps(tuple(outcome))
         if weights is not None:
-            same = (kept.number for kept in self._kept if first.is_served_by(kept.ask))
-            previous = next(same, number - 1)
+            previous = 0 if first.state is None else self._states.get(first.state, 0)
             self._kept = [k for k in self._kept if not first.is_served_by(k.ask)][: _KEPT - 1]
             if first.digest != weights.layout.digest:
                 first = first._replace(digest=weights.layout.digest)
             self._kept.insert(0, Kept(first, number, body, weights, previous))
+            if first.state is not None:
+                self._states[first.state] = number
+                for seat in (*asking, *lacking):
+                    seat.states[first.state] = number
         reach("sending")
         buffer = None if weights is None else weights.buffer
         # The last member to ask may still be awake. It gets the outcome first, and goes on while

@@ -95,6 +95,7 @@ class Seat:
         state: Its state.
         lane: The lane to it; None, if it calls through Ray.
         has: The number of the last outcome that it got; 0 after the first outcome.
+        states: By layout of a state, the number of the last call whose outcome it has.
         answer: Its ask, while it is `ASKING`.
         why: The error that describes its end, if it ended without leaving.
     """
@@ -108,6 +109,7 @@ class Seat:
     state: State = State.ENTERING
     lane: DriverLane | None = None
     has: int = 0
+    states: dict[str, int] = field(default_factory=dict)
     answer: SeatAnswer | None = None
     why: MemberDiedError | None = None
     _letters: deque[Letter] = field(default_factory=deque)
