@@ -3,6 +3,7 @@
 No Ray is started: the host and the members are threads, with lanes between them.
 """
 
+import gc
 import itertools
 import logging
 import os
@@ -102,6 +103,21 @@ def test_a_call_whose_only_askers_have_died_is_not_closed(threads: ThreadPoolExe
     value, result = mean_of(second, 2.0, min_results=1)
     assert (value, result.number, list(result.failed)) == (2.0, 1, [0])
     finish(local, second)
+
+
+def test_a_call_that_raises_keeps_no_memory_that_the_host_maps() -> None:
+    local = LocalMeeting(1)
+    [member] = local.join_all()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(8):  # twice as often as there are windows
+            with pytest.raises(ValueError, match="NaN"):
+                member.average(np.full(1000, np.nan))
+        assert mean_of(member, 1.0)[0] == 1.0
+    finally:
+        gc.enable()
+    finish(local, member)
 
 
 def test_an_entry_that_is_given_up_leaves_nothing(threads: ThreadPoolExecutor) -> None:

@@ -115,7 +115,10 @@ class HostEnd(ABC):
             remember(self._known, digest)
         outcome = Outcome(*pickle.loads(told))
         if outcome.error is not None:
-            raise outcome.error
+            try:
+                raise outcome.error
+            finally:  # the error has this frame: a cycle would keep the buffer, and its window
+                del outcome
         if ask.operation == "give":
             return outcome, as_array(None)
         got = layout if outcome.layout is None else unpickle_layout(outcome.layout)
