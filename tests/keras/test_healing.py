@@ -20,6 +20,7 @@ from flatweights.ray import Member
 EPOCHS = 6
 BATCH = 12  # of all members together: an epoch has 20
 PATIENCE = 60.0  # seconds that members wait for each other
+END = 1_000  # of an epoch, in place of a batch
 
 
 class KilledError(Exception):
@@ -38,7 +39,7 @@ class Fit:
     """One member's ``fit``, in a thread.
 
     Attributes:
-        at: By epoch and batch, its action at the beginning of that batch.
+        at: By epoch and batch, or `END`, its action at the beginning of that batch, or at the end.
         done: The result of the training: the history, and the state.
     """
 
@@ -99,6 +100,9 @@ class _Act(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._do(batch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._do(END)
 
     def _do(self, batch: int) -> None:
         act = self._fit.at.get((self._epoch, batch))
@@ -180,6 +184,28 @@ def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     assert [history.epoch for history, _ in ended] == [[*range(EPOCHS)]] * 3
     assert steps
     assert steps[0] > 2 * 20 + 5, "healed in the epoch"
+
+
+def test_a_member_is_healed_in_an_accumulated_step_and_ends_its_epoch_with_the_others(
+    pool: ThreadPoolExecutor,
+) -> None:
+    meeting, slept = LocalMeeting(2), threading.Event()
+    first, late = fits(meeting, "dense", epochs=4)
+    for fit in (first, late):
+        fit.optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+
+    def sleep() -> None:
+        number = meeting.meeting._number
+        meeting.wait_until(lambda inside: inside._number > number + 5)
+        slept.set()
+
+    late.at[2, 4] = sleep
+    first.goes_on_without(2, 4)
+    first.at[2, 16] = lambda: slept.wait(120)
+    first.at[2, 18] = lambda: meeting.wait_until(lambda inside: inside._healings or inside._lacking)
+    for fit in (first, late):
+        fit.start(pool)
+    check_alike([fit.done.result(120)[1] for fit in (first, late)])
 
 
 def test_a_member_that_was_healed_heals_another_in_the_same_epoch(
@@ -281,6 +307,111 @@ def test_the_training_ends_for_all_if_a_callback_of_one_stops_it(pool: ThreadPoo
     check_alike([state, other])
 
 
+def best_of_first(kind: type[Any]) -> Any:
+    """Return a callback whose best epoch is the first, the one with the largest loss."""
+    return kind("loss", mode="max", patience=EPOCHS, restore_best_weights=True)
+
+
+class Stopping(keras.callbacks.EarlyStopping):  # type: ignore[misc]
+    """One of a user's own."""
+
+
+@pytest.mark.parametrize("kind", [keras.callbacks.EarlyStopping, Stopping])
+def test_a_replaced_member_ends_with_the_best_weights_of_the_others(
+    pool: ThreadPoolExecutor, kind: type[Any]
+) -> None:
+    meeting, go_on = LocalMeeting(2), threading.Event()
+    first, dead = fits(meeting, "dense", epochs=3)
+    first.more, dead.more = [best_of_first(kind)], [best_of_first(kind)]
+    dead.at[1, 3] = dies(dead)
+    first.at[2, -1] = lambda: go_on.wait(120)
+    after_first: list[Any] = []
+    first.at[1, 0] = lambda: after_first.extend(first.model.get_weights())
+    for fit in (first, dead):
+        fit.start(pool)
+    new = replacement(meeting, dead, kind="dense", epochs=3)
+    new.more = [best_of_first(kind)]
+    new.start(pool)
+    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    go_on.set()
+    ended = [fit.done.result(120)[1] for fit in (first, new)]
+    check_alike(ended)
+    check_alike([ended[1][: len(after_first)], after_first])
+
+
+def watched(fit: Fit, foreign: Callable[[int], bool]) -> list[Any]:
+    """Return callbacks that stop a training at an epoch of a ``fit`` that is not the others'."""
+
+    def grows(epoch: int, logs: Any) -> None:
+        logs["watched"] = -1.0 if foreign(epoch) else float(epoch)
+
+    return [
+        keras.callbacks.LambdaCallback(on_epoch_end=grows),
+        keras.callbacks.EarlyStopping("watched", mode="max", patience=1),
+    ]
+
+
+def test_epochs_that_a_late_member_passes_by_stop_no_training(pool: ThreadPoolExecutor) -> None:
+    meeting, slept = LocalMeeting(2), threading.Event()
+    first, late = fits(meeting, "dense")
+    first.more = watched(first, lambda epoch: False)
+
+    def is_apart(epoch: int) -> bool:
+        progress = averaging_of(late.model).progress  # type: ignore[union-attr]
+        return progress is not None and progress.is_apart
+
+    late.more = watched(late, is_apart)
+    late.at[1, 4] = lambda: slept.wait(120)
+    first.goes_on_without(1, 4)
+    first.at[3, 2] = slept.set
+    first.at[3, 19] = lambda: meeting.wait_until(lambda inside: inside._lacking)
+    for fit in (first, late):
+        fit.start(pool)
+    (_, state), (history, other) = [fit.done.result(120) for fit in (first, late)]
+    check_alike([state, other])
+    assert history.epoch == [*range(EPOCHS)]
+
+
+def test_logs_of_a_later_epoch_stop_no_training(pool: ThreadPoolExecutor) -> None:
+    """A member that sleeps before it averages its logs is given those of the next epoch."""
+    meeting, slept = LocalMeeting(2), threading.Event()
+    first, late = fits(meeting, "dense")
+    first.more = watched(first, lambda epoch: False)
+    late.more = watched(late, lambda epoch: epoch == 1)
+    late.at[1, END] = lambda: slept.wait(120)
+    first.at[1, END] = lambda: first._wait_for_others(1.0)
+    first.at[3, -1] = lambda: first._wait_for_others(PATIENCE)
+    first.at[3, 2] = slept.set
+    first.at[3, 19] = lambda: meeting.wait_until(lambda inside: inside._lacking)
+    for fit in (first, late):
+        fit.start(pool)
+    (_, state), (history, other) = [fit.done.result(120) for fit in (first, late)]
+    check_alike([state, other])
+    assert history.epoch == [*range(EPOCHS)]
+
+
+def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
+    pool: ThreadPoolExecutor,
+) -> None:
+    meeting, go_on = LocalMeeting(2), threading.Event()
+    first, dead = fits(meeting, "dense", epochs=3)
+    dead.at[1, 3] = dies(dead)
+    first.at[2, -1] = lambda: go_on.wait(120)
+    for fit in (first, dead):
+        fit.start(pool)
+    new = replacement(meeting, dead, kind="dense", epochs=3)
+    new.at[2, 3] = dies(new)
+    new.start(pool)
+    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    go_on.set()
+    with pytest.raises(KilledError):
+        new.done.result(120)
+    new.model.compile("sgd", "mse")
+    x, y = images("dense")
+    assert new.model.fit(x, y, epochs=2, steps_per_epoch=1, verbose=0).epoch == [0, 1]
+    first.done.result(120)
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras' own callback
 def test_a_replaced_member_counts_as_the_others_do(pool: ThreadPoolExecutor) -> None:
     """A learning rate that falls after some epochs falls in the same epoch in all members."""
@@ -323,6 +454,28 @@ def test_weights_are_averaged_too_after_a_replacement(pool: ThreadPoolExecutor) 
     ended = [fit.done.result(120) for fit in (first, new)]
     check_alike([state for _, state in ended])
     assert new.more[0].round.used == (0, 1)
+
+
+def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
+    pool: ThreadPoolExecutor,
+) -> None:
+    meeting, slept = LocalMeeting(2), threading.Event()
+    first, late = fits(meeting, "dense", epochs=4)
+    for fit in (first, late):
+        fit.more = [AverageWeights(every=3, unit="batch")]
+
+    def sleep() -> None:
+        number = meeting.meeting._number
+        meeting.wait_until(lambda inside: inside._number > number + 9)
+        slept.set()
+
+    late.at[2, 4] = sleep
+    first.goes_on_without(2, 4)
+    first.at[2, 16] = lambda: slept.wait(120)
+    first.at[2, 18] = lambda: meeting.wait_until(lambda inside: inside._healings or inside._lacking)
+    for fit in (first, late):
+        fit.start(pool)
+    check_alike([fit.done.result(120)[1] for fit in (first, late)])
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ import numpy as np
 
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.ray import Member
+from flatweights.keras._progress import State
+from flatweights.ray import Member, Round
 
 
 class AverageLogs(MemberCallback):
@@ -82,12 +83,20 @@ class AverageLogs(MemberCallback):
             "samples": samples,
             "stops": np.float64(self.model.stop_training),
         }
-        with calls_are_equal(self._member, "logs"):
-            mean = self._member.average(
+
+        def average(member: Member, state: State | None) -> Round:
+            return member.average(
                 part,
                 timeout=self._lease.timeout,
                 min_results=self._lease.min_results,
                 nonfinite="propagate",
-            ).weights
+                state=state,
+            )
+
+        with calls_are_equal(self._member, "logs"):
+            result = self._average_at(average, at="epoch")
+        if result is None:
+            return
+        mean = result.weights
         logs.update({name: float(mean["logs"][name] / mean["samples"][name]) for name in own})
         self.model.stop_training = bool(mean["stops"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from flatweights import FlatWeights
 from flatweights._average import Nonfinite
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._lease import MemberLease, calls_are_equal
+from flatweights.keras._progress import State
 from flatweights.ray import Member, Round
 from flatweights.robust import AnyRule, Rule
 from flatweights.server import ServerOptimizer
@@ -159,7 +161,9 @@ class AverageWeights(MemberCallback):
             self._steps += batch - self._batch  # several, with steps_per_execution
             self._batch = batch
             if self._steps >= self._every:
-                self._average()
+                self._average("batch")
+                if self._progress is not None:  # it may have been healed
+                    self._progress.end_batch(batch)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Average before the validation, if it is due."""
@@ -184,7 +188,8 @@ class AverageWeights(MemberCallback):
                 ).weights
             trained = bool(mean["the end of training"])
         if trained:
-            self._average()
+            self._progress = None  # all members that are still there have the state
+            self._average("epoch")
         super().on_train_end()
 
     def _end_epoch(self) -> None:
@@ -195,7 +200,7 @@ class AverageWeights(MemberCallback):
         if self._unit == "epoch":
             self._steps += 1
             if self._steps >= self._every:
-                self._average()
+                self._average("epoch")
 
     def _count(self) -> None:
         read = self._samples.read()
@@ -231,7 +236,7 @@ class AverageWeights(MemberCallback):
                 self.outer = outer(self._learned.get_weights())
         self._is_started = True
 
-    def _average(self) -> None:
+    def _average(self, at: Literal["batch", "epoch"]) -> None:
         self._count()
         weight = self._weight
         if weight == "samples":
@@ -244,11 +249,19 @@ class AverageWeights(MemberCallback):
                 )
                 self._learned.set_weights(self.outer.step(self.round.weights))
             if self._plain is not None:
-                self.round = self._member.average_variables(
-                    self._plain,
-                    weight,
-                    timeout=self._lease.timeout,
-                    min_results=self._lease.min_results,
-                    **self._options,
-                )
+                plain = functools.partial(self._average_plain, self._plain, weight)
+                result = self._average_at(plain, at=at)
+                self.round = self.round if result is None else result
         self._since, self._steps, self._trained = 0.0, 0, False
+
+    def _average_plain(
+        self, plain: TensorFlowVariables, weight: float, member: Member, state: State | None
+    ) -> Round:
+        return member.average_variables(
+            plain,
+            weight,
+            timeout=self._lease.timeout,
+            min_results=self._lease.min_results,
+            state=state,
+            **self._options,
+        )

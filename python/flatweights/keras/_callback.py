@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import keras
 
 from flatweights.keras._gradients import averaging_of
 from flatweights.keras._lease import MemberLease, agree
+from flatweights.keras._progress import State
 from flatweights.keras._samples import Samples
-from flatweights.ray import Member
+from flatweights.ray import Member, Round
 
 _callbacks: weakref.WeakSet[MemberCallback] = weakref.WeakSet()
 _lock = threading.Lock()
@@ -50,17 +52,31 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """End the epoch, if the others have ended it."""
         if self._progress is not None:
-            self._progress.end_batch()
+            self._progress.end_batch(batch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Let `fit` continue, if the epoch was cut short."""
         if self._progress is not None:
-            self._progress.end_epoch()
+            self._progress.end_epoch(self)
 
     @property
     def _is_apart(self) -> bool:
         """Whether this member takes part in no calls, because the others are at another place."""
         return self._progress is not None and self._progress.is_apart
+
+    def _average_at(
+        self, call: Callable[[Member, State | None], Round], *, at: Literal["batch", "epoch"]
+    ) -> Round | None:
+        """Return what ``call`` returns; None if this member is not where the others are."""
+        progress = self._progress
+        if progress is None:
+            return call(self._member, None)
+        result = progress.average(call, at=at)
+        if not progress.is_apart:
+            return result
+        if at == "epoch":
+            progress.pass_by(self)
+        return None
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Read the number of samples of the training before the validation resets it."""

@@ -18,8 +18,8 @@ from flatweights._average import Nonfinite
 from flatweights._core import move_parts
 from flatweights._numbers import check_count
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.keras._progress import Progress, State
-from flatweights.ray import ElsewhereError, Member, Round
+from flatweights.keras._progress import Progress, State, callbacks_beside, keepers_among
+from flatweights.ray import Member, Round
 from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._python_op import compute_in_python
@@ -132,7 +132,7 @@ class Averaging:
         self._has_stepped = False  # since the last start
         self._errors: list[BaseException] = []  # raised by the step that runs
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
-        self._states: dict[tuple[int, ...], State] = {}
+        self._states: dict[tuple[tuple[int, ...], ...], State] = {}
         self.progress: Progress | None = None
         self._apply: Callable[..., None] = optimizer.apply
         self._finalize: Callable[[Any], None] = optimizer.finalize_variable_values
@@ -163,8 +163,9 @@ class Averaging:
                 self._is_started = False
             self._optimizer.build(model.trainable_variables)
             if self.lease.min_results is not None:
-                state = self._state_of(model.weights)
-                self.progress = Progress(self.lease, model, callback, state)
+                callbacks = callbacks_beside(callback)
+                state = self._state_of(model.weights, keepers_among(callbacks))
+                self.progress = Progress(self.lease, callback, callbacks, state)
                 if self.lease.take().lacks_state:
                     self.progress.join()
         function = model.train_function
@@ -201,11 +202,30 @@ class Averaging:
         """Accumulate gradients; if a step is due, clip the average of the accumulated ones."""
         methods = vars(self._optimizer)
         clip = self._optimizer._clip_gradients
-        methods["_clip_gradients"] = lambda sums: clip(self._average(sums, variables))
+
+        def clip_averages(sums: list[Any]) -> Any:
+            averages = self._average(sums, variables)
+            if self.lease.min_results is not None:
+                self._touch(variables, averages)
+            return clip(averages)
+
+        methods["_clip_gradients"] = clip_averages
         try:
             self._step(grads, variables)
         finally:
             del methods["_clip_gradients"]
+
+    def _touch(self, variables: list[Any], averages: list[Any]) -> None:
+        """Make all later operations on the state wait for the averages, which may heal it.
+
+        TensorFlow orders operations by the variables that they write, and does not know that the
+        average writes these. Without this, operations outside of this branch would not wait.
+        """
+        own = {id(one) for one in _accumulators(self._optimizer)}
+        slots = [slot for slot in self._optimizer.variables if id(slot) not in own]
+        with tf.control_dependencies(averages):
+            for variable in map(_inner, (*variables, *slots)):
+                variable.assign(variable.read_value())
 
     def _apply_averages(self, grads: Any, trainable_variables: Any = None) -> None:
         grads, variables = self._begin(grads, trainable_variables)
@@ -308,11 +328,17 @@ class Averaging:
         # Keras numbers names of slots by counters of the process.
         return TensorFlowVariables([*variables, {str(k): slot for k, slot in enumerate(slots)}])
 
-    def _state_of(self, variables: Sequence[Any]) -> State:
-        """Return the state that heals a member of a training of ``variables``."""
-        key = tuple(id(_inner(variable)) for variable in variables)
+    def _state_of(self, variables: Sequence[Any], keepers: Sequence[int] = ()) -> State:
+        """Return the state that heals a member of a training of ``variables``.
+
+        Args:
+            variables: The variables.
+            keepers: The indices of the callbacks that keep copies of them.
+        """
+        key = tuple(id(_inner(variable)) for variable in variables), (*keepers,)
         if key not in self._states:
-            self._states[key] = State(self._variables_with_slots(variables))
+            whole = self._variables_with_slots(variables)
+            self._states[key] = State(whole, len(variables), keepers)
         return self._states[key]
 
     def _average(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -345,35 +371,32 @@ class Averaging:
             self._start(exchange.variables, in_step=True)
             self._has_stepped = True
             exchange.grads, exchange.averages = grads, averages
-            member = self.lease.take()
-            state: State | None = None
-            member.raises_elsewhere = progress is not None
-            if progress is not None:
-                state = progress.state
-            elif self.lease.min_results is not None:
-                state = self._state_of(exchange.variables)
-            with calls_are_equal(member, "step"):
-                result = member.average_variables(
-                    exchange,
-                    timeout=self.lease.timeout,
-                    min_results=self.lease.min_results,
-                    state=state,
-                    **self._options,
-                )
-                if state is None:
+            with calls_are_equal(self.lease.take(), "step"):
+                if progress is not None:
+                    result = progress.average(functools.partial(self._call, exchange), at="step")
+                elif self.lease.min_results is not None:
+                    state = self._state_of(exchange.variables)
+                    result = self._call(exchange, self.lease.take(), state)
+                else:
+                    result = self._call(exchange, self.lease.take(), None)
                     _check_in_time(result, "gradients")
-            if progress is not None:
-                progress.end_step(is_healed=member.rank in result.healed)
-        except ElsewhereError:
-            assert progress is not None
-            progress.is_apart = True
-            move_parts(averages, grads)
+            if result is None:
+                move_parts(averages, grads)
         except BaseException as error:
             self._is_started = False  # all members start again in the next fit
             self._errors.append(error)
             raise
         finally:
             exchange.grads, exchange.averages = [], []
+
+    def _call(self, exchange: _Exchange, member: Member, state: State | None) -> Round:
+        return member.average_variables(
+            exchange,
+            timeout=self.lease.timeout,
+            min_results=self.lease.min_results,
+            state=state,
+            **self._options,
+        )
 
     def _end(self, var_list: Any) -> None:
         """Wait at the end of `fit` until all members have reached it."""

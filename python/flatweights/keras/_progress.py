@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import pickle
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import dropwhile
+from typing import Any, Literal, NamedTuple
 
+import keras
 import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import Layout
+from flatweights._core import move_parts
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.ray import is_replaceable
+from flatweights.ray import ElsewhereError, Member, Round, is_replaceable
 from flatweights.tensorflow import TensorFlowVariables
 
 _ROOM = 8192  # bytes for the giver's place and for the counts of its callbacks
 _LAST = 10.0  # least seconds for which the end of a training waits for late members
 _REPLACED = 300.0  # seconds for which it waits for the workers that replace dead ones
 _PAUSE = 0.05  # seconds until it first looks for them
-# The numbers by which callbacks of Keras decide. A member that was absent lacks them.
+# Callbacks of Keras that decide by what they have counted. A member that was absent lacks that.
+_DECIDING = (
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ReduceLROnPlateau,
+)
+_BEST = "best_weights"
 _COUNTS = frozenset(
-    ("best", "best_epoch", "cooldown_counter", "epochs_since_last_save", "stopped_epoch", "wait")
+    (
+        "best",
+        "best_epoch",
+        _BEST,
+        "cooldown_counter",
+        "epochs_since_last_save",
+        "stopped_epoch",
+        "wait",
+    )
 )
 
 
@@ -31,8 +49,9 @@ class Place(NamedTuple):
 
     Attributes:
         epoch: The epoch.
-        steps: The number of finished steps of that epoch.
-        counts: The counts of each callback, by its index in the list of callbacks.
+        steps: The number of finished batches of that epoch.
+        counts: The counts of each callback, by its index in the list of callbacks; with them the
+            best weights that a callback keeps.
     """
 
     epoch: int = -1
@@ -44,44 +63,78 @@ class State:
     """The state that heals a member: variables, the optimizer's slots, and the training's place.
 
     Attributes:
-        layout: The slots of the variables, then one for the place.
+        layout: The slots of the variables, then those of the weights that callbacks keep, then one
+            for the place.
         place: This member's place; after it was healed, the giver's.
     """
 
-    def __init__(self, variables: TensorFlowVariables) -> None:
-        """Take the variables, including the optimizer's slots."""
-        slots = variables.layout.slots
+    def __init__(
+        self, variables: TensorFlowVariables, count: int = 0, keepers: Sequence[int] = ()
+    ) -> None:
+        """Take the variables.
+
+        Args:
+            variables: The variables, including the optimizer's slots.
+            count: The number of the model's weights, which are the first of the variables.
+            keepers: The indices of the callbacks that keep copies of these weights.
+        """
+        slots = [*variables.layout.slots]
         self._variables = variables
+        self._count = count
+        self._keepers = keepers
+        names = [slot.name for slot in slots]
+        names += [f"best weights {k}/{name}" for k in keepers for name in names[:count]]
+        kept = [*slots, *(slot for _ in keepers for slot in slots[:count])]
         self.layout = Layout(
-            [*(slot.name for slot in slots), "the place in the training"],
-            [*(slot.shape for slot in slots), (_ROOM,)],
-            [*(slot.dtype for slot in slots), np.dtype(np.uint8)],
+            [*names, "the place in the training"],
+            [*(slot.shape for slot in kept), (_ROOM,)],
+            [*(slot.dtype for slot in kept), np.dtype(np.uint8)],
         )
         self.place = Place()
 
     def gather_into(self, buffer: NDArray[np.uint8]) -> None:
         """Read all; see `flatweights.ray.Variables`."""
         self._variables.gather_into(buffer[: self._variables.layout.nbytes])
-        place = pickle.dumps(tuple(self.place))
+        parts = self.layout.packed_views(buffer)
+        counts = {k: dict(one) for k, one in self.place.counts.items()}
+        for k, weights in self._kept(parts):
+            own = counts.setdefault(k, {})
+            kept = own.get(_BEST)
+            own[_BEST] = kept is not None  # else these parts are empty
+            if kept is not None:
+                move_parts(weights, kept)
+        place = pickle.dumps(tuple(self.place._replace(counts=counts)))
         if len(place) > _ROOM:
             place = pickle.dumps(tuple(self.place._replace(counts={})))
-        room = self.layout.packed_views(buffer)[-1]
-        room[: len(place)] = np.frombuffer(place, np.uint8)
-        room[len(place) :] = 0
+        parts[-1][: len(place)] = np.frombuffer(place, np.uint8)
+        parts[-1][len(place) :] = 0
 
     def scatter(self, buffer: NDArray[np.uint8]) -> None:
         """Set all; see `flatweights.ray.Variables`."""
         self._variables.scatter(buffer[: self._variables.layout.nbytes])
-        self.place = Place(*pickle.loads(self.layout.packed_views(buffer)[-1].tobytes()))
+        parts = self.layout.packed_views(buffer)
+        self.place = Place(*pickle.loads(parts[-1].tobytes()))
+        for k, weights in self._kept(parts):
+            own: Any = self.place.counts.get(k, {})
+            if _BEST in own:
+                own[_BEST] = [one.copy() for one in weights] if own[_BEST] else None
+
+    def _kept(self, parts: list[NDArray[Any]]) -> Iterator[tuple[int, list[NDArray[Any]]]]:
+        """Yield the index of each callback that keeps weights, and the parts for them."""
+        begin = len(self._variables.layout.slots)
+        for number, k in enumerate(self._keepers):
+            at = begin + number * self._count
+            yield k, parts[at : at + self._count]
 
 
 class Progress:
     """One `fit` of one member, while other members may be at other places of theirs.
 
     All members meet at the beginning of each epoch, and at the end. A member that lacks the state
-    is healed there, or in a step. If it is then at another place than the others, it stays apart:
-    its steps average nothing, and its epochs end with their first batch. So it skips the epochs
-    that the others have begun already, and meets them at the beginning of the next one.
+    is healed there, or in another call of the `fit`. If it is then at another place than the
+    others, it stays apart: its steps average nothing, and its epochs end with their first batch. So
+    it skips the epochs that the others have begun already, and meets them at the beginning of the
+    next one. Callbacks that decide by their counts do not see the skipped epochs.
 
     Attributes:
         params: The parameters of the `fit`, by which its callbacks are recognised.
@@ -90,28 +143,31 @@ class Progress:
         has_joined: Whether the training was under way when this `fit` began.
     """
 
-    def __init__(self, lease: MemberLease, model: Any, callback: Any, state: State) -> None:
+    def __init__(
+        self, lease: MemberLease, callback: Any, callbacks: Sequence[Any], state: State
+    ) -> None:
         """Begin, before the first epoch.
 
         Args:
             lease: The member.
-            model: The model.
             callback: One of the callbacks of the `fit`.
+            callbacks: All callbacks of the `fit`.
             state: The state that heals a member.
         """
         self.params: dict[str, Any] = callback.params
         self.is_apart = self.is_over = self.has_joined = False
         self._lease = lease
-        self._model = model
+        self._model = callback.model
         self._state = state
-        self._callbacks = _callbacks_beside(callback)
+        self._callbacks = callbacks
         self._epoch = -1
         self._others = -1  # the epoch in which the others were when this member was healed
-        self._steps = 0  # of this epoch
-        self._last_step: int | None = None  # of this epoch, if it ends before its data
+        self._is_before = False  # whether they were at the beginning of that epoch
+        self._done = 0  # finished batches of this epoch
+        self._ahead = 0  # the others have finished so many more, and end the epoch sooner
         self._breaks = False  # whether this epoch was cut short
         self._pending: Place | None = None  # callbacks continue from its counts
-        self._final: NDArray[np.uint8] | None = None  # the state at the end of the training
+        self._held: NDArray[np.uint8] | None = None  # the state to keep while this member is apart
 
     def join(self) -> None:
         """Wait until the others begin an epoch or end; get healed, and make `fit` begin there."""
@@ -129,60 +185,102 @@ class Progress:
                 self._take_counts(self._pending)  # `AverageWeights` has set its own to zero
         if epoch == self._epoch:
             return
-        self._epoch, self._steps, self._last_step = epoch, 0, None
+        self._epoch, self._done, self._ahead = epoch, 0, 0
         if self.is_apart and epoch <= self._others:
+            if epoch == self._others and self._is_before:  # it can take part from here on
+                self.is_apart, self._held = False, None
             return
+        self._held = None
         self._meet()
         while self.is_apart and self._others < epoch:
             self._meet()
         if self.is_over:  # this epoch is beyond the end of the others' training
-            self._final = self._state.layout.new_buffer()
-            self._state.gather_into(self._final)
             self.is_apart = True
+        if self.is_apart:
+            self._held = self._state.layout.new_buffer()
+            self._state.gather_into(self._held)
 
-    def end_batch(self) -> None:
+    def end_batch(self, batch: int) -> None:
         """End the epoch if this member is apart, or after the last step of the others."""
-        is_last = self._last_step is not None and self._steps >= self._last_step
+        self._done = batch + 1
+        is_last = self._ahead > 0 and self._done + self._ahead >= self.params["steps"]
         if self.is_apart or is_last:
             self._breaks = self._model.stop_training = True
-        if self._final is not None:
-            self._state.scatter(self._final)
+        if self._held is not None:
+            self._state.scatter(self._held)
 
-    def end_epoch(self) -> None:
-        """Let `fit` go on, unless it is over; callbacks go on from the counts of the others."""
-        if self._pending is not None and not self.is_apart:
-            for one in self._callbacks:
-                if getattr(one, "monitor_op", one) is None:  # set at the end of the first epoch
-                    one._set_monitor_op()
-            self._take_counts(self._pending)
-            self._pending = None
+    def end_epoch(self, callback: Any) -> None:
+        """Let `fit` go on, unless it is over; callbacks go on from the counts of the others.
+
+        Args:
+            callback: The callback that makes this call.
+        """
+        if self.is_apart:
+            self.pass_by(callback)
+        else:
+            self._count_on()
         if self._breaks:
             self._breaks = False
             self._model.stop_training = self.is_over
+
+    def _count_on(self) -> None:
+        """If this member was healed, let Keras' callbacks go on from the giver's counts."""
+        if self._pending is None:
+            return
+        for one in self._callbacks:
+            if getattr(one, "monitor_op", one) is None:  # set at the end of the first epoch
+                one._set_monitor_op()
+        self._take_counts(self._pending, _DECIDING)  # others have counted since
+        self._pending = None
+
+    def pass_by(self, callback: Any) -> None:
+        """Hide the end of this epoch from the deciding callbacks after ``callback``."""
+        for one in dropwhile(lambda other: other is not callback, self._callbacks):
+            if isinstance(one, _DECIDING):
+                vars(one)["on_epoch_end"] = functools.partial(_ignore_once, one)
 
     @property
     def state(self) -> State:
         """The state that heals this or another member, with this member's place."""
         counts = {k: _counts_of(one) for k, one in enumerate(self._callbacks)}
-        self._state.place = Place(self._epoch, self._steps, counts)
+        self._state.place = Place(self._epoch, self._done + self._ahead, counts)
         return self._state
 
-    def end_step(self, is_healed: bool) -> None:
-        """Note that a step was averaged; if it healed this member, decide where to go on."""
-        steps, self._steps = self._steps, self._steps + 1
-        if not is_healed:
-            return
-        giver = self._state.place
+    def average(
+        self, call: Callable[[Member, State], Round], *, at: Literal["step", "batch", "epoch"]
+    ) -> Round | None:
+        """Return the result of ``call``; None, if the others are at another place by now.
+
+        Args:
+            call: A call of the member with the state.
+            at: The place of the call: in a step, or at the end of a batch or of an epoch.
+        """
+        member = self._lease.take()
+        member.raises_elsewhere = True
+        try:
+            result = call(member, self.state)
+        except ElsewhereError:
+            self.is_apart = True
+            return None
+        if member.rank in result.healed:
+            self._go_on_from(self._state.place, at)
+        return result
+
+    def _go_on_from(self, giver: Place, at: Literal["step", "batch", "epoch"]) -> None:
+        """Decide where this member goes on, after it was healed."""
         self._pending = giver
         self._take_counts(giver)
-        total: int | None = self.params.get("steps")
-        by_step = self._model.steps_per_execution == 1
-        if giver.epoch == self._epoch and by_step and total is not None and giver.steps >= steps:
+        by_step = self._model.steps_per_execution == 1 and self.params.get("steps") is not None
+        ahead = giver.steps - self._done
+        is_alike = giver.epoch == self._epoch
+        if is_alike and by_step and ahead >= self._ahead:
             # This member is at the giver's place, and may be the next giver. All have equally many
             # batches.
-            self._steps, self._last_step = giver.steps + 1, total
-        else:
-            self.is_apart, self._others = True, giver.epoch
+            self._ahead = ahead
+        elif not (is_alike and at != "step" and ahead == self._ahead):
+            self.is_apart, self._others, self._is_before = True, giver.epoch, False
+        if at == "epoch" and not self.is_apart:
+            self._count_on()
 
     def end(self) -> None:
         """Meet the others at the end; wait a while for those that are late or being replaced."""
@@ -216,28 +314,43 @@ class Progress:
         if is_healed:
             self._pending = self._state.place
             self._take_counts(self._pending)
-            self._others = round(epoch)
+            self._others, self._is_before = round(epoch), True
         self.is_apart = is_healed and self._others != self._epoch and not self.is_over
         return bool(met.late or (met.failed and is_replaceable()))
 
-    def _take_counts(self, giver: Place) -> None:
+    def _take_counts(self, giver: Place, kinds: type | tuple[type, ...] = object) -> None:
         for k, counts in giver.counts.items():
-            vars(self._callbacks[k]).update(counts)
+            if isinstance(self._callbacks[k], kinds):
+                vars(self._callbacks[k]).update(counts)
 
 
-def _callbacks_beside(callback: Any) -> list[Any]:
+def callbacks_beside(callback: Any) -> list[Any]:
     """Return all callbacks of a `fit`, since some decide by their counts.
 
     Keras gives a callback no access to the others: this is the list that holds it and the history.
     """
     history = callback.model.history
     lists = (one for one in gc.get_referrers(callback) if isinstance(one, list))
-    return next((one for one in lists if any(other is history for other in one)), [])
+    return next((one for one in lists if any(other is history for other in one)), [callback])
+
+
+def keepers_among(callbacks: Sequence[Any]) -> list[int]:
+    """Return the indices of callbacks that keep the best weights, and set them at the end."""
+    return [
+        k
+        for k, one in enumerate(callbacks)
+        if isinstance(one, keras.callbacks.EarlyStopping) and one.restore_best_weights
+    ]
 
 
 def _counts_of(callback: Any) -> dict[str, Any]:
     """Return the counts of a callback of Keras or of this package."""
     names = getattr(callback, "counted", None)
     if names is None:
-        names = _COUNTS if type(callback).__module__.startswith("keras.") else ()
+        names = _COUNTS if isinstance(callback, _DECIDING) else ()
     return {name: value for name, value in vars(callback).items() if name in names}
+
+
+def _ignore_once(callback: Any, epoch: int, logs: Any = None) -> None:
+    """Replace the `on_epoch_end` of ``callback`` for one call."""
+    del vars(callback)["on_epoch_end"]
