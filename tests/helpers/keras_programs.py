@@ -4,6 +4,7 @@ import contextlib
 import os
 import secrets
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -299,9 +300,10 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
     """As a worker of Ray Train: some workers die in a step, and their replacements finish.
 
     Args:
-        config: ``folder`` for notes; ``dies``, by rank, the epoch; ``epochs``, how many others they
-            have to have done afterwards, or None if the training ends with the epoch of the death;
-            ``host``, whether the host of the meeting is killed instead.
+        config: ``folder`` for notes; ``dies``, by rank, the epoch; ``epochs``, how many others each
+            has to have done afterwards, or None if the training ends with the epoch of the death;
+            ``host``, whether the host of the meeting is killed instead; ``reports``, whether rank 1
+            dies in a report of that epoch, and that of rank 0 comes once it is being replaced.
     """
     import json
 
@@ -315,15 +317,29 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
     notes = Path(config["folder"], f"rank {place.rank}")
     notes.mkdir(exist_ok=True)
     starts = len([*notes.glob("start *")])
-    Path(notes, f"start {os.getpid()}").touch()
+    Path(notes, f"start {os.getpid()}{' again' * bool(starts)}").touch()
     dies = -1 if starts else config["dies"].get(place.rank, -1)
+    report = ray.train.report
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        if ends.epoch == config["dies"][1] and not starts:
+            if place.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while not [*notes.parent.glob("rank 1/start * again")]:
+                time.sleep(0.01)
+        report(*args, **options)
+
+    if config.get("reports"):
+        dies = -1
+        if place.rank < 2:
+            vars(ray.train)["report"] = interrupted
     network = build("dense", seed=10 * starts + place.rank)
     optimizer = average_gradients(keras.optimizers.Adam(0.01), min_results=1)
     network.compile(optimizer, "mse")
     done = Report.resume(network)
 
     class Ends(keras.callbacks.Callback):  # type: ignore[misc]
-        epochs = 0
+        epoch = epochs = 0
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             self.epoch = epoch
@@ -339,8 +355,12 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.epochs += 1
             if starts and self.epochs == config["epochs"]:
+                (notes / "enough").touch()
+            if all((notes.parent / f"rank {rank}" / "enough").exists() for rank in mortal):
                 self.model.stop_training = True  # in all, by AverageLogs
 
+    mortal = range(place.size) if config.get("host") else config["dies"]
+    ends = Ends()
     begin = int(network.optimizer.iterations)
     epochs = 1 << 20 if config["epochs"] else 1 + max(config["dies"].values())
     x, y = map(place.part, images("dense"))
@@ -352,7 +372,7 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
         initial_epoch=done,
         shuffle=False,
         verbose=0,
-        callbacks=[Ends(), AverageLogs(), Report()],
+        callbacks=[ends, AverageLogs(), Report()],
     )
     state = [*network.trainable_weights, *network.optimizer.variables]
     np.savez(notes / "state.npz", *map(np.asarray, state))

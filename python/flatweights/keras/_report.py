@@ -185,11 +185,11 @@ class Report(MemberCallback):
         """
         timeout = self._lease.timeout and max(self._lease.timeout, _PATIENCE)
         are_all_there = len(self._member.ranks) == self._member.size
-        folder = self._saved() if metrics and are_all_there and not self._is_reporting else None
+        folder = self._saved() if metrics and are_all_there and not self._waits() else None
         has_begun = False
         while True:
             own = np.zeros(self._member.size)  # whether each rank has something to report, or does
-            own[self._member.rank] = bool(metrics and not has_begun) or self._is_reporting
+            own[self._member.rank] = bool(metrics and not has_begun) or self._waits()
             with calls_are_equal(self._member, "report"):
                 met = self._member.average(
                     {"reports": own}, timeout=timeout, min_results=self._lease.min_results
@@ -200,18 +200,22 @@ class Report(MemberCallback):
                 if folder is not None and not has_begun:
                     folder.cleanup()
                 return not metrics or (is_over and are_all_there)
-            if not (has_begun or self._is_reporting):
+            if not (has_begun or self._waits()):
                 self._call = in_daemon("flatweights-report", _report, metrics, folder)
             has_begun = True
             if self._call is not None:
                 wait([self._call], _PAUSE)
-                if self._call.done():
-                    self._call.result()
 
-    @property
-    def _is_reporting(self) -> bool:
-        """Whether a call has begun, now or at the end of an earlier epoch, and goes on."""
-        return self._call is not None and not self._call.done()
+    def _waits(self) -> bool:
+        """Return whether a call that has begun, now or in an earlier epoch, has not returned.
+
+        Raises:
+            Exception: What it has raised.
+        """
+        if self._call is not None and self._call.done():
+            call, self._call = self._call, None
+            call.result()
+        return self._call is not None
 
 
 def _report(metrics: dict[str, Any], folder: tempfile.TemporaryDirectory[str] | None) -> None:
