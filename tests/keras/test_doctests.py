@@ -9,9 +9,12 @@ import flatweights.keras
 pytestmark = pytest.mark.ray
 
 
-@pytest.mark.parametrize("module", ["_average_logs", "_average_weights", "_gradients"])
+@pytest.mark.parametrize(
+    "module",
+    ["keras._average_logs", "keras._average_weights", "keras._gradients", "ray.members._replace"],
+)
 def test_the_documented_examples_run(module: str) -> None:
-    loaded = importlib.import_module(f"flatweights.keras.{module}")
+    loaded = importlib.import_module(f"flatweights.{module}")
     result = doctest.testmod(loaded, optionflags=doctest.ELLIPSIS)
     assert result.attempted >= 4
     assert result.failed == 0
