@@ -18,6 +18,7 @@ BENCHES = (
     "inplace",
     "variables",
     "exchange",
+    "async",
     "members",
     "publish",
     "fit",

@@ -134,6 +134,7 @@ def run_case(name: str, workers: list[Any], work: float, budget: float) -> list[
     loops.check()
     ways: dict[str, Loop] = {GUIDE: loops.guide, HANDLES: loops.handles, OURS: loops.ours}
     times: dict[str, list[float]] = {way: [] for way in ways}
+    shares: dict[str, list[float]] = {way: [] for way in ways}
     counts = dict.fromkeys(ways, 20)
     for way, loop in ways.items():  # warm up; updates in a fiftieth of the budget
         loop(20, work)
@@ -144,14 +145,18 @@ def run_case(name: str, workers: list[Any], work: float, budget: float) -> list[
     end = time.perf_counter() + budget
     while time.perf_counter() < end:
         for way, loop in ways.items():
-            begin = time.perf_counter()
+            begin, begin_share = time.perf_counter(), time.process_time()
             loop(counts[way], work)
             times[way].append((time.perf_counter() - begin) / counts[way])
+            shares[way].append((time.process_time() - begin_share) / counts[way])
     nbytes = 2 * loops.weights.buffer.nbytes
     case = f"{name}, {len(workers)} workers, {1e3 * work:g} ms of work"
     print(f"{case}: staleness {loops.most} at most")
-    ours = statistics.median(times[OURS])
-    return [_row(case, way, took, nbytes, ours) for way, took in times.items()]
+    rows = []
+    for text, measured, moved in (("", times, nbytes), (": the driver's share", shares, 0)):
+        ours = statistics.median(measured[OURS])
+        rows += [_row(case + text, way, took, moved, ours) for way, took in measured.items()]
+    return rows
 
 
 def publish_case(name: str, workers: list[Any], budget: float) -> list[runner.Row]:

@@ -1,6 +1,7 @@
 """Readers and writers of a board in processes of their own, without Ray."""
 
 import contextlib
+import ctypes
 import itertools
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from flatweights.ray.publishing._board import Board, BoardAddress, Reading
+from flatweights.ray.publishing._board import Board, BoardAddress, FullError, Reading
 
 # A process is a fork of a server that has imported everything, once.
 _processes = multiprocessing.get_context("forkserver")
@@ -52,6 +53,31 @@ def read_all(address: Any, pipe: Connection) -> None:
             seen, reads = version, reads + 1
             del buffer, numbers, news
     pipe.send(reads)
+
+
+def read_on(k: int, counts: Any, pipe: Connection) -> None:
+    """Read from one board after the other, as the pipe says; count reads, report what is wrong."""
+    reading: Reading | None = None
+    seen = 0
+    while True:
+        if pipe.poll(0.05 if reading is None else 0.0):
+            address = pipe.recv()
+            reading = None
+            with contextlib.suppress(OSError, FullError):  # its writer has been killed meanwhile
+                reading = Reading(BoardAddress(*address), time.monotonic() + 60)
+        if reading is None:
+            continue
+        for _ in range(100):
+            news = reading.reader.take(seen)
+            if news is None:
+                continue
+            version, _, buffer = news
+            numbers = buffer.view(np.int64)
+            if not (numbers == version).all() or version <= seen:
+                pipe.send(f"version {version} after {seen}: {numbers.min()} to {numbers.max()}")
+            seen = version
+            counts[k] += 1
+            del buffer, numbers, news
 
 
 def hold(address: Any, pipe: Connection) -> None:
@@ -94,8 +120,17 @@ class Process:
             self.process.wait(60)
 
 
-def publish_for_ever(pipe: Connection) -> None:
+def publish_for_ever(pipe: Connection, first: int = 1) -> None:
     board = Board(8 * NUMBERS)
     pipe.send(tuple(board.address))
-    for version in itertools.count(1):
+    for version in itertools.count(first):
         publish(board, version)
+
+
+def publish_on(first: int, pipe: Connection) -> None:
+    publish_for_ever(pipe, first)
+
+
+def shared_counts(count: int) -> Any:
+    """Numbers that processes share."""
+    return _processes.RawArray(ctypes.c_int64, count)

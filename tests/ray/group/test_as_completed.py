@@ -17,6 +17,7 @@ from reference import assert_same, same_bits
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, WorkerError, WorkerGroup
+from flatweights.ray.lanes import _driver_lane
 
 SIZE = 3_000
 
@@ -69,6 +70,16 @@ class Versioned(PlainWorker):
         if self.rank == rank:
             model["w"][7] = np.nan
         return model
+
+
+class Keeping(Versioned):
+    """Keeps the weights that it was sent as they came: in the driver's window."""
+
+    kept: Any = None
+
+    def set_weights(self, new_weights: Any, *, share: bool = False) -> None:
+        super().set_weights(new_weights)
+        self.kept = new_weights
 
 
 def result_of(model: FlatWeights, rank: int) -> FlatWeights:
@@ -435,3 +446,19 @@ def test_more_workers_than_once_had_windows_all_go_by_lanes(make: Make, way: str
         if way == "lanes":
             assert {*found.ways.values()} == {"lane"}
         publications.publish()
+
+
+def test_weights_go_through_the_store_while_workers_keep_all_windows(
+    lend: Lend, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_driver_lane, "_MOST_WINDOWS", 3)
+    group = lend(Keeping, 4, SIZE)
+    publications, ways, used = Publications(group), set[str](), set[int]()
+    for found in group.as_completed("work"):
+        publications.check(found)
+        publications.publish()
+        ways |= {*found.ways.values()}
+        used |= {*found.used}
+        is_full = way == "store" or any("no window" in one for one in ways)
+        if is_full and len(used) == 4 and found.number is not None and found.number >= 40:
+            break

@@ -10,12 +10,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from board_processes import NUMBERS, Process, hold, publish, publish_for_ever, read, read_all
+from board_processes import (
+    NUMBERS,
+    Process,
+    hold,
+    publish,
+    publish_for_ever,
+    publish_on,
+    read,
+    read_all,
+    read_on,
+    shared_counts,
+)
 
 from flatweights import _core
 from flatweights.ray.lanes._end import LaneError
@@ -52,6 +64,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def wait_for_reads(counts: Any, readers: Iterable[int], more: int) -> None:
+    """Wait until each of these readers has read more than so many times again."""
+    enough = {k: counts[k] + more for k in readers}
+    wait_until(lambda: all(counts[k] > count for k, count in enough.items()))
 
 
 def test_a_reader_gets_the_newest_alone_and_once(board: Board) -> None:
@@ -317,6 +335,51 @@ def test_a_writer_that_is_stopped_or_killed_leaves_a_whole_publication() -> None
             assert (news[1] == news[0]).all()
         del news
         reading.close()
+
+
+@pytest.mark.parametrize("reads", [2_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_readers_go_on_while_writers_and_readers_are_killed_and_stopped(reads: int) -> None:
+    rng = random.Random(reads)
+    firsts = itertools.count(1, 10**12)  # of the writers, as a name's publishers number versions
+    counts = shared_counts(4)
+    writer = Process(publish_on, next(firsts))
+    address = writer.receive()
+    readers = [Process(read_on, k, counts) for k in range(4)]
+    for reader in readers:
+        reader.pipe.send(address)
+    wrong: list[Any] = []
+    faults = Counter[str]()
+    while sum(counts) < reads or sum(faults.values()) < reads // 2_500 + 8:
+        fault = rng.choice(["reader stopped", "reader killed", "writer stopped", "writer killed"])
+        faults[fault] += 1
+        k = rng.randrange(4)
+        if fault == "reader stopped":
+            readers[k].process.suspend()
+            wait_for_reads(counts, {*range(4)} - {k}, 20)
+            readers[k].process.resume()
+        elif fault == "reader killed":
+            while readers[k].pipe.poll():
+                wrong.append(readers[k].pipe.recv())
+            readers[k].kill()
+            readers[k] = Process(read_on, k, counts)
+            readers[k].pipe.send(address)
+        elif fault == "writer stopped":
+            writer.process.suspend()
+            time.sleep(0.01 * rng.random())
+            writer.process.resume()
+        else:
+            writer.kill()
+            writer = Process(publish_on, next(firsts))
+            address = writer.receive()
+            for reader in readers:
+                reader.pipe.send(address)
+        wait_for_reads(counts, range(4), reads // 2_000)
+    print(sum(counts), "reads", dict(faults))
+    for process in (writer, *readers):
+        while process is not writer and process.pipe.poll():
+            wrong.append(process.pipe.recv())
+        process.kill()
+    assert wrong == []
 
 
 def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
