@@ -163,7 +163,7 @@ class Mirrored:
 
 
 def free_addresses(count: int) -> list[str]:
-    """Return addresses that nobody listens at."""
+    """Return free addresses."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     try:
         return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]

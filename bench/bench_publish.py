@@ -55,7 +55,7 @@ def variables_of(shapes: models.Shapes, seed: int) -> TensorFlowVariables:
 
 
 class Mapped:
-    """A file in memory with a version and a model; nobody sees to it that a read is whole."""
+    """A file in memory with a version and a model; reads of it may be torn."""
 
     def __init__(self, path: str, nbytes: int) -> None:
         """Map it; it is made if there is none."""

@@ -60,7 +60,7 @@ ELSEWHERE = ("tf.", "tf_keras", "keras.", "ray.", "numpy.", "scipy.", "mmap", "c
 def find_in_all_modules(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element
 ) -> Element | None:
-    """Return a link to the object of that name, in whichever module it is documented."""
+    """Return a link to the object of that name, in the module that documents it."""
     target: str = node["reftarget"]
     if target.startswith(ELSEWHERE):
         return text
@@ -88,6 +88,6 @@ def keep_first_line(
 
 
 def setup(app: Sphinx) -> None:
-    """Have Sphinx call the functions above."""
+    """Make Sphinx call the functions above."""
     app.connect("missing-reference", find_in_all_modules)
     app.connect("autodoc-process-docstring", keep_first_line, priority=400)

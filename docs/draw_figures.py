@@ -38,11 +38,11 @@ class Theme:
     """Colours of a page.
 
     Attributes:
-        text: Of letters and axes.
-        grid: Of lines behind the data.
-        ways: Of the guide's loop, the object store and lanes.
-        steps: Of the steps that move bytes; see `STEPS`.
-        inside: Of letters in a bar.
+        text: The colour of letters and axes.
+        grid: The colour of lines behind the data.
+        ways: The colours of the guide's loop, the object store and lanes.
+        steps: The colours of the steps that move bytes; see `STEPS`.
+        inside: The colour of letters in a bar.
     """
 
     text: str

@@ -107,7 +107,7 @@ def refused(path: Path, match: str = ".") -> None:
     assert str(error.value).startswith(f"{path}: ")
 
 
-# What comes back.
+# Round trips.
 
 
 def test_what_is_saved_comes_back(weights: FlatWeights, path: Path) -> None:
@@ -233,7 +233,7 @@ def test_importing_flatweights_does_not_import_the_library() -> None:
     assert run_python(code).split() == ["False"]
 
 
-# What is refused.
+# Refusals.
 
 
 def test_a_file_cut_short_anywhere_is_refused(weights: FlatWeights, path: Path) -> None:
@@ -430,7 +430,7 @@ writer.join()
     subprocess.run([sys.executable, "-c", code, path], check=True, timeout=60)
 
 
-# What a save leaves.
+# The remains of a save.
 
 
 def listing(path: Path) -> list[str]:
@@ -515,7 +515,7 @@ def test_what_is_no_file_is_not_replaced(weights: FlatWeights, tmp_path: Path) -
     assert listing(tmp_path) == ["file", "folder", "pipe"]
 
 
-# Each stage of a save, by what is called there.
+# Each stage of a save, by the function that it calls.
 STAGES = ["save_file", "_synchronise"]
 
 
@@ -668,7 +668,7 @@ def test_a_process_killed_before_the_end_leaves_the_old_file(path: Path, stage: 
     done = subprocess.run(command, check=False, env=clean_environment())  # type: ignore[arg-type]
     assert done.returncode == -signal.SIGKILL
     assert FlatWeights.load(path)["w"].tolist() == [0, 0, 0]
-    assert len(listing(path.parent)) == 2  # what was not finished is left
+    assert len(listing(path.parent)) == 2  # the unfinished file is left
 
 
 def test_any_number_of_threads_may_save_and_load_one_file(path: Path) -> None:

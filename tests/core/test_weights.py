@@ -49,7 +49,7 @@ def out_of_band(
     return dumps(weights, protocol=5, buffer_callback=buffers.append), buffers
 
 
-# What a dict of arrays does, it does.
+# It behaves like a dict of arrays.
 
 
 def test_it_copies_the_parts_into_one_buffer(parts: dict[str, np.ndarray]) -> None:

@@ -1,5 +1,5 @@
-// Runs all kernels of one instruction set and the portable ones on the same numbers, and fails
-// where a bit differs. Prints a digest of the results, which is the same on every machine.
+// Runs all kernels of one instruction set and the portable kernels on the same numbers, and fails
+// if a bit differs. Prints a digest of the results, which is the same on every machine.
 //
 // Compiled with FLATWEIGHTS_COMPARED, the name of the instruction set.
 #include <cstdint>
@@ -37,7 +37,7 @@ class Random {
   }
   std::size_t below(std::size_t count) { return static_cast<std::size_t>(next() >> 33) % count; }
 
-  // Bits of a number of magnitude 2^-8 to 2^8; or, where `odd`, now and then of any number.
+  // Bits of a number of magnitude 2^-8 to 2^8; if `odd`, sometimes the bits of any number.
   std::uint64_t number(std::size_t real, bool odd) {
     const RealFormat& format = kFormats[real];
     const std::uint64_t sign = (next() & 1) << (8 * kFormats[real].size - 1);
@@ -99,7 +99,7 @@ class Comparison {
   }
 
  private:
-  // Calls `body(kernels)`, which gives the bytes of a result, for both sets.
+  // Calls `body(kernels)`, which returns the bytes of a result, for both sets.
   template <class F>
   void both(const std::string& what, F&& body) {
     compare(what + label_, body(kernels_portable), body(JOIN(kernels_, FLATWEIGHTS_COMPARED)));
@@ -108,7 +108,7 @@ class Comparison {
   void run(std::size_t real, std::size_t count, bool odd) {
     const std::size_t size = kFormats[real].size;
     const std::size_t begin = random_.below(9), end = begin + count;
-    const std::size_t shift = random_.below(64);  // of memory, from what is aligned
+    const std::size_t shift = random_.below(64);  // of memory, from an aligned address
     label_ = ", type " + std::to_string(real) + ", " + std::to_string(count) + " numbers";
     std::vector<Buffer> memory;
     std::vector<const std::byte*> sources;
@@ -127,7 +127,7 @@ class Comparison {
       total = 0;
       for (std::size_t k = 0; k < models; ++k) total += weights[k];
       const auto average = [&](auto loop, std::size_t out_size, bool weighted, bool stream) {
-        // At least a line around what is written, aligned as chance has it.
+        // At least a line around the written bytes, at a random alignment.
         Buffer out(end * out_size + 192), room(kRoom + 64);
         std::byte* const to =
             out.data() + aligned(out) + (stream ? 0 : shift / out_size * out_size);
@@ -247,7 +247,7 @@ class Comparison {
                                     given & 2 ? sources[5] : nullptr,
                                     next.data()};
           const bool finite = k.encode[real - 2][narrow](part, begin, end);
-          // What rounding took from NaN is one of any sign: of no use, since it is refused.
+          // The rounding error of NaN is a NaN of any sign. It is not used, since NaN is refused.
           if (finite) difference.insert(difference.end(), next.begin(), next.end());
           difference.push_back(std::byte{finite});
           return difference;
@@ -277,7 +277,7 @@ class Comparison {
                                     second.data(),
                                     v[3].data(),
                                     has_before ? v[4].data() : nullptr};
-          // Squares that a mean or a sign makes negative would give NaN, of any sign.
+          // If a mean or a sign made squares negative, the results would be NaN of any sign.
           const AdaptiveRates rates{0.1, 0.1, kind == SecondMoment::kSign ? 0x1p-40 : 0.5, 1e-3};
           k.adapt[wide ? 1 : 0](range, kind, rates, 0, count);
           Buffer result = v[0];

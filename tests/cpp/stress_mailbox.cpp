@@ -1,9 +1,9 @@
-// Hammers mailboxes: one driver and several workers, as threads under ThreadSanitizer, and as
+// Stresses mailboxes: one driver and several workers, as threads under ThreadSanitizer, and as
 // processes, some of which are killed.
 //
-// Each command is a number, and bytes that follow from it; an answer likewise. Windows are
-// read while the protocol allows it. What is torn, lost, or taken twice is found by the bytes.
-// The driver sleeps until the doorbell rings, so a ring that is lost is found, too.
+// Each command is a number, and bytes that are computed from it; so is an answer. Windows are read
+// while the protocol allows it. The bytes show whether a message is torn, lost or taken twice. The
+// driver sleeps until the doorbell rings, so lost rings are found, too.
 #include <poll.h>
 #include <signal.h>
 #include <sys/eventfd.h>
@@ -65,8 +65,8 @@ struct Bell {
   }
 };
 
-// What both sides share, beside what Ray would do: `calls` is how often the worker was called,
-// `dismissed` the last of these that must take no command any more.
+// The memory that both sides share, with stand-ins for Ray: `calls` is the number of calls of the
+// worker, `dismissed` the last call that must not take commands any more.
 struct Shared {
   Mailbox mailbox;
   Bell* bell;
@@ -77,7 +77,7 @@ struct Shared {
 
 std::uint64_t mixed(std::uint64_t value) { return value * 0x9e3779b97f4a7c15U + 1; }
 
-// A message as lanes/_message.py writes it: its extent and its body say the number.
+// A message in the format of lanes/_message.py: its extent and its body contain the number.
 struct Letter {
   std::uint32_t kind = 7, count = 1;
   Extent extent;
@@ -89,7 +89,7 @@ struct Letter {
   }
 };
 
-// The number of the message that the other side than `reader` has put into a mailbox.
+// The number of the message that the peer of `reader` has put into a mailbox.
 std::uint64_t read_number(const Mailbox& box, Mailbox::Side reader) {
   const Message message(box, reader);
   std::uint64_t number = 0;
@@ -115,12 +115,12 @@ class Random {
   std::mt19937 engine_;
 };
 
-// Serves until it is told the last command; returns how many it has run.
+// Serves until the last command; returns the number of commands.
 void serve(Shared& shared, unsigned seed) {
   Random random(seed);
   std::uint64_t before = 0;
   for (std::uint32_t call = 1;; ++call) {
-    // A call of Ray's.
+    // A Ray call.
     while (shared.calls.load() < call) std::this_thread::yield();
     const std::size_t stay = random.below(50);
     shared.mailbox.enter(call);
@@ -184,7 +184,8 @@ void wait(const std::vector<Shared*>& workers) {
   }
 }
 
-// Posts `commands` to all; withdraws some, dismisses some, calls some ahead of time.
+// Posts `commands` to all workers; withdraws some, dismisses some workers, calls some ahead of
+// time.
 void drive(const std::vector<Shared*>& workers, std::uint32_t commands, unsigned seed) {
   Random random(seed);
   std::vector<std::uint64_t> posted(workers.size(), 0);

@@ -1,9 +1,9 @@
-// Hammers a publication: one writer and many readers, as threads under ThreadSanitizer, and as
-// processes that are stopped and killed at random moments, the writer among them.
+// Stresses a publication: one writer and many readers, as threads under ThreadSanitizer, and as
+// processes that are stopped and killed at random moments, including the writer.
 //
-// A slot is filled with numbers that follow from that of its publication. A read that is torn,
-// mixed, of an older publication than the last, or not the one that was announced is found by
-// them. Whoever waits for another is found by the time limit of .ci/stress.
+// A slot is filled with numbers that are computed from the number of its publication. They show
+// whether a read is torn, mixed, older than the last one, or not the announced publication. If a
+// process waits for another one, the time limit of .ci/stress ends the program.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -59,7 +59,7 @@ void publish(Shared& shared) {
   shared.publication.commit(slot, number, static_cast<std::int64_t>(number));
 }
 
-// Reads what is newer than `seen`; returns its number, or `seen`.
+// Reads a publication that is newer than `seen`; returns its number, or `seen`.
 std::uint64_t read(Shared& shared, std::uint32_t reader, std::uint64_t seen) {
   const std::uint64_t announced = shared.publication.newest();
   const Publication::News news = shared.publication.hold(reader, seen);
@@ -103,7 +103,7 @@ std::uint64_t as_threads(std::uint32_t readers, std::uint64_t publications, std:
   return shared.reads;
 }
 
-// A publication that a reader sleeps for wakes it: its wait would end the program otherwise.
+// A publication wakes a reader that sleeps; otherwise the end of its wait would end the program.
 void wakes() {
   Shared& shared = *make_shared_memory();
   std::thread reader([&shared] {
@@ -142,7 +142,7 @@ pid_t start(Shared& shared, std::uint32_t k) {
 }
 
 // Process 0 writes, all others read; each is stopped for a while or killed at random, and started
-// again. What a dead reader held is cleared, as the end of its socket has it cleared.
+// again. The hold of a dead reader is cleared, as at the end of its socket.
 std::uint64_t as_processes(std::uint32_t readers, std::uint64_t reads, unsigned seed) {
   Random random(seed);
   Shared& shared = *make_shared_memory();
@@ -165,7 +165,7 @@ std::uint64_t as_processes(std::uint32_t readers, std::uint64_t reads, unsigned 
       waitpid(children[k], &status, 0);
       expect(WIFSIGNALED(status), "a process failed");
       if (k > 0) shared.publication.clear(k - 1);
-      // Whatever was stopped or killed, nobody waits: here, this process for any other.
+      // No process waits for a stopped or killed one: here, this process waits for none.
       if (k == 0) publish(shared);
       children[k] = start(shared, k);
     }
@@ -182,7 +182,7 @@ std::uint64_t as_processes(std::uint32_t readers, std::uint64_t reads, unsigned 
 
 }  // namespace
 
-// An argument says how many reads of processes there are at least.
+// The argument is the least number of reads by processes.
 int main(int count, char** arguments) {
   const std::uint64_t reads = count > 1 ? std::strtoull(arguments[1], nullptr, 10) : 20'000;
   const std::uint64_t by_processes = as_processes(6, reads, 3);  // before there are threads

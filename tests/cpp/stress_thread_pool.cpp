@@ -1,9 +1,9 @@
-// Hammers the thread pool; .ci/stress runs it under ThreadSanitizer.
+// Stresses the thread pool; .ci/stress runs it under ThreadSanitizer.
 //
-// Several threads at once ask for ranges of all sizes, with thread counts that change under
-// them, while the main thread forks children that do the same. Every element is counted in
-// plain memory: one that is covered twice, or read before its write is seen, is a race as
-// well as a wrong number. Ends with 0 if all was covered once.
+// Several threads ask for ranges of all sizes at the same time, while thread counts change and the
+// main thread forks children that do the same. Every element is counted in plain memory: if one is
+// covered twice, or read before its write is visible, this is a race and a wrong number. Exits with
+// 0 if every element was covered once.
 #include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -60,7 +60,7 @@ class Caller {
     }
     expect(std::all_of(counts_.begin(), counts_.end(), [](std::uint8_t n) { return n == 1; }),
            "an element was not covered exactly once");
-    // Longer than helpers stay awake, or shorter: both ways of meeting the next job.
+    // Longer or shorter than helpers stay awake: both ways to get the next job.
     if (below(8) == 0) usleep(static_cast<useconds_t>(below(200)));
   }
 
@@ -78,8 +78,8 @@ class Caller {
   std::vector<std::uint8_t> counts_;
 };
 
-// ThreadSanitizer ends a child that starts a thread on the stack of one of its parent's:
-// larger stacks are new ones.
+// ThreadSanitizer ends a child that starts a thread on the stack of a parent's thread. Larger
+// stacks are always new.
 void use_new_stacks() {
   pthread_attr_t attributes;
   std::size_t size = 0;
@@ -90,7 +90,7 @@ void use_new_stacks() {
   pthread_attr_destroy(&attributes);
 }
 
-// The parent's pool may be in any state, and its threads are not here.
+// The parent's pool may be in any state, and its threads do not exist in the child.
 int run_child(unsigned seed) {
   use_new_stacks();
   std::latch end(2);  // no stack becomes free before
@@ -134,7 +134,7 @@ int main() {
   }
   done = true;
   for (std::thread& caller : callers) caller.join();
-  // Nobody else is there: now helpers join each job.
+  // There are no other callers: now helpers join each job.
   Caller caller(99);
   for (unsigned i = 0; i < 2000; ++i) caller.call();
   std::printf("stress_thread_pool: %lu calls beside %u forks\n", calls.load(), kForks);

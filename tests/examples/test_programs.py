@@ -101,7 +101,7 @@ def test_actors_fit_the_digits_as_one_process_does(program: Program) -> None:
     assert float(found[1]) <= 1e-5
     alone, together = (cells(output, row) for row in ("one process", "2 actors"))
     assert float(alone[4]) > 0.95
-    for accuracy in (3, 4):  # what was rounded otherwise has grown since
+    for accuracy in (3, 4):  # later, rounding differences have grown
         assert float(together[accuracy]) == pytest.approx(float(alone[accuracy]), abs=0.02)
 
 

@@ -16,7 +16,7 @@ from flatweights import FlatWeights, RunningAverage
 from flatweights.ray import FlatWorker
 
 POISON = 1e30
-"""What a worker's weights are until it is sent some: it spoils every average."""
+"""The weights of a worker until it is sent some: they would spoil every average."""
 
 
 class PlainWorker(FlatWorker):

@@ -49,7 +49,7 @@ def unreadable_signatures(module: ModuleType) -> list[str]:
     wrong = []
     for name, item in public_callables(module):
         if inspect.isclass(item) and "__init__" not in vars(item):
-            continue  # what it inherits is not its own
+            continue  # inherited members are not its own
         try:
             signature = inspect.signature(item)
         except ValueError:

@@ -266,7 +266,7 @@ def test_thousands_of_calls_add_nothing_to_a_graph(use_resource: Any) -> None:
         assert (len(graph.get_operations()), graph.version) == (count, version)
 
 
-# ---- what is sent ----
+# ---- messages ----
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])

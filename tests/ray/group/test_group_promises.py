@@ -441,7 +441,7 @@ def test_a_worker_refuses_a_call_that_comes_again_or_too_late() -> None:
     worker.call_version(head(second, first), None, "train")
     with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 1"):
         worker.call_version(head(second, first), None, "train")
-    # As on a restarted actor: restored first, then asked again what it died of.
+    # As on a restarted actor: restored first, then the fatal call again.
     again = PlainWorker()
     again.call_version(head(third, first), weights_of(1.0), None)
     with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 2"):

@@ -136,7 +136,7 @@ def run_on_a_terminal(function: Callable[..., None], *arguments: str) -> str:
                 while some := os.read(terminal, 4096):
                     shown += some
             except OSError:
-                pass  # how Linux says that nobody has the other end any more
+                pass  # on Linux, the other end has been closed
             _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors.decode()[-5000:]
     finally:

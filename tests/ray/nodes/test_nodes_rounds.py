@@ -857,7 +857,7 @@ def an_interrupt_in_an_exchange_leaves_a_group_that_works(nodes: Nodes) -> None:
         assert found.ways[1] == "agent: streams", found.ways
 
 
-# What is left
+# Remains
 
 
 def listeners() -> int:

@@ -34,7 +34,7 @@ class Writer(NamedTuple):
 class State(NamedTuple):
     word: tuple[int, int]  # number and slot
     stamps: tuple[int, ...]
-    data: tuple[int, ...]  # what is in each slot; -1 while it is written
+    data: tuple[int, ...]  # the content of each slot; -1 while it is written
     writer: Writer
     readers: tuple[Reader, ...]
 
