@@ -1,15 +1,13 @@
 """Tensors that Python functions compute, with the op library and without it."""
 
 import gc
-import subprocess
-import sys
 import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from reference import clean_environment
+from tf_forks import Forks
 
 from flatweights.tensorflow import _python_op
 from flatweights.tensorflow._python_op import compute_in_python
@@ -76,12 +74,14 @@ assert results == [6.0] * 4, results
 """
 
 
-def test_functions_that_wait_for_each_other_hold_no_thread_of_tensorflow(path: str) -> None:
+def test_functions_that_wait_for_each_other_hold_no_thread_of_tensorflow(
+    path: str, forks: Forks
+) -> None:
     """There are more such functions than threads in its pool."""
     if path == "ops":
         pytest.skip("TensorFlow's own op holds one")
-    command, environment = [sys.executable, "-c", MEETING], clean_environment()
-    subprocess.run(command, env=environment, check=True, timeout=300)
+    done = forks.run(MEETING)
+    assert done.returncode == 0, done.stderr
 
 
 class MuteError(Exception):

@@ -4,7 +4,6 @@ TensorFlow starts in two processes for the whole file. The programs of `test_exa
 workers that are defined in ``__main__``.
 """
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import ray
 from numpy.typing import NDArray
-from reference import same_bits
+from reference import run_python, same_bits
 
 import flatweights as fw
 from flatweights import FlatWeights
@@ -28,13 +27,11 @@ ANOTHER = np.linspace(-1, 1, 8, dtype=np.float32)
 NAMES = {"eager": ["dense/kernel", "dense/bias"], "graph": ["kernel", "bias"]}
 
 
-# An environment of its own: a process that has imported no TensorFlow yet.
-@ray.remote(runtime_env={"env_vars": {"FLATWEIGHTS_TESTS_ALONE": "1"}})
+@ray.remote
 class EagerWorker(FlatWorker):
     """A Keras model; `build` returns it."""
 
     def build(self, kernel: NDArray[Any], *, bias: NDArray[Any]) -> Any:
-        self.came_first = "tensorflow" not in sys.modules
         import keras
 
         self.model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
@@ -44,9 +41,6 @@ class EagerWorker(FlatWorker):
 
     def predict(self, x: NDArray[Any]) -> NDArray[Any]:
         return np.array(self.model(x))
-
-    def built_before_tensorflow(self) -> bool:
-        return self.came_first
 
     def describe(self) -> tuple[str, list[str]]:
         return type(self.variables).__name__, list(self.variables.variables)
@@ -101,8 +95,21 @@ def test_build_takes_the_arguments_of_the_actor(worker: Any, mode: str) -> None:
     np.testing.assert_allclose(ray.get(worker.predict.remote(x)), KERNEL + BIAS, rtol=1e-6)
 
 
-def test_build_may_set_what_tensorflow_reads_when_imported(actors: dict[str, Any]) -> None:
-    assert ray.get(actors["eager"].built_before_tensorflow.remote())
+BUILD = """
+import sys
+from flatweights.ray import FlatWorker
+
+class Worker(FlatWorker):
+    def build(self):
+        print("tensorflow" in sys.modules)
+        sys.exit()
+
+Worker()
+"""
+
+
+def test_build_may_set_what_tensorflow_reads_when_imported() -> None:
+    assert run_python(BUILD) == "False\n"
 
 
 def test_get_weights_gives_flat_weights(worker: Any, mode: str) -> None:

@@ -73,7 +73,9 @@ def started(workers: int, size: int) -> WorkerGroup:
     return group
 
 
-@pytest.mark.parametrize("size", [5, 20_000], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("way", "size"), [("lanes", 5), ("lanes", 20_000), ("store", 20_000)], indirect=["way"]
+)
 def test_rounds_keep_no_objects_and_no_files_in_the_driver(way: str, size: int) -> None:
     rounds = 200
     group = started(2, size)
