@@ -30,7 +30,7 @@ __all__ = ["AverageLogs", "AverageWeights", "ReplaceWorkers", "Report", "average
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs Ray Train when it is first used: it takes seconds."""
+    """Import names that need Ray Train at their first use, since that takes seconds."""
     if name == "ReplaceWorkers":
         from flatweights.ray import ReplaceWorkers
 

@@ -67,7 +67,7 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def _average_at(
         self, call: Callable[[Member, State | None], Round], *, at: Literal["batch", "epoch"]
     ) -> Round | None:
-        """Return what ``call`` returns; None if this member is not where the others are."""
+        """Return the result of ``call``; None, if this member is not at the place of the others."""
         progress = self._progress
         if progress is None:
             return call(self._member, None)

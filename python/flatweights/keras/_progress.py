@@ -164,7 +164,7 @@ class Progress:
         self._others = -1  # the epoch in which the others were when this member was healed
         self._is_before = False  # whether they were at the beginning of that epoch
         self._done = 0  # finished batches of this epoch
-        self._ahead = 0  # the others have finished so many more, and end the epoch sooner
+        self._ahead = 0  # finished batches that the others have more: they end the epoch sooner
         self._breaks = False  # whether this epoch was cut short
         self._pending: Place | None = None  # callbacks continue from its counts
         self._held: NDArray[np.uint8] | None = None  # the state to keep while this member is apart
