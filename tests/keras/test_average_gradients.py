@@ -30,7 +30,6 @@ def check(together: Together, size: int, *args: Any, bound: float = BOUND) -> No
         ("embedding", "momentum", "tf.function"),
         ("dense", "clipped each", "eager"),
         ("dense", "Adam, clipped", "fit, eager"),
-        ("dense", "momentum", "fit, again"),
         ("dense", "accumulated", "fit, again"),
     ],
     ids="-".join,

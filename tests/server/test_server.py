@@ -731,7 +731,13 @@ def test_import_needs_neither_tensorflow_nor_ray() -> None:
 # Interrupts.
 
 
-@pytest.mark.parametrize("name", MAKERS)
+OFTEN = ("FedAvgM", "ExponentialMovingAverage", "FedAdam", "GradientDescent, clipped", "Adam")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*OFTEN, *(pytest.param(n, marks=pytest.mark.slow) for n in MAKERS if n not in OFTEN)],
+)
 def test_an_interrupted_step_is_done_or_the_optimizer_refuses_to_be_used(name: str) -> None:
     initial = fw.FlatWeights({"w": np.ones(3, np.float16), "n": np.int64(1), "b": np.ones(2)})
     given = fw.FlatWeights({"w": np.full(3, 2, np.float16), "n": np.int64(2), "b": np.full(2, 2.0)})
