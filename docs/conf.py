@@ -73,6 +73,8 @@ def find_in_all_modules(
             for name, entry in python.objects.items()
             if name.endswith(f".{wanted}") and not entry.aliased
         ]
+        if len(names) > 1:  # one name in several modules: the one of this page
+            names = [name for name in names if name == f"{node.get('py:module')}.{wanted}"]
         if len(names) == 1:
             (name,) = names
             return python.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, text)
