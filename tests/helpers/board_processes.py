@@ -69,8 +69,9 @@ def read_on(k: int, counts: Any, pipe: Connection) -> None:
             continue
         for _ in range(100):
             news = reading.reader.take(seen)
-            if news is None:
-                continue
+            if news is None:  # leave the processor to whoever writes
+                reading.reader.wait(seen, 0.05)
+                break
             version, _, buffer = news
             numbers = buffer.view(np.int64)
             if not (numbers == version).all() or version <= seen:
@@ -120,15 +121,20 @@ class Process:
             self.process.wait(60)
 
 
-def publish_for_ever(pipe: Connection, first: int = 1) -> None:
+def publish_for_ever(pipe: Connection) -> None:
     board = Board(8 * NUMBERS)
     pipe.send(tuple(board.address))
-    for version in itertools.count(first):
+    for version in itertools.count(1):
         publish(board, version)
 
 
 def publish_on(first: int, pipe: Connection) -> None:
-    publish_for_ever(pipe, first)
+    """Publish for ever, and let readers that wait have the processor after each publication."""
+    board = Board(8 * NUMBERS)
+    pipe.send(tuple(board.address))
+    for version in itertools.count(first):
+        publish(board, version)
+        os.sched_yield()
 
 
 def shared_counts(count: int) -> Any:
