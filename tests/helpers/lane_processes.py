@@ -47,6 +47,9 @@ class Model:
         self.kept = self.get(value)
         return self.kept  # type: ignore[no-any-return]
 
+    def get_and_keep_with(self, value: float, extras: Any) -> tuple[fw.FlatWeights, Any]:
+        return self.get_and_keep(value), extras
+
     def change_kept(self) -> None:
         self.kept["w"] += 1000.0
 

@@ -284,6 +284,14 @@ def test_a_result_that_the_worker_keeps_is_copied(one: Driver) -> None:
     assert (kept["w"] == 5.0).all()
 
 
+def test_a_result_with_extras_that_the_worker_keeps_is_copied(one: Driver) -> None:
+    one.values("get", 1.0)  # from now on results are made in the window
+    ((kept, extras),) = one.values("get_and_keep_with", 5.0, "more")
+    one.values("change_kept")
+    assert (kept["w"] == 5.0).all()
+    assert extras == "more"
+
+
 def test_a_result_that_the_driver_keeps_is_not_overwritten(one: Driver) -> None:
     (worker,) = one.workers
     kept = [one.values("get", float(value))[0] for value in range(4)]
