@@ -19,7 +19,8 @@ from flatweights.ray import Member
 
 EPOCHS = 6
 BATCH = 12  # of all members together: an epoch has 20
-PATIENCE = 60.0  # seconds that members wait for each other
+PATIENCE = 300.0  # seconds that members wait for each other
+LIMIT = 600.0  # seconds after which a test counts as hung
 END = 1_000  # of an epoch, in place of a batch
 
 
@@ -53,6 +54,7 @@ class Fit:
             "batch_size": BATCH // member.size,
         } | options
         self.compile: dict[str, Any] = {}
+        self.logs = AverageLogs()
         self.more: list[Any] = []
         self.optimizer: Any = keras.optimizers.Adam(0.01)
         self.patience = PATIENCE  # seconds, at the start
@@ -73,7 +75,8 @@ class Fit:
     def _wait_for_others(self, seconds: float) -> None:
         averaging = averaging_of(self.model)
         assert averaging is not None
-        averaging.lease.timeout = seconds  # the shortest of all members' counts
+        for lease in (averaging.lease, self.logs._lease):
+            lease.timeout = seconds  # the shortest of all members' counts
 
     def _run(self) -> tuple[Any, list[Any]]:
         optimizer = average_gradients(
@@ -82,7 +85,7 @@ class Fit:
         self.model.compile(optimizer, "mse", **self.compile)
         x, y = images("dense")
         mine = slice(self.member.rank, None, self.member.size)
-        callbacks = [_Act(self), AverageLogs(), *self.more]
+        callbacks = [_Act(self), self.logs, *self.more]
         history = self.model.fit(x[mine], y[mine], callbacks=callbacks, **self.options)
         slots = [np.asarray(one) for one in self.model.optimizer.variables]
         # Moving statistics are each member's own.
@@ -130,7 +133,7 @@ def dies(fit: Fit) -> Callable[[], None]:
 
 def replacement(meeting: LocalMeeting, dead: Fit, **options: Any) -> Fit:
     with pytest.raises(KilledError):
-        dead.done.result(120)
+        dead.done.result(LIMIT)
     return Fit(meeting.join(dead.member.rank), **options)
 
 
@@ -141,14 +144,14 @@ def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
     first, dead, last = fits(meeting)
     dead.at[1, 3] = dies(dead)
     for fit in (first, last):
-        fit.at[2, -1] = lambda: go_on.wait(120)
+        fit.at[2, -1] = lambda: go_on.wait(LIMIT)
     for fit in (first, dead, last):
         fit.start(pool)
     new = replacement(meeting, dead)
     new.start(pool)
     meeting.wait_until(lambda inside: len(inside._lacking) == 1)
     go_on.set()
-    ended = [fit.done.result(120) for fit in (first, new, last)]
+    ended = [fit.done.result(LIMIT) for fit in (first, new, last)]
     epochs = [history.epoch for history, _ in ended]
     assert epochs == [[*range(EPOCHS)], [*range(2, EPOCHS)], [*range(EPOCHS)]]
     assert [history.history["loss"][-4:] for history, _ in ended[1:]] == [
@@ -173,13 +176,13 @@ def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     steps: list[int] = []
     late.at[2, 5] = lambda: steps.append(int(late.model.optimizer.iterations))
     for fit in (first, last):  # they take their time once it has overslept
-        fit.at[2, 16] = lambda: slept.wait(120)
+        fit.at[2, 16] = lambda: slept.wait(LIMIT)
         fit.at[2, 18] = lambda: meeting.wait_until(
             lambda inside: inside._healings or inside._lacking
         )
     for fit in (first, late, last):
         fit.start(pool)
-    ended = [fit.done.result(120) for fit in (first, late, last)]
+    ended = [fit.done.result(LIMIT) for fit in (first, late, last)]
     check_alike([state for _, state in ended])
     assert [history.epoch for history, _ in ended] == [[*range(EPOCHS)]] * 3
     assert steps
@@ -201,11 +204,11 @@ def test_a_member_is_healed_in_an_accumulated_step_and_ends_its_epoch_with_the_o
 
     late.at[2, 4] = sleep
     first.goes_on_without(2, 4)
-    first.at[2, 16] = lambda: slept.wait(120)
+    first.at[2, 16] = lambda: slept.wait(LIMIT)
     first.at[2, 18] = lambda: meeting.wait_until(lambda inside: inside._healings or inside._lacking)
     for fit in (first, late):
         fit.start(pool)
-    check_alike([fit.done.result(120)[1] for fit in (first, late)])
+    check_alike([fit.done.result(LIMIT)[1] for fit in (first, late)])
 
 
 def test_a_member_that_was_healed_heals_another_in_the_same_epoch(
@@ -233,7 +236,7 @@ def test_a_member_that_was_healed_heals_another_in_the_same_epoch(
     second.at[2, 16] = lambda: hold(third, 2)
     for fit in (first, second, third):
         fit.start(pool)
-    ended = [fit.done.result(120) for fit in (first, second, third)]
+    ended = [fit.done.result(LIMIT) for fit in (first, second, third)]
     check_alike([state for _, state in ended])
     assert [history.epoch for history, _ in ended] == [[*range(EPOCHS)]] * 3
 
@@ -243,7 +246,7 @@ def test_a_member_that_sleeps_for_epochs_meets_the_others_again(pool: ThreadPool
     first, late = fits(meeting)
 
     def sleep() -> None:
-        assert slept.wait(120)
+        assert slept.wait(LIMIT)
 
     late.at[1, 4] = sleep
     first.goes_on_without(1, 4)
@@ -254,7 +257,7 @@ def test_a_member_that_sleeps_for_epochs_meets_the_others_again(pool: ThreadPool
         late.at[epoch, 1] = functools.partial(whole.append, epoch)
     for fit in (first, late):
         fit.start(pool)
-    ended = [fit.done.result(120) for fit in (first, late)]
+    ended = [fit.done.result(LIMIT) for fit in (first, late)]
     check_alike([state for _, state in ended])
     assert whole == [*range(5, EPOCHS)], "it passes by those that the first has begun"
 
@@ -269,9 +272,9 @@ def test_a_member_that_is_late_for_the_start_is_healed_and_the_others_go_on(
     first.at[0, 3] = has_begun.set
     first.at[1, -1] = lambda: meeting.wait_until(lambda inside: inside._lacking)
     first.start(pool)
-    assert has_begun.wait(120) or first.done.result(0)
+    assert has_begun.wait(LIMIT) or first.done.result(0)
     late.start(pool)
-    (history, state), (after, other) = [fit.done.result(120) for fit in (first, late)]
+    (history, state), (after, other) = [fit.done.result(LIMIT) for fit in (first, late)]
     check_alike([state, other])
     assert history.epoch == [*range(EPOCHS)]
     assert after.epoch == [*range(1, EPOCHS)]
@@ -282,12 +285,12 @@ def test_a_member_that_is_late_at_the_end_gets_what_the_others_have(
 ) -> None:
     meeting, slept = LocalMeeting(2), threading.Event()
     first, late = fits(meeting)
-    late.at[2, 4] = lambda: slept.wait(120)
+    late.at[2, 4] = lambda: slept.wait(LIMIT)
     first.goes_on_without(2, 4)
     first.at[EPOCHS - 1, 19] = slept.set
     for fit in (first, late):
         fit.start(pool)
-    ended = [fit.done.result(120) for fit in (first, late)]
+    ended = [fit.done.result(LIMIT) for fit in (first, late)]
     check_alike([state for _, state in ended])
 
 
@@ -300,7 +303,7 @@ def test_the_training_ends_for_all_if_a_callback_of_one_stops_it(pool: ThreadPoo
     both[1].more.append(stop)
     for fit in both:
         fit.start(pool)
-    (first, state), (second, other) = [fit.done.result(120) for fit in both]
+    (first, state), (second, other) = [fit.done.result(LIMIT) for fit in both]
     assert second.epoch == [0, 1, 2]
     assert first.epoch[:3] == [0, 1, 2]
     assert len(first.epoch) <= 4
@@ -324,7 +327,7 @@ def test_a_replaced_member_ends_with_the_best_weights_of_the_others(
     first, dead = fits(meeting, "dense", epochs=3)
     first.more, dead.more = [best_of_first(kind)], [best_of_first(kind)]
     dead.at[1, 3] = dies(dead)
-    first.at[2, -1] = lambda: go_on.wait(120)
+    first.at[2, -1] = lambda: go_on.wait(LIMIT)
     after_first: list[Any] = []
     first.at[1, 0] = lambda: after_first.extend(first.model.get_weights())
     for fit in (first, dead):
@@ -334,7 +337,7 @@ def test_a_replaced_member_ends_with_the_best_weights_of_the_others(
     new.start(pool)
     meeting.wait_until(lambda inside: len(inside._lacking) == 1)
     go_on.set()
-    ended = [fit.done.result(120)[1] for fit in (first, new)]
+    ended = [fit.done.result(LIMIT)[1] for fit in (first, new)]
     check_alike(ended)
     check_alike([ended[1][: len(after_first)], after_first])
 
@@ -361,13 +364,13 @@ def test_epochs_that_a_late_member_passes_by_stop_no_training(pool: ThreadPoolEx
         return progress is not None and progress.is_apart
 
     late.more = watched(late, is_apart)
-    late.at[1, 4] = lambda: slept.wait(120)
+    late.at[1, 4] = lambda: slept.wait(LIMIT)
     first.goes_on_without(1, 4)
     first.at[3, 2] = slept.set
     first.at[3, 19] = lambda: meeting.wait_until(lambda inside: inside._lacking)
     for fit in (first, late):
         fit.start(pool)
-    (_, state), (history, other) = [fit.done.result(120) for fit in (first, late)]
+    (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, late)]
     check_alike([state, other])
     assert history.epoch == [*range(EPOCHS)]
 
@@ -378,14 +381,14 @@ def test_logs_of_a_later_epoch_stop_no_training(pool: ThreadPoolExecutor) -> Non
     first, late = fits(meeting, "dense")
     first.more = watched(first, lambda epoch: False)
     late.more = watched(late, lambda epoch: epoch == 1)
-    late.at[1, END] = lambda: slept.wait(120)
+    late.at[1, END] = lambda: slept.wait(LIMIT)
     first.at[1, END] = lambda: first._wait_for_others(1.0)
     first.at[3, -1] = lambda: first._wait_for_others(PATIENCE)
     first.at[3, 2] = slept.set
     first.at[3, 19] = lambda: meeting.wait_until(lambda inside: inside._lacking)
     for fit in (first, late):
         fit.start(pool)
-    (_, state), (history, other) = [fit.done.result(120) for fit in (first, late)]
+    (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, late)]
     check_alike([state, other])
     assert history.epoch == [*range(EPOCHS)]
 
@@ -396,7 +399,7 @@ def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
     meeting, go_on = LocalMeeting(2), threading.Event()
     first, dead = fits(meeting, "dense", epochs=3)
     dead.at[1, 3] = dies(dead)
-    first.at[2, -1] = lambda: go_on.wait(120)
+    first.at[2, -1] = lambda: go_on.wait(LIMIT)
     for fit in (first, dead):
         fit.start(pool)
     new = replacement(meeting, dead, kind="dense", epochs=3)
@@ -405,11 +408,11 @@ def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
     meeting.wait_until(lambda inside: len(inside._lacking) == 1)
     go_on.set()
     with pytest.raises(KilledError):
-        new.done.result(120)
+        new.done.result(LIMIT)
     new.model.compile("sgd", "mse")
     x, y = images("dense")
     assert new.model.fit(x, y, epochs=2, steps_per_epoch=1, verbose=0).epoch == [0, 1]
-    first.done.result(120)
+    first.done.result(LIMIT)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras' own callback
@@ -423,7 +426,7 @@ def test_a_replaced_member_counts_as_the_others_do(pool: ThreadPoolExecutor) -> 
     first, dead = fits(meeting, "dense")
     first.more, dead.more = [plateau()], [plateau()]
     dead.at[1, 3] = dies(dead)
-    first.at[2, -1] = lambda: go_on.wait(120)
+    first.at[2, -1] = lambda: go_on.wait(LIMIT)
     for fit in (first, dead):
         fit.start(pool)
     new = replacement(meeting, dead, kind="dense")
@@ -431,7 +434,7 @@ def test_a_replaced_member_counts_as_the_others_do(pool: ThreadPoolExecutor) -> 
     new.start(pool)
     meeting.wait_until(lambda inside: len(inside._lacking) == 1)
     go_on.set()
-    ended = [fit.done.result(120) for fit in (first, new)]
+    ended = [fit.done.result(LIMIT) for fit in (first, new)]
     check_alike([state for _, state in ended])
     rate = float(first.model.optimizer.learning_rate)
     assert rate == pytest.approx(0.005)
@@ -443,7 +446,7 @@ def test_weights_are_averaged_too_after_a_replacement(pool: ThreadPoolExecutor) 
     for fit in (first, dead):
         fit.more = [AverageWeights(every=2)]
     dead.at[1, 3] = dies(dead)
-    first.at[2, -1] = lambda: go_on.wait(120)
+    first.at[2, -1] = lambda: go_on.wait(LIMIT)
     for fit in (first, dead):
         fit.start(pool)
     new = replacement(meeting, dead)
@@ -451,7 +454,7 @@ def test_weights_are_averaged_too_after_a_replacement(pool: ThreadPoolExecutor) 
     new.start(pool)
     meeting.wait_until(lambda inside: len(inside._lacking) == 1)
     go_on.set()
-    ended = [fit.done.result(120) for fit in (first, new)]
+    ended = [fit.done.result(LIMIT) for fit in (first, new)]
     check_alike([state for _, state in ended])
     assert new.more[0].round.used == (0, 1)
 
@@ -471,11 +474,11 @@ def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
 
     late.at[2, 4] = sleep
     first.goes_on_without(2, 4)
-    first.at[2, 16] = lambda: slept.wait(120)
+    first.at[2, 16] = lambda: slept.wait(LIMIT)
     first.at[2, 18] = lambda: meeting.wait_until(lambda inside: inside._healings or inside._lacking)
     for fit in (first, late):
         fit.start(pool)
-    check_alike([fit.done.result(120)[1] for fit in (first, late)])
+    check_alike([fit.done.result(LIMIT)[1] for fit in (first, late)])
 
 
 @pytest.mark.slow
@@ -494,12 +497,12 @@ def test_ways_to_fit(
     meeting, go_on, slept = LocalMeeting(3), threading.Event(), threading.Event()
     first, dead, late = fits(meeting, **fitted)
     dead.at[1, 4] = dies(dead)
-    late.at[1, 8] = lambda: slept.wait(120)
+    late.at[1, 8] = lambda: slept.wait(LIMIT)
     first.goes_on_without(1, 8)
 
     def wait() -> None:
         slept.set()
-        go_on.wait(120)
+        go_on.wait(LIMIT)
 
     first.at[2, -1] = wait
     for fit in (first, dead, late):
@@ -510,7 +513,7 @@ def test_ways_to_fit(
     new.start(pool)
     meeting.wait_until(lambda inside: 1 in [seat.rank for seat in inside._lacking])
     go_on.set()
-    check_alike([fit.done.result(120)[1] for fit in (first, new, late)])
+    check_alike([fit.done.result(LIMIT)[1] for fit in (first, new, late)])
 
 
 def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> None:
@@ -547,4 +550,4 @@ def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> No
         train(members[1], 40, dies_at=5)
     new = meeting.join(1)
     own = train(new, 40)
-    check_alike([own, survivor.result(120)])
+    check_alike([own, survivor.result(LIMIT)])
