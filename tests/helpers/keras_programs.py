@@ -296,6 +296,21 @@ def train_with_a_death(config: Mapping[str, Any]) -> None:
     np.savez(Path(config["folder"], f"{place.rank}.npz"), *network.get_weights())
 
 
+def wait_until_taken(folder: Path, count: int) -> None:
+    """Wait until Ray Train's controller has taken ``count`` checkpoints: it looks now and then.
+
+    Reports that it has not taken when a worker dies are lost.
+    """
+    import json
+
+    while True:
+        for snapshot in folder.glob("storage/*/checkpoint_manager_snapshot.json"):
+            with contextlib.suppress(ValueError):  # it is being written
+                if len(json.loads(snapshot.read_text())["checkpoint_results"]) >= count:
+                    return
+        time.sleep(0.01)
+
+
 def train_and_be_replaced(config: Mapping[str, Any]) -> None:
     """As a worker of Ray Train: some workers die in a step, and their replacements finish.
 
@@ -324,6 +339,7 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
     def interrupted(*args: Any, **options: Any) -> None:
         if ends.epoch == config["dies"][1] and not starts:
             if place.rank == 1:
+                wait_until_taken(notes.parent, config["dies"][1])
                 os.kill(os.getpid(), signal.SIGKILL)
             while not [*notes.parent.glob("rank 1/start * again")]:
                 time.sleep(0.01)
@@ -346,6 +362,7 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if self.epoch == dies and batch == 7:
+                wait_until_taken(notes.parent, min(config["dies"].values()))
                 if not config.get("host"):
                     os.kill(os.getpid(), signal.SIGKILL)
                 for actor in ray.util.list_named_actors(all_namespaces=True):

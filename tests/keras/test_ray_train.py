@@ -270,12 +270,12 @@ def test_the_example_learns_though_a_worker_is_killed(
     curves = keras_parallel.main(options)
     (epochs, alone), (reported, together) = curves["loss by epoch"].values()
     assert epochs == [*range(1, 9)]
-    assert {1, 8} <= {*reported}
+    assert reported[-1] == 8
     if not replaces:
         assert reported == epochs
         assert np.allclose(alone, together, rtol=1e-2), "it goes on from the checkpoint"
     elif len(reported) < 8:
-        assert "without a report: epochs 2 to" in capsys.readouterr().out
+        assert "without a report: epochs" in capsys.readouterr().out
 
 
 def test_the_example_replaces_workers_that_average_gradients_only(
