@@ -1,4 +1,4 @@
-"""Several workers that are called together, some of which may be slow or dead."""
+"""Several workers that are called together; some of them may be slow or dead."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from flatweights.ray.rounds._work import ByRank, Work
 from flatweights.robust import AnyRule
 from flatweights.wire import WireDType
 
-_PROBE = 10.0  # seconds that an unhealthy worker is given to answer
+_PROBE = 10.0  # seconds in which an unhealthy worker has to answer
 
 
 class WorkerGroup:
@@ -47,8 +47,8 @@ class WorkerGroup:
 
     The vocabulary is that of RLlib's actor manager: an actor is healthy until a call to it
     fails for a reason that Ray reports (it died, its node is gone) or because it does not answer
-    in time. Unhealthy actors are not called until `restore` has reached them and sent the weights
-    that the others have. A method that raises leaves its actor healthy.
+    in time. Unhealthy actors are not called until `restore` has reached them and sent them the
+    weights of the others. A method that raises leaves its actor healthy.
 
     Weights that the group sends have a version, and every call names the version that it needs.
     So an actor that Ray restarts (``max_restarts``) does not answer with the weights that it
@@ -116,9 +116,9 @@ class WorkerGroup:
         self._max_inflight = check_count(max_inflight, "max_inflight")
         self._turn = Turn("WorkerGroup")
         self._count = 0  # of averages
-        self._in_round = False  # of run(): workers may have trained since the latest weights
-        self._recipe: _Recipe | None = None  # by which `create` has made the actors
-        self._arguments: list[Sequence[Any]] = []  # of the actors, for those that are restarted
+        self._in_round = False  # in run(): workers may have trained since the latest weights
+        self._recipe: _Recipe | None = None  # for the actors, from `create`
+        self._arguments: list[Sequence[Any]] = []  # of the actors, kept for restarts
 
     @classmethod
     def create(
@@ -192,10 +192,10 @@ class WorkerGroup:
     ) -> list[int]:
         """Add workers; return their ranks at once, while their processes start.
 
-        They take part, with the latest weights, in the first round after they are ready, also if
-        this is called in the body of a `run` or an `as_completed`, unless that has ``ranks``.
-        `Round.joined` then lists them. A worker that cannot be built is unhealthy. Ranks
-        count up, and are never used again.
+        They take part, with the latest weights, in the first round after they are ready. This also
+        holds in the body of a `run` or an `as_completed`, unless that has ``ranks``. `Round.joined`
+        then lists them. A worker that cannot be built is unhealthy. Ranks count up, and are never
+        used again.
 
         ::
 
@@ -205,8 +205,8 @@ class WorkerGroup:
 
         Args:
             n: The number of workers.
-            *args: Arguments for each constructor; those of `create`, if there are neither these nor
-                ``arguments``.
+            *args: Arguments for each constructor; without these and ``arguments``, those of
+                `create`.
             actors: Actors of the group's class that already exist, instead of all other arguments.
             arguments: A function of the rank that returns more arguments.
             **ray_options: Ray's options for the actors, in addition to those of `create`.
@@ -233,7 +233,7 @@ class WorkerGroup:
 
     @alone
     def remove(self, ranks: Iterable[int] | int, *, kill: bool = True) -> None:
-        """Remove workers: they are in no later round.
+        """Remove workers: later rounds do not contain them.
 
         A worker that owes an answer first finishes its call, whose result is dropped. `Round.left`
         lists the ranks in the next round.
@@ -262,7 +262,7 @@ class WorkerGroup:
 
     @property
     def unhealthy(self) -> Mapping[int, Exception]:
-        """By rank, why actors are not called."""
+        """By rank, the reason for which an unhealthy actor is not called."""
         return self._roster.unhealthy()
 
     @alone
@@ -286,7 +286,7 @@ class WorkerGroup:
             broadcast: Weights that the workers set first, in the same call; see `average`.
             timeout: Seconds to wait; for ever, if None.
             ranks: The ranks to call; all, if None.
-            arguments: A function of the rank that gives more arguments, after ``args``.
+            arguments: A function of the rank that returns more arguments, after ``args``.
             **kwargs: Keyword arguments.
 
         Raises:
@@ -343,18 +343,18 @@ class WorkerGroup:
         Args:
             method: Name of a method that returns weights, or weights and extras.
             *args: Its arguments; ``ray.put`` large ones once.
-            broadcast: Weights that the workers set first, in the same call: any that `broadcast`
-                takes. If None, they work on the weights that they have.
+            broadcast: Weights that the workers set first, in the same call, of any kind that
+                `broadcast` takes. If None, they work on the weights that they have.
             weights: One weight for each rank of the group, or a function of a worker's result.
-            out: Where to write.
+            out: The model to write to; a new one, if None.
             timeout: Seconds to wait for results.
-            min_results: The number of ranks that make an average. All healthy ranks, if None.
+            min_results: The number of ranks that an average needs. All healthy ranks, if None.
             nonfinite: What to do about NaN and infinity. With a ``wire_dtype``, workers refuse to
                 send these, or numbers that do not fit, and the rank fails.
             travels: With a ``wire_dtype``, the kind of the method's result: ``"weights"``, or
                 ``"gradients"``, which are rounded directly and may be a vector; a vector comes
                 back as the part ``"vector"``.
-            rule: Replaces the mean; see `flatweights.ray.average`.
+            rule: A rule that replaces the mean; see `flatweights.ray.average`.
             ranks: The ranks to call, such as a sample of them; all, if None. `Round.used`,
                 `Round.failed` and `Round.late` contain no others. Workers that are not called get
                 the weights of ``broadcast`` with a later call.
@@ -529,7 +529,7 @@ class WorkerGroup:
         group with a ``wire_dtype``, in full.
 
         Args:
-            method: Name of a method that returns weights or gradients, maybe with extras.
+            method: Name of a method that returns weights or gradients, perhaps with extras.
             *args: Its arguments.
             updates: The number of rounds; no limit, if None.
             buffer: The number of results in a round: the next ones, of different workers, are
@@ -543,7 +543,7 @@ class WorkerGroup:
             rule: See `average`.
             timeout: Seconds after which a worker that has not answered is late.
             ranks: The ranks to call; if None, all, including workers that are added later.
-            arguments: A function of the rank that gives more arguments, after ``args``.
+            arguments: A function of the rank that returns more arguments, after ``args``.
             **kwargs: Keyword arguments of the method.
 
         Raises:
@@ -610,12 +610,12 @@ class WorkerGroup:
             weights: See `average`.
             timeout: Seconds to wait for the results of each round, and for workers to take
                 the average.
-            min_results: The number of ranks that make an average.
+            min_results: The number of ranks that an average needs.
             nonfinite: What to do about NaN and infinity.
             rule: See `average`.
             ranks: The ranks to call; or a function of the number of the round, from 1, that
                 returns them. All ranks get the average.
-            arguments: A function of the rank that returns more arguments, the last ones.
+            arguments: A function of the rank that returns more arguments, at the end.
             round_arguments: A function of the number of the round, from 1, that returns more
                 arguments, after ``args``: a step, a learning rate, a seed.
             progress: Show a progress bar, and the ranks that were left out of the last average, if
@@ -685,13 +685,13 @@ class WorkerGroup:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Shut down, after an error too."""
+        """Shut down, even after an error."""
         self.shutdown()
 
     def __repr__(self) -> str:
         """Ranks, health, rounds and the way to the workers.
 
-        As ``<WorkerGroup of 4 ranks, 3 healthy (2: ActorDiedError), 2 rounds, lanes>``.
+        For example, ``<WorkerGroup of 4 ranks, 3 healthy (2: ActorDiedError), 2 rounds, lanes>``.
         """
         roster = self._roster
         whys = [f"{rank}: {type(why).__name__}" for rank, why in roster.unhealthy().items()]
@@ -704,12 +704,12 @@ class WorkerGroup:
 
 @dataclasses.dataclass(frozen=True)
 class _Recipe:
-    """How the actors of a group are made.
+    """The recipe for the actors of a group.
 
     Attributes:
-        remote: What `ray.remote` made of their class.
+        remote: The result of `ray.remote` for their class.
         args: Arguments of each constructor.
-        arguments: A function of the rank that gives more arguments.
+        arguments: A function of the rank that returns more arguments.
         options: Ray's options.
     """
 
@@ -721,18 +721,18 @@ class _Recipe:
     def with_more(
         self, args: Sequence[Any], arguments: ByRank | None, options: Mapping[str, Any]
     ) -> _Recipe:
-        """Return the recipe with other arguments, if any are given, and more options."""
+        """Return the recipe with other arguments, if there are any, and more options."""
         if args or arguments is not None:
             return _Recipe(self.remote, args, arguments, {**self.options, **options})
         return dataclasses.replace(self, options={**self.options, **options})
 
     def start(self, ranks: Iterable[int]) -> tuple[list[Any], list[Sequence[Any]]]:
-        """Start an actor for each rank; return them, and the arguments that restarts want."""
+        """Start an actor for each rank; return them, and the arguments that restarts need."""
         remote = self.remote.options(**self.options) if self.options else self.remote
         args = self.args
         arguments_of = [self.arguments(rank) if self.arguments else () for rank in ranks]
         if self.options.get("max_restarts"):
-            # Ray drops large arguments once an actor is built, and a restart needs them.
+            # Ray drops large arguments once an actor is built, but a restart needs them.
             args = _by_reference(args)
             arguments_of = [_by_reference(own) for own in arguments_of]
         actors: list[Any] = []

@@ -1,8 +1,8 @@
-"""An agent: it calls the workers of one node for a driver on another, and adds up what they return.
+"""An agent: it calls the workers of one node for a driver on another, and adds up their results.
 
-It reaches them as a driver reaches its own: through lanes. What they return stays here; the driver
-gets a summary of each, and says which are averaged, with which other nodes. A driver that is not
-answered in time says that the round is over, and each wait here ends.
+It reaches them like a driver on their node: through lanes. Their results stay here. The driver gets
+a summary of each, and decides which are averaged, with which other nodes. A driver that gets no
+answer in time announces that the round is over; then each wait here ends.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from flatweights.ray.peers._store import payload_of
 from flatweights.ray.peers._summary import Reading, read_into
 from flatweights.ray.peers._wait import wait_any
 
-_SLICE = 0.1  # seconds after which answers are reported, although others are missing
+_SLICE = 0.1  # seconds after which answers are reported even if others are missing
 
 
 class AverageOf(NamedTuple):
-    """In place of weights: the average of an exchange, which the agent has.
+    """A placeholder for weights: the average of an exchange, which the agent has.
 
     Attributes:
-        number: That of the exchange.
-        version: Of the weights after it, if it is of differences in 16 bits.
+        number: The number of the exchange.
+        version: The version of the weights after it, for differences in 16 bits.
     """
 
     number: int
@@ -43,7 +43,7 @@ class AverageOf(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """In place of a value: what a call of a worker raised."""
+    """A placeholder for a value: the error of a worker's call."""
 
     error: Exception
 
@@ -52,12 +52,12 @@ class Command(NamedTuple):
     """One call, for all workers of a node.
 
     Attributes:
-        number: Counts the commands of a group.
+        number: The number of the command in the group.
         call: The call, without weights.
         ranks: By rank, the actor, and more arguments.
-        weights: What the calls bring: None, what `argument_of` returns, or `AverageOf`.
-        fences: References that are there once calls that the driver made itself have run.
-        reading: How to read the results, which stay here; None, if the driver gets them.
+        weights: The weights that the calls bring: None, a result of `argument_of`, or `AverageOf`.
+        fences: References to results that exist once the driver's own calls have run.
+        reading: The way to read the results, which stay here; None, if the driver gets them.
     """
 
     number: int
@@ -72,38 +72,38 @@ class Agent:
     """The actor, whose calls several threads run.
 
     Attributes:
-        lanes: Those to workers of this node.
+        lanes: The lanes to workers of this node.
         end: This node's part of exchanges.
-        turn: Held by whoever uses it.
+        turn: The lock that a thread holds while it uses ``end``.
     """
 
     def __init__(self) -> None:
         """Prepare for workers of a group."""
-        # An actor without CPUs is given one thread; but while it adds up, its workers wait.
+        # An actor without CPUs gets one thread. But its workers wait while it adds up.
         os.environ.pop("OMP_NUM_THREADS", None)
         self.lanes = GroupLanes()
         self.end = NodeEnd(self.lanes.offer, ray.util.get_node_ip_address())
         self.turn = threading.Lock()
         self._workers: dict[int, Worker] = {}
-        self._current = 0  # the number of the command whose results are here
+        self._current = 0  # the number of the command whose results it has
         self._over = 0  # the number of the last command whose round is over
         self._latest = 0  # the number of the latest command or exchange
-        self._streaming: tuple[int, bytes] | None = None  # the exchange that is going on
+        self._streaming: tuple[int, bytes] | None = None  # the exchange that is under way
         self._reading: Reading | None = None
         self._answers: dict[int, Answer] = {}
         self._pending: dict[Answer, int] = {}
-        self._owed: dict[int, Answer] = {}  # by rank, to commands that are over
+        self._owed: dict[int, Answer] = {}  # by rank, answers to commands that are over
         self._exchanged: tuple[AverageOf, Payload] | None = None
 
     def address(self) -> Address | str:
-        """Return where other nodes connect; or why they cannot."""
+        """Return the address for other nodes, or the reason for which there is none."""
         try:
             return self.end.address
         except (OSError, ValueError) as error:
             return str(error)
 
     def work(self, command: Command) -> dict[int, Any]:
-        """Call workers; return what `more` does."""
+        """Call workers; return the result of `more`."""
         self._supersede(command.number)
         with self.turn:
             self._close_round()
@@ -113,15 +113,15 @@ class Agent:
             return self._news(command.number)
 
     def more(self, number: int) -> dict[int, Any]:
-        """Return summaries, values or failures by rank, once there are any; none if it is over."""
+        """Wait for summaries, values or failures; return them by rank, or none if it is over."""
         with self.turn:
             return self._news(number)
 
     def finish(self, number: int) -> None:
-        """Hold no result of the command ``number`` any longer, and wait for none."""
+        """Drop the results of the command ``number``, and wait for no more of them."""
         self._over = max(self._over, number)
         with self.turn:
-            if self._current <= number:  # a thread that is slow may come after the next command
+            if self._current <= number:  # a slow thread may call this after the next command
                 self._close_round()
 
     def stream(self, plan: Plan, me: int, route: Route) -> Traffic | Exception:
@@ -133,22 +133,22 @@ class Agent:
             self._streaming = plan.number, route.epoch
             try:
                 return self.end.stream(plan, me, route)
-            except (StreamError, ValueError) as error:  # the latter, if links have ended
+            except (StreamError, ValueError) as error:  # the second, if links have ended
                 return error.with_traceback(None)
             finally:
                 self._streaming = None
 
     def give(self, rank: int) -> Any:
-        """Return the result of a rank, which the driver averages: no exchange goes on any more."""
+        """Return the result of a rank to the driver, which averages it: no exchange continues."""
         self._break_off()
         with self.turn:
             return self._result(rank)
 
     def ping(self) -> None:
-        """Return: it can be reached."""
+        """Return, to show that the agent can be reached."""
 
     def _supersede(self, number: int) -> None:
-        """Wait no longer for what is older: for late results, or in an exchange over streams."""
+        """End waits of older commands: for late results, or in an exchange over streams."""
         self._latest = max(self._latest, number)
         self._break_off(number)
 
@@ -171,7 +171,7 @@ class Agent:
         while owed and self._is_on(command.number):
             for answer in wait_any(owed, time.monotonic() + _SLICE):
                 answer.let_go()
-                del self._owed[owed.pop(answer)]  # or the next command would wait for it again
+                del self._owed[owed.pop(answer)]  # so that the next command does not wait for it
         fences = list(command.fences)
         while fences and self._is_on(command.number):
             _, fences = ray.wait(fences, num_returns=len(fences), timeout=_SLICE)

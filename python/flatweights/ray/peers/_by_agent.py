@@ -25,16 +25,16 @@ from flatweights.ray.peers._wait import seconds_left
 
 _VARIABLE = "FLATWEIGHTS_BETWEEN_NODES"
 _DEAD = ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError
-_CALLS = 4  # of an agent that may run at a time
+_CALLS = 4  # calls of an agent that may run at a time
 
 
 class NodeCall:
-    """One command of an agent, on its way.
+    """One command to an agent, until all its answers have come.
 
     Attributes:
-        ref: What the agent returns next; None once it has failed.
-        values: What it has returned, by rank.
-        exchange: The one whose average the call brings, which the agent has; else 0.
+        ref: A reference to the agent's next result; None once it has failed.
+        values: Its results so far, by rank.
+        exchange: The number of the exchange whose average the call brings; 0, if it brings none.
     """
 
     def __init__(self, agent: AgentEnd, command: Command) -> None:
@@ -48,7 +48,7 @@ class NodeCall:
         self.ref: Any = agent.handle.work.remote(command)
 
     def look(self) -> None:
-        """Take what the agent has returned, and ask for more."""
+        """Take the agent's results, and ask for more."""
         try:
             news = ray.get(self.ref)
         except ray.exceptions.RayError as error:
@@ -70,16 +70,16 @@ class NodeCall:
 
 
 class NodeAnswer(Answer):
-    """The answer of a worker that an agent has called: a summary, or small, until it is brought."""
+    """The answer of a worker that an agent called: a summary or a small value, until brought."""
 
     def __init__(self, call: NodeCall, rank: int, handle: Any) -> None:
-        """Wait for what the agent says of ``rank``."""
+        """Wait for the agent's result for ``rank``."""
         self.call = call
         self.agent = call.agent
         self._rank = rank
         self._handle = handle
-        self._value: Any = None  # itself, in the store, once it is brought
-        self._after: Any = None  # there once the worker has run a call that is over
+        self._value: Any = None  # the value itself, in the store, once it is brought
+        self._after: Any = None  # exists once the worker has run a call that is over
 
     @property
     def carrier(self) -> object:
@@ -88,17 +88,17 @@ class NodeAnswer(Answer):
 
     @property
     def is_in_store(self) -> bool:
-        """Whether it was brought."""
+        """Whether the value was brought."""
         return self._value is not None
 
     @property
     def _own(self) -> Any:
-        """What is waited for in place of the command; None, if it is waited for."""
+        """The reference to wait for instead of the command; None, to wait for the command."""
         return self._value if self._after is None else self._after
 
     @property
     def ref(self) -> Any:
-        """What is waited for."""
+        """The reference to wait for."""
         return self.call.ref if self._own is None else self._own
 
     @property
@@ -109,7 +109,7 @@ class NodeAnswer(Answer):
     def wait(
         cls, answers: Sequence[NodeAnswer], timeout: float | None, enough: int = 1
     ) -> list[Answer]:
-        """Return those that are there."""
+        """Return the answers that have arrived."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             there: list[Answer] = [one for one in answers if one._is_there]
@@ -134,12 +134,12 @@ class NodeAnswer(Answer):
         return value
 
     def bring(self) -> bool:
-        """Have the agent hand the value over."""
+        """Ask the agent for the value."""
         self._value = self.agent.handle.give.remote(self._rank)
         return True
 
     def overdue(self) -> Answer:
-        """Return what is there once the worker is free again."""
+        """Return an answer that arrives once the worker is free again."""
         self.call.finish()
         self._value = None
         if self._after is None:
@@ -149,7 +149,7 @@ class NodeAnswer(Answer):
     abandon = overdue
 
     def let_go(self) -> None:
-        """Have the agent drop what it has, with that of the other ranks."""
+        """Let the agent drop its values, including those of the other ranks."""
         self.call.finish()
         self._value = self._after = None
 
@@ -159,12 +159,12 @@ class AgentEnd:
 
     Attributes:
         node: The node.
-        token: Tells it from all others, also on the same node.
+        token: Its identity, which differs from those of all other agents, even on the same node.
         handle: The actor.
         is_dead: Whether it has failed.
-        averages: The exchanges whose averages it has.
-        sent: The exchange whose average its workers were sent last; 0 if that is not known.
-        settled: The last exchange that it took part in and that succeeded.
+        averages: The numbers of the exchanges whose averages it has.
+        sent: The number of the exchange whose average its workers were sent last; 0 if unknown.
+        settled: The number of the last exchange that succeeded with it.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class AgentEnd:
         Args:
             node: The node.
             actor: The class.
-            args: What its constructor takes.
-            max_concurrency: How many of its calls run at a time.
+            args: The arguments of its constructor.
+            max_concurrency: The number of its calls that run at a time.
         """
         self.node = node
         self.token = secrets.token_hex(8)
@@ -190,7 +190,7 @@ class AgentEnd:
         self._address: Any = self.handle.address.remote()
 
     def address(self, timeout: float) -> Address | str:
-        """Return where it takes streams; or why it does not."""
+        """Return its address for streams, or the reason for which there is none."""
         if isinstance(self._address, ray.ObjectRef):
             try:
                 self._address = ray.get(self._address, timeout=timeout)
@@ -207,14 +207,14 @@ class AgentEnd:
         by_rank: Mapping[int, Sequence[Any]],
         reading: Reading | None,
     ) -> dict[int, NodeAnswer]:
-        """Have workers of its node called; return their answers.
+        """Call workers of its node; return their answers.
 
         Args:
-            number: Counts the commands of the group.
+            number: The number of the command in the group.
             call: The call.
             workers: The workers by rank.
             by_rank: More arguments by rank.
-            reading: How their results are read; None, if they are to come here.
+            reading: The way in which it reads results; None, if it returns them.
         """
         payload = call.payload
         weights = None
@@ -234,13 +234,13 @@ class AgentEnd:
         return one is not None and self.token in one.tokens and one.number in self.averages
 
     def begin_exchange(self) -> None:
-        """Note that it gives up averages that its workers were not sent."""
+        """Note that it drops averages that its workers were not sent."""
         self.averages &= {self.sent}
 
     def _fence(self, worker: Worker) -> Any:
-        """Return what is there after all calls that this process has made on the worker's handle.
+        """Return a reference that exists after all calls of this process on the worker's handle.
 
-        None, if the last one was made by this agent.
+        None, if this agent made the last call.
         """
         try:
             log = CallLog.of(worker.handle)
@@ -250,11 +250,11 @@ class AgentEnd:
             return None
         fence = worker.handle.ping.remote()
         log.last = self.token
-        worker.log = log  # or nothing would hold it
+        worker.log = log  # the only reference to it
         return fence
 
     def note_failure(self, error: Exception) -> None:
-        """Note an error of a call: an agent that is dead is not called any more."""
+        """Note an error of a call: a dead agent is not called any more."""
         if isinstance(error, _DEAD):
             self.is_dead = True
 
@@ -263,12 +263,12 @@ class Agents:
     """The agents of a group or a meeting, by node, and this process's own part of exchanges.
 
     Attributes:
-        sums: How sums travel.
+        sums: The dtype in which sums travel.
         nbytes: Bytes of the last model; 0 before the first.
-        seconds: How long the last exchange took.
-        streams: Why there are no streams at present.
-        epoch: The nodes of the last exchange over streams, and what told it from others.
-        settled: The last exchange that succeeded.
+        seconds: The time of the last exchange.
+        streams: The reason for which there are no streams at present.
+        epoch: The nodes of the last exchange over streams, and the id of its links.
+        settled: The number of the last exchange that succeeded.
     """
 
     def __init__(
@@ -279,14 +279,14 @@ class Agents:
         args: Sequence[Any],
         max_concurrency: int = _CALLS,
     ) -> None:
-        """Start none yet.
+        """Begin without agents.
 
         Args:
             offer: See `NodeEnd`.
-            sums: How sums travel.
+            sums: The dtype in which sums travel.
             actor: The class of agents.
-            args: What its constructor takes.
-            max_concurrency: How many calls of an agent run at a time.
+            args: The arguments of its constructor.
+            max_concurrency: The number of calls of an agent that run at a time.
 
         Raises:
             ValueError: If an environment variable or ``sums`` is malformed.
@@ -302,12 +302,12 @@ class Agents:
         self._offer = offer
         self._agents = actor, args, max_concurrency
         self._by_node: dict[str, AgentEnd] = {}
-        self._gone: set[str] = set()  # nodes
+        self._gone: set[str] = set()  # dead nodes
         self._end: NodeEnd | None = None
         self._number = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as new ones."""
+        """Pickle as new agents."""
         return type(self), (self._offer, self.sums, *self._agents)
 
     def next_number(self) -> int:
@@ -323,7 +323,7 @@ class Agents:
         return self._end
 
     def why_not(self) -> str | None:
-        """Return why a round is to go through the driver; None, if it is not."""
+        """Return the reason for which a round goes through the driver; None, if it does not."""
         if self.choice == "driver":
             return f"{_VARIABLE}=driver"
         if not self.nbytes:
@@ -333,14 +333,14 @@ class Agents:
         return None if self.streams.is_over else self.streams.reason
 
     def of(self, worker: Worker, *, starts: bool = False) -> AgentEnd | None:
-        """Return the agent of the node of ``worker``, unless that is this node, or is not known.
+        """Return the agent of the node of ``worker``; None, if that is this node, or unknown.
 
         Args:
             worker: The worker.
-            starts: Whether to start one if there is none.
+            starts: Whether to start an agent if there is none.
         """
         node = worker.far_node
-        if not node:  # as in each call within a node
+        if not node:  # the usual case within a node
             return None
         agent = self._by_node.get(node)
         if agent is not None and agent.is_dead and not _is_alive(node):
@@ -352,7 +352,7 @@ class Agents:
         return self.at(node, starts=starts)
 
     def at(self, node: str, *, starts: bool) -> AgentEnd | None:
-        """Return the agent of ``node``; start one if there is none, if ``starts``."""
+        """Return the agent of ``node``; without one, start one if ``starts``, else return None."""
         agent = self._by_node.get(node)
         if agent is not None and agent.is_dead:
             agent = None
@@ -367,7 +367,7 @@ class Agents:
             ray.kill(self._by_node.pop(node).handle)
 
     def shut_down(self) -> None:
-        """End all."""
+        """End all agents."""
         for agent in self._by_node.values():
             ray.kill(agent.handle)
         self._by_node.clear()
@@ -377,5 +377,5 @@ class Agents:
 
 
 def _is_alive(node: str) -> bool:
-    """Whether Ray has not missed a node yet."""
+    """Whether Ray counts a node as alive."""
     return any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())

@@ -1,6 +1,6 @@
-"""The seam between rounds and workers: calls that go out, answers on their way back.
+"""The interface between rounds and workers: calls, and answers to them.
 
-Rounds (averages, `WorkerGroup`) know only `Answer` and `wait_any`, and not how a call travels.
+Rounds (averages, `WorkerGroup`) know only `Answer` and `wait_any`, and not the way of a call.
 `call_actor` and `RayAnswer` go through Ray's actor calls and its object store; lanes and agents
 (`flatweights.ray.lanes`, `flatweights.ray.nodes`) are other ways. One round may mix several. The
 contract:
@@ -12,20 +12,20 @@ contract:
   memory that is not the driver's: it is valid until `Answer.let_go`, and until the next call or
   message to that worker at the latest. A round copies the values that it keeps, and lets go of
   each answer that it has waited for before it returns. It may take a value repeatedly.
-- An answer that is late is kept as owed, and nothing is sent to that worker before it has
-  answered. One whose round was broken off is abandoned: see `Answer.abandon`. So no worker is
-  sent weights in the middle of a call.
+- A late answer is kept as owed, and nothing is sent to that worker before it has answered. An
+  answer whose round was broken off is abandoned: see `Answer.abandon`. So no worker is sent weights
+  in the middle of a call.
 - Weights are sent as the `Payload` of a call. Before that, it is prepared: brought within reach of
   that worker, once for all workers of its way. If preparing raises, nothing was sent.
   Memory that was sent is never written again: a round owns it until the round is dropped.
-- A `Call` carries its `Stamp` and that of the weights it means. The worker refuses a stamp that
-  is not above the last one of its group (Ray repeats calls on a restarted actor), and
-  weights that it does not have: see `FlatWorker.call_version`. Each way passes both through.
-  If the call brings these weights itself, the worker sets them first, in the same turn. If it
-  cannot, it does not run the method; its error says which of the two failed.
+- A `Call` carries its `Stamp` and that of the weights it needs. The worker refuses a stamp that is
+  not above the last one of its group (Ray repeats calls on a restarted actor), and weights that it
+  does not have: see `FlatWorker.call_version`. Each way passes both through. If the call brings
+  these weights itself, the worker sets them first, in the same turn. If it cannot set them, it does
+  not run the method; its error says which of the two failed.
 - Errors: an error of the worker's method is a `ray.exceptions.RayTaskError` with its ``cause``; a
-  dead worker a `ray.exceptions.RayActorError`; `flatweights.ray._errors.is_lost` tells
-  which of them mean that the worker is to be left out.
+  dead worker a `ray.exceptions.RayActorError`; `flatweights.ray._errors.is_lost` selects the errors
+  for which a worker is left out.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from flatweights.wire import WireDType
 if TYPE_CHECKING:
     from flatweights.ray.peers._summary import Exchanged
 
-# Up to here arguments travel with the call and results with its reply; beyond, a value is
-# better put into the object store once than pickled into each call.
-# Measured: with four actors, by value 2.3 ms against 3.3 ms by reference up to 100 KiB of
-# pickle, 4.8 ms beyond. Some of that is the layout's.
+# Up to this size, arguments travel with the call and results with its reply. It is faster to put a
+# larger value into the object store once than to pickle it into each call. Measured: with four
+# actors, by value 2.3 ms against 3.3 ms by reference up to 100 KiB of pickle, 4.8 ms beyond. Some
+# of that is the layout's.
 BY_VALUE = 96 * 1024
 
 
@@ -61,15 +61,15 @@ calls of the group."""
 
 Head: TypeAlias = tuple[Stamp, Stamp | None, tuple[WireDType, Travels] | None]
 """The head of a call, which travels with it: its stamp; the stamp of the weights that the worker
-must have, None if none were sent yet; the dtype on the wire and what travels, if the result is to
+must have, None if none were sent yet; the dtype on the wire and the kind of the result, if it is to
 be encoded. Plain tuples pickle ten times faster than named ones."""
 
 
 def plain_weights(value: Any) -> Any:
     """Return weights in a list, from which `weights_of` takes them; None for None.
 
-    What was taken is kept by nothing but the frames that set it, so a window is free again before
-    the worker's method runs. The parts of `FlatWeights` pickle faster than these.
+    Only the frames that set the weights keep them, so a window is free again before the worker's
+    method runs. The parts of `FlatWeights` pickle faster than these.
     """
     if type(value) is FlatWeights:
         return None, [value.layout.pickled, pickle.PickleBuffer(value.buffer.data)]
@@ -77,7 +77,7 @@ def plain_weights(value: Any) -> Any:
 
 
 def weights_of(value: Any) -> Any:
-    """Return the weights that `plain_weights` or `argument_of` was given."""
+    """Return the weights, given a result of `plain_weights` or `argument_of`."""
     if type(value) is tuple and len(value) == 1:
         return ray.get(value[0])
     if type(value) is tuple and len(value) == 2 and value[0] is None:
@@ -90,10 +90,10 @@ def weights_of(value: Any) -> Any:
 
 
 class Answer(ABC):
-    """The answer to one call, on its way.
+    """The answer to one call, which may not have arrived yet.
 
     Attributes:
-        agent: The one that has the value, on another node; what is taken is a summary of it.
+        agent: The agent that has the value on another node; then `take` returns a summary of it.
     """
 
     agent: Any = None
@@ -113,54 +113,53 @@ class Answer(ABC):
     def wait(
         cls, answers: Sequence[Any], timeout: float | None, enough: int = 1
     ) -> Sequence[Answer]:
-        """Return those of ``answers``, all of this class, that are there.
+        """Return the ``answers``, all of this class, that have arrived.
 
         Args:
-            answers: Answers of this class that nobody has let go of.
+            answers: Answers of this class that were not let go of.
             timeout: Seconds to wait; for ever, if None.
-            enough: The number of answers worth waiting for. It may return sooner, as after a
-            failure.
+            enough: The number of answers to wait for. It may return sooner, as after a failure.
         """
 
     @abstractmethod
     def take(self) -> Any:
-        """Return the value of an answer that is there; see the contract.
+        """Return the value of an answer that has arrived; see the contract.
 
         Raises:
-            Exception: What the worker raised, or why the value is lost.
+            Exception: The worker's exception, or the reason for which the value is lost.
         """
 
     def packed(self) -> Packed | None:
-        """Return the value of an answer that is there, if it is weights alone and read in place.
+        """Return the value of an arrived answer, if it is only weights, read in place.
 
-        None says nothing: `take` gives any value.
+        None has no meaning: `take` returns every value.
         """
         return None
 
     def bring(self) -> bool:
-        """Have the value itself brought here, if what is taken would be a summary of it.
+        """Ask for the value itself, if `take` would return a summary of it.
 
         Returns:
-            Whether the answer is to be waited for again.
+            Whether to wait for the answer again.
         """
         return False
 
     def abandon(self) -> Answer | None:
-        """Note that the value of an answer that is not there yet is no longer needed.
+        """Note that the value of an answer that has not arrived is no longer needed.
 
         Returns:
-            The answer to wait for before this worker is sent anything else: this one. None, if
+            The answer to wait for before anything else is sent to this worker: this one. None, if
             the worker queues calls itself.
         """
         return self
 
     def overdue(self) -> Answer:
-        """Return what is there once the worker is free again, for an answer that is late."""
+        """Return, for a late answer, one that arrives once the worker is free again."""
         return self
 
     @abstractmethod
     def let_go(self) -> None:
-        """Give back the memory of the value; it is not taken again. A second time is harmless."""
+        """Release the memory of the value, which is not taken again. A second call does nothing."""
 
 
 @dataclass(eq=False)
@@ -169,15 +168,15 @@ class Payload:
 
     Attributes:
         value: `FlatWeights`, a dict of arrays, a vector, a message of the wire, or a reference of
-            Ray's to one of them. It may be the caller's, and change after the
-            broadcast. So a way that does not call `put`, but copies the weights elsewhere, sets
-            `value` and `put` to that copy: a restart may want them later.
-        nbytes: Their bytes; 0 if they are not known.
-        put: Puts them into Ray's object store and returns the reference.
-        argument: What brings them with Ray's calls; None before `argument_of`.
-        is_frozen: Whether `value` was made sure not to change, so that lanes can send it.
-        exchanged: Which agents have it, if it is an average that nodes have exchanged.
-        nbytes_sent: The bytes that went to workers that took it.
+            Ray's to one of them. It may belong to the caller, and change after the broadcast. So a
+            way that does not call `put`, but copies the weights elsewhere, sets `value` and `put`
+            to that copy, since a restarted worker may need them later.
+        nbytes: Their bytes; 0 if unknown.
+        put: A function that puts them into Ray's object store and returns the reference.
+        argument: The argument by which Ray's calls bring them; None before `argument_of`.
+        is_frozen: Whether `value` cannot change, so that lanes can send it.
+        exchanged: The agents that have it, if it is an average that nodes have exchanged.
+        nbytes_sent: The bytes that were sent to workers that took it.
     """
 
     value: Any
@@ -193,11 +192,11 @@ class Call(NamedTuple):
     """One call, for one worker or several.
 
     Attributes:
-        head: Its stamp, and what weights and result it means: see `Head`.
+        head: Its stamp, the version that it needs, and the encoding of its result: see `Head`.
         method: Name of the method; None, if the worker only sets the weights.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        payload: The weights that ``head`` means, if this call brings them; prepared.
+        payload: The weights of the version in ``head``, if this call brings them; prepared.
     """
 
     head: Head
@@ -207,5 +206,5 @@ class Call(NamedTuple):
     payload: Payload | None = None
 
     def with_more(self, arguments: Sequence[Any]) -> Call:
-        """Return the call with more ``arguments``, after its own: itself, if there are none."""
+        """Return the call with more ``arguments`` after its own; itself, if there are none."""
         return self._replace(args=(*self.args, *arguments)) if arguments else self

@@ -1,4 +1,4 @@
-"""The weights that the workers of a group should have, in full for those that missed some."""
+"""The weights that the workers of a group should have, in full for workers that missed some."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from flatweights.wire import Difference
 
 @dataclass(eq=False)
 class Latest:
-    """The weights that a group sent last; the next ones are another object.
+    """The weights that a group sent last; later weights are another object.
 
     Attributes:
-        wire: The wire after them, if there is one.
-        payload: The weights as they were sent.
-        version: Their stamp; None before the first are sent.
-        number: How many weights were the latest so far, with these.
-        names: Those of all weights, as far as they are known.
-        base: All weights as they were before, if ``payload`` has only some of them.
+        wire: The encoder after them, if weights travel in 16 bits.
+        payload: The weights in the form in which they were sent.
+        version: Their stamp; None before the first weights are sent.
+        number: The number of these weights among all that were the latest.
+        names: The names of all weights, as far as they are known.
+        base: All weights before these, if ``payload`` has only some of them.
     """
 
     wire: GroupWire | None = None
@@ -43,7 +43,7 @@ class Latest:
         """Return the latest weights after ``weights`` are sent with the stamp ``version``.
 
         Raises:
-            ValueError: If they are a subset, and the ones before are not known by name.
+            ValueError: If they are a subset, and the earlier weights are not known by name.
         """
         value = weights.weights if isinstance(weights, Round) else weights
         wire, base = self.wire, None
@@ -61,7 +61,7 @@ class Latest:
         if is_subset(value, self.names):
             base = self._base_for(value)
         if isinstance(value, FlatWeights) and value.buffer.nbytes <= BY_VALUE:
-            # The caller's may change before a restart wants it.
+            # The caller's weights may change before a restarted worker needs them.
             value = value.copy() if value.buffer.flags.writeable else value
         payload = payload_of(value)
         if isinstance(weights, Round):
@@ -71,18 +71,18 @@ class Latest:
         return Latest(None, payload, version, self.number + 1, names, base)
 
     def published(self, weights: Any, version: Stamp, copy_of: Callable[[Any], Any]) -> Latest:
-        """Return what is the latest once ``weights`` are published with the stamp ``version``.
+        """Return the latest weights after ``weights`` are published with the stamp ``version``.
 
-        A copy, in full, so that each worker gets it whenever it is called next.
+        They are a full copy, so that each worker can get them with its next call, at any time.
 
         Args:
             weights: The weights.
             version: The stamp.
-            copy_of: Returns a copy of arrays that does not change.
+            copy_of: A function that returns an immutable copy of arrays.
 
         Raises:
-            TypeError: If they are no arrays, or with a wire no weights by name.
-            ValueError: If they are a subset, and the ones before are not known by name.
+            TypeError: If they are not arrays, or, with a wire, not weights by name.
+            ValueError: If they are a subset, and the earlier weights are not known by name.
         """
         value = weights.weights if isinstance(weights, Round) else weights
         names, number = self.names, self.number + 1
@@ -95,7 +95,7 @@ class Latest:
                 f"weights: expected weights by name, or a vector, got {type(value).__name__}"
             )
         if is_subset(value, names):
-            self._base_for(value)  # it raises unless those before are by name
+            self._base_for(value)  # raises unless the earlier weights are by name
             before = self.in_full()
             assert before is not None
             value = merged(self.wire.weights if self.wire else sent_weights(before), value)
@@ -110,9 +110,9 @@ class Latest:
         return Latest(None, payload, version, number, names)
 
     def in_full(self) -> Payload | None:
-        """Return the weights for workers that may have missed earlier ones; None if there are none.
+        """Return the weights for workers that may have missed earlier ones; None before the first.
 
-        All of them, if only a subset was sent last; a snapshot, if there is a wire.
+        If only a subset was sent last, these are all weights; with a wire, they are a snapshot.
         """
         if self._full is None and self.wire is not None and self.wire.has_sent:
             self._full = payload_of(self.wire.snapshot())
@@ -122,7 +122,7 @@ class Latest:
         return self._full or self.payload
 
     def _base_for(self, subset: Mapping[str, Any]) -> Payload | None:
-        """Return all weights, for a ``subset`` that is sent next; its own may be older."""
+        """Return all weights, for a ``subset`` that is sent next, whose own values may be old."""
         if self.base is not None and self.payload is not None:
             last = sent_weights(self.payload)
             if subset.keys() >= last.keys():

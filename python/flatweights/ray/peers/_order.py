@@ -1,10 +1,11 @@
-"""The order of a group's commands and of other calls on the actors' handles.
+"""The order of a group's commands and other calls on the actors' handles.
 
-Ray runs the calls that one process makes on an actor in the order in which they were made. A
-command of a lane is taken inside a call of `FlatWorker.serve_lane` that may have been made long
-before, so it would overtake calls that were made since. Hence a `CallLog` for each actor with a
-lane: it says whether the last call on any handle of this process was the one that serves the lane.
-If it was not, the driver dismisses the worker and makes another call, which Ray runs after those.
+Ray runs the calls that one process makes on an actor in the order in which they were made. A worker
+takes a command of a lane inside a call of `FlatWorker.serve_lane`, which may have been made long
+before. So the command would overtake calls that were made since. Hence each actor with a lane has a
+`CallLog`, which shows whether the last call on any handle of this process was the call that serves
+the lane. If not, the driver dismisses the worker and makes another call, which Ray runs after the
+other calls.
 """
 
 import functools
@@ -17,7 +18,7 @@ import ray
 from flatweights.ray.lanes._end import LaneError
 
 _SERVE = "serve_lane"
-_METHOD = "_actor_method_call"  # of handles: all calls come through it, also in Ray 2.40
+_METHOD = "_actor_method_call"  # of handles: all calls go through it, also in Ray 2.40
 
 _logs: "weakref.WeakValueDictionary[Any, CallLog]" = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -34,7 +35,7 @@ class CallLog:
 
     @classmethod
     def of(cls, handle: Any) -> "CallLog":
-        """Return the log for the actor of ``handle``, and have calls written into it.
+        """Return the log for the actor of ``handle``, and write calls into it from now on.
 
         Raises:
             LaneError: If calls of this version of Ray cannot be followed.
@@ -45,7 +46,7 @@ class CallLog:
 
 
 def _follow_calls() -> None:
-    """Have each call on any handle of this process noted in the log of its actor, if it has one."""
+    """Note each call on any handle of this process in the log of its actor, if it has one."""
     call = getattr(ray.actor.ActorHandle, _METHOD, None)
     if call is None:
         raise LaneError(f"handles of Ray {ray.__version__} have no {_METHOD}")
@@ -58,7 +59,7 @@ def _follow_calls() -> None:
         if log is None:
             return call(handle, method_name, *args, **kwargs)
         if method_name == _SERVE:
-            # Before the call: one that another thread makes at the same time counts as later.
+            # Before the call: a simultaneous call of another thread counts as later.
             log.last = (kwargs.get("args") or args[0])[0]
             return call(handle, method_name, *args, **kwargs)
         try:

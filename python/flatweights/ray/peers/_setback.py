@@ -1,4 +1,4 @@
-"""Ways that fail for a while: the user's choice in the environment, and when to try again."""
+"""Ways that fail for a while: the choice in the environment, and the time of the next try."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import time
 
 VARIABLE = "FLATWEIGHTS_RAY"
-_PAUSE = 1.0  # seconds before a lane that could not be made is tried again; doubled each time
+_PAUSE = 1.0  # seconds until the next try to make a lane; doubled each time
 _MOST_PAUSE = 60.0
 
 _log = logging.getLogger("flatweights")
@@ -37,14 +37,14 @@ def setting(variable: str, *values: str) -> str:
 
 
 class Setback:
-    """Why there is no lane at present, and when it is worth trying again.
+    """The reason for which there is no lane at present, and the time of the next try.
 
     Attributes:
-        reason: Why; empty if nothing has ever failed.
+        reason: The reason; empty if nothing has failed.
     """
 
     def __init__(self, who: str, reason: str = "") -> None:
-        """Take ``who`` is reached through Ray meanwhile; with a ``reason``, that is final."""
+        """Take the name of the peer that Ray reaches meanwhile; a ``reason`` is final."""
         self.reason = reason
         self._who = who
         self._pause = _PAUSE
@@ -56,7 +56,7 @@ class Setback:
         return time.monotonic() >= self._end
 
     def note(self, reason: str, *, may_pass: bool) -> None:
-        """Note a failure. What may pass is tried again, after pauses that double."""
+        """Note a failure. If it may pass, there is another try, after pauses that double."""
         if reason != self.reason:
             level = logging.WARNING if may_pass else logging.INFO
             _log.log(level, "%s reached through Ray: %s", self._who, reason)

@@ -15,7 +15,7 @@ from flatweights.ray._wire import WireMessage, nbytes_of
 from flatweights.ray.peers._contract import BY_VALUE, Answer, Call, Payload, weights_of
 
 FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
-"""The errors of a result for which there was no room."""
+"""The errors of a result for which the store had no room."""
 
 
 def check_cluster() -> None:
@@ -38,7 +38,7 @@ def payload_of(value: Any) -> Payload:
 
 
 def too_small(ranks: int, weights: Any) -> StoreTooSmallError:
-    """Return the error that says how large the store must be for ``weights``, if known."""
+    """Return the error, with the size that the store must have for ``weights``, if known."""
     nbytes = nbytes_of(weights)
     need = f"({ranks} + 2) * " + (
         "the bytes of the weights"
@@ -53,7 +53,7 @@ def too_small(ranks: int, weights: Any) -> StoreTooSmallError:
 
 
 class RayAnswer(Answer):
-    """A reference to an object that a worker or somebody else makes.
+    """A reference to an object that a worker or another process makes.
 
     Attributes:
         ref: The reference; None once it was let go of.
@@ -67,10 +67,10 @@ class RayAnswer(Answer):
     def wait(
         cls, answers: Sequence[RayAnswer], timeout: float | None, enough: int = 1
     ) -> list[Answer]:
-        """Return those that are there, once there is one: each may have failed."""
+        """Wait for an answer; return all that have arrived, of which each may have failed."""
         refs = list({answer.ref: None for answer in answers})
         there, _ = ray.wait(refs, num_returns=1, timeout=timeout)
-        # All that have arrived meanwhile.
+        # All answers that have arrived meanwhile.
         if there and len(refs) > 1:
             there, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         arrived = set(there)
@@ -84,16 +84,16 @@ class RayAnswer(Answer):
         """Drop the reference."""
         self.ref = None
 
-    abandon = let_go  # or the store would keep the value; actors take turns
+    abandon = let_go  # otherwise the store would keep the value; actors queue calls
 
 
 def argument_of(payload: Payload | None) -> Any:
     """Return the argument by which a Ray call brings the weights; None for None.
 
-    A value, or a reference: the weights are put into the object store, once, unless they are small
-    or there. References that Ray may fail to resolve are in a tuple, for `weights_of`: where Ray
-    itself resolves an argument and fails, the call does not begin, and the error could be that of
-    any argument.
+    It is a value, or a reference: the weights are put into the object store, once, unless they are
+    small or already in it. References that Ray may fail to resolve are in a tuple, for
+    `weights_of`. If Ray itself failed to resolve an argument, the call would not begin, and the
+    error could come from any argument.
     """
     if payload is None:
         return None
@@ -111,7 +111,7 @@ def argument_of(payload: Payload | None) -> Any:
 
 
 def sent_weights(payload: Payload) -> Any:
-    """Return the weights of a payload that was prepared, as they were sent."""
+    """Return the weights of a prepared payload, in the form in which they were sent."""
     sent = payload.value if payload.argument is None else payload.argument
     if isinstance(sent, ray.ObjectRef):
         sent = ray.get(sent)

@@ -23,10 +23,10 @@ class Summary(NamedTuple):
         template: The template of the weights; dicts by sorted keys.
         containers: The containers of a dict, a list or a tree, in their own order.
         coding: The weights before they were encoded, if they stay in 16 bits.
-        weight: Its weight, if a function of the result gives that.
+        weight: Its weight, if a function of the result determines it.
         extras: The part of the result beside the weights.
         spoiled: The error about NaN or infinity, if the weights were screened and hold any.
-        nbytes: Bytes of the weights as they were returned.
+        nbytes: Bytes of the returned weights.
         error: The caller's mistake for which it cannot be averaged, if there is one.
     """
 
@@ -45,7 +45,7 @@ class Reading(NamedTuple):
 
     Attributes:
         screen: Whether to look for NaN and infinity in them.
-        weigh: A function of a result that gives its weight.
+        weigh: A function of a result that returns its weight.
         is_encoded: Whether weights in 16 bits stay so.
     """
 
@@ -55,13 +55,13 @@ class Reading(NamedTuple):
 
 
 def read_into(models: dict[int, Bytes], rank: int, result: Any, reading: Reading) -> Summary:
-    """Keep the weights in ``result``, as bytes where they lie; return their summary.
+    """Keep the bytes of the weights in ``result``, without a copy; return a summary.
 
     Args:
-        models: Gets all bytes of the packed form, by rank.
+        models: By rank, all bytes of the packed form; this adds those of ``rank``.
         rank: The rank that returned it.
         result: Weights, or weights and extras.
-        reading: How to read it.
+        reading: The way to read it.
     """
     try:
         received, extras = split(result)
@@ -85,12 +85,12 @@ def read_into(models: dict[int, Bytes], rank: int, result: Any, reading: Reading
 
 
 class Exchanged(NamedTuple):
-    """An average that nodes have exchanged, and which agents have it.
+    """An average that nodes have exchanged, and the agents that have it.
 
     Attributes:
         number: That of the exchange.
-        tokens: Those of the agents.
-        difference: What they have, if it is a difference in 16 bits.
+        tokens: The tokens of the agents.
+        difference: The difference that they have, if models are in 16 bits.
     """
 
     number: int

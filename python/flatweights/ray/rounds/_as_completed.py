@@ -1,14 +1,14 @@
-"""Rounds without a barrier: each result is a round when it arrives; no worker waits for others.
+"""Rounds without a barrier: each result is a round when it arrives, and no worker waits.
 
-Every worker has a call, except those whose results are in the caller's current round. These are
-called again, with the latest weights, once the caller asks for the next round.
+Every worker has a call, except workers whose results are in the caller's current round. These
+workers are called again, with the latest weights, once the caller asks for the next round.
 
-- Fairness: among the results that have arrived, the result of the oldest call comes first. If a
-  call has been passed by more rounds than usual, the loop waits a moment for it: on a busy machine
-  a worker may not have run yet, while another has answered several times. If it takes longer than
-  that moment, the worker is slow rather than late, and from then on more rounds may pass it.
-- A worker that dies or is late is listed in the next round. It is asked to take the latest weights
-  until it does, and is then called again.
+- Fairness: among the results that have arrived, the result of the oldest call comes first. If more
+  rounds than usual have passed a call, the loop waits a moment for it: on a busy machine, one
+  worker may not have run yet, while another has answered several times. If the call takes longer
+  than that moment, its worker is slow rather than late, and from then on more rounds may pass it.
+- The next round lists a worker that has died or is late. The loop asks it to take the latest
+  weights until it does, and then calls it again.
 - A worker that owes an answer to an earlier call is called once it has answered.
 - Other calls of the group in between wait for the workers; results are kept for later rounds.
 """
@@ -42,28 +42,29 @@ from flatweights.ray.rounds._codec import PLAIN, Codec
 from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.ray.rounds._work import Work
 
-_MOMENT = 0.1  # seconds for which the oldest call is waited for
-_PAUSE, _MOST_PAUSE = 0.05, 5.0  # seconds until a worker that is lost is asked again; doubled
-_SLICE = 0.05  # seconds between two looks at workers that are being added
+_MOMENT = 0.1  # seconds to wait for the oldest call
+_PAUSE, _MOST_PAUSE = 0.05, 5.0  # seconds until it asks a lost worker again; doubled
+_SLICE = 0.05  # seconds between two checks of workers that are being added
 
 _log = logging.getLogger("flatweights")
 
 
 @dataclasses.dataclass(eq=False)
 class _Sent:
-    """A call on its way.
+    """A call that was made.
 
     Attributes:
-        rank: Of the worker.
-        record: Its record.
-        answer: The answer to it.
+        rank: The rank of the worker.
+        record: The record of the worker.
+        answer: The answer to the call.
         kind: ``"work"``; ``"probe"``, which only brings weights; or ``"owed"`` to an earlier call.
         version: The stamp of the latest weights at the time.
-        publication: Their number.
-        rounds: How many rounds there had been.
-        end: When it is late.
+        publication: The number of those weights.
+        rounds: The number of rounds before it.
+        end: The time after which it is late.
         pause: Seconds until the worker is asked again, if it does not take the weights.
-        patience: Until when it is waited for, while others have answered; None before that.
+        patience: The time until which the loop waits for it while others have answered; None
+            before.
     """
 
     rank: int
@@ -105,7 +106,7 @@ class _Kept(Answer):
 
 
 class AsCompleted:
-    """The calls of one loop, and the rounds that come of them.
+    """The calls of one loop, and the rounds of their results.
 
     Attributes:
         roster: The workers.
@@ -120,15 +121,15 @@ class AsCompleted:
         buffer: int,
         max_staleness: int | None,
     ) -> None:
-        """Call nobody yet.
+        """Make no calls yet.
 
         Args:
             roster: The workers.
-            work: What they do.
+            work: The call that they receive.
             request: The arguments of each round.
-            ranks: The ranks that are called; if None all, and those that are added.
-            buffer: How many results make a round.
-            max_staleness: The most publications since the weights that a result is of.
+            ranks: The ranks that are called; if None, all, including ranks that are added later.
+            buffer: The number of results in a round.
+            max_staleness: The largest number of publications since the weights of a result.
         """
         self.roster = roster
         self._work = work
@@ -137,10 +138,10 @@ class AsCompleted:
         self._buffer = buffer
         self._max_staleness = max_staleness
         self._out: dict[Answer, _Sent] = {}  # oldest first
-        self._there: list[_Sent] = []  # have answered, and are in no round yet
-        self._idle: list[int] = []  # to be called
-        self._lost: dict[int, tuple[float, float]] = {}  # when to ask again, and the pause then
-        self._patience: dict[int, int] = {}  # rounds that a slow worker's call may take
+        self._there: list[_Sent] = []  # answered, and in no round yet
+        self._idle: list[int] = []  # ranks to call
+        self._lost: dict[int, tuple[float, float]] = {}  # time of the next question, next pause
+        self._patience: dict[int, int] = {}  # rounds that may pass a slow call
         self._rounds = 0
         self._failed: dict[int, Exception] = {}  # since the last round
         self._late: list[int] = []
@@ -151,7 +152,7 @@ class AsCompleted:
         self._accepted: Layout | None = None  # of the last results
 
     def begin(self) -> None:
-        """Have the weights that all start from, if none were sent yet; call nobody.
+        """Get the weights that all start from, if none were sent yet; make no calls.
 
         Raises:
             WorkerError: If no worker is healthy.
@@ -164,7 +165,7 @@ class AsCompleted:
             self._take_up(rank, now)
 
     def _take_up(self, rank: int, now: float) -> None:
-        """Call ``rank`` soon: once it has answered what it owes, and has the latest weights."""
+        """Call ``rank`` once it has given its owed answer, and has the latest weights."""
         record = self.roster[rank]
         if record.owed is not None:
             self._expect(rank, record.owed, "owed")
@@ -196,7 +197,7 @@ class AsCompleted:
             elif not (self._there or self._is_anyone_at_work()):
                 if not taken:
                     raise WorkerError(self.roster.unhealthy(self._asked_now()) | self._failed)
-                result = self._round(taken)  # of fewer: nobody else is left
+                result = self._round(taken)  # with fewer results: no other worker is left
                 if result is not None:
                     break
                 taken = {}
@@ -211,7 +212,7 @@ class AsCompleted:
         return result
 
     def close(self) -> None:
-        """Wait for nobody any more; what workers owe, they owe to the group."""
+        """Wait for no more answers; workers owe their answers to the group."""
         for answer, sent in self._out.items():
             if sent.kind != "owed":
                 sent.record.settle(answer, is_there=False)
@@ -244,7 +245,7 @@ class AsCompleted:
         for k, rank in enumerate(idle):
             if (record := roster.get(rank)) is None:  # it was removed
                 continue
-            if record.why is not None or record.owed is not None:  # in a call of the loop's body
+            if record.why is not None or record.owed is not None:  # after a call in the body
                 self._take_up(rank, time.monotonic())
                 continue
             try:
@@ -283,7 +284,7 @@ class AsCompleted:
         )
 
     def _probe(self, rank: int) -> None:
-        """Bring the latest weights to a worker that was lost."""
+        """Send the latest weights to a worker that was lost."""
         _, pause = self._lost.pop(rank)
         record = self.roster.get(rank)
         if record is None:
@@ -300,14 +301,14 @@ class AsCompleted:
     # Answers.
 
     def _is_anyone_at_work(self) -> bool:
-        """Whether an answer may come of a worker that is healthy, or is being added."""
+        """Whether a healthy worker, or one that is being added, may still answer."""
         is_joining = self._asked is None and self.roster.is_joining
         return is_joining or any(
             sent.record.why is None and not sent.record.has_left for sent in self._out.values()
         )
 
     def _hear(self, seconds: float | None) -> None:
-        """Wait for an answer, for so long at most; or until there is something else to do."""
+        """Wait for an answer, for at most ``seconds``, or until something else is due."""
         if not self._out:
             if seconds is None:
                 time.sleep(_PAUSE)
@@ -339,7 +340,7 @@ class AsCompleted:
         self._take_up_lost(sent.rank)
 
     def _take_up_lost(self, rank: int, pause: float = _PAUSE) -> None:
-        """Ask ``rank`` to take the latest weights, once it has answered what it owes."""
+        """Ask ``rank`` to take the latest weights, once it has given its owed answer."""
         record = self.roster[rank]
         if record.owed is not None:
             self._expect(rank, record.owed, "owed")
@@ -374,11 +375,11 @@ class AsCompleted:
         sent.answer.let_go()
 
     def _keep(self, answer: Answer, before: Callable[[], None] | None) -> None:
-        """Keep the value of an answer that another call of the group has waited for.
+        """Keep the value of an answer that another call of the group waited for.
 
         Args:
             answer: The answer.
-            before: What another loop does, which waits for the same answer.
+            before: The same function of another loop, which waits for the same answer.
         """
         if before is not None:
             before()
@@ -399,7 +400,7 @@ class AsCompleted:
     # Rounds.
 
     def _wait_for_oldest(self) -> None:
-        """Give a worker that has not run yet the time to do so; see the module."""
+        """Give a worker that has not run yet the time to run; see the module."""
         while self._there:
             oldest = next((one for one in self._out.values() if one.kind == "work"), None)
             if oldest is None:
@@ -440,7 +441,7 @@ class AsCompleted:
         return len(taken) == self._buffer
 
     def _is_used(self, sent: _Sent) -> bool:
-        """Whether a result is to be in a round; settle it.
+        """Whether a result belongs in a round; settle it.
 
         Raises:
             WorkerError: If the method raised.
@@ -520,10 +521,10 @@ class AsCompleted:
         check_result(layout, self._work.method, model, where)
 
     def _of_one(self, sent: _Sent) -> Round | None:
-        """Return the round of a result that is weights alone, as `DriverAverage` does, but faster.
+        """Return the round of a single result of weights only, as `DriverAverage`, but faster.
 
         Returns:
-            None for any other result, and for NaN and infinity unless they are to be averaged.
+            None for other results, and for NaN and infinity unless these are averaged.
         """
         request, packed = self._request, sent.answer.packed()
         if packed is None or request.rule is not None or callable(request.weights):
@@ -552,7 +553,7 @@ class AsCompleted:
 
 
 def rounds_of(loop: AsCompleted, updates: int | None) -> Generator[Round, None, None]:
-    """Yield the rounds of a loop, so many at most; end it as the caller does."""
+    """Yield at most ``updates`` rounds of a loop; end it when the caller ends."""
     try:
         loop.begin()
         number = 0
@@ -560,6 +561,6 @@ def rounds_of(loop: AsCompleted, updates: int | None) -> Generator[Round, None, 
             number += 1
             result = loop.next()
             yield result
-            del result  # while the next one is made
+            del result  # before the next one is made
     finally:
         loop.close()

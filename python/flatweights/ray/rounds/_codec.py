@@ -9,13 +9,14 @@ from flatweights.ray._wire import widen
 
 
 class Codec(NamedTuple):
-    """How the weights of workers travel, and which ones are averaged.
+    """The encoding of workers' weights, and the check of weights before they are averaged.
 
     Attributes:
-        decode: Decodes the weights that a worker returned, or the average of encoded ones.
-        finish: Turns the mean of decoded weights into the average; it may change the mean.
-        accept: Raises unless the first of these weights, or their layout, are to be averaged;
-            errors name them by the text.
+        decode: A function that decodes a worker's weights, or the average of encoded weights.
+        finish: A function that turns the mean of decoded weights into the average; it may change
+            the mean.
+        accept: A function that raises unless the first of these weights, or their layout, may be
+            averaged; errors name them by its text.
     """
 
     decode: Callable[[Any], Any] = widen
@@ -24,9 +25,9 @@ class Codec(NamedTuple):
 
     @property
     def is_encoded(self) -> bool:
-        """Whether a group has workers encode weights."""
+        """Whether workers encode their weights."""
         return self.decode is not widen
 
 
 PLAIN = Codec()
-"""Weights as they are; a `flatweights.wire.Difference` is widened."""
+"""A codec for plain weights; it widens a `flatweights.wire.Difference`."""
