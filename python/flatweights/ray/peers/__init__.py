@@ -1,7 +1,8 @@
 """The ways to one process, and the records of processes.
 
 - `_contract` is the seam: calls that go out, answers on their way back. `_wait` waits for them.
-- `_roster` has the record of each worker of a group, `_latest` the weights that they should have.
+- `_ranks` has the record of each worker of a group, who come and go; `_roster` sends them the
+  weights that they should have, which `_latest` has.
 - A call travels by one of three ways: `_store` through Ray, `_by_lane` through memory that driver
   and worker map, `_by_agent` through an `_agent` on the worker's node, where a result may stay;
   the driver then has a `_summary` of it.

@@ -1,4 +1,4 @@
-"""The workers of a group, with one record for each, and the weights that they should have.
+"""The workers of a group, and the weights that they should have.
 
 `Roster` holds everything that a `WorkerGroup` knows between two calls:
 
@@ -18,19 +18,16 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import ray
 
 from flatweights._layout import Layout
-from flatweights._numbers import as_integer
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._errors import (
     WorkerError,
-    is_lost,
     is_refusal,
     is_restarting,
     late_error,
@@ -45,9 +42,10 @@ from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray.nodes._plan import Sums
 from flatweights.ray.peers._agent import Agent
 from flatweights.ray.peers._by_agent import AgentEnd, Agents
-from flatweights.ray.peers._by_lane import GroupLanes, Worker
-from flatweights.ray.peers._contract import Answer, Call, Payload, Stamp
+from flatweights.ray.peers._by_lane import Worker
+from flatweights.ray.peers._contract import Call, Payload, Stamp
 from flatweights.ray.peers._latest import Latest, is_subset, merged
+from flatweights.ray.peers._ranks import Ranks
 from flatweights.ray.peers._store import FULL, RayAnswer, argument_of, check_cluster, too_small
 from flatweights.ray.peers._summary import Reading
 from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
@@ -57,75 +55,11 @@ _PAUSE = 0.05  # seconds until an actor that Ray is restarting is asked again
 _log = logging.getLogger("flatweights")
 
 
-@dataclass(eq=False)
-class Record:
-    """The state of one worker.
-
-    Attributes:
-        worker: The driver's end of it.
-        why: Why it is not called; None while it is healthy.
-        owed: The answer that it owes, from the call until it is settled.
-        version: The stamp of the last weights that it is known to have taken.
-        is_new: Whether it was added, and has not taken weights of the group yet.
-        has_left: Whether it was removed from the group.
-        kept: Keeps a copy of the value that it owes, if somebody wants it later, although the
-            answer is let go of.
-    """
-
-    worker: Worker
-    why: Exception | None = None
-    owed: Answer | None = None
-    version: Stamp | None = None
-    is_new: bool = False
-    has_left: bool = False
-    kept: Callable[[], None] | None = None
-
-    def send(self, call: Call) -> Answer:
-        """Make a call; the worker owes the answer from then on."""
-        self.owed, self.kept = self.worker.call(call), None
-        return self.owed
-
-    def settle(
-        self, answer: Answer, *, is_there: bool = True, is_late: bool = False, version: Any = None
-    ) -> None:
-        """Note what has become of an answer.
-
-        Args:
-            answer: The answer. If it is not what the worker owes, nothing is noted.
-            is_there: Whether it has come. If not, nobody waits for it any more, and nothing is sent
-                to the worker before it has answered.
-            is_late: Whether its time was up.
-            version: The stamp of the weights that the worker has taken with the call.
-        """
-        if self.owed is not answer:
-            return
-        self.kept = None
-        if is_there:
-            self.owed = None
-        else:
-            self.owed = answer.overdue() if is_late else answer.abandon()
-        if version is not None:
-            self.take(version)
-
-    def take(self, version: Stamp | None) -> None:
-        """Note that the worker has the weights of ``version``."""
-        self.version, self.is_new = version, False
-
-    def drop_owed(self) -> None:
-        """Let go of an owed answer that has come; its value is kept first, if it is wanted."""
-        if self.kept is not None:
-            self.kept()
-        if self.owed is not None:
-            self.owed.let_go()
-        self.owed = self.kept = None
-
-
-class Roster:
-    """The records of the workers, by rank, and the latest weights.
+class Roster(Ranks):
+    """The records of the workers, by rank, with the latest weights and the calls that bring them.
 
     Attributes:
         latest: The weights that workers should have.
-        lanes: Those to workers on this node.
         agents: Those of other nodes.
         layout: That of the weights that workers started from; None if it is not known.
         nbytes: Bytes of the last average that was made here; the next one is likely as large.
@@ -151,162 +85,18 @@ class Roster:
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         check_cluster()
-        self._records: dict[int, Record] = {}
-        self._joining: dict[int, tuple[Record, Any]] = {}  # and what is there once it is ready
-        self._leaving: list[tuple[Record, bool]] = []  # owe an answer; whether they end with it
-        self._news: tuple[list[int], list[int]] = [], []  # the ranks that came and went
-        self._span = 0
-        actors = self._checked(handles)
-        self.lanes = GroupLanes()
+        super().__init__(handles)
         self.agents = Agents(self.lanes.offer, sums, Agent, ())
         self.latest = Latest(wire)
-        self._records = {rank: self._record_of(actor) for rank, actor in enumerate(actors)}
         self.layout: Layout | None = None
         self.nbytes = 0
         self._initial = copied(initial)  # the caller's may change before the first call
-        self._is_shut_down = False
         self._begin_to_count()
 
-    def _checked(self, handles: Iterable[Any]) -> list[Any]:
-        """Return actors that can be workers, one at least, none of them in the group."""
-        actors = list(handles)
-        if not actors:
-            raise ValueError("expected at least one actor, got none")
-        there = self._all()
-        ranks = {record.worker.handle._actor_id: rank for rank, record in there.items()}
-        classes = {_class_of(record.worker.handle) for record in there.values()}
-        for rank, actor in enumerate(actors, self._span):
-            if not isinstance(actor, ray.actor.ActorHandle) or not hasattr(actor, "call_version"):
-                raise TypeError(
-                    f"rank {rank}: expected an actor of a FlatWorker class, "
-                    f"got {type(actor).__name__}"
-                )
-            if classes and _class_of(actor) not in classes:
-                expected = " or ".join(sorted(name for _, name in classes))
-                got = _class_of(actor)[1]
-                raise TypeError(f"rank {rank}: expected an actor of {expected}, got one of {got}")
-            first = ranks.setdefault(actor._actor_id, rank)
-            if first != rank:
-                raise ValueError(f"rank {rank}: expected another actor than that of rank {first}")
-        return actors
-
-    def _record_of(self, actor: Any) -> Record:
-        """Return a new record, with the next rank."""
-        self._span += 1
-        return Record(Worker(actor, self._span - 1, self.lanes))
-
-    def _all(self) -> dict[int, Record]:
-        """Return the records by rank, of those that are being added, too."""
-        return self._records | {rank: record for rank, (record, _) in self._joining.items()}
-
-    @property
-    def span(self) -> int:
-        """How many ranks were ever given."""
-        return self._span
-
-    @property
-    def is_joining(self) -> bool:
-        """Whether workers that were added are not ready yet."""
-        return bool(self._joining)
-
-    def handles(self) -> dict[int, Any]:
-        """Return the actors by rank."""
-        return {rank: record.worker.handle for rank, record in sorted(self._all().items())}
-
-    def add(self, handles: Iterable[Any]) -> list[int]:
-        """Take more actors, which are workers once they are ready; return their ranks.
-
-        Raises:
-            TypeError: If one is not an actor of a class that the group has.
-            ValueError: If one is in the group, or is given twice.
-        """
-        self.check_open()
-        actors = self._checked(handles)
-        records = [self._record_of(actor) for actor in actors]
-        for record in records:
-            record.is_new = True
-            ready = record.worker.handle.ping.remote()
-            self._joining[record.worker.rank] = record, ready
-        return [record.worker.rank for record in records]
-
-    def check_open(self) -> None:
-        """Raise `RuntimeError` if the group was shut down."""
-        if self._is_shut_down:
-            raise RuntimeError("the group was shut down")
-
-    def admit(self) -> list[int]:
-        """Count added workers that are ready as workers; return their ranks.
-
-        One that could not be built is a worker that is not healthy.
-        """
-        if self._leaving:
-            self._see_off()
-        if not self._joining:
-            return []
-        refs = {ready: rank for rank, (_, ready) in self._joining.items()}
-        there, _ = ray.wait([*refs], num_returns=len(refs), timeout=0)
-        ranks = sorted(refs[ready] for ready in there)
-        for rank in ranks:
-            record, ready = self._joining.pop(rank)
-            self._records = dict(sorted({**self._records, rank: record}.items()))
-            self._news[0].append(rank)
-            try:
-                ray.get(ready)
-            except ray.exceptions.RayError as error:
-                self.note_lost({rank: error})
-                record.why = record.why or error
-            else:
-                _log.info("rank %d has joined", rank)
-        return ranks
-
     def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> None:
-        """Have ``ranks`` in no round any more; end them, if ``kill``, once they owe no answer.
-
-        Raises:
-            TypeError: If one is not an integer.
-            ValueError: If one is not in the group, is given twice, or none would be left.
-        """
-        there = self._all()
-        checked = self._check_of(there, [ranks] if isinstance(ranks, int) else ranks)
-        if len(checked) == len(there):
-            raise ValueError("ranks: expected at least one worker to stay, got all")
-        for rank in checked:
-            record = there[rank]
-            self._records.pop(rank, None)
-            self._joining.pop(rank, None)
-            record.has_left = True
-            self._news[1].append(rank)
-            self._leaving.append((record, kill))
-            _log.info("rank %d has left", rank)
-        self._see_off()
+        """Have ``ranks`` in no round any more, and no agent where no worker is left."""
+        super().remove(ranks, kill=kill)
         self.agents.keep({record.worker.far_node for record in self._all().values()})
-
-    def _see_off(self) -> None:
-        """Part with workers that have left and owe nothing any more."""
-        leaving, self._leaving = self._leaving, []
-        for record, kill in leaving:
-            if record.owed is not None and wait_any([record.owed], time.monotonic()):
-                record.drop_owed()
-            if record.owed is not None:
-                self._leaving.append((record, kill))
-                continue
-            record.worker.part()
-            if kill:
-                ray.kill(record.worker.handle)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether ranks came or went since this was asked last."""
-        return bool(self._news[0] or self._news[1])
-
-    def take_news(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ranks that came and those that went since this was asked last."""
-        (joined, left), self._news = self._news, ([], [])
-        return tuple(joined), tuple(left)
-
-    def get(self, rank: int) -> Record | None:
-        """Return the record of ``rank``, if it is a worker's."""
-        return self._records.get(rank)
 
     def start(self, timeout: float | None) -> None:
         """Have weights that all workers start from, unless some were sent; send nothing.
@@ -331,40 +121,6 @@ class Roster:
         """Count as another group: two processes would give the same stamps."""
         self.__dict__.update(state)
         self._begin_to_count()
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, rank: int) -> Record:
-        return self._records[rank]
-
-    def check(self, ranks: Iterable[int] | None) -> Sequence[int]:
-        """Return ``ranks`` in order, checked to be those of workers, each once; all for None.
-
-        Raises:
-            TypeError: If one is not an integer.
-            ValueError: If there is none, one is out of range, or is given twice.
-        """
-        self.admit()
-        return [*self._records] if ranks is None else self._check_of(self._records, ranks)
-
-    def _check_of(self, there: Mapping[int, Record], ranks: Iterable[int]) -> list[int]:
-        checked = sorted(as_integer(rank, "ranks") for rank in ranks)
-        if not checked or not there.keys() >= {*checked}:
-            raise ValueError(f"ranks: expected some of {_span(there)}, got {checked}")
-        if len({*checked}) < len(checked):
-            raise ValueError(f"ranks: expected each once, got {checked}")
-        return checked
-
-    def healthy(self, ranks: Iterable[int] | None = None) -> list[int]:
-        """Return those of ``ranks``, or of all, that are called."""
-        asked = self._records if ranks is None else ranks
-        return [rank for rank in asked if self._records[rank].why is None]
-
-    def unhealthy(self, ranks: Iterable[int] | None = None) -> dict[int, Exception]:
-        """Return, for those of ``ranks``, or of all, that are not called, why."""
-        asked = self._records if ranks is None else ranks
-        return {rank: why for rank in asked if (why := self._records[rank].why) is not None}
 
     def begin(
         self,
@@ -676,17 +432,6 @@ class Roster:
         arrivals.let_go()
         self.note_lost(arrivals.errors)
 
-    def note_lost(self, failed: Mapping[int, Exception]) -> None:
-        """Count those of the ``failed`` ranks as unhealthy whose worker is lost."""
-        for rank, error in failed.items():
-            if is_lost(error):
-                worker = self._records[rank].worker
-                if getattr(error, "actor_id", None) == worker.handle._actor_id.hex():
-                    worker.look_for_node()  # Ray may start it anew on another one
-                if self._records[rank].why is None:
-                    _log.warning("rank %d is left out: %s", rank, reason_of(error))
-                self._records[rank].why = error
-
     def _leave_out(self, failed: Mapping[int, Exception]) -> None:
         """Count all ``failed`` ranks as unhealthy."""
         for rank, error in failed.items():
@@ -797,19 +542,6 @@ class Roster:
                 self._note_taken(arrivals.arrived)
                 _count_sent(payload, arrivals, arrivals.arrived)
         return arrivals.arrived
-
-
-def _class_of(actor: Any) -> tuple[str, str]:
-    """Return the module and the name of the class of an actor."""
-    descriptor = actor._ray_actor_creation_function_descriptor
-    return descriptor.module_name, descriptor.class_name
-
-
-def _span(ranks: Iterable[int]) -> str:
-    """Return ranks as errors name them."""
-    there = sorted(ranks)
-    is_whole = there == [*range(len(there))]
-    return f"0 to {there[-1]}" if is_whole else ", ".join(map(str, there))
 
 
 def note_seconds(weights: Any, step: str, seconds: float) -> None:

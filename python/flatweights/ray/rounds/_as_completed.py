@@ -36,7 +36,8 @@ from flatweights.ray._report import report
 from flatweights.ray._result import check_result, copied
 from flatweights.ray._round import Round
 from flatweights.ray.peers._contract import Answer, Stamp
-from flatweights.ray.peers._roster import Record, Roster
+from flatweights.ray.peers._ranks import Record
+from flatweights.ray.peers._roster import Roster
 from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
 from flatweights.ray.rounds._codec import PLAIN, Codec
 from flatweights.ray.rounds._in_one_place import DriverAverage
