@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from flatweights._average import Nonfinite
+from flatweights._numbers import check_count
 from flatweights.ray._report import report
 from flatweights.ray._round import Round
 from flatweights.ray.peers._contract import Answer
@@ -97,7 +98,7 @@ def average(
         timeout=timeout,
         min_results=min_results,
         nonfinite=nonfinite,
-        max_inflight=max_inflight,
+        max_inflight=check_count(max_inflight, "max_inflight"),
         rule=rule,
     )
     arrivals = Arrivals(Deadline.after(request.timeout), answers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,28 +12,18 @@ import ray
 
 from flatweights._average import Nonfinite
 from flatweights._numbers import as_integer, check_count
-from flatweights.ray._errors import WorkerError, raised
 from flatweights.ray._report import report, rounds_bar
-from flatweights.ray._result import check_result
 from flatweights.ray._round import Round
 from flatweights.ray._turn import Turn, alone
 from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.nodes._plan import Sums, check_sums
 from flatweights.ray.peers._contract import BY_VALUE
-from flatweights.ray.peers._roster import Roster, note_seconds
+from flatweights.ray.peers._roster import Roster
 from flatweights.ray.peers._store import check_cluster
-from flatweights.ray.peers._wait import (
-    Arrivals,
-    Deadline,
-    Request,
-    Weights,
-    check_timeout,
-)
+from flatweights.ray.peers._wait import Deadline, Request, Weights, check_timeout
 from flatweights.ray.rounds._as_completed import AsCompleted, rounds_of
-from flatweights.ray.rounds._between_nodes import NodesAverage
-from flatweights.ray.rounds._codec import PLAIN, Codec
-from flatweights.ray.rounds._in_one_place import DriverAverage
+from flatweights.ray.rounds._barrier import average_of, results_of, send
 from flatweights.ray.rounds._work import ByRank, Work
 from flatweights.robust import AnyRule
 from flatweights.wire import WireDType
@@ -294,19 +283,8 @@ class WorkerGroup:
             TypeError: If ``method`` is not a name.
             ValueError: If ``ranks`` are not those of workers, each once.
         """
-        roster, work = self._roster, Work(method, args, kwargs, arguments)
-        timeout, asked = check_timeout(timeout), roster.check(ranks)
-        called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
-        by_rank = work.arguments_of(called)
-        arrivals = Arrivals(Deadline.after(timeout))
-        with roster.bringing(broadcast, called, arrivals) as payload:
-            call = roster.call(method, args, kwargs, payload)
-            roster.send_out(call, arrivals, called, by_rank)
-            results = arrivals.collect()
-        by_methods = raised(arrivals.failed)
-        if by_methods or not results:
-            raise WorkerError(by_methods or roster.unhealthy(asked))
-        return results
+        work = Work(method, args, kwargs, arguments)
+        return results_of(self._roster, work, check_timeout(timeout), ranks, broadcast)
 
     @alone
     def average(
@@ -374,7 +352,7 @@ class WorkerGroup:
             weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
         result = self._average(work, request, ranks, broadcast, out, travels)
-        report(result, already_named=self.unhealthy)
+        self._report(result)
         return result
 
     def _request(self, weights: Weights, **options: Any) -> Request:
@@ -384,52 +362,9 @@ class WorkerGroup:
         options["max_inflight"] = self._max_inflight
         return Request.of(len(roster), weights, span=roster.span, **options)
 
-    @alone
-    def _average(
-        self,
-        work: Work,
-        request: Request,
-        ranks: Iterable[int] | None,
-        broadcast: Any = None,
-        out: Any = None,
-        travels: Travels = "weights",
-    ) -> Round:
-        """Do the work of `average`, without its report."""
-        roster = self._roster
-        asked, timeout, method = roster.check(ranks), request.timeout, work.method
-        need = check_count(request.min_results or 1, "min_results", len(asked))
-        called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
-        before, by_rank = roster.unhealthy(asked), work.arguments_of(called)
-        if len(called) < need:
-            raise WorkerError(before)
-        arrivals = Arrivals(Deadline.after(timeout))
-        try:
-            with roster.bringing(broadcast, called, arrivals) as payload:
-                wire = roster.latest.wire
-                is_encoded = wire is not None and (travels == "gradients" or wire.has_sent)
-                encoded = travels if is_encoded else None
-                call = roster.call(method, work.args, work.kwargs, payload, encoded)
-                codec = PLAIN
-                if wire is not None and is_encoded:
-                    codec = Codec(wire.widen, functools.partial(wire.decode, travels=travels))
-                elif roster.layout is not None:
-                    codec = Codec(accept=functools.partial(check_result, roster.layout, method))
-                why = roster.why_no_agents(called, request)
-                mean: DriverAverage | NodesAverage
-                if why is None:
-                    mean = NodesAverage(roster.agents, arrivals, request, out, codec)
-                    roster.send_out(call, arrivals, called, by_rank, mean.reading)
-                else:
-                    roster.send_out(call, arrivals, called, by_rank)
-                    mean = DriverAverage(arrivals, request, out, codec)
-                    roster.lanes.offer(roster.nbytes)
-                result = mean.run()
-                roster.note_size(result, is_kept=out is None)
-        except WorkerError as error:
-            raise WorkerError(before | error.failed) from error.__cause__
-        result.failed = dict(sorted((before | result.failed).items()))
-        result.ways = roster.ways(called, why) | result.ways
-        result.joined, result.left = roster.take_news()
+    def _average(self, *round_of: Any) -> Round:
+        """Do the work of `average`, without its report; see `average_of`."""
+        result = average_of(self._roster, *round_of)
         self._count += 1
         return result
 
@@ -457,20 +392,7 @@ class WorkerGroup:
         """
         if weights is None:
             raise TypeError("weights: expected weights to send, got None")
-        timeout = check_timeout(timeout)
-        ranks, weights = self._roster.begin(weights, timeout)
-        if weights is None:
-            return ranks
-        arrivals = Arrivals(Deadline.after(timeout))
-        with self._roster.bringing(weights, ranks, arrivals, alone=True) as payload:
-            begin = time.monotonic()
-            self._roster.send_out(self._roster.call(payload=payload), arrivals, ranks)
-            arrivals.collect()
-            note_seconds(weights, "broadcast", time.monotonic() - begin)
-        by_workers = raised(arrivals.failed)
-        if by_workers or not arrivals.arrived:
-            raise WorkerError(by_workers or self.unhealthy)
-        return sorted(arrivals.arrived)
+        return send(self._roster, weights, check_timeout(timeout))
 
     def publish(self, weights: Any) -> None:
         """Make a copy of ``weights`` the latest; return at once.
@@ -634,7 +556,7 @@ class WorkerGroup:
         def average(number: int) -> Round:
             more = () if round_arguments is None else tuple(round_arguments(number))
             asked = ranks(number) if callable(ranks) else ranks
-            this = dataclasses.replace(work, args=(*args, *more))
+            this = work if not more else Work(method, (*args, *more), kwargs, arguments)
             return self._average(this, request, asked)
 
         if not (ranks is None or callable(ranks)):
@@ -651,23 +573,32 @@ class WorkerGroup:
         """Yield the rounds of `run`, whose arguments are checked."""
         with rounds_bar(rounds) if progress else contextlib.nullcontext() as show:
             for number in range(1, rounds + 1):
-                begin = time.monotonic()
-                if self._in_round:
-                    self._roster.distrust()
-                if self._roster.unhealthy():
-                    patience = _PROBE if timeout is None else min(_PROBE, timeout)
-                    self._roster.restore(Deadline.after(patience), patient=False)
-                self._in_round = True
-                result = average(number)
-                self.broadcast(result, timeout=timeout)
-                self._in_round = False
-                result.seconds["round"] = time.monotonic() - begin
-                result.number = number
-                report(result, already_named=self.unhealthy)
+                result = self._round(number, average, timeout)
                 if show is not None:
                     show(result)
                 yield result
                 del result  # while the next one is made
+
+    @alone
+    def _round(self, number: int, average: Callable[[int], Round], timeout: float | None) -> Round:
+        """Make the round ``number`` of `run`: average, and send the average to all workers."""
+        begin = time.monotonic()
+        if self._in_round:
+            self._roster.distrust()
+        if self._roster.unhealthy():
+            patience = _PROBE if timeout is None else min(_PROBE, timeout)
+            self._roster.restore(Deadline.after(patience), patient=False)
+        self._in_round = True
+        result = average(number)
+        send(self._roster, result, timeout)
+        self._in_round = False
+        result.seconds["round"] = time.monotonic() - begin
+        result.number = number
+        self._report(result)
+        return result
+
+    def _report(self, result: Round) -> None:
+        report(result, already_named=self.unhealthy if result.failed or result.late else ())
 
     def shutdown(self) -> None:
         """End all actors; their processes end soon after.

@@ -176,9 +176,9 @@ def report(result: Round, *, already_named: Collection[int] = (), has_sent: bool
         counts["ranks_left_out", "reason", reason] = len(ranks)
     if has_sent:
         counts[SENT] = result.nbytes_sent
-    for way in result.ways.values():
+    for way, ranks in _ranks_by_way(result).items():
         by_way = "ways", "way", way.split(":")[0]
-        counts[by_way] = counts.get(by_way, 0) + 1
+        counts[by_way] = counts.get(by_way, 0) + len(ranks)
     seconds = {step: result.seconds[step] for step in _OWN if step in result.seconds}
     METRICS.add(counts, seconds, len(result.used))
     lost = {*result.late, *result.failed}
@@ -222,15 +222,23 @@ def _in_bytes(result: Round) -> str:
 
 def _by_ways(result: Round) -> str:
     """Return the way to each rank, with reasons of those without a lane; "" if no rank has one."""
-    ranks: dict[str, list[str]] = {}
-    for rank, way in result.ways.items():
-        ranks.setdefault(way, []).append(str(rank))
+    ranks = _ranks_by_way(result)
     if "lane" not in ranks:
         return ""
     if len(ranks) == 1:
         return " by lanes"
-    texts = [f"{', '.join(of)} by {way}" for way, of in ranks.items()]
+    texts = [f"{', '.join(map(str, of))} by {way}" for way, of in ranks.items()]
     return f" ({'; '.join(texts)})"
+
+
+def _ranks_by_way(result: Round) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, way in result.ways.items():
+        if way in ranks:
+            ranks[way].append(rank)
+        else:
+            ranks[way] = [rank]
+    return ranks
 
 
 def readable_bytes(nbytes: float) -> str:

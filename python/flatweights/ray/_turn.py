@@ -21,7 +21,7 @@ class Turn:
         """Take the name of the object that is called, for errors."""
         self._owner = owner
         self._lock = threading.RLock()
-        self._thread = ""
+        self._thread = 0  # the one that is in a call
 
     def __reduce__(self) -> tuple[type[Turn], tuple[str]]:
         """Pickle without the thread: a copy belongs to another process, with its own calls."""
@@ -34,11 +34,13 @@ class Turn:
             RuntimeError: If another thread is in a call.
         """
         if not self._lock.acquire(blocking=False):
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
             raise RuntimeError(
                 f"expected calls of a {self._owner} from one thread at a time, got one of "
-                f"{threading.current_thread().name!r} while {self._thread!r} is in another"
+                f"{threading.current_thread().name!r} while {names.get(self._thread)!r} is in "
+                "another"
             )
-        self._thread = threading.current_thread().name
+        self._thread = threading.get_ident()
 
     def __exit__(self, *error: object) -> None:
         """End the call."""

@@ -185,33 +185,7 @@ class FlatWorker:
                 called. Without a method, the error itself is raised.
             TypeError: If the method is async.
         """
-        stamp, version, wire = head
-        state = self._group_state
-        with state.turn:
-            state.admit(stamp)
-            if new_weights is not None:
-                try:
-                    _receive(self, state, version, new_weights)
-                except StaleWorkerError:
-                    raise
-                except Exception as error:
-                    if method is None:
-                        raise
-                    raise RefusedWeightsError(reason_of(error)) from error
-            state.check(stamp[0], version)
-            if method is None:
-                return None
-            result = getattr(self, method)(*args, **kwargs)
-            if inspect.iscoroutine(result):
-                result.close()
-                raise TypeError(f"expected a plain method, got an async one: {method!r}")
-            if wire is None:
-                return result
-            wire_dtype, travels = wire
-            try:
-                return state.wire.encode(result, travels, wire_dtype)
-            except MissedUpdateError as error:
-                raise StaleWorkerError(str(error)) from error
+        return _run(self, head, new_weights, method, *args, **kwargs)
 
     @property
     def _group_state(self) -> _GroupState:
@@ -238,10 +212,55 @@ class FlatWorker:
             lane = self._group_state.lanes[token]
         except KeyError:
             raise StaleWorkerError("restarted since: it has not attached again") from None
-        return lane.serve(self, number)
+        return lane.serve(_Commands(self), number)
 
 
 # These are functions, not methods: Ray wraps every method of an actor's class to trace its calls.
+
+
+def _run(
+    worker: FlatWorker,
+    head: Head,
+    new_weights: Any,
+    method: str | None,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    stamp, version, wire = head
+    state = worker._group_state
+    with state.turn:
+        state.admit(stamp)
+        if new_weights is not None:
+            try:
+                _receive(worker, state, version, new_weights)
+            except StaleWorkerError:
+                raise
+            except Exception as error:
+                if method is None:
+                    raise
+                raise RefusedWeightsError(reason_of(error)) from error
+        state.check(stamp[0], version)
+        if method is None:
+            return None
+        result = getattr(worker, method)(*args, **kwargs)
+        if inspect.iscoroutine(result):
+            result.close()
+            raise TypeError(f"expected a plain method, got an async one: {method!r}")
+        if wire is None:
+            return result
+        wire_dtype, travels = wire
+        try:
+            return state.wire.encode(result, travels, wire_dtype)
+        except MissedUpdateError as error:
+            raise StaleWorkerError(str(error)) from error
+
+
+class _Commands:
+    """What commands of a lane call of a worker, without Ray's wrapper."""
+
+    def __init__(self, worker: FlatWorker) -> None:
+        self.call_version = functools.partial(_run, worker)
 
 
 def _receive(

@@ -55,35 +55,41 @@ class DriverLane(LaneEnd):
         self._sent: list[Extent] = []  # of the command in the mailbox
         self._is_read = True
         self._layout: Layout | None = None  # of the last weights that arrived in a message
+        self._digest = b""  # of the layout
 
     @property
     def is_answered(self) -> bool:
         """Whether the last command was answered."""
         return self.mailbox.is_answered
 
-    def post(self, command: Message, windows: Windows, *, wakes: bool = True) -> bool:
+    def post(
+        self, command: Message, windows: Windows, asleep: "list[DriverLane] | None" = None
+    ) -> bool:
         """Post a command; return whether a Ray call that takes it exists; if not, call `serve`.
 
         Args:
             command: The command.
             windows: The windows of this process.
-            wakes: Whether this wakes the worker. Otherwise `wake` must wake it, with others.
+            asleep: A list to which this lane is added, so that `wake` can wake its worker with
+                others. If None, this wakes the worker.
 
         Raises:
             LaneError: If the worker has not answered the last command.
             OSError: If the worker is dead, or does not take new windows.
             Exception: If the last answer was not read before, and cannot be read now.
         """
-        if not self.is_answered:
+        if not self.mailbox.is_answered:
             raise LaneError("the last command was not answered")
         try:
             if not self._is_read:  # once it is read, the worker reuses its window
                 self.take()
-            self.send_windows(windows, command.extents)
+            if command.extents:
+                self.share(windows, command.extents)
             reach("shared")
-            self.hold(command.extents)
             self._sent, self._is_read = command.extents, False
-            is_expected = self.mailbox.post(command.content, self._count, wakes)
+            if asleep is not None:
+                asleep.append(self)
+            is_expected = self.mailbox.post(command.content, self._count, asleep is None)
             reach("posted")
             return is_expected
         except BaseException:  # holds, command and answer may disagree now
@@ -131,18 +137,22 @@ class DriverLane(LaneEnd):
             its buffers.
         """
         self._is_read = True
-        kind, buffers, body = self.read()
+        try:
+            kind, buffers, body = self.mailbox.read_message(False, self._of_peer)
+        except IndexError:
+            kind, buffers, body = self.read()
         if kind == ASK:
             return kind, (body, buffers)
         if kind == WEIGHTS:
             (buffer,) = buffers
-            if self._layout is None or self._layout.digest != body.decode():
+            if self._layout is None or self._digest != body:
                 raise LaneError("the layout of the weights is not known")
             return kind, Packed(buffer, self._layout)
         if kind == VALUE:
             value = pickle.loads(body, buffers=buffers)
             if type(value) is FlatWeights:
                 self._layout = value.layout
+                self._digest = value.layout.digest.encode()
             return kind, value
         if kind == BY_CALL:
             return kind, NUMBER.unpack(body)[0]
@@ -184,7 +194,8 @@ class Lanes:
         weakref.finalize(self, self._listener.close)
         self._doorbell = _core.Doorbell()
         self._poll = select.epoll()
-        self._poll.register(self._doorbell.fileno(), select.EPOLLIN)
+        self._bell = self._doorbell.fileno()
+        self._poll.register(self._bell, select.EPOLLIN)
         self._lanes: dict[int, DriverLane] = {}  # by descriptor
         self._process = os.getpid()
         self._waits: dict[int, float] = {}  # by missing answers, seconds of the last wait
@@ -235,7 +246,7 @@ class Lanes:
         self._poll.register(descriptor, select.EPOLLIN | select.EPOLLRDHUP)
         return lane
 
-    def wait(self, lanes: Sequence[DriverLane], seconds: float | None, enough: int = 1) -> None:
+    def wait(self, lanes: Sequence[DriverLane], seconds: float | None, enough: int = 1) -> float:
         """Sleep until there are answers, a worker has died or the time is up; or wake early.
 
         Args:
@@ -243,12 +254,14 @@ class Lanes:
             seconds: The longest sleep; for ever, if None.
             enough: The number of answers that ends the sleep. An answer whose result a Ray call
                 returns ends it at once, and so does a death.
+
+        Returns:
+            The seconds that it took.
         """
         begin = time.monotonic()
-        try:
-            self._wait(lanes, seconds, enough)
-        finally:
-            self._waits[len(lanes)] = time.monotonic() - begin
+        self._wait(lanes, seconds, enough)
+        took = self._waits[len(lanes)] = time.monotonic() - begin
+        return took
 
     def _wait(self, lanes: Sequence[DriverLane], seconds: float | None, enough: int) -> None:
         boxes = [lane.mailbox for lane in lanes]
@@ -259,10 +272,11 @@ class Lanes:
                 return
         self._doorbell.arm(enough)
         reach("waiting")
-        if any(lane.is_answered for lane in lanes):  # perhaps before the bell was armed
-            return
+        for box in boxes:
+            if box.is_answered:  # perhaps before the bell was armed
+                return
         for descriptor, _ in self._poll.poll(seconds):
-            if descriptor == self._doorbell.fileno():
+            if descriptor == self._bell:
                 self._doorbell.hear()
                 continue
             lane = self._lanes[descriptor]
@@ -362,4 +376,4 @@ class _Met:
 
 def _is_held(lanes: Mapping[int, DriverLane], index: int) -> bool:
     """Whether a worker holds a view of the driver's window ``index``."""
-    return any(lane.is_holding(index) for lane in lanes.values())
+    return sum([lane.mailbox.holds(True, index) for lane in lanes.values()]) > 0

@@ -94,8 +94,8 @@ class LaneEnd:
         with contextlib.suppress(OSError):  # the peer is dead, or its socket is full
             self.connection.send(b"P" + words.encode()[: _MOST - 1])
 
-    def send_windows(self, windows: Windows, extents: list[Extent]) -> None:
-        """Send the peer those windows of ``extents`` that it does not have yet.
+    def share(self, windows: Windows, extents: list[Extent]) -> None:
+        """Count this side's windows in ``extents`` as held by the peer, and send it those it lacks.
 
         Raises:
             OSError: If the peer is dead, or its socket is full.
@@ -109,14 +109,11 @@ class LaneEnd:
             self._peer_has[index] = generation
             if self._is_worker:  # a worker's windows have one reader
                 window.close_descriptor()
-
-    def hold(self, extents: list[Extent]) -> None:
-        """Count this side's windows in ``extents`` as held by the peer."""
-        for extent in extents:
-            self.mailbox.add_hold(not self._is_worker, extent.window)
+        for index, _, _, _ in extents:
+            self.mailbox.add_hold(not self._is_worker, index)
 
     def release(self, extents: list[Extent]) -> None:
-        """Undo `hold` for ``extents`` that the peer will never read."""
+        """Undo `share` for ``extents`` that the peer will never read."""
         for extent in extents:
             self.mailbox.drop_hold(not self._is_worker, extent.window)
 

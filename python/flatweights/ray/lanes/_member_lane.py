@@ -61,10 +61,9 @@ class MemberLane(WorkerLane):
         if message is None:
             return False
         try:
-            self.send_windows(self._windows, message.extents)
+            self.share(self._windows, message.extents)
         except OSError as error:
             raise HostDiedError(f"a window was not sent: {error}") from error
-        self.hold(message.extents)
         reach("asking")
         self.mailbox.answer_with(message.content, 0)
         if is_urgent:

@@ -50,8 +50,12 @@ class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
         return super().reducer_override(value)
 
 
-def pickled(value: Any) -> tuple[bytes, list[memoryview]]:
+def pickled(value: Any, *, is_known_plain: bool = False) -> tuple[bytes, list[memoryview]]:
     """Return the body of ``value``, pickled as Ray does, and its large buffers.
+
+    Args:
+        value: The value.
+        is_known_plain: Whether it has no object of a user's class; if not, this function looks.
 
     Raises:
         TypeError: If it refers to objects of Ray.
@@ -66,22 +70,22 @@ def pickled(value: Any) -> tuple[bytes, list[memoryview]]:
         buffers.append(raw)
         return False
 
-    if _is_plain(value):
+    if is_known_plain or is_plain(value):
         return pickle.dumps(value, protocol=5, buffer_callback=keep), buffers
     with io.BytesIO() as file:
         _Pickler(file, protocol=5, buffer_callback=keep).dump(value)
         return file.getvalue(), buffers
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether `pickle` is enough, which is faster: ``value`` has no object of a user's class."""
     kind = type(value)
     if kind in _LEAVES:
         return True
     if kind is dict:
-        return {str}.issuperset(map(type, value)) and _is_plain([*value.values()])
+        return {str}.issuperset(map(type, value)) and is_plain([*value.values()])
     if kind is tuple or kind is list:
-        return _LEAVES.issuperset(map(type, value)) or all(map(_is_plain, value))
+        return _LEAVES.issuperset(map(type, value)) or all(map(is_plain, value))
     if kind is np.ndarray:
         return not value.dtype.hasobject
     return isinstance(value, np.generic)
@@ -126,7 +130,9 @@ def buffer_message(
     return Message(join_message(kind, body, extents), extents)
 
 
-def make_message(kind: int, box: list[Any], windows: Windows, *, frozen: bool) -> Message | None:
+def make_message(
+    kind: int, box: list[Any], windows: Windows, *, frozen: bool, is_known_plain: bool = False
+) -> Message | None:
     """Return a message with the value in ``box``.
 
     Buffers that lie in windows are not moved, unless somebody could still write to them;
@@ -139,12 +145,13 @@ def make_message(kind: int, box: list[Any], windows: Windows, *, frozen: bool) -
         windows: The windows of this process.
         frozen: Whether read-only buffers are never written to. If not, a buffer that lies in a
             window is copied if an array over it is still alive.
+        is_known_plain: See `pickled`.
 
     Returns:
         None if the value is too large, no window is free, or it cannot be pickled for a lane.
     """
     try:
-        body, buffers = pickled(box[0])
+        body, buffers = pickled(box[0], is_known_plain=is_known_plain)
     except Exception:  # if it cannot be pickled at all, Ray will raise
         return None
     if not fits(body, len(buffers)):

@@ -180,11 +180,10 @@ class WorkerLane(LaneEnd):
             return None
         answer, extents = message
         try:
-            self.send_windows(self._windows, extents)
+            self.share(self._windows, extents)
         except OSError:
             box.append(None)  # the driver is gone
             return None
-        self.hold(extents)
         self._layout = layout
         if extents:
             nbytes = max(extent.nbytes for extent in extents)

@@ -147,8 +147,7 @@ class Branch:
             seat.tell(outcome.number)
             try:
                 assert seat.lane is not None
-                seat.lane.post(message, windows, wakes=False)
-                posted.append(seat.lane)
+                seat.lane.post(message, windows, posted)
             except Exception as error:  # the member died meanwhile
                 self._lose(seat, MemberDiedError(f"{seat.who}: {type(error).__name__}: {error}"))
         wake(posted)

@@ -589,8 +589,7 @@ class Meeting:
             try:
                 if seat.lane is not None:
                     message = message or outcome_message(number, body, buffer, windows)
-                    seat.lane.post(message, windows, wakes=False)
-                    posted.append(seat.lane)
+                    seat.lane.post(message, windows, posted)
                 elif caller is not None:
                     if buffer is not None and ref is None:
                         wake(posted)  # do not let them sleep while weights are put

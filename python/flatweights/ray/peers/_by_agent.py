@@ -82,11 +82,6 @@ class NodeAnswer(Answer):
         self._after: Any = None  # exists once the worker has run a call that is over
 
     @property
-    def carrier(self) -> object:
-        """The command, unless the agent has the weights."""
-        return None if self.call.exchange else self.call
-
-    @property
     def is_in_store(self) -> bool:
         """Whether the value was brought."""
         return self._value is not None

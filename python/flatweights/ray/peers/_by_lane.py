@@ -8,11 +8,10 @@ and large arguments go through Ray's calls from the start. A worker that died
 counts as having answered: its Ray call raises the error that says how it died.
 """
 
-import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +49,9 @@ class GroupLanes:
 
     Attributes:
         setback: Why the group has no lanes.
+        made: The lanes of this process, once they are made; `lanes` makes them.
+        last: The last call, and its command; None between rounds.
+        asleep: The lanes whose workers `wake` is to wake; None if workers are woken at once.
     """
 
     def __init__(self) -> None:
@@ -60,10 +62,10 @@ class GroupLanes:
         """
         self.insists = choice() == "lanes"
         self.setback = Setback("workers are", f"{VARIABLE}=store" if choice() == "store" else "")
-        self._lanes: Lanes | None = None
+        self.made: Lanes | None = None
         self._close: Callable[[], object] = lambda: None
-        self._last: tuple[Any, Message | None] | None = None
-        self._asleep: list[DriverLane] | None = None  # to be woken at the end
+        self.last: tuple[Call, Message | None] | None = None
+        self.asleep: list[DriverLane] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as new ones."""
@@ -72,36 +74,42 @@ class GroupLanes:
     @property
     def lanes(self) -> Lanes | None:
         """The lanes of this process, made on first use; None if there are none now."""
-        if self._lanes is None and self.setback.is_over:
+        if self.made is None and self.setback.is_over:
             try:
-                self._lanes = Lanes()
+                self.made = Lanes()
             except (OSError, MemoryError, AttributeError) as error:  # the last on other systems
                 self.setback.note(_text_of(error), may_pass=is_shortage(error))
             else:
-                self._close = weakref.finalize(self, self._lanes.close)
-        return self._lanes
+                self._close = weakref.finalize(self, self.made.close)
+        return self.made
 
     def close(self) -> None:
         """Close all lanes, and give back the memory of windows of which no view is alive."""
         self.done()
         self._close()
-        self._lanes, self.setback = None, Setback("workers are", "the group was shut down")
+        self.made = None
+        self.setback = Setback("workers are", "the group was shut down")
 
     def command(self, call: Call) -> Message | None:
         """Return the command for ``call``, one for all workers; None if it goes through Ray."""
-        if self._last is None or self._last[0] is not call:
-            assert self._lanes is not None
-            weights = None if call.payload is None else call.payload.value
-            args = call.head, plain_weights(weights), call.method, *call.args
-            value = "call_version", args, call.kwargs
-            message = make_message(COMMAND, [value], self._lanes.windows, frozen=True)
-            self._last = call, message
-        return self._last[1]
+        assert self.made is not None
+        weights = None if call.payload is None else call.payload.value
+        value = "call_version", (call.head, plain_weights(weights), call.method, *call.args)
+        is_plain = not (call.args or call.kwargs) and type(weights) in (FlatWeights, type(None))
+        message = make_message(
+            COMMAND,
+            [(*value, call.kwargs)],
+            self.made.windows,
+            frozen=True,
+            is_known_plain=is_plain,
+        )
+        self.last = call, message
+        return message
 
     def offer(self, nbytes: int) -> None:
         """Have the next average, of ``nbytes``, made in a window, if there is a free one."""
-        if self._lanes is not None and nbytes:
-            self._lanes.windows.offer(nbytes, most_taken=_MOST_OFFERED)
+        if self.made is not None and nbytes:
+            self.made.windows.offer(nbytes, most_taken=_MOST_OFFERED)
 
     def copy_of(self, value: Any) -> Any:
         """Return a copy of arrays, read-only, in a window if one is free; of a dict, one buffer."""
@@ -111,8 +119,8 @@ class GroupLanes:
         else:
             layout = value.layout if isinstance(value, FlatWeights) else Layout.of(value)
             nbytes = layout.nbytes
-        if self._lanes is not None:
-            self._lanes.windows.offer(nbytes)
+        if self.made is not None:
+            self.made.windows.offer(nbytes)
         try:
             if layout is None:
                 made = new_vector(value.size, value.dtype).reshape(value.shape)
@@ -127,46 +135,40 @@ class GroupLanes:
         finally:
             _core.withdraw_offer()
 
-    @contextlib.contextmanager
-    def waking_together(self) -> Iterator[None]:
-        """Have workers that are called meanwhile woken at the end, two by each call of the system.
+    def let_sleep(self) -> None:
+        """Have workers that are called from now on sleep until `wake`, which wakes them together.
 
         The first one to wake may take the processor from the driver, and the others would get their
         commands only once it has it back.
         """
-        self._asleep = asleep = list[DriverLane]()
-        try:
-            yield
-        finally:
-            self._asleep = None
-            wake(asleep)
+        self.asleep = []
 
-    def post(self, lane: DriverLane, command: Message) -> bool:
-        """Post a command; see `DriverLane.post`."""
-        assert self._lanes is not None
-        wakes = self._asleep is None
-        if self._asleep is not None:
-            self._asleep.append(lane)
-        return lane.post(command, self._lanes.windows, wakes=wakes)
+    def wake(self) -> None:
+        """Wake the workers that were called since `let_sleep`, two by each call of the system."""
+        asleep, self.asleep = self.asleep, None
+        if asleep:
+            wake(asleep)
 
     def done(self) -> None:
         """Withdraw the offer, and forget the last command."""
         _core.withdraw_offer()
-        self._last = None
+        self.last = None
 
 
 class LaneAnswer(Answer):
     """The answer to a command, or to the call of Ray's that brings it."""
 
-    def __init__(self, worker: "Worker", lane: DriverLane, call: Call) -> None:
+    def __init__(self, worker: "Worker", lanes: Lanes, lane: DriverLane, call: Call) -> None:
         """Wait for the worker's answer to the command that was just posted.
 
         Args:
             worker: The worker.
-            lane: Its lane.
+            lanes: Those of its group.
+            lane: Its own.
             call: The call; it is made through Ray, if the worker refuses the command.
         """
         self._worker = worker
+        self._lanes = lanes
         self._lane = lane
         self._call = call
         self._by_ray: RayAnswer | None = None  # what to wait for instead, if it comes through Ray
@@ -190,38 +192,47 @@ class LaneAnswer(Answer):
         begin = now = time.monotonic()
         end = None if timeout is None else begin + timeout
         while True:
-            there = cls._there(answers)
-            now = time.monotonic()
-            if len(there) >= enough or (end is not None and now >= end):
+            there: list[Answer] = []
+            missing: list[LaneAnswer] = []
+            by_ray: dict[Any, list[LaneAnswer]] = {}
+            is_enough = False  # an answer has failed, or come through Ray
+            for answer in answers:
+                lane = answer._lane
+                if answer._value is not _MISSING:
+                    there.append(answer)
+                elif (
+                    not (lane.mailbox.is_answered or lane.is_closed)
+                    and answer._by_ray is None
+                    and answer._error is None
+                ):
+                    missing.append(answer)
+                elif answer._is_there():
+                    there.append(answer)
+                    is_enough = is_enough or answer._value is _MISSING
+                elif answer._by_ray is not None:
+                    by_ray.setdefault(answer._by_ray.ref, []).append(answer)
+                else:
+                    missing.append(answer)
+            if by_ray:
+                ready, _ = ray.wait(list(by_ray), num_returns=len(by_ray), timeout=0)
+                there += [answer for ref in ready for answer in by_ray[ref]]
+                is_enough = is_enough or bool(ready)
+            if is_enough or len(there) >= enough:
                 return there
-            missing = [answer for answer in answers if answer._value is _MISSING]
-            if len(there) + len(missing) > len(answers):  # some failed, or came through Ray
-                return there
+            if end is not None or by_ray:
+                now = time.monotonic()
+                if end is not None and now >= end:
+                    return there
             # No bell rings for answers through Ray: they are polled, ever less often.
-            by_ray = any(answer._by_ray is not None for answer in missing)
             patience = min(_SLICE, max(5e-4, (now - begin) / 8)) if by_ray else _SLICE
             if end is not None:
                 patience = min(patience, end - now)
-            lanes = [answer._lane for answer in missing if answer._by_ray is None]
+            lanes = [answer._lane for answer in missing]
             # All but the last are read while that worker still runs.
-            answers[0]._worker.lanes.wait(lanes, patience, max(1, enough - len(there) - 1))
-            if not by_ray and time.monotonic() - now >= _SLICE:
+            seconds = answers[0]._lanes.wait(lanes, patience, max(1, enough - len(there) - 1))
+            if seconds >= _SLICE and not by_ray:
                 for answer in missing:
                     answer.look_at_call()
-
-    @classmethod
-    def _there(cls, answers: Sequence["LaneAnswer"]) -> list[Answer]:
-        there: list[Answer] = []
-        by_ray: dict[Any, list[LaneAnswer]] = {}
-        for answer in answers:
-            if answer._value is not _MISSING or answer._is_there():
-                there.append(answer)
-            elif answer._by_ray is not None:
-                by_ray.setdefault(answer._by_ray.ref, []).append(answer)
-        if by_ray:
-            ready, _ = ray.wait(list(by_ray), num_returns=len(by_ray), timeout=0)
-            there += [answer for ref in ready for answer in by_ray[ref]]
-        return there
 
     def _is_there(self) -> bool:
         """Whether the answer has come through the lane; if it cannot, wait for the Ray call."""
@@ -229,7 +240,7 @@ class LaneAnswer(Answer):
             return True
         if self._by_ray is not None:
             return False
-        if self._lane.is_answered:
+        if self._lane.mailbox.is_answered:
             try:
                 self._read()
             except BaseException as error:  # after an interrupt it may be half read
@@ -317,18 +328,35 @@ class Worker:
 
     def call(self, call: Call) -> Answer:
         """Post the call to the lane, or make it through Ray."""
-        lane = self._ready()
+        lane = self._lane
+        if lane is None or lane.is_closed or lane.is_given_up:
+            lane = self._ready()
         if lane is None:
             return call_actor(self.handle, call)
         if call.head[2] is not None:
             return self.call_by_ray(call, "the result is encoded")
         if call.payload is not None and not call.payload.is_frozen:
             return self.call_by_ray(call, "these weights go through Ray")
-        command = self._group.command(call)
+        group, log = self._group, self.log
+        made = group.last
+        command = made[1] if made is not None and made[0] is call else group.command(call)
         if command is None:
             why = "the arguments are large, or objects of Ray, or no window is free"
             return self.call_by_ray(call, why)
-        return self._post(lane, command, call) or call_actor(self.handle, call)
+        lanes = group.made
+        assert log is not None
+        assert lanes is not None
+        try:
+            if log.last != self._token:  # the command must not overtake other calls
+                lane.dismiss()
+            is_there = lane.post(command, lanes.windows, group.asleep)
+        except Exception as error:
+            self.give_up(lane, _text_of(error))
+            return call_actor(self.handle, call)
+        if not is_there:
+            lane.serve(self._serve)
+        self.way = "lane"
+        return LaneAnswer(self, lanes, lane, call)
 
     def call_by_ray(self, call: Call, why: str) -> RayAnswer:
         """Make the call through Ray; a worker that waits at its mailbox is told to leave it."""
@@ -345,6 +373,9 @@ class Worker:
         Raises:
             RayError: If the object store has no room for it.
         """
+        lane = self._lane
+        if payload.is_frozen and not (lane is None or lane.is_closed or lane.is_given_up):
+            return
         if self._ready() is None or not (payload.is_frozen or is_arrays(payload.value)):
             argument_of(payload)
         elif not payload.is_frozen:
@@ -384,31 +415,16 @@ class Worker:
         self.give_up(lane, reason)
         self._setback.note(reason, may_pass=True)
 
-    def _post(self, lane: DriverLane, command: Message, call: Call) -> LaneAnswer | None:
-        """Post a command; None if the worker does not take it."""
-        assert self.log is not None
-        try:
-            if self.log.last != self._token:  # the command must not overtake other calls
-                lane.dismiss()
-            is_there = self._group.post(lane, command)
-        except Exception as error:
-            self.give_up(lane, _text_of(error))
-            return None
-        if not is_there:
-            lane.serve(self._serve)
-        self.way = "lane"
-        return LaneAnswer(self, lane, call)
-
     def _serve(self, number: int) -> Any:
         return self.handle.serve_lane.remote(self._token, number)
 
     def _ready(self) -> DriverLane | None:
         """Return the lane if the worker has attached; ask it to attach if it has not."""
-        if self._lane is not None:
-            if not (self._lane.is_closed or self._lane.is_given_up):
-                return self._lane
-            why = "the worker died" if self._lane.is_closed else "a call was broken off"
-            self.give_up(self._lane, why)
+        lane = self._lane
+        if lane is not None:
+            if not (lane.is_closed or lane.is_given_up):
+                return lane
+            self.give_up(lane, "the worker died" if lane.is_closed else "a call was broken off")
         lanes = self._group.lanes
         if lanes is None:
             self.way = f"store: {self._group.setback.reason}"

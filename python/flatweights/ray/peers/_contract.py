@@ -99,11 +99,6 @@ class Answer(ABC):
     agent: Any = None
 
     @property
-    def carrier(self) -> object:
-        """The carrier of the call's weights, one for all answers that share it; None without."""
-        return self
-
-    @property
     def is_in_store(self) -> bool:
         """Whether a value maps an object of Ray's store, of which a round maps a few at a time."""
         return True

@@ -44,8 +44,13 @@ class Record:
 
     def send(self, call: Call) -> Answer:
         """Make a call; the worker owes the answer from then on."""
-        self.owed, self.kept = self.worker.call(call), None
-        return self.owed
+        self.owed = answer = self.worker.call(call)
+        self.kept = None
+        return answer
+
+    def owe(self, answer: Answer) -> None:
+        """Note the answer to a call that was made otherwise."""
+        self.owed, self.kept = answer, None
 
     def settle(
         self, answer: Answer, *, is_there: bool = True, is_late: bool = False, version: Any = None
@@ -67,7 +72,7 @@ class Record:
         else:
             self.owed = answer.overdue() if is_late else answer.abandon()
         if version is not None:
-            self.take(version)
+            self.version, self.is_new = version, False
 
     def take(self, version: Stamp | None) -> None:
         """Note that the worker has the weights of ``version``."""

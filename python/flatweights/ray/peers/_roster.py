@@ -14,12 +14,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -41,14 +40,16 @@ from flatweights.ray._round import Round
 from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray.nodes._plan import Sums
 from flatweights.ray.peers._agent import Agent
-from flatweights.ray.peers._by_agent import AgentEnd, Agents
+from flatweights.ray.peers._by_agent import AgentEnd, Agents, NodeAnswer
 from flatweights.ray.peers._by_lane import Worker
-from flatweights.ray.peers._contract import Call, Payload, Stamp
+from flatweights.ray.peers._contract import Answer, Call, Payload, Stamp
 from flatweights.ray.peers._latest import Latest, is_subset, merged
 from flatweights.ray.peers._ranks import Ranks
 from flatweights.ray.peers._store import FULL, RayAnswer, argument_of, check_cluster, too_small
 from flatweights.ray.peers._summary import Reading
 from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
+
+Outcome = TypeVar("Outcome")
 
 _PAUSE = 0.05  # seconds until an actor that Ray is restarting is asked again
 
@@ -62,7 +63,6 @@ class Roster(Ranks):
         latest: The weights that workers should have.
         agents: Those of other nodes.
         layout: That of the weights that workers started from; None if it is not known.
-        nbytes: Bytes of the last average that was made here; the next one is likely as large.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Roster(Ranks):
         self.agents = Agents(self.lanes.offer, sums, Agent, ())
         self.latest = Latest(wire)
         self.layout: Layout | None = None
-        self.nbytes = 0
+        self._nbytes = 0  # of the last average that was made here
         self._initial = copied(initial)  # the caller's may change before the first call
         self._begin_to_count()
 
@@ -147,25 +147,25 @@ class Roster(Ranks):
         Raises:
             WorkerError: If no rank is healthy, and none took the weights.
         """
-        self.admit()
-        self._await_owed(Deadline.after(timeout))
+        if [r for r in self._records.values() if r.owed is not None and r.why is None]:
+            self._await_owed(Deadline.after(timeout))
         if self.latest.version is not None:
             self._initial = None  # they are not needed again
         if self._initial is not None and starts and self.healthy():
             weights = self._start(weights, timeout)
-        new = [k for k in self.healthy(ranks) if self._records[k].is_new]
-        if weights is not None and new and self.latest.version is not None:
-            # These weights may be a difference from the latest, or some of them.
-            self._send_latest(new, Deadline.after(timeout))
+        called, version = self.healthy(ranks), self.latest.version
         if weights is None:
-            version = self.latest.version
-            lacking = [k for k in self.healthy(ranks) if self._records[k].version != version]
-            if version is not None and lacking:
-                self._send_latest(lacking, Deadline.after(timeout))
-        elif not self.healthy():
-            took = self._send_to_unhealthy(weights, Deadline.after(timeout))
-            return [rank for rank in took if ranks is None or rank in ranks], None
-        return self.healthy(ranks), weights
+            behind = [rank for rank in called if self._records[rank].version != version]
+        else:
+            if not called and not self.healthy():
+                took = self._send_to_unhealthy(weights, Deadline.after(timeout))
+                return [rank for rank in took if ranks is None or rank in ranks], None
+            # These weights may be a difference from the latest, or some of them.
+            behind = [rank for rank in called if self._records[rank].is_new]
+        if behind and version is not None:
+            self._send_latest(behind, Deadline.after(timeout))
+            called = self.healthy(ranks)
+        return called, weights
 
     def call(
         self,
@@ -193,7 +193,7 @@ class Roster(Ranks):
         self,
         call: Call,
         arrivals: Arrivals,
-        ranks: Iterable[int],
+        ranks: Collection[int],
         by_rank: Mapping[int, Sequence[Any]] = {},
         reading: Reading | None = None,
     ) -> None:
@@ -210,29 +210,41 @@ class Roster(Ranks):
             reading: How agents read results, which then stay on their nodes.
         """
         exchanged = None if call.payload is None else call.payload.exchanged
-        near: list[int] = []
+        records = self._records
         far: dict[AgentEnd, dict[int, Worker]] = {}
-        for rank in ranks:
-            worker = self._records[rank].worker
+        for rank in [rank for rank in ranks if records[rank].worker.far_node]:
+            worker = records[rank].worker
             agent = self.agents.of(worker, starts=reading is not None)
             if agent is not None and (reading is not None or agent.has(exchanged)):
                 far.setdefault(agent, {})[rank] = worker
-            else:
-                near.append(rank)
-        for agent, workers in far.items():
-            number = self.agents.next_number()
-            for rank, answer in agent.call(number, call, workers, by_rank, reading).items():
-                self._records[rank].owed = answer
-                arrivals.expect(rank, answer)
-        with self.lanes.waking_together():
-            for rank in near:
-                this = call.with_more(by_rank.get(rank, ()))
-                arrivals.expect(rank, self._records[rank].send(this))
+        by_agent = {rank for workers in far.values() for rank in workers} if far else ()
+        answers: dict[int, Answer] = {}
+        try:
+            self.lanes.let_sleep()
+            for agent, workers in far.items():
+                number = self.agents.next_number()
+                answers.update(agent.call(number, call, workers, by_rank, reading))
+                for rank in workers:
+                    records[rank].owe(answers[rank])
+            for rank in ranks:
+                if rank not in by_agent:
+                    this = call.with_more(by_rank[rank]) if by_rank else call
+                    answers[rank] = records[rank].send(this)
+        finally:
+            try:
+                arrivals.expect(answers)
+            finally:
+                self.lanes.wake()
 
-    @contextlib.contextmanager
-    def bringing(
-        self, weights: Any, ranks: Sequence[int], arrivals: Arrivals, *, alone: bool = False
-    ) -> Iterator[Payload | None]:
+    def round(
+        self,
+        weights: Any,
+        ranks: Sequence[int],
+        arrivals: Arrivals,
+        work: Callable[[Payload | None], Outcome],
+        *,
+        alone: bool = False,
+    ) -> Outcome:
         """Run a round whose calls carry ``weights``, unless they are None; then note who has them.
 
         Where all ranks refused them, or no call could be made, nothing was sent. Otherwise they
@@ -242,13 +254,15 @@ class Roster(Ranks):
             weights: The weights.
             ranks: The ranks that are called.
             arrivals: Their answers.
+            work: Takes the payload that brings the weights, makes the calls, and returns what is
+                made of the answers.
             alone: Whether the calls run no method, so that all errors are about the weights.
         """
         before, payload = self.latest, None
         try:
             if weights is not None and ranks:
                 payload = self._make_latest(weights, ranks)
-            yield payload
+            return work(payload)
         except WorkerError as error:
             # It was raised at the first refusal. Read on until it is known whether all refuse.
             while (refused := _refusals(arrivals)) and not _took(arrivals, refused):
@@ -259,25 +273,36 @@ class Roster(Ranks):
             raise WorkerError(error.failed | refused) from error.__cause__
         finally:
             # Also if something other than a rank's failure has broken the round off.
-            self._close(arrivals)
-            if payload is not None:
-                refused = raised(arrivals.failed) if alone else _refusals(arrivals)
-                took = _took(arrivals, refused)
-                is_over = arrivals.unanswered.keys() <= {*arrivals.late}
-                if not arrivals.answers or (refused and not took and is_over):
-                    self.latest = before
-                else:
-                    self._leave_out(refused)
-                    # If no method gave a result, the calls may not have begun, for lack of an
-                    # argument. If one did, they began, or the next call finds the rank stale.
-                    self._note_taken(took if arrivals.arrived or arrivals.quarantined else ())
-                _count_sent(payload, arrivals, took)
+            if payload is None:
+                self._close(arrivals)
+            else:
+                self._close_sent(payload, arrivals, before, alone=alone)
                 if isinstance(weights, Round):
                     weights.nbytes_sent = payload.nbytes_sent
 
+    def _close_sent(
+        self, payload: Payload, arrivals: Arrivals, before: Latest, *, alone: bool
+    ) -> None:
+        """Do the work of `_close` for calls that brought weights; note which ranks have them."""
+        refused: Mapping[int, Exception] = {}
+        if arrivals.failed:
+            refused = raised(arrivals.failed) if alone else _refusals(arrivals)
+        took = _took(arrivals, refused)
+        is_refused = refused and not took and arrivals.unanswered.keys() <= {*arrivals.late}
+        is_sent = bool(arrivals.answers) and not is_refused
+        if not is_sent:
+            self.latest = before
+        # If no method gave a result, the calls may not have begun, for lack of an argument. If one
+        # did, they began, or the next call finds the rank stale.
+        has_begun = is_sent and (arrivals.arrived or arrivals.quarantined)
+        self._close(arrivals, took if has_begun else ())
+        if is_sent and refused:
+            self._leave_out(refused)
+        _count_sent(payload, arrivals, took)
+
     def why_no_agents(self, ranks: Iterable[int], request: Request) -> str | None:
         """Return why an average is made without agents; empty if all ranks are here."""
-        if not any(self._records[rank].worker.far_node for rank in ranks):
+        if not [rank for rank in ranks if self._records[rank].worker.far_node]:
             return ""
         if request.rule is not None:
             return "a rule needs all results in one place"
@@ -289,18 +314,35 @@ class Roster(Ranks):
         setback = self.lanes.setback
         return self.agents.why_not() if setback.is_over or not setback.reason else setback.reason
 
-    def ways(self, ranks: Iterable[int], why: str | None) -> dict[int, str]:
-        """Return how ``ranks`` were reached; ``why`` not by agents, if they were not."""
-        workers = {rank: self._records[rank].worker for rank in ranks}
-        return {k: f"store: {why}" if why and w.far_node else w.way for k, w in workers.items()}
+    def offer(self) -> None:
+        """Have the next average made in a window, if one is free; it is as large as the last."""
+        self.lanes.offer(self._nbytes)
 
-    def note_size(self, result: Round, *, is_kept: bool) -> None:
-        """Note the size of an average, for the next one; ``is_kept``, if it was made here."""
+    def complete(
+        self, result: Round, ranks: Iterable[int], why_no_agents: str | None, *, is_kept: bool
+    ) -> None:
+        """Say in an average how its ranks were reached, and who has come and gone; note its size.
+
+        Args:
+            result: The average.
+            ranks: The ranks that were called.
+            why_no_agents: Why they were not reached by agents, if they were not.
+            is_kept: Whether the average was made in memory of this process's choice.
+        """
+        ways: dict[int, str] = {}
+        for rank in ranks:
+            worker = self._records[rank].worker
+            is_far = why_no_agents and worker.far_node
+            ways[rank] = f"store: {why_no_agents}" if is_far else worker.way
+        ways.update(result.ways)
+        result.ways = ways
+        if self.has_news:
+            result.joined, result.left = self.take_news()
         if result.used:
             self.agents.nbytes = result.nbytes // len(result.used)
         array = getattr(result.weights, "buffer", result.weights)
         if is_kept and isinstance(array, np.ndarray):
-            self.nbytes = array.nbytes
+            self._nbytes = array.nbytes
 
     def distrust(self) -> None:
         """Have all workers sent the latest weights again before their next call."""
@@ -319,7 +361,7 @@ class Roster(Ranks):
         if latest.version is not None and record.version != latest.version:
             payload = latest.in_full()
             assert payload is not None
-            self._prepare(record.worker, payload)
+            self._prepare([rank], payload)
         return self.call(method, args, kwargs, payload)
 
     def restore(self, deadline: Deadline, *, patient: bool = True) -> list[int]:
@@ -395,8 +437,9 @@ class Roster(Ranks):
             # Not by a version: an actor that was restarted before the start is as good as another.
             arrivals = Arrivals(Deadline.after(timeout))
             record = self._records[rank]
-            record.owed = RayAnswer(record.worker.handle.get_weights.remote())
-            arrivals.expect(rank, record.owed)
+            answer = RayAnswer(record.worker.handle.get_weights.remote())
+            record.owe(answer)
+            arrivals.expect({rank: answer})
             try:
                 values = copied(arrivals.collect())
             finally:
@@ -422,15 +465,26 @@ class Roster(Ranks):
                 self._records[owing.pop(answer)].drop_owed()
         return list(owing.values())
 
-    def _close(self, arrivals: Arrivals) -> None:
-        """Note the failed, late and missing answers of a round that is over, or was broken off."""
+    def _close(self, arrivals: Arrivals, took: Collection[int] = ()) -> None:
+        """Note the failed, late and missing answers of a round that is over, or was broken off.
+
+        Args:
+            arrivals: The answers.
+            took: The ranks that have the latest weights.
+        """
         self.lanes.done()
-        unanswered = arrivals.unanswered
+        unanswered, late, records = arrivals.unanswered, arrivals.late, self._records
+        version = self.latest.version
         for rank, answer in arrivals.answers.items():
-            is_late = rank in arrivals.late
-            self._records[rank].settle(answer, is_there=rank not in unanswered, is_late=is_late)
+            records[rank].settle(
+                answer,
+                is_there=rank not in unanswered,
+                is_late=rank in late,
+                version=version if rank in took else None,
+            )
         arrivals.let_go()
-        self.note_lost(arrivals.errors)
+        if arrivals.failed or late:
+            self.note_lost(arrivals.errors)
 
     def _leave_out(self, failed: Mapping[int, Exception]) -> None:
         """Count all ``failed`` ranks as unhealthy."""
@@ -442,36 +496,41 @@ class Roster(Ranks):
         for rank in ranks:
             self._records[rank].take(self.latest.version)
 
-    def _make_latest(self, weights: Any, ranks: Collection[int]) -> Payload:
-        """Make ``weights`` ready for ``ranks``; from then on they are the latest.
+    def _make_latest(self, weights: Any, ranks: Iterable[int] | None) -> Payload:
+        """Make ``weights`` ready for ``ranks``, or for any; from then on they are the latest.
 
         An error before that changes nothing.
         """
         begin = time.monotonic()
         latest = self.latest.after(weights, self._next_stamp())
         assert latest.payload is not None
-        for rank in ranks:
-            worker = self._records[rank].worker
-            agent = self.agents.of(worker)
-            if agent is None or not agent.has(latest.payload.exchanged):
-                self._prepare(worker, latest.payload)
-        if not ranks:
-            self._prepare(None, latest.payload)  # until it is sent, the caller's may change
+        if ranks is not None and latest.payload.exchanged is not None:
+            ranks = [rank for rank in ranks if not self._is_with_agent(rank, latest.payload)]
+        self._prepare(ranks, latest.payload)
         note_seconds(weights, "put", time.monotonic() - begin)
         self.latest = latest
         reach("sending")
         return latest.payload
 
-    def _prepare(self, worker: Worker | None, payload: Payload) -> None:
-        """Bring ``payload`` within reach of ``worker``; if that is None, of any.
+    def _prepare(self, ranks: Iterable[int] | None, payload: Payload) -> None:
+        """Bring ``payload`` within reach of the workers of ``ranks``; if that is None, of any.
 
         Raises:
             StoreTooSmallError: If the object store has no room for it.
         """
+        records = self._records
         try:
-            argument_of(payload) if worker is None else worker.prepare(payload)
+            for rank in ranks or ():
+                records[rank].worker.prepare(payload)
+            if ranks is None:
+                argument_of(payload)  # until it is sent, the caller's may change
         except FULL as error:
             raise too_small(len(self), payload.value) from error
+
+    def _is_with_agent(self, rank: int, payload: Payload) -> bool:
+        """Whether the agent of a worker's node has the weights of ``payload``."""
+        agent = self.agents.of(self._records[rank].worker)
+        return agent is not None and agent.has(payload.exchanged)
 
     def _send_to_unhealthy(self, weights: Any, deadline: Deadline) -> list[int]:
         """Send ``weights`` to all ranks, none of which is healthy; return those that took them.
@@ -481,7 +540,7 @@ class Roster(Ranks):
         """
         before, took = self.latest, list[int]()
         try:
-            self._make_latest(weights, ())
+            self._make_latest(weights, None)
             took = self.restore(deadline, patient=False)
         finally:
             if not took and not any(record.owed for record in self._records.values()):
@@ -510,9 +569,8 @@ class Roster(Ranks):
         arrivals = Arrivals(deadline)
 
         def ask(ranks: Sequence[int]) -> None:
-            for rank in ranks:
-                if payload is not None:
-                    self._prepare(self._records[rank].worker, payload)
+            if payload is not None:
+                self._prepare(ranks, payload)
             self.send_out(self.call(payload=payload), arrivals, ranks)
 
         def is_to_be_asked_again(rank: int) -> bool:
@@ -530,8 +588,8 @@ class Roster(Ranks):
 
         owing = {rank: owed for rank in ranks if (owed := self._records[rank].owed)}
         try:
-            for rank, owed in owing.items() if patient else ():
-                arrivals.expect(rank, owed)
+            if patient:
+                arrivals.expect(owing)
             ask([rank for rank in ranks if rank not in owing])
             while (came := arrivals.wait()) is not None:
                 ask([rank for rank in came if is_to_be_asked_again(rank)])
@@ -552,8 +610,14 @@ def note_seconds(weights: Any, step: str, seconds: float) -> None:
 
 
 def _count_sent(payload: Payload, arrivals: Arrivals, took: Iterable[int]) -> None:
-    """Count the bytes of a ``payload`` that went to the ranks that took it."""
-    nbytes = len({arrivals.answers[rank].carrier for rank in took} - {None}) * payload.nbytes
+    """Count the bytes of a ``payload`` that went to the ranks that took it.
+
+    A command of an agent brings them once, unless the agent has them.
+    """
+    answers = [arrivals.answers[rank] for rank in took]
+    commands = [answer.call for answer in answers if type(answer) is NodeAnswer]
+    brought = {command for command in commands if not command.exchange}
+    nbytes = (len(answers) - len(commands) + len(brought)) * payload.nbytes
     METRICS.add({SENT: nbytes})
     payload.nbytes_sent += nbytes
 
@@ -565,4 +629,6 @@ def _refusals(arrivals: Arrivals) -> dict[int, Exception]:
 
 def _took(arrivals: Arrivals, refused: Mapping[int, Exception]) -> set[int]:
     """Return the ranks that have answered a call that brought weights, and have not refused."""
+    if not arrivals.failed:
+        return arrivals.arrived
     return arrivals.arrived | raised(arrivals.failed).keys() - refused.keys()

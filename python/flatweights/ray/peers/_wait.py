@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flatweights._average import Nonfinite, check_nonfinite, read_weight, read_weights
@@ -18,8 +17,7 @@ _FOREVER = 1e8  # seconds, three years: clocks that count nanoseconds overflow l
 Weights = Iterable[float] | Callable[[Any], float] | None
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """The checked arguments of a round.
 
     Attributes:
@@ -54,6 +52,8 @@ class Request:
     ) -> "Request":
         """Check the arguments of an average over so many ``ranks``, numbered up to ``span``.
 
+        ``max_inflight`` is checked where it was given.
+
         Raises:
             ValueError: If one is out of range.
             TypeError: If one that should be a number is not.
@@ -67,7 +67,7 @@ class Request:
             check_timeout(timeout),
             None if min_results is None else check_count(min_results, "min_results", ranks),
             nonfinite,
-            check_count(max_inflight, "max_inflight"),
+            max_inflight,
             checked,
         )
 
@@ -87,16 +87,21 @@ class Request:
         Raises:
             ValueError: If the rank was added after they were given.
         """
+        return self.numbers_of([rank])[0]
+
+    def numbers_of(self, ranks: Sequence[int]) -> list[float]:
+        """Return the weights of ``ranks``; see `number_of`."""
         assert not callable(self.weights)
         if not self.weights:
-            return 1.0
-        if rank >= len(self.weights):
-            count = len(self.weights)
-            raise ValueError(
-                f"weights: expected one for rank {rank}, which was added later, got {count} "
-                "numbers: give a function of what a worker returned"
-            )
-        return self.weights[rank]
+            return [1.0] * len(ranks)
+        count = len(self.weights)
+        for rank in ranks:
+            if rank >= count:
+                raise ValueError(
+                    f"weights: expected one for rank {rank}, which was added later, got {count} "
+                    "numbers: give a function of what a worker returned"
+                )
+        return [self.weights[rank] for rank in ranks]
 
 
 def _numbers(weights: Iterable[float] | None, count: int) -> tuple[float, ...]:
@@ -184,8 +189,9 @@ class Arrivals:
         self.seconds_waited = 0.0
         self.deadline = deadline
         self._pending: dict[Answer, int] = {}
-        for rank, answer in answers.items():
-            self.expect(rank, answer)
+        self._is_let_go = False  # whether all answers that have come were let go of
+        if answers:
+            self.expect(answers)
 
     @classmethod
     def over(
@@ -214,25 +220,31 @@ class Arrivals:
         arrivals.seconds_waited = seconds_waited
         return arrivals
 
-    def expect(self, rank: int, answer: Answer) -> None:
-        """Wait for ``answer``, too."""
-        self.answers[rank] = answer
-        self._pending[answer] = rank
+    def expect(self, answers: Mapping[int, Answer]) -> None:
+        """Wait for ``answers``, too."""
+        self.answers.update(answers)
+        for rank, answer in answers.items():
+            self._pending[answer] = rank
 
     def arrive(self, rank: int, answer: Answer) -> None:
         """Count ``answer``, which has come, as that of a rank."""
         self.answers[rank] = answer
         self.arrived.add(rank)
+        self._is_let_go = False
 
     @property
     def unanswered(self) -> dict[int, Answer]:
         """The answers that workers still owe: those of late ranks, and those not waited for."""
+        if not (self.late or self._pending):
+            return {}
         owing = {*self.late, *self._pending.values()}
         return {rank: answer for rank, answer in self.answers.items() if rank in owing}
 
     @property
     def errors(self) -> dict[int, Exception]:
         """By rank, the reason for a missing result: an exception, or that the rank is late."""
+        if not self.late:
+            return self.failed
         return self.failed | dict.fromkeys(self.late, late_error(self.deadline.timeout))
 
     def wait(self, *, all_at_once: bool = False) -> list[int] | None:
@@ -244,19 +256,20 @@ class Arrivals:
         Returns:
             The ranks, maybe none; None if there is nothing left to wait for.
         """
-        if not self._pending:
+        pending = self._pending
+        if not pending:
             return None
         begin = time.monotonic()
         end = self.deadline.end
-        enough = len(self._pending) if all_at_once else 1
-        there = wait_any([*self._pending], end, enough)
+        there = wait_any([*pending], end, len(pending) if all_at_once else 1)
         now = time.monotonic()
         self.seconds_waited += now - begin
-        came = sorted(self._pending.pop(answer) for answer in there)
+        came = sorted([pending.pop(answer) for answer in there])
         self.arrived.update(came)
-        if end is not None and now >= end:
-            self.late = sorted({*self.late, *self._pending.values()})
-            self._pending.clear()
+        self._is_let_go = False
+        if pending and end is not None and now >= end:
+            self.late = sorted({*self.late, *pending.values()})
+            pending.clear()
         return came
 
     def collect(self) -> dict[int, Any]:
@@ -308,6 +321,8 @@ class Arrivals:
         Raises:
             WorkerError: Naming all ranks that failed, are late or in quarantine.
         """
+        if not (self.failed or self.late or request.min_results) and self.answers:
+            return
         left = len(self.answers) - len(self.failed) - len(self.late)
         need = len(self.answers) if request.min_results is None else request.min_results
         if left + len(self.quarantined) >= need and left >= (request.min_results or 1):
@@ -316,15 +331,18 @@ class Arrivals:
         first = next(iter(self.failed.values()), None)
         full = [rank for rank, error in errors.items() if isinstance(error, FULL)]
         if full:
-            errors |= dict.fromkeys(full, too_small(len(self.answers), sample()))
+            errors = errors | dict.fromkeys(full, too_small(len(self.answers), sample()))
         raise WorkerError(errors) from first
 
     def let_go(self) -> None:
-        """Let go of all answers but those that are still owed, and wait for none."""
+        """Let go of all answers but those that are still owed; a second time, of none."""
+        if self._is_let_go:
+            return
         owed = self.unanswered
         for rank, answer in self.answers.items():
             if rank not in owed:
                 answer.let_go()
+        self._is_let_go = True
 
 
 _SLICE = 1e-3  # seconds that one way is waited for while there are others
@@ -347,12 +365,17 @@ def wait_any(
     """
     ways: dict[type[Answer], list[Answer]] = {}
     for answer in answers:
-        ways.setdefault(type(answer), []).append(answer)
+        way = type(answer)
+        if way in ways:
+            ways[way].append(answer)
+        else:
+            ways[way] = [answer]
     while True:
         left = seconds_left(deadline)
         patience = left if len(ways) == 1 else min(_SLICE, _SLICE if left is None else left)
         there: list[Answer] = []
         for way, expected in ways.items():
-            there += way.wait(expected, 0.0 if there else patience, min(enough, len(expected)))
+            most = enough if enough < len(expected) else len(expected)
+            there += way.wait(expected, 0.0 if there else patience, most)
         if there or left == 0:
             return there

@@ -258,7 +258,7 @@ class AsCompleted:
     def _send(self, rank: int, kind: Literal["work", "probe"], pause: float = _PAUSE) -> None:
         roster, work, timeout = self.roster, self._work, self._request.timeout
         if kind == "work":
-            more = work.arguments_of([rank])[rank]
+            more = work.arguments_of([rank]).get(rank, ())
             call = roster.call_on_latest(rank, work.method, (*work.args, *more), work.kwargs)
         else:
             call = roster.call_on_latest(rank, None, (), {})

@@ -10,6 +10,7 @@ the driver, which averages them: there may be no streams between two of them.
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +34,7 @@ from flatweights.ray.peers._summary import Exchanged, Reading, Summary, read_int
 from flatweights.ray.peers._wait import Arrivals, Request
 from flatweights.ray.rounds._codec import PLAIN, Codec
 from flatweights.ray.rounds._in_one_place import DriverAverage
-from flatweights.ray.rounds._letting_go import letting_go
+from flatweights.ray.rounds._letting_go import forget_values
 
 _GRACE = 0.5  # seconds for which an exchange may go on when the time of a round is up
 _ANSWER = 10.0  # seconds in which an agent answers: while its store spills, it does nothing else
@@ -92,8 +93,15 @@ class NodesAverage:
 
     def run(self) -> Round:
         """Wait, exchange, and let go of all values, in an error too."""
-        with letting_go(self._agents.end.models.clear, self._arrivals.let_go):
+        outer = sys.exc_info()[1]
+        try:
             return self._run()
+        except BaseException as error:
+            forget_values(error, outer)
+            raise
+        finally:
+            self._agents.end.models.clear()
+            self._arrivals.let_go()
 
     def _run(self) -> Round:
         arrivals = self._arrivals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,12 +12,12 @@ from flatweights._running_average import RunningAverage
 from flatweights._sources import Template
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._failpoints import reach
-from flatweights.ray._result import copied, split
+from flatweights.ray._result import Packed, copied, split
 from flatweights.ray._round import Round
 from flatweights.ray._wire import nbytes_of
 from flatweights.ray.peers._wait import Arrivals, Request
 from flatweights.ray.rounds._codec import PLAIN, Codec
-from flatweights.ray.rounds._letting_go import letting_go
+from flatweights.ray.rounds._letting_go import forget_values
 from flatweights.robust import Rule
 
 
@@ -50,6 +51,7 @@ class DriverAverage:
         self._order = sorted(arrivals.answers)
         self._next = 0  # index in the order of the first rank that was not added
         self._held: dict[int, Any] = {}
+        self._packed: dict[int, Packed] = {}  # of those that are weights alone, in windows
         self._template: Template | None = None
         self._first = 0  # the rank that gave the template
         self._used: list[int] = []
@@ -61,8 +63,16 @@ class DriverAverage:
 
     def run(self) -> Round:
         """Wait, average, and let go of all values, in an error too."""
-        with letting_go(self._held.clear, self._arrivals.let_go):
+        outer = sys.exc_info()[1]
+        try:
             return self.average()
+        except BaseException as error:
+            forget_values(error, outer)
+            raise
+        finally:
+            self._held.clear()
+            self._packed.clear()
+            self._arrivals.let_go()
 
     def average(self) -> Round:
         """Wait and average; the caller lets go of all values."""
@@ -84,8 +94,8 @@ class DriverAverage:
 
     def _may_hold_all(self) -> bool:
         """Whether no more than ``max_inflight`` answers have to be mapped from the store."""
-        in_store = sum(answer.is_in_store for answer in self._arrivals.answers.values())
-        return in_store <= self._request.max_inflight
+        answers, most = self._arrivals.answers.values(), self._request.max_inflight
+        return len(answers) <= most or sum(answer.is_in_store for answer in answers) <= most
 
     def _at_once(self) -> Any:
         """Wait for all, then average in one pass."""
@@ -161,9 +171,11 @@ class DriverAverage:
         if self._out is not None or callable(request.weights) or request.rule is not None:
             return None
         ranks = sorted(self._arrivals.arrived)
-        models = [model for rank in ranks if (model := self._arrivals.answers[rank].packed())]
-        weights = [request.number_of(rank) for rank in ranks]
-        if len(models) < len(ranks) or not any(weights):
+        models = [self._packed[rank] for rank in ranks if rank in self._packed]
+        if len(models) < len(ranks):
+            return None
+        weights = request.numbers_of(ranks)
+        if not any(weights):
             return None
         self._codec.accept(models[0].layout, f"rank {ranks[0]}")
         reach("averaging")
@@ -216,8 +228,11 @@ class DriverAverage:
         """
         near = set(self._order[self._next : self._next + self._request.max_inflight])
         for rank in sorted(came, reverse=True):
-            if self._arrivals.answers[rank].packed() is None:
+            packed = self._arrivals.answers[rank].packed()
+            if packed is None:
                 self._take(rank, hold=rank in near)
+            else:
+                self._packed[rank] = packed
 
     # Functions of their own, so that a value is not mapped any longer when they return.
 

@@ -12,7 +12,7 @@ ByRank = Callable[[int], Sequence[Any]]
 """A function of the rank that returns arguments."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Work:
     """The call that all workers of a round receive.
 
@@ -41,5 +41,7 @@ class Work:
         return self.method not in _READS
 
     def arguments_of(self, ranks: Iterable[int]) -> dict[int, Sequence[Any]]:
-        """Return the additional arguments by rank."""
-        return {rank: tuple(self.arguments(rank)) if self.arguments else () for rank in ranks}
+        """Return the additional arguments by rank; none, if no rank has any."""
+        if self.arguments is None:
+            return {}
+        return {rank: tuple(self.arguments(rank)) for rank in ranks}

@@ -1,0 +1,114 @@
+"""Rounds with a barrier: all workers of a group are called, and all are waited for."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from flatweights._numbers import check_count
+from flatweights.ray._errors import WorkerError, raised
+from flatweights.ray._result import check_result
+from flatweights.ray._round import Round
+from flatweights.ray._wire import Travels
+from flatweights.ray.peers._contract import Payload
+from flatweights.ray.peers._roster import Roster, note_seconds
+from flatweights.ray.peers._wait import Arrivals, Deadline, Request
+from flatweights.ray.rounds._between_nodes import NodesAverage
+from flatweights.ray.rounds._codec import PLAIN, Codec
+from flatweights.ray.rounds._in_one_place import DriverAverage
+from flatweights.ray.rounds._work import Work
+
+
+def average_of(
+    roster: Roster,
+    work: Work,
+    request: Request,
+    ranks: Iterable[int] | None,
+    broadcast: Any = None,
+    out: Any = None,
+    travels: Travels = "weights",
+) -> Round:
+    """Have workers do ``work``, and average their results; see `WorkerGroup.average`."""
+    asked, timeout, need = roster.check(ranks), request.timeout, request.min_results or 1
+    if need > len(asked):
+        check_count(need, "min_results", len(asked))
+    called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
+    before = roster.unhealthy(asked) if len(called) < len(asked) else {}
+    if len(called) < need:
+        raise WorkerError(before)
+    by_rank = work.arguments_of(called)
+    arrivals = Arrivals(Deadline.after(timeout))
+
+    def average(payload: Payload | None) -> Round:
+        wire = roster.latest.wire
+        is_encoded = wire is not None and (travels == "gradients" or wire.has_sent)
+        encoded = travels if is_encoded else None
+        call = roster.call(work.method, work.args, work.kwargs, payload, encoded)
+        codec = PLAIN
+        if wire is not None and is_encoded:
+            codec = Codec(wire.widen, functools.partial(wire.decode, travels=travels))
+        elif roster.layout is not None:
+            codec = Codec(accept=functools.partial(check_result, roster.layout, work.method))
+        why = roster.why_no_agents(called, request)
+        if why is None:
+            between = NodesAverage(roster.agents, arrivals, request, out, codec)
+            roster.send_out(call, arrivals, called, by_rank, between.reading)
+            result = between.run()
+        else:
+            roster.send_out(call, arrivals, called, by_rank)
+            roster.offer()
+            result = DriverAverage(arrivals, request, out, codec).run()
+        roster.complete(result, called, why, is_kept=out is None)
+        return result
+
+    try:
+        result = roster.round(broadcast, called, arrivals, average)
+    except WorkerError as error:
+        raise WorkerError(before | error.failed) from error.__cause__
+    if before:
+        result.failed = dict(sorted((before | result.failed).items()))
+    return result
+
+
+def results_of(
+    roster: Roster, work: Work, timeout: float | None, ranks: Iterable[int] | None, broadcast: Any
+) -> dict[int, Any]:
+    """Have workers do ``work``; return their results by rank; see `WorkerGroup.step`."""
+    asked = roster.check(ranks)
+    called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
+    by_rank = work.arguments_of(called)
+    arrivals = Arrivals(Deadline.after(timeout))
+
+    def collect(payload: Payload | None) -> dict[int, Any]:
+        call = roster.call(work.method, work.args, work.kwargs, payload)
+        roster.send_out(call, arrivals, called, by_rank)
+        return arrivals.collect()
+
+    results = roster.round(broadcast, called, arrivals, collect)
+    by_methods = raised(arrivals.failed)
+    if by_methods or not results:
+        raise WorkerError(by_methods or roster.unhealthy(asked))
+    return results
+
+
+def send(roster: Roster, weights: Any, timeout: float | None) -> list[int]:
+    """Have workers set ``weights``; return the ranks that have; see `WorkerGroup.broadcast`."""
+    roster.admit()
+    ranks, weights = roster.begin(weights, timeout)
+    if weights is None:
+        return ranks
+    arrivals = Arrivals(Deadline.after(timeout))
+
+    def collect(payload: Payload | None) -> None:
+        begin = time.monotonic()
+        roster.send_out(roster.call(payload=payload), arrivals, ranks)
+        arrivals.collect()
+        note_seconds(weights, "broadcast", time.monotonic() - begin)
+
+    roster.round(weights, ranks, arrivals, collect, alone=True)
+    by_workers = raised(arrivals.failed)
+    if by_workers or not arrivals.arrived:
+        raise WorkerError(by_workers or roster.unhealthy())
+    return sorted(arrivals.arrived)
