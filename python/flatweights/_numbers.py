@@ -1,4 +1,4 @@
-"""Checks of numbers that users pass."""
+"""Checks of numbers that users pass, and the text of bytes."""
 
 import math
 import operator
@@ -75,3 +75,12 @@ def check_count(value: int, name: str, most: int | None = None, *, least: int = 
         bound = f"at least {least}" if most is None else f"{least} to {most}, the number of ranks"
         raise ValueError(f"{name}: expected {bound}, got {value!r}")
     return checked
+
+
+def readable_bytes(nbytes: float) -> str:
+    """Return ``nbytes`` with three digits and a decimal unit."""
+    units = ["TB", "GB", "MB", "kB", "B"]
+    while nbytes >= 999.5 and len(units) > 1:
+        nbytes /= 1000
+        units.pop()
+    return f"{nbytes:{'.3g' if nbytes < 999.5 else ',.0f'}} {units[-1]}"

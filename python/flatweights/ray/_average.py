@@ -9,12 +9,11 @@ import ray
 
 from flatweights._average import Nonfinite
 from flatweights._numbers import check_count
-from flatweights.ray._report import report
 from flatweights.ray._round import Round
 from flatweights.ray.peers._contract import Answer
 from flatweights.ray.peers._store import RayAnswer, check_cluster
-from flatweights.ray.peers._wait import Arrivals, Deadline, Request, Weights
-from flatweights.ray.rounds._in_one_place import DriverAverage
+from flatweights.ray.peers._wait import Request, Weights
+from flatweights.ray.rounds._barrier import average_of_answers
 from flatweights.robust import AnyRule
 
 
@@ -101,10 +100,7 @@ def average(
         max_inflight=check_count(max_inflight, "max_inflight"),
         rule=rule,
     )
-    arrivals = Arrivals(Deadline.after(request.timeout), answers)
-    result = DriverAverage(arrivals, request, out).run()
-    report(result)
-    return result
+    return average_of_answers(answers, request, out)
 
 
 def references(refs: Iterable[Any]) -> dict[int, Answer]:

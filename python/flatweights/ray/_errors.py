@@ -9,12 +9,14 @@ from typing import Any
 
 import ray
 
-from flatweights.ray._result import shortened
-
 # The error for an exception that does not unpickle here; older versions of Ray do not have it.
 _UNSERIALIZABLE: Any = getattr(ray.exceptions, "UnserializableException", ())
 
+FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
+"""The errors of a result for which the store had no room."""
+
 _LONGEST_ERROR = 16 << 10  # bytes of a pickled error
+_MOST_SHOWN = 2000  # characters of a text that a worker sent
 _LONGEST_TEXT = 1000  # characters of the text that replaces a longer error
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -49,6 +51,20 @@ class RefusedWeightsError(RuntimeError):
 
 class StoreTooSmallError(RuntimeError):
     """The object store, and the disk that it spills to, cannot hold a round."""
+
+
+def too_small(ranks: int, nbytes: int | None) -> StoreTooSmallError:
+    """Return the error, with the size that the store must have for weights of ``nbytes``, if known."""
+    need = f"({ranks} + 2) * " + (
+        "the bytes of the weights"
+        if nbytes is None
+        else f"{nbytes:,} = {(ranks + 2) * nbytes:,} bytes"
+    )
+    return StoreTooSmallError(
+        f"the object store is full: the results of {ranks} ranks, their average and the one "
+        f"before need at least {need}; set ray.init(object_store_memory=...) or ray start "
+        "--object-store-memory"
+    )
 
 
 def is_lost(error: Exception) -> bool:
@@ -106,6 +122,14 @@ def reason_in_a_line(error: Exception) -> str:
         return f"{name}: {lines[-1]}"
     detail = _EXIT_DETAIL.search(lines[-1])
     return f"{name}: {lines[0]}" + (f" {detail[1]}" if detail else "")
+
+
+def shortened(text: str) -> str:
+    """Return the beginning and the end of a text that is too long to be shown."""
+    if len(text) <= _MOST_SHOWN:
+        return text
+    begin, end = text[: _MOST_SHOWN * 3 // 4], text[-_MOST_SHOWN // 4 :]
+    return f"{begin} ... [{len(text):,} characters] ... {end}"
 
 
 def portable(error: Exception) -> Exception:

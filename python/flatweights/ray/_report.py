@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
+from flatweights._numbers import readable_bytes
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round, ranks_left_out
 
@@ -239,15 +240,6 @@ def _ranks_by_way(result: Round) -> dict[str, list[int]]:
         else:
             ranks[way] = [rank]
     return ranks
-
-
-def readable_bytes(nbytes: float) -> str:
-    """Return ``nbytes`` with three digits and a decimal unit."""
-    units = ["TB", "GB", "MB", "kB", "B"]
-    while nbytes >= 999.5 and len(units) > 1:
-        nbytes /= 1000
-        units.pop()
-    return f"{nbytes:{'.3g' if nbytes < 999.5 else ',.0f'}} {units[-1]}"
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """The result of a worker: weights, or weights and extras. It does not import Ray."""
 
-import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,9 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights._layout import Layout
+from flatweights._sources import Template
 from flatweights._weights import FlatWeights
-
-_MOST_SHOWN = 2000  # characters of a text that a worker sent
 
 
 class Packed(NamedTuple):
@@ -53,48 +50,6 @@ def copied(extras: Any) -> Any:
     return extras
 
 
-def check_result(layout: Layout, method: str, model: Any, where: str) -> None:
-    """Raise `TypeError` unless ``model`` can be weights of ``layout``, or gradients of them.
-
-    There may be gradients of only some of the weights.
-
-    Args:
-        layout: The layout of the weights of the workers.
-        method: The name of the method.
-        model: The model that the method returned; or its layout, for `FlatWeights`.
-        where: The name of the worker in the error.
-    """
-    if isinstance(model, FlatWeights):
-        model = model.layout
-    if isinstance(model, (Layout, Mapping)):
-        names = model.names if isinstance(model, Layout) else model
-        got = f"parts of the names {shortened(', '.join(map(repr, names)))}"
-        is_theirs = any(name in layout for name in names)
-        if isinstance(model, Layout):  # by position
-            is_theirs = is_theirs or model.signature == layout.signature
-    elif isinstance(model, (list, tuple)):
-        shapes = [np.shape(part) for part in model if not isinstance(part, (Mapping, list, tuple))]
-        got = f"{len(model)} parts of the shapes {shortened(str(shapes))}"
-        is_theirs = not Counter(shapes) - Counter(slot.shape for slot in layout.slots)
-    else:
-        got = f"an array of the shape {np.shape(model)}"
-        is_theirs = np.ndim(model) > 0 and math.prod(np.shape(model)) <= layout.size
-    if not is_theirs:
-        raise TypeError(
-            f"{where}: expected weights of the workers ({len(layout)} parts, {layout.size} "
-            f"elements) or gradients of them from {method!r}, got {got}: should it return "
-            "self.get_weights()?"
-        )
-
-
-def shortened(text: str) -> str:
-    """Return the beginning and the end of a text that is too long to be shown."""
-    if len(text) <= _MOST_SHOWN:
-        return text
-    begin, end = text[: _MOST_SHOWN * 3 // 4], text[-_MOST_SHOWN // 4 :]
-    return f"{begin} ... [{len(text):,} characters] ... {end}"
-
-
 def parts_of(model: Any) -> list[Any]:
     """Return the arrays that ``model`` consists of: the same objects each time."""
     if isinstance(model, FlatWeights):
@@ -103,6 +58,16 @@ def parts_of(model: Any) -> list[Any]:
         values = model.values() if isinstance(model, Mapping) else model
         return [part for value in values for part in parts_of(value)]
     return [model if isinstance(model, np.ndarray) else np.asarray(model)]
+
+
+def packed_nbytes(model: Any) -> int | None:
+    """Return the bytes of ``model`` in one packed buffer; None if its kind cannot be averaged."""
+    if isinstance(model, FlatWeights):
+        return model.buffer.nbytes
+    try:
+        return Template.of(model).layout.nbytes
+    except TypeError:
+        return None
 
 
 def is_arrays(weights: Any) -> bool:

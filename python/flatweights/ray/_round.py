@@ -11,9 +11,8 @@ from typing import Any
 
 import ray
 
-from flatweights.ray._errors import reason_in_a_line
-from flatweights.ray._result import parts_of
-from flatweights.ray.peers._store import FULL, too_small
+from flatweights.ray._errors import FULL, reason_in_a_line, too_small
+from flatweights.ray._result import packed_nbytes, parts_of
 
 
 class Round:
@@ -131,7 +130,7 @@ class Round:
             return ray.put(self.weights)
         except FULL as error:
             ranks = len(self.used) + len(self.failed) + len(self.late)
-            raise too_small(ranks, self.weights) from error
+            raise too_small(ranks, packed_nbytes(self.weights)) from error
 
     def current_ref(self) -> Any:
         """Return `ref`, but put `weights` anew if they may have changed since they were put."""

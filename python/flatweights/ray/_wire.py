@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from flatweights._sources import Template
 from flatweights._weights import FlatWeights
-from flatweights.ray._result import with_weights
+from flatweights.ray._result import packed_nbytes, with_weights
 from flatweights.wire import (
     DeltaBroadcaster,
     DeltaEncoder,
@@ -162,9 +161,4 @@ def nbytes_of(weights: Any) -> int | None:
         return weights.values.buffer.nbytes
     if isinstance(weights, Snapshot):
         weights = weights.weights
-    if isinstance(weights, FlatWeights):
-        return weights.buffer.nbytes
-    try:
-        return Template.of(weights).layout.nbytes
-    except TypeError:
-        return None
+    return packed_nbytes(weights)

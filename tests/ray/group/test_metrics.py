@@ -25,8 +25,9 @@ from ray_pool import Actors, Lend, only_late
 from ray_workers import PlainWorker, weights_of
 from reference import clean_environment
 
+from flatweights._numbers import readable_bytes
 from flatweights.ray import Round, WorkerError, WorkerGroup, average
-from flatweights.ray._report import METRICS, ROUND, Metrics, readable_bytes, rounds_bar
+from flatweights.ray._report import METRICS, ROUND, Metrics, rounds_bar
 
 pytestmark = pytest.mark.ray
 

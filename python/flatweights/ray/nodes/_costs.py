@@ -11,8 +11,7 @@ from typing import Literal
 import numpy as np
 
 from flatweights._dtypes import is_averaged
-from flatweights._numbers import check_count
-from flatweights.ray._report import readable_bytes
+from flatweights._numbers import check_count, readable_bytes
 from flatweights.ray.nodes._plan import SMALL
 
 WayName = Literal["the guide's loop", "lanes", "driver", "streams"]

@@ -26,18 +26,20 @@ import ray
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._errors import (
+    FULL,
     WorkerError,
     is_refusal,
     is_restarting,
     late_error,
     raised,
     reason_of,
+    too_small,
 )
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
-from flatweights.ray._wire import GroupWire, Travels
+from flatweights.ray._wire import GroupWire, Travels, nbytes_of
 from flatweights.ray.nodes._plan import Sums
 from flatweights.ray.peers._agent import Agent
 from flatweights.ray.peers._by_agent import AgentEnd, Agents, NodeAnswer
@@ -45,7 +47,7 @@ from flatweights.ray.peers._by_lane import Worker
 from flatweights.ray.peers._contract import Answer, Call, Payload, Stamp
 from flatweights.ray.peers._latest import Latest, is_subset, merged
 from flatweights.ray.peers._ranks import Ranks
-from flatweights.ray.peers._store import FULL, RayAnswer, argument_of, check_cluster, too_small
+from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster
 from flatweights.ray.peers._summary import Reading
 from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
 
@@ -525,7 +527,7 @@ class Roster(Ranks):
             if ranks is None:
                 argument_of(payload)  # until it is sent, the caller's may change
         except FULL as error:
-            raise too_small(len(self), payload.value) from error
+            raise too_small(len(self), nbytes_of(payload.value)) from error
 
     def _is_with_agent(self, rank: int, payload: Payload) -> bool:
         """Whether the agent of a worker's node has the weights of ``payload``."""

@@ -9,13 +9,9 @@ import ray
 import ray.util.client
 
 from flatweights._weights import FlatWeights
-from flatweights.ray._errors import StoreTooSmallError
 from flatweights.ray._result import is_arrays
 from flatweights.ray._wire import WireMessage, nbytes_of
 from flatweights.ray.peers._contract import BY_VALUE, Answer, Call, Payload, weights_of
-
-FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
-"""The errors of a result for which the store had no room."""
 
 
 def check_cluster() -> None:
@@ -35,21 +31,6 @@ def check_cluster() -> None:
 def payload_of(value: Any) -> Payload:
     """Return the payload that brings ``value`` to workers."""
     return Payload(value, nbytes_of(value) or 0, lambda: ray.put(value))
-
-
-def too_small(ranks: int, weights: Any) -> StoreTooSmallError:
-    """Return the error, with the size that the store must have for ``weights``, if known."""
-    nbytes = nbytes_of(weights)
-    need = f"({ranks} + 2) * " + (
-        "the bytes of the weights"
-        if nbytes is None
-        else f"{nbytes:,} = {(ranks + 2) * nbytes:,} bytes"
-    )
-    return StoreTooSmallError(
-        f"the object store is full: the results of {ranks} ranks, their average and the one "
-        f"before need at least {need}; set ray.init(object_store_memory=...) or ray start "
-        "--object-store-memory"
-    )
 
 
 class RayAnswer(Answer):

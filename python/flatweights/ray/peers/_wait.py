@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from flatweights._average import Nonfinite, check_nonfinite, read_weight, read_weights
 from flatweights._numbers import check_count
-from flatweights.ray._errors import WorkerError, late_error
+from flatweights.ray._errors import FULL, WorkerError, late_error, too_small
+from flatweights.ray._wire import nbytes_of
 from flatweights.ray.peers._contract import Answer
-from flatweights.ray.peers._store import FULL, too_small
 from flatweights.robust import AnyRule, Rule
 
 _FOREVER = 1e8  # seconds, three years: clocks that count nanoseconds overflow later
@@ -331,7 +331,7 @@ class Arrivals:
         first = next(iter(self.failed.values()), None)
         full = [rank for rank, error in errors.items() if isinstance(error, FULL)]
         if full:
-            errors = errors | dict.fromkeys(full, too_small(len(self.answers), sample()))
+            errors = errors | dict.fromkeys(full, too_small(len(self.answers), nbytes_of(sample())))
         raise WorkerError(errors) from first
 
     def let_go(self) -> None:

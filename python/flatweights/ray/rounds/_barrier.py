@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flatweights._numbers import check_count
 from flatweights.ray._errors import WorkerError, raised
-from flatweights.ray._result import check_result
+from flatweights.ray._report import report
 from flatweights.ray._round import Round
 from flatweights.ray._wire import Travels
-from flatweights.ray.peers._contract import Payload
+from flatweights.ray.peers._contract import Answer, Payload
 from flatweights.ray.peers._roster import Roster, note_seconds
 from flatweights.ray.peers._wait import Arrivals, Deadline, Request
 from flatweights.ray.rounds._between_nodes import NodesAverage
-from flatweights.ray.rounds._codec import PLAIN, Codec
+from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
 from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.ray.rounds._work import Work
 
@@ -69,6 +69,14 @@ def average_of(
         raise WorkerError(before | error.failed) from error.__cause__
     if before:
         result.failed = dict(sorted((before | result.failed).items()))
+    return result
+
+
+def average_of_answers(answers: Mapping[int, Answer], request: Request, out: Any) -> Round:
+    """Average the results of calls that somebody has made; see `flatweights.ray.average`."""
+    arrivals = Arrivals(Deadline.after(request.timeout), answers)
+    result = DriverAverage(arrivals, request, out).run()
+    report(result)
     return result
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from flatweights._layout import Layout
+from flatweights._weights import FlatWeights
+from flatweights.ray._errors import shortened
 from flatweights.ray._wire import widen
 
 
@@ -31,3 +38,37 @@ class Codec(NamedTuple):
 
 PLAIN = Codec()
 """A codec for plain weights; it widens a `flatweights.wire.Difference`."""
+
+
+def check_result(layout: Layout, method: str, model: Any, where: str) -> None:
+    """Raise `TypeError` unless ``model`` can be weights of ``layout``, or gradients of them.
+
+    There may be gradients of only some of the weights.
+
+    Args:
+        layout: The layout of the weights of the workers.
+        method: The name of the method.
+        model: The model that the method returned; or its layout, for `FlatWeights`.
+        where: The name of the worker in the error.
+    """
+    if isinstance(model, FlatWeights):
+        model = model.layout
+    if isinstance(model, (Layout, Mapping)):
+        names = model.names if isinstance(model, Layout) else model
+        got = f"parts of the names {shortened(', '.join(map(repr, names)))}"
+        is_theirs = any(name in layout for name in names)
+        if isinstance(model, Layout):  # by position
+            is_theirs = is_theirs or model.signature == layout.signature
+    elif isinstance(model, (list, tuple)):
+        shapes = [np.shape(part) for part in model if not isinstance(part, (Mapping, list, tuple))]
+        got = f"{len(model)} parts of the shapes {shortened(str(shapes))}"
+        is_theirs = not Counter(shapes) - Counter(slot.shape for slot in layout.slots)
+    else:
+        got = f"an array of the shape {np.shape(model)}"
+        is_theirs = np.ndim(model) > 0 and math.prod(np.shape(model)) <= layout.size
+    if not is_theirs:
+        raise TypeError(
+            f"{where}: expected weights of the workers ({len(layout)} parts, {layout.size} "
+            f"elements) or gradients of them from {method!r}, got {got}: should it return "
+            "self.get_weights()?"
+        )
