@@ -54,7 +54,7 @@ class StoreTooSmallError(RuntimeError):
 
 
 def too_small(ranks: int, nbytes: int | None) -> StoreTooSmallError:
-    """Return the error, with the size that the store must have for weights of ``nbytes``, if known."""
+    """Return the error; it says the size that the store must have for weights of ``nbytes``."""
     need = f"({ranks} + 2) * " + (
         "the bytes of the weights"
         if nbytes is None

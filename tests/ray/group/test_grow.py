@@ -72,13 +72,6 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def wait_until_gone(pid: int) -> None:
-    end = time.monotonic() + 60
-    while not is_gone(pid):
-        assert time.monotonic() < end, f"process {pid} is there"
-        time.sleep(0.01)
-
-
 @pytest.mark.starts_actors
 def test_workers_are_added_in_the_body_of_run_and_removed(
     group: WorkerGroup, tmp_path: Path
