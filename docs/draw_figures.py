@@ -139,7 +139,7 @@ def draw_hostile(record: dict[str, Any], theme: Theme) -> None:
     axes.set_ylim(0, 1)
     axes.grid(color=theme.grid, lw=0.7)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, labelcolor=theme.text, loc="center right", bbox_to_anchor=(1, 0.29))
+    axes.legend(frameon=False, labelcolor=theme.text, loc="center right", bbox_to_anchor=(1, 0.34))
 
 
 def draw_links(record: dict[str, Any], theme: Theme) -> None:
