@@ -577,7 +577,7 @@ class WorkerGroup:
                 if show is not None:
                     show(result)
                 yield result
-                del result  # while the next one is made
+                del result  # before the next one is made
 
     @alone
     def _round(self, number: int, average: Callable[[int], Round], timeout: float | None) -> Round:

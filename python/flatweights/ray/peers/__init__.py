@@ -4,8 +4,8 @@
 - `_ranks` has the record of each worker of a group, who come and go; `_roster` sends them the
   weights that they should have, which `_latest` has.
 - A call travels by one of three ways: `_store` through Ray, `_by_lane` through memory that driver
-  and worker map, `_by_agent` through an `_agent` on the worker's node, where a result may stay;
-  the driver then has a `_summary` of it.
-- `_setback` says when a way that failed is worth trying again; `_order` keeps a handle's calls in
-  their order, whichever way they take.
+  and worker map, `_by_agent` through an `_agent` on the worker's node. A result may stay there;
+  then the driver has a `_summary` of it.
+- `_setback` decides when to try a failed way again; `_order` keeps the order of a handle's calls,
+  whichever way they take.
 """

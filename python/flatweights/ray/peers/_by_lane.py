@@ -4,8 +4,8 @@ The first call of a group goes through Ray, and asks the worker to attach. From 
 go into the worker's mailbox. If the worker is in no call of `FlatWorker.serve_lane`, the driver
 makes one, through Ray, so that the command is taken. That call also returns errors, and results
 that are too large for the lane or refer to objects of Ray. References, messages of the wire
-and large arguments go through Ray's calls from the start. A worker that died
-counts as having answered: its Ray call raises the error that says how it died.
+and large arguments go through Ray's calls from the start. A worker that died counts as having
+answered: its Ray call raises the error that describes the death.
 """
 
 import logging
@@ -32,16 +32,16 @@ from flatweights.ray.peers._order import CallLog
 from flatweights.ray.peers._setback import VARIABLE, Setback, choice
 from flatweights.ray.peers._store import RayAnswer, argument_of, call_actor, sent_weights
 
-_MOST_OFFERED = 3  # windows that may hold averages which the user keeps
+_MOST_OFFERED = 3  # windows for averages that the user keeps
 _INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=lanes
 _SLICE = 1.0  # seconds between two checks of the Ray calls that serve lanes
-_MISSING: Any = object()  # in place of a value
+_MISSING: Any = object()  # a placeholder for a value
 
 _log = logging.getLogger("flatweights")
 
 
 class LostResultError(ray.exceptions.RayError):  # type: ignore[misc]
-    """A worker has answered, but the answer cannot be mapped or unpickled."""
+    """A worker has answered, but its answer cannot be mapped or unpickled."""
 
 
 class GroupLanes:
@@ -55,7 +55,7 @@ class GroupLanes:
     """
 
     def __init__(self) -> None:
-        """Make nothing yet.
+        """Make no lanes yet.
 
         Raises:
             ValueError: If the environment variable is malformed.
@@ -68,7 +68,7 @@ class GroupLanes:
         self.asleep: list[DriverLane] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as new ones."""
+        """Pickle as new agents."""
         return type(self), ()
 
     @property
@@ -84,7 +84,7 @@ class GroupLanes:
         return self.made
 
     def close(self) -> None:
-        """Close all lanes, and give back the memory of windows of which no view is alive."""
+        """Close all lanes, and release the memory of windows without a live view."""
         self.done()
         self._close()
         self.made = None
@@ -112,7 +112,7 @@ class GroupLanes:
             self.made.windows.offer(nbytes, most_taken=_MOST_OFFERED)
 
     def copy_of(self, value: Any) -> Any:
-        """Return a copy of arrays, read-only, in a window if one is free; of a dict, one buffer."""
+        """Return a read-only copy of arrays, if possible in a window; a dict becomes one buffer."""
         layout = None
         if isinstance(value, np.ndarray):
             nbytes = value.nbytes
@@ -138,8 +138,8 @@ class GroupLanes:
     def let_sleep(self) -> None:
         """Have workers that are called from now on sleep until `wake`, which wakes them together.
 
-        The first one to wake may take the processor from the driver, and the others would get their
-        commands only once it has it back.
+        Otherwise the first to wake may take the processor from the driver, and the others would get
+        their commands only after the driver has it back.
         """
         self.asleep = []
 
@@ -156,7 +156,7 @@ class GroupLanes:
 
 
 class LaneAnswer(Answer):
-    """The answer to a command, or to the call of Ray's that brings it."""
+    """The answer to a command, or to the Ray call that brings it."""
 
     def __init__(self, worker: "Worker", lanes: Lanes, lane: DriverLane, call: Call) -> None:
         """Wait for the worker's answer to the command that was just posted.
@@ -171,7 +171,7 @@ class LaneAnswer(Answer):
         self._lanes = lanes
         self._lane = lane
         self._call = call
-        self._by_ray: RayAnswer | None = None  # what to wait for instead, if it comes through Ray
+        self._by_ray: RayAnswer | None = None  # the Ray call's answer, to wait for instead
         self._value: Any = _MISSING
         self._error: Exception | None = None
 
@@ -188,7 +188,7 @@ class LaneAnswer(Answer):
     def wait(
         cls, answers: Sequence["LaneAnswer"], timeout: float | None, enough: int = 1
     ) -> list[Answer]:
-        """Return those that are there."""
+        """Return the answers that have arrived."""
         begin = now = time.monotonic()
         end = None if timeout is None else begin + timeout
         while True:
@@ -243,7 +243,7 @@ class LaneAnswer(Answer):
         if self._lane.mailbox.is_answered:
             try:
                 self._read()
-            except BaseException as error:  # after an interrupt it may be half read
+            except BaseException as error:  # after an interrupt, it may be half read
                 self._worker.give_up(self._lane, "its answer could not be read")
                 if not isinstance(error, Exception):
                     raise
@@ -288,7 +288,7 @@ class LaneAnswer(Answer):
         return self._value
 
     def packed(self) -> Packed | None:
-        """Return the value, if it is weights alone."""
+        """Return the value, if it consists of weights only."""
         return self._value if type(self._value) is Packed else None
 
     def let_go(self) -> None:
@@ -299,14 +299,14 @@ class LaneAnswer(Answer):
 
 
 class Worker:
-    """The driver's end of one worker: a lane, once it has attached; until then, an actor.
+    """The driver's end of one worker: a lane, once it has attached; before that, an actor.
 
     Attributes:
         handle: The actor.
         rank: Its rank in the group.
-        way: How it is reached: ``"lane"``, or ``"store"`` and why.
-        far_node: The node that it is on, if that is known, and is not the driver's.
-        log: Of the calls on the actor's handles; with a lane, or an agent.
+        way: The way to it: ``"lane"``, or ``"store"`` with the reason.
+        far_node: Its node, if that is known, and is not the driver's.
+        log: The log of the calls on the actor's handles, if there is a lane or an agent.
     """
 
     def __init__(self, handle: Any, rank: int, lanes: GroupLanes) -> None:
@@ -323,7 +323,7 @@ class Worker:
         self.way = f"store: {lanes.setback.reason}" if lanes.setback.reason else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as one that has not attached."""
+        """Pickle as a worker that has not attached."""
         return type(self), (self.handle, self.rank, self._group)
 
     def call(self, call: Call) -> Answer:
@@ -359,14 +359,14 @@ class Worker:
         return LaneAnswer(self, lanes, lane, call)
 
     def call_by_ray(self, call: Call, why: str) -> RayAnswer:
-        """Make the call through Ray; a worker that waits at its mailbox is told to leave it."""
+        """Make the call through Ray; dismiss a worker that waits at its mailbox."""
         self.way = f"store: {why}"
         if self._lane is not None and self._lane.is_answered:
             self._lane.dismiss()
         return call_actor(self.handle, call)
 
     def prepare(self, payload: Payload) -> None:
-        """Bring ``payload`` within reach of this worker, unless it is already; send nothing.
+        """Bring ``payload`` within reach of this worker, unless it already is; send nothing.
 
         For a lane, the weights must not change: workers read them in place.
 
@@ -379,18 +379,18 @@ class Worker:
         if self._ready() is None or not (payload.is_frozen or is_arrays(payload.value)):
             argument_of(payload)
         elif not payload.is_frozen:
-            payload.value = sent_weights(payload)  # the caller's may have changed since it was put
+            payload.value = sent_weights(payload)  # the caller's may have changed since then
             if any(part.flags.writeable for part in parts_of(payload.value)):
                 payload.value = self._frozen(payload)
             payload.is_frozen = True
 
     def look_for_node(self) -> None:
-        """Ask the worker for its node once more: the one where it was is perhaps gone."""
+        """Ask the worker for its node once more, since its old node may have died."""
         self.far_node = ""
         self._setback = Setback(f"rank {self.rank} is")
 
     def part(self) -> None:
-        """Give up the lane of a worker that has left; it serves no call any more."""
+        """Give up the lane of a worker that has left and serves no more calls."""
         if self._lane is not None:
             if self._lane.is_answered and not self._lane.is_given_up:
                 self._lane.dismiss()
@@ -398,20 +398,20 @@ class Worker:
 
     @property
     def lanes(self) -> Lanes:
-        """The lanes of the group, one of which this worker has had."""
+        """The lanes of the group, which has had a lane to this worker."""
         lanes = self._group.lanes
         assert lanes is not None
         return lanes
 
     def give_up(self, lane: DriverLane, why: str) -> None:
-        """Give ``lane`` up; the next call asks the worker to attach anew."""
+        """Give up ``lane``; the next call asks the worker to attach anew."""
         if self._lane is lane:
             self.lanes.give_up(lane)
             self._lane = None
             self.way = f"store: {why}"
 
     def note_broken(self, lane: DriverLane, reason: str) -> None:
-        """Give up ``lane``, which the worker cannot use any more; try another one later."""
+        """Give up ``lane``, which the worker cannot use any more; try a new one later."""
         self.give_up(lane, reason)
         self._setback.note(reason, may_pass=True)
 
@@ -435,7 +435,7 @@ class Worker:
         return self._lane
 
     def _attach(self, lanes: Lanes) -> None:
-        """Ask the worker to attach, or see whether it has."""
+        """Ask the worker to attach, or check whether it has attached."""
         if self._attaching is None:
             try:
                 self.log = CallLog.of(self.handle)
@@ -459,12 +459,12 @@ class Worker:
                 self._lane = lanes.connect(self._token, made)
         except (LaneError, OSError) as error:
             self._fail(_text_of(error), may_pass=True)
-        except ray.exceptions.RayError as error:  # it died meanwhile: the next call asks again
+        except ray.exceptions.RayError as error:  # it died: the next call asks again
             self.way = f"store: {type(error).__name__} when it was asked to attach"
         lanes.forget(self._token)
 
     def _fail(self, reason: str, may_pass: bool) -> None:
-        """Note why the worker has not attached."""
+        """Note the reason for which the worker has not attached."""
         self._setback.note(reason, may_pass=may_pass)
         self.way = f"store: {reason}"
 

@@ -1,15 +1,17 @@
 """The workers of a group, and the weights that they should have.
 
-`Roster` holds everything that a `WorkerGroup` knows between two calls:
+`Roster` is the state of a `WorkerGroup` between two calls:
 
 - The latest weights have a version, the stamp of their message. They are replaced as a whole,
-  before a worker is sent them. If all workers refuse them, the ones before are the latest again.
-- The record of a worker has the version that it is known to have. A healthy worker that may lack
-  the latest (its call raised, was broken off, or never went out) is sent them before its next call.
-- A worker that died, is late, stale, or has refused weights that others took, is unhealthy. It is
+  before any worker is sent them. If all workers refuse them, the previous weights are the latest
+  again.
+- The record of a worker has the last version that it took, as far as is known. A healthy worker
+  that may lack the latest weights (its call raised, was broken off, or was never made) is sent them
+  before its next call.
+- A worker is unhealthy if it died, is late or stale, or has refused weights that others took. It is
   not called until it has taken the latest weights.
-- A worker that owes an answer is sent nothing before it has answered: that could change the
-  weights that it works on.
+- A worker that owes an answer is sent nothing before it has answered, since new weights could
+  change those that it works on.
 """
 
 from __future__ import annotations
@@ -78,12 +80,12 @@ class Roster(Ranks):
 
         Args:
             handles: The actors.
-            wire: The wire, if weights travel in 16 bits.
+            wire: The encoder, if weights travel in 16 bits.
             initial: The weights that all workers start from; see `WorkerGroup`.
-            sums: How sums travel between nodes.
+            sums: The dtype in which sums travel between nodes.
 
         Raises:
-            ValueError: If there is none, or one is given twice; or ``sums`` is no such dtype.
+            ValueError: If there is no actor, one is given twice, or ``sums`` is not such a dtype.
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         check_cluster()
@@ -101,12 +103,12 @@ class Roster(Ranks):
         self.agents.keep({record.worker.far_node for record in self._all().values()})
 
     def start(self, timeout: float | None) -> None:
-        """Have weights that all workers start from, unless some were sent; send nothing.
+        """Get the weights that all workers start from, unless some were sent; send nothing.
 
-        If no worker is healthy, those that can be reached get the latest weights.
+        If no worker is healthy, workers that can be reached get the latest weights.
 
         Raises:
-            WorkerError: If the weights of no worker can be had.
+            WorkerError: If no worker can give its weights.
         """
         self.admit()
         if not self.healthy():
@@ -120,7 +122,7 @@ class Roster(Ranks):
         self._name, self._count = secrets.token_hex(8), 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Count as another group: two processes would give the same stamps."""
+        """Count as another group, since two processes would use the same stamps."""
         self.__dict__.update(state)
         self._begin_to_count()
 
@@ -132,18 +134,18 @@ class Roster(Ranks):
         *,
         starts: bool = True,
     ) -> tuple[list[int], Any]:
-        """Return those of ``ranks`` to call, and the weights that these calls are to bring.
+        """Return the ranks in ``ranks`` to call, and the weights that these calls must bring.
 
-        Waits for answers that healthy ranks owe to broken-off calls. The first calls bring the
-        initial weights. If later ones bring no weights, ranks that may lack the latest are sent
-        them. If no rank is healthy, ``weights`` are sent at once to those that can be reached:
-        these ranks are returned, and None.
+        It waits for answers that healthy ranks owe to broken-off calls. The first calls bring the
+        initial weights. If later calls bring no weights, ranks that may lack the latest weights are
+        sent them. If no rank is healthy, ``weights`` are sent at once to ranks that can be reached;
+        then it returns these ranks, and None.
 
         Args:
-            weights: The weights to bring; None for those that the workers have.
+            weights: The weights to bring; None, if workers use the weights that they have.
             starts: Whether workers need the initial weights for these calls.
-            timeout: Seconds for each of these steps: a late rank may take all of them, and the
-                others are not late.
+            timeout: Seconds for each of these steps: a late rank may use all of them without making
+                others late.
             ranks: The ranks; all, if None.
 
         Raises:
@@ -152,7 +154,7 @@ class Roster(Ranks):
         if [r for r in self._records.values() if r.owed is not None and r.why is None]:
             self._await_owed(Deadline.after(timeout))
         if self.latest.version is not None:
-            self._initial = None  # they are not needed again
+            self._initial = None  # not needed again
         if self._initial is not None and starts and self.healthy():
             weights = self._start(weights, timeout)
         called, version = self.healthy(ranks), self.latest.version
@@ -177,14 +179,14 @@ class Roster(Ranks):
         payload: Payload | None = None,
         travels: Travels | None = None,
     ) -> Call:
-        """Return the next call, on the latest weights, which ``payload`` brings if it is given.
+        """Return the next call, on the latest weights, which ``payload`` brings, if given.
 
         Args:
             method: See `Call`.
             args: See `Call`.
             kwargs: See `Call`.
             payload: See `Call`.
-            travels: What the result is, if it is to be encoded.
+            travels: The kind of the result, if it is to be encoded.
         """
         wire = self.latest.wire
         encoding = None if travels is None or wire is None else (wire.wire_dtype, travels)
@@ -199,17 +201,17 @@ class Roster(Ranks):
         by_rank: Mapping[int, Sequence[Any]] = {},
         reading: Reading | None = None,
     ) -> None:
-        """Call ``ranks``; their answers are to arrive in ``arrivals``.
+        """Call ``ranks``; their answers arrive in ``arrivals``.
 
-        Agents call the workers of their nodes, if results are to stay there, or if they have the
+        Agents call the workers of their nodes if results stay there, or if the agents have the
         weights that the call brings.
 
         Args:
             call: The call.
-            arrivals: Where the answers arrive.
+            arrivals: The wait for the answers.
             ranks: The ranks.
             by_rank: More arguments by rank.
-            reading: How agents read results, which then stay on their nodes.
+            reading: The way in which agents read results, which then stay on their nodes.
         """
         exchanged = None if call.payload is None else call.payload.exchanged
         records = self._records
@@ -249,8 +251,8 @@ class Roster(Ranks):
     ) -> Outcome:
         """Run a round whose calls carry ``weights``, unless they are None; then note who has them.
 
-        Where all ranks refused them, or no call could be made, nothing was sent. Otherwise they
-        are the latest, and ranks that refused are unhealthy.
+        If all ranks refused them, or no call could be made, nothing was sent. Otherwise they are
+        the latest weights, and ranks that refused are unhealthy.
 
         Args:
             weights: The weights.
@@ -266,7 +268,7 @@ class Roster(Ranks):
                 payload = self._make_latest(weights, ranks)
             return work(payload)
         except WorkerError as error:
-            # It was raised at the first refusal. Read on until it is known whether all refuse.
+            # It was raised at the first refusal. Read on to find out whether all refuse.
             while (refused := _refusals(arrivals)) and not _took(arrivals, refused):
                 if (came := arrivals.wait()) is None:
                     break
@@ -347,12 +349,12 @@ class Roster(Ranks):
             self._nbytes = array.nbytes
 
     def distrust(self) -> None:
-        """Have all workers sent the latest weights again before their next call."""
+        """Send all workers the latest weights again before their next call."""
         for record in self._records.values():
             record.version = None
 
     def publish(self, weights: Any) -> None:
-        """Make a copy of ``weights`` the latest; whoever lacks them gets them with a later call."""
+        """Make a copy of ``weights`` the latest; workers get them with a later call."""
         self.latest = self.latest.published(weights, self._next_stamp(), self.lanes.copy_of)
 
     def call_on_latest(
@@ -367,12 +369,12 @@ class Roster(Ranks):
         return self.call(method, args, kwargs, payload)
 
     def restore(self, deadline: Deadline, *, patient: bool = True) -> list[int]:
-        """Send unhealthy ranks the latest weights; return those that have them.
+        """Send unhealthy ranks the latest weights; return the ranks that have them.
 
         Args:
-            deadline: When to stop.
-            patient: Whether to wait for answers that are owed, and for actors that Ray restarts,
-                rather than ask each rank once.
+            deadline: The time at which to stop.
+            patient: Whether to wait for owed answers, and for actors that Ray restarts, instead of
+                asking each rank once.
         """
         if self._is_shut_down:
             return []
@@ -385,7 +387,7 @@ class Roster(Ranks):
         return back
 
     def shut_down(self) -> None:
-        """End all; none is called any more."""
+        """End all workers; none is called any more."""
         leaving = [record for record, kill in self._leaving if kill]
         for record in [*self._all().values(), *leaving]:
             ray.kill(record.worker.handle)
@@ -403,15 +405,15 @@ class Roster(Ranks):
         return self._name, self._count
 
     def _start(self, weights: Any, timeout: float | None) -> Any:
-        """Return the first weights to send: all workers start from the same.
+        """Return the first weights to send: all workers start from the same weights.
 
         Args:
-            weights: Those that were to be sent; None for the initial ones. If they are a subset,
-                the others are the initial ones.
-            timeout: Seconds for the rank whose weights are the initial ones.
+            weights: The weights that the call sends; None for the initial ones. A subset is
+                completed by the initial weights.
+            timeout: Seconds to get the weights of the rank whose weights are the initial ones.
 
         Raises:
-            WorkerError: If ``weights`` are None, and the weights of no rank can be had.
+            WorkerError: If ``weights`` are None, and no rank can give its weights.
         """
         initial = self._initial
         if isinstance(initial, str):
@@ -430,13 +432,14 @@ class Roster(Ranks):
         return merged(initial, model) if is_subset(model, self.latest.names) else weights
 
     def _weights_of_lowest(self, timeout: float | None) -> Any:
-        """Return a copy of the weights of the lowest healthy rank; ranks that are lost are noted.
+        """Return a copy of the weights of the lowest healthy rank; note lost ranks.
 
         Raises:
-            WorkerError: If that rank raises, or none is left.
+            WorkerError: If that rank raises, or no rank is left.
         """
         for rank in self.healthy():
-            # Not by a version: an actor that was restarted before the start is as good as another.
+            # Without a version: an actor that was restarted before the start is as good as any
+            # other.
             arrivals = Arrivals(Deadline.after(timeout))
             record = self._records[rank]
             answer = RayAnswer(record.worker.handle.get_weights.remote())
@@ -455,12 +458,12 @@ class Roster(Ranks):
         raise WorkerError(self.unhealthy())
 
     def _await_owed(self, deadline: Deadline) -> None:
-        """Wait for the answers that healthy ranks owe to calls that were broken off."""
+        """Wait for the answers that healthy ranks owe to broken-off calls."""
         late = self._drop_owed(self.healthy(), deadline.end)
         self.note_lost(dict.fromkeys(late, late_error(deadline.timeout)))
 
     def _drop_owed(self, ranks: Iterable[int], end: float | None) -> list[int]:
-        """Drop the answers that ``ranks`` owe as they come; return the ranks that still owe one."""
+        """Drop owed answers of ``ranks`` as they arrive; return the ranks that still owe one."""
         owing = {owed: rank for rank in ranks if (owed := self._records[rank].owed) is not None}
         while owing and (there := wait_any(owing, end)):
             for answer in there:
@@ -535,10 +538,10 @@ class Roster(Ranks):
         return agent is not None and agent.has(payload.exchanged)
 
     def _send_to_unhealthy(self, weights: Any, deadline: Deadline) -> list[int]:
-        """Send ``weights`` to all ranks, none of which is healthy; return those that took them.
+        """Send ``weights`` to all ranks, none of which is healthy; return the ranks that took them.
 
         Raises:
-            WorkerError: If none did; unless some are late, nothing was sent then.
+            WorkerError: If none took them. Then nothing was sent, unless some ranks are late.
         """
         before, took = self.latest, list[int]()
         try:
@@ -557,15 +560,15 @@ class Roster(Ranks):
     def _send_latest(
         self, ranks: Sequence[int], deadline: Deadline, *, patient: bool = False
     ) -> set[int]:
-        """Send the latest weights to ``ranks``, which may have missed some; return who has them.
+        """Send the latest weights to ``ranks``; return the ranks that have them.
 
-        If none were sent yet, these ranks only say whether they were restarted. Those that fail are
-        unhealthy.
+        If no weights were sent yet, these ranks only report whether they were restarted. Ranks that
+        fail are unhealthy.
 
         Args:
-            ranks: The ranks. One that owes an answer is not asked, unless ``patient``.
-            deadline: When to stop.
-            patient: Whether to wait for answers that are owed, and for actors that Ray restarts.
+            ranks: The ranks. A rank that owes an answer is not asked, unless ``patient``.
+            deadline: The time at which to stop.
+            patient: Whether to wait for owed answers, and for actors that Ray restarts.
         """
         payload = None if self.latest.version is None else self.latest.in_full()
         arrivals = Arrivals(deadline)
@@ -605,7 +608,7 @@ class Roster(Ranks):
 
 
 def note_seconds(weights: Any, step: str, seconds: float) -> None:
-    """Note how long a step of sending ``weights`` took: in the metrics, and in a round."""
+    """Note the seconds of a step of sending ``weights``, in the metrics and in a round."""
     METRICS.add(seconds={step: seconds})
     if isinstance(weights, Round):
         weights.seconds[step] = seconds

@@ -88,7 +88,7 @@ class Exchanged(NamedTuple):
     """An average that nodes have exchanged, and the agents that have it.
 
     Attributes:
-        number: That of the exchange.
+        number: The number of the exchange.
         tokens: The tokens of the agents.
         difference: The difference that they have, if models are in 16 bits.
     """

@@ -21,13 +21,13 @@ class Request(NamedTuple):
     """The checked arguments of a round.
 
     Attributes:
-        weights: One weight for each rank; none, if all count alike; or a function of what a worker
-            returned.
+        weights: One weight for each rank; none, if all count alike; or a function of a worker's
+            result.
         timeout: Seconds to wait for results; for ever, if None.
-        min_results: How many ranks make an average; all that are called, if None.
+        min_results: The number of ranks that an average needs; all that are called, if None.
         nonfinite: What to do about NaN and infinity.
-        max_inflight: How many results are mapped at once.
-        rule: What takes the place of the mean, if anything.
+        max_inflight: The number of results that are mapped at once.
+        rule: The rule that replaces the mean, if there is one.
     """
 
     weights: tuple[float, ...] | Callable[[Any], float]
@@ -50,7 +50,7 @@ class Request(NamedTuple):
         max_inflight: int,
         rule: AnyRule | None = None,
     ) -> "Request":
-        """Check the arguments of an average over so many ``ranks``, numbered up to ``span``.
+        """Check the arguments of an average over this number of ``ranks``, numbered up to ``span``.
 
         ``max_inflight`` is checked where it was given.
 
@@ -61,7 +61,7 @@ class Request(NamedTuple):
         check_nonfinite(nonfinite)
         checked = None if rule is None else Rule.of(rule)
         if checked is not None and weights is not None and not checked.takes_weights:
-            raise TypeError(f"weights: {checked.name} has none, all ranks count alike")
+            raise TypeError(f"weights: {checked.name} has no weights, all ranks count alike")
         return cls(
             weights if callable(weights) else _numbers(weights, span or ranks),
             check_timeout(timeout),
@@ -75,17 +75,17 @@ class Request(NamedTuple):
         """Return the weight of a rank that returned ``result``.
 
         Raises:
-            ValueError: If a function gave one that is negative or not finite.
+            ValueError: If a function returned a weight that is negative or not finite.
         """
         if callable(self.weights):
             return read_weight(self.weights(result), f"weight of rank {rank}")
         return self.number_of(rank)
 
     def number_of(self, rank: int) -> float:
-        """Return the weight of a rank, where weights are numbers.
+        """Return the weight of a rank, if weights are numbers.
 
         Raises:
-            ValueError: If the rank was added after they were given.
+            ValueError: If the rank was added after the numbers were given.
         """
         return self.numbers_of([rank])[0]
 
@@ -109,7 +109,7 @@ def _numbers(weights: Iterable[float] | None, count: int) -> tuple[float, ...]:
 
 
 def check_timeout(timeout: float | None, name: str = "timeout") -> float | None:
-    """Return ``timeout``, checked to be seconds; None if too long for a clock."""
+    """Return ``timeout`` after checking that it is seconds; None if too long for a clock."""
     if timeout is None:
         return None
     if not hasattr(timeout, "__float__"):
@@ -124,11 +124,11 @@ def check_timeout(timeout: float | None, name: str = "timeout") -> float | None:
 
 
 class Deadline(NamedTuple):
-    """When a wait ends.
+    """The end of a wait.
 
     Attributes:
-        timeout: Its seconds, as errors show them; for ever, if None.
-        end: When the seconds are over, by `time.monotonic`; never, if None.
+        timeout: The seconds that errors show; for ever, if None.
+        end: The time at which the seconds are over, by `time.monotonic`; never, if None.
     """
 
     timeout: float | None
@@ -142,7 +142,7 @@ class Deadline(NamedTuple):
 
 
 class _NoAnswer(Answer):
-    """In place of an answer that nobody waits for any more."""
+    """A placeholder for an answer for which nobody waits any more."""
 
     is_in_store = False
 
@@ -150,7 +150,7 @@ class _NoAnswer(Answer):
     def wait(
         cls, answers: Sequence[Any], timeout: float | None, enough: int = 1
     ) -> Sequence[Answer]:
-        """Return none."""
+        """Return no answers."""
         return []
 
     def take(self) -> Any:
@@ -162,23 +162,23 @@ class _NoAnswer(Answer):
 
 
 class Arrivals:
-    """The one wait for answers by rank: which ranks have answered, failed, or are late.
+    """The wait for answers by rank: the ranks that have answered, failed, or are late.
 
     Attributes:
         answers: The answers by rank, until they are let go of.
-        arrived: The ranks whose answers are there, without those that failed.
-        failed: By rank, what workers raised, so far; and why ranks are in quarantine.
-        quarantined: Those of the failed ranks that hold NaN or infinity, and are to be skipped.
+        arrived: The ranks whose answers have arrived, without failed ranks.
+        failed: By rank, the workers' exceptions so far, and the errors of ranks in quarantine.
+        quarantined: The failed ranks that hold NaN or infinity, and are skipped.
         late: The ranks that had not answered when the time was up.
-        seconds_waited: How long it has waited.
-        deadline: When ranks that have not answered are late.
+        seconds_waited: The seconds that it has waited.
+        deadline: The time after which ranks that have not answered are late.
     """
 
     def __init__(self, deadline: Deadline, answers: Mapping[int, Answer] = {}) -> None:
         """Take answers by rank; `expect` adds more.
 
         Args:
-            deadline: When ranks that have not answered are late.
+            deadline: The time after which ranks that have not answered are late.
             answers: The answers.
         """
         self.answers: dict[int, Answer] = {}
@@ -206,11 +206,11 @@ class Arrivals:
         """Return a wait that is over.
 
         Args:
-            answers: Those that have come.
-            failed: By rank, why others have not.
+            answers: The answers that have arrived.
+            failed: By rank, the reasons for which others have not.
             late: The ranks whose time was up.
-            timeout: After how many seconds it was.
-            seconds_waited: How long the wait took.
+            timeout: The seconds after which it was.
+            seconds_waited: The seconds of the wait.
         """
         arrivals = cls(Deadline(timeout, None))
         arrivals.answers = {**answers, **dict.fromkeys([*failed, *late], _NoAnswer())}
@@ -227,7 +227,7 @@ class Arrivals:
             self._pending[answer] = rank
 
     def arrive(self, rank: int, answer: Answer) -> None:
-        """Count ``answer``, which has come, as that of a rank."""
+        """Count ``answer``, which has arrived, as the answer of a rank."""
         self.answers[rank] = answer
         self.arrived.add(rank)
         self._is_let_go = False
@@ -248,10 +248,10 @@ class Arrivals:
         return self.failed | dict.fromkeys(self.late, late_error(self.deadline.timeout))
 
     def wait(self, *, all_at_once: bool = False) -> list[int] | None:
-        """Wait for something to happen; return the ranks of answers that came.
+        """Wait until something happens; return the ranks of answers that arrived.
 
         Args:
-            all_at_once: Whether to return only when all results are there, or one has failed.
+            all_at_once: Whether to return only when all results have arrived, or one has failed.
 
         Returns:
             The ranks, maybe none; None if there is nothing left to wait for.
@@ -273,14 +273,14 @@ class Arrivals:
         return came
 
     def collect(self) -> dict[int, Any]:
-        """Wait for all; return the values by rank."""
+        """Wait for all answers; return the values by rank."""
         while self.wait(all_at_once=True) is not None:
             pass
         values = {rank: self.take(rank) for rank in sorted(self.arrived)}
         return {rank: value for rank, value in values.items() if rank in self.arrived}
 
     def bring(self) -> None:
-        """Have the values of all that arrived brought here, and wait for them."""
+        """Ask for the values of all arrived answers, and wait for them."""
         for rank in sorted(self.arrived):
             answer = self.answers[rank]
             if answer.bring():
@@ -288,7 +288,7 @@ class Arrivals:
                 self._pending[answer] = rank
 
     def take(self, rank: int) -> Any:
-        """Return the value of a rank that has answered; None if it failed, now or before."""
+        """Return the value of a rank that has answered; None if it has failed, now or before."""
         if rank in self.failed:
             return None
         try:
@@ -304,22 +304,23 @@ class Arrivals:
         self.arrived.difference_update(reasons)
 
     def quarantine(self, spoiled: Mapping[int, Exception]) -> None:
-        """Leave out ranks that hold NaN or infinity, as ``nonfinite="skip"`` asks for."""
+        """Leave out ranks that hold NaN or infinity, for ``nonfinite="skip"``."""
         self.quarantined |= spoiled.keys()
         self.lose(spoiled)
 
     def check(self, request: Request, sample: Callable[[], Any] = lambda: None) -> None:
         """Raise if too few ranks can give a result.
 
-        All ranks that were called, or ``min_results``, must give one. Ranks in quarantine have
-        given one; but without them ``min_results`` ranks must be left, or one.
+        All called ranks, or ``min_results`` of them, must give a result. Ranks in quarantine have
+        given one. Without them, ``min_results`` ranks must be left, or one, if it is None.
 
         Args:
-            request: Gives ``min_results``.
-            sample: Gives some model of the round, to say how large the object store must be.
+            request: The request, for ``min_results``.
+            sample: A function that returns a model of the round, for the size that the store must
+                have.
 
         Raises:
-            WorkerError: Naming all ranks that failed, are late or in quarantine.
+            WorkerError: It names all ranks that failed, are late or in quarantine.
         """
         if not (self.failed or self.late or request.min_results) and self.answers:
             return
@@ -345,22 +346,22 @@ class Arrivals:
         self._is_let_go = True
 
 
-_SLICE = 1e-3  # seconds that one way is waited for while there are others
+_SLICE = 1e-3  # seconds to wait for one way while there are others
 
 
 def seconds_left(end: float | None) -> float | None:
-    """Return how long it is until ``end``, by `time.monotonic`; None for ever."""
+    """Return the seconds until ``end``, by `time.monotonic`; None, if there is no end."""
     return None if end is None else max(0.0, end - time.monotonic())
 
 
 def wait_any(
     answers: Collection[Answer], deadline: float | None = None, enough: int = 1
 ) -> list[Answer]:
-    """Wait for the first of ``answers``; return all that are there, none if the time is up.
+    """Wait for the first of ``answers``; return all that have arrived, none if the time is up.
 
     Args:
-        answers: Of any ways, one at least.
-        deadline: When to stop, by `time.monotonic`; never, if None.
+        answers: At least one answer, of any ways.
+        deadline: The time at which to stop, by `time.monotonic`; never, if None.
         enough: See `Answer.wait`.
     """
     ways: dict[type[Answer], list[Answer]] = {}

@@ -1,10 +1,11 @@
-"""One average between nodes: agents are told who is averaged, and exchange pieces.
+"""One average between nodes: the driver names the ranks to average, and agents exchange pieces.
 
-The driver takes part as the agent of its own node, and of all ranks that have no agent. Nodes send
+The driver takes part as the agent of its own node, and of all ranks without an agent. Nodes send
 each other pieces over streams. An exchange has succeeded once the driver has the average; an agent
-that lacks it is sent it later. If it fails, nodes that do not answer are left out, and the others
-exchange again from the values that they still have. If all answer, the agents hand their values to
-the driver, which averages them: there may be no streams between two of them.
+that lacks it gets it later. If the exchange fails, nodes that do not answer are left out, and the
+others exchange again, with the values that they still have. If all nodes answer, two of them may be
+unable to reach each other by streams. Then the agents hand their values to the driver, which
+averages them.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.ray.rounds._letting_go import forget_values
 
 _GRACE = 0.5  # seconds for which an exchange may go on when the time of a round is up
-_ANSWER = 10.0  # seconds in which an agent answers: while its store spills, it does nothing else
-_LEAST = 0.05  # seconds that each wait is given
-_SHARE = 3  # no wait takes more than this part of the time that is left
-_START = 30.0  # seconds that a new agent is given to listen
-_ROOM = 1.25  # times the duration of the last exchange that the wait for results leaves for it
+_ANSWER = 10.0  # seconds in which an agent answers: it is blocked while its store spills
+_LEAST = 0.05  # least seconds of each wait
+_SHARE = 3  # a wait takes at most this part of the remaining time
+_START = 30.0  # seconds in which a new agent has to listen
+_ROOM = 1.25  # times the last exchange's duration: the time that waiting leaves for the next
 
 Node = AgentEnd | None
-"""A node in an exchange: by its agent, None for the driver's own."""
+"""A node in an exchange: its agent, or None for the driver's own node."""
 
 
 class NodesAverage:
     """One average that nodes add up.
 
     Attributes:
-        reading: How results are read where they lie.
+        reading: The way in which nodes read their results.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class NodesAverage:
         """Prepare the average.
 
         Args:
-            agents: Those of the group.
-            arrivals: The answers to wait for: of ranks here, and of those that agents call.
+            agents: The agents of the group.
+            arrivals: The answers to wait for: of ranks on this node, and of ranks that agents call.
             request: The arguments of the round.
-            out: Where to write.
-            codec: How weights travel; agents average encoded ones as they are.
+            out: The model to write to; a new one, if None.
+            codec: The encoding of weights; agents average encoded weights directly.
         """
         self.reading = Reading(
             screen=request.nonfinite != "propagate",
@@ -86,7 +87,7 @@ class NodesAverage:
         self._traffic: dict[str, Traffic] = {}  # by node
         self._end = arrivals.deadline.end
         if self._end is not None:
-            # The exchange is to be over in time, too.
+            # The exchange must be over in time, too.
             left = self._end - time.monotonic()
             room = min(_ROOM * agents.seconds or left / 4, left / 2)
             arrivals.deadline = arrivals.deadline._replace(end=self._end - room)
@@ -154,7 +155,7 @@ class NodesAverage:
         return result
 
     def _through_driver(self, why: str) -> Round:
-        """Average here, since nodes cannot exchange; agents have all values still."""
+        """Average here, since nodes cannot exchange; agents still have all values."""
         arrivals = self._arrivals
         if self._end is not None:
             arrivals.deadline = arrivals.deadline._replace(end=self._end + _GRACE)
@@ -164,11 +165,11 @@ class NodesAverage:
         return result
 
     def _far(self) -> list[int]:
-        """Return the ranks whose results are with agents."""
+        """Return the ranks whose results agents have."""
         return [rank for rank, node in self._nodes.items() if node is not None]
 
     def _receive(self, rank: int) -> None:
-        """Read the result of a rank here, or the summary of one elsewhere."""
+        """Read the result of a rank on this node, or the summary of another rank's result."""
         answer = self._arrivals.answers[rank]
         value = self._arrivals.take(rank)
         if rank in self._arrivals.failed:
@@ -184,15 +185,15 @@ class NodesAverage:
         """Exchange, without lost nodes.
 
         Returns:
-            The plan, which agents have the average, and how long the last attempt took; or why
-            nodes that all answer cannot exchange.
+            The plan, the agents that have the average, and the seconds of the last attempt; or the
+            reason for which nodes cannot exchange although all answer.
         """
         why = ""
         while True:
             self._check_time()
             used, weights, template = self._models()
             nodes = list(dict.fromkeys(self._nodes[rank] for rank in used))
-            nodes += [] if None in nodes else [None]  # the driver takes part without ranks, too
+            nodes += [] if None in nodes else [None]  # the driver takes part even without ranks
             groups = tuple(tuple(k for k in used if self._nodes[k] is node) for node in nodes)
             number = self._agents.next_number()
             sums, coding = self._agents.sums, self._summaries[used[0]].coding
@@ -272,15 +273,15 @@ class NodesAverage:
         return self._left() == 0.0
 
     def _within(self, seconds: float) -> float:
-        """Return how many of ``seconds`` to wait, such that time for another attempt is left."""
+        """Return the part of ``seconds`` to wait, so that time for another attempt is left."""
         left = self._left()
         return seconds if left is None else min(seconds, left / _SHARE)
 
     def _address(self, node: Node) -> Address:
-        """Return where a node takes streams.
+        """Return the address of a node for streams.
 
         Raises:
-            _BrokenError: If it cannot, or does not say so in time.
+            _BrokenError: If it has none, or does not answer in time.
         """
         if node is not None:
             left = self._left()
@@ -302,7 +303,7 @@ class NodesAverage:
         addresses = tuple(map(self._address, nodes))
         tokens = tuple("" if node is None else node.token for node in nodes)
         last, epoch = self._agents.epoch
-        self._agents.epoch = (), b""  # until all links are known to be in order
+        self._agents.epoch = (), b""  # until all links are known to work
         if last != tokens:
             epoch = secrets.token_bytes(16)
         route = Route(addresses, epoch, self._left())
@@ -312,9 +313,9 @@ class NodesAverage:
                 calls[node] = node.handle.stream.remote(plan, me, route)
         try:
             own = self._agents.end.stream(plan, nodes.index(None), route)
-        except (StreamError, ValueError) as error:  # the latter, if links have ended
+        except (StreamError, ValueError) as error:  # the second, if links have ended
             raise _BrokenError(f"{type(error).__name__}: {error}") from error
-        # They are as far as the driver, if they are not stuck.
+        # They are as far as the driver, unless they hang.
         there = _there(list(calls.values()), self._within(PATIENCE))
         outcomes = {agent: _outcome(ref) for agent, ref in calls.items() if ref in there}
         took = [agent for agent, outcome in outcomes.items() if isinstance(outcome, Traffic)]
@@ -337,11 +338,11 @@ class NodesAverage:
 
 
 class _BrokenError(Exception):
-    """An exchange has failed; the values are still where they were."""
+    """An exchange has failed; nodes still have their values."""
 
 
 def _there(refs: list[Any], timeout: float) -> list[Any]:
-    """Return those of ``refs`` that are there, once all are, or the time is up."""
+    """Wait for all ``refs``, until the time is up; return those that exist."""
     there: list[Any] = []
     if refs:
         there, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout)
@@ -357,7 +358,7 @@ def _id_of(node: Node) -> str:
 
 
 def _outcome(ref: Any) -> Any:
-    """Return what a call returned or raised, which has ended."""
+    """Return the result or the exception of a call that has ended."""
     try:
         return ray.get(ref)
     except ray.exceptions.RayError as error:
@@ -381,7 +382,7 @@ def _match(template: Template, other: Template, rank: int, first: int) -> None:
 
 
 def _stand_in(template: Template) -> Any:
-    """Return something with the names, shapes and dtypes of a model, but without its memory."""
+    """Return a model with the names, shapes and dtypes of ``template``, but without memory."""
     if template.packed:
         return template.layout
     slots = template.layout.slots

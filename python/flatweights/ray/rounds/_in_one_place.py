@@ -1,4 +1,4 @@
-"""The average in the driver: results are added where they lie, in the order of the ranks."""
+"""The average in the driver: it adds results in place, in the order of the ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from flatweights.robust import Rule
 class DriverAverage:
     """One average that the driver adds up.
 
-    A value holds its object in the object store mapped, and keeps the store from dropping it.
-    So at most ``max_inflight`` of them are held at once; a value that arrives out of turn is
-    taken again when its turn comes.
+    A value keeps its object mapped, so the object store cannot drop it. So at most ``max_inflight``
+    values are held at once; a value that arrives out of turn is taken again in its turn.
     """
 
     def __init__(
@@ -41,19 +40,19 @@ class DriverAverage:
         Args:
             arrivals: The answers to wait for.
             request: The arguments of the round.
-            out: Where to write.
-            codec: How weights travel.
+            out: The model to write to; a new one, if None.
+            codec: The encoding of weights.
         """
         self._arrivals = arrivals
         self._request = request
         self._out = out
         self._codec = codec
         self._order = sorted(arrivals.answers)
-        self._next = 0  # index in the order of the first rank that was not added
+        self._next = 0  # index of the first rank that was not added
         self._held: dict[int, Any] = {}
         self._packed: dict[int, Packed] = {}  # of those that are weights alone, in windows
         self._template: Template | None = None
-        self._first = 0  # the rank that gave the template
+        self._first = 0  # the rank of the template
         self._used: list[int] = []
         self._extras: dict[int, Any] = {}
         self._nbytes: dict[int, int] = {}
@@ -76,7 +75,7 @@ class DriverAverage:
 
     def average(self) -> Round:
         """Wait and average; the caller lets go of all values."""
-        # "skip" may leave too few, which is known only after the pass that writes ``out``.
+        # "skip" may leave too few ranks, which is known only after the pass that writes ``out``.
         skips = self._request.nonfinite == "skip" and self._out is not None
         at_once = self._request.rule is not None or (self._may_hold_all() and not skips)
         mean = self._codec.finish(self._at_once() if at_once else self._by_runs())
@@ -98,14 +97,14 @@ class DriverAverage:
         return len(answers) <= most or sum(answer.is_in_store for answer in answers) <= most
 
     def _at_once(self) -> Any:
-        """Wait for all, then average in one pass."""
+        """Wait for all answers, then average in one pass."""
         while (came := self._arrivals.wait(all_at_once=True)) is not None:
             self._hold(came)
             self._check()
         mean = self._mean_in_place()
         if mean is not None:
             return mean
-        # Large results may have come through the store after all.
+        # Large results may have come through the store nevertheless.
         if not self._may_hold_all() and self._request.rule is None:
             return self._by_runs()
         run = next(self._runs(to_the_end=True, most=len(self._order)), {})
@@ -140,7 +139,7 @@ class DriverAverage:
         return mean
 
     def _apply(self, rule: Rule, models: list[Any], weights: list[float]) -> tuple[Any, list[int]]:
-        """Return what ``rule`` makes of the models, and which of them it did not find spoiled."""
+        """Return the result of ``rule``, and the positions of the models not found spoiled."""
         ranks, nonfinite = self._used, self._request.nonfinite
         aggregate = rule.apply(
             models,
@@ -160,9 +159,9 @@ class DriverAverage:
         return aggregate.weights, [k for k, rank in enumerate(ranks) if rank not in spoiled]
 
     def _mean_in_place(self) -> FlatWeights | None:
-        """Return the mean, read-only, of weights of one layout that all lie in windows.
+        """Return the mean, read-only, of weights of one layout that are all in windows.
 
-        It has the bits of the general way, but takes no view of each part of each rank's weights.
+        It has the bits of the general way, but makes no view of each part of each rank's weights.
 
         Returns:
             None for anything else, and for NaN and infinity unless they are to be averaged.
@@ -201,7 +200,7 @@ class DriverAverage:
             self._add(total, to_the_end=False)
         self._check()
         self._add(total, to_the_end=True)
-        self._check()  # an object may have been lost since it arrived
+        self._check()  # an object may be lost after it arrived
         if self._request.nonfinite == "propagate":
             return self._mean(total, self._out)
         mean = self._mean(total)
@@ -214,7 +213,7 @@ class DriverAverage:
             self._arrivals.quarantine(spoiled)
             self._check()
             if self._arrivals.failed:
-                # Without them, once more: the others have not been let go of.
+                # Average again without them, since the others are still held.
                 self._next, self._used, total = 0, [], RunningAverage()
                 self._add(total, to_the_end=True)
                 self._check()
@@ -222,9 +221,9 @@ class DriverAverage:
         return mean if self._out is None else self._mean(total, self._out)
 
     def _hold(self, came: Iterable[int]) -> None:
-        """Take the values that came, which shows failures at once; hold those that are near.
+        """Take the arrived values, which shows failures at once; hold those whose turn is near.
 
-        Later ranks come first: their values are dropped before those to be held are taken.
+        Later ranks come first, so that their values are dropped before values to hold are taken.
         """
         near = set(self._order[self._next : self._next + self._request.max_inflight])
         for rank in sorted(came, reverse=True):
@@ -234,7 +233,7 @@ class DriverAverage:
             else:
                 self._packed[rank] = packed
 
-    # Functions of their own, so that a value is not mapped any longer when they return.
+    # Separate functions, so that a value is unmapped when they return.
 
     def _take(self, rank: int, *, hold: bool) -> None:
         value = self._arrivals.take(rank)
@@ -248,13 +247,13 @@ class DriverAverage:
         return self._find_spoiled([rank], [self._codec.decode(split(value)[0])])
 
     def _runs(self, *, to_the_end: bool, most: int) -> Iterator[dict[int, Any]]:
-        """Yield values by runs of consecutive ranks.
+        """Yield values in runs of consecutive ranks.
 
-        Failed ranks are passed over. The caller clears each run before it asks for the next.
+        Failed ranks are skipped. The caller clears each run before it asks for the next.
 
         Args:
-            to_the_end: Pass over ranks that have not answered, too.
-            most: The most ranks of a run.
+            to_the_end: Also skip ranks that have not answered.
+            most: The largest number of ranks in a run.
         """
         while True:
             run: dict[int, Any] = {}
@@ -290,14 +289,14 @@ class DriverAverage:
         return mean
 
     def _read_run(self, run: dict[int, Any]) -> tuple[list[Any], list[float]]:
-        """Return the models of a run, checked, and their weights; the run is empty then."""
+        """Return the checked models of a run, and their weights; empty the run."""
         models = [self._read(rank, value) for rank, value in run.items()]
         weights = [self._request.weight_of(rank, value) for rank, value in run.items()]
         run.clear()
         return models, weights
 
     def _read(self, rank: int, value: Any) -> Any:
-        """Return the model in ``value``, checked; keep the extras."""
+        """Return the checked model in ``value``; keep the extras."""
         received, extras = split(value)
         model = self._codec.decode(received)
         name = f"rank {rank}"
@@ -332,7 +331,7 @@ class DriverAverage:
         self._arrivals.check(self._request, self._sample)
 
     def _sample(self) -> Any:
-        """Return some model of the round, if there is one."""
+        """Return a model of the round, if there is one."""
         if self._out is not None:
             return self._out
         arrived = sorted(self._arrivals.arrived)
