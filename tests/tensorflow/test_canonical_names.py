@@ -58,7 +58,7 @@ def test_layers_named_alike_are_numbered_in_order() -> None:
     x = inputs = keras.Input((3,))
     for _ in range(2):
         x = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, name="same")])(x)
-    x = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)], name="sequential_1")(x)
+    x = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)], name="sequential_999")(x)
     names = list(TensorFlowVariables(keras.Model(inputs, x)).variables)
     assert names == [
         *("sequential/same/kernel", "sequential/same/bias"),
