@@ -1,6 +1,7 @@
 """The ways to one process, and the records of processes.
 
-- `_contract` is the seam: calls that go out, answers on their way back. `_wait` waits for them.
+- `_contract` is the interface between rounds and workers: calls and answers. `_wait` waits for
+  answers.
 - `_ranks` has the record of each worker of a group, who come and go; `_roster` sends them the
   weights that they should have, which `_latest` has.
 - A call travels by one of three ways: `_store` through Ray, `_by_lane` through memory that driver

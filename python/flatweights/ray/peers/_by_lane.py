@@ -48,7 +48,7 @@ class GroupLanes:
     """The lanes of a group; a pickled copy begins anew.
 
     Attributes:
-        setback: Why the group has no lanes.
+        setback: The reason for which the group has no lanes.
         made: The lanes of this process, once they are made; `lanes` makes them.
         last: The last call, and its command; None between rounds.
         asleep: The lanes whose workers `wake` is to wake; None if workers are woken at once.
@@ -73,11 +73,11 @@ class GroupLanes:
 
     @property
     def lanes(self) -> Lanes | None:
-        """The lanes of this process, made on first use; None if there are none now."""
+        """The lanes of this process, made on first use; None if there can be none now."""
         if self.made is None and self.setback.is_over:
             try:
                 self.made = Lanes()
-            except (OSError, MemoryError, AttributeError) as error:  # the last on other systems
+            except (OSError, MemoryError, AttributeError) as error:  # AttributeError: other systems
                 self.setback.note(_text_of(error), may_pass=is_shortage(error))
             else:
                 self._close = weakref.finalize(self, self.made.close)
@@ -107,7 +107,7 @@ class GroupLanes:
         return message
 
     def offer(self, nbytes: int) -> None:
-        """Have the next average, of ``nbytes``, made in a window, if there is a free one."""
+        """Offer a free window, if there is one, to the next average, of ``nbytes``."""
         if self.made is not None and nbytes:
             self.made.windows.offer(nbytes, most_taken=_MOST_OFFERED)
 
@@ -165,7 +165,7 @@ class LaneAnswer(Answer):
             worker: The worker.
             lanes: Those of its group.
             lane: Its own.
-            call: The call; it is made through Ray, if the worker refuses the command.
+            call: The call, which is made through Ray if the worker refuses the command.
         """
         self._worker = worker
         self._lanes = lanes
@@ -228,7 +228,7 @@ class LaneAnswer(Answer):
             if end is not None:
                 patience = min(patience, end - now)
             lanes = [answer._lane for answer in missing]
-            # All but the last are read while that worker still runs.
+            # All answers except the last are read while that worker still runs.
             seconds = answers[0]._lanes.wait(lanes, patience, max(1, enough - len(there) - 1))
             if seconds >= _SLICE and not by_ray:
                 for answer in missing:
@@ -419,7 +419,7 @@ class Worker:
         return self.handle.serve_lane.remote(self._token, number)
 
     def _ready(self) -> DriverLane | None:
-        """Return the lane if the worker has attached; ask it to attach if it has not."""
+        """Return the lane if the worker has attached; otherwise ask it to attach."""
         lane = self._lane
         if lane is not None:
             if not (lane.is_closed or lane.is_given_up):

@@ -25,13 +25,13 @@ class Record:
 
     Attributes:
         worker: The driver's end of it.
-        why: Why it is not called; None while it is healthy.
+        why: The reason for which it is not called; None while it is healthy.
         owed: The answer that it owes, from the call until it is settled.
-        version: The stamp of the last weights that it is known to have taken.
+        version: The stamp of the last weights that it has taken, as far as is known.
         is_new: Whether it was added, and has not taken weights of the group yet.
         has_left: Whether it was removed from the group.
-        kept: Keeps a copy of the value that it owes, if somebody wants it later, although the
-            answer is let go of.
+        kept: A function that keeps a copy of the owed value, if it is needed after the answer is
+            let go of.
     """
 
     worker: Worker
@@ -55,12 +55,12 @@ class Record:
     def settle(
         self, answer: Answer, *, is_there: bool = True, is_late: bool = False, version: Any = None
     ) -> None:
-        """Note what has become of an answer.
+        """Note the outcome of a call.
 
         Args:
-            answer: The answer. If it is not what the worker owes, nothing is noted.
-            is_there: Whether it has come. If not, nobody waits for it any more, and nothing is sent
-                to the worker before it has answered.
+            answer: The answer. If the worker owes another one, nothing is noted.
+            is_there: Whether it has arrived. If not, nobody waits for it any more, and nothing is
+                sent to the worker before it has answered.
             is_late: Whether its time was up.
             version: The stamp of the weights that the worker has taken with the call.
         """
@@ -79,7 +79,7 @@ class Record:
         self.version, self.is_new = version, False
 
     def drop_owed(self) -> None:
-        """Let go of an owed answer that has come; its value is kept first, if it is wanted."""
+        """Let go of an owed answer that has arrived; if its value is needed, keep it first."""
         if self.kept is not None:
             self.kept()
         if self.owed is not None:
@@ -91,7 +91,7 @@ class Ranks:
     """The records of the workers, by rank.
 
     Attributes:
-        lanes: Those to workers on this node.
+        lanes: The lanes to workers on this node.
     """
 
     def __init__(self, handles: Iterable[Any]) -> None:
@@ -102,9 +102,9 @@ class Ranks:
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         self._records: dict[int, Record] = {}
-        self._joining: dict[int, tuple[Record, Any]] = {}  # and what is there once it is ready
-        self._leaving: list[tuple[Record, bool]] = []  # owe an answer; whether they end with it
-        self._news: tuple[list[int], list[int]] = [], []  # the ranks that came and went
+        self._joining: dict[int, tuple[Record, Any]] = {}  # resolved once it is ready
+        self._leaving: list[tuple[Record, bool]] = []  # owe an answer; whether to end then
+        self._news: tuple[list[int], list[int]] = [], []  # the ranks that were added and removed
         self._span = 0
         self._is_shut_down = False
         actors = self._checked(handles)
@@ -112,7 +112,7 @@ class Ranks:
         self._records = {rank: self._record_of(actor) for rank, actor in enumerate(actors)}
 
     def _checked(self, handles: Iterable[Any]) -> list[Any]:
-        """Return actors that can be workers, one at least, none of them in the group."""
+        """Return the actors, checked to be at least one, of a right class, and not in the group."""
         actors = list(handles)
         if not actors:
             raise ValueError("expected at least one actor, got none")
@@ -140,12 +140,12 @@ class Ranks:
         return Record(Worker(actor, self._span - 1, self.lanes))
 
     def _all(self) -> dict[int, Record]:
-        """Return the records by rank, of those that are being added, too."""
+        """Return the records by rank, including workers that are being added."""
         return self._records | {rank: record for rank, (record, _) in self._joining.items()}
 
     @property
     def span(self) -> int:
-        """How many ranks were ever given."""
+        """The number of ranks that were ever assigned."""
         return self._span
 
     @property
@@ -158,7 +158,7 @@ class Ranks:
         return {rank: record.worker.handle for rank, record in sorted(self._all().items())}
 
     def add(self, handles: Iterable[Any]) -> list[int]:
-        """Take more actors, which are workers once they are ready; return their ranks.
+        """Take more actors, which become workers once they are ready; return their ranks.
 
         Raises:
             TypeError: If one is not an actor of a class that the group has.
@@ -179,9 +179,9 @@ class Ranks:
             raise RuntimeError("the group was shut down")
 
     def admit(self) -> list[int]:
-        """Count added workers that are ready as workers; return their ranks.
+        """Count added actors that are ready as workers; return their ranks.
 
-        One that could not be built is a worker that is not healthy.
+        An actor that could not be built becomes an unhealthy worker.
         """
         if self._leaving:
             self._see_off()
@@ -204,11 +204,11 @@ class Ranks:
         return ranks
 
     def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> None:
-        """Have ``ranks`` in no round any more; end them, if ``kill``, once they owe no answer.
+        """Remove ``ranks`` from all later rounds; if ``kill``, end them once they owe no answer.
 
         Raises:
             TypeError: If one is not an integer.
-            ValueError: If one is not in the group, is given twice, or none would be left.
+            ValueError: If a rank is not in the group or is given twice, or no worker would be left.
         """
         there = self._all()
         checked = self._check_of(there, [ranks] if isinstance(ranks, int) else ranks)
@@ -225,7 +225,7 @@ class Ranks:
         self._see_off()
 
     def _see_off(self) -> None:
-        """Part with workers that have left and owe nothing any more."""
+        """Part with removed workers that owe no answer any more."""
         leaving, self._leaving = self._leaving, []
         for record, kill in leaving:
             if record.owed is not None and wait_any([record.owed], time.monotonic()):
@@ -239,11 +239,11 @@ class Ranks:
 
     @property
     def has_news(self) -> bool:
-        """Whether ranks came or went since this was asked last."""
+        """Whether ranks were added or removed since the last `take_news`."""
         return bool(self._news[0] or self._news[1])
 
     def take_news(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ranks that came and those that went since this was asked last."""
+        """Return the ranks that were added, and those that were removed, since the last call."""
         (joined, left), self._news = self._news, ([], [])
         return tuple(joined), tuple(left)
 
@@ -262,7 +262,7 @@ class Ranks:
 
         Raises:
             TypeError: If one is not an integer.
-            ValueError: If there is none, one is out of range, or is given twice.
+            ValueError: If there is no rank, or one is out of range or given twice.
         """
         self.admit()
         return [*self._records] if ranks is None else self._check_of(self._records, ranks)
@@ -276,22 +276,22 @@ class Ranks:
         return checked
 
     def healthy(self, ranks: Iterable[int] | None = None) -> list[int]:
-        """Return those of ``ranks``, or of all, that are called."""
+        """Return the healthy ranks among ``ranks``, or among all."""
         asked = self._records if ranks is None else ranks
         return [rank for rank in asked if self._records[rank].why is None]
 
     def unhealthy(self, ranks: Iterable[int] | None = None) -> dict[int, Exception]:
-        """Return, for those of ``ranks``, or of all, that are not called, why."""
+        """Return the unhealthy ranks among ``ranks``, or among all, with the reasons."""
         asked = self._records if ranks is None else ranks
         return {rank: why for rank in asked if (why := self._records[rank].why) is not None}
 
     def note_lost(self, failed: Mapping[int, Exception]) -> None:
-        """Count those of the ``failed`` ranks as unhealthy whose worker is lost."""
+        """Count ``failed`` ranks as unhealthy if their worker is lost."""
         for rank, error in failed.items():
             if is_lost(error):
                 worker = self._records[rank].worker
                 if getattr(error, "actor_id", None) == worker.handle._actor_id.hex():
-                    worker.look_for_node()  # Ray may start it anew on another one
+                    worker.look_for_node()  # Ray may restart it on another node
                 if self._records[rank].why is None:
                     _log.warning("rank %d is left out: %s", rank, reason_of(error))
                 self._records[rank].why = error
@@ -304,7 +304,7 @@ def _class_of(actor: Any) -> tuple[str, str]:
 
 
 def _span(ranks: Iterable[int]) -> str:
-    """Return ranks as errors name them."""
+    """Return the text of ranks for errors."""
     there = sorted(ranks)
     is_whole = there == [*range(len(there))]
     return f"0 to {there[-1]}" if is_whole else ", ".join(map(str, there))

@@ -55,7 +55,7 @@ from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
 
 Outcome = TypeVar("Outcome")
 
-_PAUSE = 0.05  # seconds until an actor that Ray is restarting is asked again
+_PAUSE = 0.05  # seconds until it asks an actor again that Ray is restarting
 
 _log = logging.getLogger("flatweights")
 
@@ -65,8 +65,8 @@ class Roster(Ranks):
 
     Attributes:
         latest: The weights that workers should have.
-        agents: Those of other nodes.
-        layout: That of the weights that workers started from; None if it is not known.
+        agents: The agents of other nodes.
+        layout: The layout of the weights that workers started from; None if unknown.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Roster(Ranks):
         self.latest = Latest(wire)
         self.layout: Layout | None = None
         self._nbytes = 0  # of the last average that was made here
-        self._initial = copied(initial)  # the caller's may change before the first call
+        self._initial = copied(initial)  # the caller's weights may change before the first call
         self._begin_to_count()
 
     def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> None:
@@ -164,7 +164,7 @@ class Roster(Ranks):
             if not called and not self.healthy():
                 took = self._send_to_unhealthy(weights, Deadline.after(timeout))
                 return [rank for rank in took if ranks is None or rank in ranks], None
-            # These weights may be a difference from the latest, or some of them.
+            # These weights may be a difference from the latest, or a subset of them.
             behind = [rank for rank in called if self._records[rank].is_new]
         if behind and version is not None:
             self._send_latest(behind, Deadline.after(timeout))
@@ -249,7 +249,7 @@ class Roster(Ranks):
         *,
         alone: bool = False,
     ) -> Outcome:
-        """Run a round whose calls carry ``weights``, unless they are None; then note who has them.
+        """Run a round whose calls carry ``weights``, unless None; note which ranks then have them.
 
         If all ranks refused them, or no call could be made, nothing was sent. Otherwise they are
         the latest weights, and ranks that refused are unhealthy.
@@ -260,7 +260,7 @@ class Roster(Ranks):
             arrivals: Their answers.
             work: Takes the payload that brings the weights, makes the calls, and returns what is
                 made of the answers.
-            alone: Whether the calls run no method, so that all errors are about the weights.
+            alone: Whether the calls run no method, so that all errors concern the weights.
         """
         before, payload = self.latest, None
         try:
@@ -276,7 +276,7 @@ class Roster(Ranks):
                     arrivals.take(rank)
             raise WorkerError(error.failed | refused) from error.__cause__
         finally:
-            # Also if something other than a rank's failure has broken the round off.
+            # Even if the round was broken off by something else than a rank's failure.
             if payload is None:
                 self._close(arrivals)
             else:
@@ -296,8 +296,8 @@ class Roster(Ranks):
         is_sent = bool(arrivals.answers) and not is_refused
         if not is_sent:
             self.latest = before
-        # If no method gave a result, the calls may not have begun, for lack of an argument. If one
-        # did, they began, or the next call finds the rank stale.
+        # If no method gave a result, the calls may not have begun, because an argument was missing.
+        # If one did, they began, or the next call finds the rank stale.
         has_begun = is_sent and (arrivals.arrived or arrivals.quarantined)
         self._close(arrivals, took if has_begun else ())
         if is_sent and refused:
@@ -471,7 +471,7 @@ class Roster(Ranks):
         return list(owing.values())
 
     def _close(self, arrivals: Arrivals, took: Collection[int] = ()) -> None:
-        """Note the failed, late and missing answers of a round that is over, or was broken off.
+        """Note the failed, late and missing answers of a round that is over or was broken off.
 
         Args:
             arrivals: The answers.
@@ -528,7 +528,7 @@ class Roster(Ranks):
             for rank in ranks or ():
                 records[rank].worker.prepare(payload)
             if ranks is None:
-                argument_of(payload)  # until it is sent, the caller's may change
+                argument_of(payload)  # the caller's weights may change until they are sent
         except FULL as error:
             raise too_small(len(self), nbytes_of(payload.value)) from error
 
@@ -615,7 +615,7 @@ def note_seconds(weights: Any, step: str, seconds: float) -> None:
 
 
 def _count_sent(payload: Payload, arrivals: Arrivals, took: Iterable[int]) -> None:
-    """Count the bytes of a ``payload`` that went to the ranks that took it.
+    """Count the bytes of a ``payload`` that were sent to the ranks that took it.
 
     A command of an agent brings them once, unless the agent has them.
     """
@@ -633,7 +633,7 @@ def _refusals(arrivals: Arrivals) -> dict[int, Exception]:
 
 
 def _took(arrivals: Arrivals, refused: Mapping[int, Exception]) -> set[int]:
-    """Return the ranks that have answered a call that brought weights, and have not refused."""
+    """Return the ranks that have answered a call with weights, and have not refused these."""
     if not arrivals.failed:
         return arrivals.arrived
     return arrivals.arrived | raised(arrivals.failed).keys() - refused.keys()

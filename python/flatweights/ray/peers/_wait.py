@@ -99,7 +99,7 @@ class Request(NamedTuple):
             if rank >= count:
                 raise ValueError(
                     f"weights: expected one for rank {rank}, which was added later, got {count} "
-                    "numbers: give a function of what a worker returned"
+                    "numbers: give a function of a worker's result"
                 )
         return [self.weights[rank] for rank in ranks]
 
@@ -234,7 +234,7 @@ class Arrivals:
 
     @property
     def unanswered(self) -> dict[int, Answer]:
-        """The answers that workers still owe: those of late ranks, and those not waited for."""
+        """The answers that workers still owe: of late ranks, and of ranks not waited for."""
         if not (self.late or self._pending):
             return {}
         owing = {*self.late, *self._pending.values()}

@@ -93,7 +93,7 @@ class NodesAverage:
             arrivals.deadline = arrivals.deadline._replace(end=self._end - room)
 
     def run(self) -> Round:
-        """Wait, exchange, and let go of all values, in an error too."""
+        """Wait, exchange, and let go of all values, even after an error."""
         outer = sys.exc_info()[1]
         try:
             return self._run()

@@ -61,7 +61,7 @@ class DriverAverage:
         self._scores: dict[int, float] = {}
 
     def run(self) -> Round:
-        """Wait, average, and let go of all values, in an error too."""
+        """Wait, average, and let go of all values, even after an error."""
         outer = sys.exc_info()[1]
         try:
             return self.average()
@@ -92,7 +92,7 @@ class DriverAverage:
         )
 
     def _may_hold_all(self) -> bool:
-        """Whether no more than ``max_inflight`` answers have to be mapped from the store."""
+        """Whether at most ``max_inflight`` answers have to be mapped from the store."""
         answers, most = self._arrivals.answers.values(), self._request.max_inflight
         return len(answers) <= most or sum(answer.is_in_store for answer in answers) <= most
 
