@@ -21,7 +21,7 @@ class Turn:
         """Take the name of the object that is called, for errors."""
         self._owner = owner
         self._lock = threading.RLock()
-        self._thread = 0  # the one that is in a call
+        self._thread = 0  # the thread that is in a call
 
     def __reduce__(self) -> tuple[type[Turn], tuple[str]]:
         """Pickle without the thread: a copy belongs to another process, with its own calls."""

@@ -257,7 +257,7 @@ def _run(
 
 
 class _Commands:
-    """What commands of a lane call of a worker, without Ray's wrapper."""
+    """The methods of a worker that commands of a lane call, without Ray's wrapper."""
 
     def __init__(self, worker: FlatWorker) -> None:
         self.call_version = functools.partial(_run, worker)

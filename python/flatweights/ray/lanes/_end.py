@@ -95,7 +95,7 @@ class LaneEnd:
             self.connection.send(b"P" + words.encode()[: _MOST - 1])
 
     def share(self, windows: Windows, extents: list[Extent]) -> None:
-        """Count this side's windows in ``extents`` as held by the peer, and send it those it lacks.
+        """Count this side's windows in ``extents`` as held by the peer; send it missing windows.
 
         Raises:
             OSError: If the peer is dead, or its socket is full.

@@ -135,7 +135,7 @@ def make_message(
 ) -> Message | None:
     """Return a message with the value in ``box``.
 
-    Buffers that lie in windows are not moved, unless somebody could still write to them;
+    Buffers that lie in windows are not moved, unless a process could still write to them;
     others are copied into a window, once.
 
     Args:

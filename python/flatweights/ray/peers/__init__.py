@@ -2,11 +2,11 @@
 
 - `_contract` is the interface between rounds and workers: calls and answers. `_wait` waits for
   answers.
-- `_ranks` has the record of each worker of a group, who come and go; `_roster` sends them the
-  weights that they should have, which `_latest` has.
+- `_ranks` has a record for each worker of a group. `_roster` sends workers the weights that they
+  should have; `_latest` keeps these weights.
 - A call travels by one of three ways: `_store` through Ray, `_by_lane` through memory that driver
-  and worker map, `_by_agent` through an `_agent` on the worker's node. A result may stay there;
-  then the driver has a `_summary` of it.
+  and worker map, `_by_agent` through an `_agent` on the worker's node. A result may stay on
+  that node; then the driver has a `_summary` of it.
 - `_setback` decides when to try a failed way again; `_order` keeps the order of a handle's calls,
   whichever way they take.
 """

@@ -136,7 +136,7 @@ class GroupLanes:
             _core.withdraw_offer()
 
     def let_sleep(self) -> None:
-        """Have workers that are called from now on sleep until `wake`, which wakes them together.
+        """Let workers that are called from now on sleep until `wake`, which wakes them together.
 
         Otherwise the first to wake may take the processor from the driver, and the others would get
         their commands only after the driver has it back.
@@ -144,7 +144,7 @@ class GroupLanes:
         self.asleep = []
 
     def wake(self) -> None:
-        """Wake the workers that were called since `let_sleep`, two by each call of the system."""
+        """Wake the workers that were called since `let_sleep`, two with each system call."""
         asleep, self.asleep = self.asleep, None
         if asleep:
             wake(asleep)

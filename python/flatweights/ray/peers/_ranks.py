@@ -1,4 +1,4 @@
-"""The workers of a group by rank, with one record for each: who is there, comes and goes."""
+"""The records of a group's workers, by rank; workers are added and removed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Record:
     """The state of one worker.
 
     Attributes:
-        worker: The driver's end of it.
+        worker: The driver's end of the worker.
         why: The reason for which it is not called; None while it is healthy.
         owed: The answer that it owes, from the call until it is settled.
         version: The stamp of the last weights that it has taken, as far as is known.
@@ -49,7 +49,7 @@ class Record:
         return answer
 
     def owe(self, answer: Answer) -> None:
-        """Note the answer to a call that was made otherwise."""
+        """Note the answer to a call that was not made by `send`."""
         self.owed, self.kept = answer, None
 
     def settle(
@@ -248,7 +248,7 @@ class Ranks:
         return tuple(joined), tuple(left)
 
     def get(self, rank: int) -> Record | None:
-        """Return the record of ``rank``, if it is a worker's."""
+        """Return the record of ``rank``; None if no worker has this rank."""
         return self._records.get(rank)
 
     def __len__(self) -> int:
@@ -258,7 +258,7 @@ class Ranks:
         return self._records[rank]
 
     def check(self, ranks: Iterable[int] | None) -> Sequence[int]:
-        """Return ``ranks`` in order, checked to be those of workers, each once; all for None.
+        """Return ``ranks`` in order, checked to be ranks of workers, each once; all for None.
 
         Raises:
             TypeError: If one is not an integer.

@@ -93,12 +93,12 @@ class Roster(Ranks):
         self.agents = Agents(self.lanes.offer, sums, Agent, ())
         self.latest = Latest(wire)
         self.layout: Layout | None = None
-        self._nbytes = 0  # of the last average that was made here
+        self._nbytes = 0  # of the last average that was made in this process
         self._initial = copied(initial)  # the caller's weights may change before the first call
         self._begin_to_count()
 
     def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> None:
-        """Have ``ranks`` in no round any more, and no agent where no worker is left."""
+        """Remove ``ranks`` from all later rounds, and the agents of nodes without workers."""
         super().remove(ranks, kill=kill)
         self.agents.keep({record.worker.far_node for record in self._all().values()})
 
@@ -122,7 +122,7 @@ class Roster(Ranks):
         self._name, self._count = secrets.token_hex(8), 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Count as another group, since two processes would use the same stamps."""
+        """Become another group, since two processes would use the same stamps."""
         self.__dict__.update(state)
         self._begin_to_count()
 
@@ -258,8 +258,8 @@ class Roster(Ranks):
             weights: The weights.
             ranks: The ranks that are called.
             arrivals: Their answers.
-            work: Takes the payload that brings the weights, makes the calls, and returns what is
-                made of the answers.
+            work: A function that takes the payload with the weights, makes the calls, and returns
+                the outcome of the answers.
             alone: Whether the calls run no method, so that all errors concern the weights.
         """
         before, payload = self.latest, None
@@ -305,7 +305,7 @@ class Roster(Ranks):
         _count_sent(payload, arrivals, took)
 
     def why_no_agents(self, ranks: Iterable[int], request: Request) -> str | None:
-        """Return why an average is made without agents; empty if all ranks are here."""
+        """Return why an average is made without agents; empty if all ranks are on this node."""
         if not [rank for rank in ranks if self._records[rank].worker.far_node]:
             return ""
         if request.rule is not None:
@@ -319,19 +319,19 @@ class Roster(Ranks):
         return self.agents.why_not() if setback.is_over or not setback.reason else setback.reason
 
     def offer(self) -> None:
-        """Have the next average made in a window, if one is free; it is as large as the last."""
+        """Offer a free window, if there is one, to the next average, as large as the last."""
         self.lanes.offer(self._nbytes)
 
     def complete(
         self, result: Round, ranks: Iterable[int], why_no_agents: str | None, *, is_kept: bool
     ) -> None:
-        """Say in an average how its ranks were reached, and who has come and gone; note its size.
+        """Note in an average how ranks were reached, and which joined and left; note its size.
 
         Args:
             result: The average.
             ranks: The ranks that were called.
-            why_no_agents: Why they were not reached by agents, if they were not.
-            is_kept: Whether the average was made in memory of this process's choice.
+            why_no_agents: The reason for which no agents reached them; None if agents did.
+            is_kept: Whether this process chose the memory of the average.
         """
         ways: dict[int, str] = {}
         for rank in ranks:

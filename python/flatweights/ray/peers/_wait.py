@@ -336,7 +336,7 @@ class Arrivals:
         raise WorkerError(errors) from first
 
     def let_go(self) -> None:
-        """Let go of all answers but those that are still owed; a second time, of none."""
+        """Let go of all answers except those that are still owed; a second call does nothing."""
         if self._is_let_go:
             return
         owed = self.unanswered

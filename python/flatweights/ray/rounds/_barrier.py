@@ -1,4 +1,4 @@
-"""Rounds with a barrier: all workers of a group are called, and all are waited for."""
+"""Rounds with a barrier, which call all workers of a group and wait for all of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def average_of(
     out: Any = None,
     travels: Travels = "weights",
 ) -> Round:
-    """Have workers do ``work``, and average their results; see `WorkerGroup.average`."""
+    """Let workers do ``work``, and average their results; see `WorkerGroup.average`."""
     asked, timeout, need = roster.check(ranks), request.timeout, request.min_results or 1
     if need > len(asked):
         check_count(need, "min_results", len(asked))
@@ -73,7 +73,7 @@ def average_of(
 
 
 def average_of_answers(answers: Mapping[int, Answer], request: Request, out: Any) -> Round:
-    """Average the results of calls that somebody has made; see `flatweights.ray.average`."""
+    """Average the results of calls that the caller has made; see `flatweights.ray.average`."""
     arrivals = Arrivals(Deadline.after(request.timeout), answers)
     result = DriverAverage(arrivals, request, out).run()
     report(result)
@@ -83,7 +83,7 @@ def average_of_answers(answers: Mapping[int, Answer], request: Request, out: Any
 def results_of(
     roster: Roster, work: Work, timeout: float | None, ranks: Iterable[int] | None, broadcast: Any
 ) -> dict[int, Any]:
-    """Have workers do ``work``; return their results by rank; see `WorkerGroup.step`."""
+    """Let workers do ``work``; return their results by rank; see `WorkerGroup.step`."""
     asked = roster.check(ranks)
     called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
     by_rank = work.arguments_of(called)
@@ -102,7 +102,7 @@ def results_of(
 
 
 def send(roster: Roster, weights: Any, timeout: float | None) -> list[int]:
-    """Have workers set ``weights``; return the ranks that have; see `WorkerGroup.broadcast`."""
+    """Let workers set ``weights``; return the ranks that did so; see `WorkerGroup.broadcast`."""
     roster.admit()
     ranks, weights = roster.begin(weights, timeout)
     if weights is None:
