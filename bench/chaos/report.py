@@ -1,5 +1,10 @@
-"""The report of a run: tables, JSON, and a picture of steps over time with the faults."""
+"""The report of a run: tables, JSON, and a picture of steps over time with the faults.
 
+``python -m bench.chaos.report out.json`` writes the tables of ``docs/reliability.md`` from the file
+that was passed to ``python -m bench.chaos --json``.
+"""
+
+import argparse
 import json
 import statistics
 from pathlib import Path
@@ -10,7 +15,10 @@ from rich.table import Table
 
 from bench import machine
 from bench.chaos import faults
-from bench.chaos.run import Record, Usage
+from bench.chaos.run import Injected, Record, Usage
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+_BEGIN, _BETWEEN, _END = "<!-- figures -->", "<!-- seconds -->", "<!-- end -->"
 
 _ACTORS = (name for names in faults.ACTORS.values() for name in names)
 OURS = ("driver", "ray::Trainer", "ray::live", *(f"ray::{name}" for name in _ACTORS))
@@ -121,3 +129,49 @@ def plot(record: Record, path: Path) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def tables_of(data: dict[str, Any]) -> tuple[str, str]:
+    """Return the tables of the runs in a JSON file as Markdown: the runs, and their faults."""
+    runs = "| mode | commit | minutes | faults | compared | wrong, hangs | steps/s | with faults "
+    runs += "| after recovery |\n| --- | --- |" + " ---: |" * 7
+    seconds: dict[str, dict[str, str]] = {}
+    for mode, kept in data.items():
+        quiet, loud, between = kept["rates"]
+        cells = [
+            mode,
+            kept["machine"]["commit"],
+            f"{kept['plan']['seconds'] / 60:g}",
+            str(len(kept["faults"])),
+            f"{kept['checked']:,}",
+            f"{len(kept['wrong'])}, {len(kept['hangs'])}",
+            f"{quiet:.1f}",
+            f"{100 * loud / quiet:.1f} %",
+            f"{100 * between / quiet:.1f} %",
+        ]
+        runs += f"\n| {' | '.join(cells)} |"
+        record = Record(mode, kept["plan"], faults=[Injected(**fault) for fault in kept["faults"]])
+        for kind, _, median, longest in by_kind(record):
+            seconds.setdefault(kind, {})[mode] = f"{median:.1f}, {longest:.1f}"
+    times = f"| fault | {' | '.join(data)} |\n| --- |" + " ---: |" * len(data)
+    for kind, by_mode in sorted(seconds.items()):
+        times += f"\n| {kind} | {' | '.join(by_mode.get(mode, '') for mode in data)} |"
+    return runs, times
+
+
+def main() -> None:
+    """Replace the tables of the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("json", type=Path, help="the file given to `python -m bench.chaos --json`")
+    runs, times = tables_of(json.loads(parser.parse_args().json.read_text()))
+    text = PAGE.read_text(encoding="utf-8")
+    for marker, table in ((_BEGIN, runs), (_BETWEEN, times)):
+        head, _, rest = text.partition(marker)
+        _, end, tail = rest.partition(_END)
+        assert end, f"{PAGE.name}: {marker} has no end"
+        text = f"{head}{marker}\n\n{table}\n\n{_END}{tail}"
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -68,7 +68,7 @@ class GroupLanes:
         self.asleep: list[DriverLane] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as new agents."""
+        """Pickle as lanes of which none is made."""
         return type(self), ()
 
     @property
