@@ -23,8 +23,8 @@ from flatweights.tensorflow import TensorFlowVariables
 _ROOM = 8192  # bytes for the giver's place and for the counts of its callbacks
 _LAST = 10.0  # least seconds for which the end of a training waits for late members
 _REPLACED = 300.0  # seconds for which it waits for the workers that replace dead ones
-_PAUSE = 0.05  # seconds until it first looks for them
-# Callbacks of Keras that decide by what they have counted. A member that was absent lacks that.
+_PAUSE = 0.05  # seconds until it first looks for those workers
+# Callbacks of Keras that decide by their counts. A member that was absent lacks these counts.
 _DECIDING = (
     keras.callbacks.EarlyStopping,
     keras.callbacks.ModelCheckpoint,
@@ -63,8 +63,8 @@ class State:
     """The state that heals a member: variables, the optimizer's slots, and the training's place.
 
     Attributes:
-        layout: The slots of the variables, then those of the weights that callbacks keep, then one
-            for the place.
+        layout: The slots of the variables, then the slots of the weights that callbacks keep, then
+            one for the place.
         place: This member's place; after it was healed, the giver's.
     """
 
@@ -93,7 +93,7 @@ class State:
         self.place = Place()
 
     def gather_into(self, buffer: NDArray[np.uint8]) -> None:
-        """Read all; see `flatweights.ray.Variables`."""
+        """Copy all parts into ``buffer``; see `flatweights.ray.Variables`."""
         self._variables.gather_into(buffer[: self._variables.layout.nbytes])
         parts = self.layout.packed_views(buffer)
         counts = {k: dict(one) for k, one in self.place.counts.items()}
@@ -110,7 +110,7 @@ class State:
         parts[-1][len(place) :] = 0
 
     def scatter(self, buffer: NDArray[np.uint8]) -> None:
-        """Set all; see `flatweights.ray.Variables`."""
+        """Set all parts from ``buffer``; see `flatweights.ray.Variables`."""
         self._variables.scatter(buffer[: self._variables.layout.nbytes])
         parts = self.layout.packed_views(buffer)
         self.place = Place(*pickle.loads(parts[-1].tobytes()))
@@ -120,7 +120,7 @@ class State:
                 own[_BEST] = [one.copy() for one in weights] if own[_BEST] else None
 
     def _kept(self, parts: list[NDArray[Any]]) -> Iterator[tuple[int, list[NDArray[Any]]]]:
-        """Yield the index of each callback that keeps weights, and the parts for them."""
+        """Yield the index of each callback that keeps weights, and the parts for these weights."""
         begin = len(self._variables.layout.slots)
         for number, k in enumerate(self._keepers):
             at = begin + number * self._count
@@ -128,7 +128,7 @@ class State:
 
 
 class Progress:
-    """One `fit` of one member, while other members may be at other places of theirs.
+    """One `fit` of one member, while other members may be at other places of their `fit`.
 
     All members meet at the beginning of each epoch, and at the end. A member that lacks the state
     is healed there, or in another call of the `fit`. If it is then at another place than the
@@ -162,9 +162,9 @@ class Progress:
         self._callbacks = callbacks
         self._epoch = -1
         self._others = -1  # the epoch in which the others were when this member was healed
-        self._is_before = False  # whether they were at the beginning of that epoch
+        self._is_before = False  # whether the others were at the beginning of that epoch
         self._done = 0  # finished batches of this epoch
-        self._ahead = 0  # finished batches that the others have more: they end the epoch sooner
+        self._ahead = 0  # batches by which the others are ahead: they end the epoch sooner
         self._breaks = False  # whether this epoch was cut short
         self._pending: Place | None = None  # callbacks continue from its counts
         self._held: NDArray[np.uint8] | None = None  # the state to keep while this member is apart
@@ -180,14 +180,14 @@ class Progress:
     def begin_epoch(self, epoch: int) -> None:
         """Meet the others; all callbacks of a `fit` call it."""
         if self.has_joined:
-            self._model._initial_epoch = None  # it was read; a later `fit` must not begin there
+            self._model._initial_epoch = None  # Keras has read it; no later `fit` may begin there
             if self._pending is not None:
-                self._take_counts(self._pending)  # `AverageWeights` has set its own to zero
+                self._take_counts(self._pending)  # `AverageWeights` has set its counts to zero
         if epoch == self._epoch:
             return
         self._epoch, self._done, self._ahead = epoch, 0, 0
         if self.is_apart and epoch <= self._others:
-            if epoch == self._others and self._is_before:  # it can take part from here on
+            if epoch == self._others and self._is_before:  # this member can take part from now on
                 self.is_apart, self._held = False, None
             return
         self._held = None
@@ -230,7 +230,7 @@ class Progress:
         for one in self._callbacks:
             if getattr(one, "monitor_op", one) is None:  # set at the end of the first epoch
                 one._set_monitor_op()
-        self._take_counts(self._pending, _DECIDING)  # others have counted since
+        self._take_counts(self._pending, _DECIDING)  # other callbacks have counted since
         self._pending = None
 
     def pass_by(self, callback: Any) -> None:
@@ -249,7 +249,7 @@ class Progress:
     def average(
         self, call: Callable[[Member, State], Round], *, at: Literal["step", "batch", "epoch"]
     ) -> Round | None:
-        """Return the result of ``call``; None, if the others are at another place by now.
+        """Return the result of ``call``; None if the other members are at another place.
 
         Args:
             call: A call of the member with the state.
@@ -274,8 +274,8 @@ class Progress:
         ahead = giver.steps - self._done
         is_alike = giver.epoch == self._epoch
         if is_alike and by_step and ahead >= self._ahead:
-            # This member is at the giver's place, and may be the next giver. All have equally many
-            # batches.
+            # This member is at the giver's place, and may be the next giver. All members have the
+            # same number of batches.
             self._ahead = ahead
         elif not (is_alike and at != "step" and ahead == self._ahead):
             self.is_apart, self._others, self._is_before = True, giver.epoch, False
@@ -295,7 +295,7 @@ class Progress:
         self.is_apart = False
 
     def _meet(self, ends: bool = False) -> bool:
-        """Tell the others this member's place; get healed, if needed; return if one may come."""
+        """Send this member's place; get healed if needed; return whether a member may come."""
         member = self._lease.take()
         member.raises_elsewhere = False
         if self.is_apart:
@@ -327,7 +327,7 @@ class Progress:
 def callbacks_beside(callback: Any) -> list[Any]:
     """Return all callbacks of a `fit`, since some decide by their counts.
 
-    Keras gives a callback no access to the others: this is the list that holds it and the history.
+    Keras gives a callback no access to the others: this finds the list with it and the history.
     """
     history = callback.model.history
     lists = (one for one in gc.get_referrers(callback) if isinstance(one, list))
