@@ -114,8 +114,12 @@ def test_wrong_rules_are_refused_before_anybody_works(group: WorkerGroup) -> Non
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"rule": "median"}, TypeError, "rule: expected a value such as flatweights.robust.Median"),
         ({"rule": robust.Median}, TypeError, "rule: expected a value such as"),
-        ({"rule": robust.Median(), "weights": [1.0] * 5}, TypeError, "weights: Median has no weights"),
-        ({"rule": max, "weights": [1.0] * 5}, TypeError, "weights: max has none"),
+        (
+            {"rule": robust.Median(), "weights": [1.0] * 5},
+            TypeError,
+            "weights: Median has no weights",
+        ),
+        ({"rule": max, "weights": [1.0] * 5}, TypeError, "weights: max has no weights"),
     ]
     for arguments, error, text in wrong:
         with pytest.raises(error, match=text):
