@@ -217,8 +217,9 @@ def fill_stores(seconds: float) -> None:
             _fill.options(scheduling_strategy=where).remote(free, seconds)
 
 
-@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+@ray.remote(num_cpus=0, max_retries=0, max_calls=1)  # type: ignore[untyped-decorator]
 def _fill(nbytes: int, seconds: float) -> None:
+    """Hold the store full; its process, which has grown, ends then and runs no other task."""
     kept = []
     for share in (0.5, 0.25, 0.12, 0.06, 0.03):
         ref = ray.put(np.ones(int(share * nbytes), np.uint8))

@@ -50,7 +50,7 @@ def leaks_of(record: Record) -> list[str]:
             leaks.append(f"{role}: {before.descriptors} descriptors, then {after.descriptors}")
         if after.shared - before.shared > record.plan["size"]:
             leaks.append(f"{role}: {before.shared} files and sockets, then {after.shared}")
-        if after.megabytes > 1.1 * before.megabytes + 20:
+        if after.megabytes > 1.1 * before.megabytes + 20 + record.megabytes_kept:
             leaks.append(f"{role}: {before.megabytes:.0f} MB, then {after.megabytes:.0f}")
         if role != "driver" and after.processes > before.processes:
             leaks.append(f"{role}: {before.processes} processes, then {after.processes}")

@@ -106,6 +106,10 @@ class Mode(ABC):
     def check(self, entries: Sequence[Entry]) -> tuple[int, list[str]]:
         """Return the number of averages or reads that the oracle compared, and the errors."""
 
+    def megabytes_kept(self, entries: Sequence[Entry]) -> float:
+        """Return by how much other libraries have made a process grow, at most."""
+        return 0.0
+
 
 class DrivenMode(Mode):
     """A mode whose steps a thread of the driver makes."""
@@ -184,6 +188,7 @@ class Record:
         events: The number of notes of each text.
         usage: By role, the resources of its processes at the end of each turn without faults.
         left: Processes that still ran at the end.
+        megabytes_kept: The memory of other libraries by which a process grew, at most.
         rates: Steps per second in turns without faults, in turns with faults, and between the
             recovery from one fault and the next fault.
     """
@@ -199,6 +204,7 @@ class Record:
     events: dict[str, int] = field(default_factory=dict)
     usage: list[dict[str, Usage]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    megabytes_kept: float = 0.0
     rates: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
@@ -324,6 +330,7 @@ class Run:
         record, mode = self.record, self._mode
         entries = list(read_logs(self._folder))
         record.checked, record.wrong = mode.check(entries)
+        record.megabytes_kept = mode.megabytes_kept(entries)
         notes = [entry for entry in entries if isinstance(entry, Note)]
         record.wrong += [f"rank {n.rank}: {n.text}" for n in notes if n.text.startswith("wrong")]
         record.events = dict(Counter(note.text.partition(":")[0] for note in notes))
