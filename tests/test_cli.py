@@ -44,7 +44,6 @@ def test_info_tells_the_configuration_and_the_path_to_tensorflow_without_importi
     assert (run.returncode, run.stderr) == (0, "")
     config = flatweights.show_config()
     config["tensorflow path"] = "TensorFlow's operations, since FLATWEIGHTS_TENSORFLOW=ops"
-    config["rounds on Ray"] = "known once flatweights.ray is imported"
     width = max(map(len, config)) + 2
     lines = run.stdout.splitlines()
     assert {line[:width].strip(): line[width:] for line in lines} == config
@@ -264,7 +263,10 @@ def test_plan_prints_what_ray_plan_says(capsys: pytest.CaptureFixture[str]) -> N
     [
         ([], "the following arguments are required: command"),
         (["train"], "invalid choice: 'train'"),
-        (["examples", "--show"], "examples --show: expected the NAME of an example"),
+        (
+            ["examples", "--show"],
+            "flatweights examples: error: --show: expected the NAME of an example",
+        ),
         (["examples", "lines"], "NAME: invalid choice: 'lines'"),
         (["demo", "--workers", "0"], "--workers: expected an integer from 1 to 64, got '0'"),
         (["demo", "--workers", "65"], "--workers: expected an integer from 1 to 64, got '65'"),
@@ -283,6 +285,7 @@ def test_plan_prints_what_ray_plan_says(capsys: pytest.CaptureFixture[str]) -> N
             "expected --mode weights",
         ),
         (["plan", "--nodes", "0"], "--nodes: expected an integer from 1 to 1000000, got '0'"),
+        (PLAN, "flatweights plan: error: link: expected bits per second, such as 10e9 or '10Gbit'"),
         ([*PLAN, "--link", "10"], "link: expected bits per second, such as 10e9 or '10Gbit'"),
         ([*PLAN, "--link", "10GB"], "link: expected bits per second, such as 10e9 or '10Gbit'"),
         ([*PLAN, "--link", "1Gbit", "--dtype", "int8"], "dtype: expected one that has a mean"),

@@ -6,6 +6,7 @@ import sys
 from importlib import metadata
 
 from flatweights import _core
+from flatweights._settings import RAY, ray_setting
 
 _DISTRIBUTIONS = ("numpy", "ml_dtypes", "tensorflow", "tensorflow-cpu", "keras", "tf_keras", "ray")
 
@@ -46,7 +47,7 @@ def show_config() -> dict[str, str]:
                 config[name] = "not installed"
     config["threads"] = str(_core.get_num_threads())
     config["instruction set"] = _core.get_isa()
-    config["streams above"] = f"{_core.get_stream_above() / 2**20:.10g} MiB"
+    config["bypasses caches above"] = f"{_core.get_stream_above() / 2**20:.10g} MiB"
     config["pool keeps up to"] = f"{_core.get_pool_limit() / 2**20:.10g} MiB"
     library = sys.modules.get("flatweights.tensorflow.library._load")
     if library:
@@ -55,9 +56,19 @@ def show_config() -> dict[str, str]:
         config["tensorflow path"] = "none, since tensorflow is not installed"
     else:
         config["tensorflow path"] = "known once flatweights.tensorflow is imported"
-    lanes = sys.modules.get("flatweights.ray.peers._by_lane")
-    config["rounds on Ray"] = lanes.status() if lanes else "known once flatweights.ray is imported"
+    config["rounds on Ray"] = _rounds_on_ray()
     return config
+
+
+def _rounds_on_ray() -> str:
+    """Return the way by which a new group reaches its workers."""
+    if importlib.util.find_spec("ray") is None:
+        return "none, since ray is not installed"
+    return {
+        "": "lanes within a machine, else the object store",
+        "store": f"the object store ({RAY}=store)",
+        "lanes": f"lanes ({RAY}=lanes)",
+    }[ray_setting()]
 
 
 def get_num_threads() -> int:

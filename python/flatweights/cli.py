@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             options = parser.parse_args(arguments)
-            code: int = options.command(parser, options)
+            code: int = options.command(options.parser, options)
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -155,7 +155,7 @@ def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     """List the programs of flatweights.examples, run one, or show its source."""
     if options.source is not None:
         if options.name is None:
-            parser.error(f"examples --{options.source}: expected the NAME of an example")
+            parser.error(f"--{options.source}: expected the NAME of an example")
         source = _source(options.name)
         print(source if options.source == "path" else source.read_text(encoding="utf-8").rstrip())
         return 0
@@ -209,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, run: Callable[..., int], help_: str) -> argparse.ArgumentParser:
         """Add a command, which the docstring of its function describes."""
         command = commands.add_parser(name, help=help_, description=run.__doc__)
-        command.set_defaults(command=run)
+        command.set_defaults(command=run, parser=command)
         return command
 
     add("info", _info, "print versions, threads and code paths in use")
@@ -239,7 +239,8 @@ def _parser() -> argparse.ArgumentParser:
     costs.add_argument("--nodes", type=count, required=True, help="nodes with workers")
     costs.add_argument("--workers", type=count, required=True, help="workers on each node")
     costs.add_argument("--model", required=True, metavar="SIZE", help="size of a model: 500MB")
-    costs.add_argument("--link", required=True, metavar="RATE", help="rate of a link: 10Gbit")
+    rate = "rate of a node's link, if there are several nodes: 10Gbit"
+    costs.add_argument("--link", metavar="RATE", help=rate)
     costs.add_argument("--dtype", default="float32", help="dtype of most weights (float32)")
     memory = "bytes that a node's processes move per second (50GB over lanes, else 10GB)"
     costs.add_argument("--memory", metavar="SIZE", help=memory)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from reference import clean_environment, refusals, run_python
 
-ABOVE = "import flatweights; print(flatweights.show_config()['streams above'])"
+ABOVE = "import flatweights; print(flatweights.show_config()['bypasses caches above'])"
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 

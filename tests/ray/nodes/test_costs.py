@@ -75,6 +75,12 @@ def test_small_models_and_single_nodes_go_through_the_driver() -> None:
     assert alone.chosen.seconds < alone["driver"].seconds < alone["the guide's loop"].seconds
 
 
+def test_one_node_needs_no_link() -> None:
+    alone = plan(nodes=1, workers=8, model="30MB")
+    assert alone.ways == plan(nodes=1, workers=8, model="30MB", link=GBIT).ways
+    assert "bit/s" not in str(alone)
+
+
 def test_texts_have_units() -> None:
     for model, nbytes in (("500MB", 500e6), ("1.5 GB", 1.5e9), ("2MiB", 2**21), ("10_000", 1e4)):
         assert plan(nodes=2, workers=1, model=model, link=1e9)["driver"].sent == nbytes
@@ -93,6 +99,7 @@ def test_texts_have_units() -> None:
         ("model", "1Mbit", "model: expected bytes, such as 500_000_000 or '500MB', got '1Mbit'"),
         ("model", -1, "model: expected bytes"),
         ("model", float("nan"), "model: expected bytes"),
+        ("link", None, "link: expected bits per second, such as 10e9 or '10Gbit', for 2 nodes"),
         ("link", "fast", "link: expected bits per second"),
         ("link", "10GB", "link: expected bits per second"),
         ("link", "10", "link: expected bits per second, such as 10e9 or '10Gbit', got '10'"),

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
+from flatweights._settings import ray_setting
 from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
@@ -27,7 +28,6 @@ from flatweights.ray.members._host import Host
 from flatweights.ray.members._meeting import Ticket
 from flatweights.ray.members._seats import as_array
 from flatweights.ray.members._terms import Terms
-from flatweights.ray.peers._setback import choice
 from flatweights.ray.peers._wait import seconds_left
 
 _ABSENT = 5.0  # seconds in which a host has to name the missing ranks
@@ -286,7 +286,7 @@ def enter(
         )
         .remote(name, terms)
     )
-    wants_lane = choice() != "store"
+    wants_lane = ray_setting() != "store"
     pass_ = Pass.of(host)
     ticket: Ticket | None = None
     host_end: HostEnd | None = None
@@ -359,7 +359,7 @@ def _end_of(host: Any, ticket: Ticket, pass_: Pass, end: float | None) -> HostEn
     try:
         lane = MemberLane(address, pass_.token)
     except (OSError, LaneError, MemoryError):
-        if choice() == "lanes":
+        if ray_setting() == "lanes":
             raise
         return HostByStore(host, pass_)
     try:

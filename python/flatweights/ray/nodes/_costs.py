@@ -120,7 +120,7 @@ def plan(
     nodes: int,
     workers: int,
     model: int | str,
-    link: float | str,
+    link: float | str | None = None,
     dtype: str = "float32",
     memory: float | str | None = None,
 ) -> ExchangePlan:
@@ -138,19 +138,24 @@ def plan(
         workers: The number of workers on each.
         model: Bytes of the model, such as ``500_000_000`` or ``"500MB"``.
         link: Bits per second of a node's link in each direction, such as ``10e9`` or ``"10Gbit"``.
+            One node needs none.
         dtype: The dtype of most of the weights.
         memory: Bytes per second that the processes of a node read and write together, such as
             ``10e9`` or ``"10GB"``. If None, the measured rates: 50 GB over lanes, 10 GB elsewhere.
 
     Raises:
-        ValueError: If a number is not positive, or a text is not a number with a unit.
+        ValueError: If a number is not positive, a text is not a number with a unit, or several
+            nodes have no ``link``.
         TypeError: If ``nodes`` or ``workers`` is not an integer, or weights of ``dtype`` have no
             mean.
     """
     nbytes = _number(model, "model", _BYTES)
-    bits = _number(link, "link", _BITS)
+    check_count(nodes, "nodes")
+    if link is None and nodes > 1:
+        raise ValueError(f"link: expected {_BITS}, for {nodes} nodes, got none")
+    bits = math.inf if link is None else _number(link, "link", _BITS)
     setting = _Setting(
-        nodes=check_count(nodes, "nodes"),
+        nodes=nodes,
         workers=check_count(workers, "workers"),
         nbytes=nbytes,
         link=bits / 8,
@@ -159,7 +164,9 @@ def plan(
         is_float32=np.dtype(dtype) == np.float32,
     )
     title = f"{_counted(nodes, 'node')} of {_counted(workers, 'worker')}, "
-    title += f"{readable_bytes(nbytes)}, {bits / 1e9:g} Gbit/s"
+    title += readable_bytes(nbytes)
+    if nodes > 1:
+        title += f", {bits / 1e9:g} Gbit/s"
     ways = tuple(setting.ways())
     best = "lanes" if nodes == 1 else "streams" if nbytes >= SMALL else "driver"
     chosen = next(cost for cost in ways if cost.way == best and not cost.options)

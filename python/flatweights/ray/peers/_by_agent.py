@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from flatweights._settings import setting
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.nodes._address import Address, chosen_ports
 from flatweights.ray.nodes._node import NodeEnd
@@ -18,7 +19,7 @@ from flatweights.ray.peers._agent import Agent, AverageOf, Command, Failure
 from flatweights.ray.peers._by_lane import Worker
 from flatweights.ray.peers._contract import Answer, Call
 from flatweights.ray.peers._order import CallLog
-from flatweights.ray.peers._setback import Setback, setting
+from flatweights.ray.peers._setback import Setback
 from flatweights.ray.peers._store import argument_of
 from flatweights.ray.peers._summary import Exchanged, Reading
 from flatweights.ray.peers._wait import seconds_left

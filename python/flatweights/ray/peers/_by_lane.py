@@ -20,6 +20,7 @@ import ray
 from flatweights import _core
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout
+from flatweights._settings import RAY, ray_setting
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._result import Packed, is_arrays, parts_of
 from flatweights.ray.lanes._driver_lane import DriverLane, Lanes, wake
@@ -29,7 +30,7 @@ from flatweights.ray.lanes._protocol import BROKEN, BY_CALL, COMMAND, VALUE, WEI
 from flatweights.ray.lanes._worker_lane import NoLane
 from flatweights.ray.peers._contract import Answer, Call, Payload, plain_weights
 from flatweights.ray.peers._order import CallLog
-from flatweights.ray.peers._setback import VARIABLE, Setback, choice
+from flatweights.ray.peers._setback import Setback
 from flatweights.ray.peers._store import RayAnswer, argument_of, call_actor, sent_weights
 
 _MOST_OFFERED = 3  # windows for averages that the user keeps
@@ -60,8 +61,9 @@ class GroupLanes:
         Raises:
             ValueError: If the environment variable is malformed.
         """
-        self.insists = choice() == "lanes"
-        self.setback = Setback("workers are", f"{VARIABLE}=store" if choice() == "store" else "")
+        setting = ray_setting()
+        self.insists = setting == "lanes"
+        self.setback = Setback("workers are", f"{RAY}=store" if setting == "store" else "")
         self.made: Lanes | None = None
         self._close: Callable[[], object] = lambda: None
         self.last: tuple[Call, Message | None] | None = None
@@ -473,7 +475,7 @@ class Worker:
         for setback in (self._group.setback, self._setback):
             if not setback.is_over:
                 where = f"there is no lane to rank {self.rank}"
-                raise RuntimeError(f"{VARIABLE}=lanes: {where}: {setback.reason}")
+                raise RuntimeError(f"{RAY}=lanes: {where}: {setback.reason}")
 
     def _frozen(self, payload: Payload) -> Any:
         """Return a read-only copy of the weights, in a window if one is free."""
@@ -484,13 +486,3 @@ class Worker:
 
 def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def status() -> str:
-    """Return the line about lanes in `flatweights.show_config`."""
-    chosen = choice()
-    return {
-        "": "lanes within a machine, else the object store",
-        "store": f"the object store ({VARIABLE}=store)",
-        "lanes": f"lanes ({VARIABLE}=lanes)",
-    }[chosen]

@@ -1,39 +1,15 @@
-"""Ways that fail for a while: the choice in the environment, and the time of the next try."""
+"""A way that fails for a while: the reason, and the time of the next try."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 
-VARIABLE = "FLATWEIGHTS_RAY"
 _PAUSE = 1.0  # seconds until the next try to make a lane; doubled each time
 _MOST_PAUSE = 60.0
 
 _log = logging.getLogger("flatweights")
-
-
-def choice() -> str:
-    """Return the value of ``FLATWEIGHTS_RAY``: ``"store"``, ``"lanes"`` or nothing.
-
-    Raises:
-        ValueError: If it has another value.
-    """
-    return setting(VARIABLE, "store", "lanes")
-
-
-def setting(variable: str, *values: str) -> str:
-    """Return the value of an environment variable, or nothing.
-
-    Raises:
-        ValueError: If it is none of ``values``.
-    """
-    value = os.environ.get(variable, "")
-    if value not in ("", *values):
-        expected = f"{', '.join(values[:-1])} or {values[-1]}"
-        raise ValueError(f"{variable}: expected {expected}, got {value!r}")
-    return value
 
 
 class Setback:

@@ -21,8 +21,8 @@ import ray
 from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from flatweights._settings import ray_setting
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.peers._setback import choice
 from flatweights.ray.publishing._board import Board, BoardAddress, FullError
 from flatweights.ray.publishing._names import Record, find, is_superseded, this_node
 from flatweights.ray.publishing._sources import PULL, BoardSource, PulledSource, Source
@@ -51,7 +51,7 @@ def connect(name: str, record: Record, end: float) -> Source:
     """
     node, layout = this_node(), record.layout
     why = f"{os.environ.get('FLATWEIGHTS_RAY')!r} is chosen"
-    if choice() != "store":
+    if ray_setting() != "store":
         way, address = "lane", record.address
         try:
             if record.node != node:
