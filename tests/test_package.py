@@ -36,6 +36,7 @@ MODULES = [
     "_numbers",
     "_running_average",
     "_safetensors",
+    "_settings",
     "_sources",
     "_trees",
     "_weights",
