@@ -30,7 +30,7 @@ def test_the_average_is_that_of_the_ranks_that_it_names_whatever_happens(
         Plan(
             seed,
             seconds,
-            quiet=0.1,
+            quiet=0.4,  # seconds; the last of these turns has full steps
             every=(0.05, 0.3),
             lasting=(0.02, 0.8),
             size=3,
