@@ -78,6 +78,26 @@ class Record:
         """Note that the worker has the weights of ``version``."""
         self.version, self.is_new = version, False
 
+    def distrust(self) -> None:
+        """Note that the worker may have other weights than it has taken."""
+        self.version = None
+
+    def leave_out(self, why: Exception) -> None:
+        """Count the worker as unhealthy: it is not called until `readmit`."""
+        self.why = why
+
+    def readmit(self) -> None:
+        """Count the worker as healthy again."""
+        self.why = None
+
+    def keep_by(self, keep: Callable[[], None]) -> None:
+        """Let ``keep`` copy the owed value before another call drops it."""
+        self.kept = keep
+
+    def end(self, why: Exception) -> None:
+        """Note that the worker was ended, and owes nothing any more."""
+        self.owed, self.why = None, why
+
     def drop_owed(self) -> None:
         """Let go of an owed answer that has arrived; if its value is needed, keep it first."""
         if self.kept is not None:
@@ -198,7 +218,7 @@ class Ranks:
                 ray.get(ready)
             except ray.exceptions.RayError as error:
                 self.note_lost({rank: error})
-                record.why = record.why or error
+                record.leave_out(record.why or error)
             else:
                 _log.info("rank %d has joined", rank)
         return ranks
@@ -294,7 +314,7 @@ class Ranks:
                     worker.look_for_node()  # Ray may restart it on another node
                 if self._records[rank].why is None:
                     _log.warning("rank %d is left out: %s", rank, reason_of(error))
-                self._records[rank].why = error
+                self._records[rank].leave_out(error)
 
 
 def _class_of(actor: Any) -> tuple[str, str]:

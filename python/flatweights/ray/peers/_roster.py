@@ -351,7 +351,7 @@ class Roster(Ranks):
     def distrust(self) -> None:
         """Send all workers the latest weights again before their next call."""
         for record in self._records.values():
-            record.version = None
+            record.distrust()
 
     def publish(self, weights: Any) -> None:
         """Make a copy of ``weights`` the latest; workers get them with a later call."""
@@ -382,7 +382,7 @@ class Roster(Ranks):
         self._drop_owed(unhealthy, 0.0)
         back = sorted(self._send_latest([*unhealthy], deadline, patient=patient))
         for rank in back:
-            self._records[rank].why = None
+            self._records[rank].readmit()
             _log.warning("rank %d is back", rank)
         return back
 
@@ -391,8 +391,7 @@ class Roster(Ranks):
         leaving = [record for record, kill in self._leaving if kill]
         for record in [*self._all().values(), *leaving]:
             ray.kill(record.worker.handle)
-            record.owed = None
-            record.why = RuntimeError("the group was shut down")
+            record.end(RuntimeError("the group was shut down"))
         self._joining.clear()
         self._leaving.clear()
         self.agents.shut_down()
@@ -494,7 +493,7 @@ class Roster(Ranks):
     def _leave_out(self, failed: Mapping[int, Exception]) -> None:
         """Count all ``failed`` ranks as unhealthy."""
         for rank, error in failed.items():
-            self._records[rank].why = error
+            self._records[rank].leave_out(error)
 
     def _note_taken(self, ranks: Iterable[int]) -> None:
         """Note that ``ranks`` have the latest weights."""

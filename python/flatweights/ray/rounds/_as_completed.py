@@ -279,7 +279,7 @@ class AsCompleted:
         latest = self.roster.latest
         end = None if timeout is None else time.monotonic() + timeout
         record, rounds = self.roster[rank], self._rounds
-        record.kept = functools.partial(self._keep, answer, record.kept)
+        record.keep_by(functools.partial(self._keep, answer, record.kept))
         self._out[answer] = _Sent(
             rank, record, answer, kind, latest.version, latest.number, rounds, end, pause
         )
@@ -296,7 +296,7 @@ class AsCompleted:
         if record.owed is not None:
             self._expect(rank, record.owed, "owed")
             return
-        record.version = None
+        record.distrust()
         self._send(rank, "probe", min(2 * pause, _MOST_PAUSE))
 
     # Answers.
@@ -366,11 +366,11 @@ class AsCompleted:
             sent.answer.take()
         except Exception as error:
             record.settle(sent.answer)
-            record.why = error.with_traceback(None)
+            record.leave_out(error.with_traceback(None))
             self._take_up_lost(rank, _PAUSE if is_restarting(error) else sent.pause)
         else:
             record.settle(sent.answer, version=sent.version)
-            record.why = None
+            record.readmit()
             _log.warning("rank %d is back", rank)
             self._idle.append(rank)
         sent.answer.let_go()
