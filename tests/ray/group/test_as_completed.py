@@ -428,6 +428,21 @@ def test_a_wire_brings_weights_in_full(make: Make) -> None:
     assert [found.used for found in group.run(2, "work")] == [(0, 1)] * 2
 
 
+def test_results_that_the_caller_keeps_stay_as_they_are(make: Make) -> None:
+    group = make(2)
+    publications, kept = Publications(group), []
+    for found in group.as_completed("work", updates=60):
+        publications.check(found)
+        kept.append((found.weights, found.weights.buffer.copy()))
+        if len(kept) % 3:
+            publications.publish()
+    assert not any(weights.buffer.flags.writeable for weights, _ in kept)
+    group.average("work")
+    for actor in group.actors().values():
+        ray.kill(actor)
+    assert all(same_bits(weights.buffer, before) for weights, before in kept)
+
+
 def test_more_workers_than_once_had_windows_all_go_by_lanes(make: Make, way: str) -> None:
     count = 20
     group = make(count)

@@ -114,6 +114,10 @@ class DriverLane(LaneEnd):
         """Whether the worker holds, or has yet to read, a view of the driver's window ``index``."""
         return self.mailbox.holds(True, index) > 0
 
+    def count_views(self) -> int:
+        """Return the number of views that this process has of the worker's windows."""
+        return sum(self.mailbox.holds(False, index) for index in self._of_peer)
+
     def latest_call(self) -> Any:
         """Return the reference to the result of the last call."""
         return self.calls[max(self.calls)]

@@ -293,6 +293,10 @@ class LaneAnswer(Answer):
         """Return the value, if it consists of weights only."""
         return self._value if type(self._value) is Packed else None
 
+    def may_be_kept(self) -> bool:
+        """Whether this process has no other view of the worker's windows."""
+        return self._lane.count_views() == 1
+
     def let_go(self) -> None:
         """Drop the value."""
         self._value = _MISSING

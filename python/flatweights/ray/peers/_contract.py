@@ -131,6 +131,13 @@ class Answer(ABC):
         """
         return None
 
+    def may_be_kept(self) -> bool:
+        """Whether the value of `packed` stays valid for as long as it exists.
+
+        If so, it may be given to the user, and the worker has other memory for its next answers.
+        """
+        return False
+
     def bring(self) -> bool:
         """Ask for the value itself, if `take` would return a summary of it.
 

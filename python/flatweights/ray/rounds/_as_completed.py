@@ -22,8 +22,10 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Literal
 
+from flatweights import _core
 from flatweights._average import mean_of_packed
 from flatweights._layout import Layout
+from flatweights._sources import check_flat_weights
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._errors import (
     WorkerError,
@@ -524,6 +526,9 @@ class AsCompleted:
     def _of_one(self, sent: _Sent) -> Round | None:
         """Return the round of a single result of weights only, as `DriverAverage`, but faster.
 
+        It is not copied out of the worker's window, unless the caller keeps an earlier result of
+        this worker: a worker that had no free window would answer through Ray.
+
         Returns:
             None for other results, and for NaN and infinity unless these are averaged.
         """
@@ -532,16 +537,22 @@ class AsCompleted:
             return None
         if not request.number_of(sent.rank):
             return None
-        layout = packed.layout
+        layout, where = packed.layout, f"rank {sent.rank}"
         if layout is not self._accepted:
             if self.roster.layout is not None:
-                self._accept(self.roster.layout, layout, f"rank {sent.rank}")
+                self._accept(self.roster.layout, layout, where)
             self._accepted = layout
+        takes_all = request.nonfinite == "propagate"
         reach("averaging")
         begin = time.monotonic()
-        mean = layout.new_buffer()
-        is_finite = mean_of_packed(mean, [layout], [[packed.buffer]], [1.0], f"rank {sent.rank}")
-        if not (is_finite or request.nonfinite == "propagate"):
+        if sent.answer.may_be_kept():
+            check_flat_weights(layout, where)
+            mean = packed.buffer
+            is_finite = takes_all or _core.isfinite(layout.core, True, [mean])
+        else:
+            mean = layout.new_buffer()
+            is_finite = bool(mean_of_packed(mean, [layout], [[packed.buffer]], [1.0], where))
+        if not (is_finite or takes_all):
             return None
         del packed
         sent.answer.let_go()
