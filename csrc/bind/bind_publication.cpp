@@ -114,8 +114,8 @@ class BoundPublication {
   void check_writing() const {
     if (!writing_.expired())
       throw std::runtime_error(
-          "publication: expected no view of the slot that was written last, and one is kept: what "
-          "was published could change");
+          "publication: a view of the slot that was written last still exists, and could change "
+          "the published weights");
   }
 
   void reserve(std::uint32_t slot) {
@@ -158,8 +158,8 @@ class BoundReader {
     if (word().newest() <= seen) return py::none();
     if (word().is_holding(reader_))
       throw std::runtime_error(
-          "publication: expected no view of the weights that were read last, and one is kept: "
-          "copy what is to be kept");
+          "publication: a view of the weights that were read last still exists: copy weights that "
+          "you keep");
     const Publication::News news = word().hold(reader_, seen);
     if (news.number == 0) return py::none();
     auto* const kept = new std::shared_ptr<Hold>(new Hold{control_, data_, reader_, getpid()});

@@ -134,7 +134,7 @@ def test_a_view_that_is_kept_is_told_and_changes_nothing(board: Board) -> None:
     publish(board, 1)
     kept = read(reading)
     publish(board, 2)
-    with pytest.raises(RuntimeError, match="one is kept: copy"):
+    with pytest.raises(RuntimeError, match="still exists: copy"):
         read(reading)
     assert kept is not None
     assert (kept[1] == 1).all()
