@@ -53,6 +53,16 @@ class StoreTooSmallError(RuntimeError):
     """The object store, and the disk that it spills to, cannot hold a round."""
 
 
+def check_connected() -> None:
+    """Raise `RuntimeError` unless this process is connected to Ray.
+
+    Otherwise almost every call of Ray would start a new Ray, or connect to another one. So threads
+    and finalizers that may outlive `ray.shutdown` check this before they call Ray.
+    """
+    if not ray.is_initialized():
+        raise RuntimeError("Ray is not initialized in this process: call ray.init() first")
+
+
 def too_small(ranks: int, nbytes: int | None) -> StoreTooSmallError:
     """Return the error; it says the size that the store must have for weights of ``nbytes``."""
     need = f"({ranks} + 2) * " + (

@@ -205,7 +205,7 @@ def test_variables_that_keep_the_memory_are_told() -> None:
         publisher.publish()
         assert subscriber.update()
         publisher.publish()
-        with pytest.raises(RuntimeError, match="copy what is to be kept"):
+        with pytest.raises(RuntimeError, match="copy weights that you keep"):
             subscriber.update()
         theirs.kept = None
         assert subscriber.update()
@@ -243,6 +243,8 @@ def test_wrong_calls_are_refused() -> None:
         Subscriber("wrong", timeout=-1)
     with pytest.raises(ValueError, match="max_age: expected a positive"):
         Subscriber("wrong", max_age=0)
+    with pytest.raises(TypeError, match="max_age: expected seconds or None, got 'soon'"):
+        Subscriber("wrong", max_age="soon")  # type: ignore[arg-type]
     with pytest.raises(TimeoutError, match="there was none yet"):
         Subscriber("nobody", timeout=0.05)
     with Publisher("wrong", np.zeros(2)) as publisher:

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._settings import ray_setting
+from flatweights.ray._errors import check_connected
 from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
@@ -184,6 +185,7 @@ class HostByLane(HostEnd):
     ) -> tuple[bytes, Any]:
         if not self._lane.ask(body, buffer, is_urgent=is_urgent):
             # There is no window, or the ask is too long for a mailbox.
+            check_connected()
             ray.get(self._actor.deliver.remote(self._pass.token, body, buffer))
             self._lane.ask(b"", None, is_urgent=is_urgent)
         return self._outcome(patience)
@@ -214,11 +216,13 @@ class HostByStore(HostEnd):
 
     def leave(self) -> None:
         """Deliver an ask without waiting for the outcome."""
+        check_connected()
         ray.get(self._actor.deliver.remote(self._pass.token, _LEAVE, None))
 
     def close(self, raised: str = "") -> None:
         """Tell the host, unless it has seen that the member left."""
         with contextlib.suppress(Exception):  # Ray may be shut down
+            check_connected()
             self._actor.lose.remote(self._pass.token, end_of(self._pass.who, raised))
 
     def _swap(
@@ -228,6 +232,7 @@ class HostByStore(HostEnd):
         patience: float | None,
         is_urgent: bool,
     ) -> tuple[bytes, Any]:
+        check_connected()
         call = self._actor.exchange.remote(self._pass.token, body, buffer)
         return self._take(call, patience)
 

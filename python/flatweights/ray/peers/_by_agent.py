@@ -365,7 +365,8 @@ class Agents:
     def shut_down(self) -> None:
         """End all agents."""
         for agent in self._by_node.values():
-            ray.kill(agent.handle)
+            if ray.is_initialized():
+                ray.kill(agent.handle)
         self._by_node.clear()
         if self._end is not None:
             self._end.close()

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from flatweights._numbers import as_integer
-from flatweights.ray._errors import is_lost, reason_of
+from flatweights.ray._errors import check_connected, is_lost, reason_of
 from flatweights.ray.peers._by_lane import GroupLanes, Worker
 from flatweights.ray.peers._contract import Answer, Call, Stamp
 from flatweights.ray.peers._wait import wait_any
@@ -194,15 +194,20 @@ class Ranks:
         return [record.worker.rank for record in records]
 
     def check_open(self) -> None:
-        """Raise `RuntimeError` if the group was shut down."""
+        """Raise `RuntimeError` if the group was shut down, or Ray was."""
         if self._is_shut_down:
             raise RuntimeError("the group was shut down")
+        check_connected()
 
     def admit(self) -> list[int]:
         """Count added actors that are ready as workers; return their ranks.
 
         An actor that could not be built becomes an unhealthy worker.
+
+        Raises:
+            RuntimeError: If Ray was shut down.
         """
+        check_connected()
         if self._leaving:
             self._see_off()
         if not self._joining:
@@ -229,7 +234,9 @@ class Ranks:
         Raises:
             TypeError: If one is not an integer.
             ValueError: If a rank is not in the group or is given twice, or no worker would be left.
+            RuntimeError: If the group was shut down, or Ray was.
         """
+        self.check_open()
         there = self._all()
         checked = self._check_of(there, [ranks] if isinstance(ranks, int) else ranks)
         if len(checked) == len(there):

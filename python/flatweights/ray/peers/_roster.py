@@ -388,9 +388,11 @@ class Roster(Ranks):
 
     def shut_down(self) -> None:
         """End all workers; none is called any more."""
+        is_connected = ray.is_initialized()  # if not, `ray.kill` would start a new Ray
         leaving = [record for record, kill in self._leaving if kill]
         for record in [*self._all().values(), *leaving]:
-            ray.kill(record.worker.handle)
+            if is_connected:
+                ray.kill(record.worker.handle)
             record.end(RuntimeError("the group was shut down"))
         self._joining.clear()
         self._leaving.clear()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import ray
 from ray.experimental import internal_kv
 
+from flatweights.ray._errors import check_connected
 from flatweights.ray.publishing._board import BoardAddress
 
 VERSIONS = 10**12
@@ -48,8 +49,7 @@ def this_node() -> str:
     Raises:
         RuntimeError: If Ray is not initialized.
     """
-    if not ray.is_initialized():
-        raise RuntimeError("Ray is not initialized in this process: call ray.init() first")
+    check_connected()
     node: str = ray.get_runtime_context().get_node_id()
     return node
 
@@ -69,13 +69,21 @@ def claim(name: str, layout: bytes, address: BoardAddress) -> tuple[Record, Reco
 
 
 def find(name: str) -> Record | None:
-    """Return the record of the publisher of ``name``; None if there was none yet."""
+    """Return the record of the publisher of ``name``; None if there was none yet.
+
+    Raises:
+        RuntimeError: If Ray is not initialized.
+    """
     keys = internal_kv._internal_kv_list(_prefix(name), namespace=_NAMESPACE)
     return _read(max(keys)) if keys else None
 
 
 def is_superseded(name: str, number: int) -> bool:
-    """Whether the publisher with this number is not the last one of ``name``."""
+    """Whether the publisher with this number is not the last one of ``name``.
+
+    Raises:
+        RuntimeError: If Ray is not initialized.
+    """
     key = _key(name, number + 1)
     return bool(internal_kv._internal_kv_exists(key, namespace=_NAMESPACE))
 
@@ -87,6 +95,7 @@ def _read(key: bytes) -> Record:
 
 
 def _prefix(name: str) -> bytes:
+    check_connected()
     job = ray.get_runtime_context().get_job_id()
     return f"publisher:{job}:{name.encode().hex()}:".encode()
 

@@ -154,8 +154,10 @@ class Publisher:
         if self._over:
             raise RuntimeError(f"the publisher of {self.name!r}: {self._over}")
         if self._board.is_closed:
-            newer = _names.find(self.name)
-            who = "" if newer is None else f": {newer.who}"
+            who = ""
+            with contextlib.suppress(Exception):  # Ray may be shut down
+                newer = _names.find(self.name)
+                who = "" if newer is None else f": {newer.who}"
             raise SupersededError(f"another publisher of {self.name!r} has taken over{who}")
 
     def _tick(self) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from flatweights.ray._errors import check_connected
 from flatweights.ray._listener import kept, milliseconds
 from flatweights.ray.publishing._board import BoardAddress, Reading
 
@@ -172,6 +173,7 @@ class PulledSource(Source):
     def _pull(self) -> None:
         with contextlib.suppress(Exception):  # the outlet is gone, or Ray is shut down
             while not self._is_closed:
+                check_connected()
                 call = self._outlet.newer.remote(self.newest)
                 answer = ray.get(call, timeout=PULL + _GRACE)
                 if answer is None:

@@ -75,12 +75,13 @@ class Subscriber:
         Raises:
             TimeoutError: If there is no publisher in time; the error gives the reason.
             ValueError: If ``variables`` have another layout than the published weights.
-            TypeError: If ``variables`` are of a kind that cannot be set.
+            TypeError: If ``variables`` are of a kind that cannot be set, or a time is no number.
             RuntimeError: If Ray is not initialized.
         """
         if not isinstance(name, str):
             raise TypeError(f"name: expected a text, got {name!r}")
         check_timeout(timeout)
+        check_timeout(max_age, "max_age")
         if max_age is not None and not max_age > 0:
             raise ValueError(f"max_age: expected a positive number of seconds, got {max_age!r}")
         _names.this_node()

@@ -1,0 +1,62 @@
+"""What outlives `ray.shutdown` starts no new Ray, which almost every call of Ray would do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+
+PROGRAM = """
+import gc, os, time
+import numpy as np
+import ray
+from flatweights.ray import Publisher, Subscriber, WorkerGroup, join
+from ray_workers import PlainWorker
+
+def error_of(call):
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+model = {"w": np.zeros(3, np.float32)}
+publisher = Publisher("net", model)
+publisher.publish()
+subscriber = Subscriber("net", {"w": np.ones(3, np.float32)})
+group = WorkerGroup.create(PlainWorker, 2)
+loop = group.as_completed("get_weights")
+next(loop)
+os.environ["FLATWEIGHTS_RAY"] = "store"
+pulling = Subscriber("net", {"w": np.ones(3, np.float32)})
+member = join("pair", rank=0, size=1)
+member.average(model)
+
+inits = []
+ray.init = lambda *args, **kwargs: inits.append(1)
+ray.shutdown()
+publisher.publish()  # its memory is there; the watch of the subscriber finds nothing new
+assert subscriber.update() and not subscriber.update()
+time.sleep(1.5)  # the threads of publisher and subscribers look around every half second
+for call in (lambda: group.average(), lambda: next(loop), lambda: member.average(model),
+             lambda: Publisher("other", model), lambda: group.add(1), lambda: group.remove(0)):
+    assert "Ray is not initialized" in error_of(call), error_of(call)
+member.leave()
+group.shutdown()
+del publisher, subscriber, pulling, group, member, loop
+gc.collect()
+print("calls of ray.init:", len(inits))
+"""
+
+
+def test_nothing_starts_a_new_ray() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"PYTHONPATH": str(HELPERS)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "calls of ray.init: 0\n"), done.stderr
