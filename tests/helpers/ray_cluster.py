@@ -5,13 +5,15 @@ The tests and the pages of the documentation import these fixtures into their ``
 
 import os
 import shutil
+import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray_agent
 import ray_forks
 
 ROOT = Path(__file__).parents[2]
@@ -75,11 +77,11 @@ def shared_ray(ray_folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as inherited:
         inherited.setenv("PYTHONPATH", os.pathsep.join(folders))
         inherited.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
-        inherited.setenv("REPORTER_UPDATE_INTERVAL_MS", "3600000")  # no test reads its reports
         forks = ray_forks.RayForks(ray_folder)
         for name, value in forks.environment.items():
             inherited.setenv(name, value)
-        node = start_lean_ray(object_store_memory=_STORE)
+        # The other agent serves actors with a `runtime_env`, such as those of Ray Train.
+        node = start_lean_ray(object_store_memory=_STORE, without=["dashboard_agent"])
     # Ray waits a second for each of its processes, and then lets it run.
     processes = [info.process for infos in node.all_processes.values() for info in infos]
     yield
@@ -95,8 +97,10 @@ def start_lean_ray(**options: Any) -> Any:
     return start_lean_cluster(**{"num_cpus": 2} | options).head_node
 
 
-def start_lean_cluster(**options: Any) -> Any:
+def start_lean_cluster(*, without: Collection[str] = tuple(ray_agent.PORTS), **options: Any) -> Any:
     """Start the first node of a cluster, without parts that no test uses, and connect to it.
+
+    All nodes that this process starts from now on are ``without`` these agents.
 
     In a program with a folder of its own, its workers are copies of a process without TensorFlow.
     """
@@ -108,11 +112,11 @@ def start_lean_cluster(**options: Any) -> Any:
         warnings.simplefilter("ignore", ResourceWarning)  # Ray 2.40 leaves files of logs open
         # Without a dashboard, its server has only statistics of use, and the node waits for it.
         patched.setattr(Node, "start_api_server", lambda *_, **__: None)
+        leave_out(without)
         if not ray_forks.are_there():
             forks = ray_forks.RayForks(Path(os.environ["RAY_TMPDIR"]), with_tensorflow=False)
             _kept.append(forks)
-            for name, value in forks.environment.items():
-                patched.setenv(name, value)
+            os.environ.update(forks.environment)  # for nodes that are added, too
         attempts_left = 2
         while True:
             try:
@@ -126,3 +130,21 @@ def start_lean_cluster(**options: Any) -> Any:
                 if not attempts_left:
                     raise
                 attempts_left -= 1
+
+
+def leave_out(agents: Collection[str]) -> None:
+    """Let nodes have stand-ins of these agents: of their processor time, most goes to imports."""
+    import ray
+    from ray._private import services
+
+    if not hasattr(ray._raylet, "persist_port"):
+        return  # older versions of Ray ask the agents themselves
+    command_of = services._build_python_executable_command_memory_profileable
+
+    def command(component: str, *args: Any) -> list[str]:
+        if component in agents:
+            return [sys.executable, "-S", "-E", ray_agent.__file__, component]
+        found: list[str] = command_of(component, *args)
+        return found
+
+    services._build_python_executable_command_memory_profileable = command

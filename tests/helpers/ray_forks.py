@@ -2,7 +2,7 @@
 
 A node whose ``setup_worker_path`` is this file starts it instead of a worker. It passes arguments,
 environment and output on to that process, which forks: the copy becomes the worker. Without such a
-process, on another node, or with a ``runtime_env``, a worker starts as usual.
+process, in another network namespace, or with a ``runtime_env``, a worker starts as usual.
 
 The process only imports: a copy would not have the threads of TensorFlow and Ray.
 """
@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 
 _ADDRESS = "FLATWEIGHTS_TESTS_FORKS"  # the variable with the address of the process
-_NODE = "RAY_RAYLET_PID"
+_NETWORK = Path("/proc/self/ns/net")
 _NO_JOB = "ff" * 4  # as in workers that Ray starts before it has a job
 
 
@@ -79,7 +79,8 @@ def have_copied(arguments: list[str]) -> bool:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as there:
             there.connect(os.environ[_ADDRESS])
             blocked = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])}
-            message = pickle.dumps((arguments, dict(os.environ), blocked))
+            network = _NETWORK.readlink()
+            message = pickle.dumps((arguments, dict(os.environ), blocked, network))
             socket.send_fds(there, [message], [0, 1, 2])
             return there.recv(1) == b"1"
     except (KeyError, OSError):
@@ -87,12 +88,13 @@ def have_copied(arguments: list[str]) -> bool:
 
 
 def serve(listener: socket.socket, *, with_tensorflow: bool) -> None:
-    """Fork for each worker of one node, until the process that started this one has ended."""
+    """Fork for each worker of one cluster, until the process that started this one has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # copies that end are forgotten
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # as in Ray's own processes
     if with_tensorflow:
         import_tensorflow()
-    node: str | None = None
+    here = _NETWORK.readlink()
+    has_ray = False
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:
@@ -101,11 +103,11 @@ def serve(listener: socket.socket, *, with_tensorflow: bool) -> None:
             message, files, _, _ = socket.recv_fds(there, 1 << 20, 3)
             if not message:
                 continue
-            arguments, environment, blocked = pickle.loads(message)
-            if node is None:
-                node = environment.get(_NODE)
+            arguments, environment, blocked, network = pickle.loads(message)
+            is_ours = network == here
+            if is_ours and not has_ray:
                 import_ray(environment)
-            is_ours = environment.get(_NODE) == node
+                has_ray = True
             if is_ours and not os.fork():
                 break
             for file in files:

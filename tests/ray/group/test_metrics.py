@@ -95,7 +95,7 @@ def scrape_all(node: dict[str, Any]) -> str:
 
 def some_rounds(folder: str) -> None:
     """Four rounds of which one fails: a program of its own, whose counters begin at zero."""
-    start_lean_ray(_system_config={"metrics_report_interval_ms": 200})
+    start_lean_ray(without=[], _system_config={"metrics_report_interval_ms": 200})
     group = WorkerGroup.create(PlainWorker, 3, arguments=lambda rank: (rank, SIZE), num_cpus=0)
     group.broadcast(weights_of(1.0, SIZE))
     records = [found.record() for found in group.run(1, "train", progress=True)]
