@@ -24,12 +24,10 @@ def check(together: Together, size: int, *args: Any, bound: float = BOUND) -> No
 @pytest.mark.parametrize(
     "args",
     [
-        ("dense", "momentum", "fit"),
         ("convolutional", "Adam, clipped", "fit"),
         ("lazy", "accumulated", "fit, several steps"),
         ("embedding", "momentum", "tf.function"),
         ("dense", "clipped each", "eager"),
-        ("dense", "Adam, clipped", "fit, eager"),
         ("dense", "accumulated", "fit, again"),
     ],
     ids="-".join,

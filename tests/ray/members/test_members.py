@@ -27,6 +27,7 @@ pytestmark = pytest.mark.ray
 
 N = 3
 NAMES = (f"meeting {k}" for k in itertools.count())
+BY_ONE_WAY = pytest.mark.starts_actors  # the meeting decides it, whichever way brings the calls
 
 
 @ray.remote(num_cpus=0)
@@ -144,6 +145,7 @@ def same_bits(a: Any, b: Any) -> bool:
 KINDS = ("dict", "FlatWeights", "list", "array", "tree")
 
 
+@BY_ONE_WAY
 def test_layouts_that_were_forgotten_are_sent_again(puppets: Puppets) -> None:
     def averages(member: Member) -> list[float]:
         sizes = [*range(1, 71), 1]
@@ -167,6 +169,7 @@ def test_averages_have_the_bits_of_flatweights_average(puppets: Puppets) -> None
             assert same_bits(result[k], expected)
 
 
+@BY_ONE_WAY
 def test_out_is_written_and_may_be_the_source(puppets: Puppets) -> None:
     def in_place(member: Member) -> Any:
         weights = model_of(member.rank)
@@ -208,6 +211,7 @@ def test_different_calls_are_an_error_in_all_members(puppets: Puppets) -> None:
     assert [record["used"] for _, record in results] == [[0, 1, 2]] * N
 
 
+@BY_ONE_WAY
 def test_the_first_slot_that_differs_is_named(puppets: Puppets) -> None:
     def different(member: Member) -> Any:
         size = 5 if member.rank == 2 else 4
@@ -301,6 +305,7 @@ def test_a_late_member_is_given_the_latest_average_and_then_takes_part(
         assert record["used"] == [0, 1, 2]
 
 
+@BY_ONE_WAY
 def test_members_of_one_process_get_all_outcomes(puppets: Puppets) -> None:
     name, calls = next(NAMES), 500
 
@@ -347,6 +352,7 @@ class Held:
             array[...] = view
 
 
+@BY_ONE_WAY
 def test_a_restarted_process_is_given_the_state_and_goes_on_with_the_others(
     puppets: Puppets,
 ) -> None:
@@ -405,6 +411,7 @@ def test_a_process_that_restarts_in_the_open_call_is_late(puppets: Puppets) -> N
     ray.kill(fresh)
 
 
+@BY_ONE_WAY
 def test_a_process_that_dies_or_gives_up_while_it_joins_leaves_nothing(puppets: Puppets) -> None:
     def try_to_join(_: Any, name: str, point: str, action: str) -> None:
         def act(reached: str) -> None:
@@ -451,6 +458,7 @@ def wait_for_the_end_of(name: str, patience: float) -> None:
         time.sleep(0.05)
 
 
+@BY_ONE_WAY
 def test_a_host_whose_members_gave_up_ends(puppets: Puppets) -> None:
     [puppet] = puppets.idle(1)
     name = next(NAMES)
@@ -459,6 +467,7 @@ def test_a_host_whose_members_gave_up_ends(puppets: Puppets) -> None:
     wait_for_the_end_of(name, 50.0)  # a meeting without members lasts for 60 s
 
 
+@BY_ONE_WAY
 def test_a_host_has_few_threads_however_many_members_there_are(puppets: Puppets) -> None:
     threads: list[int] = []
     for size in (2, 2000):
@@ -475,6 +484,7 @@ def test_a_host_has_few_threads_however_many_members_there_are(puppets: Puppets)
     assert threads[1] < threads[0] + 20, threads
 
 
+@BY_ONE_WAY
 def test_join_names_the_ranks_that_are_missing(puppets: Puppets) -> None:
     first, second = puppets.idle(2)
     name = next(NAMES)
@@ -486,6 +496,7 @@ def test_join_names_the_ranks_that_are_missing(puppets: Puppets) -> None:
     ray.kill(first)
 
 
+@BY_ONE_WAY
 def test_wrong_arguments_raise_before_anything_is_sent(puppets: Puppets) -> None:
     def wrong(member: Member) -> list[str]:
         calls: list[Callable[[], Any]] = [
@@ -527,6 +538,7 @@ def test_nan_is_named_by_its_rank_and_slot(puppets: Puppets) -> None:
         assert record["quarantined"] == [1]
 
 
+@BY_ONE_WAY
 def test_a_rule_takes_the_place_of_the_mean(puppets: Puppets) -> None:
     def hostile(member: Member, rule: Any) -> Any:
         model = model_of(member.rank)
@@ -593,6 +605,7 @@ def test_a_host_that_is_killed_counts_no_member_as_dead(way: str) -> None:
     assert not lost
 
 
+@BY_ONE_WAY
 def test_the_host_ends_with_the_last_member(puppets: Puppets) -> None:
     met = puppets.meet()
     name = all_of(met, lambda member: member.name)[0]
