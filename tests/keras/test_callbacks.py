@@ -62,40 +62,47 @@ def test_epochs_end_with_the_average_weighted_by_samples(together: Together) -> 
 
 
 def validated(place: Place) -> Any:
-    """The values that validation and later callbacks see."""
+    """The values that earlier callbacks see, later ones, `fit`, and a validation at the end."""
     import keras
 
     from flatweights.keras import AverageLogs, AverageWeights
 
+    own: list[dict[str, float]] = []
     seen: list[dict[str, float]] = []
 
-    class Spy(keras.callbacks.Callback):  # type: ignore[misc]
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            seen.append(dict(logs))
+    def spy(values: list[dict[str, float]]) -> Any:
+        return keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: values.append({**logs}))
 
     member = place.member()
     model = compiled(place, metrics=["mae"])
     ours = [AverageLogs(member=member), AverageWeights(member=member)]
     early = keras.callbacks.EarlyStopping("loss", min_delta=10.0)  # at the second epoch
-    callbacks = [*ours, Spy(), early]
+    callbacks = [spy(own), *ours, spy(seen), early]
     x, y = part(place)
-    options = {"verbose": 0, "callbacks": callbacks, "validation_data": (x[:8], y[:8])}
+    held = x[: TESTED[place.rank]], y[: TESTED[place.rank]]
+    options = {"verbose": 0, "callbacks": callbacks, "validation_data": held}
     fit = model.fit(x, y, BATCH, epochs=5, **options)
-    local = model.evaluate(x[:8], y[:8], verbose=0, return_dict=True)
-    return seen, fit.history, local
+    local = model.evaluate(*held, verbose=0, return_dict=True)
+    return own, seen, fit.history, local
+
+
+TESTED = (8, 4)  # samples of the validation, by rank
 
 
 def test_callbacks_see_the_logs_of_all_and_decide_alike(together: Together) -> None:
     replies = together(2, validated)
     assert not any(isinstance(reply, str) for reply in replies), replies
-    for seen, history, _ in replies:
+    trained = [len(part(Place("", rank, 2))[0]) for rank in range(2)]
+    for _, seen, history, _ in replies:
         assert len(seen) == 2
-        assert seen == replies[0][0]
+        assert seen == replies[0][1]
         assert {name: [epoch[name] for epoch in seen] for name in seen[0]} == history
         # The validation is of the averaged weights, which are the model's at the end.
         for name in ("loss", "mae"):
-            mean = np.mean([local[name] for _, _, local in replies])
+            mean = np.average([local[name] for *_, local in replies], weights=TESTED)
             assert np.isclose(history[f"val_{name}"][-1], mean, rtol=1e-5)
+            mean = np.average([own[-1][name] for own, *_ in replies], weights=trained)
+            assert np.isclose(history[name][-1], mean, rtol=1e-5)
 
 
 def diloco(place: Place) -> Any:
