@@ -15,7 +15,8 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from ray_cluster import start_lean_ray
+from ray_agent import PORTS
+from ray_cluster import leave_out, start_lean_ray
 from ray_programs import output_of, program
 from ray_workers import PlainWorker, trained, wait_for, weights_of
 from reference import same_bits
@@ -29,6 +30,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]
 LARGE = 40_000  # elements; beyond 100 KiB weights lie in shared memory
 MIB = 2**20
 SMALLEST_STORE = 75 * MIB  # Ray takes no less
+FREED_SOON = {"free_objects_period_milliseconds": 100, "oom_grace_period_s": 1}
+"""Settings by which objects leave the store soon, and a full store is told soon."""
 
 
 def make_group(n: int, size: int, **options: Any) -> WorkerGroup:
@@ -43,6 +46,7 @@ def check(got: FlatWeights, before: FlatWeights, ranks: Any) -> None:
 
 
 def be_interrupted(folder: str) -> None:
+    leave_out(PORTS)
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     state = Path(folder) / "state.safetensors"
     group = make_group(3, LARGE)
@@ -91,7 +95,7 @@ def fill_the_store() -> None:
     # No room on the disk to spill to.
     start_lean_ray(
         object_store_memory=SMALLEST_STORE,
-        _system_config={"local_fs_capacity_threshold": 1e-6},
+        _system_config=FREED_SOON | {"local_fs_capacity_threshold": 1e-6},
     )
     size = 20 * MIB // 8
     group = make_group(4, size, max_inflight=2)
@@ -161,7 +165,7 @@ def store_in_use() -> tuple[int, int]:
 
 
 def settled_use(most: int) -> int:
-    """Bytes in the object store, once there are ``most``: Ray frees once a second, or later."""
+    """Bytes in the object store, once there are ``most``: Ray frees once in a while."""
     end = time.monotonic() + 60
     while (used := store_in_use()[0]) > most and time.monotonic() < end:
         time.sleep(0.05)
@@ -174,7 +178,7 @@ def go_round(rounds: str, mib: str, ranks: str) -> None:
     # N + 2 buffers; without the 16th the allocator of the store now and then finds no hole.
     room = (n + 2) * nbytes * 17 // 16
     store = max(SMALLEST_STORE, room)
-    start_lean_ray(object_store_memory=store)
+    start_lean_ray(object_store_memory=store, _system_config=FREED_SOON)
     rest = store - room  # Ray's smallest store is larger: the rest is taken
     ballast = ray.get(ray.put(np.zeros(max(0, rest), np.uint8)))
     group = make_group(n, size)
