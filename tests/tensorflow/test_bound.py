@@ -560,14 +560,14 @@ import numpy as np
 import tensorflow as tf
 from flatweights.tensorflow import TensorFlowVariables
 
-variable = tf.Variable(tf.zeros(1 << 26))
+variable = tf.Variable(tf.zeros(1 << 25))
 weights = TensorFlowVariables(variable)
-flat = np.ones(1 << 26, np.float32)
+flat = np.ones(1 << 25, np.float32)
 weights.set_flat(flat)
 seen = variable.read_value()  # what it reads is not written to any more
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 tf.zeros(1).numpy()  # starts the threads of TensorFlow, whose stacks count, too
-resource.setrlimit(resource.RLIMIT_AS, (used + (192 << 20), resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), resource.RLIM_INFINITY))
 try:
     weights.set_flat(flat)
 except MemoryError:
