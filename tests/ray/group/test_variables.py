@@ -80,6 +80,22 @@ def test_a_group_trains_a_model_without_a_framework(way: str) -> None:
         assert group.step("imported") == {0: [], 1: []}
 
 
+class Large(FlatWorker):
+    """Its weights lie in windows, as those of large models do."""
+
+    def build(self, rank: int) -> Arrays:
+        return Arrays({"w": np.full(40_000, rank + 1.0)})
+
+
+@pytest.mark.starts_actors
+def test_large_weights_count_by_rank(way: str) -> None:
+    workers: Any = ray.remote(num_cpus=0)(Large)
+    with WorkerGroup.create(workers, 2, arguments=lambda rank: [rank], initial=None) as group:
+        for _ in range(20):  # the first ones by Ray
+            found = group.average("get_weights", weights=[1.0, 3.0])
+            assert set(found.weights["w"]) == {1.75}
+
+
 def test_a_member_averages_them_in_place() -> None:
     held = Arrays(new_arrays())
     with join("variables", rank=0, size=1) as member:

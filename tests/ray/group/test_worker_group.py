@@ -291,14 +291,6 @@ def test_average_is_in_the_ranks_of_the_group(group: WorkerGroup, max_inflight: 
     assert_same(found.weights, mean_of(start, range(3), [1, 2, 3]))
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
-def test_ranks_count_by_their_weights(group: WorkerGroup, size: int) -> None:
-    start = weights_of(1.0, size)
-    group.broadcast(start)
-    found = group.average("train", weights=[1, 2, 3])
-    assert_same(found.weights, mean_of(start, range(3), [1, 2, 3]))
-
-
 def test_weights_and_ranks_belong_together_when_some_are_gone(make: Make) -> None:
     group = make(4, max_inflight=2)
     start = weights_of(1.0)
