@@ -82,7 +82,7 @@ def test_a_result_off_the_line_fails(program: Program) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "rounds"), [(1, 4), pytest.param(2, 6, marks=pytest.mark.slow)]
+    ("workers", "rounds"), [(1, 3), pytest.param(2, 6, marks=pytest.mark.slow)]
 )
 def test_plain_and_flat_actors_learn_the_same(program: Program, workers: int, rounds: int) -> None:
     output = program("keras_fit", f"--workers={workers}", f"--rounds={rounds}")

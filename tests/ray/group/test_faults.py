@@ -15,8 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from ray_agent import PORTS
-from ray_cluster import leave_out, start_lean_ray
+from ray_cluster import start_lean_ray
 from ray_programs import output_of, program
 from ray_workers import PlainWorker, trained, wait_for, weights_of
 from reference import same_bits
@@ -46,8 +45,7 @@ def check(got: FlatWeights, before: FlatWeights, ranks: Any) -> None:
 
 
 def be_interrupted(folder: str) -> None:
-    leave_out(PORTS)
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    start_lean_ray()
     state = Path(folder) / "state.safetensors"
     group = make_group(3, LARGE)
     expected = weights_of(1.0, LARGE)
