@@ -78,7 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not isinstance(item, pytest.Function):
             continue
-        if item.get_closest_marker("ray"):
+        ray = item.get_closest_marker("ray")
+        if ray is not None and not ray.kwargs.get("own"):
             item.fixturenames.insert(0, "shared_ray")
         is_dear = "lend" in item.fixturenames or item.get_closest_marker("starts_actors")
         if is_dear and hasattr(item, "callspec") and item.callspec.params.get("way") == "store":

@@ -24,7 +24,7 @@ import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, StoreTooSmallError, WorkerError, WorkerGroup
 
-pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]
+pytestmark = [pytest.mark.ray(own=True), pytest.mark.starts_actors]
 
 LARGE = 40_000  # elements; beyond 100 KiB weights lie in shared memory
 MIB = 2**20

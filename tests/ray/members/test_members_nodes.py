@@ -21,7 +21,7 @@ import flatweights as fw
 from flatweights.ray import Member, join
 from flatweights.robust import Median
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.ray(own=True)
 
 LARGE = 150_000  # elements, of which agents exchange pieces
 NODE = LEAN | {"object_store_memory": 75 * 2**20, "num_cpus": 1}

@@ -37,7 +37,7 @@ from flatweights.ray.peers._agent import AverageOf, Command
 from flatweights.ray.peers._by_agent import AgentEnd, NodeCall
 from flatweights.ray.peers._setback import Setback
 
-pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]
+pytestmark = [pytest.mark.ray(own=True), pytest.mark.starts_actors]
 
 NODE = LEAN | {"object_store_memory": 100 * 2**20, "num_cpus": 1}
 PLACES = ("home", "a", "b", "a", "a", "b")  # by rank

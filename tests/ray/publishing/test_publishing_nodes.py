@@ -18,7 +18,7 @@ from ray_programs import output_of
 from flatweights.ray import Publisher, Subscriber
 
 pytestmark = [
-    pytest.mark.ray,
+    pytest.mark.ray(own=True),
     pytest.mark.skipif(os.uname().sysname != "Linux", reason="boards are Linux's"),
 ]
 
