@@ -24,6 +24,13 @@ from pathlib import Path
 _ADDRESS = "FLATWEIGHTS_TESTS_FORKS"  # the variable with the address of the process
 _NETWORK = Path("/proc/self/ns/net")
 _NO_JOB = "ff" * 4  # as in workers that Ray starts before it has a job
+_AT_FIRST_RESULT = (
+    "pyarrow.json",
+    "pydantic.v1",
+    "ray._common.pydantic_compat",
+    "ray._private.arrow_serialization",
+)
+"""Modules that a worker imports before it returns its first result, if they are installed."""
 
 
 class RayForks:
@@ -137,6 +144,9 @@ def import_ray(environment: dict[str, str]) -> None:
     os.environ.update(environment | {"RAY_JOB_ID": _NO_JOB})
     import_module("ray._private.workers.default_worker")
     import_module("flatweights.ray")
+    for name in _AT_FIRST_RESULT:
+        with contextlib.suppress(ImportError):
+            import_module(name)
     gc.collect()
     gc.freeze()
 
