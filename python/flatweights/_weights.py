@@ -148,7 +148,7 @@ class FlatWeights(dict[str, NDArray[Any]]):
         return cls.wrap(saved.buffer, saved.layout)
 
     def _view(self, buffer: NDArray[np.uint8], layout: Layout) -> None:
-        layout.core.put_packed_views(buffer, layout.names, self)
+        layout._core.put_packed_views(buffer, layout._names, self)
         self._buffer = buffer
         self._layout = layout
 
@@ -308,15 +308,15 @@ def sealed(model: FlatWeights) -> FlatWeights: ...
 def sealed(model: Any) -> Any: ...
 def sealed(model: Any) -> Any:
     """Return a view of ``model`` that cannot be written to; new dicts, lists, tuples of such."""
+    if not isinstance(model, (dict, list, tuple)):
+        view = model.view()
+        view.flags.writeable = False
+        return view
     if isinstance(model, FlatWeights):
-        if not model.buffer.flags.writeable:
+        if not model._buffer.flags.writeable:
             return model
-        return FlatWeights.wrap(sealed(model.buffer), model.layout)
+        return FlatWeights.wrap(sealed(model._buffer), model._layout)
     if isinstance(model, dict):
         return {key: sealed(part) for key, part in model.items()}
-    if isinstance(model, (list, tuple)):
-        parts = map(sealed, model)
-        return type(model)(*parts) if hasattr(model, "_fields") else type(model)(parts)
-    view = model.view()
-    view.flags.writeable = False
-    return view
+    parts = map(sealed, model)
+    return type(model)(*parts) if hasattr(model, "_fields") else type(model)(parts)

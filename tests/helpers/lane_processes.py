@@ -280,7 +280,7 @@ class Driver:
 def value_of(answer: tuple[int, Any]) -> Any:
     """Return the value of a worker's answer."""
     kind, content = answer
-    return fw.FlatWeights.wrap(*content) if kind == WEIGHTS else content
+    return content.weights() if kind == WEIGHTS else content
 
 
 def sealed(weights: fw.FlatWeights) -> fw.FlatWeights:

@@ -556,6 +556,7 @@ class WorkerGroup:
         def average(number: int) -> Round:
             more = () if round_arguments is None else tuple(round_arguments(number))
             asked = ranks(number) if callable(ranks) else ranks
+            self._roster.admit()
             this = work if not more else Work(method, (*args, *more), kwargs, arguments)
             return self._average(this, request, asked)
 

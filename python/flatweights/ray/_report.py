@@ -25,6 +25,9 @@ _SECONDS = [factor * 10.0**power for power in range(-4, 4) for factor in (1, 2, 
 Count: TypeAlias = tuple[str, str, str]
 """A counter: one of the instruments, and a tag and its value, or two empty texts."""
 
+_Added: TypeAlias = tuple[Mapping[Count, int], Mapping[str, float], int | None]
+"""The arguments of `Metrics.add`."""
+
 ROUND = "rounds", "", ""
 FAILED_ROUND = "failed_rounds", "", ""
 SENT, RECEIVED = ("bytes", "direction", "out"), ("bytes", "direction", "in")
@@ -74,14 +77,9 @@ class Metrics:
     def __init__(self) -> None:
         """Register nothing yet."""
         self.works = True
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held by who changes the thread
         self._thread: threading.Thread | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._counts: collections.Counter[Count] = collections.Counter()
-        self._seconds: list[tuple[str, float]] = []
-        self._used: int | None = None
+        self._added: collections.deque[_Added] = collections.deque()
 
     @functools.cached_property
     def _to(self) -> _Instruments:
@@ -93,19 +91,21 @@ class Metrics:
         seconds: Mapping[str, float] = {},
         used: int | None = None,
     ) -> None:
-        """Add to the counts, which are handed over soon.
+        """Add to the counts, which are handed over soon; the caller does not change them any more.
 
         Args:
             counts: By counter.
             seconds: The seconds of each step.
             used: The number of ranks in the last average.
         """
+        if self.works:
+            self._added.append((counts, seconds, used))
+            if self._thread is None:
+                self._start()
+
+    def _start(self) -> None:
         with self._lock:
-            for counter, count in counts.items():
-                self._counts[counter] += count
-            self._seconds += seconds.items()
-            self._used = self._used if used is None else used
-            if self._thread is None and self.works:
+            if self._thread is None:
                 thread = threading.Thread(target=self._work, name="flatweights-metrics")
                 thread.daemon = True
                 try:
@@ -118,17 +118,26 @@ class Metrics:
         while True:
             time.sleep(_DELAY)
             with self._lock:
-                if not (self.works and (self._counts or self._seconds)):
-                    self._thread = None
+                # A thread that adds now either is seen here, or sees that there is no thread.
+                own, self._thread = self._thread, None
+                if not self._added:
                     return
+                self._thread = own
             self.hand_over()
 
     def hand_over(self) -> None:
         """Hand the counts to Ray's instruments."""
-        with self._lock:
-            counts, seconds, used = self._counts, self._seconds, self._used
-            self._forget()
-        if not self.works:
+        counts: collections.Counter[Count] = collections.Counter()
+        seconds: list[tuple[str, float]] = []
+        used: int | None = None
+        with contextlib.suppress(IndexError):  # until there are no more
+            while True:
+                more, steps, last = self._added.popleft()
+                for counter, count in more.items():
+                    counts[counter] += count
+                seconds += steps.items()
+                used = used if last is None else last
+        if not (self.works and (counts or seconds)):
             return
         try:
             self._record(counts, seconds, used)
@@ -171,19 +180,20 @@ def report(result: Round, *, already_named: Collection[int] = (), has_sent: bool
         already_named: Ranks that a warning has named.
         has_sent: Whether to count the bytes that it sent, if they were not counted before.
     """
-    left_out = ranks_left_out(result)
+    is_complete = not (result.late or result.failed or result.quarantined)
+    left_out = {} if is_complete else ranks_left_out(result)
     counts: dict[Count, int] = {ROUND: 1, RECEIVED: result.nbytes}
     for reason, ranks in left_out.items():
         counts["ranks_left_out", "reason", reason] = len(ranks)
     if has_sent:
         counts[SENT] = result.nbytes_sent
-    for way, ranks in _ranks_by_way(result).items():
-        by_way = "ways", "way", way.split(":")[0]
-        counts[by_way] = counts.get(by_way, 0) + len(ranks)
+    for way in result.ways.values():
+        by_way = "ways", "way", way.partition(":")[0] if ":" in way else way
+        counts[by_way] = counts[by_way] + 1 if by_way in counts else 1
     seconds = {step: result.seconds[step] for step in _OWN if step in result.seconds}
     METRICS.add(counts, seconds, len(result.used))
     lost = {*result.late, *result.failed}
-    level = logging.WARNING if lost.difference(already_named) else logging.INFO
+    level = logging.WARNING if lost - {*already_named} else logging.INFO
     if not _log.isEnabledFor(level):
         return
     name = "average" if result.number is None else f"round {result.number}"

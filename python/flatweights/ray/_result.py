@@ -1,7 +1,8 @@
 """The result of a worker: weights, or weights and extras. It does not import Ray."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,8 @@ from flatweights._sources import Template
 from flatweights._weights import FlatWeights
 
 
-class Packed(NamedTuple):
+@dataclass(eq=False)
+class Packed:
     """The contents of `FlatWeights`, without a view for each part.
 
     Attributes:
@@ -21,6 +23,10 @@ class Packed(NamedTuple):
 
     buffer: NDArray[np.uint8]
     layout: Layout
+
+    def weights(self) -> FlatWeights:
+        """Return them with a view for each part."""
+        return FlatWeights.wrap(self.buffer, self.layout)
 
 
 def split(result: Any) -> tuple[Any, Any]:
@@ -72,6 +78,7 @@ def packed_nbytes(model: Any) -> int | None:
 
 def is_arrays(weights: Any) -> bool:
     """Whether ``weights`` are arrays of this process, and nothing else."""
-    if isinstance(weights, dict) and not isinstance(weights, FlatWeights):
-        return all(isinstance(part, np.ndarray) for part in weights.values())
-    return type(weights) in (FlatWeights, np.ndarray)
+    if type(weights) in (FlatWeights, np.ndarray):
+        return True
+    is_dict = isinstance(weights, dict) and not isinstance(weights, FlatWeights)
+    return is_dict and all(isinstance(part, np.ndarray) for part in weights.values())

@@ -85,14 +85,16 @@ def test_an_interrupt_at_any_point_loses_nothing(
 def test_an_interrupt_while_an_answer_is_read_loses_nothing(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, interrupts, is_over, step = LaneAnswer._read, Interrupts(), False, 0
+    read, interrupts, is_over, step = LaneAnswer._is_there, Interrupts(), False, 0
 
-    def read_half_way(answer: LaneAnswer) -> None:
+    def read_half_way(answer: LaneAnswer) -> bool:
         nonlocal is_over
         patched.undo()
-        is_over = not interrupts.hit(lambda: read(answer))
+        there: list[bool] = []
+        is_over = not interrupts.hit(lambda: there.append(read(answer)))
         if not is_over:
             raise KeyboardInterrupt
+        return there[0]
 
     def held() -> list[int]:
         """Return how many views this process has of each window of the workers."""
@@ -104,7 +106,7 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
         check_round(group)
         assert all(count < 100 for count in held()), "none was dropped twice"
         with monkeypatch.context() as patched:
-            patched.setattr(LaneAnswer, "_read", read_half_way)
+            patched.setattr(LaneAnswer, "_is_there", read_half_way)
             with contextlib.suppress(KeyboardInterrupt):
                 group.average("train", 1.0)
         step += 1

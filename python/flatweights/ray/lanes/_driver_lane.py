@@ -15,7 +15,7 @@ from typing import Any
 from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
-from flatweights.ray._failpoints import reach
+from flatweights.ray import _failpoints as failpoints
 from flatweights.ray._listener import Listener, RefusedError, Stranger
 from flatweights.ray._result import Packed
 from flatweights.ray.lanes._end import LaneEnd, LaneError, check_user, receive_packet
@@ -63,15 +63,15 @@ class DriverLane(LaneEnd):
         return self.mailbox.is_answered
 
     def post(
-        self, command: Message, windows: Windows, asleep: "list[DriverLane] | None" = None
+        self, command: Message, windows: Windows, asleep: list[_core.Mailbox] | None = None
     ) -> bool:
         """Post a command; return whether a Ray call that takes it exists; if not, call `serve`.
 
         Args:
             command: The command.
             windows: The windows of this process.
-            asleep: A list to which this lane is added, so that `wake` can wake its worker with
-                others. If None, this wakes the worker.
+            asleep: A list to which the mailbox is added, so that `Mailbox.wake` can wake its
+                worker with others. If None, this wakes the worker.
 
         Raises:
             LaneError: If the worker has not answered the last command.
@@ -85,12 +85,14 @@ class DriverLane(LaneEnd):
                 self.take()
             if command.extents:
                 self.share(windows, command.extents)
-            reach("shared")
+            if failpoints.hook is not None:
+                failpoints.reach("shared")
             self._sent, self._is_read = command.extents, False
             if asleep is not None:
-                asleep.append(self)
+                asleep.append(self.mailbox)
             is_expected = self.mailbox.post(command.content, self._count, asleep is None)
-            reach("posted")
+            if failpoints.hook is not None:
+                failpoints.reach("posted")
             return is_expected
         except BaseException:  # holds, command and answer may disagree now
             self.is_given_up = True
@@ -100,9 +102,9 @@ class DriverLane(LaneEnd):
         """Make another Ray call that serves commands, by ``call``, which takes its number."""
         self._count += 1
         try:
-            reach("calling")
+            failpoints.reach("calling")
             self.calls[self._count] = call(self._count)
-            reach("called")
+            failpoints.reach("called")
         except BaseException:
             # It is unknown whether the call was made, and whether it would take a command. So the
             # worker has to attach anew.
@@ -167,11 +169,6 @@ class DriverLane(LaneEnd):
         if self.mailbox.withdraw():
             self._is_read = True
             self.release(self._sent)
-
-
-def wake(lanes: Sequence[DriverLane]) -> None:
-    """Wake the workers of commands that were posted with ``wakes=False``."""
-    _core.Mailbox.wake([lane.mailbox for lane in lanes])
 
 
 class Lanes:
@@ -263,19 +260,19 @@ class Lanes:
             The seconds that it took.
         """
         begin = time.monotonic()
-        self._wait(lanes, seconds, enough)
-        took = self._waits[len(lanes)] = time.monotonic() - begin
+        boxes = [lane.mailbox for lane in lanes]
+        count, waits = len(boxes), self._waits
+        span = _WATCH if seconds is None or seconds > _WATCH else seconds
+        # If the last answers took longer, polling would take processors from the workers.
+        is_soon = count > 0 and (count not in waits or waits[count] <= _SOON)
+        if not (is_soon and _core.Mailbox.watch(boxes, enough, span)):
+            self._sleep(boxes, seconds, enough)
+        took = waits[count] = time.monotonic() - begin
         return took
 
-    def _wait(self, lanes: Sequence[DriverLane], seconds: float | None, enough: int) -> None:
-        boxes = [lane.mailbox for lane in lanes]
-        # If the last answers took longer, polling would take processors from the workers.
-        if boxes and self._waits.get(len(lanes), 0.0) <= _SOON:
-            span = _WATCH if seconds is None else min(seconds, _WATCH)
-            if _core.Mailbox.watch(boxes, enough, span):
-                return
+    def _sleep(self, boxes: list[_core.Mailbox], seconds: float | None, enough: int) -> None:
         self._doorbell.arm(enough)
-        reach("waiting")
+        failpoints.reach("waiting")
         for box in boxes:
             if box.is_answered:  # perhaps before the bell was armed
                 return
@@ -380,4 +377,4 @@ class _Met:
 
 def _is_held(lanes: Mapping[int, DriverLane], index: int) -> bool:
     """Whether a worker holds a view of the driver's window ``index``."""
-    return sum([lane.mailbox.holds(True, index) for lane in lanes.values()]) > 0
+    return bool([True for lane in lanes.values() if lane.mailbox.holds(True, index)])

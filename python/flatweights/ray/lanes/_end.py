@@ -100,13 +100,14 @@ class LaneEnd:
         Raises:
             OSError: If the peer is dead, or its socket is full.
         """
+        sent = self._peer_has
         for index, generation, _, _ in extents:
-            if self._peer_has.get(index) == generation:
+            if index in sent and sent[index] == generation:
                 continue
             window = windows[index]
             packet = _WINDOW.pack(index, generation, window.nbytes, window.nonce)
             socket.send_fds(self.connection, [b"W" + packet], [window.descriptor])
-            self._peer_has[index] = generation
+            sent[index] = generation
             if self._is_worker:  # a worker's windows have one reader
                 window.close_descriptor()
         for index, _, _, _ in extents:

@@ -98,8 +98,10 @@ def fits(body: bytes, count: int) -> bool:
 
 def join_message(kind: int, body: bytes, extents: Sequence[Extent] = ()) -> bytes:
     """Return the content of a message."""
-    table = [_EXTENT.pack(*extent) for extent in extents]
-    return b"".join([_HEADER.pack(kind, len(extents)), *table, body])
+    content = _HEADER.pack(kind, len(extents))
+    for extent in extents:
+        content += _EXTENT.pack(*extent)
+    return content + body
 
 
 def buffer_message(
@@ -160,16 +162,18 @@ def make_message(
         box.clear()
         return Message(join_message(kind, body), [])
     extents = [windows.find(b) if b.readonly or not frozen else None for b in buffers]
-    outside = {i: buffers[i] for i, extent in enumerate(extents) if extent is None}
-    if not _copy_in(windows, extents, outside):
-        return None
+    if None in extents:
+        outside = {i: buffers[i] for i, extent in enumerate(extents) if extent is None}
+        if not _copy_in(windows, extents, outside):
+            return None
+        del outside
     # From here on nothing in this function keeps the value alive.
-    del buffers, outside
+    del buffers
     box.clear()
     whole = [extent for extent in extents if extent is not None]
     if not frozen:
         kept = {i: extent for i, extent in enumerate(whole) if windows.is_taken(extent)}
-        if not _copy_in(windows, whole, kept):
+        if kept and not _copy_in(windows, whole, kept):
             copies = [*map(windows.copy_of, whole)]
             box.append(pickle.loads(body, buffers=copies))
             return None
@@ -180,7 +184,7 @@ def _copy_in(
     windows: Windows, extents: list[Any], sources: Mapping[int, memoryview | Extent]
 ) -> bool:
     """Copy the ``sources`` into a window, and note their extents; return whether one was free."""
-    copied = windows.copy_in([*sources.values()]) if sources else []
+    copied = windows.copy_in([*sources.values()])
     if copied is None:
         return False
     for i, extent in zip(sources, copied, strict=True):

@@ -67,7 +67,10 @@ class Windows:
             nbytes: The bytes of the array; for 0, nothing is offered.
             most_taken: If at least this many windows are taken, offer nothing.
         """
-        if most_taken is not None and [w.is_taken for w in self._windows].count(True) >= most_taken:
+        taken = 0
+        for window in self._windows:
+            taken += window.is_taken
+        if most_taken is not None and taken >= most_taken:
             return
         index = self._free(nbytes) if nbytes > 0 else None
         if index is not None:
@@ -119,9 +122,10 @@ class Windows:
         """Return the index of a free window of ``nbytes`` or more; make one if necessary."""
         for index, window in enumerate(self._windows):
             # A window that is much too large was made for another model.
-            if nbytes <= window.nbytes <= 4 * nbytes + 4096 and self._is_free(index, window):
+            fits = nbytes <= window.nbytes <= 4 * nbytes + 4096
+            if fits and not window.is_taken and not self._holds(index):
                 return index
-        free = [index for index, window in enumerate(self._windows) if self._is_free(index, window)]
+        free = [i for i, w in enumerate(self._windows) if not (w.is_taken or self._holds(i))]
         is_full = len(self._windows) >= self._most
         if not free and is_full:
             return None
@@ -146,9 +150,6 @@ class Windows:
         self._windows.append(made)
         self._generations.append(1)
         return len(self._windows) - 1
-
-    def _is_free(self, index: int, window: _core.Window) -> bool:
-        return not window.is_taken and not self._holds(index)
 
 
 def _check_free_memory(nbytes: int) -> None:

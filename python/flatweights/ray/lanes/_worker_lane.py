@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
-from flatweights.ray._failpoints import reach
+from flatweights.ray import _failpoints as failpoints
 from flatweights.ray.lanes._end import LaneEnd, LaneError, check_user, is_shortage
 from flatweights.ray.lanes._message import Message, join_message, make_message
 from flatweights.ray.lanes._protocol import (
@@ -110,10 +110,12 @@ class WorkerLane(LaneEnd):
         mailbox = self.mailbox
         now = time.monotonic()
         end = now + STAY
-        reach("called")
+        if failpoints.hook is not None:
+            failpoints.reach("called")
         mailbox.enter(call)
         while mailbox.wait(max(0.0, self._answered + LINGER - now), call):
-            reach("taken")
+            if failpoints.hook is not None:
+                failpoints.reach("taken")
             ends = 0 if time.monotonic() < end else call
             box: list[Any] = []
             answer = None
@@ -131,14 +133,17 @@ class WorkerLane(LaneEnd):
                 self.close()  # this wakes the driver even without a doorbell
                 return None
             mailbox.answer_with(answer, ends)
-            reach("answered")
+            if failpoints.hook is not None:
+                failpoints.reach("answered")
             if self._doorbell is not None:
                 self._doorbell.count_down()
-            reach("rung")
+            if failpoints.hook is not None:
+                failpoints.reach("rung")
             self._answered = now = time.monotonic()
             if ends:
                 return None
-        reach("waited")
+        if failpoints.hook is not None:
+            failpoints.reach("waited")
         return None
 
     def _run(self, worker: Any, box: list[Any]) -> bytes | None:
@@ -158,7 +163,8 @@ class WorkerLane(LaneEnd):
             return join_message(REFUSED, f"{type(error).__name__}: {error}".encode())
         finally:
             del buffers
-        reach("read")
+        if failpoints.hook is not None:
+            failpoints.reach("read")
         if self._is_copy_left:  # later results are made in windows, and never reuse that memory
             self._is_copy_left = False
             _core.clear_pool()
@@ -170,7 +176,8 @@ class WorkerLane(LaneEnd):
             _core.withdraw_offer()
             # The driver must not see the answer while views of its windows are alive.
             del args, kwargs, body
-        reach("run")
+        if failpoints.hook is not None:
+            failpoints.reach("run")
         message = self._weights_message(box)
         layout = self._layout
         if message is None:
@@ -189,7 +196,8 @@ class WorkerLane(LaneEnd):
             nbytes = max(extent.nbytes for extent in extents)
             self._is_copy_left = nbytes > self._last_nbytes
             self._last_nbytes = nbytes
-        reach("gathered")
+        if failpoints.hook is not None:
+            failpoints.reach("gathered")
         return answer
 
     def _weights_message(self, box: list[Any]) -> Message | None:

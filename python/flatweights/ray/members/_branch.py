@@ -15,8 +15,8 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from flatweights import _core
 from flatweights._sources import Kind, Template
-from flatweights.ray.lanes._driver_lane import DriverLane, wake
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._news import News
@@ -138,7 +138,7 @@ class Branch:
             del self._outcomes[next(iter(self._outcomes))]
         windows = self._lanes.windows
         message = outcome_message(outcome.number, outcome.body, buffer, windows)
-        posted: list[DriverLane] = []
+        posted: list[_core.Mailbox] = []
         for rank in self._stale:  # no exchange uses them any more
             self._end.models.pop(rank, None)
         self._stale.clear()
@@ -150,7 +150,7 @@ class Branch:
                 seat.lane.post(message, windows, posted)
             except Exception as error:  # the member died meanwhile
                 self._lose(seat, MemberDiedError(f"{seat.who}: {type(error).__name__}: {error}"))
-        wake(posted)
+        _core.Mailbox.wake(posted)
 
     def _run(self) -> None:
         while True:
@@ -166,7 +166,7 @@ class Branch:
         answer = seat.answer
         assert answer is not None
         ask = answer.ask
-        packed = answer.packed()
+        packed = answer.packed
         if ask.operation == "leave":
             seat.leave()
         if packed is None or packed.buffer.nbytes < SMALL:

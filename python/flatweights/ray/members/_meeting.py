@@ -40,7 +40,7 @@ from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT, report
 from flatweights.ray._result import Packed
 from flatweights.ray._round import Round, facts_of
-from flatweights.ray.lanes._driver_lane import DriverLane, Lanes, wake
+from flatweights.ray.lanes._driver_lane import Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import Message
 from flatweights.ray.members._asks import (
@@ -515,7 +515,7 @@ class Meeting:
             raise WorkerError({first.root: why})
         copied = self._copied(weights)
         return Round(
-            FlatWeights.wrap(*copied),
+            copied.weights(),
             (first.root,),
             failed=dict(sorted(arrivals.failed.items())),
             late=arrivals.late,
@@ -583,7 +583,7 @@ class Meeting:
         message: Message | None = None
         ref: Any = None
         away: dict[AgentEnd, list[bytes]] = {}
-        posted: list[DriverLane] = []
+        posted: list[_core.Mailbox] = []
         for seat in seats:
             caller = seat.tell(abs(number))
             try:
@@ -592,7 +592,7 @@ class Meeting:
                     seat.lane.post(message, windows, posted)
                 elif caller is not None:
                     if buffer is not None and ref is None:
-                        wake(posted)  # do not let them sleep while weights are put
+                        _core.Mailbox.wake(posted)  # do not let them sleep while weights are put
                         posted.clear()
                         ref = ray.put(buffer)
                     caller.set_result((body, None if ref is None else [ref]))
@@ -601,7 +601,7 @@ class Meeting:
             except Exception as error:  # the member died meanwhile
                 why = f"{seat.who}: {type(error).__name__}: {error}"
                 self._lose(seat, MemberDiedError(why))
-        wake(posted)
+        _core.Mailbox.wake(posted)
         for agent, tokens in away.items():
             weights: Any = None
             if exchanged is not None and agent.has(exchanged):

@@ -255,11 +255,10 @@ class SeatAnswer(RayAnswer):
         self.away: Away | None = None
         self.deadline = Deadline.after(ask.timeout)
         self._layout = layout
-        self._value: Packed | None = None
         if isinstance(buffer, Away):
             self.away, self.agent = buffer, seat.agent
         elif layout is not None and ask.root in (None, seat.rank):
-            self._value = Packed(as_array(buffer), layout)
+            self.packed = Packed(as_array(buffer), layout)
 
     @property
     def is_in_store(self) -> bool:
@@ -279,11 +278,7 @@ class SeatAnswer(RayAnswer):
         if self.away is not None:
             template = Template(Kind.FLAT_WEIGHTS, self.layout)
             return Summary(template, spoiled=self.away.spoiled, nbytes=self.layout.nbytes)
-        return None if self._value is None else FlatWeights.wrap(*self._value)
-
-    def packed(self) -> Packed | None:
-        """Return weights of this process, without views of their parts."""
-        return self._value
+        return None if self.packed is None else self.packed.weights()
 
     def bring(self) -> bool:
         """Ask the agent for weights that are away; return whether they are."""
@@ -293,7 +288,7 @@ class SeatAnswer(RayAnswer):
 
     def let_go(self) -> None:
         """Drop the weights."""
-        self._value = self.away = self.ref = None
+        self.packed = self.away = self.ref = None
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ answered: its Ray call raises the error that describes the death.
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ from flatweights._flatten import new_vector
 from flatweights._layout import Layout
 from flatweights._settings import RAY, ray_setting
 from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._result import Packed, is_arrays, parts_of
-from flatweights.ray.lanes._driver_lane import DriverLane, Lanes, wake
+from flatweights.ray._result import is_arrays, parts_of
+from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
 from flatweights.ray.lanes._end import LaneError, is_shortage
 from flatweights.ray.lanes._message import Message, make_message
 from flatweights.ray.lanes._protocol import BROKEN, BY_CALL, COMMAND, VALUE, WEIGHTS
@@ -52,7 +52,7 @@ class GroupLanes:
         setback: The reason for which the group has no lanes.
         made: The lanes of this process, once they are made; `lanes` makes them.
         last: The last call, and its command; None between rounds.
-        asleep: The lanes whose workers `wake` is to wake; None if workers are woken at once.
+        asleep: The mailboxes whose workers `wake` is to wake; None if they are woken at once.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class GroupLanes:
         self.made: Lanes | None = None
         self._close: Callable[[], object] = lambda: None
         self.last: tuple[Call, Message | None] | None = None
-        self.asleep: list[DriverLane] | None = None
+        self.asleep: list[_core.Mailbox] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as lanes of which none is made."""
@@ -149,7 +149,7 @@ class GroupLanes:
         """Wake the workers that were called since `let_sleep`, two with each system call."""
         asleep, self.asleep = self.asleep, None
         if asleep:
-            wake(asleep)
+            _core.Mailbox.wake(asleep)
 
     def done(self) -> None:
         """Withdraw the offer, and forget the last command."""
@@ -193,48 +193,43 @@ class LaneAnswer(Answer):
         """Return the answers that have arrived."""
         begin = now = time.monotonic()
         end = None if timeout is None else begin + timeout
+        there: dict[Answer, None] = {}
         while True:
-            there: list[Answer] = []
-            missing: list[LaneAnswer] = []
             by_ray: dict[Any, list[LaneAnswer]] = {}
             is_enough = False  # an answer has failed, or come through Ray
             for answer in answers:
                 lane = answer._lane
-                if answer._value is not _MISSING:
-                    there.append(answer)
-                elif (
-                    not (lane.mailbox.is_answered or lane.is_closed)
-                    and answer._by_ray is None
-                    and answer._error is None
-                ):
-                    missing.append(answer)
-                elif answer._is_there():
-                    there.append(answer)
+                is_known = answer._value is not _MISSING or answer._error is not None
+                is_silent = not (lane.mailbox.is_answered or lane.is_closed or is_known)
+                if answer in there or (is_silent and answer._by_ray is None):
+                    continue
+                if is_known or answer._is_there():
+                    there[answer] = None
                     is_enough = is_enough or answer._value is _MISSING
                 elif answer._by_ray is not None:
                     by_ray.setdefault(answer._by_ray.ref, []).append(answer)
-                else:
-                    missing.append(answer)
             if by_ray:
                 ready, _ = ray.wait(list(by_ray), num_returns=len(by_ray), timeout=0)
-                there += [answer for ref in ready for answer in by_ray[ref]]
+                there |= {answer: None for ref in ready for answer in by_ray[ref]}
                 is_enough = is_enough or bool(ready)
-            if is_enough or len(there) >= enough:
-                return there
+            more = enough - len(there)
+            if is_enough or more <= 0:
+                return [*there]
             if end is not None or by_ray:
                 now = time.monotonic()
                 if end is not None and now >= end:
-                    return there
+                    return [*there]
             # No bell rings for answers through Ray: they are polled, ever less often.
             patience = min(_SLICE, max(5e-4, (now - begin) / 8)) if by_ray else _SLICE
             if end is not None:
                 patience = min(patience, end - now)
-            lanes = [answer._lane for answer in missing]
+            lanes = [a._lane for a in answers if a not in there and a._by_ray is None]
             # All answers except the last are read while that worker still runs.
-            seconds = answers[0]._lanes.wait(lanes, patience, max(1, enough - len(there) - 1))
+            seconds = answers[0]._lanes.wait(lanes, patience, more - 1 if more > 1 else 1)
             if seconds >= _SLICE and not by_ray:
-                for answer in missing:
-                    answer.look_at_call()
+                for answer in answers:
+                    if answer not in there:
+                        answer.look_at_call()
 
     def _is_there(self) -> bool:
         """Whether the answer has come through the lane; if it cannot, wait for the Ray call."""
@@ -242,32 +237,37 @@ class LaneAnswer(Answer):
             return True
         if self._by_ray is not None:
             return False
-        if self._lane.mailbox.is_answered:
+        lane = self._lane
+        if lane.mailbox.is_answered:
             try:
-                self._read()
+                kind, value = lane.take()
+                if kind == WEIGHTS:
+                    self._value = self.packed = value
+                elif kind == VALUE:
+                    self._value = value
+                else:
+                    self._ask_ray(kind, value)
             except BaseException as error:  # after an interrupt, it may be half read
-                self._worker.give_up(self._lane, "its answer could not be read")
+                self._worker.give_up(lane, "its answer could not be read")
                 if not isinstance(error, Exception):
                     raise
                 self._error = LostResultError(_text_of(error))
             return self._by_ray is None
-        if self._lane.is_closed:
-            self._worker.give_up(self._lane, "the worker died")
-            self._by_ray = RayAnswer(self._lane.latest_call())
+        if lane.is_closed:
+            self._worker.give_up(lane, "the worker died")
+            self._by_ray = RayAnswer(lane.latest_call())
         return False
 
-    def _read(self) -> None:
-        kind, value = self._lane.take()
-        if kind in (VALUE, WEIGHTS):
-            self._value = value
-        elif kind == BY_CALL:
+    def _ask_ray(self, kind: int, value: Any) -> None:
+        """Wait for a Ray call, since the answer in the mailbox is not the result."""
+        if kind == BY_CALL:
             self._by_ray = RayAnswer(self._lane.calls[value])
+            return
+        if kind == BROKEN:
+            self._worker.note_broken(self._lane, value)
         else:
-            if kind == BROKEN:
-                self._worker.note_broken(self._lane, value)
-            else:
-                _log.info("rank %d refused a command: %s", self._worker.rank, value)
-            self._by_ray = self._worker.call_by_ray(self._call, value)
+            _log.info("rank %d refused a command: %s", self._worker.rank, value)
+        self._by_ray = self._worker.call_by_ray(self._call, value)
 
     def look_at_call(self) -> None:
         """Wait for the Ray call instead, if it has ended without an answer in the mailbox."""
@@ -285,13 +285,9 @@ class LaneAnswer(Answer):
             raise self._error
         if self._by_ray is not None:
             return self._by_ray.take()
-        if type(self._value) is Packed:
-            self._value = FlatWeights.wrap(*self._value)
+        if self.packed is not None:
+            self._value, self.packed = self.packed.weights(), None
         return self._value
-
-    def packed(self) -> Packed | None:
-        """Return the value, if it consists of weights only."""
-        return self._value if type(self._value) is Packed else None
 
     def may_be_kept(self) -> bool:
         """Whether this process has no other view of the worker's windows."""
@@ -299,7 +295,7 @@ class LaneAnswer(Answer):
 
     def let_go(self) -> None:
         """Drop the value."""
-        self._value = _MISSING
+        self._value, self.packed = _MISSING, None
         if self._by_ray is not None:
             self._by_ray.let_go()
 
@@ -379,16 +375,22 @@ class Worker:
         Raises:
             RayError: If the object store has no room for it.
         """
-        lane = self._lane
-        if payload.is_frozen and not (lane is None or lane.is_closed or lane.is_given_up):
-            return
         if self._ready() is None or not (payload.is_frozen or is_arrays(payload.value)):
             argument_of(payload)
         elif not payload.is_frozen:
             payload.value = sent_weights(payload)  # the caller's may have changed since then
-            if any(part.flags.writeable for part in parts_of(payload.value)):
+            if [part for part in parts_of(payload.value) if part.flags.writeable]:
                 payload.value = self._frozen(payload)
             payload.is_frozen = True
+
+    @staticmethod
+    def prepare_for(workers: Iterable["Worker"], payload: Payload) -> None:
+        """Bring ``payload`` within reach of ``workers``; see `prepare`."""
+        for worker in workers:
+            lane = worker._lane
+            is_usable = not (lane is None or lane.is_closed or lane.is_given_up)
+            if not (payload.is_frozen and is_usable):
+                worker.prepare(payload)
 
     def look_for_node(self) -> None:
         """Ask the worker for its node once more, since its old node may have died."""

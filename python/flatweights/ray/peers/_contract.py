@@ -94,9 +94,12 @@ class Answer(ABC):
 
     Attributes:
         agent: The agent that has the value on another node; then `take` returns a summary of it.
+        packed: The value of an arrived answer, if it is only weights, read in place. None has no
+            meaning: `take` returns every value.
     """
 
     agent: Any = None
+    packed: Packed | None = None
 
     @property
     def is_in_store(self) -> bool:
@@ -123,13 +126,6 @@ class Answer(ABC):
         Raises:
             Exception: The worker's exception, or the reason for which the value is lost.
         """
-
-    def packed(self) -> Packed | None:
-        """Return the value of an arrived answer, if it is only weights, read in place.
-
-        None has no meaning: `take` returns every value.
-        """
-        return None
 
     def may_be_kept(self) -> bool:
         """Whether the value of `packed` stays valid for as long as it exists.

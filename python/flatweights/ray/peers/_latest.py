@@ -60,14 +60,15 @@ class Latest:
             return Latest(wire, payload, version, self.number + 1, tuple(model))
         if is_subset(value, self.names):
             base = self._base_for(value)
-        if isinstance(value, FlatWeights) and value.buffer.nbytes <= BY_VALUE:
-            # The caller's weights may change before a restarted worker needs them.
-            value = value.copy() if value.buffer.flags.writeable else value
+        if isinstance(value, FlatWeights):
+            buffer = value.buffer
+            if buffer.nbytes <= BY_VALUE and buffer.flags.writeable:
+                value = value.copy()  # it may change before a restarted worker needs it
         payload = payload_of(value)
         if isinstance(weights, Round):
             payload.put = weights.current_ref
             payload.exchanged = weights._exchanged
-        names = self.names if base or not isinstance(value, Mapping) else tuple(value)
+        names = self.names if base or not isinstance(value, (dict, Mapping)) else tuple(value)
         return Latest(None, payload, version, self.number + 1, names, base)
 
     def published(self, weights: Any, version: Stamp, copy_of: Callable[[Any], Any]) -> Latest:
@@ -138,8 +139,8 @@ class Latest:
 
 def is_subset(weights: Any, names: Any) -> bool:
     """Whether ``weights`` are by name, and only some of ``names``."""
-    is_smaller = isinstance(weights, Mapping) and len(weights) < len(names)
-    return is_smaller and set(names).issuperset(weights)
+    is_by_name = isinstance(weights, (dict, Mapping))  # dicts are recognised faster
+    return is_by_name and len(weights) < len(names) and set(names).issuperset(weights)
 
 
 def merged(weights: Mapping[str, Any], subset: Mapping[str, Any]) -> FlatWeights:

@@ -48,6 +48,21 @@ class Record:
         self.kept = None
         return answer
 
+    @staticmethod
+    def send_all(
+        records: Mapping[int, Record],
+        ranks: Iterable[int],
+        call: Call,
+        by_rank: Mapping[int, Sequence[Any]],
+        answers: dict[int, Answer],
+    ) -> None:
+        """Call ``ranks``, each with its arguments in ``by_rank``; add the ``answers`` at once."""
+        for rank in ranks:
+            record = records[rank]
+            this = call.with_more(by_rank[rank]) if by_rank else call
+            record.owed = answers[rank] = record.worker.call(this)
+            record.kept = None
+
     def owe(self, answer: Answer) -> None:
         """Note the answer to a call that was not made by `send`."""
         self.owed, self.kept = answer, None
@@ -73,6 +88,18 @@ class Record:
             self.owed = answer.overdue() if is_late else answer.abandon()
         if version is not None:
             self.version, self.is_new = version, False
+
+    @staticmethod
+    def settle_all(
+        records: Mapping[int, Record], answers: Mapping[int, Answer], version: Stamp | None
+    ) -> None:
+        """Do the work of `settle` for answers that have all arrived."""
+        for rank, answer in answers.items():
+            record = records[rank]
+            if record.owed is answer:
+                record.owed = record.kept = None
+                if version is not None:
+                    record.version, record.is_new = version, False
 
     def take(self, version: Stamp | None) -> None:
         """Note that the worker has the weights of ``version``."""
@@ -287,11 +314,12 @@ class Ranks:
     def check(self, ranks: Iterable[int] | None) -> Sequence[int]:
         """Return ``ranks`` in order, checked to be ranks of workers, each once; all for None.
 
+        Call `admit` before: it adds the workers that are ready.
+
         Raises:
             TypeError: If one is not an integer.
             ValueError: If there is no rank, or one is out of range or given twice.
         """
-        self.admit()
         return [*self._records] if ranks is None else self._check_of(self._records, ranks)
 
     def _check_of(self, there: Mapping[int, Record], ranks: Iterable[int]) -> list[int]:

@@ -48,7 +48,7 @@ from flatweights.ray.peers._by_agent import AgentEnd, Agents, NodeAnswer
 from flatweights.ray.peers._by_lane import Worker
 from flatweights.ray.peers._contract import Answer, Call, Payload, Stamp
 from flatweights.ray.peers._latest import Latest, is_subset, merged
-from flatweights.ray.peers._ranks import Ranks
+from flatweights.ray.peers._ranks import Ranks, Record
 from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster
 from flatweights.ray.peers._summary import Reading
 from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
@@ -216,7 +216,8 @@ class Roster(Ranks):
         exchanged = None if call.payload is None else call.payload.exchanged
         records = self._records
         far: dict[AgentEnd, dict[int, Worker]] = {}
-        for rank in [rank for rank in ranks if records[rank].worker.far_node]:
+        may_be_far = reading is not None or exchanged is not None
+        for rank in [r for r in ranks if records[r].worker.far_node] if may_be_far else ():
             worker = records[rank].worker
             agent = self.agents.of(worker, starts=reading is not None)
             if agent is not None and (reading is not None or agent.has(exchanged)):
@@ -230,10 +231,9 @@ class Roster(Ranks):
                 answers.update(agent.call(number, call, workers, by_rank, reading))
                 for rank in workers:
                     records[rank].owe(answers[rank])
-            for rank in ranks:
-                if rank not in by_agent:
-                    this = call.with_more(by_rank[rank]) if by_rank else call
-                    answers[rank] = records[rank].send(this)
+            if by_agent:
+                ranks = [rank for rank in ranks if rank not in by_agent]
+            Record.send_all(records, ranks, call, by_rank, answers)
         finally:
             try:
                 arrivals.expect(answers)
@@ -480,14 +480,17 @@ class Roster(Ranks):
         """
         self.lanes.done()
         unanswered, late, records = arrivals.unanswered, arrivals.late, self._records
-        version = self.latest.version
-        for rank, answer in arrivals.answers.items():
-            records[rank].settle(
-                answer,
-                is_there=rank not in unanswered,
-                is_late=rank in late,
-                version=version if rank in took else None,
-            )
+        version = self.latest.version if took else None
+        if len(took) in (0, len(arrivals.answers)) and not unanswered:
+            Record.settle_all(records, arrivals.answers, version)
+        else:
+            for rank, answer in arrivals.answers.items():
+                records[rank].settle(
+                    answer,
+                    is_there=rank not in unanswered,
+                    is_late=rank in late,
+                    version=version if rank in took else None,
+                )
         arrivals.let_go()
         if arrivals.failed or late:
             self.note_lost(arrivals.errors)
@@ -524,12 +527,11 @@ class Roster(Ranks):
         Raises:
             StoreTooSmallError: If the object store has no room for it.
         """
-        records = self._records
         try:
-            for rank in ranks or ():
-                records[rank].worker.prepare(payload)
             if ranks is None:
                 argument_of(payload)  # the caller's weights may change until they are sent
+            else:
+                Worker.prepare_for([self._records[rank].worker for rank in ranks], payload)
         except FULL as error:
             raise too_small(len(self), nbytes_of(payload.value)) from error
 
@@ -615,15 +617,16 @@ def note_seconds(weights: Any, step: str, seconds: float) -> None:
         weights.seconds[step] = seconds
 
 
-def _count_sent(payload: Payload, arrivals: Arrivals, took: Iterable[int]) -> None:
+def _count_sent(payload: Payload, arrivals: Arrivals, took: Collection[int]) -> None:
     """Count the bytes of a ``payload`` that were sent to the ranks that took it.
 
     A command of an agent brings them once, unless the agent has them.
     """
-    answers = [arrivals.answers[rank] for rank in took]
-    commands = [answer.call for answer in answers if type(answer) is NodeAnswer]
-    brought = {command for command in commands if not command.exchange}
-    nbytes = (len(answers) - len(commands) + len(brought)) * payload.nbytes
+    count, answers = len(took), arrivals.answers
+    commands = [answer.call for rank in took if type(answer := answers[rank]) is NodeAnswer]
+    if commands:
+        count += len({command for command in commands if not command.exchange}) - len(commands)
+    nbytes = count * payload.nbytes
     METRICS.add({SENT: nbytes})
     payload.nbytes_sent += nbytes
 

@@ -30,7 +30,8 @@ def check_cluster() -> None:
 
 def payload_of(value: Any) -> Payload:
     """Return the payload that brings ``value`` to workers."""
-    return Payload(value, nbytes_of(value) or 0, lambda: ray.put(value))
+    nbytes = value.buffer.nbytes if type(value) is FlatWeights else nbytes_of(value)
+    return Payload(value, nbytes or 0, lambda: ray.put(value))
 
 
 class RayAnswer(Answer):
@@ -94,6 +95,8 @@ def argument_of(payload: Payload | None) -> Any:
 def sent_weights(payload: Payload) -> Any:
     """Return the weights of a prepared payload, in the form in which they were sent."""
     sent = payload.value if payload.argument is None else payload.argument
+    if type(sent) is FlatWeights:
+        return sent
     if isinstance(sent, ray.ObjectRef):
         sent = ray.get(sent)
     return weights_of(sent)

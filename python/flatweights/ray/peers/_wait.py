@@ -63,8 +63,8 @@ class Request(NamedTuple):
         if checked is not None and weights is not None and not checked.takes_weights:
             raise TypeError(f"weights: {checked.name} has no weights, all ranks count alike")
         return cls(
-            weights if callable(weights) else _numbers(weights, span or ranks),
-            check_timeout(timeout),
+            () if weights is None else _numbers(weights, span or ranks),
+            None if timeout is None else check_timeout(timeout),
             None if min_results is None else check_count(min_results, "min_results", ranks),
             nonfinite,
             max_inflight,
@@ -104,8 +104,10 @@ class Request(NamedTuple):
         return [self.weights[rank] for rank in ranks]
 
 
-def _numbers(weights: Iterable[float] | None, count: int) -> tuple[float, ...]:
-    return () if weights is None else tuple(read_weights(weights, count))
+def _numbers(
+    weights: Iterable[float] | Callable[[Any], float], count: int
+) -> tuple[float, ...] | Callable[[Any], float]:
+    return weights if callable(weights) else tuple(read_weights(weights, count))
 
 
 def check_timeout(timeout: float | None, name: str = "timeout") -> float | None:
@@ -137,8 +139,11 @@ class Deadline(NamedTuple):
     @classmethod
     def after(cls, timeout: float | None) -> "Deadline":
         """Return the deadline in ``timeout`` seconds, checked; see `check_timeout`."""
-        seconds = check_timeout(timeout)
-        return cls(seconds, None if seconds is None else time.monotonic() + seconds)
+        seconds = None if timeout is None else check_timeout(timeout)
+        return _NEVER if seconds is None else cls(seconds, time.monotonic() + seconds)
+
+
+_NEVER = Deadline(None, None)
 
 
 class _NoAnswer(Answer):
@@ -222,9 +227,8 @@ class Arrivals:
 
     def expect(self, answers: Mapping[int, Answer]) -> None:
         """Wait for ``answers``, too."""
-        self.answers.update(answers)
-        for rank, answer in answers.items():
-            self._pending[answer] = rank
+        self.answers |= answers
+        self._pending |= {answer: rank for rank, answer in answers.items()}
 
     def arrive(self, rank: int, answer: Answer) -> None:
         """Count ``answer``, which has arrived, as the answer of a rank."""
@@ -264,7 +268,12 @@ class Arrivals:
         there = wait_any([*pending], end, len(pending) if all_at_once else 1)
         now = time.monotonic()
         self.seconds_waited += now - begin
-        came = sorted([pending.pop(answer) for answer in there])
+        came = sorted([pending[answer] for answer in there])
+        if len(came) == len(pending):
+            pending.clear()
+        else:
+            for answer in there:
+                del pending[answer]
         self.arrived.update(came)
         self._is_let_go = False
         if pending and end is not None and now >= end:
@@ -339,7 +348,7 @@ class Arrivals:
         """Let go of all answers except those that are still owed; a second call does nothing."""
         if self._is_let_go:
             return
-        owed = self.unanswered
+        owed = self.unanswered if self.late or self._pending else {}
         for rank, answer in self.answers.items():
             if rank not in owed:
                 answer.let_go()
@@ -364,16 +373,11 @@ def wait_any(
         deadline: The time at which to stop, by `time.monotonic`; never, if None.
         enough: See `Answer.wait`.
     """
-    ways: dict[type[Answer], list[Answer]] = {}
-    for answer in answers:
-        way = type(answer)
-        if way in ways:
-            ways[way].append(answer)
-        else:
-            ways[way] = [answer]
+    kinds = {type(answer) for answer in answers}
+    ways = {kind: [answer for answer in answers if type(answer) is kind] for kind in kinds}
     while True:
-        left = seconds_left(deadline)
-        patience = left if len(ways) == 1 else min(_SLICE, _SLICE if left is None else left)
+        left = None if deadline is None else seconds_left(deadline)
+        patience = left if len(kinds) == 1 else min(_SLICE, _SLICE if left is None else left)
         there: list[Answer] = []
         for way, expected in ways.items():
             most = enough if enough < len(expected) else len(expected)

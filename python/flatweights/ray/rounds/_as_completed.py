@@ -164,6 +164,7 @@ class AsCompleted:
         if self._work.needs_weights:
             roster.start(self._request.timeout)
         now = time.monotonic()
+        roster.admit()
         for rank in roster.check(self._asked):
             self._take_up(rank, now)
 
@@ -230,6 +231,7 @@ class AsCompleted:
 
     def _asked_now(self) -> list[int]:
         """Return the ranks of the loop that are in the group now."""
+        self.roster.admit()
         return [rank for rank in self.roster.check(None) if self._is_asked(rank)]
 
     def _is_asked(self, rank: int) -> bool:
@@ -457,7 +459,7 @@ class AsCompleted:
         passed = self._rounds - sent.rounds
         if rank in self._patience and 4 * passed < self._patience[rank]:
             self._patience[rank] //= 2
-        if sent.answer.packed() is None:
+        if sent.answer.packed is None:
             try:
                 sent.answer.take()
             except Exception as error:
@@ -532,7 +534,7 @@ class AsCompleted:
         Returns:
             None for other results, and for NaN and infinity unless these are averaged.
         """
-        request, packed = self._request, sent.answer.packed()
+        request, packed = self._request, sent.answer.packed
         if packed is None or request.rule is not None or callable(request.weights):
             return None
         if not request.number_of(sent.rank):

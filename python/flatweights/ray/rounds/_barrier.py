@@ -30,13 +30,18 @@ def average_of(
     out: Any = None,
     travels: Travels = "weights",
 ) -> Round:
-    """Let workers do ``work``, and average their results; see `WorkerGroup.average`."""
+    """Let workers do ``work``, and average their results; see `WorkerGroup.average`.
+
+    The caller has admitted workers that are ready.
+    """
     asked, timeout, need = roster.check(ranks), request.timeout, request.min_results or 1
-    if need > len(asked):
-        check_count(need, "min_results", len(asked))
+    count = len(asked)
+    if need > count:
+        check_count(need, "min_results", count)
     called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
-    before = roster.unhealthy(asked) if len(called) < len(asked) else {}
-    if len(called) < need:
+    left = len(called)
+    before = roster.unhealthy(asked) if left < count else {}
+    if left < need:
         raise WorkerError(before)
     by_rank = work.arguments_of(called)
     arrivals = Arrivals(Deadline.after(timeout))
@@ -84,6 +89,7 @@ def results_of(
     roster: Roster, work: Work, timeout: float | None, ranks: Iterable[int] | None, broadcast: Any
 ) -> dict[int, Any]:
     """Let workers do ``work``; return their results by rank; see `WorkerGroup.step`."""
+    roster.admit()
     asked = roster.check(ranks)
     called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
     by_rank = work.arguments_of(called)

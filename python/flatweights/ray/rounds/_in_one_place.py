@@ -82,19 +82,21 @@ class DriverAverage:
         return Round(
             sealed(mean) if self._out is None else mean,
             self._used,
-            failed=dict(sorted(self._arrivals.failed.items())),
+            failed=self._arrivals.failed and dict(sorted(self._arrivals.failed.items())),
             quarantined=sorted({*self._arrivals.quarantined, *self._left_out}),
             scores=self._scores,
             late=self._arrivals.late,
-            extras={rank: self._extras[rank] for rank in self._used if rank in self._extras},
+            extras=self._extras and {k: self._extras[k] for k in self._used if k in self._extras},
             seconds={"wait": self._arrivals.seconds_waited, "average": self._seconds},
             nbytes=sum(self._nbytes.values()),
         )
 
     def _may_hold_all(self) -> bool:
         """Whether at most ``max_inflight`` answers have to be mapped from the store."""
-        answers, most = self._arrivals.answers.values(), self._request.max_inflight
-        return len(answers) <= most or sum(answer.is_in_store for answer in answers) <= most
+        answers, most = self._arrivals.answers, self._request.max_inflight
+        if len(answers) <= most:
+            return True
+        return sum(answer.is_in_store for answer in answers.values()) <= most
 
     def _at_once(self) -> Any:
         """Wait for all answers, then average in one pass."""
@@ -169,19 +171,20 @@ class DriverAverage:
         request = self._request
         if self._out is not None or callable(request.weights) or request.rule is not None:
             return None
-        ranks = sorted(self._arrivals.arrived)
-        models = [self._packed[rank] for rank in ranks if rank in self._packed]
-        if len(models) < len(ranks):
+        if not self._packed.keys() >= self._arrivals.arrived:
             return None
+        ranks = sorted(self._arrivals.arrived)
         weights = request.numbers_of(ranks)
         if not any(weights):
             return None
-        self._codec.accept(models[0].layout, f"rank {ranks[0]}")
+        models = [self._packed[rank] for rank in ranks]
+        layout, where = models[0].layout, f"rank {ranks[0]}"
+        self._codec.accept(layout, where)
         reach("averaging")
         begin = time.monotonic()
-        mean = models[0].layout.new_buffer()
+        mean = layout.new_buffer()
         layouts, buffers = [model.layout for model in models], [[model.buffer] for model in models]
-        is_finite = mean_of_packed(mean, layouts, buffers, weights, f"rank {ranks[0]}")
+        is_finite = mean_of_packed(mean, layouts, buffers, weights, where)
         if is_finite is None:
             return None
         if not (is_finite or request.nonfinite == "propagate"):
@@ -189,7 +192,7 @@ class DriverAverage:
         self._used = ranks
         self._nbytes = dict.fromkeys(ranks, mean.nbytes)
         self._seconds += time.monotonic() - begin
-        return FlatWeights.wrap(sealed(mean), models[0].layout)
+        return FlatWeights.wrap(sealed(mean), layout)
 
     def _by_runs(self) -> Any:
         """Add runs of ranks to a running sum while waiting for others."""
@@ -225,9 +228,10 @@ class DriverAverage:
 
         Later ranks come first, so that their values are dropped before values to hold are taken.
         """
-        near = set(self._order[self._next : self._next + self._request.max_inflight])
+        near = self._order[self._next : self._next + self._request.max_inflight]
+        answers = self._arrivals.answers
         for rank in sorted(came, reverse=True):
-            packed = self._arrivals.answers[rank].packed()
+            packed = answers[rank].packed
             if packed is None:
                 self._take(rank, hold=rank in near)
             else:
