@@ -68,7 +68,8 @@ class FlatWeights(dict[str, NDArray[Any]]):
         super().__init__()
         names, arrays = named_arrays(parts)
         layout = Layout.of_arrays(names, arrays)
-        self._view(layout.new_buffer(), layout)
+        self._buffer, self._layout = layout.new_buffer(), layout
+        layout._core.put_packed_views(self._buffer, layout._names, self)
         move_parts(list(self.values()), arrays)
 
     @classmethod
@@ -85,7 +86,8 @@ class FlatWeights(dict[str, NDArray[Any]]):
             ValueError: If ``buffer`` is not such a vector.
         """
         self = cls.__new__(cls)
-        self._view(buffer, layout)
+        layout._core.put_packed_views(buffer, layout._names, self)
+        self._buffer, self._layout = buffer, layout
         return self
 
     @classmethod
@@ -146,11 +148,6 @@ class FlatWeights(dict[str, NDArray[Any]]):
 
         saved = _safetensors.read(path)
         return cls.wrap(saved.buffer, saved.layout)
-
-    def _view(self, buffer: NDArray[np.uint8], layout: Layout) -> None:
-        layout._core.put_packed_views(buffer, layout._names, self)
-        self._buffer = buffer
-        self._layout = layout
 
     @property
     def layout(self) -> Layout:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
+import types
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +49,7 @@ class _GroupState:
         """Raise unless ``stamp`` is above all earlier stamps of its group; then remember it."""
         group, number = stamp
         last = self._last_calls.pop(group, -1)
-        self._last_calls[group] = max(last, number)  # now the newest in the dict
+        self._last_calls[group] = number if number > last else last  # now the newest in the dict
         if len(self._last_calls) > _MOST_GROUPS:
             del self._last_calls[next(iter(self._last_calls))]
         if number <= last:
@@ -244,7 +244,7 @@ def _run(
         if method is None:
             return None
         result = getattr(worker, method)(*args, **kwargs)
-        if inspect.iscoroutine(result):
+        if type(result) is types.CoroutineType:
             result.close()
             raise TypeError(f"expected a plain method, got an async one: {method!r}")
         if wire is None:

@@ -159,7 +159,8 @@ class Mover:
         """Write all variables from the packed ``buffer``."""
         if not self._try_bound(_Bound.set_packed, buffer, share):
             self._scatter(dict(enumerate(self._layout.packed_views(buffer))), share=share)
-        self._follow()
+        if self._replicas:
+            self._follow()
 
     def set_parts(self, values: Mapping[int, NDArray[Any]], *, share: bool = False) -> None:
         """Write the variables at these positions, from arrays that `cast_for_slot` returned."""

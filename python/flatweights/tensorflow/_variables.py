@@ -404,9 +404,9 @@ class TensorFlowVariables:
         Raises:
             RuntimeError: As `get_flat`.
         """
-        weights = FlatWeights.empty(self._layout)
-        self.gather_into(weights.buffer)
-        return weights
+        buffer = self._layout.new_buffer()
+        self._mover.get_packed(buffer)
+        return FlatWeights.wrap(buffer, self._layout)
 
     def gather_into(self, buffer: NDArray[np.uint8]) -> None:
         """Read all variables into a packed ``buffer``, such as `flatweights.ray.Member` has.
@@ -488,10 +488,6 @@ class TensorFlowVariables:
             TypeError: If ``new_weights`` is not a mapping, or a dtype cannot be cast.
             RuntimeError: As `set_flat`.
         """
-        if not isinstance(new_weights, Mapping):
-            raise TypeError(
-                f"expected a mapping from name to array, got {type(new_weights).__name__}"
-            )
         if isinstance(new_weights, FlatWeights) and not rename:
             layout = new_weights.layout
             if layout is self._layout or layout == self._layout:
@@ -499,6 +495,10 @@ class TensorFlowVariables:
                     self._check_frozen(dict(enumerate(new_weights.values())))
                 self._mover.set_packed(new_weights.buffer, share=share)
                 return
+        elif not isinstance(new_weights, Mapping):
+            raise TypeError(
+                f"expected a mapping from name to array, got {type(new_weights).__name__}"
+            )
         keys = match_slots(new_weights, self._layout, strict=strict, rename=rename)
         values = {i: new_weights[key] for i, key in keys.items()}
         if share:

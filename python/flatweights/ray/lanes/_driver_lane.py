@@ -34,6 +34,7 @@ from flatweights.ray.lanes._windows import Extent, Windows
 _MOST_WINDOWS = 64  # the number of counts in a mailbox; windows are made when they are needed
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
 _TOKEN = 16
+_NOTHING = pickle.dumps(None, protocol=5)  # the most frequent answer
 _WATCH = 150e-6  # seconds that a driver polls mailboxes before it sleeps
 _SOON = 2 * _WATCH  # if a wait, including waking, took no longer, polling was enough
 
@@ -154,6 +155,8 @@ class DriverLane(LaneEnd):
             if self._layout is None or self._digest != body:
                 raise LaneError("the layout of the weights is not known")
             return kind, Packed(buffer, self._layout)
+        if kind == VALUE and body == _NOTHING:
+            return kind, None
         if kind == VALUE:
             value = pickle.loads(body, buffers=buffers)
             if type(value) is FlatWeights:

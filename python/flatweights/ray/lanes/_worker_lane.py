@@ -87,6 +87,7 @@ class WorkerLane(LaneEnd):
         self._last_nbytes = 0  # of the last result
         self._is_copy_left = False  # whether the pool still has the memory it was copied from
         self._layout: Layout | None = None  # of the last weights that were sent as a VALUE
+        self._digest = b""  # of the layout
         self._answered = 0.0  # the time of the last answer, by `time.monotonic`
         self._is_broken = False  # whether commands cannot be read any more
 
@@ -113,7 +114,7 @@ class WorkerLane(LaneEnd):
         if failpoints.hook is not None:
             failpoints.reach("called")
         mailbox.enter(call)
-        while mailbox.wait(max(0.0, self._answered + LINGER - now), call):
+        while mailbox.wait(self._answered + LINGER - now, call):
             if failpoints.hook is not None:
                 failpoints.reach("taken")
             ends = 0 if time.monotonic() < end else call
@@ -191,9 +192,12 @@ class WorkerLane(LaneEnd):
         except OSError:
             box.append(None)  # the driver is gone
             return None
-        self._layout = layout
+        if layout is not None and layout is not self._layout:
+            self._layout, self._digest = layout, layout.digest.encode()
         if extents:
-            nbytes = max(extent.nbytes for extent in extents)
+            nbytes = 0
+            for extent in extents:
+                nbytes = extent.nbytes if extent.nbytes > nbytes else nbytes
             self._is_copy_left = nbytes > self._last_nbytes
             self._last_nbytes = nbytes
         if failpoints.hook is not None:
@@ -220,7 +224,7 @@ class WorkerLane(LaneEnd):
                 box.append(FlatWeights.wrap(self._windows.copy_of(extent), self._layout))
                 return None
             (extent,) = copied
-        return Message(join_message(WEIGHTS, self._layout.digest.encode(), [extent]), [extent])
+        return Message(join_message(WEIGHTS, self._digest, [extent]), [extent])
 
 
 def _connect(address: bytes, hello: bytes, descriptor: int, patience: float) -> socket.socket:

@@ -45,13 +45,15 @@ class Latest:
         Raises:
             ValueError: If they are a subset, and the earlier weights are not known by name.
         """
-        value = weights.weights if isinstance(weights, Round) else weights
+        value, exchanged = weights, None
+        is_round = isinstance(weights, Round)
+        if is_round:
+            value, exchanged = weights.weights, weights._exchanged
         wire, base = self.wire, None
         if wire is not None:
             model = ray.get(value) if isinstance(value, ray.ObjectRef) else value
             if is_subset(model, self.names):
                 model = merged(wire.weights, model)
-            exchanged = weights._exchanged if isinstance(weights, Round) else None
             difference = None if exchanged is None else exchanged.difference
             message, wire = wire.message(model, difference)
             payload = payload_of(message)
@@ -65,9 +67,9 @@ class Latest:
             if buffer.nbytes <= BY_VALUE and buffer.flags.writeable:
                 value = value.copy()  # it may change before a restarted worker needs it
         payload = payload_of(value)
-        if isinstance(weights, Round):
+        payload.exchanged = exchanged
+        if is_round:
             payload.put = weights.current_ref
-            payload.exchanged = weights._exchanged
         names = self.names if base or not isinstance(value, (dict, Mapping)) else tuple(value)
         return Latest(None, payload, version, self.number + 1, names, base)
 

@@ -481,7 +481,7 @@ class Roster(Ranks):
         self.lanes.done()
         unanswered, late, records = arrivals.unanswered, arrivals.late, self._records
         version = self.latest.version if took else None
-        if len(took) in (0, len(arrivals.answers)) and not unanswered:
+        if not unanswered and (not took or took == arrivals.answers.keys()):
             Record.settle_all(records, arrivals.answers, version)
         else:
             for rank, answer in arrivals.answers.items():

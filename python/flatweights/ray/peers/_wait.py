@@ -269,11 +269,8 @@ class Arrivals:
         now = time.monotonic()
         self.seconds_waited += now - begin
         came = sorted([pending[answer] for answer in there])
-        if len(came) == len(pending):
-            pending.clear()
-        else:
-            for answer in there:
-                del pending[answer]
+        for answer in there:
+            del pending[answer]
         self.arrived.update(came)
         self._is_let_go = False
         if pending and end is not None and now >= end:
@@ -285,8 +282,13 @@ class Arrivals:
         """Wait for all answers; return the values by rank."""
         while self.wait(all_at_once=True) is not None:
             pass
-        values = {rank: self.take(rank) for rank in sorted(self.arrived)}
-        return {rank: value for rank, value in values.items() if rank in self.arrived}
+        values: dict[int, Any] = {}
+        for rank in sorted(self.arrived):
+            try:
+                values[rank] = self.answers[rank].take()
+            except Exception as error:
+                self._fail(rank, error)
+        return values
 
     def bring(self) -> None:
         """Ask for the values of all arrived answers, and wait for them."""
@@ -303,9 +305,12 @@ class Arrivals:
         try:
             return self.answers[rank].take()
         except Exception as error:
-            # The frames of its traceback would hold other ranks' results.
-            self.lose({rank: error.with_traceback(None)})
+            self._fail(rank, error)
         return None
+
+    def _fail(self, rank: int, error: Exception) -> None:
+        # The frames of its traceback would hold other ranks' results.
+        self.lose({rank: error.with_traceback(None)})
 
     def lose(self, reasons: Mapping[int, Exception]) -> None:
         """Count ranks as failed."""
@@ -375,12 +380,14 @@ def wait_any(
     """
     kinds = {type(answer) for answer in answers}
     ways = {kind: [answer for answer in answers if type(answer) is kind] for kind in kinds}
+    is_alone = len(kinds) == 1
     while True:
         left = None if deadline is None else seconds_left(deadline)
-        patience = left if len(kinds) == 1 else min(_SLICE, _SLICE if left is None else left)
+        patience = left if is_alone else min(_SLICE, _SLICE if left is None else left)
         there: list[Answer] = []
         for way, expected in ways.items():
-            most = enough if enough < len(expected) else len(expected)
+            count = len(expected)
+            most = enough if enough < count else count
             there += way.wait(expected, 0.0 if there else patience, most)
         if there or left == 0:
             return there
