@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ray
     ("way", "seconds", "elements", "seed"),
     [
         ("", 6, 3_000, 1),
-        ("store", 4, 40_000, 2),
+        pytest.param("store", 4, 40_000, 2, marks=pytest.mark.slow),
         *(
             pytest.param("", 60, elements, seed, marks=pytest.mark.slow)
             for seed, elements in enumerate((5, 3_000, 40_000, 70_000), 3)

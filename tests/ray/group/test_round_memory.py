@@ -74,7 +74,13 @@ def started(workers: int, size: int) -> WorkerGroup:
 
 
 @pytest.mark.parametrize(
-    ("way", "size"), [("lanes", 5), ("lanes", 20_000), ("store", 20_000)], indirect=["way"]
+    ("way", "size"),
+    [
+        ("lanes", 5),
+        ("lanes", 20_000),
+        pytest.param("store", 20_000, marks=pytest.mark.slow),
+    ],
+    indirect=["way"],
 )
 def test_rounds_keep_no_objects_and_no_files_in_the_driver(way: str, size: int) -> None:
     rounds = 200
