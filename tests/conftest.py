@@ -22,9 +22,9 @@ TESTS = Path(__file__).parent
 LONG = (
     "tests/ray/nodes/test_nodes_rounds.py",
     "tests/examples/test_programs.py",
+    "tests/keras/test_ray_train.py",
     "tests/tensorflow/test_gradients.py",
     "tests/tensorflow/test_canonical_names.py",
-    "tests/ray/publishing/test_publishing_nodes.py",
     "tests/ray/group/test_worker_group.py",
     "tests/tensorflow/test_share.py",
     "tests/tensorflow/test_optimizers.py",
@@ -38,7 +38,6 @@ LONG = (
     "tests/core/test_isa.py",
     "tests/ray/group/test_metrics.py",
     "tests/ray/members/test_members.py",
-    "tests/ray/group/test_wire_group.py",
     "tests/examples/test_demo.py",
     "tests/examples/test_demo_rounds.py",
 )
