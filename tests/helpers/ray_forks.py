@@ -2,13 +2,15 @@
 
 A node whose ``setup_worker_path`` is this file starts it instead of a worker. It passes arguments,
 environment and output on to that process, which forks: the copy becomes the worker. Without such a
-process, in another network namespace, or with a ``runtime_env``, a worker starts as usual.
+process, in another network namespace, or with a ``runtime_env`` that sets `ALONE` or more than
+variables, a worker starts as usual.
 
 The process only imports: a copy would not have the threads of TensorFlow and Ray.
 """
 
 import contextlib
 import gc
+import json
 import os
 import pickle
 import random
@@ -20,7 +22,12 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+ALONE = "FLATWEIGHTS_TESTS_ALONE"
+"""A variable of the ``runtime_env`` of actors that must not be copies."""
+
+_CONTEXT = "--serialized-runtime-env-context="
 _ADDRESS = "FLATWEIGHTS_TESTS_FORKS"  # the variable with the address of the process
 _NETWORK = Path("/proc/self/ns/net")
 _NO_JOB = "ff" * 4  # as in workers that Ray starts before it has a job
@@ -71,13 +78,25 @@ def are_there() -> bool:
 def start_worker() -> None:
     """Let a copy become the worker; without one, become the worker here."""
     (program,) = [k for k, text in enumerate(sys.argv) if text.endswith("default_worker.py")]
-    if any(argument.startswith("--serialized-runtime-env-context") for argument in sys.argv):
+    contexts = [json.loads(a[len(_CONTEXT) :]) for a in sys.argv if a.startswith(_CONTEXT)]
+    if any(map(needs_more_than_variables, contexts)):
         setup = str(Path(sys.argv[program]).with_name("setup_worker.py"))
         os.execv(sys.executable, [sys.executable, setup, *sys.argv[1:]])
     # Ray's own setup does this for other workers, but imports all of Ray.
-    arguments = [a for a in sys.argv[program:] if not a.startswith("--language")]
+    for context in contexts:
+        os.environ.update(context.get("env_vars", {}))
+    ours = ("--language", _CONTEXT)
+    arguments = [a for a in sys.argv[program:] if not a.startswith(ours)]
     if not have_copied(arguments):
         os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def needs_more_than_variables(context: dict[str, Any]) -> bool:
+    """Whether a ``runtime_env`` asks for more than variables, or for a worker that is no copy."""
+    rest = {name for name, value in context.items() if value} - {"env_vars", "py_executable"}
+    variables = context.get("env_vars", {})
+    is_other = context.get("py_executable", sys.executable) != sys.executable
+    return bool(rest) or is_other or ALONE in variables or any("$" in v for v in variables.values())
 
 
 def have_copied(arguments: list[str]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray_forks import ALONE
 
 from flatweights import FlatWeights
 
@@ -24,8 +25,8 @@ SHAPES = {
 COPY = 4 * sum(int(np.prod(shape)) for shape in SHAPES.values())  # bytes of one model
 
 
-# Otherwise, TensorFlow keeps freed memory.
-@ray.remote(num_cpus=0, runtime_env={"env_vars": {"TF_ENABLE_ONEDNN_OPTS": "0"}})
+# Otherwise, TensorFlow keeps freed memory; and copies, which come and go, share that of imports.
+@ray.remote(num_cpus=0, runtime_env={"env_vars": {"TF_ENABLE_ONEDNN_OPTS": "0", ALONE: "1"}})
 class Inference:
     """A model that is built on request; it measures its own process."""
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import ray
 from numpy.typing import NDArray
+from ray_forks import ALONE
 from reference import run_python, same_bits
 
 from flatweights import FlatWeights, Layout, average
@@ -42,7 +43,7 @@ def new_arrays() -> dict[str, NDArray[Any]]:
     }
 
 
-@ray.remote(num_cpus=0, runtime_env={"env_vars": {"FLATWEIGHTS_TESTS_ALONE": "1"}})
+@ray.remote(num_cpus=0, runtime_env={"env_vars": {ALONE: "1"}})
 class Regression(FlatWorker):
     """Fits a line by gradient descent, with NumPy alone."""
 
