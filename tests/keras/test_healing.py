@@ -4,6 +4,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -326,7 +327,7 @@ def test_a_replaced_member_ends_with_the_best_weights_of_the_others(
 ) -> None:
     meeting, go_on = LocalMeeting(2), threading.Event()
     first, dead = fits(meeting, "dense", epochs=3)
-    first.more, dead.more = [best_of_first(kind)], [best_of_first(kind)]
+    first.more, dead.more = [keras.callbacks.Callback(), best_of_first(kind)], [best_of_first(kind)]
     dead.at[1, 3] = dies(dead)
     first.at[2, -1] = lambda: go_on.wait(LIMIT)
     after_first: list[Any] = []
@@ -417,21 +418,30 @@ def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras' own callback
-def test_a_replaced_member_counts_as_the_others_do(pool: ThreadPoolExecutor) -> None:
-    """A learning rate that falls after some epochs falls in the same epoch in all members."""
+@pytest.mark.parametrize("saves", ["nobody", "the others", "the replaced"])
+def test_a_replaced_member_counts_as_the_others_do(
+    pool: ThreadPoolExecutor, tmp_path: Path, saves: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A learning rate that falls after some epochs falls in the same epoch in all members.
+
+    Only one of them may have a callback more, in front of it.
+    """
     meeting, go_on = LocalMeeting(2), threading.Event()
 
-    def plateau() -> Any:
-        return keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=4, min_delta=100.0)
+    def callbacks(who: str) -> list[Any]:
+        file = tmp_path / "best.keras"
+        best = keras.callbacks.ModelCheckpoint(file, "loss", save_best_only=True)
+        plateau = keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=4, min_delta=100.0)
+        return [best, plateau] if who == saves else [plateau]
 
     first, dead = fits(meeting, "dense", epochs=MORE)
-    first.more, dead.more = [plateau()], [plateau()]
+    first.more, dead.more = callbacks("the others"), callbacks("the replaced")
     dead.at[1, 3] = dies(dead)
     first.at[2, -1] = lambda: go_on.wait(LIMIT)
     for fit in (first, dead):
         fit.start(pool)
     new = replacement(meeting, dead, kind="dense", epochs=MORE)
-    new.more = [plateau()]
+    new.more = callbacks("the replaced")
     new.start(pool)
     meeting.wait_until(lambda inside: len(inside._lacking) == 1)
     go_on.set()
@@ -439,6 +449,8 @@ def test_a_replaced_member_counts_as_the_others_do(pool: ThreadPoolExecutor) -> 
     check_alike([state for _, state in ended])
     rate = float(first.model.optimizer.learning_rate)
     assert rate == pytest.approx(0.005)
+    warns = "ModelCheckpoint 0 begins anew" in caplog.text
+    assert warns == (saves == "the replaced")
 
 
 def test_weights_are_averaged_too_after_a_replacement(pool: ThreadPoolExecutor) -> None:

@@ -132,7 +132,7 @@ class Averaging:
         self._has_stepped = False  # since the last start
         self._errors: list[BaseException] = []  # raised by the step that runs
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
-        self._states: dict[tuple[tuple[int, ...], ...], State] = {}
+        self._states: dict[tuple[tuple[int, ...], tuple[str, ...]], State] = {}
         self.progress: Progress | None = None
         self._apply: Callable[..., None] = optimizer.apply
         self._finalize: Callable[[Any], None] = optimizer.finalize_variable_values
@@ -328,12 +328,12 @@ class Averaging:
         # Keras numbers names of slots by counters of the process.
         return TensorFlowVariables([*variables, {str(k): slot for k, slot in enumerate(slots)}])
 
-    def _state_of(self, variables: Sequence[Any], keepers: Sequence[int] = ()) -> State:
+    def _state_of(self, variables: Sequence[Any], keepers: Sequence[str] = ()) -> State:
         """Return the state that heals a member of a training of ``variables``.
 
         Args:
             variables: The variables.
-            keepers: The indices of the callbacks that keep copies of them.
+            keepers: The names of the callbacks that keep copies of them.
         """
         key = tuple(id(_inner(variable)) for variable in variables), (*keepers,)
         if key not in self._states:

@@ -43,8 +43,8 @@ def calls_are_equal(member: Member, place: Place) -> Iterator[None]:
         raise CallsDifferError(
             f"{_where_all_are(member, place)}. All members need the same model, the same callbacks "
             "in the same order, validation data in all of them or in none, and as many batches in "
-            "an epoch: give fit the same steps_per_epoch, and repeat the data. Their calls: "
-            f"{error}"
+            "an epoch: give fit the same steps_per_epoch, and repeat the data. A callback that "
+            f"stops only some members stands before AverageLogs. Their calls: {error}"
         ) from error
 
 
@@ -65,7 +65,9 @@ def _where_all_are(member: Member, place: Place) -> str:
     if ranks.keys() == {"step", "logs"}:
         return f"{_named(ranks['logs'], _PLACES['logs'])}, {_named(ranks['step'], 'has not')}"
     places = [_named(those, _PLACES[name]) for name, those in ranks.items()]
-    return ", ".join(places) if len(ranks) > 1 else f"{places[0]}, with different arguments"
+    if len(ranks) > 1:
+        return ", ".join(places)
+    return f"{places[0]}, but their {'models' if 'start' in ranks else 'calls'} differ"
 
 
 def _named(ranks: Sequence[int], does: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import dropwhile
 from typing import Any, Literal, NamedTuple
@@ -19,6 +21,8 @@ from flatweights._core import move_parts
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.ray import ElsewhereError, Member, Round, is_replaceable
 from flatweights.tensorflow import TensorFlowVariables
+
+_log = logging.getLogger("flatweights")
 
 _ROOM = 8192  # bytes for the giver's place and for the counts of its callbacks
 _LAST = 10.0  # least seconds for which the end of a training waits for late members
@@ -50,13 +54,13 @@ class Place(NamedTuple):
     Attributes:
         epoch: The epoch.
         steps: The number of finished batches of that epoch.
-        counts: The counts of each callback, by its index in the list of callbacks; with them the
-            best weights that a callback keeps.
+        counts: The counts of each callback, by its name; see `names_of`. With them the best weights
+            that a callback keeps.
     """
 
     epoch: int = -1
     steps: int = 0
-    counts: Mapping[int, Mapping[str, Any]] = {}
+    counts: Mapping[str, Mapping[str, Any]] = {}
 
 
 class State:
@@ -69,21 +73,21 @@ class State:
     """
 
     def __init__(
-        self, variables: TensorFlowVariables, count: int = 0, keepers: Sequence[int] = ()
+        self, variables: TensorFlowVariables, count: int = 0, keepers: Sequence[str] = ()
     ) -> None:
         """Take the variables.
 
         Args:
             variables: The variables, including the optimizer's slots.
             count: The number of the model's weights, which are the first of the variables.
-            keepers: The indices of the callbacks that keep copies of these weights.
+            keepers: The names of the callbacks that keep copies of these weights.
         """
         slots = [*variables.layout.slots]
         self._variables = variables
         self._count = count
         self._keepers = keepers
         names = [slot.name for slot in slots]
-        names += [f"best weights {k}/{name}" for k in keepers for name in names[:count]]
+        names += [f"best weights of {k}/{name}" for k in keepers for name in names[:count]]
         kept = [*slots, *(slot for _ in keepers for slot in slots[:count])]
         self.layout = Layout(
             [*names, "the place in the training"],
@@ -119,8 +123,8 @@ class State:
             if _BEST in own:
                 own[_BEST] = [one.copy() for one in weights] if own[_BEST] else None
 
-    def _kept(self, parts: list[NDArray[Any]]) -> Iterator[tuple[int, list[NDArray[Any]]]]:
-        """Yield the index of each callback that keeps weights, and the parts for these weights."""
+    def _kept(self, parts: list[NDArray[Any]]) -> Iterator[tuple[str, list[NDArray[Any]]]]:
+        """Yield the name of each callback that keeps weights, and the parts for these weights."""
         begin = len(self._variables.layout.slots)
         for number, k in enumerate(self._keepers):
             at = begin + number * self._count
@@ -160,6 +164,7 @@ class Progress:
         self._model = callback.model
         self._state = state
         self._callbacks = callbacks
+        self._named = dict(zip(names_of(callbacks), callbacks, strict=True))
         self._epoch = -1
         self._others = -1  # the epoch in which the others were when this member was healed
         self._is_before = False  # whether the others were at the beginning of that epoch
@@ -242,7 +247,7 @@ class Progress:
     @property
     def state(self) -> State:
         """The state that heals this or another member, with this member's place."""
-        counts = {k: _counts_of(one) for k, one in enumerate(self._callbacks)}
+        counts = {k: own for k, one in self._named.items() if (own := _counts_of(one))}
         self._state.place = Place(self._epoch, self._done + self._ahead, counts)
         return self._state
 
@@ -268,8 +273,7 @@ class Progress:
 
     def _go_on_from(self, giver: Place, at: Literal["step", "batch", "epoch"]) -> None:
         """Decide where this member goes on, after it was healed."""
-        self._pending = giver
-        self._take_counts(giver)
+        self._take_over(giver)
         by_step = self._model.steps_per_execution == 1 and self.params.get("steps") is not None
         ahead = giver.steps - self._done
         is_alike = giver.epoch == self._epoch
@@ -312,16 +316,27 @@ class Progress:
         self.is_over = bool(over)
         is_healed = member.rank in met.healed
         if is_healed:
-            self._pending = self._state.place
-            self._take_counts(self._pending)
+            self._take_over(self._state.place)
             self._others, self._is_before = round(epoch), True
         self.is_apart = is_healed and self._others != self._epoch and not self.is_over
         return bool(met.late or (met.failed and is_replaceable()))
 
+    def _take_over(self, giver: Place) -> None:
+        """Go on from the counts of the giver; warn about callbacks that the giver does not have."""
+        self._pending = giver
+        self._take_counts(giver)
+        for name, one in self._named.items():
+            if isinstance(one, _DECIDING) and name not in giver.counts:
+                _log.warning(
+                    "%s begins anew: the member that gave the state has no such callback", name
+                )
+
     def _take_counts(self, giver: Place, kinds: type | tuple[type, ...] = object) -> None:
-        for k, counts in giver.counts.items():
-            if isinstance(self._callbacks[k], kinds):
-                vars(self._callbacks[k]).update(counts)
+        """Take the counts of callbacks of some ``kinds``; members may have other callbacks."""
+        for name, counts in giver.counts.items():
+            one = self._named.get(name)
+            if one is not None and isinstance(one, kinds):
+                vars(one).update(counts)
 
 
 def callbacks_beside(callback: Any) -> list[Any]:
@@ -334,11 +349,25 @@ def callbacks_beside(callback: Any) -> list[Any]:
     return next((one for one in lists if any(other is history for other in one)), [callback])
 
 
-def keepers_among(callbacks: Sequence[Any]) -> list[int]:
-    """Return the indices of callbacks that keep the best weights, and set them at the end."""
+def names_of(callbacks: Sequence[Any]) -> list[str]:
+    """Return a name for each callback, which is that of the same callback in other members.
+
+    It consists of the kind and a number, since some members may have more callbacks than others.
+    """
+    seen: Counter[str] = Counter()
+    names = []
+    for one in callbacks:
+        kind = type(one).__name__
+        names.append(f"{kind} {seen[kind]}")
+        seen[kind] += 1
+    return names
+
+
+def keepers_among(callbacks: Sequence[Any]) -> list[str]:
+    """Return the names of callbacks that keep the best weights, and set them at the end."""
     return [
-        k
-        for k, one in enumerate(callbacks)
+        name
+        for name, one in zip(names_of(callbacks), callbacks, strict=True)
         if isinstance(one, keras.callbacks.EarlyStopping) and one.restore_best_weights
     ]
 
