@@ -317,9 +317,11 @@ def _kind_of(source: Any, where: str) -> Kind:
         return Kind.ARRAY
     if isinstance(source, Sequence) and not isinstance(source, (str, bytes, bytearray)):
         return Kind.SEQUENCE
+    held = [name for name in ("get_weights", "weights") if hasattr(source, name)]  # of a model
+    hint = f"; pass its {held[0]}" if held else ""
     raise TypeError(
         f"{where}: expected an array, FlatWeights, a mapping of arrays or a sequence of arrays, "
-        f"got {type(source).__name__}"
+        f"got {type(source).__name__}{hint}"
     )
 
 

@@ -265,6 +265,16 @@ def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
             make(member=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="rule: expected"):
         average_gradients(keras.optimizers.SGD(), member=member, rule="median")  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"outer: expected a function of the first weights.* got .*SGD"
+    ):
+        AverageWeights(outer=keras.optimizers.SGD(0.7))
+    with pytest.raises(
+        TypeError, match=r"variables: expected an object with layout.* got Sequential"
+    ):
+        member.average_variables(build("dense", 0))
+    with pytest.raises(TypeError, match="got Sequential; pass its get_weights"):
+        member.average(build("dense", 0))
     with pytest.raises(TypeError, match="weight: Median has no weights, all members count alike"):
         AverageWeights(weight=2.0, rule=robust.Median())
     for arguments, message in [

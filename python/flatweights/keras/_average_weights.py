@@ -98,8 +98,9 @@ class AverageWeights(MemberCallback):
                 `flatweights.ray.Member.average`. If it has no weights, all members count equally.
 
         Raises:
-            TypeError: If ``member`` is not a `Member`, ``rule`` is not a rule, or it has no weights
-                and ``weight`` is a number other than 1.
+            TypeError: If ``member`` is not a `Member`, ``outer`` is neither a function nor an
+                optimizer of `flatweights.server`, ``rule`` is not a rule, or it has no weights and
+                ``weight`` is a number other than 1.
             ValueError: If ``every`` is below 1, ``unit`` or ``weight`` is something else, or
                 ``min_results`` is given with ``outer``, whose copies must all get every average.
         """
@@ -115,6 +116,12 @@ class AverageWeights(MemberCallback):
                 name = Rule.of(rule).name
                 raise TypeError(f"weight: {name} has no weights, all members count alike")
             weight = 1.0
+        if not (outer is None or callable(outer) or isinstance(outer, ServerOptimizer)):
+            raise TypeError(
+                "outer: expected a function of the first weights, such as functools.partial("
+                "FedAvgM, ...), or an optimizer of flatweights.server, got "
+                f"{type(outer).__module__}.{type(outer).__name__}"
+            )
         if outer is not None and min_results is not None:
             raise ValueError("min_results: expected None with outer, whose step needs all members")
         needs_all = "" if outer is None else "AverageWeights(outer=...)"

@@ -127,7 +127,10 @@ class Report(MemberCallback):
         except RuntimeError:
             self._rank = None
         if self._rank is None:
-            raise RuntimeError("Report: expected a worker of Ray Train")
+            raise RuntimeError(
+                "Report: expected a worker of Ray Train; elsewhere, save the model in rank 0 by "
+                "keras.callbacks.ModelCheckpoint"
+            )
         self._unreported: dict[str, Any] = {_EPOCHS: self.params["epochs"]}
         if is_replaceable():
             super().on_train_begin()

@@ -109,8 +109,7 @@ def join(
             name, rank, size = worker
     if size is None:
         raise NotInTrainError(
-            "size: expected how many members there are, got None; only in a worker of Ray Train "
-            "it may be left out"
+            "size: outside of Ray Train expected join(name, rank=..., size=...), got no size"
         )
     terms = Terms.of(size, sums, min_size, grace)
     if rank is not None:
@@ -273,10 +272,16 @@ class Member:
             A `Round`, whose ``weights`` are None.
 
         Raises:
+            TypeError: If ``variables`` have no layout.
             Exception: As `average`; the variables have not changed.
         """
         self._check_process()
-        layout = variables.layout
+        layout = getattr(variables, "layout", None)
+        if not isinstance(layout, Layout):
+            raise TypeError(
+                "variables: expected an object with layout, gather_into and scatter, such as "
+                f"TensorFlowVariables(model), got {type(variables).__name__}"
+            )
         check_flat_weights(layout, "variables")
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
         with self._call() as host:
