@@ -133,6 +133,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_runtest_setup() -> None:
+    """Let interrupts raise: Ray Train's `fit` leaves a handler of its own behind."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Exclude imported objects from garbage collections: TensorFlow has a million."""
