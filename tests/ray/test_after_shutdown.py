@@ -29,7 +29,6 @@ group = WorkerGroup.create(PlainWorker, 2)
 loop = group.as_completed("get_weights")
 next(loop)
 os.environ["FLATWEIGHTS_RAY"] = "store"
-pulling = Subscriber("net", {"w": np.ones(3, np.float32)})
 member = join("pair", rank=0, size=1)
 member.average(model)
 
@@ -44,7 +43,7 @@ for call in (lambda: group.average(), lambda: next(loop), lambda: member.average
     assert "Ray is not initialized" in error_of(call), error_of(call)
 member.leave()
 group.shutdown()
-del publisher, subscriber, pulling, group, member, loop
+del publisher, subscriber, group, member, loop
 gc.collect()
 print("calls of ray.init:", len(inits))
 """
