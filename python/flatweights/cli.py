@@ -1,6 +1,7 @@
 """The command `flatweights`."""
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import os
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             options = parser.parse_args(arguments)
-            code: int = options.command(options.parser, options)
+            code: int = options.command(options)
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -209,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, run: Callable[..., int], help_: str) -> argparse.ArgumentParser:
         """Add a command, which the docstring of its function describes."""
         command = commands.add_parser(name, help=help_, description=run.__doc__)
-        command.set_defaults(command=run, parser=command)
+        command.set_defaults(command=functools.partial(run, command))
         return command
 
     add("info", _info, "print versions, threads and code paths in use")

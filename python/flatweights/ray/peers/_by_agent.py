@@ -20,7 +20,7 @@ from flatweights.ray.peers._by_lane import Worker
 from flatweights.ray.peers._contract import Answer, Call
 from flatweights.ray.peers._order import CallLog
 from flatweights.ray.peers._setback import Setback
-from flatweights.ray.peers._store import argument_of
+from flatweights.ray.peers._store import argument_of, end_actor
 from flatweights.ray.peers._summary import Exchanged, Reading
 from flatweights.ray.peers._wait import seconds_left
 
@@ -365,8 +365,7 @@ class Agents:
     def shut_down(self) -> None:
         """End all agents."""
         for agent in self._by_node.values():
-            if ray.is_initialized():
-                ray.kill(agent.handle)
+            end_actor(agent.handle)
         self._by_node.clear()
         if self._end is not None:
             self._end.close()

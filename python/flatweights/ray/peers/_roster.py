@@ -49,7 +49,7 @@ from flatweights.ray.peers._by_lane import Worker
 from flatweights.ray.peers._contract import Answer, Call, Payload, Stamp
 from flatweights.ray.peers._latest import Latest, is_subset, merged
 from flatweights.ray.peers._ranks import Ranks, Record
-from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster
+from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster, end_actor
 from flatweights.ray.peers._summary import Reading
 from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
 
@@ -388,11 +388,9 @@ class Roster(Ranks):
 
     def shut_down(self) -> None:
         """End all workers; none is called any more."""
-        is_connected = ray.is_initialized()  # if not, `ray.kill` would start a new Ray
         leaving = [record for record, kill in self._leaving if kill]
         for record in [*self._all().values(), *leaving]:
-            if is_connected:
-                ray.kill(record.worker.handle)
+            end_actor(record.worker.handle)
             record.end(RuntimeError("the group was shut down"))
         self._joining.clear()
         self._leaving.clear()

@@ -102,6 +102,12 @@ def sent_weights(payload: Payload) -> Any:
     return weights_of(sent)
 
 
+def end_actor(handle: Any) -> None:
+    """End an actor, unless Ray was shut down, which has ended it: `ray.kill` would start a Ray."""
+    if ray.is_initialized():
+        ray.kill(handle)
+
+
 def call_actor(handle: Any, call: Call) -> RayAnswer:
     """Make a call on an actor; references among the arguments are resolved, as Ray does."""
     run, weights = handle.call_version, argument_of(call.payload)
