@@ -1,4 +1,7 @@
-"""What outlives `ray.shutdown` starts no new Ray, which almost every call of Ray would do."""
+"""What outlives `ray.shutdown` starts no new Ray, which almost every call of Ray would do.
+
+Nor does it wait in a call of Ray, which then ends the process silently, with code 1.
+"""
 
 import os
 import subprocess
@@ -8,7 +11,7 @@ from pathlib import Path
 HELPERS = Path(__file__).parents[1] / "helpers"
 
 PROGRAM = """
-import gc, os, time
+import gc, os, sys, threading, time, traceback
 import numpy as np
 import ray
 from flatweights.ray import Publisher, Subscriber, WorkerGroup, join
@@ -19,6 +22,14 @@ def error_of(call):
         call()
     except RuntimeError as error:
         return str(error)
+
+def threads_in_ray():
+    root = os.path.dirname(ray.__file__)
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = {names.get(thread, ""): traceback.extract_stack(frame)
+              for thread, frame in sys._current_frames().items()}
+    return {name for name, stack in stacks.items() if name.startswith("flatweights")
+            and any(entry.filename.startswith(root) for entry in stack)}
 
 ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 model = {"w": np.zeros(3, np.float32)}
@@ -31,6 +42,12 @@ next(loop)
 os.environ["FLATWEIGHTS_RAY"] = "store"
 member = join("pair", rank=0, size=1)
 member.average(model)
+pulling = [Subscriber("net", {"w": np.ones(3, np.float32)}) for _ in range(3)]
+assert pulling[0].way == "store"
+end = time.monotonic() + 30
+while threads_in_ray() and time.monotonic() < end:
+    time.sleep(0.05)  # in a short call, perhaps
+assert not threads_in_ray(), threads_in_ray()
 
 inits = []
 ray.init = lambda *args, **kwargs: inits.append(1)
@@ -43,7 +60,7 @@ for call in (lambda: group.average(), lambda: next(loop), lambda: member.average
     assert "Ray is not initialized" in error_of(call), error_of(call)
 member.leave()
 group.shutdown()
-del publisher, subscriber, group, member, loop
+del publisher, subscriber, pulling, group, member, loop
 gc.collect()
 print("calls of ray.init:", len(inits))
 """

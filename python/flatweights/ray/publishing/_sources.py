@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
 from flatweights.ray._errors import check_connected
 from flatweights.ray._listener import kept, milliseconds
+from flatweights.ray.publishing._answer import answer_of
 from flatweights.ray.publishing._board import BoardAddress, Reading
 
 News = tuple[int, float, NDArray[np.uint8]]
@@ -175,13 +175,13 @@ class PulledSource(Source):
             while not self._is_closed:
                 check_connected()
                 call = self._outlet.newer.remote(self.newest)
-                answer = ray.get(call, timeout=PULL + _GRACE)
+                answer = answer_of(call, PULL + _GRACE)
                 if answer is None:
                     break
                 if answer:
                     version, age, buffer = answer
                     if isinstance(buffer, list):
-                        buffer = ray.get(buffer[0], timeout=_FETCH)
+                        buffer = answer_of(buffer[0], _FETCH)
                     with self._changed:
                         self._news = version, time.monotonic() - age, buffer
                         self._changed.notify_all()

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights._settings import ray_setting
 from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.publishing._answer import answer_of
 from flatweights.ray.publishing._board import Board, BoardAddress, FullError
 from flatweights.ray.publishing._names import Record, find, is_superseded, this_node
 from flatweights.ray.publishing._sources import PULL, BoardSource, PulledSource, Source
@@ -65,7 +66,7 @@ def connect(name: str, record: Record, end: float) -> Source:
             why = f"{type(error).__name__}: {error}"
     outlet = outlet_of(name, record)
     try:
-        ray.get(outlet.ping.remote(), timeout=max(0.0, end - time.monotonic()))
+        answer_of(outlet.ping.remote(), max(0.0, end - time.monotonic()))
     except ray.exceptions.RayTaskError as error:
         raise ConnectionError(str(error.cause)) from None
     _log.info("weights of %r come through Ray: %s", name, why)
@@ -82,7 +83,7 @@ def _relay_board(name: str, node: str, end: float) -> tuple[bytes, BoardAddress]
     """Return layout and address of the board of the relay of this ``node``."""
     relay = _actor(Relay, f"relay:{name}:{node}", node, 16).remote(name)
     seconds = max(0.0, end - time.monotonic())
-    layout, address = ray.get(relay.board.remote(seconds), timeout=seconds + _LOOK)
+    layout, address = answer_of(relay.board.remote(seconds), seconds + _LOOK)
     return layout, BoardAddress(*address)
 
 
@@ -215,7 +216,7 @@ class Relay:
     def _relay(self, record: Record) -> None:
         """Copy the versions of a publisher to the board, until it has ended."""
         outlet = outlet_of(self._name, record)
-        ray.get(outlet.ping.remote(), timeout=_START)
+        answer_of(outlet.ping.remote(), _START)
         board = self._board_for(record)
         source = PulledSource("store", record.number, record.layout, outlet)
         try:
