@@ -200,3 +200,26 @@ def test_after_an_error_in_all_members_the_next_fit_is_whole(together: Together)
     assert not isinstance(first, str), first
     assert not isinstance(second, str), second
     assert all(map(np.array_equal, first, second))
+
+
+def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
+    import keras
+
+    from flatweights.keras import AverageLogs, average_gradients
+
+    early = keras.callbacks.EarlyStopping("loss")
+    best = keras.callbacks.ModelCheckpoint("best.keras", "loss", save_best_only=True)
+    last = keras.callbacks.ModelCheckpoint("last.keras")
+    wrong: list[tuple[list[Any], str]] = [
+        ([early, AverageLogs()], "expected before EarlyStopping in the list of callbacks"),
+        ([last, best, AverageLogs()], "expected before ModelCheckpoint"),
+        ([AverageLogs(), AverageLogs()], "expected one in the list of callbacks, got several"),
+        ([early], "expected the callback AverageLogs or AverageWeights in fit"),
+    ]
+    model = compiled(Place())
+    model.compile(average_gradients(keras.optimizers.SGD(), min_results=1), "mse")
+    before = model.get_weights()
+    for callbacks, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            model.fit(*images("dense"), verbose=0, callbacks=callbacks)
+    assert all(map(np.array_equal, model.get_weights(), before))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
+import keras
 import numpy as np
 
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.keras._progress import State
+from flatweights.keras._progress import State, callbacks_beside
 from flatweights.ray import Member, Round
 
 
@@ -58,6 +60,25 @@ class AverageLogs(MemberCallback):
         """
         super().__init__(MemberLease("AverageLogs", member, timeout, min_results))
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Check the order of the callbacks, and join if necessary.
+
+        Raises:
+            ValueError: If there is another `AverageLogs`, or a callback before this one decides by
+                logs, which are not averages yet.
+        """
+        callbacks = callbacks_beside(self)
+        if any(isinstance(one, AverageLogs) for one in callbacks if one is not self):
+            raise ValueError("AverageLogs: expected one in the list of callbacks, got several")
+        for one in takewhile(lambda other: other is not self, callbacks):
+            if _decides_by_logs(one):
+                raise ValueError(
+                    f"AverageLogs: expected before {type(one).__name__} in the list of callbacks, "
+                    f"got it after: {type(one).__name__} would decide by the logs of its own "
+                    "member, and differently in each"
+                )
+        super().on_train_begin()
+
     def on_test_end(self, logs: Any = None) -> None:
         """Read the number of samples of the validation."""
         self._samples.end_test()
@@ -100,3 +121,10 @@ class AverageLogs(MemberCallback):
         mean = result.weights
         logs.update({name: float(mean["logs"][name] / mean["samples"][name]) for name in own})
         self.model.stop_training = bool(mean["stops"])
+
+
+def _decides_by_logs(callback: Any) -> bool:
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return bool(callback.save_best_only)
+    kinds = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+    return isinstance(callback, kinds)

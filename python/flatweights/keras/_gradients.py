@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from flatweights.tensorflow._python_op import compute_in_python
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
 _DIGEST = 16  # bytes
+_FIT = inspect.unwrap(keras.Model.fit).__code__
 
 
 def average_gradients(
@@ -258,6 +260,12 @@ class Averaging:
         if trainable_variables is None:
             trainable_variables = optimizer._trainable_variables
         variables = list(trainable_variables)
+        if self.lease.min_results is not None and self.progress is None and _is_in_fit():
+            raise ValueError(
+                "average_gradients(min_results=): expected the callback AverageLogs or "
+                "AverageWeights in fit, which tells members that come back the epoch of the "
+                "others; got neither"
+            )
         if graph is None:
             if not optimizer.built:
                 with keras.name_scope(optimizer.name):
@@ -448,6 +456,14 @@ def averaging_of_optimizer(optimizer: Any) -> Averaging | None:
     """Return the `Averaging` of ``optimizer``; None without one."""
     averaging = getattr(getattr(optimizer, "apply", None), "__self__", None)
     return averaging if isinstance(averaging, Averaging) else None
+
+
+def _is_in_fit() -> bool:
+    """Whether this is called, or traced, by the `fit` of a model."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _FIT:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _accumulators(optimizer: Any) -> list[Any]:

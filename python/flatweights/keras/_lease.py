@@ -41,21 +41,25 @@ def calls_are_equal(member: Member, place: Place) -> Iterator[None]:
         yield
     except CallsDifferError as error:
         raise CallsDifferError(
-            f"{_where_all_are(member, place)}. All members need the same model, the same callbacks "
-            "in the same order, validation data in all of them or in none, and as many batches in "
-            "an epoch: give fit the same steps_per_epoch, and repeat the data. A callback that "
-            f"stops only some members stands before AverageLogs. Their calls: {error}"
+            f"{_where_all_are(member, place, error)}. All members need the same model, the same "
+            "callbacks in the same order, validation data in all of them or in none, and as many "
+            "batches in an epoch: give fit the same steps_per_epoch, and repeat the data. A "
+            "callback that stops only some members stands before AverageLogs"
         ) from error
 
 
-def _where_all_are(member: Member, place: Place) -> str:
-    """Return the places of all members: they got the same error, so all of them ask here."""
+def _where_all_are(member: Member, place: Place, error: Exception) -> str:
+    """Return the places of all members: they got the same ``error``, so all of them ask here.
+
+    If all are at one place, the error tells how their calls differ there. Otherwise, it compares
+    calls that are not meant to be equal.
+    """
     own = np.zeros(member.size)
     own[member.rank] = 1 + [*_PLACES].index(place)
     try:
         met = member.average({"places": own}, timeout=_PATIENCE, min_results=1)
     except Exception:  # one does not ask: it is not in a training, or has ended
-        return f"rank {member.rank} {_PLACES[place]}, others do not"
+        return f"rank {member.rank} {_PLACES[place]}, others do not: {error}"
     codes = np.rint(met.weights["places"] * len(met.used)).astype(int)
     ranks = {
         name: [rank for rank in met.used if codes[rank] == code]
@@ -67,7 +71,7 @@ def _where_all_are(member: Member, place: Place) -> str:
     places = [_named(those, _PLACES[name]) for name, those in ranks.items()]
     if len(ranks) > 1:
         return ", ".join(places)
-    return f"{places[0]}, but their {'models' if 'start' in ranks else 'calls'} differ"
+    return f"{places[0]}, but their {'models' if 'start' in ranks else 'calls'} differ: {error}"
 
 
 def _named(ranks: Sequence[int], does: str) -> str:

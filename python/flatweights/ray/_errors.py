@@ -115,7 +115,9 @@ def reason_of(error: Exception) -> str:
     shown = _shown(error)
     if isinstance(shown, _UNSERIALIZABLE):  # a traceback, which ends with the method's error
         return shortened(str(shown).strip().splitlines()[-1])
-    return f"{type(shown).__name__}: {shortened(str(shown))}"
+    name, lines = type(shown).__name__, _lines_of(shown)
+    reason = f"{name}: {shortened(str(shown))}"
+    return f"{name}: {_of_constructor(lines)}\n{reason}" if _is_of_constructor(lines) else reason
 
 
 def reason_in_a_line(error: Exception) -> str:
@@ -123,13 +125,11 @@ def reason_in_a_line(error: Exception) -> str:
     shown = _shown(error)
     if isinstance(shown, _UNSERIALIZABLE):
         return reason_of(shown)
-    name = type(shown).__name__
-    text = _COLOURS.sub("", str(shown))
-    lines = [shortened(line) for line in map(str.strip, text.splitlines()) if line]
+    name, lines = type(shown).__name__, _lines_of(shown)
     if not lines:
         return name
-    if "creation task" in lines[0]:  # the constructor raised: a traceback, with the error last
-        return f"{name}: {lines[-1]}"
+    if _is_of_constructor(lines):
+        return f"{name}: {_of_constructor(lines)}"
     detail = _EXIT_DETAIL.search(lines[-1])
     return f"{name}: {lines[0]}" + (f" {detail[1]}" if detail else "")
 
@@ -161,6 +161,20 @@ def error_of_rank(rank: int, error: Exception) -> str:
     if getattr(error, "follows_rank", False):
         return f"rank {rank} {error}"
     return f"rank {rank}: {reason_of(error)}"
+
+
+def _lines_of(error: Exception) -> list[str]:
+    text = _COLOURS.sub("", str(error))
+    return [shortened(line) for line in map(str.strip, text.splitlines()) if line]
+
+
+def _is_of_constructor(lines: list[str]) -> bool:
+    """Whether these are Ray's lines about a constructor that raised: they end with its error."""
+    return len(lines) > 1 and "creation task" in lines[0]
+
+
+def _of_constructor(lines: list[str]) -> str:
+    return f"its constructor raised {lines[-1]}"
 
 
 def _shown(error: Exception) -> Exception:

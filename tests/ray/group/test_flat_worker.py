@@ -4,6 +4,7 @@ TensorFlow starts in two processes for the whole file. The programs of `test_exa
 workers that are defined in ``__main__``.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from reference import run_python, same_bits
 
 import flatweights as fw
 from flatweights import FlatWeights
-from flatweights.ray import FlatWorker, average
+from flatweights.ray import FlatWorker, WorkerError, average
 
 pytestmark = pytest.mark.ray
 
@@ -212,5 +213,8 @@ class EmptyHandedWorker(FlatWorker):
 )
 def test_a_worker_without_a_model_says_so(cls: Any, message: str) -> None:
     worker = cls.remote()
-    with pytest.raises(ray.exceptions.ActorDiedError, match=message):
+    with pytest.raises(ray.exceptions.ActorDiedError, match=message) as caught:
         ray.get(worker.get_flat.remote())
+    first, *traceback = str(WorkerError({3: caught.value})).splitlines()
+    assert re.match(f"rank 3: ActorDiedError: its constructor raised {message}", first)
+    assert any("_worker.py" in line for line in traceback)

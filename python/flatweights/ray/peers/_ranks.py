@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from flatweights._numbers import as_integer
-from flatweights.ray._errors import check_connected, is_lost, reason_of
+from flatweights.ray._errors import check_connected, is_lost, reason_in_a_line
 from flatweights.ray.peers._by_lane import GroupLanes, Worker
 from flatweights.ray.peers._contract import Answer, Call, Stamp
 from flatweights.ray.peers._wait import wait_any
@@ -348,7 +348,7 @@ class Ranks:
                 if getattr(error, "actor_id", None) == worker.handle._actor_id.hex():
                     worker.look_for_node()  # Ray may restart it on another node
                 if self._records[rank].why is None:
-                    _log.warning("rank %d is left out: %s", rank, reason_of(error))
+                    _log.warning("rank %d is left out: %s", rank, reason_in_a_line(error))
                 self._records[rank].leave_out(error)
 
 
