@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 
 PROGRAM = """
@@ -66,13 +68,46 @@ print("calls of ray.init:", len(inits))
 """
 
 
+LATER = """
+import ray
+from flatweights.ray import WorkerGroup
+from ray_workers import PlainWorker
+
+options = dict(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+ray.init(**options)
+group = WorkerGroup.create(PlainWorker, 1)
+group.average()
+ray.shutdown()
+ray.init(**options)
+for call in (group.average, lambda: group.add(1), lambda: group.remove(0)):
+    try:
+        call()
+    except RuntimeError as error:
+        assert "an earlier session of Ray" in str(error), error
+    else:
+        raise AssertionError("no error")
+group.shutdown()
+print("no error")
+"""
+
+
 def test_nothing_starts_a_new_ray() -> None:
+    assert output_of(PROGRAM) == "calls of ray.init: 0\n"
+
+
+@pytest.mark.slow
+def test_a_group_of_an_earlier_session_says_so() -> None:
+    assert output_of(LATER) == "no error\n"
+
+
+def output_of(program: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         env=os.environ | {"PYTHONPATH": str(HELPERS)},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "calls of ray.init: 0\n"), done.stderr
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout

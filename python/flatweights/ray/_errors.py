@@ -53,14 +53,28 @@ class StoreTooSmallError(RuntimeError):
     """The object store, and the disk that it spills to, cannot hold a round."""
 
 
-def check_connected() -> None:
+def check_connected(session: str | None = None) -> None:
     """Raise `RuntimeError` unless this process is connected to Ray.
 
     Otherwise almost every call of Ray would start a new Ray, or connect to another one. So threads
     and finalizers that may outlive `ray.shutdown` check this before they call Ray.
+
+    Args:
+        session: If not None, the `session_of_ray` that the process still has to be in.
     """
     if not ray.is_initialized():
         raise RuntimeError("Ray is not initialized in this process: call ray.init() first")
+    if session is not None and session != session_of_ray():
+        raise RuntimeError(
+            "this belongs to an earlier session of Ray, which ray.shutdown() has ended with all "
+            "actors: make a new one"
+        )
+
+
+def session_of_ray() -> str:
+    """Return an id that this process has from `ray.init` to `ray.shutdown`, and never again."""
+    context = ray.get_runtime_context()
+    return f"{context.get_session_name()}, job {context.get_job_id()}"
 
 
 def too_small(ranks: int, nbytes: int | None) -> StoreTooSmallError:

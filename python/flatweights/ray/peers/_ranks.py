@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from flatweights._numbers import as_integer
-from flatweights.ray._errors import check_connected, is_lost, reason_in_a_line
+from flatweights.ray._errors import check_connected, is_lost, reason_in_a_line, session_of_ray
 from flatweights.ray.peers._by_lane import GroupLanes, Worker
 from flatweights.ray.peers._contract import Answer, Call, Stamp
 from flatweights.ray.peers._wait import wait_any
@@ -155,6 +155,7 @@ class Ranks:
         self._span = 0
         self._is_shut_down = False
         actors = self._checked(handles)
+        self._session = session_of_ray()
         self.lanes = GroupLanes()
         self._records = {rank: self._record_of(actor) for rank, actor in enumerate(actors)}
 
@@ -224,7 +225,7 @@ class Ranks:
         """Raise `RuntimeError` if the group was shut down, or Ray was."""
         if self._is_shut_down:
             raise RuntimeError("the group was shut down")
-        check_connected()
+        check_connected(self._session)
 
     def admit(self) -> list[int]:
         """Count added actors that are ready as workers; return their ranks.
@@ -234,7 +235,7 @@ class Ranks:
         Raises:
             RuntimeError: If Ray was shut down.
         """
-        check_connected()
+        check_connected(self._session)
         if self._leaving:
             self._see_off()
         if not self._joining:

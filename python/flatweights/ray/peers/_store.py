@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,7 +106,8 @@ def sent_weights(payload: Payload) -> Any:
 def end_actor(handle: Any) -> None:
     """End an actor, unless Ray was shut down, which has ended it: `ray.kill` would start a Ray."""
     if ray.is_initialized():
-        ray.kill(handle)
+        with contextlib.suppress(ValueError):  # the actor belongs to an earlier session of Ray
+            ray.kill(handle)
 
 
 def call_actor(handle: Any, call: Call) -> RayAnswer:
