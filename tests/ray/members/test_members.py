@@ -497,6 +497,17 @@ def test_join_names_the_ranks_that_are_missing(puppets: Puppets) -> None:
 
 
 @BY_ONE_WAY
+def test_who_joins_after_the_end_is_told_so(puppets: Puppets) -> None:
+    first, late = puppets.idle(2)
+    name = next(NAMES)
+    ray.get(first.join.remote(name, rank=0, size=1))
+    ray.get(first.leave.remote())
+    wait_for_the_end_of(name, 60.0)
+    with pytest.raises(TimeoutError, match=r"ranks: 0; a meeting of this name has ended [0-9]+ s"):
+        ray.get(late.join.remote(name, rank=1, size=2, timeout=0.5))
+
+
+@BY_ONE_WAY
 def test_wrong_arguments_raise_before_anything_is_sent(puppets: Puppets) -> None:
     def wrong(member: Member) -> list[str]:
         calls: list[Callable[[], Any]] = [

@@ -21,6 +21,7 @@ import ray
 
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.members._asks import MemberDiedError
+from flatweights.ray.members._ended import mark_end
 from flatweights.ray.members._meeting import Entry, Meeting, Ticket
 from flatweights.ray.members._seats import Letter
 from flatweights.ray.members._terms import Terms
@@ -42,7 +43,8 @@ class Host:
         self._entered: set[bytes] = set()  # members whose end the meeting decides
         self._watches: set[asyncio.Task[None]] = set()  # the loop itself holds them weakly
         self._running = 0  # exchanges that have not returned; the thread below reads it
-        thread = threading.Thread(target=self._serve, args=[context.current_actor], daemon=True)
+        served = [name, context.current_actor]
+        thread = threading.Thread(target=self._serve, args=served, daemon=True)
         thread.name = "flatweights-meeting"
         thread.start()
 
@@ -159,11 +161,12 @@ class Host:
         except Exception as error:
             await self.lose(token, MemberDiedError(f"{who}: {reason_in_a_line(error)}"))
 
-    def _serve(self, handle: Any) -> None:
+    def _serve(self, name: str, handle: Any) -> None:
         """Run the meeting, then end the actor."""
         try:
             self._meeting.run()
         finally:
+            mark_end(name)
             end = time.monotonic() + _LAST_REPLIES
             while self._running and time.monotonic() < end:
                 time.sleep(0.01)

@@ -25,6 +25,7 @@ from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
 from flatweights.ray.lanes._protocol import NUMBER
 from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome, end_of, remember
+from flatweights.ray.members._ended import seconds_since_end
 from flatweights.ray.members._host import Host
 from flatweights.ray.members._meeting import Ticket
 from flatweights.ray.members._seats import as_array
@@ -311,6 +312,9 @@ def enter(
         try:
             if is_late:  # the host ends with its last member
                 why = _who_is_missing(host, rank if ticket is None else ticket.rank)
+                ended = seconds_since_end(name)
+                if ended is not None:
+                    why += f"; a meeting of this name has ended {ended:.0f} s ago"
         finally:
             with contextlib.suppress(ray.exceptions.RayError):
                 host.lose.remote(pass_.token, MemberDiedError(f"{pass_.who} has given up to join"))
