@@ -80,7 +80,7 @@ class Branch:
         self._end = end
         self._turn = turn
         self._seats: dict[bytes, Seat] = {}
-        self._stale: set[int] = set()  # ranks whose models belong to dead members
+        self._senders: dict[int, Seat] = {}  # by rank, the member that a model here belongs to
         self._outcomes: dict[int, tuple[bytes, Any]] = {}
         self.news = News(made)
         threading.Thread(target=self._run, name="flatweights-branch", daemon=True).start()
@@ -139,11 +139,13 @@ class Branch:
         windows = self._lanes.windows
         message = outcome_message(outcome.number, outcome.body, buffer, windows)
         posted: list[_core.Mailbox] = []
-        for rank in self._stale:  # no exchange uses them any more
-            self._end.models.pop(rank, None)
-        self._stale.clear()
-        for seat in [self._seats[token] for token in outcome.tokens if token in self._seats]:
-            self._end.models.pop(seat.rank, None)
+        told = [self._seats[token] for token in outcome.tokens if token in self._seats]
+        ended = [sender for sender in self._senders.values() if not sender.is_present]
+        for seat in (*told, *ended):  # no exchange uses these models any more
+            if self._senders.get(seat.rank) is seat:  # not a successor of a dead member
+                del self._senders[seat.rank]
+                self._end.models.pop(seat.rank, None)
+        for seat in told:
             seat.tell(outcome.number)
             try:
                 assert seat.lane is not None
@@ -175,7 +177,7 @@ class Branch:
             return
         with self._turn:
             self._end.models[seat.rank] = packed.buffer
-            self._stale.discard(seat.rank)
+            self._senders[seat.rank] = seat
         spoiled = None
         if ask.nonfinite != "propagate" and ask.rule is None:
             template = Template(Kind.FLAT_WEIGHTS, packed.layout)
@@ -185,7 +187,6 @@ class Branch:
     def _lose(self, seat: Seat, why: MemberDiedError) -> None:
         """Count a member as dead, and tell the host."""
         seat.die(why)
-        self._stale.add(seat.rank)
         self._host.lose.remote(seat.token, why)
         self.forget(seat.token)
 
