@@ -321,21 +321,26 @@ class Stopping(keras.callbacks.EarlyStopping):  # type: ignore[misc]
     """One of a user's own."""
 
 
-@pytest.mark.parametrize("kind", [keras.callbacks.EarlyStopping, Stopping])
+@pytest.mark.parametrize(
+    ("kind", "comes"),
+    [(keras.callbacks.EarlyStopping, -1), (Stopping, -1), (Stopping, 3)],
+    ids=["EarlyStopping", "a subclass", "healed at the end"],
+)
 def test_a_replaced_member_ends_with_the_best_weights_of_the_others(
-    pool: ThreadPoolExecutor, kind: type[Any]
+    pool: ThreadPoolExecutor, kind: type[Any], comes: int
 ) -> None:
-    meeting, go_on = LocalMeeting(2), threading.Event()
+    meeting, there, go_on = LocalMeeting(2), threading.Event(), threading.Event()
     first, dead = fits(meeting, "dense", epochs=3)
     first.more, dead.more = [keras.callbacks.Callback(), best_of_first(kind)], [best_of_first(kind)]
     dead.at[1, 3] = dies(dead)
-    first.at[2, -1] = lambda: go_on.wait(LIMIT)
+    first.at[2, comes] = lambda: there.set() or go_on.wait(LIMIT)  # type: ignore[func-returns-value]
     after_first: list[Any] = []
     first.at[1, 0] = lambda: after_first.extend(first.model.get_weights())
     for fit in (first, dead):
         fit.start(pool)
     new = replacement(meeting, dead, kind="dense", epochs=3)
     new.more = [best_of_first(kind)]
+    assert there.wait(LIMIT)
     new.start(pool)
     meeting.wait_until(lambda inside: len(inside._lacking) == 1)
     go_on.set()

@@ -295,6 +295,8 @@ class Progress:
             while self._meet(ends=True) and time.monotonic() < until:
                 time.sleep(pause)
                 pause = min(2 * pause, 1.0)
+        if self._pending is not None:  # healed after the last epoch, or before any
+            self._take_counts(self._pending)
         self._model._initial_epoch = None
         self.is_apart = False
 
