@@ -1,11 +1,14 @@
 """`AverageWeights` and `AverageLogs` in several processes."""
 
+import logging
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from keras_programs import BATCH, Place, Together, build, images
+from meetings import LocalMeeting
 
 import flatweights as fw
 from flatweights.server import FedAvgM
@@ -205,7 +208,11 @@ def test_after_an_error_in_all_members_the_next_fit_is_whole(together: Together)
 def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
     import keras
 
-    from flatweights.keras import AverageLogs, average_gradients
+    from flatweights.keras import AverageLogs, AverageWeights, Report, average_gradients
+
+    class ReportElsewhere(Report):
+        def on_train_begin(self, logs: Any = None) -> None:
+            """Ray Train is not here."""
 
     early = keras.callbacks.EarlyStopping("loss")
     best = keras.callbacks.ModelCheckpoint("best.keras", "loss", save_best_only=True)
@@ -214,6 +221,8 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
         ([early, AverageLogs()], "expected before EarlyStopping in the list of callbacks"),
         ([last, best, AverageLogs()], "expected before ModelCheckpoint"),
         ([AverageLogs(), AverageLogs()], "expected one in the list of callbacks, got several"),
+        ([ReportElsewhere(), AverageLogs()], "expected before ReportElsewhere in the list"),
+        ([last, AverageWeights()], "AverageWeights: expected before ModelCheckpoint"),
         ([early], "expected the callback AverageLogs or AverageWeights in fit"),
     ]
     model = compiled(Place())
@@ -223,3 +232,52 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
         with pytest.raises(ValueError, match=message):
             model.fit(*images("dense"), verbose=0, callbacks=callbacks)
     assert all(map(np.array_equal, model.get_weights(), before))
+
+
+def test_an_optimizer_whose_step_was_traced_before_averages_or_raises() -> None:
+    from flatweights.keras import AverageLogs, average_gradients
+
+    meeting = LocalMeeting(1)
+    (member,) = meeting.join_all()
+    for callbacks in ([AverageLogs()], []):
+        model = compiled(Place())
+        model.fit(*images("dense"), BATCH, verbose=0)
+        average_gradients(model.optimizer, member=member)
+        before = meeting.meeting._number
+        if callbacks:
+            model.fit(*images("dense"), BATCH, verbose=0, callbacks=callbacks)
+            steps = len(images("dense")[0]) // BATCH
+            assert meeting.meeting._number >= before + steps
+        else:
+            with pytest.raises(RuntimeError, match="this fit has averaged nothing"):
+                model.fit(*images("dense"), BATCH, verbose=0)
+
+
+def test_members_that_train_alone_are_warned(caplog: pytest.LogCaptureFixture) -> None:
+    from flatweights.keras import AverageLogs, AverageWeights
+
+    def fit(member: Any, more: list[Any]) -> None:
+        callbacks = [*more, AverageLogs(member=member)]
+        compiled(Place()).fit(*images("dense"), verbose=0, callbacks=callbacks)
+
+    for others in ([], [AverageWeights]):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "flatweights"), ThreadPoolExecutor(2) as pool:
+            members = LocalMeeting(2).join_all()
+            done = [pool.submit(fit, m, [kind(member=m) for kind in others]) for m in members]
+            for one in done:
+                one.result(300)
+        assert ("each member trains alone" in caplog.text) == (not others)
+
+
+def test_a_model_that_is_built_by_its_first_step_is_refused_by_name() -> None:
+    import keras
+
+    from flatweights.keras import AverageLogs, average_gradients
+
+    (member,) = LocalMeeting(1).join_all()
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(average_gradients(keras.optimizers.Adam(), member=member), "mse")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="expected a model that is built before"):
+            model.fit(np.ones((8, 2)), np.ones(8), verbose=0, callbacks=[AverageLogs()])

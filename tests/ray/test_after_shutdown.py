@@ -58,7 +58,8 @@ publisher.publish()  # its memory is there; the watch of the subscriber finds no
 assert subscriber.update() and not subscriber.update()
 time.sleep(1.5)  # the threads of publisher and subscribers look around every half second
 for call in (lambda: group.average(), lambda: next(loop), lambda: member.average(model),
-             lambda: Publisher("other", model), lambda: group.add(1), lambda: group.remove(0)):
+             lambda: Publisher("other", model), lambda: group.add(1), lambda: group.remove(0),
+             lambda: group.publish(model), lambda: group.restore()):
     assert "Ray is not initialized" in error_of(call), error_of(call)
 member.leave()
 group.shutdown()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import takewhile
 from typing import Any
 
 import keras
 import numpy as np
 
+from flatweights.keras._average_weights import AverageWeights
 from flatweights.keras._callback import MemberCallback
+from flatweights.keras._gradients import averaging_of
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._progress import State, callbacks_beside
+from flatweights.keras._report import Report
 from flatweights.ray import Member, Round
+
+_log = logging.getLogger("flatweights")
 
 
 class AverageLogs(MemberCallback):
@@ -71,13 +77,19 @@ class AverageLogs(MemberCallback):
         if any(isinstance(one, AverageLogs) for one in callbacks if one is not self):
             raise ValueError("AverageLogs: expected one in the list of callbacks, got several")
         for one in takewhile(lambda other: other is not self, callbacks):
-            if _decides_by_logs(one):
+            if _uses_logs(one):
                 raise ValueError(
                     f"AverageLogs: expected before {type(one).__name__} in the list of callbacks, "
-                    f"got it after: {type(one).__name__} would decide by the logs of its own "
-                    "member, and differently in each"
+                    f"got it after: {type(one).__name__} would get the logs of its own member, "
+                    "which differ from those of others"
                 )
         super().on_train_begin()
+        averages = any(isinstance(one, AverageWeights) for one in callbacks)
+        if self._member.size > 1 and not averages and averaging_of(self.model) is None:
+            _log.warning(
+                "AverageLogs: neither average_gradients nor AverageWeights is part of this fit, so "
+                "each member trains alone"
+            )
 
     def on_test_end(self, logs: Any = None) -> None:
         """Read the number of samples of the validation."""
@@ -123,8 +135,8 @@ class AverageLogs(MemberCallback):
         self.model.stop_training = bool(mean["stops"])
 
 
-def _decides_by_logs(callback: Any) -> bool:
+def _uses_logs(callback: Any) -> bool:
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         return bool(callback.save_best_only)
-    kinds = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+    kinds = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau, Report)
     return isinstance(callback, kinds)

@@ -132,6 +132,7 @@ class Averaging:
         self._options = options
         self._is_started = False
         self._has_stepped = False  # since the last start
+        self._steps_before = int(optimizer.iterations)  # without averages
         self._errors: list[BaseException] = []  # raised by the step that runs
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
         self._states: dict[tuple[tuple[int, ...], tuple[str, ...]], State] = {}
@@ -172,7 +173,9 @@ class Averaging:
                     self.progress.join()
         function = model.train_function
         if function is not None and not hasattr(function, "raises_causes"):
-            model.train_function = self._raising_causes(function)
+            # It may have been traced by an earlier fit, without the average.
+            model.make_train_function(force=True)
+            model.train_function = self._raising_causes(model.train_function)
 
     def _raising_causes(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return ``function``, but raising the error of a step instead of TensorFlow's.
@@ -298,7 +301,14 @@ class Averaging:
             self._is_started, self._has_stepped = True, False
             return
         state = self._variables_with_slots(variables)
-        values: Any = state.get_weights().buffer
+        try:
+            values: Any = state.get_weights().buffer
+        except RuntimeError as error:
+            raise RuntimeError(
+                "average_gradients: expected a model that is built before its first step, got one "
+                "whose optimizer has slots without values. Call model.build(input_shape), or begin "
+                "the model with keras.Input"
+            ) from error
         # A row for each member: whether it is in a step, and the digest of its state.
         rows = np.zeros((member.size, 1 + _DIGEST))
         rows[member.rank] = [in_step, *hashlib.blake2b(values, digest_size=_DIGEST).digest()]
@@ -418,6 +428,11 @@ class Averaging:
                 self.lease.take().average(
                     end, timeout=self.lease.timeout, min_results=self.lease.min_results
                 )
+        elif int(self._optimizer.iterations) > self._steps_before:
+            raise RuntimeError(
+                "average_gradients: this fit has averaged nothing, since Keras had traced its step "
+                "before. Call average_gradients before compile, or compile the model again"
+            )
         self._finalize(var_list)
         self.lease.end()
 

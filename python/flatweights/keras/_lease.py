@@ -71,7 +71,7 @@ def _where_all_are(member: Member, place: Place, error: Exception) -> str:
     places = [_named(those, _PLACES[name]) for name, those in ranks.items()]
     if len(ranks) > 1:
         return ", ".join(places)
-    return f"{places[0]}, but their {'models' if 'start' in ranks else 'calls'} differ: {error}"
+    return f"{places[0]}, but their calls differ: {error}"
 
 
 def _named(ranks: Sequence[int], does: str) -> str:

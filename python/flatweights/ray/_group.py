@@ -15,6 +15,7 @@ from flatweights._numbers import as_integer, check_count
 from flatweights.ray._report import report, rounds_bar
 from flatweights.ray._round import Round
 from flatweights.ray._turn import Turn, alone
+from flatweights.ray._variables import Variables
 from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.nodes._plan import Sums, check_sums
@@ -24,7 +25,7 @@ from flatweights.ray.peers._store import check_cluster
 from flatweights.ray.peers._wait import Deadline, Request, Weights, check_timeout
 from flatweights.ray.rounds._as_completed import AsCompleted, rounds_of
 from flatweights.ray.rounds._barrier import average_of, results_of, send
-from flatweights.ray.rounds._work import ByRank, Work
+from flatweights.ray.rounds._work import ByRank, Work, check_by_rank, more_arguments
 from flatweights.robust import AnyRule
 from flatweights.wire import WireDType
 
@@ -323,7 +324,8 @@ class WorkerGroup:
             *args: Its arguments; ``ray.put`` large ones once.
             broadcast: Weights that the workers set first, in the same call, of any kind that
                 `broadcast` takes. If None, they work on the weights that they have.
-            weights: One weight for each rank of the group, or a function of a worker's result.
+            weights: A sequence of weights by rank, from rank 0 to the last one, or a function of a
+                worker's result. The weights of ranks that were removed do not count.
             out: The model to write to; a new one, if None.
             timeout: Seconds to wait for results.
             min_results: The number of ranks that an average needs. All healthy ranks, if None.
@@ -392,6 +394,12 @@ class WorkerGroup:
         """
         if weights is None:
             raise TypeError("weights: expected weights to send, got None")
+        if hasattr(weights, "get_weights"):
+            held = type(weights).__name__
+            its = held if isinstance(weights, Variables) else "TensorFlowVariables(model)"
+            raise TypeError(
+                f"weights: expected weights to send, got {held}; pass {its}.get_weights()"
+            )
         return send(self._roster, weights, check_timeout(timeout))
 
     def publish(self, weights: Any) -> None:
@@ -410,6 +418,7 @@ class WorkerGroup:
             TypeError: If they are anything else.
             ValueError: If a subset follows a vector.
         """
+        self._roster.check_open()
         self._roster.publish(weights)
 
     def as_completed(
@@ -662,7 +671,10 @@ class _Recipe:
         """Start an actor for each rank; return them, and the arguments that restarts need."""
         remote = self.remote.options(**self.options) if self.options else self.remote
         args = self.args
-        arguments_of = [self.arguments(rank) if self.arguments else () for rank in ranks]
+        check_by_rank(self.arguments)
+        arguments_of = [
+            more_arguments(self.arguments, rank) if self.arguments else () for rank in ranks
+        ]
         if self.options.get("max_restarts"):
             # Ray drops large arguments once an actor is built, but a restart needs them.
             args = _by_reference(args)

@@ -131,6 +131,8 @@ def test_wrong_ranks_and_arguments_are_refused_before_a_call(group: WorkerGroup)
         ({"ranks": [1, 0, 1]}, ValueError, r"ranks: expected each once, got \[0, 1, 1\]"),
         ({"ranks": [0.5]}, TypeError, "integer"),
         ({"arguments": [1]}, TypeError, "arguments: expected a function of the rank"),
+        ({"arguments": lambda rank: rank}, TypeError, "returns a sequence, such as .*, got int"),
+        ({"ranks": 1}, TypeError, "ranks: expected several, such as .1., got 1"),
         ({"arguments": fail}, LookupError, "no argument"),
     ]
     for options, kind, text in wrong:
@@ -140,10 +142,19 @@ def test_wrong_ranks_and_arguments_are_refused_before_a_call(group: WorkerGroup)
             group.average("add", broadcast=weights_of(3.0), **options)
         with pytest.raises(kind, match=text):
             list(group.run(1, "add", **options))
+    with pytest.raises(TypeError, match=r"got Holder; pass TensorFlowVariables\(model\)\.get_w"):
+        group.broadcast(Holder())
     with pytest.raises(ValueError, match="min_results: expected 1 to 2, the number of ranks"):
         group.average("add", 1.0, ranks=[0, 1], min_results=3)
     for weights in group.step("get_weights").values():
         assert_same(weights, weights_of(1.0))
+
+
+class Holder:
+    """As a model of Keras has it."""
+
+    def get_weights(self) -> list[Any]:
+        return []
 
 
 # A group ends with its block.

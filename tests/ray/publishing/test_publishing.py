@@ -235,6 +235,12 @@ def test_another_layout_is_refused() -> None:
 
 
 def test_wrong_calls_are_refused() -> None:
+    class Model:  # of Keras, or of another framework
+        trainable_variables = ()
+
+    for kind in (Publisher, Subscriber):
+        with pytest.raises(TypeError, match=r"got Model; pass TensorFlowVariables\(model\)"):
+            kind("wrong", Model())
     with pytest.raises(TypeError, match="name: expected a text"):
         Publisher(3, np.zeros(2))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="variables: expected"):

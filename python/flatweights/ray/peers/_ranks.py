@@ -324,6 +324,8 @@ class Ranks:
         return [*self._records] if ranks is None else self._check_of(self._records, ranks)
 
     def _check_of(self, there: Mapping[int, Record], ranks: Iterable[int]) -> list[int]:
+        if not isinstance(ranks, Iterable):
+            raise TypeError(f"ranks: expected several, such as [{ranks!r}], got {ranks!r}")
         checked = sorted(as_integer(rank, "ranks") for rank in ranks)
         if not checked or not there.keys() >= {*checked}:
             raise ValueError(f"ranks: expected some of {_span(there)}, got {checked}")

@@ -378,6 +378,7 @@ class Roster(Ranks):
         """
         if self._is_shut_down:
             return []
+        self.check_open()
         unhealthy = self.unhealthy()
         self._drop_owed(unhealthy, 0.0)
         back = sorted(self._send_latest([*unhealthy], deadline, patient=patient))

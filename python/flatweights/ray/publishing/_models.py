@@ -61,17 +61,29 @@ class Arrays:
 
 
 def source_of(model: Any, where: str) -> Variables:
-    """Return ``model`` as `Variables`, to gather weights from."""
-    return model if isinstance(model, Variables) else Arrays(model, where)
+    """Return ``model`` as `Variables`, to gather weights from.
+
+    Raises:
+        TypeError: If it is of no kind that `flatweights.average` takes.
+    """
+    if isinstance(model, Variables):
+        return model
+    if hasattr(model, "trainable_variables") or hasattr(model, "parameters"):
+        kind = type(model).__name__  # its get_weights() would be copies, which nobody changes
+        raise TypeError(
+            f"{where}: expected variables, got {kind}; pass TensorFlowVariables(model) of "
+            "flatweights.tensorflow, or for other frameworks an object with the methods of "
+            "flatweights.ray.Variables"
+        )
+    return Arrays(model, where)
 
 
 def target_of(model: Any, where: str) -> Variables:
     """Return ``model`` as `Variables`, to write weights to."""
-    if isinstance(model, Variables):
-        return model
-    arrays = Arrays(model, where)
-    arrays.check_writable()
-    return arrays
+    source = source_of(model, where)
+    if isinstance(source, Arrays):
+        source.check_writable()
+    return source
 
 
 def check_layout(published: Layout, own: Layout, where: str) -> None:

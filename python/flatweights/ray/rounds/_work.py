@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 _READS = ("get_weights", "get_flat", "ping")  # methods that need no initial weights
 
 ByRank = Callable[[int], Sequence[Any]]
 """A function of the rank that returns arguments."""
+
+
+def check_by_rank(arguments: Any) -> None:
+    """Raise `TypeError` unless ``arguments`` is a function or None."""
+    if arguments is not None and not callable(arguments):
+        raise TypeError(f"arguments: expected a function of the rank, got {arguments!r}")
+
+
+def more_arguments(arguments: ByRank, rank: int) -> tuple[Any, ...]:
+    """Return the arguments of a rank; raise `TypeError` if the function returns no sequence."""
+    more: Any = arguments(rank)
+    if not isinstance(more, (Sequence, Iterator)):
+        raise TypeError(
+            f"arguments: expected a function that returns a sequence, such as [{more!r}], got "
+            f"{type(more).__name__} for rank {rank}"
+        )
+    return tuple(more)
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,8 +49,7 @@ class Work:
         """Check that the method has a name: a call without one would only set weights."""
         if not isinstance(self.method, str):
             raise TypeError(f"method: expected a name, got {self.method!r}")
-        if self.arguments is not None and not callable(self.arguments):
-            raise TypeError(f"arguments: expected a function of the rank, got {self.arguments!r}")
+        check_by_rank(self.arguments)
 
     @property
     def needs_weights(self) -> bool:
@@ -44,4 +60,4 @@ class Work:
         """Return the additional arguments by rank; none, if no rank has any."""
         if self.arguments is None:
             return {}
-        return {rank: tuple(self.arguments(rank)) for rank in ranks}
+        return {rank: more_arguments(self.arguments, rank) for rank in ranks}
