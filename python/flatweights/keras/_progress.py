@@ -346,7 +346,7 @@ def callbacks_beside(callback: Any) -> list[Any]:
 
     Keras gives a callback no access to the others: this finds the list with it and the history.
     """
-    history = callback.model.history
+    history = getattr(callback.model, "history", callback)  # it is of `fit` alone
     lists = (one for one in gc.get_referrers(callback) if isinstance(one, list))
     return next((one for one in lists if any(other is history for other in one)), [callback])
 
