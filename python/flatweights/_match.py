@@ -9,11 +9,7 @@ from flatweights._layout import Layout
 from flatweights._trees import as_array
 from flatweights._weights import FlatWeights
 
-NO_MATCH = (
-    "No variables in the input matched those in the network. Possible cause: Two networks "
-    "were defined in the same TensorFlow graph. To fix this, place each network definition "
-    "in its own tf.Graph."
-)
+_SHOWN = 3  # names of each side in an error
 
 
 def match_slots(
@@ -42,7 +38,7 @@ def match_slots(
         By position of the slot, the name in ``weights``.
 
     Raises:
-        AssertionError: If nothing matches, with the explanation of Ray's class.
+        AssertionError: If nothing matches, as with Ray's class.
         ValueError: If ``strict`` and a name is missing or unknown, or if ``rename`` maps
             a name that is not in ``weights``, or two names to one.
     """
@@ -64,12 +60,21 @@ def match_slots(
     ):
         return dict(enumerate(weights))
     if not known:
-        raise AssertionError(NO_MATCH)
+        raise AssertionError(
+            f"No variables in the input matched those in the network: expected {_few(layout.names)}"
+            f", got {_few([*names.values()])}. Possible causes: weights of another model, or two "
+            "networks in one TensorFlow graph, where each needs a tf.Graph of its own"
+        )
     warnings.warn(
         f"set_weights ignores {len(unknown)} weights that the model does not have: {unknown}",
         stacklevel=3,
     )
     return known
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (", ".join(map(repr, names[:_SHOWN])) or "no names") + more
 
 
 def _are_shuffled(keys: Sequence[str], own: Sequence[str]) -> bool:
