@@ -216,7 +216,7 @@ def test_another_layout_is_refused() -> None:
         publisher.publish()
         wrong = model_of(0.0)
         wrong["a"] = wrong["a"].reshape(60, 50)
-        with pytest.raises(ValueError, match=r"variables, .*slot 0: expected .*60, 50.*50, 60"):
+        with pytest.raises(ValueError, match=r"variables, .*slot 0: expected .*50, 60.*60, 50"):
             Subscriber("layouts", wrong)
         with Subscriber("layouts") as subscriber:
             with pytest.raises(ValueError, match="out, against the published weights: slot 0"):

@@ -86,20 +86,20 @@ def target_of(model: Any, where: str) -> Variables:
     return source
 
 
-def check_layout(published: Layout, own: Layout, where: str) -> None:
-    """Raise unless weights of the layout ``published`` can be written to one of layout ``own``.
+def check_layout(got: Layout, published: Layout, where: str) -> None:
+    """Raise unless weights of both layouts can be copied to each other.
 
     Slots of a sequence or a bare array have no names of their own: they match by position.
 
     Raises:
         ValueError: If they cannot; the error names the first difference.
     """
-    if own.named and published.named:
-        difference = first_difference(own, published)
-    elif own.signature == published.signature:
+    if got.named and published.named:
+        difference = first_difference(published, got)
+    elif got.signature == published.signature:
         difference = None
     else:
-        difference = first_difference(own, published) or "expected other names"
+        difference = first_difference(published, got) or "expected other names"
     if difference is not None:
         raise ValueError(f"{where}, against the published weights: {difference}")
 

@@ -151,7 +151,7 @@ class Subscriber:
                     target, layout = self._target, state.checked_layout()
                 else:
                     target, layout = target_of(out, "out"), state.layout
-                    check_layout(layout, target.layout, "out")
+                    check_layout(target.layout, layout, "out")
                 if target is None:
                     raise TypeError("update: expected variables or out, got neither: see read")
                 self._check_age(published)
@@ -315,7 +315,7 @@ class _State:
         self._mismatch = None
         if self._target is not None:
             try:
-                check_layout(self.layout, self._target.layout, "variables")
+                check_layout(self._target.layout, self.layout, "variables")
             except ValueError as error:
                 self._mismatch = error
 
