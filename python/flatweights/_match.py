@@ -62,8 +62,8 @@ def match_slots(
     if not known:
         raise AssertionError(
             f"No variables in the input matched those in the network: expected {_few(layout.names)}"
-            f", got {_few([*names.values()])}. Possible causes: weights of another model, or two "
-            "networks in one TensorFlow graph, where each needs a tf.Graph of its own"
+            f", got {_few([*names.values()])}. Possible causes: weights of another model; or two "
+            "networks in one TensorFlow graph: place each network definition in its own tf.Graph"
         )
     warnings.warn(
         f"set_weights ignores {len(unknown)} weights that the model does not have: {unknown}",

@@ -83,7 +83,7 @@ def test_weights_cross_modes() -> None:
         ({"bias": "text"}, ValueError, r"expected float32 \(5,\), got <U4 \(\)"),
         ([1, 2], TypeError, "expected a mapping from name to array, got list"),
         ({}, AssertionError, "No variables in the input matched"),
-        ({"unknown": np.zeros(5)}, AssertionError, "place each network definition in its own"),
+        ({"unknown": np.zeros(5)}, AssertionError, "got 'unknown'. Possible causes"),
     ],
 )
 def test_wrong_weights_change_nothing(build: Any, bad: Any, error: Any, message: Any) -> None:
