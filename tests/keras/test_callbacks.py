@@ -251,6 +251,7 @@ def test_an_optimizer_whose_step_was_traced_before_averages_or_raises() -> None:
         else:
             with pytest.raises(RuntimeError, match="this fit has averaged nothing"):
                 model.fit(*images("dense"), BATCH, verbose=0)
+            model.fit(*images("dense"), BATCH, verbose=0, epochs=1, initial_epoch=1)
 
 
 def test_members_that_train_alone_are_warned(caplog: pytest.LogCaptureFixture) -> None:

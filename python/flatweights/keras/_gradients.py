@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 import keras
@@ -263,7 +264,7 @@ class Averaging:
         if trainable_variables is None:
             trainable_variables = optimizer._trainable_variables
         variables = list(trainable_variables)
-        if self.lease.min_results is not None and self.progress is None and _is_in_fit():
+        if self.lease.min_results is not None and self.progress is None and _fit_frame():
             raise ValueError(
                 "average_gradients(min_results=): expected the callback AverageLogs or "
                 "AverageWeights in fit, which tells members that come back the epoch of the "
@@ -428,13 +429,19 @@ class Averaging:
                 self.lease.take().average(
                     end, timeout=self.lease.timeout, min_results=self.lease.min_results
                 )
-        elif int(self._optimizer.iterations) > self._steps_before:
+        elif self._has_trained_alone():
             raise RuntimeError(
                 "average_gradients: this fit has averaged nothing, since Keras had traced its step "
                 "before. Call average_gradients before compile, or compile the model again"
             )
         self._finalize(var_list)
         self.lease.end()
+
+    def _has_trained_alone(self) -> bool:
+        """Whether the `fit` that ends has made steps, though none of them was averaged."""
+        frame = _fit_frame()
+        has_epochs = frame is not None and "epoch" in frame.f_locals  # not resumed at its end
+        return has_epochs and int(self._optimizer.iterations) > self._steps_before
 
 
 class _Exchange:
@@ -473,12 +480,12 @@ def averaging_of_optimizer(optimizer: Any) -> Averaging | None:
     return averaging if isinstance(averaging, Averaging) else None
 
 
-def _is_in_fit() -> bool:
-    """Whether this is called, or traced, by the `fit` of a model."""
+def _fit_frame() -> FrameType | None:
+    """Return the frame of the `fit` of a model that calls this, or traces it; None without one."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not _FIT:
         frame = frame.f_back
-    return frame is not None
+    return frame
 
 
 def _accumulators(optimizer: Any) -> list[Any]:
