@@ -257,7 +257,8 @@ def test_a_rule_takes_the_place_of_the_mean() -> None:
 
 def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
     such = r"optimizer: expected an optimizer object of Keras 3, such as keras.optimizers.Adam\(\)"
-    for given, got in (("adam", "'adam'"), (3, "builtins.int")):
+    wrong = (("adam", "'adam'"), (3, "builtins.int"), (keras.optimizers.Adam, "the class Adam"))
+    for given, got in wrong:
         with pytest.raises(TypeError, match=f"{such}, got {got}"):
             average_gradients(given, member=member)
     for make in (AverageLogs, AverageWeights):

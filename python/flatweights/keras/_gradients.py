@@ -94,10 +94,14 @@ def average_gradients(
         ValueError: If it averages gradients already, or ``nonfinite`` does not suit it.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        if isinstance(optimizer, str):
+            got = repr(optimizer)
+        elif isinstance(optimizer, type):
+            got = f"the class {optimizer.__name__}"
         raise TypeError(
             "optimizer: expected an optimizer object of Keras 3, such as keras.optimizers.Adam(), "
-            f"got {repr(optimizer) if isinstance(optimizer, str) else kind}"
+            f"got {got}"
         )
     if averaging_of_optimizer(optimizer) is not None:
         raise ValueError("optimizer: it averages gradients already")
