@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from itertools import takewhile
 from typing import Any
 
 import keras
@@ -13,7 +12,7 @@ from flatweights.keras._average_weights import AverageWeights
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._gradients import averaging_of
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.keras._progress import State, callbacks_beside
+from flatweights.keras._progress import State, callbacks_beside, check_before
 from flatweights.keras._report import Report
 from flatweights.ray import Member, Round
 
@@ -76,13 +75,8 @@ class AverageLogs(MemberCallback):
         callbacks = callbacks_beside(self)
         if any(isinstance(one, AverageLogs) for one in callbacks if one is not self):
             raise ValueError("AverageLogs: expected one in the list of callbacks, got several")
-        for one in takewhile(lambda other: other is not self, callbacks):
-            if _uses_logs(one):
-                raise ValueError(
-                    f"AverageLogs: expected before {type(one).__name__} in the list of callbacks, "
-                    f"got it after: {type(one).__name__} would get the logs of its own member, "
-                    "which differ from those of others"
-                )
+        would = "get the logs of its own member, which differ from those of others"
+        check_before(self, callbacks, _uses_logs, would)
         super().on_train_begin()
         averages = any(isinstance(one, AverageWeights) for one in callbacks)
         if self._member.size > 1 and not averages and averaging_of(self.model) is None:

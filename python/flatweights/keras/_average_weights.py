@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from itertools import takewhile
 from typing import Any, Literal
 
 import keras
@@ -14,7 +13,7 @@ from flatweights import FlatWeights
 from flatweights._average import Nonfinite
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.keras._progress import State, callbacks_beside
+from flatweights.keras._progress import State, callbacks_beside, check_before
 from flatweights.keras._report import Report
 from flatweights.ray import Member, Round
 from flatweights.robust import AnyRule, Rule
@@ -147,13 +146,7 @@ class AverageWeights(MemberCallback):
             ValueError: If a callback before this one saves the model: it would save this member's
                 own weights.
         """
-        for one in takewhile(lambda other: other is not self, callbacks_beside(self)):
-            if isinstance(one, keras.callbacks.ModelCheckpoint | Report):
-                raise ValueError(
-                    f"AverageWeights: expected before {type(one).__name__} in the list of "
-                    f"callbacks, got it after: {type(one).__name__} would save the weights of its "
-                    "own member"
-                )
+        check_before(self, callbacks_beside(self), _saves, "save the weights of its own member")
         self._counted = 0.0  # samples of this epoch that are already in `_since`
         self._since = 0.0  # samples since the last average
         self._steps = 0  # epochs or batches since the last average
@@ -287,3 +280,7 @@ class AverageWeights(MemberCallback):
             state=state,
             **self._options,
         )
+
+
+def _saves(callback: Any) -> bool:
+    return isinstance(callback, keras.callbacks.ModelCheckpoint | Report)

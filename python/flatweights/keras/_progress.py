@@ -9,7 +9,7 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 from typing import Any, Literal, NamedTuple
 
 import keras
@@ -349,6 +349,22 @@ def callbacks_beside(callback: Any) -> list[Any]:
     history = getattr(callback.model, "history", callback)  # it is of `fit` alone
     lists = (one for one in gc.get_referrers(callback) if isinstance(one, list))
     return next((one for one in lists if any(other is history for other in one)), [callback])
+
+
+def check_before(
+    callback: Any, callbacks: Sequence[Any], follows: Callable[[Any], bool], would: str
+) -> None:
+    """Raise `ValueError` if a callback of a `fit` that ``follows`` ``callback`` stands before it.
+
+    ``would`` is the predicate of a clause about it that gives the reason.
+    """
+    for one in takewhile(lambda other: other is not callback, callbacks):
+        if follows(one):
+            name = type(one).__name__
+            raise ValueError(
+                f"{type(callback).__name__}: expected before {name} in the list of callbacks, got "
+                f"it after: {name} would {would}"
+            )
 
 
 def names_of(callbacks: Sequence[Any]) -> list[str]:

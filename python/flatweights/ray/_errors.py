@@ -129,9 +129,9 @@ def reason_of(error: Exception) -> str:
     shown = _shown(error)
     if isinstance(shown, _UNSERIALIZABLE):  # a traceback, which ends with the method's error
         return shortened(str(shown).strip().splitlines()[-1])
-    name, lines = type(shown).__name__, _lines_of(shown)
-    reason = f"{name}: {shortened(str(shown))}"
-    return f"{name}: {_of_constructor(lines)}\n{reason}" if _is_of_constructor(lines) else reason
+    reason = f"{type(shown).__name__}: {shortened(str(shown))}"
+    cause = _cause_in_constructor(_lines_of(shown))
+    return f"{type(shown).__name__}: {cause}\n{reason}" if cause else reason
 
 
 def reason_in_a_line(error: Exception) -> str:
@@ -142,8 +142,9 @@ def reason_in_a_line(error: Exception) -> str:
     name, lines = type(shown).__name__, _lines_of(shown)
     if not lines:
         return name
-    if _is_of_constructor(lines):
-        return f"{name}: {_of_constructor(lines)}"
+    cause = _cause_in_constructor(lines)
+    if cause:
+        return f"{name}: {cause}"
     detail = _EXIT_DETAIL.search(lines[-1])
     return f"{name}: {lines[0]}" + (f" {detail[1]}" if detail else "")
 
@@ -182,13 +183,10 @@ def _lines_of(error: Exception) -> list[str]:
     return [shortened(line) for line in map(str.strip, text.splitlines()) if line]
 
 
-def _is_of_constructor(lines: list[str]) -> bool:
-    """Whether these are Ray's lines about a constructor that raised: they end with its error."""
-    return len(lines) > 1 and "creation task" in lines[0]
-
-
-def _of_constructor(lines: list[str]) -> str:
-    return f"its constructor raised {lines[-1]}"
+def _cause_in_constructor(lines: list[str]) -> str:
+    """Return a clause if these are Ray's lines about a constructor that raised, else nothing."""
+    is_one = len(lines) > 1 and "creation task" in lines[0]
+    return f"its constructor raised {lines[-1]}" if is_one else ""  # Ray's last line is the error
 
 
 def _shown(error: Exception) -> Exception:
