@@ -147,8 +147,6 @@ class Mode(DrivenMode):
             if self.over.exists():  # with the weights that were sent last
                 return
             self.disturb()
-            if self.group.unhealthy:
-                self.group.restore(timeout=0.0)
             self.number += 1
             found = self.group.average(
                 "train",

@@ -37,8 +37,10 @@ class WorkerGroup:
 
     The vocabulary is that of RLlib's actor manager: an actor is healthy until a call to it
     fails for a reason that Ray reports (it died, its node is gone) or because it does not answer
-    in time. Unhealthy actors are not called until `restore` has reached them and sent them the
-    weights of the others. A method that raises leaves its actor healthy.
+    in time. Weights that are sent bring unhealthy actors back: `broadcast`, a call with
+    ``broadcast=`` and each round of `run` first send the latest weights to those that can be
+    reached, without waiting for any. `restore` also waits. A method that raises leaves its actor
+    healthy.
 
     Weights that the group sends have a version, and every call names the version that it needs.
     So an actor that Ray restarts (``max_restarts``) does not answer with the weights that it
@@ -268,7 +270,7 @@ class WorkerGroup:
     ) -> dict[int, Any]:
         """Call ``method`` of all healthy workers; return the results by rank.
 
-        Ranks that die or are late are left out, and are unhealthy from then on.
+        Ranks that die or are late are left out, and are unhealthy until weights are sent.
 
         Args:
             method: Name of the method.
@@ -284,8 +286,10 @@ class WorkerGroup:
             TypeError: If ``method`` is not a name.
             ValueError: If ``ranks`` are not those of workers, each once.
         """
-        work = Work(method, args, kwargs, arguments)
-        return results_of(self._roster, work, check_timeout(timeout), ranks, broadcast)
+        work, timeout = Work(method, args, kwargs, arguments), check_timeout(timeout)
+        if broadcast is not None and self._roster.healthy():
+            self._take_back(timeout)
+        return results_of(self._roster, work, timeout, ranks, broadcast)
 
     @alone
     def average(
@@ -312,7 +316,8 @@ class WorkerGroup:
         as `broadcast` followed by `average`, with half the messages. A worker that cannot set
         them does not run the method: its rank fails with a `RefusedWeightsError` and becomes
         unhealthy. If all ranks refuse them, all stay healthy, and the previous weights remain the
-        latest. This loop sends each average with the next call::
+        latest. Unhealthy workers that can be reached come back. This loop sends each average with
+        the next call::
 
             result = None
             for _ in range(1_000):
@@ -353,6 +358,8 @@ class WorkerGroup:
         request = self._request(
             weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
+        if broadcast is not None and self._roster.healthy():
+            self._take_back(request.timeout)
         result = self._average(work, request, ranks, broadcast, out, travels)
         self._report(result)
         return result
@@ -374,8 +381,8 @@ class WorkerGroup:
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
         """Send ``weights`` to all healthy workers, which set them.
 
-        If no worker is healthy, the weights are sent to all workers that owe no answer; workers
-        that set them are healthy again. If none sets them, and none is late, nothing has changed.
+        Then it sends them to unhealthy workers that owe no answer; those that set them are healthy
+        again. If no worker is healthy, and none sets them or is late, nothing has changed.
 
         Args:
             weights: Weights that `FlatWorker.set_weights` takes, a vector, a `Round`, or a
@@ -384,7 +391,8 @@ class WorkerGroup:
             timeout: Seconds to wait; for ever, if None.
 
         Returns:
-            The ranks that have the weights. Ranks that died or are late get them from `restore`.
+            The ranks that have the weights. Ranks that died or are late get them with a later call
+            that sends weights, or from `restore`.
 
         Raises:
             WorkerError: If a worker raised, or none has the weights. If none set them and some
@@ -400,7 +408,9 @@ class WorkerGroup:
             raise TypeError(
                 f"weights: expected weights to send, got {held}; pass {its}.get_weights()"
             )
-        return send(self._roster, weights, check_timeout(timeout))
+        timeout = check_timeout(timeout)
+        ranks = send(self._roster, weights, timeout)
+        return sorted({*ranks, *self._take_back(timeout)})
 
     def publish(self, weights: Any) -> None:
         """Make a copy of ``weights`` the latest; return at once.
@@ -504,7 +514,7 @@ class WorkerGroup:
 
         These ranks are healthy again. Until its time is up, it waits for workers that still owe a
         late answer and for workers that Ray is restarting, but not for workers that Ray gave up.
-        `run` does the same before each round, without waiting.
+        `broadcast`, calls with ``broadcast=`` and rounds of `run` do the same without waiting.
 
         Args:
             timeout: Seconds to wait; for ever, if None.
@@ -595,9 +605,7 @@ class WorkerGroup:
         begin = time.monotonic()
         if self._in_round:
             self._roster.distrust()
-        if self._roster.unhealthy():
-            patience = _PROBE if timeout is None else min(_PROBE, timeout)
-            self._roster.restore(Deadline.after(patience), patient=False)
+        self._take_back(timeout)
         self._in_round = True
         result = average(number)
         send(self._roster, result, timeout)
@@ -606,6 +614,13 @@ class WorkerGroup:
         result.number = number
         self._report(result)
         return result
+
+    def _take_back(self, timeout: float | None) -> list[int]:
+        """Send the latest weights to unhealthy workers that can be reached; return their ranks."""
+        if not self._roster.unhealthy():
+            return []
+        patience = _PROBE if timeout is None else min(_PROBE, timeout)
+        return self._roster.restore(Deadline.after(patience), patient=False)
 
     def _report(self, result: Round) -> None:
         report(result, already_named=self.unhealthy if result.failed or result.late else ())

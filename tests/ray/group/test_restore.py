@@ -10,6 +10,8 @@ from ray_pool import Lend, only_late
 from ray_workers import PlainWorker, weights_of
 from reference import assert_same
 
+from flatweights.ray.peers._wait import wait_any
+
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("way")]
 
 
@@ -38,3 +40,28 @@ def test_restore_waits_for_restarts_and_not_for_the_dead(lend: Lend) -> None:
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(pid.remote())
     assert group.restore(timeout=None) == [2], "Ray has given up rank 1: nobody waits for it"
+
+
+@pytest.mark.parametrize("how", ["average", "step", "broadcast"])
+def test_weights_that_are_sent_bring_a_late_rank_back(lend: Lend, tmp_path: Path, how: str) -> None:
+    group = lend(PlainWorker, 3)
+    group.broadcast(weights_of(1.0))
+    hang: tuple[Any, ...] = ("act", {1: "hang"}, str(tmp_path))
+    with only_late():
+        assert group.average(*hang, timeout=0.05, min_results=2).late == (1,)
+    sent = weights_of(3.0)
+    assert group.broadcast(sent) == [0, 2], "it still owes an answer, and is not asked"
+    owed = group._roster[1].owed
+    assert owed is not None
+    (tmp_path / "go on").touch()
+    assert wait_any([owed], None)
+    assert group.average("get_weights").used == (0, 2), "a call without weights brings nobody back"
+    if how == "broadcast":
+        assert group.broadcast(weights_of(4.0)) == [0, 1, 2]
+    elif how == "step":
+        assert list(group.step("ping", broadcast=weights_of(4.0))) == [0, 1, 2]
+    else:
+        found = group.average("get_weights", broadcast=weights_of(4.0))
+        assert (found.used, found.failed) == ((0, 1, 2), {})
+    for weights in group.step("get_weights").values():
+        assert_same(weights, weights_of(4.0))

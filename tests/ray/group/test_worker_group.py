@@ -394,12 +394,13 @@ def test_a_worker_that_dies_is_left_out(make: Make, action: str, restarts: int, 
     assert isinstance(found.failed[1], ray.exceptions.RayActorError)
     assert_same(found.weights, mean_of(start, [0, 2]))
     assert group.healthy_actor_ids() == [0, 2]
-    group.broadcast(found)
+    back = 1 in group.broadcast(found)
     if restarts == 0:
+        assert not back
         assert group.restore(timeout=60) == []
         assert isinstance(group.unhealthy[1], ray.exceptions.ActorDiedError)
         return
-    assert restored(group) == [1]
+    assert back or restored(group) == [1]
     assert_all_have(group, found.weights)
     again = group.average("train")
     assert again.used == (0, 1, 2)
@@ -424,8 +425,7 @@ def test_who_died_after_its_answer_is_in_this_round_and_not_in_the_next(
     assert again.used == (0, 2)
     expected = [trained(trained(start, rank), rank) for rank in (0, 2)]
     assert_same(again.weights, fw.average(expected))
-    group.broadcast(again)
-    assert restored(group) == [1]
+    assert 1 in group.broadcast(again) or restored(group) == [1]
     assert_all_have(group, again.weights)
 
 
@@ -440,8 +440,7 @@ def test_a_retried_call_never_answers_with_lost_weights(make: Make, tmp_path: Pa
     assert "restarted since" in str(found.failed[1])
     assert_same(found.weights, mean_of(start, [0, 2]))
     assert group.healthy_actor_ids() == [0, 2]
-    group.broadcast(found)
-    assert group.restore() == [1]
+    assert group.broadcast(found) == [0, 1, 2]
     assert_same(group.average("train").weights, mean_of(found.weights, range(3)))
 
 
@@ -471,8 +470,7 @@ def test_before_any_broadcast_a_restarted_worker_does_not_come_back(
     assert_same(found.weights, mean_of(start, [0, 1]))
     assert group.restore() == []
     assert group.healthy_actor_ids() == [0, 1]
-    group.broadcast(found)
-    assert group.restore() == [2]
+    assert group.broadcast(found) == [0, 1, 2]
     assert_all_have(group, found.weights)
 
 
@@ -585,8 +583,7 @@ def test_weights_that_nobody_takes_change_nothing(way: str) -> None:
     assert group.healthy_actor_ids() == [0]
     assert group.restore() == []
     assert_same(group.average("train").weights, mean_of(weights_of(-1.0), [0]))
-    group.broadcast(start)
-    assert group.restore() == [1]
+    assert group.broadcast(start) == [0, 1]
     assert_same(group.average("train").weights, mean_of(start, [0, 1]))
     # The same if a call brings them: a worker that refuses them does not run the method.
     group.step("forget_calls", broadcast=start)
