@@ -87,8 +87,11 @@ def test_demo_on_the_base_install_says_what_to_install() -> None:
 PROGRAMS = sorted(Path(flatweights.__file__).parent.joinpath("examples").glob("[!_]*.py"))
 
 
-def test_examples_are_listed_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["examples"]) == 0
+@pytest.mark.parametrize("option", [[], ["--list"]])
+def test_examples_are_listed_with_a_line_each(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["examples", *option]) == 0
     *lines, empty, _ = capsys.readouterr().out.splitlines()
     assert empty == ""
     assert [line.split()[0] for line in lines] == [path.stem for path in PROGRAMS]
@@ -267,6 +270,7 @@ def test_plan_prints_what_ray_plan_says(capsys: pytest.CaptureFixture[str]) -> N
             ["examples", "--show"],
             "flatweights examples: error: --show: expected the NAME of an example",
         ),
+        (["examples", "--list", "linear"], "--list: expected no NAME, got 'linear'"),
         (["examples", "lines"], "NAME: invalid choice: 'lines'"),
         (["demo", "--workers", "0"], "--workers: expected an integer from 1 to 64, got '0'"),
         (["demo", "--workers", "65"], "--workers: expected an integer from 1 to 64, got '65'"),

@@ -154,28 +154,31 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """List the programs of flatweights.examples, run one, or show its source."""
-    if options.source is not None:
-        if options.name is None:
-            parser.error(f"--{options.source}: expected the NAME of an example")
-        source = _source(options.name)
-        print(source if options.source == "path" else source.read_text(encoding="utf-8").rstrip())
-        return 0
-    if options.name is None:
-        for name in _programs():
-            print(f"{name:<26}{_first_line(name)}")
+    asked, name = options.asked, options.name
+    if asked == "list" or (asked is None and name is None):
+        if name is not None:
+            parser.error(f"--list: expected no NAME, got {name!r}")
+        for each in _programs():
+            print(f"{each:<26}{_first_line(each)}")
         print(
             "\nTo run one: flatweights examples NAME; its options: NAME --help; source: --show NAME"
         )
         return 0
+    if asked is not None:
+        if name is None:
+            parser.error(f"--{asked}: expected the NAME of an example")
+        source = _source(name)
+        print(source if asked == "path" else source.read_text(encoding="utf-8").rstrip())
+        return 0
     if not _is_installed("examples", "all", *_NEEDED):
         return 2
-    sys.argv = [f"flatweights examples {options.name}"]  # the name that argparse gives the program
+    sys.argv = [f"flatweights examples {name}"]  # the name that argparse gives the program
 
     def program() -> None:
-        main = importlib.import_module(f"flatweights.examples.{options.name}").main
+        main = importlib.import_module(f"flatweights.examples.{name}").main
         curves = main(options.options)
         if options.plot:
-            examples.draw(options.plot, _first_line(options.name), curves)
+            examples.draw(options.plot, _first_line(name), curves)
             print(f"plot: {options.plot}")
 
     return examples.run(program)
@@ -221,13 +224,18 @@ def _parser() -> argparse.ArgumentParser:
     programs = add("examples", _examples, "list the programs to read and to change, or run one")
     programs.usage = (
         "flatweights examples [-h] [--plot FILE] [NAME [options of the program]]\n"
-        "       flatweights examples --show NAME | --path NAME"
+        "       flatweights examples --list | --show NAME | --path NAME"
     )
     plot = f"draw the results of the program ({', '.join(PLOT_SUFFIXES)})"
     programs.add_argument("--plot", type=plot_file, metavar="FILE", help=plot)
-    for option, help_ in (("show", "print its source"), ("path", "print the path of its source")):
+    asked = {
+        "list": "list the programs, as without arguments",
+        "show": "print the source of a program",
+        "path": "print the path of the source of a program",
+    }
+    for option, help_ in asked.items():
         programs.add_argument(
-            f"--{option}", dest="source", action="store_const", const=option, help=help_
+            f"--{option}", dest="asked", action="store_const", const=option, help=help_
         )
     name = "the program to run"
     programs.add_argument("name", nargs="?", choices=_programs(), metavar="NAME", help=name)
