@@ -234,6 +234,45 @@ def test_another_layout_is_refused() -> None:
         assert publisher.publish() == 2
 
 
+class Counted(Holder):
+    """Weights that count how often their layout is read."""
+
+    reads = 0
+
+    @property
+    def layout(self) -> fw.Layout:
+        self.reads += 1
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: fw.Layout) -> None:
+        self._layout = layout
+
+
+def test_a_wrong_out_is_refused_even_if_nothing_is_new() -> None:
+    wrong = model_of(0.0)
+    wrong["a"] = wrong["a"].reshape(60, 50)
+    right = Counted(model_of(0.0))
+    with Publisher("polls", model_of(1.0)) as publisher, Subscriber("polls") as subscriber:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="out, against the published weights: slot 0"):
+                subscriber.update(out=wrong)
+            with pytest.raises(TypeError, match="neither"):
+                subscriber.update()
+        assert not subscriber.update(out=right)
+        reads = right.reads
+        for _ in range(100):
+            assert not subscriber.update(out=right)
+        assert right.reads == reads
+        publisher.publish()
+        with pytest.raises(ValueError, match="out, against the published weights: slot 0"):
+            subscriber.update(out=wrong)
+        assert subscriber.version == 0
+        assert subscriber.update(out=right)
+        assert (right.model["a"] == 1).all()
+        assert not subscriber.update(out=right)
+
+
 def test_wrong_calls_are_refused() -> None:
     class Model:  # of Keras, or of another framework
         trainable_variables = ()

@@ -27,6 +27,7 @@ from flatweights.ray.publishing._ways import connect
 _TICK = 1.0  # seconds between two searches for a newer publisher, while this one is quiet
 _SOON = 0.2  # the same, once this one has ended
 _RETRY = 0.05  # seconds between two tries to connect at first
+_NOTHING = object()  # no argument of `update` is this
 
 # The errors of a publisher that has just ended, or whose relay has.
 _GONE = (OSError, LaneError, FullError, TimeoutError, ray.exceptions.RayError)
@@ -89,6 +90,7 @@ class Subscriber:
         self.version = 0
         self._target = None if variables is None else target_of(variables, "variables")
         self._max_age = max_age
+        self._checked: Any = _NOTHING  # the last argument of `update`: polls check it once
         self._published = 0.0  # the time of `version`, by `time.monotonic`
         self._state = state = _State(name, self._target)
         self._lock = state.lock
@@ -131,29 +133,26 @@ class Subscriber:
 
         Raises:
             StaleWeightsError: If the newest weights are older than ``max_age``.
-            ValueError: If ``out``, or the weights of a new publisher, have another layout.
+            ValueError: If ``out`` has another layout, even if nothing is new; or the weights of a
+                new publisher have.
             TypeError: If there are neither variables nor ``out``.
             RuntimeError: If this subscriber was closed, or in a fork of its process.
             Exception: The exception of setting the variables.
         """
         with self._lock:
             state = self._state
+            target: Variables | None = None
+            if out is not self._checked:  # a wrong one raises even if nothing is new
+                target, self._checked = self._target_of(out), out
             news = state.take(self.version)
             if news is None:
-                if out is None and self._target is None:
-                    raise TypeError("update: expected variables or out, got neither: see read")
                 if self._max_age is not None:
                     self._check_age(self._published if self.version else state.began)
                 return False
             try:
                 version, published, buffer = news
-                if out is None:
-                    target, layout = self._target, state.checked_layout()
-                else:
-                    target, layout = target_of(out, "out"), state.layout
-                    check_layout(target.layout, layout, "out")
-                if target is None:
-                    raise TypeError("update: expected variables or out, got neither: see read")
+                if target is None:  # its arrays may have been replaced since
+                    target = self._target_of(out)
                 self._check_age(published)
                 target.scatter(buffer)
             except BaseException:
@@ -204,6 +203,17 @@ class Subscriber:
     def __reduce__(self) -> NoReturn:
         """Refuse: a subscriber belongs to its process."""
         raise TypeError("a Subscriber cannot be pickled: make it in the process that reads")
+
+    def _target_of(self, out: Any) -> Variables:
+        """Return the variables to set: ``out``, if given; raise unless they have the layout."""
+        if out is None:
+            if self._target is None:
+                raise TypeError("update: expected variables or out, got neither: see read")
+            self._state.check_variables()
+            return self._target
+        target = target_of(out, "out")
+        check_layout(target.layout, self._state.layout, "out")
+        return target
 
     def _check_age(self, published: float) -> None:
         age = time.monotonic() - published
@@ -263,11 +273,10 @@ class _State:
                 )
             time.sleep(_RETRY)
 
-    def checked_layout(self) -> Layout:
-        """Return the layout of the weights; raise if it is not that of the variables."""
+    def check_variables(self) -> None:
+        """Raise unless the weights have the layout of the variables."""
         if self._mismatch is not None:
             raise ValueError(str(self._mismatch))
-        return self.layout
 
     def what_is_known(self) -> str:
         """Return a clause for errors about the state of the publisher."""
