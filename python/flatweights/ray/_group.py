@@ -25,6 +25,7 @@ from flatweights.ray.peers._store import check_cluster
 from flatweights.ray.peers._wait import Deadline, Request, Weights, check_timeout
 from flatweights.ray.rounds._as_completed import AsCompleted, rounds_of
 from flatweights.ray.rounds._barrier import average_of, results_of, send
+from flatweights.ray.rounds._codec import check_settable
 from flatweights.ray.rounds._work import ByRank, Work, check_by_rank, more_arguments
 from flatweights.robust import AnyRule
 from flatweights.wire import WireDType
@@ -565,6 +566,8 @@ class WorkerGroup:
 
         Raises:
             WorkerError: As `average` and `broadcast`.
+            TypeError: As `average`; or if the method returned a list, or another vector than the
+                weights, which workers cannot be sent.
         """
         rounds = as_integer(rounds, "rounds")
         work = Work(method, args, kwargs, arguments)
@@ -577,7 +580,11 @@ class WorkerGroup:
             asked = ranks(number) if callable(ranks) else ranks
             self._roster.admit()
             this = work if not more else Work(method, (*args, *more), kwargs, arguments)
-            return self._average(this, request, asked)
+            result = self._average(this, request, asked)
+            layout = self._roster.layout  # None if workers may take something else
+            if layout is not None:
+                check_settable(layout, method, result.weights, f"rank {result.used[0]}")
+            return result
 
         if not (ranks is None or callable(ranks)):
             ranks = self._roster.check(ranks)

@@ -626,6 +626,7 @@ def test_a_result_that_is_no_model_of_the_workers_is_named(group: WorkerGroup) -
         r"2 parts of the shapes \[\(5,\), \(5,\)\]": [np.ones(5), np.ones(5)],
         r"an array of the shape \(7,\)": np.ones(7),
         r"an array of the shape \(\)": np.float64(3),
+        "None": None,
     }
     again = WorkerGroup(actors)
     again.broadcast(start_of(1.0))
@@ -647,6 +648,25 @@ def test_a_result_that_is_no_model_of_the_workers_is_named(group: WorkerGroup) -
         assert again.average("give", 0, value, value).used == (0, 1, 2)
     unknown = WorkerGroup(actors, initial=None)
     assert unknown.average("give", 0, np.ones(7), np.ones(7)).used == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        ([np.ones(5), np.int64(3)], "a list of 2"),
+        (np.ones(3), r"an array of the shape \(3,\)"),  # gradients
+    ],
+)
+def test_run_names_the_method_whose_result_cannot_be_sent_to_workers(
+    group: WorkerGroup, value: Any, got: str
+) -> None:
+    before = bits(group)
+    refused = f"^rank 1: expected weights by name from 'give', .*6 elements.*; got {got}: should it"
+    with pytest.raises(TypeError, match=refused):
+        list(group.run(1, "give", 0, value, value, ranks=[1, 2]))
+    assert bits(group) == before
+    vector = np.arange(6.0)
+    assert [result.used for result in group.run(1, "give", 0, vector, vector)] == [(0, 1, 2)]
 
 
 def test_numbers_that_are_no_integers_are_refused(group: WorkerGroup) -> None:

@@ -64,7 +64,7 @@ def check_result(layout: Layout, method: str, model: Any, where: str) -> None:
         got = f"{len(model)} parts of the shapes {shortened(str(shapes))}"
         is_theirs = not Counter(shapes) - Counter(slot.shape for slot in layout.slots)
     else:
-        got = f"an array of the shape {np.shape(model)}"
+        got = "None" if model is None else f"an array of the shape {np.shape(model)}"
         is_theirs = np.ndim(model) > 0 and math.prod(np.shape(model)) <= layout.size
     if not is_theirs:
         raise TypeError(
@@ -72,3 +72,24 @@ def check_result(layout: Layout, method: str, model: Any, where: str) -> None:
             f"elements) or gradients of them from {method!r}, got {got}: should it return "
             "self.get_weights()?"
         )
+
+
+def check_settable(layout: Layout, method: str, model: Any, where: str) -> None:
+    """Raise `TypeError` if workers cannot set ``model``, an average: they take names or a vector.
+
+    Args:
+        layout: The layout of the weights of the workers.
+        method: The name of the method that returned such models.
+        model: The average.
+        where: The name of a worker that returned one, in the error.
+    """
+    is_sequence = isinstance(model, (list, tuple))
+    is_vector = not is_sequence and np.shape(model) == (layout.size,)
+    if isinstance(model, Mapping) or is_vector:
+        return
+    got = f"a list of {len(model)}" if is_sequence else f"an array of the shape {np.shape(model)}"
+    raise TypeError(
+        f"{where}: expected weights by name from {method!r}, or one vector of {layout.size} "
+        f"elements, since run sends the average to all workers; got {got}: should it return "
+        "self.get_weights()?"
+    )
