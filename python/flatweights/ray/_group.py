@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 
@@ -23,7 +23,7 @@ from flatweights.ray.peers._contract import BY_VALUE
 from flatweights.ray.peers._roster import Roster
 from flatweights.ray.peers._store import check_cluster
 from flatweights.ray.peers._wait import Deadline, Request, Weights, check_timeout
-from flatweights.ray.rounds._as_completed import AsCompleted, rounds_of
+from flatweights.ray.rounds._as_completed import AsCompleted
 from flatweights.ray.rounds._barrier import average_of, results_of, send
 from flatweights.ray.rounds._codec import check_settable
 from flatweights.ray.rounds._work import ByRank, Work, check_by_rank, more_arguments
@@ -108,7 +108,7 @@ class WorkerGroup:
         self._roster = Roster(actors, wire, initial, sums)
         self._max_inflight = check_count(max_inflight, "max_inflight")
         self._turn = Turn("WorkerGroup")
-        self._count = 0  # of averages
+        self._count = 0  # of rounds
         self._in_round = False  # in run(): workers may have trained since the latest weights
         self._recipe: _Recipe | None = None  # for the actors, from `create`
         self._arguments: list[Sequence[Any]] = []  # of the actors, kept for restarts
@@ -507,7 +507,21 @@ class WorkerGroup:
             if max_staleness < 0:
                 raise ValueError(f"max_staleness: expected at least 0, got {max_staleness}")
         loop = AsCompleted(self._roster, work, request, asked, buffer, max_staleness)
-        return rounds_of(loop, updates)
+        return self._results(loop, updates)
+
+    def _results(self, loop: AsCompleted, updates: int | None) -> Generator[Round, None, None]:
+        """Yield at most ``updates`` rounds of a loop; end it when the caller ends."""
+        try:
+            loop.begin()
+            number = 0
+            while updates is None or number < updates:
+                number += 1
+                result = loop.next()
+                self._count += 1
+                yield result
+                del result  # before the next one is made
+        finally:
+            loop.close()
 
     @alone
     def restore(self, *, timeout: float | None = _PROBE) -> list[int]:
@@ -650,6 +664,13 @@ class WorkerGroup:
     def __exit__(self, *error: object) -> None:
         """Shut down, even after an error."""
         self.shutdown()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: a group belongs to its process."""
+        raise TypeError(
+            "a WorkerGroup cannot be pickled: pass list(group.actors().values()), and make a "
+            "WorkerGroup of them in the process that calls it"
+        )
 
     def __repr__(self) -> str:
         """Ranks, health, rounds and the way to the workers.

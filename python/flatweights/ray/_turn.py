@@ -23,10 +23,6 @@ class Turn:
         self._lock = threading.RLock()
         self._thread = 0  # the thread that is in a call
 
-    def __reduce__(self) -> tuple[type[Turn], tuple[str]]:
-        """Pickle without the thread: a copy belongs to another process, with its own calls."""
-        return Turn, (self._owner,)
-
     def __enter__(self) -> None:
         """Begin a call.
 

@@ -125,6 +125,7 @@ def group(three: WorkerGroup) -> WorkerGroup:
 
 
 def test_each_result_is_a_round_of_the_weights_that_it_names(group: WorkerGroup) -> None:
+    before = int(repr(group).partition(" rounds")[0].rpartition(" ")[2])
     publications, used = Publications(group), Counter[int]()
     for found in group.as_completed("work", updates=60):
         assert len(found.used) == 1
@@ -135,6 +136,7 @@ def test_each_result_is_a_round_of_the_weights_that_it_names(group: WorkerGroup)
             publications.publish()
     assert used.keys() == {0, 1, 2}
     assert found.number == 60
+    assert f", {before + 60} rounds" in repr(group)
     assert found.record()["staleness"].keys() == {str(found.used[0])}
 
 

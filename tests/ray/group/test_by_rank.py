@@ -1,11 +1,13 @@
 """Calls of some of the ranks, with arguments by rank and by round; groups as context managers."""
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import ray
 from ray_pool import Actors, wait_until_dead
 from ray_workers import PlainWorker, weights_of
 from reference import assert_same
@@ -194,6 +196,19 @@ def test_a_group_that_cannot_be_made_leaves_no_actor(
     assert len(started) == 2
     for actor in started:
         wait_until_dead(actor)
+
+
+def test_a_group_is_not_pickled_and_says_what_to_pass(group: WorkerGroup) -> None:
+    actors = list(group.actors().values())
+    for dumps in (pickle.dumps, ray.cloudpickle.dumps):
+        with pytest.raises(TypeError, match=r"pass list\(group\.actors\(\)\.values\(\)\)"):
+            dumps(group)
+
+    def average(actors: list[Any]) -> Any:
+        return WorkerGroup(actors).average("add", 1.0).used
+
+    elsewhere: Any = ray.remote(num_cpus=0)(average)
+    assert ray.get(elsewhere.remote(actors)) == (0, 1, 2, 3)
 
 
 def test_a_group_says_how_it_is(group: WorkerGroup, way: str) -> None:

@@ -505,23 +505,6 @@ def test_a_late_answer_is_never_averaged(group: WorkerGroup, tmp_path: Path) -> 
     assert_same(group.average("train").weights, mean_of(found.weights, range(3)))
 
 
-def test_a_copy_of_a_group_waits_for_the_answer_that_the_group_is_owed(
-    group: WorkerGroup, tmp_path: Path
-) -> None:
-    start = weights_of(1.0)
-    group.broadcast(start)
-    group.step("ping")  # lanes are there
-    late_round(group, tmp_path)
-    copy = ray.cloudpickle.loads(ray.cloudpickle.dumps(group))
-    assert list(copy.unhealthy) == [1]
-    assert copy.restore(timeout=0.1) == [], "it is not even asked"
-    (tmp_path / "go on").touch()
-    assert restored(copy) == [1]
-    assert_same(copy.step("get_weights")[1], start)
-    assert copy.step("how_often") == dict.fromkeys(range(3), 1), "nobody was called again"
-    assert restored(group) == [1]  # which it owed to both
-
-
 def test_too_few_in_time_is_an_error_and_they_are_late_all_the_same(
     group: WorkerGroup, tmp_path: Path
 ) -> None:

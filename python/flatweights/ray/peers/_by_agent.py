@@ -302,10 +302,6 @@ class Agents:
         self._end: NodeEnd | None = None
         self._number = 0
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as new agents."""
-        return type(self), (self._offer, self.sums, *self._agents)
-
     def next_number(self) -> int:
         """Return the number of the next command or exchange."""
         self._number += 1

@@ -46,7 +46,7 @@ class LostResultError(ray.exceptions.RayError):  # type: ignore[misc]
 
 
 class GroupLanes:
-    """The lanes of a group; a pickled copy begins anew.
+    """The lanes of a group.
 
     Attributes:
         setback: The reason for which the group has no lanes.
@@ -68,10 +68,6 @@ class GroupLanes:
         self._close: Callable[[], object] = lambda: None
         self.last: tuple[Call, Message | None] | None = None
         self.asleep: list[_core.Mailbox] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as lanes of which none is made."""
-        return type(self), ()
 
     @property
     def lanes(self) -> Lanes | None:
@@ -176,10 +172,6 @@ class LaneAnswer(Answer):
         self._by_ray: RayAnswer | None = None  # the Ray call's answer, to wait for instead
         self._value: Any = _MISSING
         self._error: Exception | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the answer of the Ray call."""
-        return RayAnswer, ((self._by_ray or RayAnswer(self._lane.latest_call())).ref,)
 
     @property
     def is_in_store(self) -> bool:
@@ -323,10 +315,6 @@ class Worker:
         self.far_node = ""
         self._setback = Setback(f"rank {rank} is")
         self.way = f"store: {lanes.setback.reason}" if lanes.setback.reason else ""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a worker that has not attached."""
-        return type(self), (self.handle, self.rank, self._group)
 
     def call(self, call: Call) -> Answer:
         """Post the call to the lane, or make it through Ray."""

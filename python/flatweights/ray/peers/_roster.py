@@ -95,7 +95,7 @@ class Roster(Ranks):
         self.layout: Layout | None = None
         self._nbytes = 0  # of the last average that was made in this process
         self._initial = copied(initial)  # the caller's weights may change before the first call
-        self._begin_to_count()
+        self._name, self._count = secrets.token_hex(8), 0
 
     def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> None:
         """Remove ``ranks`` from all later rounds, and the agents of nodes without workers."""
@@ -117,14 +117,6 @@ class Roster(Ranks):
             self._await_owed(Deadline.after(timeout))
             self.publish(self._start(None, timeout))
         self._initial = None if self.latest.version is not None else self._initial
-
-    def _begin_to_count(self) -> None:
-        self._name, self._count = secrets.token_hex(8), 0
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become another group, since two processes would use the same stamps."""
-        self.__dict__.update(state)
-        self._begin_to_count()
 
     def begin(
         self,

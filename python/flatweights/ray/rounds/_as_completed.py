@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from flatweights import _core
@@ -564,17 +564,3 @@ class AsCompleted:
             seconds={"wait": 0.0, "average": time.monotonic() - begin},
             nbytes=mean.nbytes,
         )
-
-
-def rounds_of(loop: AsCompleted, updates: int | None) -> Generator[Round, None, None]:
-    """Yield at most ``updates`` rounds of a loop; end it when the caller ends."""
-    try:
-        loop.begin()
-        number = 0
-        while updates is None or number < updates:
-            number += 1
-            result = loop.next()
-            yield result
-            del result  # before the next one is made
-    finally:
-        loop.close()

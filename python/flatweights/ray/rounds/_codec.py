@@ -83,11 +83,14 @@ def check_settable(layout: Layout, method: str, model: Any, where: str) -> None:
         model: The average.
         where: The name of a worker that returned one, in the error.
     """
-    is_sequence = isinstance(model, (list, tuple))
-    is_vector = not is_sequence and np.shape(model) == (layout.size,)
-    if isinstance(model, Mapping) or is_vector:
+    if isinstance(model, (dict, Mapping)):
         return
-    got = f"a list of {len(model)}" if is_sequence else f"an array of the shape {np.shape(model)}"
+    if isinstance(model, (list, tuple)):
+        got = f"a list of {len(model)}"
+    elif np.shape(model) == (layout.size,):
+        return
+    else:
+        got = f"an array of the shape {np.shape(model)}"
     raise TypeError(
         f"{where}: expected weights by name from {method!r}, or one vector of {layout.size} "
         f"elements, since run sends the average to all workers; got {got}: should it return "
