@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from meetings import LocalMeeting, kill
 
+from flatweights import Layout
 from flatweights.ray import MemberDiedError, MemberError, WorkerError
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.members._member import Member
@@ -254,6 +255,55 @@ def test_what_leaves_a_with_is_named_in_all_others(
     told = [record.message for record in caplog.records if "rank" in record.message]
     assert told == [
         "meeting 'local': rank 1 left with RuntimeError: my own bug (process of rank 1)"
+    ]
+
+
+class TheState:
+    """The state of a training: one number."""
+
+    def __init__(self, value: float) -> None:
+        self.layout = Layout.of([np.zeros(1)])
+        self.value = np.array([value])
+
+    def gather_into(self, buffer: Any) -> None:
+        self.layout.packed_views(buffer)[0][:] = self.value
+
+    def scatter(self, buffer: Any) -> None:
+        self.value = self.layout.packed_views(buffer)[0].copy()
+
+
+def test_the_log_names_ranks_that_are_lost_and_those_that_are_back_once(
+    threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    local = LocalMeeting(3)
+    first, second, third = local.join_all()
+    options: dict[str, Any] = {"min_results": 1}
+    with caplog.at_level(logging.WARNING, "flatweights"):
+        call_all(threads, [first, second, third], [1.0, 2.0, 3.0])
+        asked = threads.submit(mean_of, first, 1.0, **options)
+        local.until_asked(0)
+        mean_of(second, 2.0, timeout=0.01, **options)
+        asked.result(PATIENCE)
+        call_all(threads, [first, second], [1.0, 2.0], **options)
+        mean_of(third, 3.0)  # the last outcome
+        call_all(threads, [first, second, third], [1.0, 2.0, 3.0])
+        kill(third)
+        for _ in range(2):
+            call_all(threads, [first, second], [1.0, 2.0], **options)
+        third = local.join(2)
+        old, new = TheState(7.0), TheState(0.0)
+        asked = threads.submit(mean_of, third, 1.0, state=new, **options)
+        local.wait_until(lambda meeting: meeting._lacking)
+        call_all(threads, [first, second], [1.0, 2.0], state=old, **options)
+        assert asked.result(PATIENCE)[1].healed == (2,)
+        assert new.value == 7.0
+        finish(local, first, second, third)
+    late, *rest = [record.message.partition(": ")[2] for record in caplog.records]
+    assert late.startswith("2 of 3 ranks, 1 late (2)")
+    assert rest == [
+        "rank 2 is back",
+        "rank 2: MemberDiedError: process of rank 2 has ended without leave()",
+        "rank 2 is healed, with the state of rank 0",
     ]
 
 

@@ -177,6 +177,7 @@ class Meeting:
         self._healings: list[Healing] = []
         self._seconds_waited = 0.0  # for the open call
         self._untold: list[Seat] = []  # deaths that were not logged yet
+        self._away: set[int] = set()  # ranks that the log calls dead or late, until they are back
         self.news = News(self._lanes)
         self._kept: list[Kept] = []
         self._states: dict[str, int] = {}  # by layout of a state, the last call with it
@@ -361,6 +362,10 @@ class Meeting:
             else:
                 body = pickle.dumps(tuple(Outcome(healing.number, self._size, self._ranks())))
                 self._post(-healing.number, body, healing.state.buffer, seats)
+                for seat in seats:
+                    self._away.discard(seat.rank)
+                    text = "meeting %r: rank %d is healed, with the state of rank %d"
+                    _log.warning(text, self._name, seat.rank, healing.giver.rank)
 
     def _answer(self, seats: Sequence[Seat], error: Exception | None = None) -> None:
         """Answer asks that are part of no call."""
@@ -436,10 +441,13 @@ class Meeting:
         asking += lacking if giver else []
         self._release(first)
         self._post(number, body, buffer, asking, None if result is None else result._exchanged)
-        if result is not None and is_average:  # no member waits for this
-            # Deaths were logged when they were noticed.
-            dead = [seat.rank for seat in self._seats.values() if seat.why]
-            report(result, already_named=dead)
+        # No member waits for the rest.
+        for rank in sorted(self._away & asks.keys()):
+            self._away.remove(rank)
+            _log.warning("meeting %r: rank %d is back", self._name, rank)
+        if result is not None and is_average:
+            report(result, already_named=self._away)
+            self._away |= {*result.late}
             METRICS.add({SENT: self._agents.nbytes * len(asks)})
 
     def _begin_healing(
@@ -645,6 +653,7 @@ class Meeting:
                 assert seat.why is not None
                 text = error_of_rank(seat.rank, seat.why)
                 _log.warning("meeting %r: %s", self._name, text)
+                self._away.add(seat.rank)
             self._untold.clear()
 
     def _admit(self) -> None:
