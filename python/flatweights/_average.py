@@ -300,10 +300,20 @@ def check_nonfinite(nonfinite: str) -> None:
 
 def read_sources(sources: Iterable[Any]) -> list[Any]:
     """Return ``sources`` as a list of at least one."""
-    models = list(sources)
+    models = list_of(sources)
     if not models:
         raise ValueError("expected at least one source, got none")
     return models
+
+
+def list_of(sources: Iterable[Any]) -> list[Any]:
+    """Return ``sources`` as a list; raise `TypeError` for a mapping, which would give its keys."""
+    if type(sources) is not list and isinstance(sources, Mapping) and sources:
+        raise TypeError(
+            f"sources: expected a list of models, got {type(sources).__name__}; pass "
+            "list(models.values()), or [model] for one model"
+        )
+    return list(sources)
 
 
 def read_weights(

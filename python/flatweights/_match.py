@@ -38,10 +38,16 @@ def match_slots(
         By position of the slot, the name in ``weights``.
 
     Raises:
+        TypeError: If ``weights`` are not a mapping.
         AssertionError: If nothing matches, as with Ray's class.
         ValueError: If ``strict`` and a name is missing or unknown, or if ``rename`` maps
             a name that is not in ``weights``, or two names to one.
     """
+    if not isinstance(weights, (dict, Mapping)):
+        raise TypeError(
+            "expected a mapping from name to array, such as TensorFlowVariables(model)"
+            f".get_weights(), got {type(weights).__name__}"
+        )
     names = _renamed(list(weights), rename or {})
     known = {layout.index(name): key for key, name in names.items() if name in layout}
     unknown = [key for key, name in names.items() if name not in layout]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
-from flatweights._average import read_weight, read_weights
+from flatweights._average import list_of, read_weight, read_weights
 from flatweights._core import move_parts
 from flatweights._dtypes import is_averaged
 from flatweights._locks import TurnLock
@@ -106,7 +106,7 @@ class RunningAverage:
             TypeError: As `add`.
             ValueError: As `add`, or if there is not one weight per source.
         """
-        models = list(sources)
+        models = list_of(sources)
         factors = read_weights(weights, len(models), all_may_be_zero=True)
         if models:
             self._add(models, factors, [f"source {k}" for k in range(len(models))])

@@ -32,6 +32,7 @@ from reference import (
 )
 
 import flatweights as fw
+from flatweights.robust import distances, median
 
 NONFINITE = (np.nan, np.inf, -np.inf)
 SIXTEEN_BITS = [np.dtype(np.float16), BFLOAT16]
@@ -660,6 +661,19 @@ def test_weights_without_the_order_of_the_sources_are_refused(weights: Any) -> N
     with refuses(TypeError, "weights: expected numbers in the order of the sources, got a", out):
         total.add_all([np.ones(2)] * 2, weights)
     assert fw.average([np.ones(2), np.zeros(2)], {"a": 3, "b": 1}.values()).tolist() == [0.75, 0.75]
+
+
+@pytest.mark.parametrize(
+    "results", [{0: {"w": np.ones(2)}}, {"a": np.ones(2)}, fw.FlatWeights({"w": np.ones(2)})]
+)
+def test_results_by_rank_are_refused_with_what_to_pass(results: Any) -> None:
+    total = fw.RunningAverage()
+    calls: list[Callable[[Any], Any]] = [fw.average, median, distances, total.add_all]
+    hint = r"^sources: expected a list .* list\(models\.values\(\)\), or \[model\]"
+    for call in calls:
+        with pytest.raises(TypeError, match=hint):
+            call(results)
+    assert fw.average(list(results.values())) is not None
 
 
 @pytest.mark.parametrize("sources", [[], iter([]), {}, ()])

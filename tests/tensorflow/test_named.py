@@ -81,7 +81,7 @@ def test_weights_cross_modes() -> None:
             r"expected float32 \(5,\), got complex128",
         ),
         ({"bias": "text"}, ValueError, r"expected float32 \(5,\), got <U4 \(\)"),
-        ([1, 2], TypeError, "expected a mapping from name to array, got list"),
+        ([1, 2], TypeError, r"such as TensorFlowVariables\(model\)\.get_weights\(\), got l"),
         ({}, AssertionError, "No variables in the input matched"),
         ({"unknown": np.zeros(5)}, AssertionError, "got 'unknown'. Possible causes"),
     ],

@@ -468,7 +468,7 @@ def test_gradients_are_a_vector_or_weights_of_one_layout(
     with pytest.raises(ValueError, match="expected a gradient first"):
         _ = encoder.residual
     assert same_bits(encoder.encode(vector).values["vector"], vector.astype(DTYPES[wire]))
-    with pytest.raises(ValueError, match="gradient: slot 0"):
+    with pytest.raises(ValueError, match="gradient, against the first one: slot 0"):
         encoder.encode(vector[:-1])
     with pytest.raises(ValueError, match="without strides"):
         encoder.encode(vector[::2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
@@ -106,8 +106,10 @@ def average(
 def references(refs: Iterable[Any]) -> dict[int, Answer]:
     """Return answers by rank for ``refs``, after checking that these are at least one reference."""
     check_cluster()
-    if not isinstance(refs, Iterable):
-        raise TypeError(f"refs: expected a list of references, got {type(refs).__name__}")
+    if not isinstance(refs, Iterable) or isinstance(refs, Mapping):
+        hint = "; pass list(refs.values())" if isinstance(refs, Mapping) else ""
+        got = type(refs).__name__
+        raise TypeError(f"refs: expected a list of references, got {got}{hint}")
     answers: dict[int, Answer] = {}
     for rank, ref in enumerate(refs):
         if not isinstance(ref, ray.ObjectRef):

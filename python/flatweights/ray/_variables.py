@@ -83,8 +83,6 @@ def set_weights(
         own(new_weights, share=share)
         return
     _refuse_sharing(variables, share)
-    if not isinstance(new_weights, Mapping):
-        raise TypeError(f"expected a mapping from name to array, got {type(new_weights).__name__}")
     layout = variables.layout
     if isinstance(new_weights, FlatWeights) and new_weights.layout == layout:
         variables.scatter(new_weights.buffer)

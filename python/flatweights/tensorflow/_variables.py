@@ -495,10 +495,6 @@ class TensorFlowVariables:
                     self._check_frozen(dict(enumerate(new_weights.values())))
                 self._mover.set_packed(new_weights.buffer, share=share)
                 return
-        elif not isinstance(new_weights, Mapping):
-            raise TypeError(
-                f"expected a mapping from name to array, got {type(new_weights).__name__}"
-            )
         keys = match_slots(new_weights, self._layout, strict=strict, rename=rename)
         values = {i: new_weights[key] for i, key in keys.items()}
         if share:

@@ -479,10 +479,11 @@ class GradientEncoder:
             parts, layout = [gradient], _vector_layout(gradient.size, gradient.dtype)
         else:
             raise TypeError(
-                f"gradient: expected FlatWeights or a vector, got {type(gradient).__name__}"
+                "gradient: expected FlatWeights or a vector, such as flatten(gradient), got "
+                f"{type(gradient).__name__}"
             )
         residual = self._residual or _Residual(layouts_for(layout, self._wire_dtype))
-        check_layout(residual.layouts.model, layout, "gradient")
+        check_layout(residual.layouts.model, layout, "gradient, against the first one")
         values = residual.encode(parts, None, "gradient")
         self._residual = residual
         return Difference(values, residual.layouts.model)

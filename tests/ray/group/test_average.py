@@ -353,6 +353,8 @@ def test_what_is_no_list_of_references_is_refused() -> None:
         average([])
     with pytest.raises(TypeError, match="expected a list of references, got ObjectRef"):
         average(ref)
+    with pytest.raises(TypeError, match=r"got dict; pass list\(refs\.values\(\)\)"):
+        average({0: ray.put(np.ones(2))})
     with pytest.raises(TypeError, match=r"rank 1: expected a ray\.ObjectRef, got ndarray"):
         average([ref, np.zeros(2)])
 
