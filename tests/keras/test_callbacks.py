@@ -1,6 +1,7 @@
 """`AverageWeights` and `AverageLogs` in several processes."""
 
 import logging
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from keras_programs import BATCH, Place, Together, build, images
 from meetings import LocalMeeting
 
 import flatweights as fw
+from flatweights.ray import CallsDifferError
 from flatweights.server import FedAvgM
 
 pytestmark = pytest.mark.ray
@@ -282,3 +284,70 @@ def test_a_model_that_is_built_by_its_first_step_is_refused_by_name() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="expected a model that is built before"):
             model.fit(np.ones((8, 2)), np.ones(8), verbose=0, callbacks=[AverageLogs()])
+
+
+def advised(member: Any, model: Any, options: dict[str, Any]) -> str:
+    import keras
+
+    from flatweights.keras import AverageLogs, AverageWeights, average_gradients
+
+    averages = AverageWeights(member=member)
+    with member:
+        optimizer: Any = keras.optimizers.SGD(0.05)
+        if options.get("averages") == "gradients":
+            average_gradients(optimizer, member=member, rule=options.get("rule"))
+            callbacks = [AverageLogs()]
+        else:
+            callbacks = [averages, *options.get("callbacks", [AverageLogs()])]
+        model.compile(optimizer, "mse", metrics=options.get("metrics"))
+        with pytest.raises(CallsDifferError) as error:
+            model.fit(*options["data"], verbose=0, epochs=options["epochs"], callbacks=callbacks)
+    return str(error.value)
+
+
+def test_members_whose_calls_differ_get_the_advice_that_fits_the_cause() -> None:
+    from flatweights import robust
+
+    data = images("dense")
+    gradients = {"averages": "gradients", "data": data, "epochs": 1}
+    weights = {"data": data, "epochs": 1}
+    cases: list[tuple[list[str], list[dict[str, Any]], str]] = [
+        (["dense", "normalized"], [gradients] * 2, "need the same model, optimizer and callbacks"),
+        (["dense", "normalized"], [weights] * 2, "need the same model, optimizer and callbacks"),
+        (
+            ["dense"] * 2,
+            [gradients, gradients | {"rule": robust.Median()}],
+            "need the same model and the same arguments of average_gradients",
+        ),
+        (
+            ["dense"] * 2,
+            [weights, weights | {"metrics": ["mae"]}],
+            "ranks 0, 1 have ended their epoch, but .* need the same metrics",
+        ),
+        (
+            ["dense"] * 2,
+            [weights, weights | {"epochs": 2}],
+            "and as many epochs: give fit the same",
+        ),
+        (["dense"] * 2, [gradients, weights], "need the same model, optimizer and callbacks"),
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        for kinds, options, advice in cases:
+            models = [build(kind, 0) for kind in kinds]
+            replies = [*pool.map(advised, LocalMeeting(2).join_all(), models, options)]
+            for reply in replies:
+                assert re.search(advice, reply, re.DOTALL), (advice, reply)
+
+
+def test_a_model_of_keras_2_is_refused_by_name() -> None:
+    import tf_keras
+
+    from flatweights.keras import AverageLogs, AverageWeights, Report
+
+    model = tf_keras.Sequential([tf_keras.Input((8,)), tf_keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    for kind in (AverageLogs, AverageWeights, Report):
+        with pytest.raises(
+            TypeError, match=rf"{kind.__name__}: .* Keras 3, got tf_keras\..*Sequent"
+        ):
+            model.fit(*images("dense"), verbose=0, callbacks=[kind()])

@@ -19,6 +19,7 @@ import flatweights.ray
 from flatweights import robust
 from flatweights.keras import AverageLogs, AverageWeights, average_gradients
 from flatweights.server import FedAvgM
+from flatweights.tensorflow import TensorFlowVariables
 
 pytestmark = pytest.mark.ray
 
@@ -276,6 +277,14 @@ def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
         member.average_variables(build("dense", 0))
     with pytest.raises(TypeError, match="got Sequential; pass its get_weights"):
         member.average(build("dense", 0))
+    with pytest.raises(TypeError, match="timeout: expected a real number, got str"):
+        AverageLogs(timeout="3")  # type: ignore[arg-type]
+    variables = "expected a list of variables, such as model.trainable_variables, got "
+    optimizer = average_gradients(keras.optimizers.SGD(), member=member)
+    with pytest.raises(TypeError, match=f"optimizer.build: {variables}nothing"):
+        optimizer.build()
+    with pytest.raises(TypeError, match=f"optimizer.build: {variables}Sequential"):
+        optimizer.build(build("dense", 0))
     with pytest.raises(TypeError, match="weight: Median has no weights, all members count alike"):
         AverageWeights(weight=2.0, rule=robust.Median())
     for arguments, message in [
@@ -283,10 +292,41 @@ def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
         ({"unit": "step"}, "unit: expected 'epoch' or 'batch', got 'step'"),
         ({"weight": "size"}, "weight: expected 'samples' or a positive number, got 'size'"),
         ({"weight": -1.0}, "weight: expected 'samples' or a positive number, got -1.0"),
+        ({"weight": np.ones(2)}, r"weight: expected .* number, got array\(\[1., 1.\]\)"),
+        ({"weight": None}, "weight: expected 'samples' or a positive number, got None"),
+        ({"nonfinite": "drop"}, "nonfinite: expected 'propagate', 'raise' or 'skip', got 'drop'"),
+        ({"min_results": 0}, "min_results: expected at least 1, got 0"),
+        ({"timeout": -1}, "timeout: expected seconds, not negative, got -1"),
         ({"outer": print, "min_results": 1}, "min_results: expected None with outer"),
     ]:
         with pytest.raises(ValueError, match=message):
             AverageWeights(**arguments)  # type: ignore[arg-type]
+
+
+def test_an_outer_optimizer_of_other_weights_is_refused_before_the_training(
+    member: flatweights.ray.Member,
+) -> None:
+    def weights_of(model: Any) -> Any:
+        return TensorFlowVariables(list(model.trainable_variables)).get_weights()
+
+    model = build("dense", 0)
+    model.compile("sgd", "mse")
+    before = model.get_weights()
+    convolutional = FedAvgM(weights_of(build("convolutional", 0)))
+    such = "outer: expected an optimizer of the model's trainable variables, such as .* got one of"
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (convolutional, ValueError, f"{such} other weights: expected 4 slots, got 6"),
+        (FedAvgM(np.zeros(3)), ValueError, f"{such} other weights: expected FlatWeights, got ndar"),
+        (lambda weights: FedAvgM(np.zeros(3)), ValueError, such),
+        (lambda weights: None, TypeError, "expected a function that returns an optimizer of flat"),
+    ]
+    for outer, kind, message in cases:
+        averaging = AverageWeights(member=member, outer=outer)
+        with pytest.raises(kind, match=message):
+            model.fit(*images("dense"), verbose=0, callbacks=[averaging])
+    assert all(map(np.array_equal, model.get_weights(), before))
+    averaging = AverageWeights(member=member, outer=FedAvgM(weights_of(model)))
+    model.fit(*images("dense"), verbose=0, callbacks=[averaging])
 
 
 def test_what_is_said_to_one_counts_for_all(member: flatweights.ray.Member) -> None:

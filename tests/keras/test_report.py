@@ -1,6 +1,7 @@
 """`Report`: its checkpoints can be resumed, and a run of Ray Train gets its metrics."""
 
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from flatweights.keras import Report
+from flatweights.keras._samples import Samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
@@ -104,6 +106,10 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
         Report.resume(new_model(optimizer=keras.optimizers.SGD()), checkpoint)
     with pytest.raises(ValueError, match="expected one that is built and compiled"):
         Report.resume(keras.Sequential([keras.layers.Dense(1)]), checkpoint)
+    with pytest.raises(TypeError, match="model: expected a model of Keras 3, got str"):
+        Report.resume("model.keras")
+    with pytest.raises(TypeError, match=r"checkpoint: expected a ray.train.Checkpoint.* got str"):
+        Report.resume(new_model(), str(tmp_path))
     foreign = checkpoint_of(first, tmp_path, {})
     with pytest.raises(ValueError, match=r"expected one of flatweights\.keras\.Report"):
         Report.resume(new_model(), foreign)
@@ -112,7 +118,23 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
 def test_outside_of_ray_train_it_says_so() -> None:
     with pytest.raises(RuntimeError, match="expected a worker of Ray Train"):
         fit(new_model(), 1, callbacks=[Report()])
+    with pytest.raises(
+        RuntimeError, match=r"outside of a worker of Ray Train expected a ray.train"
+    ):
+        Report.resume(new_model())
     with pytest.raises(ValueError, match="every: expected at least 1, got 0"):
         Report(0)
     with pytest.raises(TypeError, match="every"):
         Report(1.5)  # type: ignore[arg-type]
+
+
+def test_a_log_that_cannot_be_pickled_is_named() -> None:
+    class ReportElsewhere(Report):
+        def on_train_begin(self, logs: Any = None) -> None:
+            """Ray Train is not here."""
+            self._progress, self._samples = None, Samples(self.model)
+
+    lock = threading.Lock()
+    adds = keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: logs.update(lock=lock))
+    with pytest.raises(TypeError, match=r"Report: logs\['lock'\]: expected a value .* got lock: "):
+        fit(new_model(), 1, callbacks=[adds, ReportElsewhere()])

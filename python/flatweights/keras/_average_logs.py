@@ -56,7 +56,8 @@ class AverageLogs(MemberCallback):
             member: This process's member. If None, that of the worker of Ray Train, shared with
                 the other callbacks and optimizers, which leaves at the end of the training.
             timeout: Seconds that other members may be late; for ever, if None. If one callback or
-                optimizer of a training gets a value, it applies to all of them.
+                optimizer of a training gets a value, it applies to all of them. Among members,
+                the shortest counts.
             min_results: The number of members that an average needs; all, if None. It applies to
                 all callbacks and optimizers, too.
 

@@ -10,7 +10,9 @@ import keras
 import numpy as np
 
 from flatweights import FlatWeights
-from flatweights._average import Nonfinite
+from flatweights._average import Nonfinite, check_nonfinite
+from flatweights._numbers import real_number
+from flatweights._sources import first_difference
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._progress import State, callbacks_beside, check_before
@@ -91,7 +93,8 @@ class AverageWeights(MemberCallback):
                 loaded: the members start from its weights, which are rank 0's. Or a function that
                 makes such an optimizer from the first weights.
             timeout: Seconds that other members may be late; for ever, if None. If one callback or
-                optimizer of a training gets a value, it applies to all of them.
+                optimizer of a training gets a value, it applies to all of them. Among members,
+                the shortest counts.
             min_results: The number of members that an average needs; all, if None. A member that is
                 late goes on from the average of the others. It applies to all callbacks and
                 optimizers, too.
@@ -100,21 +103,22 @@ class AverageWeights(MemberCallback):
                 `flatweights.ray.Member.average`. If it has no weights, all members count equally.
 
         Raises:
-            TypeError: If ``member`` is not a `Member`, ``outer`` is neither a function nor an
-                optimizer of `flatweights.server`, ``rule`` is not a rule, or it has no weights and
-                ``weight`` is a number other than 1.
+            TypeError: If ``member`` is not a `Member`, ``every`` is not a number, ``outer`` is
+                neither a function nor an optimizer of `flatweights.server`, ``rule`` is not a rule,
+                or it has no weights and ``weight`` is a number other than 1.
             ValueError: If ``every`` is below 1, ``unit`` or ``weight`` is something else, or
                 ``min_results`` is given with ``outer``, whose copies must all get every average.
         """
         if unit not in ("epoch", "batch"):
             raise ValueError(f"unit: expected 'epoch' or 'batch', got {unit!r}")
-        if every < 1:
+        if real_number(every, "every") < 1:
             raise ValueError(f"every: expected at least 1, got {every!r}")
-        number: Any = weight
-        if number != "samples" and (isinstance(number, str) or not 0 < number < np.inf):
+        is_samples = isinstance(weight, str) and weight == "samples"
+        if not (is_samples or _is_positive(weight)):
             raise ValueError(f"weight: expected 'samples' or a positive number, got {weight!r}")
+        check_nonfinite(nonfinite)
         if rule is not None and not Rule.of(rule).takes_weights:
-            if number not in ("samples", 1):
+            if not is_samples and weight != 1:
                 name = Rule.of(rule).name
                 raise TypeError(f"weight: {name} has no weights, all members count alike")
             weight = 1.0
@@ -239,16 +243,20 @@ class AverageWeights(MemberCallback):
         plain = [*weights, *optimizers]
         self._plain = TensorFlowVariables(plain) if plain else None
         timeout = self._lease.timeout
-        if self._plain is not None and not has_state:
-            self._member.broadcast_variables(self._plain, timeout=timeout)
-        if self._learned is not None and outer is not None:
-            if isinstance(outer, ServerOptimizer):
-                state = self._member.broadcast(outer.state, timeout=timeout)
-                self.outer = type(outer).from_state(state)
-                self._learned.set_weights(self.outer.weights)
-            else:
-                self._member.broadcast_variables(self._learned, timeout=timeout)
-                self.outer = outer(self._learned.get_weights())
+        if self._learned is not None and isinstance(outer, ServerOptimizer):
+            _check_outer(outer, self._learned)
+        with calls_are_equal(self._member, "start"):
+            if self._plain is not None and not has_state:
+                self._member.broadcast_variables(self._plain, timeout=timeout)
+            if self._learned is not None and outer is not None:
+                if isinstance(outer, ServerOptimizer):
+                    state = self._member.broadcast(outer.state, timeout=timeout)
+                    self.outer = type(outer).from_state(state)
+                    self._learned.set_weights(self.outer.weights)
+                else:
+                    self._member.broadcast_variables(self._learned, timeout=timeout)
+                    self.outer = outer(self._learned.get_weights())
+                    _check_outer(self.outer, self._learned)
         self._is_started = True
 
     def _average(self, at: Literal["batch", "epoch"]) -> None:
@@ -279,6 +287,32 @@ class AverageWeights(MemberCallback):
             min_results=self._lease.min_results,
             state=state,
             **self._options,
+        )
+
+
+def _is_positive(weight: Any) -> bool:
+    try:
+        return 0 < real_number(weight, "weight") < np.inf
+    except TypeError:
+        return False
+
+
+def _check_outer(outer: Any, learned: TensorFlowVariables) -> None:
+    """Raise unless ``outer`` is an optimizer of the ``learned`` variables."""
+    if not isinstance(outer, ServerOptimizer):
+        raise TypeError(
+            "outer: expected a function that returns an optimizer of flatweights.server, got one "
+            f"that returned {type(outer).__name__}"
+        )
+    weights = outer.weights
+    difference: str | None = f"expected FlatWeights, got {type(weights).__name__}"
+    if isinstance(weights, FlatWeights):
+        difference = first_difference(learned.layout, weights.layout)
+    if difference is not None:
+        raise ValueError(
+            "outer: expected an optimizer of the model's trainable variables, such as FedAvgM("
+            "TensorFlowVariables(list(model.trainable_variables)).get_weights()), got one of other "
+            f"weights: {difference}"
         )
 
 

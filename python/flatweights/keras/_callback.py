@@ -29,6 +29,20 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         with _lock:
             _callbacks.add(self)
 
+    def set_model(self, model: Any) -> None:
+        """Take the model.
+
+        Raises:
+            TypeError: If it is not a model of Keras 3.
+        """
+        if not isinstance(model, keras.Model):
+            raise TypeError(
+                f"{type(self).__name__}: expected a model of Keras 3, got {type(model).__module__}."
+                f"{type(model).__name__}. Build the model by `import keras`: if "
+                "TF_USE_LEGACY_KERAS is set, tf.keras is the package tf_keras (Keras 2)"
+            )
+        super().set_model(model)
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Join, if necessary, and give all members the same start if gradients are averaged."""
         averaging = averaging_of(self.model)

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from flatweights import Layout
-from flatweights._average import Nonfinite
+from flatweights._average import Nonfinite, check_nonfinite
 from flatweights._core import move_parts
-from flatweights._numbers import check_count
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._progress import Progress, State, callbacks_beside, keepers_among
+from flatweights.keras._settings import check_alike, settings_of
 from flatweights.ray import Member, Round
 from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow import TensorFlowVariables
@@ -61,8 +61,11 @@ def average_gradients(
     yourself before the first gradients of your own loop, and, if members may differ, before
     another ``fit`` or one with ``run_eagerly=True``. `AverageLogs` and `AverageWeights` call it at
     the start of each ``fit``. Otherwise a difference is an error at the first step.
-    Each member keeps its own values of other variables, such as BatchNormalization's moving
-    statistics and frozen layers; add `AverageWeights` to average them, too.
+    All members need optimizers with the same settings, and the same callbacks that change the
+    learning rate or end the training: if these differ, all raise `flatweights.ray.CallsDifferError`
+    before the first step. Each member keeps its own values of other variables, such as
+    BatchNormalization's moving statistics and frozen layers; add `AverageWeights` to average them,
+    too.
 
     >>> import keras
     >>> import flatweights.ray
@@ -76,7 +79,8 @@ def average_gradients(
         optimizer: An optimizer of Keras 3.
         member: This process's member. If None, the member of this worker of Ray Train, which is
             shared with the callbacks and joins at the first step.
-        timeout: Seconds that other members may be late for a step; for ever, if None.
+        timeout: Seconds that other members may be late for a step; for ever, if None. The shortest
+            of all members counts.
         min_results: The number of members that a step needs; all, if None. Members that are late or
             have died are left out, and healed when they come back.
         nonfinite: What to do about NaN and infinity; see `flatweights.average`. A
@@ -114,8 +118,7 @@ def average_gradients(
             f"nonfinite: expected 'propagate' for a LossScaleOptimizer, got {nonfinite!r}"
         )
     options = {"nonfinite": nonfinite, "rule": None if rule is None else Rule.of(rule)}
-    if min_results is not None:
-        check_count(min_results, "min_results")
+    check_nonfinite(nonfinite)
     lease = MemberLease("average_gradients", member, timeout, min_results)
     Averaging(optimizer, lease, options)
     return optimizer
@@ -141,6 +144,7 @@ class Averaging:
         self._errors: list[BaseException] = []  # raised by the step that runs
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
         self._states: dict[tuple[tuple[int, ...], tuple[str, ...]], State] = {}
+        self._callbacks: list[Any] | None = None  # of the `fit` that begins, if they are known
         self.progress: Progress | None = None
         self._apply: Callable[..., None] = optimizer.apply
         self._finalize: Callable[[Any], None] = optimizer.finalize_variable_values
@@ -166,12 +170,14 @@ class Averaging:
         self.progress = None
         if not model.built and self.lease.min_results is not None:
             raise ValueError("min_results: expected a model that is built before fit")
+        callbacks = callbacks_beside(callback)
+        if model.built and self._has_stepped:  # even if the last training did not end
+            self._is_started = False
+        if not self._is_started:
+            self._callbacks = callbacks
         if model.built:
-            if self._has_stepped:  # even if the last training did not end
-                self._is_started = False
             self._optimizer.build(model.trainable_variables)
             if self.lease.min_results is not None:
-                callbacks = callbacks_beside(callback)
                 state = self._state_of(model.weights, keepers_among(callbacks))
                 self.progress = Progress(self.lease, callback, callbacks, state)
                 if self.lease.take().lacks_state:
@@ -287,7 +293,12 @@ class Averaging:
                     optimizer.build(variables)
         return list(grads), variables
 
-    def _build(self, variables: Sequence[Any]) -> None:
+    def _build(self, variables: Sequence[Any] | None = None) -> None:
+        if not isinstance(variables, Sequence):
+            raise TypeError(
+                "optimizer.build: expected a list of variables, such as model.trainable_variables, "
+                f"got {'nothing' if variables is None else type(variables).__name__}"
+            )
         if not self._optimizer.built:
             self._make(variables)
         if tf.executing_eagerly():
@@ -301,6 +312,7 @@ class Averaging:
         """
         if self._is_started:
             return
+        callbacks, self._callbacks = self._callbacks, None
         member = self.lease.take()
         if self.lease.min_results is not None and member.lacks_state:  # it will be healed
             self._is_started, self._has_stepped = True, False
@@ -314,9 +326,12 @@ class Averaging:
                 "whose optimizer has slots without values. Call model.build(input_shape), or begin "
                 "the model with keras.Input"
             ) from error
-        # A row for each member: whether it is in a step, and the digest of its state.
-        rows = np.zeros((member.size, 1 + _DIGEST))
-        rows[member.rank] = [in_step, *hashlib.blake2b(values, digest_size=_DIGEST).digest()]
+        may_end_apart = self.lease.min_results is not None
+        settings = settings_of(self._optimizer, callbacks, may_end_apart=may_end_apart)
+        # A row for each member: whether it is in a step, the digests of its state and of its
+        # settings, and the bytes of these.
+        rows = np.zeros((member.size, 2 + 2 * _DIGEST))
+        rows[member.rank] = [in_step, *_digest(values), *_digest(settings), len(settings)]
         del values
         with calls_are_equal(member, "start"):
             part = {"the start of training": rows}
@@ -331,7 +346,10 @@ class Averaging:
             return
         rows = np.rint(started.weights["the start of training"] * len(started.used))
         root = min(started.used)
-        different = [rank for rank in started.used if (rows[rank, 1:] != rows[root, 1:]).any()]
+        differs = rows != rows[root]
+        if differs[[*started.used], 1 + _DIGEST :].any():
+            check_alike(self.lease, settings, rows[:, -1].astype(int))
+        different = [rank for rank in started.used if differs[rank, 1 : 1 + _DIGEST].any()]
         if different:
             if rows[:, 0].any():
                 raise ValueError(
@@ -482,6 +500,10 @@ def averaging_of_optimizer(optimizer: Any) -> Averaging | None:
     """Return the `Averaging` of ``optimizer``; None without one."""
     averaging = getattr(getattr(optimizer, "apply", None), "__self__", None)
     return averaging if isinstance(averaging, Averaging) else None
+
+
+def _digest(values: Any) -> bytes:
+    return hashlib.blake2b(values, digest_size=_DIGEST).digest()
 
 
 def _fit_frame() -> FrameType | None:

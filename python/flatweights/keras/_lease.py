@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from flatweights._numbers import check_count, real_number
 from flatweights.ray import CallsDifferError, Member, NotInTrainError, is_replaceable, join
 
 _lock = threading.Lock()
@@ -27,6 +28,26 @@ _PLACES: dict[Place, str] = {
     "report": "reports its epoch",
     "end": "has ended its training",
 }
+# What all members need, if they are all at that place, but their calls differ.
+_SAME: dict[Place, str] = {
+    "start": "the same model, optimizer and callbacks",
+    "epoch": "the same model, optimizer and callbacks",
+    "step": "the same model and the same arguments of average_gradients",
+    "weights": "the same model and the same arguments of AverageWeights",
+    "logs": "the same metrics, the same arguments of AverageLogs, and validation data in all of "
+    "them or in none",
+    "report": "the same callbacks in the same order",
+    "end": "the same callbacks in the same order",
+}
+_BATCHES = (
+    "as many batches in an epoch and as many epochs: give fit the same steps_per_epoch and epochs, "
+    "and repeat the data. They also need the same callbacks in the same order; one that stops only "
+    "some members stands before AverageLogs"
+)
+_EPOCHS = (
+    "the same callbacks in the same order, and as many epochs. A callback that stops only some "
+    "members stands before AverageLogs"
+)
 _PATIENCE = 5.0  # seconds that members wait for each other's places
 
 
@@ -40,41 +61,39 @@ def calls_are_equal(member: Member, place: Place) -> Iterator[None]:
     try:
         yield
     except CallsDifferError as error:
-        raise CallsDifferError(
-            f"{_where_all_are(member, place, error)}. All members need the same model, the same "
-            "callbacks in the same order, validation data in all of them or in none, and as many "
-            "batches in an epoch: give fit the same steps_per_epoch, and repeat the data. A "
-            "callback that stops only some members stands before AverageLogs"
-        ) from error
+        where, need = _where_all_are(member, place, error)
+        raise CallsDifferError(f"{where}. All members need {need}") from error
 
 
-def _where_all_are(member: Member, place: Place, error: Exception) -> str:
-    """Return the places of all members: they got the same ``error``, so all of them ask here.
+def _where_all_are(member: Member, place: Place, error: Exception) -> tuple[str, str]:
+    """Return the places of all members, and the remedy.
 
-    If all are at one place, the error tells how their calls differ there. Otherwise, it compares
-    calls that are not meant to be equal.
+    They got the same ``error``, so all of them ask here. If all are at one place, the error tells
+    how their calls differ there. Otherwise, it compares calls that are not meant to be equal.
     """
     own = np.zeros(member.size)
     own[member.rank] = 1 + [*_PLACES].index(place)
     try:
         met = member.average({"places": own}, timeout=_PATIENCE, min_results=1)
     except Exception:  # one does not ask: it is not in a training, or has ended
-        return f"rank {member.rank} {_PLACES[place]}, others do not: {error}"
+        need = "to be in the same fit, with the same callbacks, and to make no other calls"
+        return f"rank {member.rank} {_PLACES[place]}, others do not: {error}", need
     codes = np.rint(met.weights["places"] * len(met.used)).astype(int)
     ranks = {
         name: [rank for rank in met.used if codes[rank] == code]
         for code, name in enumerate(_PLACES, 1)
         if code in codes
     }
+    places = [named(those, _PLACES[name]) for name, those in ranks.items()]
+    if len(ranks) == 1:
+        return f"{places[0]}, but their calls differ: {error}", _SAME[place]
     if ranks.keys() == {"step", "logs"}:
-        return f"{_named(ranks['logs'], _PLACES['logs'])}, {_named(ranks['step'], 'has not')}"
-    places = [_named(those, _PLACES[name]) for name, those in ranks.items()]
-    if len(ranks) > 1:
-        return ", ".join(places)
-    return f"{places[0]}, but their calls differ: {error}"
+        places = [named(ranks["logs"], _PLACES["logs"]), named(ranks["step"], "has not")]
+    differ_in_batches = "start" not in ranks and not ranks.keys().isdisjoint(("step", "weights"))
+    return ", ".join(places), _BATCHES if differ_in_batches else _EPOCHS
 
 
-def _named(ranks: Sequence[int], does: str) -> str:
+def named(ranks: Sequence[int], does: str) -> str:
     """Return a sentence about ``ranks``; ``does`` is its predicate for one rank."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} {does}"
@@ -118,6 +137,10 @@ class MemberLease:
         """
         if not isinstance(member, Member | None):
             raise TypeError(f"member: expected a Member, got {type(member).__name__}")
+        if timeout is not None and not real_number(timeout, "timeout") >= 0:
+            raise ValueError(f"timeout: expected seconds, not negative, got {timeout!r}")
+        if min_results is not None:
+            check_count(min_results, "min_results")
         self.who = who
         self.needs_all = needs_all
         self.given = {"member": member, "timeout": timeout, "min_results": min_results}

@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import ray
 
 from flatweights._daemon import in_daemon
 from flatweights._numbers import check_count
@@ -85,17 +86,32 @@ class Report(MemberCallback):
             The number of epochs; 0 without a checkpoint.
 
         Raises:
+            TypeError: If ``model`` or ``checkpoint`` is something else.
+            RuntimeError: If ``checkpoint`` is None, outside of a worker of Ray Train.
             ValueError: If the model is not built or not compiled, or the checkpoint is of another
                 model, or not of a `Report`.
         """
+        import ray.train
+
+        if not isinstance(model, keras.Model):
+            raise TypeError(f"model: expected a model of Keras 3, got {type(model).__name__}")
         if not (model.built and getattr(model, "optimizer", None) is not None):
             raise ValueError("model: expected one that is built and compiled")
         if checkpoint is None:
-            import ray.train
-
-            checkpoint = ray.train.get_checkpoint()
+            try:
+                checkpoint = ray.train.get_checkpoint()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "checkpoint: outside of a worker of Ray Train expected a ray.train.Checkpoint, "
+                    "such as trainer.fit().checkpoint, got None"
+                ) from error
             if checkpoint is None:
                 return 0
+        if not hasattr(checkpoint, "as_directory"):
+            raise TypeError(
+                "checkpoint: expected a ray.train.Checkpoint, such as trainer.fit().checkpoint or "
+                f"Checkpoint.from_directory(path), got {type(checkpoint).__name__}"
+            )
         epochs = checkpoint.get_metadata().get(_EPOCHS)
         if epochs is None:
             raise ValueError("checkpoint: expected one of flatweights.keras.Report")
@@ -143,7 +159,11 @@ class Report(MemberCallback):
         self._began = time.perf_counter()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Report, if it is time."""
+        """Report, if it is time.
+
+        Raises:
+            TypeError: If a value of ``logs`` cannot be pickled.
+        """
         super().on_epoch_end(epoch)
         if self._is_apart:
             return
@@ -153,6 +173,14 @@ class Report(MemberCallback):
             return
         seconds = time.perf_counter() - self._began
         metrics = {_EPOCHS: epochs, "seconds": seconds, **(logs or {})}
+        for name, value in metrics.items():
+            try:
+                ray.cloudpickle.dumps(value)
+            except Exception as error:
+                raise TypeError(
+                    f"Report: logs[{name!r}]: expected a value that can be pickled, such as a "
+                    f"number, got {type(value).__name__}: {error}"
+                ) from error
         if not is_replaceable():
             _report(metrics, self._saved())
         elif self._report_with_others(metrics):
