@@ -87,13 +87,14 @@ def schedule(
 
 
 class Injector:
-    """Causes faults in the processes that log in a folder."""
+    """Causes faults in the processes that log in a folder, and in actors that start after it."""
 
     def __init__(self, folder: Path, points: Sequence[str], mbit: float = 0.0) -> None:
         """Take the ``points`` of calls at which processes die, and the rate of links."""
         self._folder = folder
         self._points = points
         self._mbit = mbit
+        self._others = {*actors()}  # of tests that use the same Ray
         self._timers: list[threading.Timer] = []
 
     def do(self, fault: Fault) -> int | None:
@@ -111,7 +112,8 @@ class Injector:
         if kind in (KILLED, STOPPED, PUBLISHER):
             return rank if self._signal(fault, self._pid(rank)) else None
         if kind in ACTORS:
-            pids = [pid for pid, name in actors().items() if name in ACTORS[kind]]
+            names = {pid: name for pid, name in actors().items() if pid not in self._others}
+            pids = [pid for pid, name in names.items() if name in ACTORS[kind]]
             is_done = pids and _kill(pids[int(fault.draw * len(pids))], signal.SIGKILL)
             return DRIVER if is_done else None
         if kind == STORE:

@@ -1,8 +1,14 @@
 """Random faults in the calls of members, and an oracle of every bit."""
 
+import os
+from pathlib import Path
+
+import numpy as np
 import pytest
 from bench.chaos import faults, members
 from bench.chaos.run import Plan, run
+
+from flatweights.ray import join
 
 pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]
 
@@ -35,3 +41,11 @@ def test_each_outcome_is_the_average_of_what_its_ranks_gave(seconds: int, seed: 
     assert record.checked > 20 * seconds
     assert any(fault.seconds for fault in record.faults)  # on a busy machine, not after each
     assert {faults.KILLED, faults.STOPPED} <= {fault.kind for fault in record.faults}
+
+
+def test_the_host_of_another_meeting_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "0.pid").write_text(str(os.getpid()))
+    with join("that of another test", size=1) as member:
+        injector = faults.Injector(tmp_path, [])
+        assert injector.do(faults.Fault(0.0, "host killed", 0, 0.0, 0.0)) is None
+        assert member.average(np.ones(1)).used == (0,)
