@@ -23,7 +23,7 @@ LEAN: dict[str, Any] = {
     "dashboard_port": None,  # another Ray of these tests may have the usual one
     "include_log_monitor": False,  # it reads the files of all workers ten times a second
     "no_monitor": True,  # nothing adds nodes to these clusters
-    "setup_worker_path": ray_forks.__file__,
+    "setup_worker_path": ray_forks.START,
 }
 """Options of a node without what no test uses."""
 

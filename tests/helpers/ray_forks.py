@@ -1,7 +1,7 @@
 """Ray's workers as copies of one process that has imported Ray, NumPy and maybe TensorFlow.
 
-A node whose ``setup_worker_path`` is this file starts it instead of a worker. It passes arguments,
-environment and output on to that process, which forks: the copy becomes the worker. Without such a
+A node whose ``setup_worker_path`` is `START` runs that instead of a worker. It passes arguments,
+environment and output on to this process, which forks: the copy becomes the worker. Without such a
 process, in another network namespace, or with a ``runtime_env`` that sets `ALONE` or more than
 variables, a worker starts as usual.
 
@@ -11,8 +11,8 @@ The process only imports: a copy would not have the threads of TensorFlow and Ra
 import contextlib
 import gc
 import json
+import marshal
 import os
-import pickle
 import random
 import runpy
 import select
@@ -24,16 +24,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ray_worker_start import ADDRESS, NETWORK
+
 ALONE = "FLATWEIGHTS_TESTS_ALONE"
 """A variable of the ``runtime_env`` of actors that must not be copies."""
 
-_CONTEXT = "--serialized-runtime-env-context="
-_ADDRESS = "FLATWEIGHTS_TESTS_FORKS"  # the variable with the address of the process
-_NETWORK = Path("/proc/self/ns/net")
+START = str(Path(__file__).with_name("ray_worker_start.py"))
+
 _NO_JOB = "ff" * 4  # as in workers that Ray starts before it has a job
 _AT_FIRST_RESULT = (
     "pyarrow.json",
     "pydantic.v1",
+    "ray._common.usage.usage_lib",
     "ray._common.pydantic_compat",
     "ray._private.arrow_serialization",
 )
@@ -56,7 +58,7 @@ class RayForks:
         """
         serve = "--serve-tensorflow" if with_tensorflow else "--serve"
         address = str(folder / "forks")
-        self.environment = {_ADDRESS: address}
+        self.environment = {ADDRESS: address}
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)
             listener.listen(128)  # workers that start meanwhile wait for the imports
@@ -72,45 +74,28 @@ class RayForks:
 
 def are_there() -> bool:
     """Whether the environment of this process names such a process."""
-    return _ADDRESS in os.environ
+    return ADDRESS in os.environ
 
 
-def start_worker() -> None:
-    """Let a copy become the worker; without one, become the worker here."""
-    (program,) = [k for k, text in enumerate(sys.argv) if text.endswith("default_worker.py")]
-    contexts = [json.loads(a[len(_CONTEXT) :]) for a in sys.argv if a.startswith(_CONTEXT)]
-    if any(map(needs_more_than_variables, contexts)):
-        setup = str(Path(sys.argv[program]).with_name("setup_worker.py"))
-        os.execv(sys.executable, [sys.executable, setup, *sys.argv[1:]])
-    # Ray's own setup does this for other workers, but imports all of Ray.
-    for context in contexts:
-        os.environ.update(context.get("env_vars", {}))
-    ours = ("--language", _CONTEXT)
-    arguments = [a for a in sys.argv[program:] if not a.startswith(ours)]
-    if not have_copied(arguments):
-        os.execv(sys.executable, [sys.executable, *arguments])
+def variables_of(contexts: list[str]) -> dict[str, str] | None:
+    """Return the variables of a ``runtime_env``, as Ray hands it over.
+
+    Returns:
+        None, if it asks for more than variables, or for a worker that is no copy.
+    """
+    found: dict[str, str] = {}
+    for context in map(json.loads, contexts):
+        if needs_more_than_variables(context):
+            return None
+        found |= context.get("env_vars", {})
+    return found
 
 
 def needs_more_than_variables(context: dict[str, Any]) -> bool:
-    """Whether a ``runtime_env`` asks for more than variables, or for a worker that is no copy."""
     rest = {name for name, value in context.items() if value} - {"env_vars", "py_executable"}
     variables = context.get("env_vars", {})
     is_other = context.get("py_executable", sys.executable) != sys.executable
     return bool(rest) or is_other or ALONE in variables or any("$" in v for v in variables.values())
-
-
-def have_copied(arguments: list[str]) -> bool:
-    """Start the worker as a copy; return False if there is nothing to copy."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as there:
-            there.connect(os.environ[_ADDRESS])
-            blocked = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])}
-            network = _NETWORK.readlink()
-            message = pickle.dumps((arguments, dict(os.environ), blocked, network))
-            socket.send_fds(there, [message], [0, 1, 2])
-            return there.recv(1) == b"1"
-    except (KeyError, OSError):
-        return False
 
 
 def serve(listener: socket.socket, *, with_tensorflow: bool) -> None:
@@ -119,7 +104,7 @@ def serve(listener: socket.socket, *, with_tensorflow: bool) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # as in Ray's own processes
     if with_tensorflow:
         import_tensorflow()
-    here = _NETWORK.readlink()
+    here = os.readlink(NETWORK)
     has_ray = False
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
@@ -129,8 +114,9 @@ def serve(listener: socket.socket, *, with_tensorflow: bool) -> None:
             message, files, _, _ = socket.recv_fds(there, 1 << 20, 3)
             if not message:
                 continue
-            arguments, environment, blocked, network = pickle.loads(message)
-            is_ours = network == here
+            arguments, contexts, environment, blocked, network = marshal.loads(message)
+            variables = variables_of(contexts)
+            is_ours = network == here and variables is not None
             if is_ours and not has_ray:
                 import_ray(environment)
                 has_ray = True
@@ -138,12 +124,12 @@ def serve(listener: socket.socket, *, with_tensorflow: bool) -> None:
                 break
             for file in files:
                 os.close(file)
-            there.send(b"1" if is_ours else b"0")
+            there.send(marshal.dumps((is_ours, variables)))
     listener.close()
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    become_worker(arguments, environment, blocked)
+    become_worker(arguments, environment | (variables or {}), blocked)
 
 
 def import_tensorflow() -> None:
@@ -186,8 +172,5 @@ def become_worker(arguments: list[str], environment: dict[str, str], blocked: se
 
 
 if __name__ == "__main__":
-    if sys.argv[1].startswith("--serve"):
-        there = socket.socket(fileno=int(sys.argv[2]))
-        serve(there, with_tensorflow=sys.argv[1] == "--serve-tensorflow")
-    else:
-        start_worker()
+    there = socket.socket(fileno=int(sys.argv[2]))
+    serve(there, with_tensorflow=sys.argv[1] == "--serve-tensorflow")
