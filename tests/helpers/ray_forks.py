@@ -104,7 +104,7 @@ def serve(listener: socket.socket, *, with_tensorflow: bool) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # as in Ray's own processes
     if with_tensorflow:
         import_tensorflow()
-    here = os.readlink(NETWORK)
+    here = os.readlink(NETWORK)  # noqa: PTH115
     has_ray = False
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])

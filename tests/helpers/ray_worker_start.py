@@ -4,7 +4,7 @@ Without a copy, it becomes the worker. It imports only modules that are part of 
 import of any other would take longer than the copy.
 """
 
-import _signal
+import _signal  # type: ignore[import-not-found]
 import _socket
 import marshal
 import os
@@ -41,7 +41,7 @@ def ask(arguments: list[str]) -> tuple[bool, dict[str, str] | None]:
     """
     contexts = [text[len(CONTEXT) :] for text in sys.argv if text.startswith(CONTEXT)]
     blocked = [int(number) for number in _signal.pthread_sigmask(_signal.SIG_BLOCK, [])]
-    network = os.readlink(NETWORK)
+    network = os.readlink(NETWORK)  # noqa: PTH115
     message = marshal.dumps((arguments, contexts, dict(os.environ), blocked, network))
     files = b"".join(file.to_bytes(4, sys.byteorder) for file in (0, 1, 2))
     there = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
