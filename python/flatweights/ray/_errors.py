@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,8 +75,16 @@ def check_connected(session: str | None = None) -> None:
 
 def session_of_ray() -> str:
     """Return an id that this process has from `ray.init` to `ray.shutdown`, and never again."""
-    context = ray.get_runtime_context()
-    return f"{context.get_session_name()}, job {context.get_job_id()}"
+    context = _context()
+    node = context.worker.node  # another object after each `ray.init`
+    if _last_session[0]() is not node:
+        name = f"{context.get_session_name()}, job {context.get_job_id()}"
+        _last_session[:] = weakref.ref(node), name
+    return str(_last_session[1])
+
+
+_context = functools.cache(ray.get_runtime_context)  # one object for all sessions
+_last_session: list[Any] = [lambda: None, ""]  # a weak reference to Ray's node, and the id
 
 
 def too_small(ranks: int, nbytes: int | None) -> StoreTooSmallError:
