@@ -14,6 +14,10 @@ newer weights, and one with newer weights until the variables are set. All ways 
   of an update. The bytes are in the cache of another processor, which has just written them, and no
   variable is set.
 
+Processors that share no cache pay for every line that moves between them, by any way. So there are
+also rows of a reader in the publisher's process, with warm and with cold caches (128 MB written
+before each update).
+
 The driver times publishing, and a step of NumPy alone, with a reader that asks all the time, and
 beside a process that only computes. The last row shows the part of the slowdown that comes from the
 machine, such as memory and a clock that two processors share. The limit in percent is the time to
@@ -255,6 +259,39 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
     return rows
 
 
+def run_alone(budget: float) -> list[runner.Row]:
+    """Return the rows of an update in the publisher's own process, with warm and cold caches."""
+    shapes = models.resnet20()
+    learner = Learner("alone", shapes)
+    nbytes = learner.mapped.model.nbytes
+    trampled = np.zeros(128 << 20, np.uint8)
+    rows = []
+    with Subscriber("alone", variables_of(shapes, seed=1)) as subscriber:
+        copy = np.empty(nbytes, np.uint8)
+        contenders: dict[str, Callable[[], Any]] = {
+            runner.OURS: subscriber.update,
+            MEMCPY: lambda: np.copyto(copy, learner.mapped.model),
+        }
+        for caches in ("warm", "cold"):
+            times: dict[str, list[float]] = {way: [] for way in contenders}
+            end = time.perf_counter() + budget / 2
+            while time.perf_counter() < end:
+                for way, call in contenders.items():
+                    learner.publish(way)
+                    if caches == "cold":
+                        np.add(trampled, 1, out=trampled)
+                    begin = time.perf_counter()
+                    call()
+                    times[way].append(time.perf_counter() - begin)
+            case = f"resnet20, in the publisher's process: read and set, {caches}"
+            found = [runner.row_of(case, way, t, 2 * nbytes) for way, t in times.items()]
+            for row in found:
+                row.ratio = row.seconds / found[0].seconds
+            rows += found
+    learner.close()
+    return rows
+
+
 def run_steps(budget: float) -> list[runner.Row]:
     """Return the rows of a learner's step with and without a reader that asks all the time."""
     learner = Learner("steps", models.resnet20())
@@ -300,6 +337,7 @@ def run(options: Namespace) -> None:
     for name, shapes in shapes_of.items():
         for count in (1, 4):
             rows += run_case(name, shapes, count, 6.0 if options.quick else 20.0)
+    rows += run_alone(2.0 if options.quick else 6.0)
     rows += run_steps(4.0 if options.quick else 12.0)
     ray.shutdown()
     runner.report("publish", rows, machine.limits(rounds=3), options)
