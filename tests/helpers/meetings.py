@@ -8,8 +8,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from flatweights.ray.lanes._member_lane import MemberLane
+from flatweights.ray.members._door import Entry, Ticket
 from flatweights.ray.members._host_end import HostByLane, Pass
-from flatweights.ray.members._meeting import Entry, Meeting, Ticket
+from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._terms import Terms
 
@@ -24,8 +25,8 @@ def seated(meeting: Meeting, *ranks: int) -> list[tuple[Entry, Ticket]]:
     """Give ``ranks`` tickets, while no thread runs the meeting."""
     entries = [entry_of(rank, meeting._terms) for rank in ranks]
     for entry in entries:
-        meeting.enter(entry)
-    meeting._admit()
+        meeting.door.enter(entry)
+    meeting.door.admit()
     return [(entry, entry.ticket.result()) for entry in entries]
 
 
@@ -42,7 +43,7 @@ class LocalMeeting:
     def enter(self, rank: int | None) -> Entry:
         """Ask for a ticket."""
         entry = entry_of(rank, self.terms)
-        self.meeting.news.tell(self.meeting.enter, entry)
+        self.meeting.news.tell(self.meeting.door.enter, entry)
         return entry
 
     def lane(self, entry: Entry) -> MemberLane:

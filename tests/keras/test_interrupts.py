@@ -25,7 +25,7 @@ from flatweights.keras import average_gradients
 from flatweights.ray.lanes._member_lane import MemberLane
 from flatweights.ray.members._host_end import HostByLane, Pass
 from flatweights.ray.members._member import Member
-from flatweights.ray.members._meeting import Ticket
+from flatweights.ray.members._door import Ticket
 
 rank, seat, address, token, has_timeout, stalled = json.loads(sys.argv[1])
 stalled, token = Path(stalled), bytes.fromhex(token)
@@ -79,7 +79,7 @@ def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
         meeting.attach(entry.token, bytes.fromhex(outputs[-1].readline()))
     thread = threading.Thread(target=meeting.run)
     thread.start()
-    lane = meeting._seats[1].lane
+    lane = meeting.door.seats[1].lane
     while not (stalled.exists() and lane is not None and lane.is_answered):
         assert members[0].poll() is None
         time.sleep(0.01)  # until rank 1 waits for rank 0

@@ -53,8 +53,8 @@ def test_a_meeting_opens_with_enough_once_its_grace_is_over(pool: ThreadPoolExec
 def test_with_fewer_than_enough_it_waits_after_its_grace(pool: ThreadPoolExecutor) -> None:
     meeting = LocalMeeting(3, 2, 0.0)
     first = pool.submit(meeting.join, 0)
-    meeting.wait_until(lambda inside: inside._grace is not None)
-    assert not meeting.meeting.news.ask(lambda: meeting.meeting._is_open)
+    meeting.wait_until(lambda inside: inside.door._grace is not None)
+    assert not meeting.meeting.news.ask(lambda: meeting.meeting.door.is_open)
     second = pool.submit(meeting.join, 1)
     assert first.result(60).ranks == second.result(60).ranks == (0, 1)
 

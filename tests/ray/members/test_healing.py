@@ -91,7 +91,7 @@ def pool() -> Any:
 def replaced(meeting: LocalMeeting, training: Training) -> Training:
     kill(training.member)
     rank = training.member.rank
-    meeting.wait_until(lambda inside: inside._seats[rank].why is not None)
+    meeting.wait_until(lambda inside: inside.door.seats[rank].why is not None)
     return Training(meeting.join(rank))
 
 

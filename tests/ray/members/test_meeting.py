@@ -16,8 +16,9 @@ from reference import clean_environment
 from flatweights.ray import MemberError, _failpoints
 from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray.lanes._member_lane import MemberLane
+from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._host_end import HostByLane, Pass
-from flatweights.ray.members._meeting import Meeting, Ticket
+from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._terms import Terms
 from flatweights.ray.nodes._plan import check_sums
@@ -102,8 +103,8 @@ def test_members_agree_on_the_terms() -> None:
     }
     for terms, said in refused.items():
         entry = entry_of(0, terms)
-        meeting.enter(entry)
-        meeting._admit()
+        meeting.door.enter(entry)
+        meeting.door.admit()
         assert str(entry.ticket.exception()) == said
         assert entry.over.done()
     meeting._lanes.close()

@@ -100,7 +100,7 @@ def test_a_call_whose_only_askers_have_died_is_not_closed(threads: ThreadPoolExe
     kill(first)
     with pytest.raises(MemberError):
         asked.result(PATIENCE)
-    local.wait_until(lambda meeting: meeting._seats[0].state is State.DEAD)
+    local.wait_until(lambda meeting: meeting.door.seats[0].state is State.DEAD)
     value, result = mean_of(second, 2.0, min_results=1)
     assert (value, result.number, list(result.failed)) == (2.0, 1, [0])
     finish(local, second)
@@ -317,7 +317,7 @@ def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
     second._host._lane.outcome = interrupt  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         second.average(np.ones(1))
-    local.wait_until(lambda meeting: meeting._seats[1].state is State.DEAD)
+    local.wait_until(lambda meeting: meeting.door.seats[1].state is State.DEAD)
     with pytest.raises(WorkerError, match=r"^rank 1 left with KeyboardInterrupt"):
         first.average(np.ones(1))
     finish(local, first)

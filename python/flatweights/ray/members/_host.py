@@ -21,8 +21,9 @@ import ray
 
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.members._asks import MemberDiedError
+from flatweights.ray.members._door import Entry, Ticket
 from flatweights.ray.members._ended import mark_end
-from flatweights.ray.members._meeting import Entry, Meeting, Ticket
+from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._seats import Letter
 from flatweights.ray.members._terms import Terms
 
@@ -88,7 +89,7 @@ class Host:
         ticket: Future[Ticket] = Future()
         now = time.monotonic()
         entry = Entry(token, rank, terms, who, node, wants_lane, now, ticket, over)
-        self._meeting.news.tell(self._meeting.enter, entry)
+        self._meeting.news.tell(self._meeting.door.enter, entry)
         return await asyncio.wrap_future(ticket)
 
     async def attach(self, token: bytes, nonce: bytes) -> None:
@@ -143,7 +144,7 @@ class Host:
 
     async def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
-        absent: list[int] = await self._ask(self._meeting.absent)
+        absent: list[int] = await self._ask(self._meeting.door.absent)
         return absent
 
     async def _ask(self, method: Callable[..., Any], *args: Any) -> Any:

@@ -25,9 +25,9 @@ from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
 from flatweights.ray.lanes._protocol import NUMBER
 from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome, end_of, remember
+from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._ended import seconds_since_end
 from flatweights.ray.members._host import Host
-from flatweights.ray.members._meeting import Ticket
 from flatweights.ray.members._seats import as_array
 from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._wait import seconds_left

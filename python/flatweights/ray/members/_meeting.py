@@ -13,8 +13,7 @@ outcome for all. Its record of each member is a `Seat`, whose table lists the st
   them.
 - Members that lack the state of a training (`Ask.lacks`) wait for the next call like theirs. Its
   average does not contain their weights, but they get the state and its outcome; see `Healing`.
-- The meeting ends when no member is left. A process that is joining counts as a member; if it gives
-  up or dies, the meeting forgets it.
+- The meeting ends when no member is left. Its `Door` lets members in.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ from flatweights.ray.members._asks import (
     Outcome,
 )
 from flatweights.ray.members._branch import BranchAgent, BranchOutcome
+from flatweights.ray.members._door import Door
 from flatweights.ray.members._healing import Healing
 from flatweights.ray.members._news import News
 from flatweights.ray.members._seats import (
@@ -71,58 +71,9 @@ from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.robust import Rule
 
 _CALLS = 16  # calls that an agent runs at a time, without waiting for each other
-_GRACE = 5.0  # seconds in which the end of a rank's old process may become known
 _KEPT = 8  # kinds of call of which the last outcome is kept, for members that are late
-_EMPTY = 60.0  # seconds for which a meeting without members waits for the first one
 
 _log = logging.getLogger("flatweights")
-
-
-class Ticket(NamedTuple):
-    """The result of entering, for a member.
-
-    Attributes:
-        rank: Its rank.
-        seat: The number of its seat.
-        address: The address to make a lane to; None, if the member calls through Ray.
-        branch: On another node, the agent of that node, to which it makes a lane instead.
-    """
-
-    rank: int
-    seat: int
-    address: bytes | None
-    branch: Any = None
-
-
-class Entry(NamedTuple):
-    """A process that wants to be a member.
-
-    Attributes:
-        token: The token by which it is recognised.
-        rank: The rank that it wants; any, if None.
-        terms: The terms that it expects of the meeting.
-        who: The name of the process in errors.
-        node: Its node.
-        wants_lane: Whether it can use a lane.
-        since: The time of its arrival, by `time.monotonic`.
-        ticket: The ticket that it waits for.
-        over: A future that is done once it is not, and will not be, a member.
-    """
-
-    token: bytes
-    rank: int | None
-    terms: Terms
-    who: str
-    node: str
-    wants_lane: bool
-    since: float
-    ticket: Future[Ticket]
-    over: Future[None]
-
-    def end(self, error: Exception) -> None:
-        """Refuse it a ticket."""
-        self.ticket.set_exception(error)
-        self.over.set_result(None)
 
 
 class Kept(NamedTuple):
@@ -148,6 +99,7 @@ class Meeting:
 
     Attributes:
         news: The calls that other threads want the meeting's thread to make.
+        door: The members, and those that come in.
     """
 
     def __init__(self, name: str, terms: Terms, node: str, host: Any) -> None:
@@ -168,10 +120,6 @@ class Meeting:
         self._node = node
         self._lanes = Lanes()
         self._agents = Agents(self._lanes.windows.offer, terms.sums, BranchAgent, (host,), _CALLS)
-        self._watched: set[str] = set()  # the tokens of agents
-        self._seats: dict[int, Seat] = {}  # the newest of each rank
-        self._by_token: dict[bytes, Seat] = {}  # present members
-        self._entries: list[Entry] = []  # processes that wait for a rank
         self._asking: list[Seat] = []  # the open call, in the order of its asks
         self._lacking: list[Seat] = []  # members that have asked, and lack the state
         self._healings: list[Healing] = []
@@ -179,36 +127,27 @@ class Meeting:
         self._untold: list[Seat] = []  # deaths that were not logged yet
         self._away: set[int] = set()  # ranks that the log calls dead or late, until they are back
         self.news = News(self._lanes)
+        self.door = Door(
+            name, terms, node, self._lanes, self._agents, self.news, self._hear, self._lose
+        )
         self._kept: list[Kept] = []
         self._states: dict[str, int] = {}  # by layout of a state, the last call with it
-        self._entered = 0  # the number of seats so far
         self._number = 0  # of the last outcome
-        self._has_begun = False  # whether any process has arrived
-        self._is_open = False  # whether all have joined, or enough, and the grace is over
-        self._grace: Deadline | None = None  # runs from the first member that is ready
 
     def run(self) -> None:
         """Run the meeting until no member is left."""
-        empty_until = time.monotonic() + _EMPTY
         try:
-            while self._by_token or self._is_new(empty_until):
+            while self.door.is_in_use:
                 self._step()
         except Exception:
             _log.exception("the host of meeting %r has failed", self._name)
         self._agents.shut_down()
-        for entry in self._entries:
-            entry.end(RuntimeError("the meeting has ended"))
+        self.door.close()
         self._lanes.close()
-
-    def _is_new(self, empty_until: float) -> bool:
-        """Whether the first member is still to come, or is about to get its ticket."""
-        if not self._has_begun:
-            return time.monotonic() < empty_until
-        return not self._seats and bool(self._entries)
 
     def _step(self) -> None:
         """Do everything that is due, or wait until something happens."""
-        self._admit()
+        self.door.admit()
         self._welcome()
         self._heal()
         if self._is_due():
@@ -216,7 +155,7 @@ class Meeting:
             return
         if self._lacking and not self._count_of_whole():
             self._end_healing()
-        seats = [*self._by_token.values()]
+        seats = [*self.door.present.values()]
         working = [seat for seat in seats if seat.state is State.WORKING]
         on_time = all(map(self._is_on_time, working))  # late members are answered at once
         begin = time.monotonic()
@@ -251,13 +190,11 @@ class Meeting:
 
     def _patience(self, now: float) -> float | None:
         """Return the seconds until something is due even if nothing happens."""
-        ends = [entry.since + _GRACE for entry in self._entries]
         deadlines = [self._deadline()]
         deadlines += [healing.deadline for healing in self._healings if healing.is_waited_for]
-        if self._grace is not None and not self._is_open and seconds_left(self._grace.end):
-            deadlines.append(self._grace)
-        ends += [deadline.end for deadline in deadlines if deadline.end is not None]
-        return max(0.0, min(ends) - now) if ends else None if self._seats else _GRACE
+        ends = [deadline.end for deadline in deadlines if deadline.end is not None]
+        ends += self.door.ends()
+        return max(0.0, min(ends) - now) if ends else None
 
     def _deadline(self) -> Deadline:
         """Return the end of the open call: the earliest deadline of its asks."""
@@ -271,22 +208,22 @@ class Meeting:
             return False
         if seconds_left(self._deadline().end) == 0.0:
             return True
-        if any(map(self._is_on_time, self._by_token.values())):
+        if any(map(self._is_on_time, self.door.present.values())):
             return False
         # The other members are late, or join again.
         return len(self._asking) == self._count_of_whole() or self._are_enough()
 
     def _count_of_whole(self) -> int:
         """Return the number of members that do not lack the state of their training."""
-        return len(self._by_token) - len(self._lacking)
+        return len(self.door.present) - len(self._lacking)
 
     def _are_enough(self) -> bool:
         """Whether the open call needs no late members."""
         asks = self._asks()
         first = asks[min(asks)]
         if first.operation == "broadcast":
-            return first.root in asks or first.root not in self._ranks()
-        joined = sum(seat.state is not State.LEFT for seat in self._seats.values())
+            return first.root in asks or first.root not in self.door.ranks()
+        joined = sum(seat.state is not State.LEFT for seat in self.door.seats.values())
         joined -= len(self._lacking)
         need = joined if first.min_results is None else first.min_results
         return len(asks) >= min(need, self._count_of_whole())
@@ -360,7 +297,7 @@ class Meeting:
             if healing.state is None:
                 self._answer(seats, healing.why)
             else:
-                body = pickle.dumps(tuple(Outcome(healing.number, self._size, self._ranks())))
+                body = pickle.dumps(tuple(Outcome(healing.number, self._size, self.door.ranks())))
                 self._post(-healing.number, body, healing.state.buffer, seats)
                 for seat in seats:
                     self._away.discard(seat.rank)
@@ -370,7 +307,7 @@ class Meeting:
     def _answer(self, seats: Sequence[Seat], error: Exception | None = None) -> None:
         """Answer asks that are part of no call."""
         for seat in seats:
-            outcome = Outcome(seat.has, self._size, self._ranks(), error=error)
+            outcome = Outcome(seat.has, self._size, self.door.ranks(), error=error)
             self._post(seat.has, ray.cloudpickle.dumps(tuple(outcome)), None, [seat])
 
     def _close_call(self) -> None:
@@ -380,8 +317,8 @@ class Meeting:
         asking, self._asking = self._asking, []
         arrivals = Arrivals.over(
             {seat.rank: seat.answer for seat in asking if seat.answer is not None},
-            failed={k: seat.why for k, seat in self._seats.items() if seat.why is not None},
-            late=sorted({*self._ranks()} - {*asks} - {seat.rank for seat in self._lacking}),
+            failed={k: seat.why for k, seat in self.door.seats.items() if seat.why is not None},
+            late=sorted({*self.door.ranks()} - {*asks} - {seat.rank for seat in self._lacking}),
             timeout=deadline.timeout,
             seconds_waited=self._seconds_waited,
         )
@@ -420,7 +357,7 @@ class Meeting:
         took_part = tuple(seat.number for seat in asking)
         healed = tuple(seat.number for seat in lacking) if giver else ()
         outcome = Outcome(
-            number, self._size, self._ranks(), took_part, giver, healed, error, layout, facts
+            number, self._size, self.door.ranks(), took_part, giver, healed, error, layout, facts
         )
         body = pickler.dumps(tuple(outcome))
         if weights is not None:
@@ -543,32 +480,15 @@ class Meeting:
 
     def _ways(self, asks: dict[int, Ask]) -> dict[int, str]:
         """Return, by rank, the way by which its ask came."""
-        return {k: "store" if self._seats[k].lane is None else "lane" for k in sorted(asks)}
-
-    def _ranks(self) -> tuple[int, ...]:
-        """Return the ranks of the present members."""
-        return tuple(sorted(seat.rank for seat in self._by_token.values()))
+        return {k: "store" if self.door.seats[k].lane is None else "lane" for k in sorted(asks)}
 
     def _welcome(self) -> None:
         """Give members that are ready their first outcome, once the meeting is open."""
-        ready = [seat for seat in self._by_token.values() if seat.state is State.READY]
-        self._is_open = self._is_open or self._may_open(len(ready))
-        if ready and self._is_open:
-            first = Outcome(self._number, self._size, self._ranks())
+        ready = [seat for seat in self.door.present.values() if seat.state is State.READY]
+        self.door.open_for(len(ready))
+        if ready and self.door.is_open:
+            first = Outcome(self._number, self._size, self.door.ranks())
             self._post(0, pickle.dumps(tuple(first)), None, ready)
-
-    def _may_open(self, ready: int) -> bool:
-        """Whether the meeting can open now, with ``ready`` members."""
-        if ready and self._grace is None:
-            self._grace = Deadline.after(self._terms.grace)
-        if self._grace is None or ready < self._terms.min_size:
-            return False
-        if ready < self._size and seconds_left(self._grace.end) != 0.0:
-            return False
-        if ready < self._size:
-            missing = ", ".join(map(str, self.absent()))
-            _log.info("meeting %r opens without ranks %s", self._name, missing)
-        return True
 
     def _post(
         self,
@@ -629,7 +549,7 @@ class Meeting:
 
     def _forget(self, seat: Seat) -> None:
         """Wait for nothing more of a member that has left or is dead."""
-        del self._by_token[seat.token]
+        self.door.forget(seat)
         for seats in (self._asking, self._lacking):
             if seat in seats:
                 seats.remove(seat)
@@ -648,7 +568,7 @@ class Meeting:
 
     def _tell_deaths(self) -> None:
         """Log deaths, but only once a member waits: at the end of a training they do not matter."""
-        if self._asking or not self._is_open:
+        if self._asking or not self.door.is_open:
             for seat in self._untold:
                 assert seat.why is not None
                 text = error_of_rank(seat.rank, seat.why)
@@ -656,77 +576,7 @@ class Meeting:
                 self._away.add(seat.rank)
             self._untold.clear()
 
-    def _admit(self) -> None:
-        """Give tickets to processes that want to be members."""
-        now = time.monotonic()
-        entries, self._entries = self._entries, []
-        for entry in entries:
-            try:
-                ticket = self._seat(entry, now)
-            except ValueError as error:
-                entry.end(error)
-                continue
-            if ticket is None:
-                self._entries.append(entry)
-            else:
-                entry.ticket.set_result(ticket)
-
-    def _seat(self, entry: Entry, now: float) -> Ticket | None:
-        """Return the ticket for a process; None while the old process of its rank may be ending.
-
-        Raises:
-            ValueError: If it cannot get a ticket.
-        """
-        self._terms.check_same(entry.terms)
-        if entry.rank is not None and not 0 <= entry.rank < self._size:
-            raise ValueError(f"rank: expected 0 to {self._size - 1}, got {entry.rank}")
-        wanted = range(self._size) if entry.rank is None else [entry.rank]
-        rank = next((rank for rank in wanted if self._is_free(rank)), None)
-        if rank is None:
-            if now - entry.since < _GRACE:
-                return None
-            if entry.rank is None:
-                raise ValueError(f"meeting {self._name!r}: all {self._size} ranks are taken")
-            taken = f"{entry.rank}, which is {self._seats[entry.rank].who}'s"
-            raise ValueError(f"rank: expected one that is free, got {taken}")
-        self._entered += 1
-        seat = Seat(rank, entry.who, entry.token, self._entered, over=entry.over)
-        self._seats[rank] = self._by_token[entry.token] = seat
-        if not entry.wants_lane:
-            return Ticket(rank, seat.number, None)
-        if entry.node == self._node:
-            self._lanes.expect(entry.token)
-            return Ticket(rank, seat.number, self._lanes.address)
-        agent = seat.agent = self._agents.at(entry.node, starts=True)
-        assert agent is not None
-        if agent.token not in self._watched:
-            self._watched.add(agent.token)
-            self.news.watch(agent.handle.stay.remote(), functools.partial(self._lose_all, agent))
-        return Ticket(rank, seat.number, None, agent.handle)
-
-    def _is_free(self, rank: int) -> bool:
-        """Whether no live process has ``rank``."""
-        seat = self._seats.get(rank)
-        if seat is not None and seat.is_present and seat.lane is not None:
-            seat.lane.receive()  # it may just have died
-            if seat.look():
-                self._hear(seat)
-        return seat is None or not seat.is_present
-
-    def _lose_all(self, agent: AgentEnd, why: str) -> None:
-        """Count the members of a dead agent's node as dead."""
-        agent.is_dead = True
-        for seat in [*self._by_token.values()]:
-            if seat.agent is agent:
-                lost = f"{seat.who}: the agent of its node: {why}"
-                self._lose(seat, MemberDiedError(lost))
-
     # The calls that other threads ask the meeting's thread to make.
-
-    def enter(self, entry: Entry) -> None:
-        """Queue ``entry``, to get a ticket or an error."""
-        self._has_begun = True
-        self._entries.append(entry)
 
     def attach(self, token: bytes, nonce: bytes) -> None:
         """Make the lane to a member.
@@ -734,14 +584,14 @@ class Meeting:
         Raises:
             LaneError: If it has not connected.
         """
-        seat = self._by_token.get(token)
+        seat = self.door.present.get(token)
         if seat is None or seat.state is not State.ENTERING:
             raise LaneError("no such member")
         seat.attach(self._lanes.connect(token, nonce))
 
     def expect(self, token: bytes, caller: Future[Any] | None) -> None:
         """Note that a member waits for its first outcome, in a call through Ray or at a branch."""
-        seat = self._by_token.get(token)
+        seat = self.door.present.get(token)
         if seat is not None:
             if caller is not None:  # it has made no lane
                 self._forget_lane(seat)
@@ -751,7 +601,7 @@ class Meeting:
 
     def put(self, token: bytes, letter: Letter) -> None:
         """Take an ask that came through Ray."""
-        seat = self._by_token.get(token)
+        seat = self.door.present.get(token)
         if seat is not None:
             seat.receive(letter)
         elif letter.caller is not None:
@@ -759,20 +609,12 @@ class Meeting:
 
     def lose(self, token: bytes, why: MemberDiedError) -> None:
         """Count a member as dead, or drop a process that no longer wants to be a member."""
-        self._has_begun = True  # it may have given up before it entered
-        for entry in [entry for entry in self._entries if entry.token == token]:
-            self._entries.remove(entry)
-            entry.end(why)
-        seat = self._by_token.get(token)
+        self.door.drop(token, why)
+        seat = self.door.present.get(token)
         if seat is not None and seat.look():  # it may have left before
             self._hear(seat)
         if seat is not None:
             self._lose(seat, why)
-
-    def absent(self) -> list[int]:
-        """Return the ranks that have not joined."""
-        joined = {seat.rank for seat in self._by_token.values() if seat.state is not State.ENTERING}
-        return [rank for rank in range(self._size) if rank not in joined]
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
         """Return the body of an outcome, and its weights.
@@ -785,7 +627,7 @@ class Meeting:
                 return kept.body, kept.weights.buffer
         for healing in self._healings:
             if healing.number == -number and healing.state is not None:
-                body = pickle.dumps(tuple(Outcome(healing.number, self._size, self._ranks())))
+                body = pickle.dumps(tuple(Outcome(healing.number, self._size, self.door.ranks())))
                 return body, healing.state.buffer
         raise KeyError(f"outcome {number} is no longer kept")
 

@@ -27,8 +27,8 @@ from flatweights.ray._round import Round
 from flatweights.ray._variables import Variables
 from flatweights.ray.lanes._member_lane import HostDiedError
 from flatweights.ray.members._asks import Ask, ElsewhereError, LacksStateError, MemberError, Outcome
+from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._host_end import HostEnd, enter
-from flatweights.ray.members._meeting import Ticket
 from flatweights.ray.members._terms import GRACE, Terms
 from flatweights.ray.members._train import train_worker
 from flatweights.ray.nodes._plan import Sums

@@ -7,10 +7,10 @@ and an ask belongs to the seat that made it. The states of a seat:
 | --- | --- | --- |
 | `ENTERING` | has a ticket, and is making its lane | `attach` or `expect`: `READY` |
 | `READY` | waits for its first outcome | `tell`: `WORKING` |
-| `WORKING` | has the outcome `has`, and has not asked again | `look` finds an ask: `ASKING` | |
-`ASKING` | has asked, and waits for the outcome | `tell`: `WORKING`; `leave`: `LEFT` | | `LEFT` |
-has said that it leaves | nothing | | `DEAD` | has ended in another way: `die`, from any of the
-first four | nothing |
+| `WORKING` | has the outcome `has`, and has not asked again | `look` finds an ask: `ASKING` |
+| `ASKING` | has asked, and waits for the outcome | `tell`: `WORKING`; `leave`: `LEFT` |
+| `LEFT` | has said that it leaves | nothing |
+| `DEAD` | has ended in another way: `die`, from any of the first four | nothing |
 
 One thread, that of the meeting or of the branch, calls these methods; no other thread reads a seat.
 In each of the first four states, the end of a member becomes known: the socket of its lane closes,

@@ -1,0 +1,249 @@
+"""The door of a meeting: processes come in, and get a rank in the order of their arrival.
+
+A rank is free once its old process has left or died. The meeting opens when all members are ready,
+or enough of them, and the grace is over. A process that is coming in counts as a member; if it
+gives up or dies, the meeting forgets it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from flatweights.ray.lanes._driver_lane import Lanes
+from flatweights.ray.members._asks import MemberDiedError
+from flatweights.ray.members._news import News
+from flatweights.ray.members._seats import Seat, State
+from flatweights.ray.members._terms import Terms
+from flatweights.ray.peers._by_agent import AgentEnd, Agents
+from flatweights.ray.peers._wait import Deadline, seconds_left
+
+_GRACE = 5.0  # seconds in which the end of a rank's old process may become known
+_EMPTY = 60.0  # seconds for which a meeting without members waits for the first one
+
+_log = logging.getLogger("flatweights")
+
+
+class Ticket(NamedTuple):
+    """The result of entering, for a member.
+
+    Attributes:
+        rank: Its rank.
+        seat: The number of its seat.
+        address: The address to make a lane to; None, if the member calls through Ray.
+        branch: On another node, the agent of that node, to which it makes a lane instead.
+    """
+
+    rank: int
+    seat: int
+    address: bytes | None
+    branch: Any = None
+
+
+class Entry(NamedTuple):
+    """A process that wants to be a member.
+
+    Attributes:
+        token: The token by which it is recognised.
+        rank: The rank that it wants; any, if None.
+        terms: The terms that it expects of the meeting.
+        who: The name of the process in errors.
+        node: Its node.
+        wants_lane: Whether it can use a lane.
+        since: The time of its arrival, by `time.monotonic`.
+        ticket: The ticket that it waits for.
+        over: A future that is done once it is not, and will not be, a member.
+    """
+
+    token: bytes
+    rank: int | None
+    terms: Terms
+    who: str
+    node: str
+    wants_lane: bool
+    since: float
+    ticket: Future[Ticket]
+    over: Future[None]
+
+    def end(self, error: Exception) -> None:
+        """Refuse it a ticket."""
+        self.ticket.set_exception(error)
+        self.over.set_result(None)
+
+
+class Door:
+    """The members of a meeting, and those that are coming in.
+
+    Attributes:
+        seats: By rank, the newest member, which may have ended.
+        present: The present members, by token.
+        is_open: Whether all have joined, or enough, and the grace is over.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        terms: Terms,
+        node: str,
+        lanes: Lanes,
+        agents: Agents,
+        news: News,
+        hear: Callable[[Seat], object],
+        lose: Callable[[Seat, MemberDiedError], object],
+    ) -> None:
+        """Let nobody in yet.
+
+        Args:
+            name: The name of the meeting.
+            terms: The terms that all members expect.
+            node: The node of the meeting.
+            lanes: The lanes to members on this node.
+            agents: The agents of other nodes.
+            news: The calls that the meeting's thread makes.
+            hear: A function that handles the ask, or the end, of a member.
+            lose: A function that counts a member as dead.
+        """
+        self._name, self._terms, self._node = name, terms, node
+        self._lanes, self._agents, self._news = lanes, agents, news
+        self._hear, self._lose = hear, lose
+        self.seats: dict[int, Seat] = {}
+        self.present: dict[bytes, Seat] = {}
+        self._has_begun = False  # whether any process has arrived
+        self.is_open = False
+        self._entries: list[Entry] = []  # processes that wait for a rank
+        self._entered = 0  # the number of seats so far
+        self._grace: Deadline | None = None  # runs from the first member that is ready
+        self._watched: set[str] = set()  # the tokens of agents
+        self._empty_until = time.monotonic() + _EMPTY
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether there are members, or the first is still to come, or is about to come in."""
+        if self.present:
+            return True
+        if not self._has_begun:
+            return time.monotonic() < self._empty_until
+        return not self.seats and bool(self._entries)
+
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks of the present members."""
+        return tuple(sorted(seat.rank for seat in self.present.values()))
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have not joined."""
+        joined = {seat.rank for seat in self.present.values() if seat.state is not State.ENTERING}
+        return [rank for rank in range(self._terms.size) if rank not in joined]
+
+    def ends(self) -> list[float]:
+        """Return the times, by `time.monotonic`, at which something is due here."""
+        ends = [entry.since + _GRACE for entry in self._entries]
+        if not self.seats:
+            ends.append(time.monotonic() + _GRACE)
+        grace = None if self._grace is None or self.is_open else self._grace.end
+        return [*ends, grace] if grace is not None and seconds_left(grace) else ends
+
+    def enter(self, entry: Entry) -> None:
+        """Queue ``entry``, to get a ticket or an error."""
+        self._has_begun = True
+        self._entries.append(entry)
+
+    def admit(self) -> None:
+        """Give tickets to processes that want to be members."""
+        now = time.monotonic()
+        entries, self._entries = self._entries, []
+        for entry in entries:
+            try:
+                ticket = self._seat(entry, now)
+            except ValueError as error:
+                entry.end(error)
+                continue
+            if ticket is None:
+                self._entries.append(entry)
+            else:
+                entry.ticket.set_result(ticket)
+
+    def drop(self, token: bytes, why: Exception) -> None:
+        """Drop a process that no longer wants to be a member."""
+        self._has_begun = True  # it may have given up before it entered
+        for entry in [entry for entry in self._entries if entry.token == token]:
+            self._entries.remove(entry)
+            entry.end(why)
+
+    def forget(self, seat: Seat) -> None:
+        """Note that a member has left or died."""
+        del self.present[seat.token]
+
+    def close(self) -> None:
+        """Refuse those that wait."""
+        for entry in self._entries:
+            entry.end(RuntimeError("the meeting has ended"))
+
+    def open_for(self, ready: int) -> None:
+        """Open if the meeting can, with ``ready`` members that wait."""
+        self.is_open = self.is_open or self._may_open(ready)
+
+    def _seat(self, entry: Entry, now: float) -> Ticket | None:
+        """Return the ticket for a process; None while the old process of its rank may be ending.
+
+        Raises:
+            ValueError: If it cannot get a ticket.
+        """
+        self._terms.check_same(entry.terms)
+        if entry.rank is not None and not 0 <= entry.rank < self._terms.size:
+            raise ValueError(f"rank: expected 0 to {self._terms.size - 1}, got {entry.rank}")
+        wanted = range(self._terms.size) if entry.rank is None else [entry.rank]
+        rank = next((rank for rank in wanted if self._is_free(rank)), None)
+        if rank is None:
+            if now - entry.since < _GRACE:
+                return None
+            if entry.rank is None:
+                raise ValueError(f"meeting {self._name!r}: all {self._terms.size} ranks are taken")
+            taken = f"{entry.rank}, which is {self.seats[entry.rank].who}'s"
+            raise ValueError(f"rank: expected one that is free, got {taken}")
+        self._entered += 1
+        seat = Seat(rank, entry.who, entry.token, self._entered, over=entry.over)
+        self.seats[rank] = self.present[entry.token] = seat
+        if not entry.wants_lane:
+            return Ticket(rank, seat.number, None)
+        if entry.node == self._node:
+            self._lanes.expect(entry.token)
+            return Ticket(rank, seat.number, self._lanes.address)
+        agent = seat.agent = self._agents.at(entry.node, starts=True)
+        assert agent is not None
+        if agent.token not in self._watched:
+            self._watched.add(agent.token)
+            self._news.watch(agent.handle.stay.remote(), functools.partial(self._lose_all, agent))
+        return Ticket(rank, seat.number, None, agent.handle)
+
+    def _is_free(self, rank: int) -> bool:
+        """Whether no live process has ``rank``."""
+        seat = self.seats.get(rank)
+        if seat is not None and seat.is_present and seat.lane is not None:
+            seat.lane.receive()  # it may just have died
+            if seat.look():
+                self._hear(seat)
+        return seat is None or not seat.is_present
+
+    def _lose_all(self, agent: AgentEnd, why: str) -> None:
+        """Count the members of a dead agent's node as dead."""
+        agent.is_dead = True
+        for seat in [*self.present.values()]:
+            if seat.agent is agent:
+                lost = f"{seat.who}: the agent of its node: {why}"
+                self._lose(seat, MemberDiedError(lost))
+
+    def _may_open(self, ready: int) -> bool:
+        if ready and self._grace is None:
+            self._grace = Deadline.after(self._terms.grace)
+        if self._grace is None or ready < self._terms.min_size:
+            return False
+        if ready < self._terms.size and seconds_left(self._grace.end) != 0.0:
+            return False
+        if ready < self._terms.size:
+            missing = ", ".join(map(str, self.absent()))
+            _log.info("meeting %r opens without ranks %s", self._name, missing)
+        return True
