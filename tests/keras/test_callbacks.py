@@ -2,13 +2,16 @@
 
 import logging
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from keras_programs import BATCH, Place, Together, build, images
+from keras_programs import BATCH, Place, Together, build, images, outcome
 from meetings import LocalMeeting
 
 import flatweights as fw
@@ -351,3 +354,78 @@ def test_a_model_of_keras_2_is_refused_by_name() -> None:
             TypeError, match=rf"{kind.__name__}: .* Keras 3, got tf_keras\..*Sequent"
         ):
             model.fit(*images("dense"), verbose=0, callbacks=[kind()])
+
+
+def logged(
+    member: Any, model: Any, own: dict[str, float], stops: bool, options: dict[str, Any]
+) -> Any:
+    """Return the logs of a member after the end of an epoch, and whether its training stops."""
+    from flatweights.keras import AverageLogs
+
+    with member:
+        logs = dict(own)
+        callback = AverageLogs(member=member, **options)
+        callback.set_model(model)
+        callback.on_train_begin()
+        callback.on_epoch_begin(0)
+        model.stop_training = stops
+        callback.on_epoch_end(0, logs)
+        return logs, model.stop_training
+
+
+def logs_of_three(
+    models: list[Any], losses: list[float], stops: Any = (), **options: Any
+) -> list[Any]:
+    own = [{"loss": loss, "val_loss": 10 * loss} for loss in losses]
+    stop = [rank in stops for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        call = partial(outcome, logged)
+        return [*pool.map(call, LocalMeeting(3).join_all(), models, own, stop, [options] * 3)]
+
+
+def test_a_rule_for_logs_withstands_a_liar_but_a_stop_of_one_still_stops_all() -> None:
+    from flatweights import robust
+
+    def first(models: list[Any]) -> Any:
+        assert [*models[0]] == ["loss", "val_loss"]
+        return models[0]
+
+    models = [compiled(Place()) for _ in range(3)]
+    for rule, expected in ((robust.Median(), 3.0), (first, 1.0)):
+        for stops in ((), (1,)):
+            replies = logs_of_three(models, [1.0, 3.0, 1e30], stops, rule=rule)
+            assert replies == [({"loss": expected, "val_loss": 10 * expected}, bool(stops))] * 3
+
+
+def test_members_whose_logs_are_nan_are_left_out_or_raise() -> None:
+    from flatweights import robust
+
+    models, losses = [compiled(Place()) for _ in range(3)], [1.0, np.nan, 3.0]
+    for rule in (None, robust.Median()):
+        for logs, stops in logs_of_three(models, losses, [1], rule=rule, nonfinite="skip"):
+            assert logs == pytest.approx({"loss": 2.0, "val_loss": 20.0})
+            assert stops
+        for reply in logs_of_three(models, losses, rule=rule, nonfinite="raise"):
+            assert "rank 1, slot 0 'logs/loss': holds NaN or infinity" in reply
+        for logs, _ in logs_of_three(models, [np.nan] * 3, rule=rule, nonfinite="skip"):
+            assert np.isnan([*logs.values()]).all()
+    for logs, _ in logs_of_three(models, losses):
+        assert np.isnan([*logs.values()]).all()
+
+
+def test_the_host_of_a_rule_for_logs_needs_no_keras(tmp_path: Path) -> None:
+    import ray
+
+    from flatweights import robust
+    from flatweights.keras import AverageLogs
+
+    rule = AverageLogs(rule=robust.Median())._rule
+    (tmp_path / "rule").write_bytes(ray.cloudpickle.dumps(robust.Rule.of(rule)))  # type: ignore[arg-type]
+    program = (
+        "import pickle, sys; from pathlib import Path; import flatweights as fw;"
+        "models = [fw.FlatWeights({'logs/loss': 1.0 * k, 'samples/loss': 1.0}) for k in (1, 2, 9)];"
+        "print(pickle.loads(Path(sys.argv[1]).read_bytes())(models)['logs/loss']);"
+        "assert not {'keras', 'tensorflow'} & {*sys.modules}"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "rule")]
+    assert subprocess.run(command, check=True, capture_output=True).stdout == b"2.0\n"

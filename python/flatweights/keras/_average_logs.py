@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
+from flatweights import FlatWeights, average
+from flatweights._average import Nonfinite, check_nonfinite
 from flatweights.keras._average_weights import AverageWeights
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._gradients import averaging_of
@@ -15,6 +18,7 @@ from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._progress import State, callbacks_beside, check_before
 from flatweights.keras._report import Report
 from flatweights.ray import Member, Round
+from flatweights.robust import AnyRule, Rule
 
 _log = logging.getLogger("flatweights")
 
@@ -31,6 +35,7 @@ class AverageLogs(MemberCallback):
     training or, if its name begins with ``val_``, those of the validation. That is exact for means,
     such as losses and accuracies. For a metric that is not a mean over samples (AUC, precision),
     the average of the members' values is close to the value over all samples, but not the same.
+    With a ``rule``, all members count equally.
 
     >>> import keras
     >>> import flatweights.ray
@@ -49,6 +54,8 @@ class AverageLogs(MemberCallback):
         member: Member | None = None,
         timeout: float | None = None,
         min_results: int | None = None,
+        nonfinite: Nonfinite = "propagate",
+        rule: AnyRule | None = None,
     ) -> None:
         """Average in a meeting.
 
@@ -60,11 +67,20 @@ class AverageLogs(MemberCallback):
                 the shortest counts.
             min_results: The number of members that an average needs; all, if None. It applies to
                 all callbacks and optimizers, too.
+            nonfinite: What to do about members whose logs hold NaN or infinity; see
+                `flatweights.average`. If all are left out, the average is NaN.
+            rule: A rule that replaces the mean, such as ``flatweights.robust.Median()``, so that a
+                few members with wrong logs do not spoil the average. A function gets a list of
+                dicts of arrays, by the names of the logs.
 
         Raises:
-            TypeError: If ``member`` is not a `Member`.
+            TypeError: If ``member`` is not a `Member`, or ``rule`` is not a rule.
+            ValueError: If ``timeout``, ``min_results`` or ``nonfinite`` is out of range.
         """
         super().__init__(MemberLease("AverageLogs", member, timeout, min_results))
+        check_nonfinite(nonfinite)
+        self._nonfinite = nonfinite
+        self._rule = None if rule is None else _over_members(Rule.of(rule))
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Check the order of the callbacks, and join if necessary.
@@ -106,28 +122,52 @@ class AverageLogs(MemberCallback):
         counts = {"": self._samples.read() or 1.0, "val_": self._samples.tested or 1.0}
         own = {name: np.float64(value) for name, value in logs.items() if np.ndim(value) == 0}
         samples = {n: np.float64(counts["val_" if n.startswith("val_") else ""]) for n in own}
+        if self._rule is not None:
+            samples = dict.fromkeys(own, np.float64(1))
+        if self._nonfinite == "skip" and not all(map(np.isfinite, own.values())):
+            own = samples = dict.fromkeys(own, np.float64(0))  # but it may stop the training
         part = {
             "logs": {name: value * samples[name] for name, value in own.items()},
             "samples": samples,
             "stops": np.float64(self.model.stop_training),
         }
 
-        def average(member: Member, state: State | None) -> Round:
+        def exchange(member: Member, state: State | None) -> Round:
             return member.average(
                 part,
                 timeout=self._lease.timeout,
                 min_results=self._lease.min_results,
-                nonfinite="propagate",
+                nonfinite="raise" if self._nonfinite == "raise" else "propagate",
+                rule=self._rule,
                 state=state,
             )
 
         with calls_are_equal(self._member, "logs"):
-            result = self._average_at(average, at="epoch")
+            result = self._average_at(exchange, at="epoch")
         if result is None:
             return
         mean = result.weights
-        logs.update({name: float(mean["logs"][name] / mean["samples"][name]) for name in own})
+        with np.errstate(invalid="ignore"):  # 0 / 0, if all members were left out
+            logs.update({name: float(mean["logs"][name] / mean["samples"][name]) for name in own})
         self.model.stop_training = bool(mean["stops"])
+
+
+def _over_members(rule: Rule) -> Callable[[list[FlatWeights]], FlatWeights]:
+    """Return a rule for what members send: ``rule`` for their logs, the mean for the rest."""
+
+    # Being local, it is pickled with its code: the host of the meeting imports no Keras.
+    def over_members(models: list[FlatWeights]) -> FlatWeights:
+        result = average(models)
+        names = [name.removeprefix("logs/") for name in result if name.startswith("logs/")]
+        counted = [model for model in models if any(model[f"samples/{name}"] for name in names)]
+        if counted:
+            logs = rule([{name: model[f"logs/{name}"] for name in names} for model in counted])
+            for name in names:
+                result[f"logs/{name}"][...], result[f"samples/{name}"][...] = logs[name], 1.0
+        return result
+
+    over_members.__name__ = rule.name
+    return over_members
 
 
 def _uses_logs(callback: Any) -> bool:
