@@ -388,7 +388,8 @@ class WorkerGroup:
         Args:
             weights: Weights that `FlatWorker.set_weights` takes, a vector, a `Round`, or a
                 reference to one of the first two. They are put into the object store once, unless
-                they are small. With a ``wire_dtype``, no vector.
+                they are small. With a ``wire_dtype``, no vector. NaN and infinity are not looked
+                for (`flatweights.isfinite` does), except with a ``wire_dtype``, which refuses them.
             timeout: Seconds to wait; for ever, if None.
 
         Returns:
@@ -423,7 +424,8 @@ class WorkerGroup:
 
         Args:
             weights: Arrays by name, a vector, a `Round`, or a reference to one of the first two. A
-                subset of the weights by name leaves the others unchanged.
+                subset of the weights by name leaves the others unchanged. NaN and infinity: as in
+                `broadcast`.
 
         Raises:
             TypeError: If they are anything else.

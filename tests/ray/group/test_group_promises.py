@@ -669,6 +669,16 @@ def test_run_names_the_method_whose_result_cannot_be_sent_to_workers(
     assert [result.used for result in group.run(1, "give", 0, vector, vector)] == [(0, 1, 2)]
 
 
+def test_nan_is_sent_as_it_is_and_found_in_the_next_average(group: WorkerGroup) -> None:
+    spoiled = start_of(np.nan)
+    assert group.broadcast(spoiled) == [0, 1, 2]
+    assert set(bits(group)) == {spoiled.buffer.tobytes()}
+    with pytest.raises(ValueError, match="^rank 0, slot 0 'w': holds NaN"):
+        group.average()
+    group.publish(start_of(1.0))
+    assert group.average("train").used == (0, 1, 2)
+
+
 def test_numbers_that_are_no_integers_are_refused(group: WorkerGroup) -> None:
     with pytest.raises(TypeError, match=r"min_results: expected an integer, got 1\.5"):
         group.average("train", min_results=1.5)  # type: ignore[arg-type]

@@ -296,7 +296,8 @@ class Member:
 
         Args:
             weights: The weights, of the kinds that `average` takes; also integers of any kind. In
-                members other than the root they only show the expected layout.
+                members other than the root they only show the expected layout. NaN and infinity
+                are sent, too.
             root: The rank whose weights are sent.
             timeout: See `average`.
 

@@ -95,7 +95,7 @@ class Publisher:
         """Publish the weights as they are now; return their version.
 
         Each byte is copied once. It never waits for a reader, even if readers are stopped or
-        killed.
+        killed. NaN and infinity are published, too: `flatweights.isfinite` looks for them.
 
         Args:
             weights: Weights to publish instead of ``variables``, with the same layout: for
