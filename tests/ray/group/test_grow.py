@@ -142,6 +142,22 @@ def test_workers_come_and_go_in_the_body_of_as_completed(group: WorkerGroup) -> 
 
 
 @pytest.mark.starts_actors
+def test_a_worker_that_joins_in_another_call_in_the_body_of_as_completed_gets_work(
+    group: WorkerGroup,
+) -> None:
+    rounds = group.as_completed("train")
+    next(rounds)
+    (added,) = group.add()
+    ray.get(group.actors()[added].ping.remote())
+    end = time.monotonic() + 60
+    while added not in group.step("ping"):
+        assert time.monotonic() < end
+    while added not in next(rounds).used:
+        assert time.monotonic() < end, "it is never called"
+    rounds.close()
+
+
+@pytest.mark.starts_actors
 def test_a_removed_worker_ends_its_call_first(group: WorkerGroup, tmp_path: Path) -> None:
     actor = group.actors()[1]
     pid = ray.get(actor.pid.remote())

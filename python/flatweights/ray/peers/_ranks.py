@@ -139,6 +139,7 @@ class Ranks:
 
     Attributes:
         lanes: The lanes to workers on this node.
+        admitted: The ranks of workers that were added, in the order in which they were ready.
     """
 
     def __init__(self, handles: Iterable[Any]) -> None:
@@ -151,6 +152,7 @@ class Ranks:
         self._records: dict[int, Record] = {}
         self._joining: dict[int, tuple[Record, Any]] = {}  # resolved once it is ready
         self._leaving: list[tuple[Record, bool]] = []  # owe an answer; whether to end then
+        self.admitted: list[int] = []
         self._news: tuple[list[int], list[int]] = [], []  # the ranks that were added and removed
         self._span = 0
         self._is_shut_down = False
@@ -227,8 +229,8 @@ class Ranks:
             raise RuntimeError("the group was shut down")
         check_connected(self._session)
 
-    def admit(self) -> list[int]:
-        """Count added actors that are ready as workers; return their ranks.
+    def admit(self) -> None:
+        """Count added actors that are ready as workers.
 
         An actor that could not be built becomes an unhealthy worker.
 
@@ -239,7 +241,7 @@ class Ranks:
         if self._leaving:
             self._see_off()
         if not self._joining:
-            return []
+            return
         refs = {ready: rank for rank, (_, ready) in self._joining.items()}
         there, _ = ray.wait([*refs], num_returns=len(refs), timeout=0)
         ranks = sorted(refs[ready] for ready in there)
@@ -247,6 +249,7 @@ class Ranks:
             record, ready = self._joining.pop(rank)
             self._records = dict(sorted({**self._records, rank: record}.items()))
             self._news[0].append(rank)
+            self.admitted.append(rank)
             try:
                 ray.get(ready)
             except ray.exceptions.RayError as error:
@@ -254,7 +257,6 @@ class Ranks:
                 record.leave_out(record.why or error)
             else:
                 _log.info("rank %d has joined", rank)
-        return ranks
 
     def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> None:
         """Remove ``ranks`` from all later rounds; if ``kill``, end them once they owe no answer.

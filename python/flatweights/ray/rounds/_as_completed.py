@@ -146,6 +146,7 @@ class AsCompleted:
         self._lost: dict[int, tuple[float, float]] = {}  # time of the next question, next pause
         self._patience: dict[int, int] = {}  # rounds that may pass a slow call
         self._rounds = 0
+        self._admitted = 0  # of `Ranks.admitted`
         self._failed: dict[int, Exception] = {}  # since the last round
         self._late: list[int] = []
         self._quarantined: list[int] = []
@@ -165,6 +166,7 @@ class AsCompleted:
             roster.start(self._request.timeout)
         now = time.monotonic()
         roster.admit()
+        self._admitted = len(roster.admitted)
         for rank in roster.check(self._asked):
             self._take_up(rank, now)
 
@@ -239,8 +241,11 @@ class AsCompleted:
 
     def _call_idle(self) -> None:
         roster, now = self.roster, 0.0
-        for rank in roster.admit():
-            if self._is_asked(rank):
+        roster.admit()
+        # A call in the body may have admitted them, and removed some.
+        for rank in roster.admitted[self._admitted :]:
+            self._admitted += 1
+            if self._is_asked(rank) and roster.get(rank) is not None:
                 self._take_up(rank, now)
         if self._lost:
             now = time.monotonic()
